@@ -12,6 +12,7 @@ import pytest
 import ranks  # noqa: F401  sets what the server of processes imports
 import seeds
 import torch
+from small_model import small  # noqa: F401  a fixture
 
 import te_models.engine.emulated as emulated
 
@@ -58,19 +59,20 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str | None], None
     return pretend
 
 
-# They come first, so that no worker of `make test` is left with one of them at the end.
+# They come first, so that no worker of `make test` is left with one of them at the end: files of more than 6 seconds.
 LONGEST = (
-    "test_parallel.py",
-    "test_trainer.py",
-    "test_examples.py",
-    "test_triton_kernels.py",
-    "test_tensor_parallel.py",
-)
-LONGEST += ("test_hf_families.py", "test_lora_files.py", "test_modeling.py", "test_commands.py", "test_crafted.py")
+    "test_parallel", "test_kinds", "test_triton_kernels", "test_parameter_owners", "test_trainer", "test_hf_families",
+    "test_lora", "test_training_data", "test_commands", "test_precision", "test_cuda_graph", "test_lora_files",
+    "test_export", "test_region", "test_tensor_parallel", "test_fsdp_gather", "test_own_data", "test_lora_run",
+    "test_random_pairs", "test_memory_plan", "test_offload", "test_examples", "test_adapters", "test_causal_lm",
+    "test_resume", "test_recompute", "test_hf", "test_modeling", "test_chat_template", "test_decode_loop",
+    "test_parity", "test_optim", "test_quantized", "test_callbacks", "test_encoding",
+)  # fmt: skip
+ORDER = {name: place for place, name in enumerate(LONGEST)}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    items.sort(key=lambda item: ORDER.get(item.path.stem, len(ORDER)))
     # torch.randn's code for AVX2 rounds its logarithm and cosine otherwise than the code for other CPUs.
     if seeds.OFFSET or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         skip = pytest.mark.skip(

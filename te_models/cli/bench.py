@@ -7,7 +7,7 @@ from typing import Any
 import click
 from rich.text import Text
 
-from te_models.cli.options import Command, compile_option, console, given_options, model_options, option, out_option
+from te_models.cli.options import Command, console, given_options, model_options, option, out_option, setting_option
 from te_models.config.data import split_names
 from te_models.config.model import config_fields
 from te_models.config.presets import get_preset
@@ -24,7 +24,7 @@ from te_models.config.presets import get_preset
 @option("--steps", default=15, help="Timed rounds; every variant runs once in each.")
 @option("--warm-up", default=3, help="Steps of each variant that are not timed.")
 @out_option("Folder for bench.json and bench.png.")
-@compile_option
+@setting_option("compile")
 def bench(preset: str | None, model: str | None, recipes: str, peers: str, out: str | None, **options: Any) -> None:
     """Time training under several recipes and in other libraries."""
     from te_models.device.choice import choose_device  # noqa: PLC0415  imports torch
@@ -42,4 +42,4 @@ def bench(preset: str | None, model: str | None, recipes: str, peers: str, out: 
         result = run(config, *variants, device=device, progress=lambda line: status.update(Text(line)), **given)
     terminal.print(bench_table(result))
     if out is not None:
-        terminal.print(f"plot: {write_bench(result, out, preset)}", soft_wrap=True, markup=False, highlight=False)
+        terminal.print(f"plot: {write_bench(result, out, preset)}", soft_wrap=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from te_models.cli.options import Command, build_model, model_options, option, tokenizer_option
+from te_models.cli.options import Command, build_model, model_options, option, setting_option
 from te_models.cli.sampling import input_line, sampling_options, show_piece, take_sampling, utf8_text
 from te_models.errors import TeModelsError, UsageError, for_terminal, plural
 
@@ -41,7 +41,7 @@ KEYS = "Ctrl-C stops an answer, Ctrl-D leaves. End a line with \\ to continue it
     metavar="NAME=VALUE",
     help="Variable of the template, such as enable_thinking=false; may be repeated.",
 )
-@tokenizer_option
+@setting_option("tokenizer")
 @sampling_options
 def chat(
     preset: str | None, model: str | None, system: str | None, chat_template: str | None,

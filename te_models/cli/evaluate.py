@@ -12,16 +12,16 @@ from te_models.cli.options import (
     Command,
     build_model,
     console,
-    data_option,
     json_option,
     model_options,
     one_source_option,
     option,
+    setting_option,
+    setting_options,
     show,
     show_line,
-    tokenizer_option,
 )
-from te_models.config.data import DATA_HELP, DataConfig, split_names
+from te_models.config.data import DataConfig, split_names
 from te_models.config.recipe import AUTO, get_recipe
 
 if TYPE_CHECKING:
@@ -39,12 +39,10 @@ harness_option = functools.partial(option, group="With --tasks")
 )
 @option("--recipes", metavar="NAMES", help="Recipes to compare, separated by commas; default: the model's own.")
 @model_options
-@tokenizer_option
+@setting_option("tokenizer")
 @option("--seq-len", type=int, help="Tokens per sequence; default: 1024, or the model's maximum if that is less.")
 @option("--batch-size", default=8, help="Sequences per forward pass.")
-@data_option("--columns", default="", metavar="NAMES", help=DATA_HELP["columns"])
-@data_option("--truncate", default="drop", metavar="WAY", help=DATA_HELP["truncate"])
-@data_option("--chat-template", metavar="FILE", help=DATA_HELP["chat_template"])
+@setting_options("columns", "truncate", "chat_template")
 @option("--max-batches", default=0, help="Maximum number of batches, spread evenly over the data; 0: all.")
 @harness_option("--limit", type=int, help="Examples per task; default: all.")
 @harness_option("--few-shot", type=int, help="Solved examples before each; default: the task's own number.")

@@ -13,10 +13,10 @@ from te_models.cli.options import (
     one_source_option,
     option,
     out_option,
+    setting_option,
     show_line,
-    tokenizer_option,
 )
-from te_models.config.data import DATA_HELP
+from te_models.config.settings import EVERYDAY
 
 
 @click.command(cls=Command)
@@ -25,9 +25,9 @@ from te_models.config.data import DATA_HELP
 @one_source_option("Text or records to measure inputs on, for fp8-tensor and nvfp4.")
 @option("--batches", default=8, help="Sequences of --data to measure on.")
 @option("--seq-len", default=512, help="Tokens per sequence of --data.")
-@option("--columns", default="", metavar="NAMES", help=DATA_HELP["columns"])
+@setting_option("columns", group=EVERYDAY)
 @model_options
-@tokenizer_option
+@setting_option("tokenizer")
 def export(
     preset: str | None, model: str | None, out: str, format: str, data: str | None, batches: int, seq_len: int,
     columns: str, tokenizer: str | None, **options: Any,

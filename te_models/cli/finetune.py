@@ -14,7 +14,7 @@ from te_models.cli.training import run_training, training_options
 @click.argument("file", required=False, metavar="[RUN.TOML]")
 @model_option
 @option("--preset", hidden=True, help="Refused: a preset has no weights.")
-@training_options(learning_rate="2e-5, with --lora 2e-4", lora=True)
+@training_options("finetune")
 def finetune(file: str | None, resume: str | None, **options: Any) -> int:
     """Fine-tune a model on your data, in full or with --lora.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from te_models.cli.options import Command, build_model, model_options, option, tokenizer_option
+from te_models.cli.options import Command, build_model, model_options, option, setting_option
 from te_models.cli.sampling import input_line, sampling_options, show_piece, take_sampling, utf8_text
 from te_models.errors import UsageError
 
@@ -20,7 +20,7 @@ from te_models.errors import UsageError
 )
 @option("--system", callback=utf8_text, help="System message, with --chat.")
 @model_options
-@tokenizer_option
+@setting_option("tokenizer")
 @sampling_options
 def generate(
     preset: str | None, model: str | None, prompt: str | None, chat: bool, system: str | None, tokenizer: str | None,

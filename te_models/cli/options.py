@@ -2,51 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from te_models.config.model import ModelConfig, config_fields
-from te_models.config.recipe import AUTO, FIELD_HELP, list_recipes, recipe_fields
-from te_models.config.training import TrainConfig
+from te_models.config.recipe import AUTO
+from te_models.config.settings import EVERYDAY
 from te_models.errors import OutOfMemory, UsageError, for_terminal
 from te_models.files.atomic import first_line
 from te_models.planning.printable import Printable, Terminal
+from te_models.training.settings import FIELDS, SETTINGS, SHAPE, TABLES
 
 if TYPE_CHECKING:
     from te_models.causal_lm import CausalLM
 
-TRAIN_GROUPS = {  # heading of the help -> fields of TrainConfig; the others are everyday options
-    "Training": (
-        "gradient_accumulation", "recipe_schedule", "cache_fp8_weights", "calibrate", "cuda_graph", "memory_check",
-        "deterministic",
-    ),
-    "Optimizer": (
-        "optimizer", "optimizer_options", "optimizer_offload", "schedule", "final_learning_rate", "warmup_steps",
-        "decay_steps", "weight_decay", "clip_grad_norm",
-    ),
-    "Evaluation and checkpoints": ("eval_every", "eval_batches", "patience", "keep_best", "save_every", "keep_last"),
-    "Several processes": (
-        "parallel", "tensor_parallel_size", "sequence_parallel", "reshard_after_forward", "prefetch_blocks",
-        "reduce_dtype", "collective_timeout",
-    ),
-}  # fmt: skip
-MEMORY_OPTIONS = {  # of a training run, which `plan --memory` also accepts
-    "preset", "model", "recipe", "fp8_params", "batch_size", "seq_len", "gradient_accumulation", "optimizer",
-    "optimizer_options", "optimizer_offload", "lora", "activation_checkpointing", "activation_offload",
-    *config_fields(), *recipe_fields(),
-}  # fmt: skip
-LAST_GROUPS = ("Recipe fields", "Model shape")
+LAST_GROUPS = (FIELDS, SHAPE)
 HELP_ALL = "te_models.cli.help_all"  # in a context's meta: show every group
-TRAIN_FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Function], Function]
@@ -55,9 +32,14 @@ Decorator = Callable[[Function], Function]
 class Option(click.Option):
     """An option listed under the heading `group` in the help of its command."""
 
-    def __init__(self, *declarations: Any, group: str = "Options", **attributes: Any) -> None:
+    def __init__(self, *declarations: Any, group: str = EVERYDAY, **attributes: Any) -> None:
         super().__init__(*declarations, **attributes)
         self.group = group
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        """Return what the help appends: of a default in words, without click's parentheses."""
+        extra = super().get_help_extra(ctx)
+        return extra | ({"default": self.show_default} if isinstance(self.show_default, str) else {})
 
 
 class Command(click.Command):
@@ -68,7 +50,7 @@ class Command(click.Command):
 
     def __init__(self, *arguments: Any, **attributes: Any) -> None:
         super().__init__(*arguments, **attributes)
-        if any(_group(parameter) != "Options" for parameter in self.params):
+        if any(_group(parameter) != EVERYDAY for parameter in self.params):
             self.params.append(
                 Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all_help,
                        help="Show every option and exit.")
@@ -85,15 +67,13 @@ class Command(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write one section per group of options; without --help-all, the first and the names of the others."""
-        groups: dict[str, list[tuple[str, str]]] = {"Options": []}
+        groups: dict[str, list[tuple[str, str]]] = {EVERYDAY: []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
             if record is not None:
                 groups.setdefault(_group(parameter), []).append(record)
-        others = sorted(
-            groups.keys() - {"Options"}, key=lambda title: (title in LAST_GROUPS, list(groups).index(title))
-        )
-        for title in ["Options", *(others if ctx.meta.get(HELP_ALL) else ())]:
+        others = sorted(groups.keys() - {EVERYDAY}, key=lambda title: (title in LAST_GROUPS, list(groups).index(title)))
+        for title in [EVERYDAY, *(others if ctx.meta.get(HELP_ALL) else ())]:
             with formatter.section(title):
                 formatter.write_dl(groups[title])
         if others and not ctx.meta.get(HELP_ALL):
@@ -104,7 +84,7 @@ class Command(click.Command):
 
 def _group(parameter: click.Parameter) -> str:
     """Return the heading of an option in the help."""
-    return parameter.group if isinstance(parameter, Option) else "Options"
+    return parameter.group if isinstance(parameter, Option) else EVERYDAY
 
 
 def _show_all_help(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -122,13 +102,13 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _memory_advice(ctx: click.Context) -> str:
     """Return the command that shows the memory of this run, and the options that lower it."""
-    names = [parameter.name for parameter in ctx.command.params]
-    if "steps" not in names or "gradient_accumulation" not in names:
+    names, group = [parameter.name for parameter in ctx.command.params], ctx.find_root().command
+    if "steps" not in names or "gradient_accumulation" not in names or not isinstance(group, click.Group):
         return "use a smaller model or batch, shorter sequences, or --fp8-params"
-    given = []
+    given, plans = [], {parameter.name for parameter in group.commands["plan"].params}
     for parameter in ctx.command.params:
         value = ctx.params.get(parameter.name or "")
-        if parameter.name not in MEMORY_OPTIONS or value is None or not is_given(parameter.name):
+        if parameter.name not in plans or value is None or not is_given(parameter.name):
             continue
         if isinstance(value, bool):
             given.append((parameter.opts if value else parameter.secondary_opts)[0])
@@ -142,20 +122,10 @@ def _memory_advice(ctx: click.Context) -> str:
     )
 
 
-def real_device(device: str | None) -> str | None:
-    """Return the name of a device; raise a UsageError for "meta", which computes nothing."""
-    if device == "meta":
-        raise UsageError("--device meta has no numbers: give cpu, cuda or cuda:N")
-    return device
-
-
-def option(*declarations: str, group: str = "Options", **attributes: Any) -> Decorator:
+def option(*declarations: str, group: str = EVERYDAY, **attributes: Any) -> Decorator:
     """Add one option; `click.option` with a group, which shows a default other than None."""
     attributes.setdefault("show_default", attributes.get("default") is not None)
     return click.option(*declarations, cls=Option, group=group, **attributes)
-
-
-data_option = functools.partial(option, group="Data")
 
 
 def one_source_option(help: str, **attributes: Any) -> Decorator:
@@ -180,27 +150,28 @@ def chained(*options: Decorator) -> Decorator:
     return decorate
 
 
-def flag(name: str, kind: Any, **attributes: Any) -> Decorator:
-    """Add the option of a field, in kebab case; a bool gets a `--no-` twin."""
-    text = f"--{name.replace('_', '-')}"
-    if kind is bool:
-        return option(f"{text}/--no-{text[2:]}", **attributes)
-    return option(text, type=kind, **attributes)
+def setting_option(name: str, **attributes: Any) -> Decorator:
+    """Add the option of a setting, as it is declared but for `attributes`; a bool gets a `--no-` twin.
+
+    Values out of range are refused where the setting is used, in the same words as those of run.toml.
+    """
+    one, kind = SETTINGS[name], SETTINGS[name].kinds[0]
+    shown: bool | str = one.shown or one.default not in (None, "", ())
+    own: dict[str, Any] = dict(help=one.help, group=one.group, default=one.default, show_default=shown)
+    own |= dict(metavar=one.metavar or (f"[{'|'.join(one.choices)}]" if one.choices else None))
+    own |= {"callback": CALLBACKS[name]} if name in CALLBACKS else {}
+    if kind in (tuple, dict):
+        own |= dict(multiple=True, default=None, show_default=False)
+    elif kind is bool:
+        return option(f"{one.flag}/--no-{one.flag[2:]}", name, **own | {"metavar": None} | attributes)
+    else:
+        own["type"] = kind
+    return option(one.flag, name, **own | attributes)
 
 
-def _field_options() -> Iterator[Decorator]:
-    """Yield a flag per field of a recipe, and of ModelConfig unless it is a list with one entry per layer."""
-    for name, check in recipe_fields().items():
-        kind = click.Choice([str(value) for value in check]) if isinstance(check, tuple) else check
-        how: dict[str, Any] = dict(group="Recipe fields", help=FIELD_HELP[name])
-        if check is dict:
-            yield flag(name, str, multiple=True, metavar="PATTERN=RECIPE", callback=_table, **how)
-        else:
-            yield flag(name, kind, default=None, **how)
-    types = config_fields()
-    for field in dataclasses.fields(ModelConfig):
-        if kind := _scalar(types[field.name]):
-            yield flag(field.name, kind, default=None, group="Model shape", help=field.metadata["help"])
+def setting_options(*names: str, **attributes: Any) -> Decorator:
+    """Add the options of several settings."""
+    return chained(*(setting_option(name, **attributes) for name in names))
 
 
 def _table(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str] | None:
@@ -212,66 +183,22 @@ def _table(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ..
     return {name: value for name, _, value in pairs} or None
 
 
-def _scalar(kind: Any) -> type | None:
-    """Return the type of a flag: int for `int | None`, and so on; None for a type that one flag cannot express."""
-    return next((t for t in (bool, int, float, str) if t is kind or t in get_args(kind)), None)
+def _real_device(ctx: click.Context, parameter: click.Parameter, device: str | None) -> str | None:
+    """Return the name of a device; raise a UsageError for "meta", which computes nothing."""
+    if device == "meta":
+        raise UsageError("--device meta has no numbers: give cpu, cuda or cuda:N")
+    return device
 
 
-preset_option = option(
-    "--preset", metavar="NAME", help="Model shape with random weights: `te-models list` has the names."
-)
-model_option = option(
-    "--model", metavar="NAME",
-    help="Saved model, run folder (its newest checkpoint), Hugging Face folder or name, or a shipped model.",
-)  # fmt: skip
-RECIPES = ", ".join(list_recipes())
-RECIPE_HELP = (
-    f"Scheme of te.Linear: {RECIPES}, a TOML file, or auto (the default): the model's own; a new one runs in FP8 where "
-    "that saves time (mxfp8 on Blackwell, current on Hopper and Ada, from a hidden size of 2048), else in bf16."
-)
-recipe_option = option("--recipe", metavar="NAME|FILE", help=RECIPE_HELP)
-build_options = chained(
-    option("--engine", default="auto", metavar="NAME", group="Model",
-           help="auto, native (Transformer Engine) or emulated (its numbers on any device)."),
-    option("--device", group="Model", callback=lambda _, __, device: real_device(device),
-           help="Device, such as cpu or cuda:1; default: the first GPU, else the CPU."),
-    option("--fp8-params/--no-fp8-params", default=None, group="Model",
-           help="Store the weights of FP8 layers in FP8 only, without a BF16 copy."),
-    *_field_options(),
-)  # fmt: skip
+CALLBACKS = {"device": _real_device, "precision": _table}
+SCALARS = (bool, int, float, str)
+FIELD_NAMES = [name for name in TABLES["recipe"] if name != "recipe"]
+SHAPE_NAMES = [name for name, one in TABLES["shape"].items() if one.kinds[0] in SCALARS]  # no lists, no groups
+preset_option = setting_option("preset")
+model_option = setting_option("model")
+recipe_option = setting_option("recipe", default=None, show_default=False)
+build_options = setting_options("engine", "device", "fp8_params", *FIELD_NAMES, *SHAPE_NAMES)
 model_options = chained(preset_option, model_option, recipe_option, build_options)
-
-
-def train_options(*names: str, group: str | None = None, **defaults: str) -> Decorator:
-    """Add the flags of these fields of TrainConfig (all of them without names), with its defaults and help texts.
-
-    `defaults` are the texts that the help shows for fields whose default depends on the command.
-    """
-    groups = {name: title for title, members in TRAIN_GROUPS.items() for name in members}
-    return chained(*(
-        flag(
-            field.name, type(field.default), default=field.default,
-            group=group or groups.get(field.name, "Options"), help=field.metadata["help"],
-            show_default=defaults.get(field.name, True),
-        )
-        for field in (TRAIN_FIELDS[name] for name in names or TRAIN_FIELDS)
-    ))  # fmt: skip
-
-
-def memory_options(group: str) -> Decorator:
-    """Add the options that trade memory for time."""
-    return chained(
-        option("--activation-checkpointing", default="none", metavar="MODE", group=group,
-               help="Recompute activations: none, selective (most of each MLP), full, or N for every N-th block."),
-        option("--activation-offload/--no-activation-offload", default=False, group=group,
-               help="Store the activations that backward needs in host memory."),
-    )  # fmt: skip
-
-
-compile_option = option(
-    "--compile/--no-compile", default=True, group="Model",
-    help="Fuse elementwise operations with torch.compile (on a GPU).",
-)  # fmt: skip
 
 
 def out_option(help: str, **attributes: Any) -> Decorator:
@@ -288,9 +215,6 @@ def _refuse_file(ctx: click.Context, parameter: click.Parameter, value: str | No
     return value
 
 
-tokenizer_option = option(
-    "--tokenizer", metavar="PATH", help="Hugging Face tokenizer.json; default: the model's own, else bytes."
-)
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 
 
@@ -300,13 +224,8 @@ def is_given(name: str) -> bool:
 
 
 def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that the user gave; choices among numbers, which arrive as strings, as numbers."""
-    return {name: _number(name, value) for name, value in options.items() if value is not None}
-
-
-def _number(name: str, value: Any) -> Any:
-    check = recipe_fields().get(name)
-    return next((choice for choice in check if str(choice) == value), value) if isinstance(check, tuple) else value
+    """Return the options that the user gave."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def build_model(preset: str | None, model: str | None, options: Mapping[str, Any], merge: bool = False) -> CausalLM:
@@ -358,4 +277,4 @@ def show(result: Printable, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(result.to_dict(), indent=1))
     else:
-        console().print(result, highlight=False)
+        console().print(result)

@@ -13,10 +13,10 @@ from te_models.cli.options import (
     model_options,
     one_source_option,
     option,
+    setting_option,
     show,
-    tokenizer_option,
 )
-from te_models.config.data import DATA_HELP
+from te_models.config.settings import EVERYDAY
 
 
 @click.command(cls=Command)
@@ -30,10 +30,10 @@ from te_models.config.data import DATA_HELP
 @one_source_option("Text or records to compare on, as for finetune --data.", required=True)
 @option("--batches", default=8, help="Sequences of --data.")
 @option("--seq-len", default=512, help="Tokens per sequence.")
-@option("--columns", default="", metavar="NAMES", help=DATA_HELP["columns"])
+@setting_option("columns", group=EVERYDAY)
 @json_option
 @model_options
-@tokenizer_option
+@setting_option("tokenizer")
 def parity(
     preset: str | None, model: str | None, exports: tuple[str, ...], data: str, batches: int, seq_len: int,
     columns: str, as_json: bool, tokenizer: str | None, **options: Any,

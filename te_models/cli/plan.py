@@ -12,26 +12,25 @@ from te_models.cli.options import (
     build_model,
     is_given,
     json_option,
-    memory_options,
     model_options,
     option,
+    setting_options,
     show,
-    train_options,
 )
 from te_models.config.training import TrainConfig
 
 TRAINING = ("batch_size", "seq_len", "gradient_accumulation", "optimizer", "optimizer_options", "optimizer_offload")
+ACTIVATIONS = ("activation_checkpointing", "activation_offload")
 
 
 @click.command(cls=Command)
 @model_options
 @option("--memory", is_flag=True, help="Predict the memory of training instead, and list the GPUs it fits on.")
 @json_option
-@train_options(*TRAINING, group="With --memory")
+@setting_options(*TRAINING, *ACTIVATIONS, group="With --memory")
 @option("--gpus", default=1, group="With --memory", help="Number of GPUs that FSDP shards over.")
 @option("--lora", default=0, metavar="RANK", group="With --memory",
         help="Count the training of low-rank adapters of this rank instead of all weights.")  # fmt: skip
-@memory_options(group="With --memory")
 def plan(preset: str | None, model: str | None, memory: bool, as_json: bool, **options: Any) -> None:
     """Show the precision of every layer, or the memory of training.
 

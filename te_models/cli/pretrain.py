@@ -14,7 +14,7 @@ from te_models.cli.training import run_training, training_options
 @click.argument("file", required=False, metavar="[RUN.TOML]")
 @preset_option
 @option("--model", hidden=True, help="Refused: finetune starts from a model.")
-@training_options(learning_rate="1e-3", lora=False)
+@training_options("pretrain")
 def pretrain(file: str | None, resume: str | None, **options: Any) -> int:
     """Train a preset from random weights.
 

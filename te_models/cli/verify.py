@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
-from te_models.cli.options import Command, build_model, json_option, model_options, show, train_options
+from te_models.cli.options import Command, build_model, json_option, model_options, setting_options, show
 
 
 @click.command(cls=Command)
 @model_options
-@train_options("batch_size", "seq_len", group="Options")
+@setting_options("batch_size", "seq_len")
 @json_option
 def verify(preset: str | None, model: str | None, batch_size: int, seq_len: int, as_json: bool, **options: Any) -> int:
     """Check that each GEMM runs in FP8; measure errors and speed.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from typing_extensions import TypedDict
-
-from te_models.config.checks import refuse
-from te_models.errors import ConfigError, NamedFields, documented, field_values, mistyped, unknown
+from te_models.config.settings import check_settings, setting
+from te_models.errors import ConfigError, NamedFields, field_values, unknown
 
 PACKINGS = ("stream", "documents", "none")
 TRUNCATIONS = ("drop", "prompt")
@@ -18,76 +16,86 @@ COLUMNS = ("messages", "role", "content", "tools", "instruction", "input", "outp
            "text")  # fmt: skip
 _WEIGHTED = re.compile(r"(.+):([-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|nan|inf))", re.DOTALL | re.IGNORECASE)
 MAX_WEIGHT = 1000  # times per epoch: each is an entry in the order of the documents
+DATA = "Data"  # heading of the help
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(NamedFields):
     """Where the records of a run come from, and how they become sequences.
 
+    `data` and `eval_data` are one path or several.
+
     Raises:
         ValueError: a field is unknown (the message names the nearest) or its value out of range.
     """
 
-    data: tuple[str, ...] = documented(
-        (), "File, folder, glob, URL or Hub dataset; a:2 twice per epoch. May be repeated; default: Python's own docs."
+    data: tuple[str, ...] = setting(
+        (),
+        "File, folder, glob, URL or Hub dataset; a:2 twice per epoch. May be repeated; default: Python's own docs.",
+        path=True,
+        metavar="PATH[:WEIGHT]",
     )
-    eval_data: tuple[str, ...] = documented((), "Data to evaluate on, as --data; default: a part of --data.")
-    eval_split: float | None = documented(
-        None, "Share of --data that is held out for evaluation; default: 0.05, streamed 0.01."
+    eval_data: tuple[str, ...] = setting(
+        (), "Data to evaluate on, as --data; default: a part of --data.", group=DATA, path=True, metavar="PATH"
     )
-    columns: str = documented("", 'Your names for a format\'s columns, such as "prompt=question,completion=answer".')
-    truncate: str = documented(
-        "drop", "Records longer than --seq-len: drop, or prompt to cut the prompt from the left. Answers stay whole."
+    eval_split: float | None = setting(
+        None,
+        "Share of --data that is held out for evaluation; default: 0.05, streamed 0.01.",
+        group=DATA,
+        above=True,
+        below=1,
+        fixed=True,
+        metavar="SHARE",
     )
-    packing: str | None = documented(
+    columns: str = setting(
+        "",
+        'Your names for a format\'s columns, such as "prompt=question,completion=answer".',
+        group=DATA,
+        fixed=True,
+        metavar="NAMES",
+    )
+    truncate: str = setting(
+        "drop",
+        "Records longer than --seq-len: drop, or prompt to cut the prompt from the left. Answers stay whole.",
+        group=DATA,
+        choices=TRUNCATIONS,
+        fixed=True,
+        metavar="WAY",
+    )
+    packing: str | None = setting(
         None,
         "stream: whole windows of text; documents: attend only within each document or record; none: one record per "
         "window. Default: stream for text, documents for records.",
+        group=DATA,
+        choices=PACKINGS,
+        fixed=True,
+        metavar="NAME",
     )
-    chat_template: str | None = documented(
-        None, "Jinja file to use, and save, in place of the tokenizer's chat template."
+    chat_template: str | None = setting(
+        None,
+        "Jinja file to use, and save, in place of the tokenizer's chat template.",
+        group=DATA,
+        fixed=True,
+        path=True,
+        metavar="FILE",
     )
-    streaming: bool | None = documented(
+    streaming: bool | None = setting(
         None,
         "Read the data during training; default: for more than 1 GiB, URLs, and text in globs or compressed files.",
+        group=DATA,
+        fixed=True,
     )
-    num_workers: int = documented(2, "Processes that encode streamed data ahead.")
+    num_workers: int = setting(2, "Processes that encode streamed data ahead.", group=DATA, name="data_workers")
 
     def __post_init__(self) -> None:
-        refuse(self._mistakes())
-        parse_columns(self.columns)
-
-    def _mistakes(self) -> Iterator[str | Exception]:
-        kinds = dict(eval_split=float, columns=str, chat_template=str, streaming=bool, num_workers=int)
-        for name, value in field_values(self).items():
-            if name in kinds and value is not None and (wanted := mistyped(value, kinds[name])):
-                yield f"{name}={value!r} is of a wrong type: give {wanted}"
-        if self.packing is not None and self.packing not in PACKINGS:
-            yield unknown("packing", self.packing, PACKINGS)
-        if self.truncate not in TRUNCATIONS:
-            yield unknown("truncate", self.truncate, TRUNCATIONS)
-        if self.eval_split is not None and not 0 < self.eval_split < 1:
-            yield f"eval_split={self.eval_split} is out of range: give a share between 0 and 1, such as 0.05"
+        for name in ("data", "eval_data"):
+            given = field_values(self)[name] or ()
+            paths = [given] if isinstance(given, (str, os.PathLike)) else given
+            object.__setattr__(self, name, tuple(os.fspath(path) for path in paths))
+        check_settings(self)
         if self.eval_split is not None and self.eval_data:
-            yield "eval_split is a share of --data, and eval_data replaces it: give one of the two"
-        if self.num_workers < 0:
-            yield f"num_workers={self.num_workers} is out of range: give 0 or more"
-
-
-DATA_HELP = {field.name: field.metadata["help"] for field in fields(DataConfig)}
-
-
-class DataOptions(TypedDict, total=False):
-    """The fields of DataConfig, which documents them, except `data`."""
-
-    eval_data: str | Iterable[Any]
-    eval_split: float | None
-    columns: str
-    truncate: str
-    packing: str | None
-    chat_template: str | None
-    streaming: bool | None
-    num_workers: int
+            raise ConfigError("eval_split is a share of --data, and eval_data replaces it: give one of the two")
+        parse_columns(self.columns)
 
 
 def parse_columns(text: str) -> Mapping[str, str]:

@@ -74,6 +74,11 @@ class LinearSpec:
     experts: int = 0
 
     @property
+    def adapted(self) -> bool:
+        """Whether LoRA adapts it unless targets are named: no expert, nor the router that chooses among them."""
+        return not self.experts and self.name != "router"
+
+    @property
     def gemms(self) -> int:
         """Linears in it: one, or one per expert."""
         return max(1, self.experts)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from te_models.config.recipe import list_recipes
+from te_models.config.settings import MOST, check_settings, setting
 from te_models.config.shares import share_of
-from te_models.errors import ConfigError, NamedFields, documented, field_values, mistyped, unknown
+from te_models.errors import ConfigError, NamedFields, unknown
 
 PARALLEL = ("auto", "none", "ddp", "fsdp", "tp", "fsdp+tp")
 SCHEDULES = ("cosine", "linear", "constant", "warmup-stable-decay")
 REDUCE_DTYPES = ("float32", "bfloat16")
-AT_LEAST_ONE = (
-    "steps", "batch_size", "seq_len", "gradient_accumulation", "eval_batches", "keep_last", "collective_timeout",
-)  # fmt: skip
-MOST = 2**63  # which no option needs, and PyTorch's seeds do not reach
+# Headings of the help.
+TRAINING, OPTIMIZER = "Training", "Optimizer"
+EVALUATION, PROCESSES = "Evaluation and checkpoints", "Several processes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,66 +30,103 @@ class TrainConfig(NamedFields):
         ValueError: a field is unknown (the message names the nearest) or its value out of range.
     """
 
-    steps: int = documented(300, "Optimizer steps.")
-    epochs: float = documented(0.0, "Passes over the data in memory, in place of --steps; 0: use --steps.")
-    batch_size: int = documented(8, "Sequences per micro-batch, over all processes.")
-    seq_len: int = documented(256, "Tokens per sequence.")
-    gradient_accumulation: int = documented(1, "Micro-batches per step.")
-    cache_fp8_weights: bool = documented(True, "Quantize the weights once per step instead of once per micro-batch.")
-    calibrate: bool = documented(
-        True, "Measure the first scales of recipe delayed on the first step's batch; else they are 1, as in TE."
+    steps: int = setting(300, "Optimizer steps.", least=1)
+    epochs: float = setting(0.0, "Passes over the data in memory, in place of --steps; 0: use --steps.")
+    batch_size: int = setting(8, "Sequences per micro-batch, over all processes.", least=1, fixed=True)
+    seq_len: int = setting(256, "Tokens per sequence.", least=1, fixed=True)
+    gradient_accumulation: int = setting(1, "Micro-batches per step.", least=1, fixed=True, group=TRAINING)
+    cache_fp8_weights: bool = setting(
+        True, "Quantize the weights once per step instead of once per micro-batch.", group=TRAINING
     )
-    cuda_graph: bool = documented(True, "Replay forward and backward as one CUDA graph where they can be captured.")
-    memory_check: bool = documented(True, "Refuse a run that the memory plan says does not fit.")
-    deterministic: bool = documented(False, "Give the same bits in every run on the same GPU; slower.")
-    optimizer: str = documented("adamw", "One of adamw, adamw8bit, adamwfp8, te-adam, muon, muon8bit or galore.")
-    optimizer_options: str | Mapping[str, Any] = documented(
-        "", 'Written "name=value,name=value"; in Python also a dict. See docs/guide/optimizers.md.'
+    calibrate: bool = setting(
+        True,
+        "Measure the first scales of recipe delayed on the first step's batch; else they are 1, as in TE.",
+        group=TRAINING,
     )
-    optimizer_offload: bool = documented(False, "Store master weights and optimizer state in CPU memory.")
-    learning_rate: float = documented(1e-3, "The peak learning rate, reached after warm-up.")
-    schedule: str = documented(
-        "cosine", "Learning rate after warm-up: cosine, linear, constant or warmup-stable-decay (linear, at the end)."
+    cuda_graph: bool = setting(
+        True, "Replay forward and backward as one CUDA graph where they can be captured.", group=TRAINING
     )
-    final_learning_rate: float = documented(0.1, "Learning rate at the last step as a fraction of the peak.")
-    warmup_steps: float = documented(0.05, "Steps of linear warm-up; below 1, a share of all steps.")
-    decay_steps: float = documented(0.2, "Steps of decay of warmup-stable-decay; below 1, a share of all steps.")
-    recipe_schedule: str = documented(
-        "", 'Recipes that follow --recipe: "bf16@0.9" trains the last tenth of the steps in BF16; also "bf16@900".'
+    memory_check: bool = setting(True, "Refuse a run that the memory plan says does not fit.", group=TRAINING)
+    deterministic: bool = setting(False, "Give the same bits in every run on the same GPU; slower.", group=TRAINING)
+    balance_loss: float | None = setting(
+        None, "Factor of the load-balancing loss of experts; default: the model's.", group=TRAINING
     )
-    weight_decay: float = documented(0.1, "Weight decay of matrices.")
-    clip_grad_norm: float = documented(1.0, "Maximum norm of the gradient; 0 disables clipping.")
-    eval_every: int = documented(50, "Steps between evaluations; 0: only at the end.")
-    eval_batches: int = documented(8, "Batches per evaluation.")
-    patience: int = documented(0, "Evaluations in a row without a new lowest loss that end the run; 0: never.")
-    keep_best: bool = documented(True, "Save the model of the evaluation with the lowest loss in the folder best/.")
-    save_every: int = documented(0, "Steps between checkpoints; 0: only at the end.")
-    keep_last: int = documented(2, "Number of checkpoints to keep.")
-    seed: int = documented(0, "Seed of weights, data order and sampling.")
-    parallel: str = documented(
-        "none", "How the processes that torchrun starts share the work: auto, none, ddp, fsdp, tp or fsdp+tp."
+    z_loss: float | None = setting(
+        None, "Factor of the z-loss of experts' routers; default: the model's.", group=TRAINING
     )
-    tensor_parallel_size: int = documented(0, "With fsdp+tp: number of processes that share each layer.")
-    sequence_parallel: bool = documented(False, "With tp: also split the tokens between tensor-parallel layers.")
-    reshard_after_forward: bool = documented(
-        True, "With fsdp: free gathered weights after forward and gather them again in backward."
+    optimizer: str = setting(
+        "adamw",
+        "One of adamw, adamw8bit, adamwfp8, te-adam, muon, muon8bit or galore.",
+        group=OPTIMIZER,
+        fixed=True,
     )
-    prefetch_blocks: int = documented(1, "With fsdp: number of blocks whose weights are gathered ahead.")
-    reduce_dtype: str = documented("float32", "With fsdp: dtype in which gradients are summed, float32 or bfloat16.")
-    collective_timeout: int = documented(60, "Seconds after which a process that does not answer ends the run.")
+    optimizer_options: str | Mapping[str, object] = setting(
+        "",
+        'Written "name=value,name=value"; in Python also a dict. See docs/guide/optimizers.md.',
+        group=OPTIMIZER,
+    )
+    optimizer_offload: bool = setting(False, "Store master weights and optimizer state in CPU memory.", group=OPTIMIZER)
+    learning_rate: float = setting(1e-3, "The peak learning rate, reached after warm-up.")
+    schedule: str = setting(
+        "cosine",
+        "Learning rate after warm-up: cosine, linear, constant or warmup-stable-decay (linear, at the end).",
+        group=OPTIMIZER,
+        choices=SCHEDULES,
+    )
+    final_learning_rate: float = setting(
+        0.1, "Learning rate at the last step as a fraction of the peak.", group=OPTIMIZER
+    )
+    warmup_steps: float = setting(0.05, "Steps of linear warm-up; below 1, a share of all steps.", group=OPTIMIZER)
+    decay_steps: float = setting(
+        0.2, "Steps of decay of warmup-stable-decay; below 1, a share of all steps.", group=OPTIMIZER
+    )
+    recipe_schedule: str = setting(
+        "",
+        'Recipes that follow --recipe: "bf16@0.9" trains the last tenth of the steps in BF16; also "bf16@900".',
+        group=TRAINING,
+    )
+    weight_decay: float = setting(0.1, "Weight decay of matrices.", group=OPTIMIZER)
+    clip_grad_norm: float = setting(1.0, "Maximum norm of the gradient; 0 disables clipping.", group=OPTIMIZER)
+    eval_every: int = setting(50, "Steps between evaluations; 0: only at the end.", group=EVALUATION)
+    eval_batches: int = setting(8, "Batches per evaluation.", least=1, group=EVALUATION)
+    patience: int = setting(
+        0, "Evaluations in a row without a new lowest loss that end the run; 0: never.", group=EVALUATION
+    )
+    keep_best: bool = setting(
+        True, "Save the model of the evaluation with the lowest loss in the folder best/.", group=EVALUATION
+    )
+    save_every: int = setting(0, "Steps between checkpoints; 0: only at the end.", group=EVALUATION)
+    keep_last: int = setting(2, "Number of checkpoints to keep.", least=1, group=EVALUATION)
+    seed: int = setting(0, "Seed of weights, data order and sampling.", fixed=True)
+    parallel: str = setting(
+        "none",
+        "How the processes that torchrun starts share the work: auto, none, ddp, fsdp, tp or fsdp+tp.",
+        group=PROCESSES,
+        choices=PARALLEL,
+        shown="auto",
+    )
+    tensor_parallel_size: int = setting(0, "With fsdp+tp: number of processes that share each layer.", group=PROCESSES)
+    sequence_parallel: bool = setting(
+        False, "With tp: also split the tokens between tensor-parallel layers.", group=PROCESSES
+    )
+    reshard_after_forward: bool = setting(
+        True,
+        "With fsdp: free gathered weights after forward and gather them again in backward.",
+        group=PROCESSES,
+    )
+    prefetch_blocks: int = setting(1, "With fsdp: number of blocks whose weights are gathered ahead.", group=PROCESSES)
+    reduce_dtype: str = setting(
+        "float32",
+        "With fsdp: dtype in which gradients are summed, float32 or bfloat16.",
+        group=PROCESSES,
+        choices=REDUCE_DTYPES,
+    )
+    collective_timeout: int = setting(
+        60, "Seconds after which a process that does not answer ends the run.", least=1, group=PROCESSES
+    )
 
     def __post_init__(self) -> None:
-        values = field_values(self)
-        for f in fields(self):
-            value, least = values[f.name], 1 if f.name in AT_LEAST_ONE else 0
-            if f.name != "optimizer_options" and (wanted := mistyped(value, type(f.default))):
-                raise ConfigError(f"{f.name}={value!r} is of a wrong type: give {wanted}")
-            if isinstance(f.default, (int, float)) and not least <= value < MOST:
-                limit = "less than 2**63" if value >= MOST else f"{least} or more"
-                raise ConfigError(f"{f.name}={value} is out of range: give {limit}")
-        for name, choices in dict(parallel=PARALLEL, reduce_dtype=REDUCE_DTYPES, schedule=SCHEDULES).items():
-            if values[name] not in choices:
-                raise unknown(name, values[name], choices)
+        check_settings(self)
         self.recipe_changes  # noqa: B018  raises if it cannot be read
         if self.patience and not self.eval_every:
             raise ConfigError(f"patience={self.patience} counts evaluations, and eval_every=0 makes none: give both")

@@ -12,9 +12,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from typing_extensions import Unpack
 
-from te_models.config.data import DataConfig, DataOptions, parse_columns
+from te_models.config.data import DataConfig, parse_columns
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.documents import in_evaluation, load_documents, refuse_mixture, split_documents
@@ -35,7 +34,6 @@ STREAMED_BYTES = 2**30  # larger corpora are streamed by default
 EVAL_SPLIT = 0.05  # of the documents in memory
 STREAMED_EVAL_SPLIT = 0.01
 
-Paths = str | os.PathLike[str] | Sequence[str] | None
 Data = str | os.PathLike[str] | Sequence[str] | DataConfig | Iterable[Any] | None
 
 
@@ -48,7 +46,7 @@ def open_data(
     rank: int = 0,
     world_size: int = 1,
     ranks: Ranks | None = None,
-    **options: Unpack[DataOptions],
+    **options: Any,
 ) -> tuple[TokenDataset | StreamingDataset, list[dict[str, Tensor]]]:
     """Open the data of a run. Lines about it are in `describe()` of the dataset.
 
@@ -87,9 +85,8 @@ def open_data(
     if isinstance(data, DataConfig):
         settings = data
     else:
-        paths = (OWN,) if OWN in own else _paths(cast(Paths, data))
-        eval_paths = (OWN_EVALUATION,) if OWN_EVALUATION in own else _paths(cast(Paths, eval_data))
-        settings = DataConfig(data=paths, eval_data=eval_paths, **options)
+        paths: Any = OWN if OWN in own else data
+        settings = DataConfig(data=paths, eval_data=OWN_EVALUATION if OWN_EVALUATION in own else eval_data, **options)
     if not (data is None or isinstance(data, DataConfig) or settings.data):
         raise UsageError("no data in the list: give a path, or None for Python's own documentation and sources")
     columns = parse_columns(settings.columns)
@@ -298,12 +295,6 @@ class _Opening:
             f"too little data for a batch: a step takes {takes} and an epoch has {has}, so windows come more than once "
             "per step: lower --batch-size or --gradient-accumulation, or give more data"
         ]
-
-
-def _paths(data: str | os.PathLike[str] | Iterable[Any] | None) -> tuple[str, ...]:
-    if data is None:
-        return ()
-    return (os.fspath(data),) if isinstance(data, str | os.PathLike) else tuple(map(os.fspath, data))
 
 
 def read_template(path: str) -> str:

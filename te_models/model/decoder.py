@@ -104,6 +104,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.router_losses = config.moe  # the factors of the routers' losses in training; a run may have others
         self.tp = TensorParallel(tp_mesh, sequence_parallel)
         self.specs = self.tp.local(config)
         self.activation_checkpointing = check_mode(activation_checkpointing)
@@ -298,9 +299,9 @@ class Decoder(nn.Module):
         with one_thread(self._too_small_to_share(tokens)), forward_pass(self, self.te, self.recipe, self.te_recipe):
             evaluated = not self.training
             output = self._decode(tokens, context, *wanted)
-            if self.config.moe is not None and context.routing.layers and output.loss is not None:
+            if self.router_losses is not None and context.routing.layers and output.loss is not None:
                 report = context.routing.report()
-                loss = output.loss + report.loss(self.config.moe) if self.training else output.loss
+                loss = output.loss + report.loss(self.router_losses) if self.training else output.loss
                 output = Output(loss, output.logits, report)
         if output.loss is not None and unknown is not None:
             output = output._replace(loss=nan_if(output.loss, unknown))

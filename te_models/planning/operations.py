@@ -155,7 +155,7 @@ class Tape:
         name, inputs, outputs = linear.name, linear.inputs, linear.outputs
         recipe = self.precisions[self._part + name].recipe
         rows, element, gemms = rows or self.rows, self.element, linear.gemms
-        rank = 0 if name == HEAD or linear.experts else self.training.lora_rank
+        rank = self.training.lora_rank if linear.adapted and name != HEAD else 0
         step = Step(
             name,
             saved=(0 if shared else rows * inputs * element) + rows * rank * element,

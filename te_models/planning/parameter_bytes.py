@@ -122,14 +122,14 @@ OPTIMIZERS: dict[str, OptimizerBytes] = {
 
 
 def trained_parameters(config: ModelConfig, lora_rank: int) -> list[Parameter]:
-    """Return every parameter of a CausalLM; with `lora_rank`, the A and B of adapters on all linears of blocks."""
+    """Return every parameter of a CausalLM; with `lora_rank`, the A and B of the adapters that `lora` makes."""
     if not lora_rank:
         return model_parameters(config)
     return [
         Parameter("vector", shape, count)
         for layer, count in Counter(config.layers).items()
         for linear in layer.linears.values()
-        if not linear.experts
+        if linear.adapted
         for shape in ((lora_rank, linear.inputs), (lora_rank, linear.outputs))
     ]
 

@@ -88,9 +88,11 @@ class OwnFolder(Opened):
         taken, count = model.take_fp8_state(self.fp8_state, self.recipe), len(self.fp8_state)
         if taken < count:
             lost = f"{count - taken} of its {count}" if taken else "its"
+            new = model.recipe.name
+            what = f"recipe {new!r}" if new != self.recipe.name else "with other linears in BF16 the model"
             warnings.warn(
-                f"{self.path} was saved under recipe {self.recipe.name!r}; recipe {model.recipe.name!r} has no use for "
-                f"{lost} scales and amax histories, which are left out",
+                f"{self.path} was saved under recipe {self.recipe.name!r}; {what} has no use for {lost} scales and "
+                "amax histories, which are left out",
                 stacklevel=6,
             )
 

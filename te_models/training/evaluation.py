@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
+from te_models.distributed.control import Ranks
 from te_models.fp8.region import evaluating
-from te_models.model.targets import IGNORED, shifted
+from te_models.model.inputs import invalid_token
+from te_models.model.targets import IGNORED, invalid_label, shifted
 
 Batch = dict[str, Tensor]  # "input_ids" and "labels", int64 [B, S], perhaps "document_ids"
 
@@ -70,3 +72,25 @@ def first_bad_module(model: CausalLM, batch: Batch) -> str | None:
         for hook in hooks:
             hook.remove()
     return found[0] if found else None
+
+
+def diagnosis(
+    model: CausalLM, ranks: Ranks, step: int, loss: float, norm: float, micro_batches: Sequence[Batch]
+) -> str:
+    """Return a line that says why a step's loss or gradient norm is not finite; all ranks call it.
+
+    It names a mistake in the batch, or the first layer whose output is not finite.
+    """
+    size = model.config.vocab_size
+    checked = [invalid_label(b["labels"], size) or invalid_token(b["input_ids"], size) for b in micro_batches]
+    mistake = next(filter(None, sum(ranks.gather(checked), [])), None)
+    if mistake is not None:
+        return f"step {step}: {mistake}. The weights are those of the step before"
+    what, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
+    own = [first_bad_module(model, batch) for batch in micro_batches]  # all: every rank must take part
+    where = next(filter(None, sum(ranks.gather(own), [])), None)
+    place = f"the first layer with such values is {where}" if where else "every forward value is finite"
+    advice, recipe = "try a lower --learning-rate", model.recipe
+    if recipe.quantized:
+        advice += f", --recipe {'bf16' if recipe.name == 'current' else 'current'}, or more BF16 layers"
+    return f"step {step}: the {what} is {value}; {place}. The weights are those of the step before: {advice}"

@@ -15,7 +15,7 @@ from rich.console import Console
 from te_models.causal_lm import CausalLM
 from te_models.config.model import config_fields
 from te_models.config.presets import get_preset
-from te_models.config.recipe import AUTO, Recipe, get_recipe, recipe_fields
+from te_models.config.recipe import AUTO, Recipe, recipe_fields
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset, check_vocabulary
 from te_models.data.streaming import StreamingDataset
@@ -34,7 +34,14 @@ from te_models.training.loggers import Run, check_loggers, open_loggers
 from te_models.training.parallel import Parallel
 from te_models.training.preflight import check_memory
 from te_models.training.report import draw_run, print_next, print_outcome, progress, summary
-from te_models.training.resume import resumed_options, run_folder, saved_choices, starting_step
+from te_models.training.resume import (
+    lacks_files,
+    resumed_options,
+    run_folder,
+    saved_choices,
+    scheduled_recipes,
+    starting_step,
+)
 from te_models.training.run_file import read_record, run_document, run_id
 from te_models.training.samples import SHARE, Prompt, Sampler, held_out_prompts
 from te_models.training.settings import RUN_FILE, RunSettings, changed_settings, read_run_file, resolved_path
@@ -64,7 +71,6 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         console = Terminal(quiet=not shared.ranks.first)
         settings = settings if resume else _with_recipe(settings, console)
         folder, newest = _place(settings, shared, resume)
-        resume = newest is not None
         memory = check_memory(settings, config, shared, newest)
         words = load_tokenizer(_tokenizer(settings, newest))
         dataset, eval_batches = _open_data(settings, config, words, shared, newest)
@@ -76,43 +82,51 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         model = _build(settings, shared, newest)
         _check_model(model, words, config)
         adapters = _adapters(settings, model)
-        start = starting_step(folder, resume, settings)
-        about = summary(model, dataset, config, start, shared.describe(), settings.command, memory)
+        unfinished = "merge_dtype" in settings.given or lacks_files(folder, settings.lora)
+        start = starting_step(folder, newest is not None, config.steps, unfinished)
+        first = _first_recipe(settings, model)
+        about = summary(model, dataset, config, start, shared.describe(), settings.command, memory, first)
         for part in (*_notes(settings, folder, newest, model), about):
-            console.print(part, highlight=False)
-        sampler = _sampler(settings, model, words, eval_batches, shared)
+            console.print(part)
+        sampler = _sampler(settings.sample_tokens, model, words, eval_batches, shared)
         bounded = "sample_tokens" not in settings.given and not shared.sharded  # ranks would stop at different tokens
         if sampler and settings.model is not None and not start and shared.ranks.world == 1:
             with console.status("answering prompts of the evaluation data before the first step"):
                 if bounded:
                     sampler.take_at_most(SHARE / 2 * _expected_seconds(model, eval_batches[0], config))
                 sampler.note_before()
-        record = {**(read_record(folder) if resume else {})}
+        record = {**(read_record(folder) if newest is not None else {})}
         record["id"] = shared.ranks.from_first(lambda: run_id(record))
-        first = _first_recipe(settings, model)
         run_file = run_document(settings, model, dataset, eval_batches, shared, record, first)
-        logged = dataclasses.asdict(config) | {"model": settings.label, **model.recipe.to_dict()}
         parts: dict[str, Any] = dict(run_file=run_file, parallel=shared, saved=adapters, recipe=first)
         trainer = Trainer(model, dataset, eval_batches, config, folder, words.files(), **parts)
+        logged = dataclasses.asdict(config) | {"model": settings.label, **model.recipe.to_dict()}
         names, run = loggers if shared.ranks.first else [], Run(folder, record["id"], logged)
         with progress(console, config, start) as trainer.on_step, open_loggers(names, run) as sent:
             trainer.callbacks = [*sent, *callbacks]
             begun = time.monotonic()
-            result = trainer.run(resume=resume)
+            result = trainer.run(resume=newest is not None)
             seconds = time.monotonic() - begun
         stack.close()  # its processes need no memory while samples are drawn
-        written = {}
-        if adapters is not None and shared.ranks.first and not result.interrupted:
-            from te_models.training.merging import save_adapters  # noqa: PLC0415  needs peft
-
-            written = save_adapters(settings, adapters, folder, words, eval_batches, result)
-        curve = draw_run(result, settings, folder, model, config.tokens_per_step) if shared.ranks.first else ""
-        print_outcome(console, result, settings, folder, {"loss curve": curve, **written})
+        written = _write_end(settings, trainer, adapters, words) if shared.ranks.first else {}
+        print_outcome(console, result, config, settings.command, folder, written)
         if sampler and bounded:
             sampler.take_at_most(SHARE / 2 * seconds)
         if not result.interrupted:
             _show_samples(console, sampler, folder, words)
         return result
+
+
+def _write_end(settings: RunSettings, trainer: Trainer, adapters: LoraRun | None, words: Tokenizer) -> dict[str, str]:
+    """Write the adapters, if any, and the loss curve; return what was written and where."""
+    written, result, config = {}, trainer.result, trainer.config
+    if adapters is not None and not result.interrupted:
+        from te_models.training.merging import save_adapters  # noqa: PLC0415  needs peft
+
+        written = save_adapters(adapters, trainer.out, words, trainer.evaluation, result)
+    label = f"{settings.label} · {trainer.model.recipe.name}"
+    about = f"{config.tokens_per_step:,} tokens; {settings.command}"
+    return {"loss curve": draw_run(result, label, settings.data.data, trainer.out, about), **written}
 
 
 def _expected_seconds(model: CausalLM, batch: Batch, config: TrainConfig) -> float:
@@ -136,7 +150,7 @@ def _with_recipe(settings: RunSettings, console: Console) -> RunSettings:
         names = ("engine", "device", "fp8_params", *recipe_fields())
         own = {name: value for name, value in settings.build.items() if name in names}
         recipe, reason = auto_recipe(shape, dtype=dtype, **own)
-    console.print(f"recipe auto: {recipe.name} ({reason})", highlight=False)
+    console.print(f"recipe auto: {recipe.name} ({reason})")
     return dataclasses.replace(settings, recipe=recipe)
 
 
@@ -154,23 +168,20 @@ def _tokenizer(settings: RunSettings, newest: Path | None) -> str | Path | None:
     """Return the source of the tokenizer: the one requested, else the checkpoint to resume from, else the model."""
     if newest is not None and "tokenizer" not in settings.given:
         return newest
-    return settings.data.get("tokenizer") or settings.model
+    return settings.tokenizer or settings.model
 
 
 def _open_data(
     settings: RunSettings, config: TrainConfig, words: Tokenizer, shared: Parallel, newest: Path | None
 ) -> tuple[TokenDataset | StreamingDataset, list[Batch]]:
     """Return this process's share of the training data, and its evaluation batches."""
-    others = {"data", "tokenizer", "data_workers"}
+    data = settings.data
     if newest is not None and "chat_template" not in settings.given:
-        others.add("chat_template")  # the checkpoint's tokenizer has it
-    options = {name: value for name, value in settings.data.items() if name not in others}
+        data = dataclasses.replace(data, chat_template=None)  # the checkpoint's tokenizer has it
     return open_data(
-        settings.data.get("data"),
+        data,
         words,
         dataclasses.replace(config, batch_size=shared.rows(config.batch_size)),
-        **options,
-        num_workers=settings.data["data_workers"],
         rank=shared.data_rank,
         world_size=shared.data_world,
         ranks=shared.ranks,
@@ -195,8 +206,7 @@ def _first_recipe(settings: RunSettings, model: CausalLM) -> Recipe:
     """Return the recipe of the run's first step, which a resumed model may have left (--recipe-schedule)."""
     if not (settings.train.recipe_schedule and settings.recipe != AUTO):
         return model.recipe
-    fields = {name: value for name, value in settings.build.items() if name in recipe_fields()}
-    return get_recipe(settings.recipe, **fields)
+    return scheduled_recipes(settings)[0]
 
 
 def _adapters(settings: RunSettings, model: CausalLM) -> LoraRun | None:
@@ -221,11 +231,25 @@ def _notes(settings: RunSettings, folder: Path, newest: Path | None, model: Caus
         lines = [f"changed: the engine is {model.engine} ({model.engine_reason}), was {before}"]
     if not (folder / RUN_FILE).is_file():
         return lines
-    now = {**settings.build, **settings.data, **dataclasses.asdict(settings.train)}
-    now |= {"log": settings.log, "sample_tokens": settings.sample_tokens}
-    given = {name: now[name] for name in settings.given & now.keys() - recipe_fields().keys()}
-    changed = changed_settings(read_run_file(folder / RUN_FILE), given)
-    return [*lines, *(f"changed: {name} = {new!r}, was {old!r}" for name, (old, new) in sorted(changed.items()))]
+    now = {name: value for table in settings.tables().values() for name, value in table.items()}
+    given = {name: now[name] for name in settings.given & now.keys()}
+    then = read_run_file(folder / RUN_FILE)
+    changed = changed_settings(then, given)
+    lines += [f"changed: {name} = {new!r}, was {old!r}" for name, (old, new) in sorted(changed.items())]
+    same = then.get("recipe_schedule") == settings.train.recipe_schedule
+    return lines + (_moved_changes(settings.train, then.get("steps", settings.train.steps)) if same else [])
+
+
+def _moved_changes(config: TrainConfig, steps: int) -> list[str]:
+    """Return what is said of changes of the recipe at shares of the steps, which more steps than before move."""
+    before = dataclasses.replace(config, steps=steps).recipe_changes
+    moved = [
+        (old, new, name) for (old, name), (new, _) in zip(before, config.recipe_changes, strict=True) if old != new
+    ]
+    return [
+        f"changed: recipe {name!r} follows after step {new}, was {old}: a share of the steps"
+        for old, new, name in moved
+    ]
 
 
 def _check_model(model: CausalLM, words: Tokenizer, config: TrainConfig) -> None:
@@ -245,13 +269,11 @@ def _show_samples(console: Console, sampler: Sampler | None, folder: Path, words
     print_next(console, folder, words, sampler.prompts if sampler else [])
 
 
-def _sampler(
-    settings: RunSettings, model: CausalLM, words: Tokenizer, batches: list[Batch], shared: Parallel
-) -> Sampler | None:
+def _sampler(tokens: int, model: CausalLM, words: Tokenizer, batches: list[Batch], shared: Parallel) -> Sampler | None:
     """Return the sampler; None on a process that does not take part. With a sharded model all do."""
-    if not settings.sample_tokens or not (shared.sharded or shared.ranks.first):
+    if not tokens or not (shared.sharded or shared.ranks.first):
         return None
-    tokens, longest = settings.sample_tokens, model.config.longest_sequence
+    longest = model.config.longest_sequence
     options: GenerationOptions = {"seed": shared.config.seed}
     prompts = held_out_prompts(batches, words, longest - min(tokens, longest // 4))
     if shared.sharded:

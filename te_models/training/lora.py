@@ -153,7 +153,7 @@ def add_lora(model: CausalLM | TEModelsForCausalLM, config: LoraConfig | None = 
             where ours are named: give it to trainers of transformers and TRL, or give those the LoraConfig.
         config: peft's LoraConfig; None: one with `fields`.
         fields: fields of LoraConfig, such as r=8, lora_alpha=16, target_modules=["o_proj"]. Without target_modules,
-            every linear of every block gets an adapter, but no expert of a mixture.
+            every linear of every block gets an adapter, but no expert of a mixture and no router.
 
     Raises:
         UsageError: a field that is not supported (DoRA and other kinds), or a target that matches nothing.
@@ -173,12 +173,11 @@ def add_lora(model: CausalLM | TEModelsForCausalLM, config: LoraConfig | None = 
 
 
 def _linears_of_blocks(model: CausalLM | TEModelsForCausalLM) -> list[str]:
-    """Return our names of the linears in blocks without the experts: PROJECTIONS if there is one kind."""
-    names = adaptable_modules(model if isinstance(model, CausalLM) else model.model).ours
-    leaves = dict.fromkeys(name.rsplit(".", 1)[-1] for name in names if name != "lm_head")
-    if not isinstance(model, CausalLM):  # it does not show peft those beside experts
-        leaves = dict.fromkeys(leaf for leaf in leaves if leaf != "router" and not leaf.startswith("shared_"))
-    return list(leaves)
+    """Return our names of the linears in blocks that are adapted by default: PROJECTIONS if there is one kind."""
+    whole = isinstance(model, CausalLM)
+    linears = (model if whole else model.model).config.linears.values()
+    leaves = dict.fromkeys(linear.name for linear in linears if linear.adapted)
+    return [leaf for leaf in leaves if whole or not leaf.startswith("shared_")]  # not shown to peft beside experts
 
 
 def _add_to_linears(model: TEModelsForCausalLM, config: LoraConfig) -> PeftModel:

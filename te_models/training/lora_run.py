@@ -40,6 +40,7 @@ class LoraRun:
     """
 
     def __init__(self, model: CausalLM, settings: LoraSettings, base: str | None = None) -> None:
+        self.settings, self.base = settings, base
         fields: dict[str, Any] = dict(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout)
         if settings.targets:
             fields["target_modules"] = list(settings.targets)

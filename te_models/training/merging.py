@@ -18,20 +18,18 @@ from te_models.training.evaluation import Batch, evaluate
 from te_models.training.lora_run import LoraRun, load_merged
 from te_models.training.result import Result
 from te_models.training.resume import run_choices
-from te_models.training.settings import RunSettings
 
 LEAST_GAIN = 0.01  # nats per token: losses of one model computed in BF16 and in FP32 may differ by as much
 LEAST_SHARE = 0.05  # of the gain; both losses are shown in any case
 
 
 def save_adapters(
-    settings: RunSettings, adapters: LoraRun, folder: Path, words: Tokenizer, batches: list[Batch], result: Result
+    adapters: LoraRun, folder: Path, words: Tokenizer, batches: list[Batch], result: Result
 ) -> dict[str, str]:
     """Save the adapters in the folder adapter/ and, with --merge, the model that has them in its weights in merged/.
 
     Args:
-        settings: those of the run.
-        adapters: of the live model.
+        adapters: of the live model, with their settings.
         folder: the run's.
         words: the tokenizer, whose files come along.
         batches: those that the run evaluates on, of this process.
@@ -40,15 +38,15 @@ def save_adapters(
     Returns:
         what was written and where, and the loss of the merged model.
     """
-    model, lora = adapters.model, settings.lora
+    model, lora = adapters.model, adapters.settings
     tensors, documents = adapters.content(live=False)
     save_folder(folder / "adapter", tensors, {**documents, "run": run_choices(model), **words.files()})
     written = {"adapters": str(folder / "adapter")}
-    if lora is None or not lora.merge:
+    if not lora.merge:
         return written
     dtype = DTYPES[lora.merge_dtype] if lora.merge_dtype else model.dtype
     options: dict[str, Any] = dict(recipe=model.recipe, engine="emulated", device="cpu", dtype=dtype)
-    merged = load_merged(folder / "adapter", base=settings.model, **options)  # into weights that FP8 has not rounded
+    merged = load_merged(folder / "adapter", base=adapters.base, **options)  # into weights that FP8 has not rounded
     tensors, documents = model_content(merged, merged.origin)
     save_folder(folder / "merged", tensors, {**documents, **words.files()})
     del merged, tensors  # before it is loaded once more, where the run computes

@@ -5,12 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from te_models.errors import DataError
 from te_models.files.formats import open_regular, parse_json
@@ -48,19 +45,6 @@ class MetricsLog:
         """Close the file."""
         if self.file is not None:
             self.file.close()
-
-
-def mean_of_routers(routed: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return the mean of RoutingReport.metrics of a step's micro-batches; empty for a model without routers."""
-    return torch.stack(list(routed)).mean(0) if routed else like.new_empty(0)
-
-
-def router_row(values: Sequence[float]) -> dict[str, Any]:
-    """Return these metrics by name: losses, the share of the fullest expert of all layers, and the mean of each."""
-    if not values:
-        return {}
-    balance, z, fullest, *shares = values
-    return dict(balance_loss=balance, z_loss=z, fullest_expert=fullest, expert_shares=[round(s, 6) for s in shares])
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 from te_models.causal_lm import CausalLM
@@ -21,7 +22,13 @@ class RecipeSchedule:
     def __init__(self, model: CausalLM, first: Recipe, config: TrainConfig) -> None:
         self.model = model
         self.recipes = [(0, first), *((done, first.followed_by(name)) for done, name in config.recipe_changes)]
-        for _, recipe in self.recipes[1:]:
+        for done, recipe in self.recipes[1:]:
+            if done >= config.steps:
+                warnings.warn(
+                    f"recipe_schedule={config.recipe_schedule!r}: the run ends after step {config.steps}, before "
+                    f"{recipe.name!r} follows",
+                    stacklevel=3,
+                )
             try:
                 model.check_change(recipe)
             except UsageError as error:

@@ -6,7 +6,7 @@ import functools
 import math
 import shlex
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from te_models.causal_lm import CausalLM
+from te_models.config.recipe import Recipe
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
@@ -29,7 +30,7 @@ from te_models.training.plots import plot_run, try_drawing
 from te_models.training.preflight import MemoryCheck
 from te_models.training.result import Result
 from te_models.training.samples import Prompt
-from te_models.training.settings import RUN_FILE, RunSettings
+from te_models.training.settings import RUN_FILE
 
 PROMPT = 60  # characters of a prompt in a suggested command
 
@@ -42,16 +43,23 @@ def summary(
     processes: str = "",
     command: str = "finetune",
     memory: MemoryCheck | None = None,
+    first: Recipe | None = None,
 ) -> Table:
-    """Return the configuration in force as a table; `start` is the number of steps taken before a resume."""
+    """Return the configuration in force as a table; `start` is the number of steps taken before a resume.
+
+    `first` is the recipe of the run's first step; None: the model's.
+    """
     plan = model.plan()
     low = [found.recipe.formats for found in model.precision.linears.values() if found.recipe is not None]
-    later = "".join(f", from step {done + 1} on {name}" for done, name in config.recipe_changes)
+    taken = [(0, (first or model.recipe).name), *config.recipe_changes]
+    now = next(name for done, name in reversed(taken) if done <= start)
+    recipe = _recipe(model) if model.recipe.name == now else now
+    later = "".join(f", from step {done + 1} on {name}" for done, name in taken if done > start)
     rows = {
         "parameters": _parameters(model),
         "device": str(model.device),
         "engine": f"{model.engine} ({model.engine_reason})",
-        "recipe": f"{_recipe(model)}{later}",
+        "recipe": f"{recipe}{later}",
         "linears": f"{plan.count('FP8')} in {' and '.join(dict.fromkeys(low)) or 'FP8'}, {plan.count('BF16')} in BF16",
         "attention": f"{model.attention_kernel()}, {model.config.attention_gate.replace('none', 'no')} gate",
         **speed_rows(model, config),
@@ -128,12 +136,11 @@ def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Call
         def show(row: dict[str, Any]) -> None:
             bar.update(task, completed=row["step"], loss=f"{row['loss']:.3f}", speed=f"{row['tokens_per_second']:,.0f}")
             if line := time_left.line(row):
-                console.print(line, highlight=False)
+                console.print(line)
             if "eval_loss" in row:
                 console.print(
                     f"step {row['step']:>6}  loss {row['loss']:.4f}  eval loss {row['eval_loss']:.4f}  "
-                    f"{row['tokens_per_second']:,.0f} tokens/s",
-                    highlight=False,
+                    f"{row['tokens_per_second']:,.0f} tokens/s"
                 )
 
         yield show
@@ -190,14 +197,12 @@ def table_of(rows: Mapping[str, str], title: str | None = None) -> Table:
 
 
 def print_outcome(
-    console: Console, result: Result, settings: RunSettings, folder: Path, written: Mapping[str, str]
+    console: Console, result: Result, config: TrainConfig, command: str, folder: Path, written: Mapping[str, str]
 ) -> None:
-    """Print the losses before and after, the speed, and the files written; after Ctrl-C, how to continue."""
+    """Print the losses before and after, the speed, and the files written; after Ctrl-C, how `command` continues."""
     if result.interrupted:
-        again = shlex.join(["te-models", settings.command, "--resume", str(folder)])
-        console.print(
-            f"interrupted: step {result.step} is saved; `{again}` continues from it", highlight=False, soft_wrap=True
-        )
+        again = shlex.join(["te-models", command, "--resume", str(folder)])
+        console.print(f"interrupted: step {result.step} is saved; `{again}` continues from it", soft_wrap=True)
         return
     change = result.first_eval_loss - result.eval_loss
     rows = {
@@ -210,8 +215,8 @@ def print_outcome(
     if result.peak_memory is not None:
         rows["peak memory"] = f"{result.peak_memory / 2**30:.2f} GiB"
     if result.stopped_early:
-        patience = plural(settings.train.patience, "evaluation")
-        rows["stopped early"] = f"at step {result.step} of {settings.train.steps}: no lower eval loss in {patience}"
+        patience = plural(config.patience, "evaluation")
+        rows["stopped early"] = f"at step {result.step} of {config.steps}: no lower eval loss in {patience}"
     if result.best_step not in (0, result.step):
         saved = Checkpoints(folder / "best" / "checkpoints").latest()
         kept = f", saved in {folder / 'best'}" if saved and saved.name == f"step-{result.best_step:08d}" else ""
@@ -224,23 +229,25 @@ def print_outcome(
         "settings": str(folder / RUN_FILE),
         **written,
     }
-    console.print(table_of(rows), highlight=False)
+    console.print(table_of(rows))
 
 
 def _exp(loss: float) -> str:
     return f"{math.exp(loss):,.2f}" if loss < 100 else "infinite" if loss == loss else "unknown"
 
 
-def draw_run(result: Result, settings: RunSettings, folder: Path, model: CausalLM, tokens_per_step: int) -> str:
-    """Draw the run into loss.png; return its path, or why it was not drawn."""
+def draw_run(result: Result, label: str, data: Sequence[str], folder: Path, about: str) -> str:
+    """Draw the run into loss.png; return its path, or why it was not drawn.
+
+    `label` names model and recipe, and `about` is what else there is to say of the run.
+    """
     path, rows = folder / "loss.png", read_metrics(folder / "metrics.jsonl")
     if not rows:
         return "not drawn: no step was taken"
-    data = settings.data.get("data") or "Python's documentation and sources"
-    names = [data] if isinstance(data, str) else [str(name) for name in data]
-    title = f"{settings.label} · {model.recipe.name} · {', '.join(Path(name).name or name for name in names)}"
+    names = data or ("Python's documentation and sources",)
+    title = f"{label} · {', '.join(Path(name).name or name for name in names)}"
     losses = f"evaluation loss {result.first_eval_loss:.4f} before, {result.eval_loss:.4f} after; "
-    subtitle = f"{losses}{plural(result.step, 'step')} of {tokens_per_step:,} tokens; {settings.command}"
+    subtitle = f"{losses}{plural(result.step, 'step')} of {about}"
     return try_drawing(path, functools.partial(plot_run, path, rows, title, subtitle, result.first_eval_loss))
 
 
@@ -256,9 +263,7 @@ def print_next(console: Console, folder: Path, tokenizer: Tokenizer, prompts: li
     export = ["te-models", "export", "--model", str(folder), "--out", str(folder / "export")]
     console.print(Text("\nnext", "bold"))
     for command, purpose in ((first, "try the model"), (export, "write it for vLLM, SGLang or transformers, in FP8")):
-        console.print(
-            f"  {shlex.join(command)}", Text(f"  # {purpose}", "dim"), highlight=False, soft_wrap=True, sep=""
-        )
+        console.print(f"  {shlex.join(command)}", Text(f"  # {purpose}", "dim"), soft_wrap=True, sep="")
 
 
 def _example(tokenizer: Tokenizer, prompts: list[Prompt]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +32,16 @@ def check_random_state(state: Any, rank: int, generator: torch.Generator, name: 
     except (RuntimeError, TypeError, ValueError):
         raise CheckpointError(f"{name} is not a random state of a {generator.device.type} device") from None
     return own
+
+
+def read_random_states(
+    state: Mapping[str, Any], folder: Path, rank: int, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Return the random states of `rank` on the CPU and on its CUDA device, if any, from a saved training state."""
+    random = check_random_state(state["rng"], rank, torch.Generator(), f"{folder}: rng")
+    if state["cuda_rng"] is None or device.type != "cuda":
+        return random, None
+    return random, check_random_state(state["cuda_rng"], rank, torch.Generator(device), f"{folder}: cuda_rng")
 
 
 def check_data_position(saved: Any, live: Any, name: str = "dataset") -> None:

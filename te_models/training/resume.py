@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from te_models.causal_lm import CausalLM
-from te_models.config.recipe import AUTO, get_recipe, recipe_fields
+from te_models.config.recipe import AUTO, Recipe, get_recipe, recipe_fields
 from te_models.errors import CheckpointError, UsageError, plural
 from te_models.files.atomic import readable
 from te_models.interop.origin import DTYPES
 from te_models.saving.folder import load_folder
 from te_models.saving.restore import read_recipe
 from te_models.saving.run_folder import Checkpoints, offering_older
-from te_models.training.settings import RunSettings
+from te_models.training.settings import LoraSettings, RunSettings
 
 RUN_CHOICES = ("engine", "fp8_params", "activation_checkpointing", "activation_offload")
 
@@ -51,9 +51,18 @@ def resumed_options(settings: RunSettings, saved: Mapping[str, Any]) -> dict[str
     options = {name: value for name, value in settings.build.items() if name not in recipe_fields()}
     options |= {**{name: value for name, value in saved.items() if name != "engine"}, **given}
     if settings.recipe != AUTO and "recipe" in settings.given:
+        if saved["recipe"].to_dict() in [recipe.to_dict() for recipe in scheduled_recipes(settings)[1:]]:
+            return {name: value for name, value in options.items() if name not in recipe_fields()}
         options["recipe"] = settings.recipe
         options["fp8_params"] = settings.build.get("fp8_params", False)  # another recipe may have no such weights
     return options
+
+
+def scheduled_recipes(settings: RunSettings) -> list[Recipe]:
+    """Return the recipe of a run's first step, which is not "auto", and those that follow it in its schedule."""
+    fields = {name: value for name, value in settings.build.items() if name in recipe_fields()}
+    first = get_recipe(settings.recipe, **fields)
+    return [first, *(first.followed_by(name) for _, name in settings.train.recipe_changes)]
 
 
 def run_choices(model: CausalLM) -> dict[str, Any]:
@@ -83,8 +92,10 @@ def saved_choices(newest: Path) -> dict[str, Any]:
     return {"recipe": read_recipe(saved), **dtype, "fp8_params": fp8_params, **run}
 
 
-def starting_step(folder: Path, resume: bool, settings: RunSettings) -> int:
+def starting_step(folder: Path, resume: bool, steps: int, unfinished: bool) -> int:
     """Return the step of the checkpoint to resume from, 0 for a new run.
+
+    `unfinished` says that a run of all `steps` has still to write something (`lacks_files`).
 
     Raises:
         ValueError: a new run would overwrite an old one, or there is no step left to take and no file to write.
@@ -95,17 +106,12 @@ def starting_step(folder: Path, resume: bool, settings: RunSettings) -> int:
     step = int(newest.name.removeprefix("step-"))
     if not resume:
         raise UsageError(f"{folder} already holds a run of {plural(step, 'step')}: add --resume or give another --out")
-    steps = settings.train.steps
-    if step > steps or (step == steps and not _lacks(folder, settings)):
+    if step > steps or (step == steps and not unfinished):
         raise UsageError(f"{folder} has already reached step {step}: give more than --steps {steps}")
     return step
 
 
-def _lacks(folder: Path, settings: RunSettings) -> bool:
-    """Return whether a finished run lacks a file that its end writes, or a merged model that is asked for only now.
-
-    One in another dtype than before counts as lacking.
-    """
-    lora = settings.lora
+def lacks_files(folder: Path, lora: LoraSettings | None) -> bool:
+    """Return whether a finished run lacks a file that its end writes, or a merged model that is asked for only now."""
     names = ["loss.png"] + ["adapter"] * (lora is not None) + ["merged"] * (lora is not None and lora.merge)
-    return "merge_dtype" in settings.given or any(not os.path.lexists(folder / name) for name in names)
+    return any(not os.path.lexists(folder / name) for name in names)

@@ -7,7 +7,6 @@ import importlib.metadata
 import platform
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +23,7 @@ from te_models.model.targets import IGNORED
 from te_models.training.evaluation import Batch
 from te_models.training.parallel import Parallel
 from te_models.training.resume import run_choices
-from te_models.training.settings import RECORD, RUN_FILE, RunSettings, resolved_path
+from te_models.training.settings import RECORD, RUN_FILE, SETTINGS, TABLES, RunSettings, resolved_path
 
 COMMENT = (
     "Every setting of this run. `te-models {command} run.toml --steps N` runs it again with a change, in a folder of\n"
@@ -47,27 +46,18 @@ def run_document(
     `eval_batches` are this process's, `before` is the record of the run that this one resumes, and `recipe` that of the
     first step (None: the model's).
     """
-    shape = model.config.to_dict() if settings.preset else {}
-    own = {name: value for name, value in settings.build.items() if name in model.config.to_dict()}
-    data = {**settings.data, "streaming": isinstance(dataset, StreamingDataset), "packing": dataset.packing}
+    config = model.config.to_dict()
+    shape = {name: value for name, value in config.items() if settings.preset or name in settings.build}
+    tables = settings.tables()
+    tables["run"] |= {"out": None}  # which a second run must not share
+    tables["model"] |= run_choices(model)
+    tables["model"]["engine"] = settings.build.get("engine", "auto")  # as requested: "auto" is native on a GPU
+    tables["data"] |= {"streaming": isinstance(dataset, StreamingDataset), "packing": dataset.packing}
+    tables |= {"recipe": (recipe or model.recipe).to_dict(), "shape": shape}
+    for table in (tables["run"], tables["data"]):
+        table |= {name: resolved_path(value) for name, value in table.items() if SETTINGS[name].path}
     sections = {
-        "run": dict(
-            command=settings.command,
-            preset=settings.preset,
-            model=resolved_path(settings.model),
-            sample_tokens=settings.sample_tokens,
-            log=settings.log,
-        ),
-        "model": {
-            **run_choices(model),
-            **{name: settings.build.get(name) for name in ("device", "compile")},
-            "engine": settings.build.get("engine", "auto"),  # as requested: "auto" selects the native engine on a GPU
-        },
-        "recipe": (recipe or model.recipe).to_dict(),
-        "shape": {**shape, **own},
-        "data": {name: resolved_path(value) for name, value in data.items()},
-        "training": asdict(settings.train),
-        "lora": _lora_table(settings),
+        **{title: tables[title] for title in TABLES},
         RECORD: {
             "id": run_id(before),
             "commands": [*map(str, before.get("commands", [])), settings.called[:MAX_COMMAND]],
@@ -81,14 +71,6 @@ def run_document(
         },
     }
     return render_toml(sections, COMMENT.format(command=settings.command))
-
-
-def _lora_table(settings: RunSettings) -> dict[str, Any]:
-    lora = settings.lora
-    if lora is None:
-        return {}
-    values = dict(lora=lora.rank, lora_targets=",".join(lora.targets), lora_alpha=lora.alpha, lora_dropout=lora.dropout)
-    return {**values, "merge": lora.merge, "merge_dtype": lora.merge_dtype or None}
 
 
 def read_record(folder: Path) -> Mapping[str, Any]:

@@ -148,7 +148,7 @@ class Sampler:
             begun = False
             for piece in _first_lines(self.answer(prompt)):
                 shown = piece if begun else piece.lstrip("\n")
-                console.print(shown, end="", highlight=False, soft_wrap=True)
+                console.print(shown, end="", soft_wrap=True)
                 begun = begun or bool(shown)
             console.print("" if begun else Text("(nothing)"))
         if self.cut:
@@ -158,7 +158,7 @@ class Sampler:
 
 def _block(console: Console, title: str, text: str, style: str) -> None:
     console.print(Text(title, "bold"))
-    console.print(Text(text.strip("\n") or "(nothing)", style), highlight=False, soft_wrap=True)
+    console.print(Text(text.strip("\n") or "(nothing)", style), soft_wrap=True)
 
 
 def _first_lines(pieces: Generator[str, None, None]) -> Iterator[str]:

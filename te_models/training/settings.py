@@ -1,8 +1,8 @@
-"""Every setting of a training run by name, its default per command, and the file run.toml that records them. No torch.
+"""Every setting of a training run as one tree, its defaults per command, and reading run.toml. No torch.
 
 A setting is a flag of `te-models pretrain` and `te-models finetune`, and a line of run.toml, which groups settings in
-tables: [run], [model], [recipe], [shape], [data], [training]. Names are unique over all tables, so settings travel as
-one flat mapping; `recipe` is a name, a path or a table of a recipe's fields.
+tables (TABLES). Names are unique over all tables, so given settings travel as one flat mapping until `run_settings`
+makes the tree of them; there `recipe` is a name, a path or a table of a recipe's fields.
 """
 
 from __future__ import annotations
@@ -15,50 +15,74 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from te_models.config.data import split_names, split_weight
-from te_models.config.model import config_fields
+from te_models.config.data import DataConfig, split_names, split_weight
+from te_models.config.model import ModelConfig, config_fields
 from te_models.config.presets import PRESETS
-from te_models.config.recipe import FP8_WEIGHTS, Recipe, get_recipe, recipe_fields, recipe_from_dict
+from te_models.config.recipe import (
+    FIELD_HELP,
+    FP8_WEIGHTS,
+    Recipe,
+    get_recipe,
+    list_recipes,
+    recipe_fields,
+    recipe_from_dict,
+)
+from te_models.config.settings import Setting, as_fields, by_name, check_settings, kinds_of, setting, settings_of
 from te_models.config.shipped import no_weights
 from te_models.config.toml import read_toml
-from te_models.config.training import TrainConfig
-from te_models.errors import ConfigError, NamedFields, UsageError, mistyped, unknown
+from te_models.config.training import EVALUATION, TRAINING, TrainConfig
+from te_models.errors import ConfigError, NamedFields, UsageError, unknown
 
 RUN_FILE = "run.toml"
 COMMANDS = ("pretrain", "finetune")
 RECORD = "record"  # table of run.toml with facts of the run rather than settings
-TRAINING = {f.name: type(f.default) for f in fields(TrainConfig)}
-RUN = dict(command=str, preset=str, model=str, out=str, sample_tokens=int, log=str)
-MODEL = dict(
-    engine=str, device=str, fp8_params=bool, compile=bool, activation_checkpointing=object, activation_offload=bool
-)
-# Settings of the data: keywords of te_models.data.training_data.open_data, and the tokenizer; object: of several types.
-DATA = dict(
-    data=object, eval_data=object, eval_split=float, columns=str, truncate=str, packing=str, chat_template=str,
-    streaming=bool, data_workers=int, tokenizer=str,
-)  # fmt: skip
-DATA_DEFAULTS = dict(data_workers=2)
-LORA = dict(lora=int, lora_targets=str, lora_alpha=float, lora_dropout=float, merge=bool, merge_dtype=str)
 MERGE_DTYPES = ("bfloat16", "float16", "float32")
-TABLES: dict[str, Mapping[str, Any]] = {
-    "run": RUN,
-    "model": MODEL,
-    "recipe": dict.fromkeys(("recipe", *recipe_fields()), object),  # which Recipe and ModelConfig check
-    "shape": dict.fromkeys(config_fields(), object),
-    "data": DATA,
-    "training": TRAINING,
-    "lora": LORA,
-}
-SETTINGS = {name: kind for table in TABLES.values() for name, kind in table.items()}
 LEARNING_RATE = {"pretrain": 1e-3, "finetune": 2e-5, "lora": 2e-4}
-# A resumed run keeps these: with others it would be another run.
-FIXED = (
-    "command", "preset", "model", *config_fields(), "seed", "batch_size", "seq_len", "gradient_accumulation",
-    "streaming", "packing", "truncate", "columns", "chat_template", "eval_split", "optimizer", "lora", "lora_targets",
-    "lora_alpha", "lora_dropout",
-)  # fmt: skip
-PATHS = ("model", "data", "eval_data", "chat_template", "tokenizer")  # settings that may be paths
-SOURCES = ("data", "eval_data")  # settings that are one path or several
+# Headings of the help.
+MODEL, LORA, FIELDS, SHAPE = "Model", "LoRA", "Recipe fields", "Model shape"
+RECIPE_HELP = (
+    f"Scheme of te.Linear: {', '.join(list_recipes())}, a TOML file, or auto (the default): the model's own; a new one "
+    "runs in FP8 where that saves time (mxfp8 on Blackwell, current on Hopper and Ada, from a hidden size of 2048), "
+    "else in bf16."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildSettings(NamedFields):
+    """Keywords of CausalLM; None: its default, or what the saved model or the checkpoint has."""
+
+    engine: str | None = setting(
+        None,
+        "auto, native (Transformer Engine) or emulated (its numbers on any device).",
+        group=MODEL,
+        metavar="NAME",
+        shown="auto",
+    )
+    device: str | None = setting(
+        None, "Device, such as cpu or cuda:1; default: the first GPU, else the CPU.", group=MODEL
+    )
+    fp8_params: bool | None = setting(
+        None, "Store the weights of FP8 layers in FP8 only, without a BF16 copy.", group=MODEL
+    )
+    compile: bool | None = setting(
+        None, "Fuse elementwise operations with torch.compile (on a GPU).", group=MODEL, shown="compile"
+    )
+    activation_checkpointing: str | int | None = setting(
+        None,
+        "Recompute activations: none, selective (most of each MLP), full, or N for every N-th block.",
+        group=TRAINING,
+        metavar="MODE",
+        shown="none",
+    )
+    activation_offload: bool | None = setting(
+        None,
+        "Store the activations that backward needs in host memory.",
+        group=TRAINING,
+        shown="no-activation-offload",
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,49 +93,172 @@ class LoraSettings(NamedFields):
         ConfigError: a value is out of range.
     """
 
-    rank: int  # of every adapter
-    targets: tuple[str, ...] = ()  # names of modules, as in add_lora; empty: all linears of every block
-    alpha: float = 16.0  # updates are multiplied by alpha / rank
-    dropout: float = 0.0  # probability with which an adapter's input is dropped
-    merge: bool = False  # at the end, save the model with the adapters in its weights in the folder merged/
-    merge_dtype: str = ""  # of these weights, one of MERGE_DTYPES; "": the model's own
+    rank: int = setting(
+        None,
+        "Train low-rank adapters of this rank, such as 16, and freeze the model's weights.",
+        name="lora",
+        least=1,
+        fixed=True,
+        metavar="RANK",
+    )
+    targets: str | tuple[str, ...] = setting(
+        (),
+        "Modules with adapters, such as q_proj,v_proj; default: all linears of every block but routers.",
+        name="lora_targets",
+        group=LORA,
+        fixed=True,
+        metavar="NAMES",
+    )
+    alpha: float | None = setting(
+        None,
+        "Updates are multiplied by alpha / rank; default: twice the rank.",
+        name="lora_alpha",
+        group=LORA,
+        above=True,
+        below=math.inf,
+        fixed=True,
+    )
+    dropout: float = setting(
+        0.0,
+        "Probability with which an adapter's input is dropped.",
+        name="lora_dropout",
+        group=LORA,
+        below=1,
+        fixed=True,
+    )
+    merge: bool = setting(
+        False, "At the end, also save the model with the adapters in its weights, in the folder merged/.", group=LORA
+    )
+    merge_dtype: str | None = setting(
+        None,
+        "Dtype of these weights: bfloat16, float16 or float32, in which no small update vanishes; default: the "
+        "model's.",
+        group=LORA,
+        choices=MERGE_DTYPES,
+        metavar="DTYPE",
+    )
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigError(f"--lora {self.rank}: a rank is 1 or more, such as 16")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"--lora-dropout {self.dropout}: give a probability from 0 to below 1")
-        if not 0 < self.alpha < math.inf:
-            raise ConfigError(f"--lora-alpha {self.alpha}: give a positive number, such as {2 * self.rank}")
-        if self.merge_dtype and self.merge_dtype not in MERGE_DTYPES:
-            raise unknown("merge_dtype", self.merge_dtype, MERGE_DTYPES)
+        if self.rank is None:
+            raise ConfigError("adapters need a rank: give one, such as 16")
+        if isinstance(self.targets, str):
+            object.__setattr__(self, "targets", tuple(split_names(self.targets)))
+        if self.merge_dtype == "":  # as run.toml files had it
+            object.__setattr__(self, "merge_dtype", None)
+        check_settings(self)
+        if self.alpha is None:
+            object.__setattr__(self, "alpha", 2.0 * self.rank)
         if self.merge_dtype and not self.merge:
             raise ConfigError(f"--merge-dtype {self.merge_dtype} is for the merged model: give --merge too")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(NamedFields):
-    """Every setting of a run; exactly one of `preset` and `model` is not None."""
+    """Every setting of a run, each part's in a tree of its own; exactly one of `preset` and `model` is not None.
 
-    command: str = "finetune"  # or "pretrain"
-    preset: str | None = None  # the shape of a new model with random weights
-    model: str | None = None  # the saved model, run, Hugging Face folder, Hub name or shipped model to start from
-    recipe: str | Recipe = "auto"  # or the name of a recipe, the path of its file, or a Recipe
-    build: Mapping[str, Any] = field(default_factory=dict)  # other keywords of CausalLM, recipe and config
-    data: Mapping[str, Any] = field(default_factory=dict)  # keywords of open_data, and `tokenizer`
+    Attributes:
+        build: keywords of CausalLM, recipe and config that are given.
+        lora: adapters to train in place of the model's weights; None: none.
+        given: names of the settings given on the command line, over those of `file`.
+        file: the run.toml that the others come from.
+        called: the command line, for the record.
+    """
+
+    command: str = setting("finetune", "The command: pretrain or finetune.", choices=COMMANDS, fixed=True)
+    preset: str | None = setting(
+        None,
+        "Model shape with random weights: `te-models list` has the names.",
+        fixed=True,
+        metavar="NAME",
+    )
+    model: str | None = setting(
+        None,
+        "Saved model, run folder (its newest checkpoint), Hugging Face folder or name, or a shipped model.",
+        fixed=True,
+        path=True,
+        metavar="NAME",
+    )
+    out: str | None = setting(None, "Folder of the run; default: runs/<model>-<recipe>.", metavar="DIR")
+    tokenizer: str | None = setting(
+        None, "Hugging Face tokenizer.json; default: the model's own, else bytes.", path=True, metavar="PATH"
+    )
+    sample_tokens: int = setting(
+        200,
+        "Length of the samples printed at the end; 0: none. By default they also take at most a tenth of the run's "
+        "time.",
+        group="Data",
+    )
+    log: str = setting(
+        "",
+        "Send metrics also to tensorboard, wandb or trackio: one or more names, separated by commas.",
+        group=EVALUATION,
+        metavar="NAMES",
+    )
+    recipe: str | Recipe = setting("auto", RECIPE_HELP, metavar="NAME|FILE")
+    build: Mapping[str, Any] = field(default_factory=dict)
+    data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    lora: LoraSettings | None = None  # adapters to train in place of the model's weights
-    sample_tokens: int = 200  # length of the samples printed at the end; 0: none
-    log: str = ""  # names of loggers beside metrics.jsonl (te_models.training.loggers), separated by commas
-    out: str | None = None  # the run's folder; None: runs/<model>-<recipe>
-    given: frozenset[str] = frozenset()  # names of the settings given on the command line, over those of `file`
-    file: Path | None = None  # the run.toml that the others come from
-    called: str = ""  # the command line, for the record
+    lora: LoraSettings | None = None
+    given: frozenset[str] = frozenset()
+    file: Path | None = None
+    called: str = ""
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
     @property
     def label(self) -> str:
         """The model's part of the default folder's name."""
         return self.preset or Path(self.model or "model").name
+
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """Return table of run.toml -> name -> value, of all settings but those of recipe and shape."""
+        flat = dict(self.build)
+        for part in (self, self.data, self.train, self.lora):
+            flat |= {} if part is None else by_name(part)
+        titles = TABLES.keys() - {"recipe", "shape"}
+        return {title: {name: flat[name] for name in TABLES[title] if name in flat} for title in titles}
+
+
+def _named(*found: Setting) -> dict[str, Setting]:
+    return {one.name: one for one in found}
+
+
+def _recipe_settings() -> list[Setting]:
+    """Return the fields of recipes, which Recipe checks."""
+    found = []
+    for name, check in recipe_fields().items():
+        kinds = (type(check[0]),) if isinstance(check, tuple) else (check,)
+        choices = tuple(map(str, check)) if isinstance(check, tuple) else ()
+        written = "PATTERN=RECIPE" if check is dict else ""
+        found.append(
+            Setting(name=name, help=FIELD_HELP[name], kinds=kinds, choices=choices, group=FIELDS, metavar=written)
+        )
+    return found
+
+
+def _shape_settings() -> list[Setting]:
+    """Return the fields of ModelConfig, which checks them; those with a list or a group of values have no option."""
+    return [
+        Setting(
+            name=one.name, help=one.metadata["help"], kinds=kinds_of(config_fields()[one.name]), group=SHAPE, fixed=True
+        )
+        for one in fields(ModelConfig)
+    ]
+
+
+_OWN = _named(*settings_of(RunSettings))
+# Table of run.toml -> its settings by name.
+TABLES: dict[str, dict[str, Setting]] = {
+    "run": {name: _OWN[name] for name in ("command", "preset", "model", "out", "sample_tokens", "log")},
+    "model": _named(*settings_of(BuildSettings)),
+    "recipe": _named(_OWN["recipe"], *_recipe_settings()),
+    "shape": _named(*_shape_settings()),
+    "data": _named(*settings_of(DataConfig), _OWN["tokenizer"]),
+    "training": _named(*settings_of(TrainConfig)),
+    "lora": _named(*settings_of(LoraSettings)),
+}
+SETTINGS = {name: one for table in TABLES.values() for name, one in table.items()}
 
 
 def run_settings(command: str, given: Mapping[str, Any], file: Path | None = None) -> RunSettings:
@@ -122,10 +269,29 @@ def run_settings(command: str, given: Mapping[str, Any], file: Path | None = Non
     """
     saved = read_run_file(file) if file is not None else {}
     command = saved.get("command", command)
-    flat = _over(saved, given)
-    preset, model = flat.get("preset"), flat.get("model")
+    flat = {**_over(saved, given), "command": command}
     if "steps" in given and given.get("epochs"):
         raise UsageError("--steps and --epochs say the same in two ways: give one of them")
+    _check_start(command, flat.get("preset"), flat.get("model"))
+    recipe = flat.pop("recipe", "auto")
+    lora = _lora(command, flat)
+    defaults = {"learning_rate": LEARNING_RATE["lora" if lora else command], "parallel": "auto"}
+    build = by_name(BuildSettings(**as_fields(BuildSettings, flat)))
+    build |= {name: flat[name] for title in ("recipe", "shape") for name in TABLES[title] if name in flat}
+    return RunSettings(
+        **as_fields(RunSettings, flat),
+        recipe=_recipe(recipe) if isinstance(recipe, Mapping) else recipe,
+        build={name: value for name, value in build.items() if value is not None},
+        data=DataConfig(**as_fields(DataConfig, flat)),
+        train=TrainConfig(**defaults | as_fields(TrainConfig, flat)),
+        lora=lora,
+        given=frozenset(given),
+        file=file,
+    )
+
+
+def _check_start(command: str, preset: str | None, model: str | None) -> None:
+    """Raise a UsageError unless there is what the command starts from: a preset, or a model."""
     if command not in COMMANDS:
         raise unknown("command", command, COMMANDS)
     if command == "pretrain" and (model is not None or preset is None):
@@ -133,30 +299,10 @@ def run_settings(command: str, given: Mapping[str, Any], file: Path | None = Non
             "pretrain starts from random weights: give --preset NAME (to start from a model: finetune --model)"
         )
     if command == "finetune" and preset is not None:
-        raise (
-            UsageError(no_weights(preset))
-            if preset in PRESETS
-            else unknown("preset", preset, PRESETS, "`te-models list`")
-        )
+        known = preset in PRESETS
+        raise UsageError(no_weights(preset)) if known else unknown("preset", preset, PRESETS, "`te-models list`")
     if command == "finetune" and model is None:
         raise UsageError("give --model: a folder, a name on the Hugging Face hub, or a model that ships with te-models")
-    lora = _lora(command, flat)
-    training = {"learning_rate": LEARNING_RATE["lora" if lora else command], "parallel": "auto"}
-    training |= {name: flat[name] for name in TRAINING if name in flat}
-    build = {n: v for table in ("model", "recipe", "shape") for n, v in flat.items() if n in TABLES[table]}
-    recipe = build.pop("recipe", "auto")
-    run = {name: flat[name] for name in RUN if name in flat}
-    own = DATA_DEFAULTS | {name: flat[name] for name in DATA if name in flat}
-    return RunSettings(
-        **{**run, "command": command},
-        recipe=_recipe(recipe) if isinstance(recipe, Mapping) else recipe,
-        build=build,
-        data=own,
-        train=TrainConfig(**training),
-        lora=lora,
-        given=frozenset(given),
-        file=file,
-    )
 
 
 def resumed_settings(command: str, given: Mapping[str, Any], folder: Path | None = None) -> RunSettings:
@@ -222,7 +368,9 @@ def read_run_file(path: Path) -> dict[str, Any]:
         for name, value in values.items():
             if name not in TABLES[title]:
                 raise unknown(f"setting of [{title}] in {path}", name, TABLES[title], "`te-models finetune --help-all`")
-            flat[name] = _checked(path, name, value)
+            if title != "shape" and (wanted := TABLES[title][name].wrong_type(value)):  # ModelConfig checks the shape
+                raise ConfigError(f"{path}: {name} = {value!r}: give {wanted}")
+            flat[name] = value
     return flat
 
 
@@ -233,15 +381,18 @@ def changed_settings(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict
         UsageError: one of them would make it another run; the message names it.
     """
     then = {**saved, **_recipe_values(saved)}
-    given = {name: resolved_path(value) if name in PATHS else value for name, value in given.items()}
-    changed = {name: (then.get(name), now) for name, now in given.items() if then.get(name) != now and name != "out"}
-    for name in FIXED:
-        if name in changed:
-            flag, before = f"--{name.replace('_', '-')}", repr(then[name]) if name in then else "not set"
+    changed: dict[str, tuple[Any, Any]] = {}
+    for name in given.keys() - {"out"}:
+        one = SETTINGS[name]
+        before, now = then.get(name, one.default), resolved_path(given[name]) if one.path else given[name]
+        if before == now:
+            continue
+        if one.fixed:
+            said = repr(before) if name in then else "not set"
             raise UsageError(
-                f"a resumed run keeps its {name}: it is {before}, not {given[name]!r}: leave out {flag}, or start "
-                "a new run"
+                f"a resumed run keeps its {name}: it is {said}, not {now!r}: leave out {one.flag}, or start a new run"
             )
+        changed[name] = (before, now)
     return changed
 
 
@@ -277,20 +428,15 @@ def _keeps_fp8_weights(recipe: Any) -> bool:
 
 
 def _lora(command: str, flat: Mapping[str, Any]) -> LoraSettings | None:
-    """Return the adapters that the settings ask for; alpha is twice the rank by default."""
-    rank, others = flat.get("lora"), [name for name in LORA if name != "lora" and flat.get(name)]
-    if rank is None:
-        if others:
-            raise UsageError(
-                f"--{others[0].replace('_', '-')} is for adapters: give --lora RANK too, such as --lora 16"
-            )
+    """Return the adapters that the settings ask for."""
+    given = as_fields(LoraSettings, flat)
+    if given.get("rank") is None:
+        if others := [one for one in TABLES["lora"].values() if given.get(one.field)]:
+            raise UsageError(f"{others[0].flag} is for adapters: give --lora RANK too, such as --lora 16")
         return None
     if command == "pretrain":
         raise UsageError("--lora adapts a model that has weights: use finetune --model")
-    targets = tuple(split_names(flat.get("lora_targets", "")))
-    alpha, dropout = flat.get("lora_alpha", 2.0 * rank), flat.get("lora_dropout", 0.0)
-    merge = dict(merge=flat.get("merge", False), merge_dtype=flat.get("merge_dtype", ""))
-    return LoraSettings(rank=rank, targets=targets, alpha=alpha, dropout=dropout, **merge)
+    return LoraSettings(**given)
 
 
 def _recipe(values: Mapping[str, Any]) -> Recipe:
@@ -306,14 +452,3 @@ def _recipe_values(saved: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(table, Mapping):
         return {}
     return {"recipe" if name == "name" else name: value for name, value in table.items()}
-
-
-def _checked(path: Path, name: str, value: Any) -> Any:
-    """Return the value of a setting; a ConfigError if it is of a wrong type."""
-    kind = SETTINGS[name]
-    if name in SOURCES and not all(isinstance(one, str) for one in (value if isinstance(value, list) else [value])):
-        raise ConfigError(f"{path}: {name} = {value!r}: give a path, or a list of paths")
-    options = name == "optimizer_options" and isinstance(value, Mapping)
-    if not options and (wanted := mistyped(value, kind)):
-        raise ConfigError(f"{path}: {name} = {value!r}: give {wanted}")
-    return value

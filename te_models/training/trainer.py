@@ -34,8 +34,6 @@ from te_models.files.formats import flatten_state, render_json
 from te_models.files.lock import locked
 from te_models.fp8.primary_weights import drop_initial_values
 from te_models.fp8.region import saving
-from te_models.model.inputs import invalid_token
-from te_models.model.targets import invalid_label
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
 from te_models.saving.pretrained import model_content
@@ -43,14 +41,15 @@ from te_models.saving.restore import TrainingState, read_training_state
 from te_models.saving.run_folder import Checkpoints
 from te_models.saving.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
 from te_models.training.cuda_graph import GraphedStep, step_obstacle
-from te_models.training.evaluation import Batch, count_targets, evaluate, first_bad_module, to_device
-from te_models.training.metrics import MetricsLog, mean_of_routers, router_row
+from te_models.training.evaluation import Batch, count_targets, diagnosis, evaluate, to_device
+from te_models.training.metrics import MetricsLog
 from te_models.training.parallel import Parallel, reshard
 from te_models.training.queued_step import QueuedStep, Row
 from te_models.training.recipe_schedule import RecipeSchedule
-from te_models.training.restore import check_data_position, check_random_state, check_result
+from te_models.training.restore import check_data_position, check_result, read_random_states
 from te_models.training.result import Result
 from te_models.training.resume import run_choices
+from te_models.training.routers import mean_of_routers, router_row, weigh_losses
 from te_models.training.settings import RUN_FILE
 from te_models.training.stop_signals import stop_signals
 from te_models.training.timing import copy_to_host, elapsed, timestamp
@@ -137,6 +136,7 @@ class Trainer(NamedFields):
         self.evaluation = [checked_batch(batch, f"evaluation batch {n}") for n, batch in enumerate(evaluated, 1)]
         if config.patience and self.eval_batches is None:
             raise UsageError(f"patience={config.patience} counts evaluations: give eval_batches too")
+        weigh_losses(self.model, config)
         self.gradients = parallel.gradients(self.model, config.gradient_accumulation)
         chosen = (config.learning_rate, config.weight_decay, config.optimizer_options, config.optimizer_offload)
         shared = (parallel.owners(), self.gradients, parallel.norm)
@@ -353,7 +353,7 @@ class Trainer(NamedFields):
         loss, norm, stops, *routed = queued.values.tolist()
         self.stopping = self.stopping or bool(stops)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise Diverged(self._diagnosis(queued.step, loss, norm, queued.micro_batches))
+            raise Diverged(diagnosis(self.model, self.parallel.ranks, queued.step, loss, norm, queued.micro_batches))
         rate = self.config.learning_rate_at(queued.step)
         queued.row = dict(step=queued.step, loss=loss, grad_norm=norm, learning_rate=rate, **router_row(routed))
         queued.row |= self.schedule.row(queued.step)
@@ -446,10 +446,7 @@ class Trainer(NamedFields):
             assert isinstance(self.optimizer, MasterWeights)
             optimizer = cut_optimizer_state(optimizer, self.optimizer.masters, self.model, self._optimizer_names())
         self.optimizer.check_state_dict(optimizer)
-        rank, device = self.parallel.ranks.rank, self.model.device
-        random, cuda = check_random_state(state["rng"], rank, torch.Generator(), f"{newest}: rng"), None
-        if state["cuda_rng"] is not None and device.type == "cuda":
-            cuda = check_random_state(state["cuda_rng"], rank, torch.Generator(device), f"{newest}: cuda_rng")
+        random, cuda = read_random_states(state, newest, self.parallel.ranks.rank, self.model.device)
         check_result(state["result"], asdict(self.result))
         self._refuse_to_wait_on(state["result"])
         check_data_position(state["dataset"], self.data.state_dict())
@@ -459,7 +456,7 @@ class Trainer(NamedFields):
         drop_initial_values(self.model)
         torch.set_rng_state(random)
         if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
+            torch.cuda.set_rng_state(cuda, self.model.device)
         self.result = Result(**state["result"])
         self.result.stopped_early, self.result.signal = False, 0
 
@@ -491,19 +488,3 @@ class Trainer(NamedFields):
         if self.parallel.ranks.world == 1:
             return own
         return torch.tensor(self.parallel.ranks.gather(own.tolist()), dtype=torch.uint8)
-
-    def _diagnosis(self, step: int, loss: float, norm: float, micro_batches: list[Batch]) -> str:
-        """Return one line that names the step and the first layer whose output is not finite."""
-        size = self.model.config.vocab_size
-        checked = [invalid_label(b["labels"], size) or invalid_token(b["input_ids"], size) for b in micro_batches]
-        mistake = next(filter(None, sum(self.parallel.ranks.gather(checked), [])), None)
-        if mistake is not None:
-            return f"step {step}: {mistake}. The weights are those of the step before"
-        what, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
-        own = [first_bad_module(self.model, batch) for batch in micro_batches]  # all: every rank must take part
-        where = next(filter(None, sum(self.parallel.ranks.gather(own), [])), None)
-        place = f"the first layer with such values is {where}" if where else "every forward value is finite"
-        advice, recipe = "try a lower --learning-rate", self.model.recipe
-        if recipe.quantized:
-            advice += f", --recipe {'bf16' if recipe.name == 'current' else 'current'}, or more BF16 layers"
-        return f"step {step}: the {what} is {value}; {place}. The weights are those of the step before: {advice}"

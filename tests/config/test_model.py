@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import pytest
+from fewer import every
 
 from te_models import CausalLM, ModelConfig, get_preset, list_presets
 from te_models.config.presets import PRESETS
@@ -14,8 +15,14 @@ from te_models.planning.parameter_bytes import model_parameters
 SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
 
 
-@pytest.mark.parametrize("name", [name for name in list_presets() if name.startswith(("gated", "qwen", "llama"))])
-@pytest.mark.parametrize("gate", ["elementwise", "headwise", "none"])
+@pytest.mark.parametrize(
+    ("name", "gate"),
+    every(
+        4,
+        [name for name in list_presets() if name.startswith(("gated", "qwen", "llama"))],
+        ["elementwise", "headwise", "none"],
+    ),
+)
 def test_parameter_count_is_the_built_models(name: str, gate: str) -> None:
     config = get_preset(name, attention_gate=gate, qk_norm=gate == "none", attention_bias=gate == "headwise")
     model = CausalLM(config, device="meta", engine="emulated")

@@ -17,7 +17,6 @@ import torch
 
 from te_models import CausalLM, TrainConfig, Trainer, load_tokenizer, open_data
 from te_models.cli.commands import main
-from te_models.config.data import DataConfig, DataOptions
 from te_models.data import rows as rows_module
 from te_models.data.dataset import TokenDataset
 from te_models.data.encoding import encode_documents, fit_records
@@ -529,11 +528,6 @@ def test_an_empty_list_of_paths_is_not_the_default() -> None:
     """As of a glob that finds nothing: None means Python's own documentation."""
     with pytest.raises(UsageError, match="no data in the list: give a path, or None"):
         open_data([], load_tokenizer(None), TrainConfig())
-
-
-def test_options_are_the_fields_of_the_config() -> None:
-    fields = set(DataConfig.__dataclass_fields__)
-    assert set(DataOptions.__annotations__) == fields - {"data"}
 
 
 def test_every_step_has_a_counted_label(tmp_path: Path) -> None:

@@ -9,48 +9,16 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_same_bits
+from decoding import FEATURES, PROMPTS, build
 from fewer import every
 from graph_tape import pretend_cuda
 
 from te_models import CausalLM, list_recipes
 from te_models.data.tokenizer import ByteTokenizer
-from te_models.errors import OutOfMemory
 from te_models.fp8.scaling_state import fp8_state
 from te_models.generation.decode_loop import DecodeLoop, te_linears
 
-SHAPE: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
-SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=96, tie_word_embeddings=False)
-YARN = dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=16)
-LONG = dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8, original_max_position_embeddings=24)
-# What treats positions, keys or weights in a way of its own.
-FEATURES: dict[str, dict[str, Any]] = {
-    "gated": {},
-    "llama": dict(attention_gate="none", rope_scaling=dict(rope_type="linear", factor=2.0)),
-    "headwise": dict(attention_gate="headwise", tie_word_embeddings=True),
-    "qwen2": dict(attention_bias=True, num_key_value_heads=4),
-    "qwen3": dict(qk_norm=True, head_dim=32),
-    "mistral": dict(sliding_window=5),
-    "window by layer": dict(sliding_window=5, layer_types=["full_attention", "sliding_attention"] * 2),
-    "smollm3": dict(no_rope_layers=[1, 0, 1, 0]),
-    "qwen3_next": dict(partial_rotary_factor=0.5, zero_centered_norm=True, qk_norm=True),
-    "dynamic": dict(rope_scaling=dict(rope_type="dynamic", factor=3.0), max_position_embeddings=32),
-    "yarn": dict(rope_scaling=YARN),
-    "longrope": dict(rope_scaling=LONG),
-}
-PROMPTS = [list(b"the quick brown fox"), list(b"jumps"), list(b"over the dog")]
 RECIPES = list_recipes()
-
-
-def build(recipe: str = "bf16", **options: Any) -> CausalLM:
-    torch.manual_seed(1)
-    dtype = torch.float32 if recipe == "bf16" else torch.bfloat16
-    place = dict(device="cpu", engine="emulated", dtype=dtype)
-    model = CausalLM.from_preset("gated-nano", recipe=recipe, **{**place, **SHAPE, **options})
-    with torch.no_grad():  # weights of a trained model's size: a key at a wrong place matters
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.2)
-    return model
 
 
 @pytest.fixture
@@ -172,55 +140,6 @@ def test_codes_of_older_weights_are_not_used() -> None:
             block.mlp.down_proj.weight.mul_(-3)
     text = model.generate(PROMPTS, max_new_tokens=4)
     assert_same_bits("the second time nothing was kept", model.generate(PROMPTS, max_new_tokens=4), text)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("feature", FEATURES)
-def test_cached_steps_and_chunks_give_the_logits_of_the_whole(feature: str) -> None:
-    if feature == "dynamic" or feature == "longrope":
-        pytest.skip("its angles depend on the length so far: model/test_rope.py compares with transformers")
-    model = build(**FEATURES[feature]).eval()
-    ids, mask = torch.randint(0, 256, (3, 24)), torch.ones(3, 24, dtype=torch.long)
-    mask[1, :6] = mask[2, :9] = 0
-    whole = model(ids, attention_mask=mask).logits
-    cache = model.new_cache(3, 24)
-    parts, at = [], 0
-    for size in (10, 1, 1, 4, 1, 7):
-        part = slice(at, at + size)
-        parts.append(model(ids[:, part], cache=cache, attention_mask=mask[:, part]).logits)
-        at += size
-    torch.testing.assert_close(torch.cat(parts, dim=1)[mask.bool()], whole[mask.bool()], atol=1e-4, rtol=0)
-    assert cache.length == int(cache.filled) == 24 and cache.counts.tolist() == [24, 18, 15]
-    with pytest.raises(ValueError, match="room for 24 positions, not 25"):
-        model(ids[:, :1], cache=cache)
-
-
-@torch.no_grad()
-def test_last_logits_equal_those_of_a_full_pass() -> None:
-    ids = torch.randint(0, 256, (2, 9))
-    for recipe in RECIPES:
-        model = build(recipe).eval()
-        whole = model(ids).logits
-        for kept in (1, 3, 20):
-            part = model(ids, logits_to_keep=kept).logits
-            torch.testing.assert_close(part, whole[:, -kept:], atol=1e-5, rtol=0)
-        assert model(ids, labels=ids, logits_to_keep=1).logits.shape == whole.shape
-
-
-def test_the_cache_says_its_size(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build()
-    with caplog.at_level("INFO", logger="te_models.generation.decode_loop"):
-        model.generate(PROMPTS, max_new_tokens=10)
-    assert "DecodingCache(3 rows x 29 positions x 4 layers: 0.1 MiB)" in caplog.text
-    cache = model.new_cache(3, 29)
-    assert cache.nbytes == 2 * 4 * 3 * 2 * 32 * 16 * 4
-
-    def full(*args: Any, **options: Any) -> Any:
-        raise torch.OutOfMemoryError("no\nroom")
-
-    monkeypatch.setattr("te_models.model.kv_cache.torch.zeros", full)
-    with pytest.raises(OutOfMemory, match=r"a KV cache for 3 rows of 29 positions takes 0.00 GiB, which cpu does not"):
-        model.new_cache(3, 29)
 
 
 @pytest.mark.parametrize("options, message", [

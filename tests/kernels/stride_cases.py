@@ -24,7 +24,7 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 # BF16 rounds each probability, each gradient of a score and each result by at most 2^-9; RoPE rounds q and k again.
 BOUND = 4 * 2**-9 if ON_GPU else 1e-5
 TOKENS, WINDOW, DOCUMENTS = 36, 9, [[22, 14], [1, 35]]
-SIZES = [2, 32, 64, 80, 96, 112, 128, 192, 256]
+SIZES = [80, 2, 32, 64, 112, 128, 192, 96, 256]
 GATES = ["elementwise", "headwise", "none"]
 
 
@@ -56,7 +56,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize(("size", "gate"), every(len(GATES), SIZES, GATES))
+@pytest.mark.parametrize(("size", "gate"), every(len(SIZES), SIZES, GATES))
 def test_attention_in_spans_serves_heads_of_any_size(size: int, gate: str) -> None:
     """RoPE, attention over documents in a window, and the gate, in one operation and in FP64; dy is one number."""
     torch.manual_seed(size)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from te_models import CausalLM
 from te_models.config.attention import Heads
 from te_models.engine import emulated
 from te_models.kernels import elementwise
@@ -86,43 +85,6 @@ def test_rope_is_in_place_without_a_copy_of_the_projection() -> None:
     turned = heads.query * heads.dim + heads.key * heads.dim
     assert not torch.equal(qkvg[: BATCH * SEQ, :turned], before[: BATCH * SEQ, :turned])
     assert torch.equal(qkvg[:, turned:], before[:, turned:])
-
-
-@pytest.mark.parametrize("gate", ["elementwise", "headwise"])
-@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
-@pytest.mark.parametrize("mode", ["none", "full"])
-def test_a_model_with_it_is_the_model_without(recipe: str, gate: str, mode: str) -> None:
-    losses, slopes = [], []
-    for fused in (False, True):
-        torch.manual_seed(0)
-        model = CausalLM.from_preset(
-            "gated-nano",
-            recipe=recipe,
-            num_hidden_layers=4,
-            attention_gate=gate,
-            activation_checkpointing=mode,
-            dtype=torch.float32,
-            fused=fused,
-        )
-        ids = torch.randint(0, 256, (2, 11), generator=torch.Generator().manual_seed(1))
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        losses.append(loss.item())
-        slopes.append(torch.cat([p.grad.flatten().double() for p in model.parameters()]))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert (slopes[0] - slopes[1]).norm() < 1e-4 * slopes[0].norm()
-
-
-@pytest.mark.parametrize("fields", [dict(qk_norm=True), dict(partial_rotary_factor=0.5)], ids=str)
-def test_unsupported_options_run_as_separate_operations(fields: dict[str, Any]) -> None:
-    losses = []
-    for fused in (True, False):
-        torch.manual_seed(0)
-        place = dict(device="cpu", engine="emulated", num_hidden_layers=1, dtype=torch.float32)
-        model = CausalLM.from_preset("gated-nano", fused=fused, **place, **fields)
-        ids = torch.randint(0, 256, (2, 11), generator=torch.Generator().manual_seed(1))
-        losses.append(model(ids, labels=ids).loss.item())
-    assert losses[0] == losses[1]
 
 
 def test_a_gpu_whose_cudnn_has_no_such_attention_does_without(monkeypatch: pytest.MonkeyPatch) -> None:

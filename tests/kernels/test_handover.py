@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from te_models import CausalLM
-from te_models.engine import emulated, get_engine
-from te_models.kernels import handover
+from te_models.engine import get_engine
 
 # Heads and sequence for which attention is one operation on a GPU.
 SHAPE: dict[str, Any] = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4)
@@ -25,56 +24,6 @@ def build(recipe: str, fused: bool, **place: Any) -> CausalLM:
 
 def batch(device: Any, rows: int = 2, length: int = 128) -> Tensor:
     return torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(0)).to(device)
-
-
-def test_each_module_knows_its_successor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what an engine's twins return is what the model goes on with: here twice the plain result, where it shows."""
-    told: list[tuple[str, Any, Any]] = []
-    streams: list[Tensor] = []
-
-    def norm(module: Any, x: Tensor, delta: Tensor | None, consumer: Any) -> tuple[Tensor, Tensor]:
-        told.append(("norm", module, consumer))
-        assert (delta is None) == any(module is block.input_layernorm for block in model.layers)
-        y, x = handover.norm(module, x, delta, consumer)
-        streams.append(x.clone())
-        if x.requires_grad:
-            streams[-1].retain_grad()
-        return y, streams[-1]
-
-    def swiglu(gate_up: Tensor, producer: Any, consumer: Any) -> Tensor:
-        told.append(("swiglu", producer, consumer))
-        return handover.swiglu(gate_up, producer, consumer)
-
-    def targets(producer: Any, consumer: Any) -> tuple[Any, Any]:
-        told.append(("targets", producer, consumer))
-        return handover.targets(producer, consumer)
-
-    def linear(module: Any, x: Tensor, **options: Any) -> Tensor:
-        told.append(("linear", module, None))
-        return 2 * handover.linear(module, x, **options)
-
-    place = dict(device="cpu", engine="emulated")
-    plain = build("current", False, **place)
-    monkeypatch.setattr(emulated, "handover", dict(norm=norm, swiglu=swiglu, linear=linear, targets=targets))
-    model, ids = build("current", True, **place), batch("cpu", length=16)
-    changed = model(ids, labels=ids).loss
-    changed.backward()
-    assert all(x.grad is not None for x in streams), "the residual stream goes on with what norm returned"
-    expected = []
-    for block in model.layers:
-        qkvg, out, up = block.self_attn.qkvg_proj, block.self_attn.o_proj, block.mlp.gate_up_proj
-        down = block.mlp.down_proj
-        expected += [("norm", block.input_layernorm, qkvg), ("linear", qkvg, None)]
-        expected += [("targets", qkvg, out), ("linear", out, None)]
-        expected += [("norm", block.post_attention_layernorm, up), ("linear", up, None)]
-        expected += [("swiglu", up, down), ("linear", down, None)]
-    assert [entry for entry in told if entry[1] is not model.norm] == expected
-    told.clear()
-    with model.unfused():
-        loss = model(ids, labels=ids).loss
-    assert told == [] and loss == plain(ids, labels=ids).loss != changed
-    model(ids)
-    assert len(told) == len(expected), "unfused() ended with its block"
 
 
 @pytest.mark.gpu

@@ -111,7 +111,7 @@ def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
     assert [i for i, (a, b) in enumerate(zip(one, other, strict=True)) if not torch.equal(a, b)] == []
 
 
-@pytest.mark.parametrize(("recipe", "mode"), every(4, RECIPES, MODES))
+@pytest.mark.parametrize(("recipe", "mode"), every(6, RECIPES, MODES))
 def test_offload_changes_no_bit(recipe: str, mode: str | int) -> None:
     model = build(recipe, True, mode)
     assert_same(run(model), plain(recipe))

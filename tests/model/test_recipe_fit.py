@@ -27,6 +27,8 @@ RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1)
 GPUS = {"H200": (True, False), "B200": (True, True), "A100": (False, False)}  # whether they run FP8 and MXFP8
 FP32 = dict(dtype=torch.float32)
+EXPERTS = dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
+WIDE = dict(moe_intermediate_size=14336)
 
 
 @pytest.fixture
@@ -51,6 +53,8 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("A100", "gated-8b", {}, {}, "bf16", "A100 has no FP8"),
         ("H200", "gated-124m", {}, {}, "bf16", "no time below a hidden size of 2048, and this one is 768"),
         ("B200", "qwen3-0.6b", {}, {}, "bf16", "no time below a hidden size of 2048, and this one is 1024"),
+        ("H200", "gated-8b", dict(moe=EXPERTS), {}, "bf16", "below a width of experts of 2048, and this one is 768"),
+        ("H200", "gated-8b", dict(moe=EXPERTS | WIDE), {}, "current", "H200, hidden size 4096"),
         ("H200", "gated-124m", {}, dict(fp8_params=True), "current", "H200, hidden size 768"),
         ("H200", "gated-8b", {}, FP32, "bf16", "dtype is float32"),
         ("B200", "gated-8b", dict(intermediate_size=14352), {}, "current", "B200, hidden size 4096"),

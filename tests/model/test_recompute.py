@@ -21,7 +21,6 @@ from te_models.errors import EngineError
 from te_models.fp8.scaling_state import fp8_state
 from te_models.kernels import sdpa
 from te_models.model.block import Block
-from te_models.model.recompute import may_draw
 
 MODES = ["selective", "full", 2]
 RECIPES = ["bf16", "delayed", "delayed_max", "current", "blockwise", "mxfp8"]
@@ -151,9 +150,8 @@ def test_each_step_has_one_forward_and_one_backward_update(
         assert calls == {True: step, False: step}
 
 
-@pytest.mark.parametrize(
-    ("recipe", "mode", "order"), every(3, ["delayed", "current", "mxfp8"], MODES, [(0, 1), (1, 0)])
-)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize(("recipe", "mode"), every(3, ["delayed", "current", "mxfp8"], MODES))
 def test_two_forwards_then_two_backwards_in_either_order(
     make: Make, recipe: str, mode: str | int, order: tuple[int, int]
 ) -> None:
@@ -170,7 +168,7 @@ def test_two_forwards_then_two_backwards_in_either_order(
         assert_same(one, other)
 
 
-@pytest.mark.parametrize(("recipe", "mode"), every(2, ["delayed", "blockwise"], MODES))
+@pytest.mark.parametrize(("recipe", "mode"), every(3, ["delayed", "blockwise"], MODES))
 def test_an_inner_autograd_grad_returns_the_gradients(make: Make, recipe: str, mode: str | int) -> None:
     results = []
     for which in ("none", mode):
@@ -203,21 +201,6 @@ def test_random_numbers_in_a_block_are_drawn_again(make: Make, mode: str | int) 
             update(model)
     for one, other in zip(traces[:3], traces[3:], strict=True):
         assert_same(one, other)
-
-
-def test_blocks_that_may_draw_are_found(make: Make) -> None:
-    model = make("delayed", "full")
-    block, other = model.layers[1], model.layers[2]
-    assert not may_draw(block)
-    handle = block.post_attention_layernorm.register_forward_hook(lambda module, inputs, output: None)
-    assert may_draw(block) and not may_draw(other)
-    handle.remove()
-    block.mlp.drop = torch.nn.Dropout(0.0)
-    assert not may_draw(block)
-    block.mlp.drop = torch.nn.Dropout(0.1)
-    assert may_draw(block)
-    other.mlp.mine = type("Mine", (torch.nn.Module,), {"__module__": "users.own"})()
-    assert may_draw(other)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -268,7 +251,7 @@ def test_a_third_party_checkpoint_round_a_block_is_refused_where_scales_move(mak
 
 @pytest.mark.parametrize(
     ("wrapped", "recipe"),
-    every(2, ["torch", "torch reentrant", "wrapper"], ["bf16", "current", "blockwise", "mxfp8"]),
+    every(4, ["torch", "torch reentrant", "wrapper"], ["bf16", "current", "blockwise", "mxfp8"]),
 )
 def test_a_third_party_checkpoint_round_blocks_is_right_elsewhere(make: Make, recipe: str, wrapped: str) -> None:
     traces = []
@@ -287,14 +270,6 @@ def test_a_third_party_checkpoint_round_blocks_is_right_elsewhere(make: Make, re
         assert not model.te.FP8GlobalStateManager.is_fp8_enabled()
     assert traces[0].keys() == traces[1].keys()
     assert [name for name, grad in traces[0].items() if not torch.equal(grad, traces[1][name])] == []
-
-
-def test_a_block_by_itself_is_refused(make: Make) -> None:
-    model, seen = make("current", "none"), []
-    model.layers[1].register_forward_pre_hook(lambda module, given: seen.append(given))
-    loss_of(model, 0)
-    with pytest.raises(EngineError, match="call the model, not its blocks"):
-        model.layers[1](*seen[0])
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from autograd_bytes import autograd_bytes
 from fewer import every, some
+from kinds import KINDS, OPTIONS
 
 import te_models.optim as optim
 from benchmarks.planned_memory import planned_and_measured
@@ -34,43 +35,14 @@ from te_models.training.settings import LoraSettings
 # Multiples of 128, so that no scale is padded for the emulated engine alone.
 SHAPE = dict(vocab_size=288, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=64)  # fmt: skip
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = OPTIONS | {
     "gated": {},
     "headwise": dict(attention_gate="headwise"),
     "Llama": dict(attention_gate="none"),
     "Qwen3": dict(attention_gate="none", qk_norm=True, tie_word_embeddings=True),
-    "Qwen2": dict(attention_gate="none", attention_bias=True),
     "SmolLM3": dict(no_rope_layers=(1, 0, 1)),
-    "partial RoPE": dict(partial_rotary_factor=0.5),
-    "window": dict(sliding_window=8),
-    "Granite": dict(residual_multiplier=0.5, attention_multiplier=0.1, logits_scaling=2.0, embedding_multiplier=3.0),
-    "OLMo": dict(attention_gate="none", norm_position="post", qk_norm=True, qk_norm_scope="all_heads"),
     "post-norm": dict(norm_position="post", residual_multiplier=0.5),
-    "Gemma 2": dict(
-        attention_gate="none",
-        norm_position="both",
-        hidden_act="gelu_pytorch_tanh",
-        attn_logit_softcapping=5.0,
-        final_logit_softcapping=3.0,
-        sliding_window=8,
-        layer_types=("sliding_attention", "full_attention") * 1 + ("sliding_attention",),
-    ),
-    "gated and capped": dict(attn_logit_softcapping=5.0, no_rope_layers=(1, 0, 1)),
-    "Gemma 3": dict(
-        qk_norm=True,
-        sliding_window=8,
-        layer_types=("sliding_attention", "full_attention", "sliding_attention"),
-        sliding_rope=dict(rope_theta=100.0, partial_rotary_factor=0.5),
-    ),
-    "Arcee": dict(hidden_act="relu2", mlp_gate=False),
-    "biases": dict(attention_bias=True, attention_output_bias=True, mlp_bias=True),
-    "Laguna": dict(attention_gate="headwise", attention_gate_activation="softplus"),
-    "GLM": dict(rope_interleaved=True, partial_rotary_factor=0.5, norm_position="both"),
-    "Ministral 3": dict(query_scale_beta=0.1, query_scale_length=5),
-    "hybrid": dict(
-        layer_types=("linear_attention", "full_attention", "linear_attention"),
-        linear_attention=dict(num_key_heads=2, num_value_heads=4, key_head_dim=64, value_head_dim=32),
-    ),
+    "hybrid": KINDS["linear attention"].fields,
     "FP32": dict(dtype=torch.float32),
     "FP32 Llama": dict(dtype=torch.float32, attention_gate="none"),
 }
@@ -93,7 +65,7 @@ CASES: list[tuple[str, str | int, dict[str, Any]]] = [
     *(
         (recipe, mode, VARIANTS[name])
         for recipe in ("bf16", "current")
-        for name in ("OLMo", "Gemma 2", "biases")
+        for name in ("OLMo 3", "Gemma 2", "biases")
         for mode in ("selective", "full")
     ),
     *(("mxfp8", "none", dict(backward_override=how)) for how in ("high_precision", "dequantized")),
@@ -160,7 +132,7 @@ def test_a_head_without_logits_keeps_two_gradients(recipe: str, rows: tuple[int,
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "mxfp8", "current, FP8 weights"])
-@pytest.mark.parametrize("fields", [{}, VARIANTS["Llama"], VARIANTS["OLMo"]], ids=["gated", "Llama", "OLMo"])
+@pytest.mark.parametrize("fields", [{}, VARIANTS["Llama"], VARIANTS["OLMo 3"]], ids=["gated", "Llama", "OLMo 3"])
 def test_with_adapters_autograd_keeps_what_the_plan_says(recipe: str, mode: str, fields: dict[str, Any]) -> None:
     """To the byte: inputs of adapters, and their products with A, in place of what the frozen linears would save."""
     recipe, fp8_params = recipe.split(",")[0], "FP8 weights" in recipe

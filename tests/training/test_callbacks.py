@@ -19,7 +19,6 @@ from te_models.fp8.scaling_state import fp8_state
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.metrics import read_metrics
 from te_models.training.report import print_outcome
-from te_models.training.settings import RunSettings
 from te_models.training.trainer import Callback
 
 TINY = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)
@@ -134,7 +133,7 @@ def test_the_evaluation_before_the_first_step_may_be_the_best(
     assert (result.step, result.best_step, result.stopped_early) == (3, 0, True)
     assert not (tmp_path / "best").exists()
     out = io.StringIO()
-    print_outcome(Console(file=out, width=200), result, RunSettings(train=run.config), tmp_path, {})
+    print_outcome(Console(file=out, width=200), result, run.config, "finetune", tmp_path, {})
     assert "1.0000, before the first step: training made the model worse" in out.getvalue()
 
 

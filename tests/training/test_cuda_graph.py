@@ -72,7 +72,7 @@ def same(model: CausalLM, other: CausalLM, exactly: bool = True) -> None:
         assert [name for name, value in tensors.items() if not torch.equal(value, got[1][name])] == []
 
 
-@pytest.mark.parametrize(("recipe", "mode"), every(6, list_recipes(), MODES))
+@pytest.mark.parametrize(("recipe", "mode"), every(7, list_recipes(), MODES))
 def test_replayed_steps_are_the_eager_ones(recipe: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tapes = pretend_cuda(monkeypatch)
     monkeypatch.setattr("te_models.training.cuda_graph.obstacle", lambda model: None)

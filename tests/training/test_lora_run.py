@@ -29,7 +29,7 @@ from te_models.training.lora_layer import LoraLinear
 from te_models.training.lora_run import LoraRun, load_adapted, load_merged, trained
 from te_models.training.merging import merged_loss, save_adapters
 from te_models.training.metrics import read_metrics
-from te_models.training.settings import LoraSettings, RunSettings, run_settings
+from te_models.training.settings import LoraSettings, run_settings
 
 TINY = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=1, num_key_value_heads=1)
 TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(20)]
@@ -61,9 +61,9 @@ def losses(out: Path) -> list[float]:
 @pytest.mark.parametrize(
     "recipe, lora, fields",
     [
-        ("delayed", {}, {}),
+        pytest.param("delayed", {}, {}, marks=pytest.mark.slow),
         ("delayed", {}, dict(fp8_params=True, gradient_accumulation=2)),
-        ("delayed", {"dropout": 0.3}, dict(activation_checkpointing="full")),
+        pytest.param("delayed", {"dropout": 0.3}, dict(activation_checkpointing="full"), marks=pytest.mark.slow),
         ("current", {"targets": ("o_proj", "down_proj")}, dict(fp8_params=True, activation_checkpointing="selective")),
         ("bf16", {"dropout": 0.5}, {}),
     ],
@@ -202,10 +202,10 @@ def test_from_the_command_line_to_a_merged_model(choices: list[str], start: list
 @pytest.mark.parametrize(
     "command, given, message",
     [
-        ("finetune", {"lora": -1}, "a rank is 1 or more"),
-        ("finetune", {"lora": 0}, "a rank is 1 or more"),
-        ("finetune", {"lora": 4, "lora_dropout": 1.0}, "give a probability"),
-        ("finetune", {"lora": 4, "lora_alpha": 0.0}, "give a positive number, such as 8"),
+        ("finetune", {"lora": -1}, "out of range: give 1 or more"),
+        ("finetune", {"lora": 0}, "out of range: give 1 or more"),
+        ("finetune", {"lora": 4, "lora_dropout": 1.0}, "--lora-dropout 1.0 is out of range: give 0 or more, below 1"),
+        ("finetune", {"lora": 4, "lora_alpha": 0.0}, "--lora-alpha 0.0 is out of range: give a number above 0"),
         ("finetune", {"merge": True}, "--merge is for adapters: give --lora RANK"),
         ("finetune", {"lora_targets": "o_proj"}, "--lora-targets is for adapters"),
         ("finetune", {"merge_dtype": "float32"}, "--merge-dtype is for adapters"),
@@ -263,11 +263,10 @@ def test_merged_adapters_have_the_recipe_that_they_were_trained_under(tmp_path: 
 @pytest.mark.parametrize(
     "recipe, lora, fields",
     [
-        ("bf16", {}, {}),
         ("bf16", {"targets": ("q_proj", "down_proj")}, {}),
-        ("delayed", {}, {}),
+        pytest.param("delayed", {}, {}, marks=pytest.mark.slow),
         ("delayed", {}, dict(fp8_params=True)),
-        ("current", {}, dict(fp8_params=True)),
+        pytest.param("current", {}, dict(fp8_params=True), marks=pytest.mark.slow),
     ],
 )
 def test_a_run_has_one_loss(recipe: str, lora: Any, fields: dict[str, Any], tmp_path: Path) -> None:
@@ -276,9 +275,8 @@ def test_a_run_has_one_loss(recipe: str, lora: Any, fields: dict[str, Any], tmp_
     run = trainer(tmp_path / "run", recipe, lora, base, **fields, learning_rate=0.02)
     result = run.run()
     assert result.eval_loss < result.first_eval_loss - 0.005
-    settings = RunSettings(model=str(base), lora=LoraSettings(rank=4))
     assert isinstance(run.saved, LoraRun)
-    written = save_adapters(settings, run.saved, run.out, load_tokenizer(None), run.eval_batches, result)
+    written = save_adapters(run.saved, run.out, load_tokenizer(None), run.eval_batches, result)
     assert written == {"adapters": str(run.out / "adapter")}
     newest = adapter_folder(run.out)
     assert newest is not None
@@ -303,12 +301,16 @@ def test_a_merge_in_float32_keeps_updates_that_vanish_in_bfloat16(dtype: str, tm
     for layer in model.layers:
         layer.mlp.down_proj.weight.data.fill_(1.0)  # from which the next BF16 numbers are 2^-8 and 2^-7 away
     model.save_pretrained(tmp_path / "base")
-    lora = LoraSettings(rank=4, targets=("down_proj",), merge=True, merge_dtype=dtype)
-    run = trainer(tmp_path / "run", "bf16", {"targets": lora.targets}, tmp_path / "base", learning_rate=2e-4)
+    run = trainer(
+        tmp_path / "run",
+        "bf16",
+        {"targets": ("down_proj",), "merge": True, "merge_dtype": dtype},
+        tmp_path / "base",
+        learning_rate=2e-4,
+    )
     result, adapters = run.run(), run.saved
     assert isinstance(adapters, LoraRun)
-    settings = RunSettings(model=str(tmp_path / "base"), lora=lora)
-    written = save_adapters(settings, adapters, run.out, load_tokenizer(None), run.eval_batches, result)
+    written = save_adapters(adapters, run.out, load_tokenizer(None), run.eval_batches, result)
     merged = CausalLM.from_pretrained(written["merged"], device="cpu")
     losses = [evaluate(one, run.eval_batches) for one in (merged, run.model)]
     assert written["eval loss merged"].startswith(f"{losses[0]:.4f} in {dtype}, {losses[1]:.4f} with adapters")

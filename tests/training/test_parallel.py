@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,12 +168,24 @@ def one(root: Path) -> dict[str, Any]:
     return solo(root / "one", dict(recipe="delayed", steps=4, save_every=2))
 
 
+# What other cases run too, apart from it: in slow tests.
+RARER = ("fsdp-blockwise", "fsdp-mxfp8", "ddp-mxfp8", "fsdp-full", "ddp-accumulating", "ddp-answers", "first-ddp")
+RARER += ("first-fsdp", "first-fsdp-fp8")
+
+
+def named(cases: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in RARER)) for name in cases]
+
+
 @pytest.fixture(scope="module")
-def two(root: Path, one: dict[str, Any]) -> dict[str, Any]:
-    return start(root, 2, {**RUNS, **SPECIAL, **FIRST, **RESUMED})
+def two(root: Path, one: dict[str, Any], request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The outcomes of all cases that are asked for."""
+    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    runs = {name: case for name, case in {**RUNS, **FIRST}.items() if name not in RARER or name in asked}
+    return start(root, 2, {**runs, **SPECIAL, **RESUMED})
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", named(RUNS))
 def test_two_processes_compute_what_one_does(name: str, two: dict[str, Any], tmp_path: Path) -> None:
     expected, found = solo(tmp_path, RUNS[name]), two[name]
     # Under the other recipes each process's own amaxes scale its share of the evaluation.
@@ -181,7 +193,7 @@ def test_two_processes_compute_what_one_does(name: str, two: dict[str, Any], tmp
     assert_close(found, expected, RUNS[name]["recipe"], ["losses", "norms", *evaluated])
 
 
-@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("name", named(FIRST))
 def test_two_processes_measure_the_amaxes_that_one_does(name: str, two: dict[str, Any], tmp_path: Path) -> None:
     """Gradients too, though each process divides its loss by its own tokens: it has twice the factor of one process."""
     expected, found = solo(tmp_path, FIRST[name])["scales"][0], two[name]["scales"][0]
@@ -195,7 +207,7 @@ def test_two_processes_measure_the_amaxes_that_one_does(name: str, two: dict[str
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, case in {**RUNS, **SPECIAL, **FIRST}.items() if case.get("recipe") == "delayed"]
+    "name", named(name for name, case in {**RUNS, **SPECIAL, **FIRST}.items() if case.get("recipe") == "delayed")
 )
 def test_delayed_scales_are_the_same_bits_on_every_process(name: str, two: dict[str, Any]) -> None:
     if "errors" in two[name]:
@@ -206,7 +218,7 @@ def test_delayed_scales_are_the_same_bits_on_every_process(name: str, two: dict[
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in {**RUNS, **SPECIAL, **RESUMED} if "ddp" in name and "poisoned" not in name]
+    "name", named(name for name in {**RUNS, **SPECIAL, **RESUMED} if "ddp" in name and "poisoned" not in name)
 )
 def test_replicas_stay_the_same(name: str, two: dict[str, Any]) -> None:
     assert len(set(two[name]["weights"])) == 1 and len(two[name]["weights"]) == 2

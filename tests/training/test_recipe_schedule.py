@@ -168,3 +168,27 @@ def test_edges_and_table_stay() -> None:
     assert then.num_layers_at_start_in_bf16 == 2 and list(then.precision) == ["*.o_proj", "layers.1.*"]
     assert first.followed_by("bf16").precision == {"*.o_proj": "bf16"} and not first.followed_by("bf16").quantized
     assert first.followed_by("delayed") is first
+
+
+def test_a_change_after_the_last_step_is_said(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=f"the run ends after step {STEPS}, before 'bf16' follows"):
+        Trainer(build(), batches(), None, config(recipe_schedule="bf16@6"), tmp_path)
+
+
+def test_a_resumed_run_names_the_recipe_in_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also with the first one given again; and more steps, which move a change at a share of them, are said."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("hello there, and here\n" * 400)
+    asked = ["--recipe", "delayed", "--margin", "1", "--recipe-schedule", "bf16@0.5"]
+    assert main([*RUN, "--data", "text.txt", *asked, "--steps", "4", "--out", "one"]) == 0
+    assert "margin=1" in capsys.readouterr().out
+    said = []
+    for more in (["--steps", "5", *asked], ["--steps", "20"]):
+        assert main(["pretrain", "--resume", "one", *more]) == 0
+        said.append(" ".join(capsys.readouterr().out.split()))
+    assert "recipe bf16 linears" in said[0] and "'bf16' follows after step 3, was 2: a share of the steps" in said[0]
+    assert "recipe delayed, from step 11 on bf16" in said[1] and "follows after step 10, was 3" in said[1]
+    names = [row["recipe"] for row in read_metrics(Path("one/metrics.jsonl"))]
+    assert names == ["delayed"] * 2 + ["bf16"] * 3 + ["delayed"] * 5 + ["bf16"] * 10

@@ -25,7 +25,6 @@ from te_models.training import samples
 from te_models.training.report import TimeLeft, duration, print_next, print_outcome
 from te_models.training.result import Result
 from te_models.training.samples import OPENING, Prompt, Sampler, held_out_prompts
-from te_models.training.settings import RunSettings
 
 WORDS = ByteTokenizer()
 TINY: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2)
@@ -142,9 +141,9 @@ def test_samples_change_nothing_of_a_run(model: CausalLM) -> None:
 
 @pytest.mark.parametrize("early", [True, False])
 def test_the_end_says_that_a_run_stopped_early(early: bool, tmp_path: Path) -> None:
-    out, settings = io.StringIO(), RunSettings(train=TrainConfig(steps=8, patience=2))
+    out, config = io.StringIO(), TrainConfig(steps=8, patience=2)
     result = Result(step=3, first_eval_loss=1.0, eval_loss=3.0, best_eval_loss=2.0, best_step=1, stopped_early=early)
-    print_outcome(Console(file=out, width=200), result, settings, tmp_path, {})
+    print_outcome(Console(file=out, width=200), result, config, "finetune", tmp_path, {})
     assert ("at step 3 of 8: no lower eval loss in 2 evaluations" in out.getvalue()) == early
 
 

@@ -1,5 +1,6 @@
-"""Saved under one recipe, loaded or resumed under another: applicable state is converted, the rest is dropped
-with a warning."""
+"""Models saved and loaded: the same bits under the same recipe, under another what applies is converted, and the rest
+is left out aloud.
+"""
 
 import warnings
 from pathlib import Path
@@ -9,9 +10,13 @@ import pytest
 import torch
 from bits import assert_same_bits
 from fewer import every
+from kinds import KINDS
+from kinds import build as build_kind
+from small_model import RECIPES, Build, same, step, tokens
 
 from te_models import CausalLM, list_recipes
 from te_models.config.recipe import get_recipe
+from te_models.errors import UsageError
 from te_models.fp8.scaling_state import fp8_state
 
 SHAPE = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=1, num_key_value_heads=1)
@@ -31,8 +36,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def trained(recipe: str, **fields: Any) -> CausalLM:
     torch.manual_seed(2)
     model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", **SHAPE, **fields)
-    for step in range(3):
-        loss = model((IDS + step) % 200, labels=IDS).loss
+    for number in range(3):
+        loss = model((IDS + number) % 200, labels=IDS).loss
         assert loss is not None
         loss.backward()
     model.zero_grad()
@@ -100,7 +105,7 @@ def test_a_scale_at_its_limit_does_not_become_infinite(folders: dict[str, Path])
 
 
 def test_layers_that_leave_fp8_leave_their_scales(folders: dict[str, Path]) -> None:
-    with pytest.warns(UserWarning, match="has no use for 16 of its 32 scales"):
+    with pytest.warns(UserWarning, match="with other linears in BF16 the model has no use for 16 of its 32 scales"):
         model = CausalLM.from_pretrained(folders["delayed"], device="cpu", num_layers_at_end_in_bf16=2)
     assert {name.split(".")[1] for name in fp8_state(model)} == {"1"}
     more = CausalLM.from_pretrained(folders["delayed"], device="cpu", num_layers_at_end_in_bf16=0)
@@ -118,3 +123,44 @@ def test_saved_after_an_evaluation_outside_fp8_the_scales_are_there(tmp_path: Pa
     model.save_pretrained(tmp_path / "m")
     after = fp8_state(CausalLM.from_pretrained(tmp_path / "m", device="cpu"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_saved_and_loaded_it_continues_with_the_same_bits(small: Build, recipe: str, tmp_path: Path) -> None:
+    model = small(recipe)
+    for seed in range(3):
+        step(model, tokens(seed=seed))
+    model.zero_grad()
+    model.save_pretrained(tmp_path / "m")
+    files = {path.name for path in (tmp_path / "m").iterdir()}
+    assert {"config.json", "model.safetensors", "recipe.json"} <= files
+    assert ("fp8_state.safetensors" in files) == (recipe == "delayed")
+    loaded = CausalLM.from_pretrained(tmp_path / "m", engine=model.engine, device=model.device, compile=False)
+    assert loaded.recipe.to_dict() == model.recipe.to_dict() and same(fp8_state(loaded), fp8_state(model))
+    for seed in range(3, 6):
+        assert step(loaded, tokens(seed=seed)) == step(model, tokens(seed=seed))
+    assert same(fp8_state(loaded), fp8_state(model))
+    for p, q in zip(model.parameters(), loaded.parameters(), strict=True):
+        assert_same_bits("p.grad", p.grad, q.grad)
+
+
+def test_loaded_under_another_recipe_the_scales_are_left_out_aloud(small: Build, tmp_path: Path) -> None:
+    model = small("delayed")
+    step(model, tokens())
+    model.save_pretrained(tmp_path / "m")
+    with pytest.warns(UserWarning, match="has no use for its scales"):
+        loaded = CausalLM.from_pretrained(tmp_path / "m", recipe="current", engine=model.engine, compile=False)
+    assert loaded.recipe.name == "current" and fp8_state(loaded) == {}
+    longer = CausalLM.from_pretrained(tmp_path / "m", amax_history_len=16, engine=model.engine, compile=False)
+    assert {len(t) for n, t in fp8_state(longer).items() if n.endswith("history")} == {16}
+
+
+def test_a_gate_is_not_added_where_it_would_change_the_output(tmp_path: Path) -> None:
+    build_kind(KINDS["AFM"]).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="softplus"):
+        CausalLM.from_pretrained(
+            tmp_path, attention_gate="headwise", attention_gate_activation="softplus", engine="emulated", device="cpu"
+        )
+    model = CausalLM.from_pretrained(tmp_path, attention_gate="headwise", engine="emulated", device="cpu").eval()
+    plain = CausalLM.from_pretrained(tmp_path, engine="emulated", device="cpu").eval()
+    assert torch.equal(model(IDS).logits, plain(IDS).logits)

@@ -1,0 +1,44 @@
+"""The routers of a model with experts in training: the factors of their losses, and what metrics.jsonl says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from te_models.causal_lm import CausalLM
+from te_models.config.training import TrainConfig
+from te_models.errors import UsageError
+
+
+def weigh_losses(model: CausalLM, config: TrainConfig) -> None:
+    """Give the routers' losses the factors of the run; None leaves the model's.
+
+    Raises:
+        UsageError: the model has no experts.
+    """
+    balance, z, moe = config.balance_loss, config.z_loss, model.config.moe
+    if balance is None and z is None:
+        return
+    if moe is None:
+        raise UsageError("balance_loss and z_loss are for experts, which this model does not have: leave them out")
+    model.router_losses = dataclasses.replace(
+        moe,
+        router_aux_loss_coef=moe.router_aux_loss_coef if balance is None else balance,
+        router_z_loss_coef=moe.router_z_loss_coef if z is None else z,
+    )
+
+
+def mean_of_routers(routed: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return the mean of RoutingReport.metrics of a step's micro-batches; empty for a model without routers."""
+    return torch.stack(list(routed)).mean(0) if routed else like.new_empty(0)
+
+
+def router_row(values: Sequence[float]) -> dict[str, object]:
+    """Return these metrics by name: losses, the share of the fullest expert of all layers, and the mean of each."""
+    if not values:
+        return {}
+    balance, z, fullest, *shares = values
+    return dict(balance_loss=balance, z_loss=z, fullest_expert=fullest, expert_shares=[round(s, 6) for s in shares])

@@ -1,0 +1,153 @@
+"""Tiny models of every kind of layer, and of the options by which families differ: what test_kinds.py runs over."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from bits import assert_same_bits
+from places import PLACE
+from short_conv import registered
+from torch import Tensor
+
+from te_models import CausalLM
+from te_models.config.model import ModelConfig
+
+# Multiples of 32, so that every recipe runs each linear, also one half of it.
+SHAPE: dict[str, Any] = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, max_position_embeddings=64, initializer_range=0.1,
+)  # fmt: skip
+
+
+class Kind(NamedTuple):
+    """The fields of a tiny model with this kind of layer, and what makes the kind known while it is used."""
+
+    fields: dict[str, Any]
+    known: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    chooses: bool = False  # whether a rounding may send a token elsewhere, as routers do
+
+    def at(self, where: Where) -> Where:
+        """Return the place, and the bound of this kind there: where a rounding of BF16 could choose, FP32."""
+        place, bound = where
+        return (place | dict(dtype=torch.float32) if self.chooses else place), bound
+
+    @property
+    def config(self) -> ModelConfig:
+        return ModelConfig(**SHAPE | self.fields)
+
+
+# Without the loss of their routers, which is not a mean over tokens.
+EXPERTS: dict[str, Any] = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=64, router_aux_loss_coef=0.0)
+SHARED: dict[str, Any] = dict(shared_expert_intermediate_size=96, shared_expert_gate=True, norm_topk_prob=False)
+KINDS = {
+    "attention": Kind(dict(qk_norm=True)),
+    "headwise gate": Kind(
+        dict(attention_gate="headwise", partial_rotary_factor=0.5, no_rope_layers=(1, 0, 1), tie_word_embeddings=True)
+    ),
+    "no gate": Kind(
+        dict(
+            attention_gate="none",
+            attention_bias=True,
+            attention_output_bias=True,
+            mlp_bias=True,
+            norm_position="both",
+            attn_logit_softcapping=5.0,
+        )
+    ),
+    "sliding": Kind(dict(sliding_window=4, layer_types=("sliding_attention", "full_attention", "sliding_attention"))),
+    "experts": Kind(dict(attention_gate="none", qk_norm=True, moe=EXPERTS), chooses=True),
+    "shared expert": Kind(
+        dict(attention_gate="none", moe=EXPERTS | SHARED, mlp_layer_types=("dense", "sparse", "sparse")), chooses=True
+    ),
+    "linear attention": Kind(
+        dict(
+            layer_types=("linear_attention", "full_attention", "linear_attention"),
+            linear_attention=dict(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16),
+            attention_gate="elementwise",
+            qk_norm=True,
+            zero_centered_norm=True,
+        )
+    ),
+    "short convolution": Kind(dict(layer_types=("short_conv", "full_attention", "short_conv")), registered),
+    "no attention": Kind(dict(layer_types=("short_conv",) * 3), registered),
+}
+WINDOW: dict[str, Any] = dict(
+    sliding_window=5, layer_types=("sliding_attention", "full_attention", "sliding_attention")
+)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "Granite": dict(
+        attention_gate="none", embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0,
+        attention_multiplier=0.2,
+    ),
+    "OLMo 3": dict(
+        attention_gate="none", norm_position="post", qk_norm=True, qk_norm_scope="all_heads", **WINDOW,
+        sliding_rope=dict(rope_theta=100.0),
+    ),
+    "GLM-4": dict(
+        attention_gate="none", norm_position="both", rope_interleaved=True, partial_rotary_factor=0.5,
+        attention_bias=True,
+    ),
+    "Gemma 2": dict(
+        attention_gate="none", norm_position="both", zero_centered_norm=True, hidden_act="gelu_pytorch_tanh",
+        attn_logit_softcapping=3.0, final_logit_softcapping=4.0, embedding_multiplier=8.0, tie_word_embeddings=True,
+        **WINDOW,
+    ),
+    "AFM": dict(attention_gate="none", hidden_act="relu2", mlp_gate=False),
+    "Laguna": dict(attention_gate="headwise", attention_gate_activation="softplus", qk_norm=True),
+    "Ministral 3": dict(query_scale_beta=0.3, query_scale_length=4),
+    "biases": dict(attention_bias=True, attention_output_bias=True, mlp_bias=True, hidden_act="gelu"),
+    "gated, capped, post": dict(
+        norm_position="post", attn_logit_softcapping=2.0, mlp_bias=True, mlp_gate=False, attention_output_bias=True,
+        logits_scaling=3.0,
+    ),
+}  # fmt: skip
+KINDS |= {name: Kind(fields) for name, fields in OPTIONS.items()}
+EMULATED: dict[str, Any] = dict(engine="emulated", device="cpu")
+NO_EDGES = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+# The first is FP32, and the second BF16 by whatever kernels run by default. Relative differences of whole tensors: a
+# BF16 number is rounded by up to 2^-9, and about 20 roundings between an embedding and a logit add up as their root.
+WHERE = [
+    pytest.param((EMULATED | dict(dtype=torch.float32), 1e-5), id="emulated"),
+    pytest.param((PLACE, 2.0**-6), id="default", marks=pytest.mark.gpu),
+]
+Where = tuple[dict[str, Any], float]
+
+
+def build(kind: Kind, recipe: str = "bf16", **options: Any) -> CausalLM:
+    """Return a model of the kind; its biases are those of any division, and not zero."""
+    torch.manual_seed(0)
+    edges = NO_EDGES if recipe != "bf16" else {}
+    model = CausalLM(kind.config, recipe=recipe, **{**EMULATED, **edges, **options})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.fill_(0.2)
+    return model
+
+
+def tokens(model: CausalLM, rows: int = 2, length: int = 24, seed: int = 0) -> Tensor:
+    ids = torch.randint(0, SHAPE["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
+    return ids.to(model.device)
+
+
+def gradients(model: CausalLM) -> dict[str, Tensor]:
+    """Take the gradients of all parameters."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    assert found
+    return found
+
+
+def assert_close(found: Tensor, expected: Tensor, bound: float, name: str = "") -> None:
+    error, size = (found.double() - expected.double()).norm(), expected.double().norm()
+    assert error <= bound * size, f"{name}: difference {error:.2g}, size {size:.2g}"
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert_same_bits(name, tensor, other[name])

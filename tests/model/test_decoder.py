@@ -1,0 +1,160 @@
+"""The decoder's pass: all parameters train, any size works, scales move once per step, both ways to the loss agree."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from bits import assert_same_bits
+from fewer import every
+from kinds import KINDS, OPTIONS, assert_close
+from kinds import build as build_kind
+from kinds import tokens as tokens_of
+from small_model import RECIPES, SHAPE, Build, registry, same, snapshot, step, tokens
+
+from te_models import CausalLM, list_recipes
+from te_models.data.dataset import TokenDataset
+from te_models.data.documents import Document
+from te_models.data.tokenizer import ByteTokenizer
+from te_models.fp8.region import Autocasts
+from te_models.fp8.scaling_state import fp8_state
+from te_models.model.forward_context import ForwardContext, forward_context
+from te_models.model.recompute import Recompute
+
+
+@pytest.mark.parametrize(("recipe", "gate"), every(3, RECIPES, ["elementwise", "headwise", "none"]))
+def test_every_parameter_gets_a_gradient(small: Build, recipe: str, gate: str) -> None:
+    model = small(recipe, attention_gate=gate, qk_norm=gate == "none", attention_bias=gate == "headwise")
+    loss = step(model, tokens())
+    assert loss == pytest.approx(math.log(SHAPE["vocab_size"]), abs=0.3)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_every_scale_is_updated_exactly_once_a_step(small: Build, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small("delayed", amax_compute_algo="max", activation_checkpointing=mode)
+    calls = {True: 0, False: 0}
+    original = registry(model).reduce_and_update_fp8_tensors
+
+    def spy(forward: bool = True) -> None:
+        calls[forward] += 1
+        original(forward)
+
+    monkeypatch.setattr(registry(model), "reduce_and_update_fp8_tensors", staticmethod(spy))
+    for count in range(1, 5):
+        step(model, tokens(seed=count))
+        if mode == "none":
+            assert calls == {True: count, False: count}
+        for name, history in fp8_state(model).items():
+            if name.endswith("amax_history"):
+                slots = history.shape[1] - 1  # the last slot, of outputs in FP8, is unused
+                assert (history[:, :slots] > 0).sum() == count * slots, name
+                assert history[0].abs().sum() == 0, "the row under way was rolled into the history"
+
+
+@pytest.mark.parametrize(("recipe", "size"), every(2, RECIPES, [(1, 1), (1, 5), (3, 7), (2, 33)]))
+def test_any_batch_and_length_works(small: Build, recipe: str, size: tuple[int, int]) -> None:
+    model = small(recipe)
+    ids = tokens(*size).to(model.device)
+    logits = model(ids).logits
+    assert logits.shape == (*size, SHAPE["vocab_size"])
+    logits.float().square().mean().backward()
+    assert model.embed_tokens.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("how", ["eval", "no_grad", "generate"])
+def test_a_forward_outside_training_changes_no_scale(small: Build, how: str) -> None:
+    model = small("delayed", amax_compute_algo="max")
+    for seed in range(3):
+        step(model, tokens(seed=seed))
+    before = snapshot(model)
+    loud = tokens(seed=9).to(model.device)
+    with torch.no_grad():
+        model.embed_tokens.weight.mul_(50)
+    if how == "eval":
+        model.eval()(loud)
+        model.train()
+    elif how == "no_grad":
+        with torch.no_grad():
+            model(loud)
+    else:
+        model.generate(loud[:, :3], max_new_tokens=2)
+        assert model.training
+    assert before and same(before, fp8_state(model))
+
+
+def test_a_sequence_beyond_the_positions_is_refused(small: Build) -> None:
+    model = small("bf16")
+    with pytest.raises(ValueError, match="max_position_embeddings=64"):
+        model(tokens(1, 65).to(model.device))
+    with pytest.raises(ValueError, match="max_new_tokens=60"):
+        model.generate(tokens(1, 5).to(model.device), max_new_tokens=60)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_loss_without_logits_is_the_one_with_them(name: str) -> None:
+    """Two routes through the head: autograd over all logits, and chunks that write their gradient themselves."""
+    model = build_kind(KINDS[name], dtype=torch.float32)
+    ids, found = tokens_of(model), []
+    for logits in (True, False):
+        model.zero_grad()
+        output = model(ids, labels=ids, return_logits=logits)
+        output.loss.backward()
+        assert (output.logits is None) != logits
+        found.append({"loss": output.loss, **{key: p.grad.clone() for key, p in model.named_parameters()}})
+    for key, tensor in found[0].items():
+        assert_close(found[1][key], tensor, 1e-5, key)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("recipe", list_recipes())
+def test_last_logits_equal_those_of_a_full_pass(recipe: str) -> None:
+    model = build_kind(KINDS["attention"], recipe, dtype=torch.float32 if recipe == "bf16" else torch.bfloat16).eval()
+    ids = tokens_of(model, 2, 9)
+    whole = model(ids).logits
+    for kept in (1, 3, 20):
+        torch.testing.assert_close(model(ids, logits_to_keep=kept).logits, whole[:, -kept:], atol=1e-5, rtol=0)
+    assert model(ids, labels=ids, logits_to_keep=1).logits.shape == whole.shape
+
+
+def test_packed_batches_of_a_dataset_train_alike() -> None:
+    """The whole path: what TokenDataset packs, forward gives as each document with its end-of-text token alone."""
+    model = CausalLM.from_preset("gated-nano", **{**SHAPE, "vocab_size": 288}, device="cpu", dtype=torch.float32)
+    words, texts = ByteTokenizer(), ["ab", "a longer text", "c", "no more"]
+    documents = [Document(text) for text in texts]
+    batch = next(TokenDataset(documents, words, 27, batch_size=1, seed=0, shuffle=False, packing="documents"))
+    total, count = 0.0, 0
+    for text in texts:
+        own = torch.tensor([[*words.encode(text), words.eos_token_id]])
+        total += model(own, labels=own).loss.item() * (own.shape[1] - 1)
+        count += own.shape[1] - 1
+    assert int((batch["labels"] >= 0).sum()) == count
+    assert model(**batch).loss.item() == pytest.approx(total / count, abs=1e-5)
+
+
+def test_positions_count_from_the_start_of_each_document() -> None:
+    """RoPE is relative, so no logit of FP32 would tell; the BF16 rounding of its tables would."""
+    model, lengths = build_kind(KINDS["attention"]), (3, 9, 2, 10)
+    ids = tokens_of(model, 1)
+
+    def described(tokens: torch.Tensor, documents: torch.Tensor | None = None) -> ForwardContext:
+        recompute = Recompute("none", model.te, model.te_recipe, 4)
+        how = (recompute, model.kernels, model.fp8_layers, model.dtype)
+        autocasts = Autocasts(model.te, model.te_recipe, None, {})
+        return forward_context(model.specs, tokens, None, None, documents, *how, autocasts)
+
+    together = described(ids, torch.repeat_interleave(torch.tensor((7, 8, 9, 7)), torch.tensor(lengths))[None])
+    tables = together.rotary[model.config.rope][0][0].split(lengths)
+    for own, table in zip(ids.split(lengths, 1), tables, strict=True):
+        assert_same_bits("cos of RoPE", table, described(own).rotary[model.config.rope][0])
+    assert described(ids).masks == {None: None}, "without documents: the causal kernel"
+
+
+def test_documents_go_with_neither_a_cache_nor_a_mask() -> None:
+    model = build_kind(KINDS["attention"])
+    ids = tokens_of(model)
+    with pytest.raises(ValueError, match="document_ids goes with neither a cache nor an attention_mask"):
+        model(ids, document_ids=torch.zeros_like(ids), attention_mask=torch.ones_like(ids))
