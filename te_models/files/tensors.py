@@ -101,7 +101,7 @@ class SafetensorsFile:
             raise
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror or first_line(error)}") from None
-        except (SafetensorError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        except (SafetensorError, KeyError, ArithmeticError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{self.path} is damaged or has changed: {first_line(error)}") from None
 
 

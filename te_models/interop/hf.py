@@ -74,7 +74,7 @@ def describe(folder: Path, documents: Document, tensors: Mapping[str, Tensor] | 
     try:
         family = family_of(document)
         config = family.read(document)
-    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, ArithmeticError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file}: {first_line(error)}") from None
     named = [part.get(key) for part in (document, text) for key in ("dtype", "torch_dtype")]
     dtype = saved_dtype(file, next(filter(None, named), "float32"))

@@ -430,7 +430,7 @@ def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:
         try:
             if family.read(family.write(config)) == config:
                 return family
-        except ValueError:
+        except (ArithmeticError, ValueError):  # numbers of ours for which theirs would be zero or infinite
             continue
     plain = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
     features = {name: value for name, value in config.to_dict().items() if name not in COPIED and value != plain[name]}

@@ -107,7 +107,7 @@ def read_own_config(
         if kind != MODEL_TYPE:
             raise ValueError(f"a model of type {list_some([repr(kind)])}, and this version reads {MODEL_TYPE!r}")
         return ModelConfig.from_dict(values), saved_dtype(path, name)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{path}: {first_line(error)}") from None
 
 

@@ -106,7 +106,7 @@ def read_extra_state(payload: Tensor | bytes) -> dict[str, Any]:
     try:
         state = _interpret(io.BytesIO(payload), _STATE_GLOBALS)
         return _checked(state) if state is not None else {}
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, struct.error) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, struct.error) as error:
         raise CheckpointError(f"the extra state is refused ({type(error).__name__}: {first_line(error)})") from None
 
 

@@ -137,7 +137,7 @@ def open_model(build: Callable[..., Model], folder: Path, options: Mapping[str, 
             source = opened(load_folder(folder, ["config", "model", "recipe"], optional=EXTRAS))
         try:
             sketch: Decoder = build(source.config, **SKETCH)
-        except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder / 'config.json'}: {first_line(error)}") from None
         source.fit({name: p.shape for name, p in sketch.named_parameters(remove_duplicate=False)})
         config = _reshaped(build, source, shape) if shape else source.config
