@@ -7,13 +7,14 @@ floats by their shortest form.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +102,23 @@ def parse_json(data: bytes, path: Path | str, error: type[TeModelsError] = Check
     limit = JSON_VALUES.get(os.path.basename(path), MAX_JSON_VALUES)
     if data.count(b",") + data.count(b"[") + data.count(b"{") > limit:
         raise error(f"{path} has more than {limit} values")
-    collects = gc.isenabled()
-    gc.disable()  # which would search all objects of the process for cycles again and again
+    number = _finite if finite else None
     try:
-        number = _finite if finite else None
-        return json.loads(data, object_pairs_hook=_unique, parse_float=number, parse_constant=number)
+        with collecting_later():
+            return json.loads(data, object_pairs_hook=_unique, parse_float=number, parse_constant=number)
     except RecursionError:
         raise error(f"{path}: JSON that is nested too deeply") from None
     except ValueError as problem:
         raise error(f"{path} is not strict JSON: {first_line(problem)}") from None
+
+
+@contextlib.contextmanager
+def collecting_later() -> Iterator[None]:
+    """Parse inside without Python's searches for cycles, which would go through all of a million values many times."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collects:
             gc.enable()
