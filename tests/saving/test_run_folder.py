@@ -237,6 +237,18 @@ def test_kills_never_damage_or_lose_a_checkpoint(tmp_path: Path) -> None:
     assert summary["whole"] > 0
 
 
+def test_a_pipe_in_place_of_latest_makes_nobody_wait(tmp_path: Path) -> None:
+    run = Checkpoints(tmp_path)
+    run.save(1, *content(1))
+    (tmp_path / "latest").unlink()
+    os.mkfifo(tmp_path / "latest")
+    found: list[Path | None] = []
+    reader = threading.Thread(target=lambda: found.append(run.latest()), daemon=True)
+    reader.start()
+    reader.join(10)
+    assert found == [tmp_path / "step-00000001"]
+
+
 def test_a_kill_between_the_two_renames_is_recovered_from(tmp_path: Path) -> None:
     run = Checkpoints(tmp_path)
     run.save(1, *content(1))
