@@ -23,6 +23,9 @@ from torch import Tensor
 from te_models.errors import CheckpointError, TeModelsError, UsageError
 from te_models.files.atomic import first_line
 
+Value = Any  # of JSON, or of nested state
+Document = Mapping[str, Value]  # a JSON object
+Fields = dict[str, Value]  # one that is being made or changed
 MIB = 2**20
 TEXT_BYTES = 4 * MIB  # a configuration file or a chat template; published ones have up to 1.2 MB
 # Files of published tokenizers have up to 34 MB; training.json has about 300 bytes per parameter tensor.
@@ -83,7 +86,7 @@ def read_bytes(path: Path, limit: int, error: type[TeModelsError] = CheckpointEr
     return data
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path) -> Value:
     """Parse a JSON file of bounded size, without duplicate keys, NaN or infinities; any other is a CheckpointError."""
     return parse_json(read_bytes(path, json_limit(path.name)), path)
 
@@ -93,7 +96,9 @@ def json_limit(file: str) -> int:
     return 64 * MIB if file.endswith(_VOCABULARY_SUFFIXES) else JSON_BYTES.get(file, TEXT_BYTES)
 
 
-def parse_json(data: bytes, path: Path | str, error: type[TeModelsError] = CheckpointError, finite: bool = True) -> Any:
+def parse_json(
+    data: bytes, path: Path | str, error: type[TeModelsError] = CheckpointError, finite: bool = True
+) -> Value:
     """Parse strict JSON; `path` names it in errors. `finite=False` allows NaN and infinities, as Python writes them.
 
     Raises:
@@ -124,7 +129,7 @@ def collecting_later() -> Iterator[None]:
             gc.enable()
 
 
-def render_json(value: Any, name: str) -> bytes:
+def render_json(value: Value, name: str) -> bytes:
     """Return the JSON of `value`, provided that reading it returns the same value.
 
     Raises:
@@ -162,7 +167,7 @@ def render_index(weight_map: Mapping[str, str], total_size: int) -> bytes:
     return render_json({"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}, "the index")
 
 
-def parse_index(document: Any, path: Path) -> dict[str, str]:
+def parse_index(document: Value, path: Path) -> dict[str, str]:
     """Return tensor name -> file from an index in Hugging Face's layout; raise CheckpointError for anything else."""
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not all(
@@ -173,7 +178,7 @@ def parse_index(document: Any, path: Path) -> dict[str, str]:
     return weight_map
 
 
-def flatten_state(state: Any) -> tuple[dict[str, Tensor], Any]:
+def flatten_state(state: Value) -> tuple[dict[str, Tensor], Value]:
     """Split nested state into named tensors and plain JSON, from which `unflatten_state` rebuilds it exactly.
 
     Accepts dicts (keys of any type below), lists, tuples, ints of any size, floats with infinities and NaN, strings,
@@ -187,7 +192,7 @@ def flatten_state(state: Any) -> tuple[dict[str, Tensor], Any]:
     """
     tensors: dict[str, Tensor] = {}
 
-    def encode(value: Any, place: str) -> Any:
+    def encode(value: Value, place: str) -> Value:
         if isinstance(value, Tensor):
             name = place or "_"
             while name in tensors or name == METADATA:
@@ -211,7 +216,7 @@ def flatten_state(state: Any) -> tuple[dict[str, Tensor], Any]:
     return tensors, encode(state, "")
 
 
-def unflatten_state(tensors: Mapping[str, Tensor], document: Any) -> Any:
+def unflatten_state(tensors: Mapping[str, Tensor], document: Value) -> Value:
     """Rebuild the state that `flatten_state` split.
 
     Raises:
@@ -219,7 +224,7 @@ def unflatten_state(tensors: Mapping[str, Tensor], document: Any) -> Any:
     """
     unused = set(tensors)
 
-    def decode(node: Any) -> Any:
+    def decode(node: Value) -> Value:
         if isinstance(node, list):
             return [decode(item) for item in node]
         if not isinstance(node, dict):
@@ -247,11 +252,11 @@ def unflatten_state(tensors: Mapping[str, Tensor], document: Any) -> Any:
     return state
 
 
-def _join(place: str, key: Any) -> str:
+def _join(place: str, key: Value) -> str:
     return f"{place}.{key}" if place else str(key)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Value]]) -> Fields:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key occurs twice in one object")

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +19,11 @@ from torch import Tensor
 from te_models.config.model import ModelConfig
 from te_models.errors import CheckpointError
 from te_models.files.atomic import first_line
-from te_models.files.formats import list_some, parse_index, read_json
+from te_models.files.formats import Document, Fields, list_some, parse_index, read_json
 from te_models.files.tensors import SafetensorsFile, check_finite
 from te_models.interop.hf_families import Family, family_of, text_part
 from te_models.interop.hf_places import TOP
-from te_models.interop.origin import MODEL_TYPE, Document, Opened, Origin, check_sizes, saved_dtype
+from te_models.interop.origin import MODEL_TYPE, Opened, Origin, check_sizes, saved_dtype
 from te_models.interop.quantized import CONFIG_KEYS, StoredWeights, dequantize, open_weights, read_scheme
 from te_models.interop.stored_weights import keep_stored_weights
 from te_models.model.decoder import Decoder
@@ -34,7 +33,7 @@ log = logging.getLogger(__name__)
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def hugging_face_documents(folder: Path) -> dict[str, Any] | None:
+def hugging_face_documents(folder: Path) -> Fields | None:
     """Return the content of config.json and generation_config.json ("config", "generation"; those that are there).
 
     None: the folder has no config.json, or one of our model type.

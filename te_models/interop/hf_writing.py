@@ -7,18 +7,17 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from torch import Tensor
 
 from te_models.errors import UsageError
 from te_models.files.atomic import replacing_folder, write_file
-from te_models.files.formats import list_some, render_index, render_json
+from te_models.files.formats import Document, Fields, list_some, render_index, render_json
 from te_models.files.tensors import SafetensorsFile, split_by_size, write_safetensors
 from te_models.interop.hf import INDEX, WEIGHTS, Place, tensor_places, weight_files
 from te_models.interop.hf_families import Family, family_for, family_of
 from te_models.interop.model_card import CARD, model_card, user_card
-from te_models.interop.origin import Document, Origin
+from te_models.interop.origin import Origin
 from te_models.interop.quantized import MODELOPT_FILE
 from te_models.model.decoder import Decoder
 
@@ -43,7 +42,7 @@ REPLACEABLE = (
     MODELOPT_FILE,
 )
 # From the places and values of all parameters and config.json to the tensors and the config.json to write.
-Quantize = Callable[[Mapping[str, Place], Mapping[str, Tensor], Document], tuple[dict[str, Tensor], dict[str, Any]]]
+Quantize = Callable[[Mapping[str, Place], Mapping[str, Tensor], Document], tuple[dict[str, Tensor], Fields]]
 
 
 def write_hugging_face(
@@ -142,7 +141,7 @@ def _say_what_loads(model: Decoder, family: Family, name: str) -> None:
         warnings.warn(f"{name} needs {own if family.code else release}", stacklevel=5)
 
 
-def _config_document(model: Decoder, origin: Origin, family: Family) -> dict[str, Any]:
+def _config_document(model: Decoder, origin: Origin, family: Family) -> Fields:
     """Return config.json: the model's own if it still describes the model, else with the family's keys replaced."""
     dtype = str(model.dtype).removeprefix("torch.")
     own = dict(origin.config or {})
@@ -155,7 +154,7 @@ def _config_document(model: Decoder, origin: Origin, family: Family) -> dict[str
     return {**own, "dtype" if family.inner or "dtype" in own else "torch_dtype": dtype}
 
 
-def _generation_document(model: Decoder, origin: Origin) -> dict[str, Any]:
+def _generation_document(model: Decoder, origin: Origin) -> Fields:
     config = model.config.to_dict()
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config[key] is not None}
     return dict(origin.generation) if origin.generation is not None else {"_from_model_config": True, **ids}

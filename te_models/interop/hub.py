@@ -12,6 +12,7 @@ from te_models.config.recipe import unknown_option
 from te_models.config.shipped import list_shipped, shipped_folder
 from te_models.errors import UsageError, needs
 from te_models.files.atomic import first_line, readable
+from te_models.files.formats import Document, Fields
 from te_models.interop.model_card import CARD, user_card
 from te_models.interop.origin import DTYPES
 from te_models.model.options import HubOptions, LoadOptions
@@ -90,7 +91,7 @@ def local_folder(name: str | Path, **hub: Any) -> Path:
         raise UsageError(f"{name} is no folder here, and the Hugging Face hub did not give it ({reason})") from None
 
 
-def push_folder(folder: Path, repo_id: str, options: Mapping[str, Any]) -> str:
+def push_folder(folder: Path, repo_id: str, options: Document) -> str:
     """Upload a folder to a repository on the hub, which is created if it does not exist; return its address.
 
     A model card there that te-models did not write is left unchanged. `options` are PushOptions.
@@ -117,7 +118,7 @@ def push_folder(folder: Path, repo_id: str, options: Mapping[str, Any]) -> str:
         raise UsageError(f"the Hugging Face hub did not take {repo_id} ({reason})") from None
 
 
-def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_options(options: Document) -> tuple[Fields, Fields]:
     """Return the keywords of `from_pretrained` for the hub and those for the model, translating those of transformers.
 
     Raises:
@@ -153,7 +154,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     return {name: value for name, value in hub.items() if value is not None}, rest
 
 
-def _dtype(value: Any) -> torch.dtype | None:
+def _dtype(value: object) -> torch.dtype | None:
     """Return the dtype of a name or a dtype; None for "auto", the dtype of the checkpoint."""
     if value in (None, "auto"):
         return None

@@ -6,10 +6,8 @@ import importlib.util
 import json
 import re
 from pathlib import Path
-from typing import Any
 
-from te_models.files.formats import read_json
-from te_models.interop.origin import Document
+from te_models.files.formats import Document, Fields, read_json
 from te_models.model.decoder import Decoder
 
 CARD = "README.md"
@@ -83,7 +81,7 @@ def model_card(model: Decoder, source: Path | None, config: Document, name: str,
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}")).encode()
 
 
-def _rows(model: Decoder, config: Document) -> dict[str, Any]:
+def _rows(model: Decoder, config: Document) -> Fields:
     """Return the card's rows about recipe, engine and shape."""
     recipe, linears = model.recipe, model.precision.linears.values()
     low = sum(linear.recipe is not None for linear in linears)

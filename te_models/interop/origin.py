@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +13,9 @@ from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.errors import CheckpointError, mistyped
 from te_models.files.atomic import first_line
-from te_models.files.formats import list_some
+from te_models.files.formats import Document, list_some
 from te_models.model.decoder import Decoder
 
-Document = Mapping[str, Any]  # an object in a JSON file
 MODEL_TYPE = "te_models"  # of our own format, in config.json
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

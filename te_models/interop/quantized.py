@@ -22,9 +22,8 @@ from torch import Tensor
 from te_models.engine.emulated import numerics, nvfp4
 from te_models.engine.emulated.numerics import DType
 from te_models.errors import CheckpointError
-from te_models.files.formats import list_some, read_json
+from te_models.files.formats import Document, list_some, read_json
 from te_models.files.tensors import SafetensorsFile
-from te_models.interop.origin import Document
 
 E4M3 = torch.float8_e4m3fn
 NARROW = (E4M3, torch.float8_e5m2)

@@ -8,7 +8,7 @@ under one scale per weight, the weight stays as the loader made it: quantized fr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -131,7 +131,7 @@ def keep_stored_weights(
 
 
 def _fused_scales(
-    parts: list[str], places: Mapping[str, Place], stored: StoredWeights, shape: torch.Size, block: Any
+    parts: list[str], places: Mapping[str, Place], stored: StoredWeights, shape: torch.Size, block: tuple[int, int]
 ) -> Tensor | None:
     """Return the scales of one parameter in its own blocks; None if it cannot have the stored ones."""
     if stored.scheme is None:

@@ -30,6 +30,8 @@ from torch import Tensor
 from te_models.errors import CheckpointError, UsageError
 from te_models.files.atomic import first_line, readable, replacing_folder, write_file
 from te_models.files.formats import (
+    Document,
+    Fields,
     json_limit,
     list_some,
     parse_index,
@@ -41,6 +43,7 @@ from te_models.files.formats import (
 from te_models.files.tensors import check_finite, check_savable, read_safetensors, split_by_size, write_safetensors
 
 FORMAT_VERSION = 1
+Groups = Mapping[str, Mapping[str, Tensor]]  # file name without its suffix -> tensor name -> tensor
 MAX_SHARD_BYTES = 5 * 2**30
 MANIFEST = "manifest.json"
 INDEX = ".safetensors.index.json"
@@ -54,7 +57,7 @@ class Folder:
 
     path: Path
     tensors: dict[str, dict[str, Tensor]]  # group -> tensor name -> CPU tensor, which may be written to
-    documents: dict[str, Any]  # document name -> parsed JSON
+    documents: Fields  # document name -> parsed JSON
     versions: dict[str, str] = field(default_factory=dict)  # of the packages that wrote it; empty without a manifest
 
 
@@ -125,8 +128,8 @@ class Content:
 
 def save_folder(
     path: str | os.PathLike[str],
-    tensors: Mapping[str, Mapping[str, Tensor]],
-    documents: Mapping[str, Any],
+    tensors: Groups,
+    documents: Document,
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
@@ -224,7 +227,7 @@ def match(expected: Mapping[str, Tensor], loaded: Mapping[str, Tensor], *, check
         raise CheckpointError("the saved tensors do not fit; " + "; ".join(problems))
 
 
-def prepare(tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str, Any]) -> Content:
+def prepare(tensors: Groups, documents: Document) -> Content:
     """Check the content to save, find tied tensors and render the documents; see `save_folder` for the arguments."""
     kept: dict[str, dict[str, Tensor]] = {}
     aliases: dict[str, dict[str, str]] = {}
@@ -254,7 +257,7 @@ def write_content(path: Path, content: Content, max_shard_bytes: int = MAX_SHARD
     path = Path(os.path.realpath(path))
     refuse_strangers(path)
     with replacing_folder(path) as folder:
-        files: dict[str, dict[str, Any]] = {}
+        files: dict[str, Fields] = {}
         for group, tensors in content.tensors.items():
             limit = max_shard_bytes if group == "model" else max(max_shard_bytes, MAX_SHARD_BYTES)
             shards = split_by_size(group, tensors, limit)
@@ -265,14 +268,14 @@ def write_content(path: Path, content: Content, max_shard_bytes: int = MAX_SHARD
         finish_folder(folder, files, content)
 
 
-def write_index(folder: Path, group: str, places: Mapping[str, str], total: int) -> dict[str, Any]:
+def write_index(folder: Path, group: str, places: Mapping[str, str], total: int) -> Fields:
     """Write the index of a group of `total` bytes, tensor name -> file, if it has several files; return its entry."""
     if len(set(places.values())) < 2:
         return {}
     return {group + INDEX: entry(*write_file(folder / (group + INDEX), render_index(places, total)))}
 
 
-def finish_folder(folder: Path, files: Mapping[str, Mapping[str, Any]], content: Content) -> None:
+def finish_folder(folder: Path, files: Mapping[str, Document], content: Content) -> None:
     """Write the documents and then the manifest, in which `files` are the entries of files written before."""
     files = dict(files)
     for name, text in content.documents.items():
@@ -358,9 +361,7 @@ def _read_groups(source: _Source, groups: Iterable[str]) -> dict[str, dict[str, 
     }
 
 
-def _joined(
-    source: _Source, group: str, shards: Mapping[str, Mapping[str, Tensor]], weight_map: Mapping[str, str] | None
-) -> dict[str, Tensor]:
+def _joined(source: _Source, group: str, shards: Groups, weight_map: Mapping[str, str] | None) -> dict[str, Tensor]:
     """Return the tensors of a group from those of its files, which must agree with its index; ties included."""
     tensors = {name: tensor for members in shards.values() for name, tensor in members.items()}
     places = {name: file for file, members in shards.items() for name in members}
@@ -408,7 +409,7 @@ def _read_manifest(folder: Path, links: bool = False) -> _Source:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {first_line(error)}") from None
 
 
-def _digest(manifest: Mapping[str, Any]) -> str:
+def _digest(manifest: Document) -> str:
     """Return the SHA-256 of a manifest's content, whatever its layout."""
     text = json.dumps({key: manifest[key] for key in manifest if key != "digest"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

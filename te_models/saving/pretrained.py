@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from te_models.config.model import ModelConfig, config_fields
 from te_models.config.recipe import AUTO, Recipe, recipe_fields
 from te_models.errors import CheckpointError, UsageError, unknown
 from te_models.files.atomic import first_line, readable
-from te_models.files.formats import read_json
+from te_models.files.formats import Document, Fields, read_json
 from te_models.fp8.extra_state import extra_states
 from te_models.fp8.primary_weights import is_quantized, plain, quantized_weights, write_weight
 from te_models.fp8.region import saving
@@ -53,7 +53,7 @@ EXTRAS = ("fp8_state", "fp8_weights", "hf_config", "generation_config")  # of a 
 
 def model_content(
     model: Decoder, origin: Origin, masters: Mapping[int, Tensor] | None = None, parts: bool = False
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+) -> tuple[dict[str, dict[str, Tensor]], Fields]:
     """Return the tensors and documents of a saved model, for te_models.saving.folder.save_folder.
 
     `masters` are the values of FP8 primary weights by the id of the parameter; a weight without one is dequantized.
@@ -109,7 +109,7 @@ def write_pretrained(
         model.tp.wait()
 
 
-def read_pretrained(build: Callable[..., Model], folder: Path, options: Mapping[str, Any]) -> tuple[Model, Origin]:
+def read_pretrained(build: Callable[..., Model], folder: Path, options: Document) -> tuple[Model, Origin]:
     """Return the model saved in a local folder, built by `build(config, **options)`, and its origin.
 
     Names, shapes and scales are checked before a model is built. Without `recipe=`, or with "auto", the saved recipe is
@@ -122,7 +122,7 @@ def read_pretrained(build: Callable[..., Model], folder: Path, options: Mapping[
 
 
 @contextmanager
-def open_model(build: Callable[..., Model], folder: Path, options: Mapping[str, Any]) -> Iterator[tuple[Model, Opened]]:
+def open_model(build: Callable[..., Model], folder: Path, options: Document) -> Iterator[tuple[Model, Opened]]:
     """Provide the model of `read_pretrained`, and the open folder that it was read from."""
     folder, fields = saved_folder(folder), config_fields()
     shape = {name: value for name, value in options.items() if name in fields}
@@ -173,7 +173,7 @@ def _is_te_folder(folder: Path) -> bool:
     return config and not own and bool(te_files(folder))
 
 
-def _with_saved_recipe(source: Opened, options: Mapping[str, Any], shape: Mapping[str, Any]) -> dict[str, Any]:
+def _with_saved_recipe(source: Opened, options: Document, shape: Document) -> Fields:
     """Return the options of the model: those given, without fields of the config, over what the folder says."""
     found = {"dtype": source.dtype, **{name: value for name, value in options.items() if name not in shape}}
     if source.recipe is not None and found.get("recipe", AUTO) == AUTO:
@@ -183,7 +183,7 @@ def _with_saved_recipe(source: Opened, options: Mapping[str, Any], shape: Mappin
     return found
 
 
-def _gated(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
+def _gated(config: ModelConfig, overrides: Document) -> ModelConfig:
     """Return `config` with `overrides`; a gate may be added to an ungated model but not changed or removed."""
     wanted = dataclasses.replace(config, **overrides)
     if config.attention_gate not in ("none", wanted.attention_gate):
@@ -199,7 +199,7 @@ def _gated(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
     return wanted
 
 
-def _reshaped(build: Callable[..., Decoder], source: Opened, overrides: Mapping[str, Any]) -> ModelConfig:
+def _reshaped(build: Callable[..., Decoder], source: Opened, overrides: Document) -> ModelConfig:
     """Return the config of an opened folder with `overrides`, if its weights fit: a gate and a larger vocabulary, of
     zeros, may be added."""
     config, wanted = source.config, _gated(source.config, overrides)
@@ -264,7 +264,7 @@ class Shape(NamedTuple):
     fp8_params: bool
 
 
-def read_shape(name: str | Path, overrides: Mapping[str, Any] | None = None) -> Shape:
+def read_shape(name: str | Path, overrides: Document | None = None) -> Shape:
     """Return the shape of the model that `from_pretrained(name)` loads; `overrides` are fields of the config.
 
     Raises:

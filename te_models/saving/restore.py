@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from te_models.config.precision import precisions
 from te_models.config.recipe import Recipe, recipe_from_dict
 from te_models.errors import CheckpointError, ConfigError
 from te_models.files.atomic import first_line
-from te_models.files.formats import unflatten_state
+from te_models.files.formats import Fields, unflatten_state
 from te_models.files.tensors import all_finite, check_finite
 from te_models.fp8.extra_state import EXTRA
 from te_models.fp8.primary_weights import (
@@ -238,11 +237,11 @@ def _with_tied_head(weights: dict[str, Tensor], config: ModelConfig) -> dict[str
 class TrainingState:
     """A training checkpoint whose weights and FP8 state are known to fit the model, which is still unchanged."""
 
-    state: dict[str, Any]  # of optimizer, dataset, random numbers and result, as it was saved
+    state: Fields  # of optimizer, dataset, random numbers and result, as it was saved
     write: Callable[[], None]  # puts the weights and the FP8 state into the model
 
 
-def training_document(saved: Folder) -> dict[str, Any]:
+def training_document(saved: Folder) -> Fields:
     """Return the state of optimizer, dataset, random numbers and result in a training checkpoint."""
     state = unflatten_state(saved.tensors.get("training", {}), saved.documents["training"])
     names = ("optimizer", "dataset", "rng", "cuda_rng", "result")

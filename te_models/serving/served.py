@@ -9,7 +9,6 @@ divisor, or with a static scale. Everything else is the model in its own dtype, 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +40,7 @@ class ServedLinear(nn.Module):
         self.quantize = INPUTS[scheme.activations]
         self.static = static
 
-    def forward(self, x: Tensor, **options: Any) -> Tensor:
+    def forward(self, x: Tensor, **options: object) -> Tensor:
         """Return [N, out] for x [N, in], in the dtype of x; `options`, those of te.Linear, are ignored."""
         inputs = self.quantize(x.float(), self.static)
         bias = None if self.bias is None else self.bias.float()
@@ -55,7 +54,7 @@ class ServedExperts(nn.Module):
         super().__init__()
         self.linears = nn.ModuleList(linears)
 
-    def forward(self, x: Tensor, rows: list[int], **options: Any) -> Tensor:
+    def forward(self, x: Tensor, rows: list[int], **options: object) -> Tensor:
         """Return [R, out] for x [R, in], of which each expert has the next of these `rows`."""
         parts = zip(self.linears, x.split(rows), strict=True)
         return torch.cat([linear(part) for linear, part in parts])
