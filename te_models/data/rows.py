@@ -40,6 +40,7 @@ from te_models.data.formats import (
 )
 from te_models.errors import DataError, DataUnavailable, needs
 from te_models.files.atomic import first_line
+from te_models.files.formats import collecting_later
 
 TEXT, JSON_LINES, JSON_ARRAY, TABLE, HUB_ROWS, BINARY = (
     -1,
@@ -203,7 +204,8 @@ def _read_whole(file: IO[bytes], path: str) -> str:
 def _array_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, object], str]]:
     text = _read_whole(file, path)
     try:
-        rows = json.loads(text)
+        with collecting_later():
+            rows = json.loads(text)
     except RecursionError:
         raise DataError(f"{path}: JSON that is nested too deeply: a record is an object of strings") from None
     except json.JSONDecodeError as error:
