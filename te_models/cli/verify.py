@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from te_models.cli.options import Command, build_model, json_option, model_options, setting_options, show
+from te_models.cli.options import Command, build_model, given_options, json_option, model_options, setting_options, show
 
 
 @click.command(cls=Command)
@@ -28,7 +28,7 @@ def verify(preset: str | None, model: str | None, batch_size: int, seq_len: int,
         found = run(build_model(None, model, options, merge=True), batch_size, seq_len)
     else:  # plan the whole model, but run one layer of each precision
         whole = build_model(preset, model, {**options, "engine": "emulated", "device": "meta"}, merge=True)
-        where = {name: options[name] for name in ("engine", "device")}
+        where = given_options({name: options[name] for name in ("engine", "device")})
         sample = CausalLM(sample_config(whole.config, whole.recipe), recipe=whole.recipe, **where)
         found = run(sample, batch_size, seq_len, whole.plan())
     show(found, as_json)
