@@ -79,10 +79,13 @@ def _say(message: str) -> None:
 
 @contextlib.contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Show warnings in the block as one line each, without file names and lines of source."""
+    """Show warnings in the block as one line each, once, without file names and lines of source."""
+    shown: set[str] = set()
 
     def show(message: Warning | str, *place: object, **more: object) -> None:
-        _say(f"note: {message}")
+        if str(message) not in shown:  # a run that resumes reads its checkpoint twice
+            shown.add(str(message))
+            _say(f"note: {message}")
 
     for library in QUIET:
         logging.getLogger(library).setLevel(logging.ERROR)

@@ -30,15 +30,16 @@ Decorator = Callable[[Function], Function]
 
 
 class Option(click.Option):
-    """An option listed under the heading `group` in the help of its command."""
+    """An option listed under the heading `group` in the help of its command, with the `range` of its numbers."""
 
-    def __init__(self, *declarations: Any, group: str = EVERYDAY, **attributes: Any) -> None:
+    def __init__(self, *declarations: Any, group: str = EVERYDAY, range: str = "", **attributes: Any) -> None:
         super().__init__(*declarations, **attributes)
         self.group = group
+        self.range = range
 
     def get_help_extra(self, ctx: click.Context) -> Any:
-        """Return what the help appends: of a default in words, without click's parentheses."""
-        extra = super().get_help_extra(ctx)
+        """Return what the help appends: the range, and of a default in words no parentheses, which click adds."""
+        extra = super().get_help_extra(ctx) | ({"range": self.range} if self.range else {})
         return extra | ({"default": self.show_default} if isinstance(self.show_default, str) else {})
 
 
@@ -165,7 +166,7 @@ def setting_option(name: str, **attributes: Any) -> Decorator:
     elif kind is bool:
         return option(f"{one.flag}/--no-{one.flag[2:]}", name, **own | {"metavar": None} | attributes)
     else:
-        own["type"] = kind
+        own |= dict(type=kind, range=one.range)
     return option(one.flag, name, **own | attributes)
 
 

@@ -29,9 +29,9 @@ INTERRUPTED = 130  # exit code after Ctrl-C, as shells give it; SIGTERM asks to 
 
 def training_options(command: str) -> Decorator:
     """Add the options of a run: every setting but those that the command itself declares."""
-    rate = f"{LEARNING_RATE[command]:g}".replace("e-0", "e-")
+    rate = _short(LEARNING_RATE[command])
     if command == "finetune":
-        rate += f", with --lora {LEARNING_RATE['lora']:g}"
+        rate += f", with --lora {_short(LEARNING_RATE['lora'])}"
     other: dict[str, dict[str, object]] = {name: dict(hidden=command == "pretrain") for name in TABLES["lora"]}
     other |= {"learning_rate": dict(show_default=rate), "recipe": dict(default=None, show_default=False)}
     names = [name for title in ORDER for name in TABLES[title] if name not in OWN]
@@ -42,6 +42,11 @@ def training_options(command: str) -> Decorator:
                help="Continue the run in this folder; without DIR that in --out, or the only one of the model."),
         *(setting_option(name, **other.get(name, {})) for name in (*names, *SHAPE_NAMES)),
     )  # fmt: skip
+
+
+def _short(rate: float) -> str:
+    """Return a learning rate as people write it, such as 2e-5."""
+    return f"{rate:.0e}".replace("e-0", "e-")
 
 
 def run_training(command: str, file: str | None, resume: str | None, options: Mapping[str, object]) -> int:

@@ -7,6 +7,7 @@ the command line with help, its line in run.toml, its check, and its entry in th
 from __future__ import annotations
 
 import functools
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -68,6 +69,16 @@ class Setting:
     def several(self) -> bool:
         """Whether it has several texts."""
         return self.kinds[0] is tuple
+
+    @property
+    def range(self) -> str:
+        """Its numbers as the help writes them, such as "0<=x<1"; "" where another class checks them."""
+        if self.kinds[0] not in (int, float) or not self.field:
+            return ""
+        least, above = f"{self.least:g}", "" if self.below in (MOST, math.inf) else f"<{self.below:g}"
+        if above:
+            return f"{least}{'<' if self.above else '<='}x{above}"
+        return f"x{'>' if self.above else '>='}{least}"
 
     def wrong_type(self, value: Value) -> str:
         """Return what a value of this setting is, such as "a whole number", if this is none; else an empty text."""

@@ -216,13 +216,15 @@ def plan_memory(
     """
 
     def mistakes() -> Iterator[str]:
-        if batch_size < 1 or gpus < 1 or batch_size % gpus:
-            yield f"batch_size={batch_size} cannot be shared by gpus={gpus}: give a positive multiple of it"
+        counts = dict(batch_size=batch_size, gpus=gpus, gradient_accumulation=gradient_accumulation)
+        for name, number in counts.items():
+            if number < 1:
+                yield f"{name}={number} is out of range: give 1 or more"
+        if gpus > 0 and batch_size % gpus:
+            yield f"batch_size={batch_size} cannot be shared by gpus={gpus}: give a multiple of it"
         if seq_len > config.max_position_embeddings:
             longest = config.max_position_embeddings
             yield f"seq_len={seq_len} is longer than max_position_embeddings={longest}: lower it or raise that field"
-        if gradient_accumulation < 1:
-            yield f"gradient_accumulation={gradient_accumulation} is out of range: give 1 or more"
         if lora_rank < 0:
             yield f"lora_rank={lora_rank}: a rank is 1 or more, such as 16, or 0 to train all weights"
         if fp8_params and not recipe.quantized:

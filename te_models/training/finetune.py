@@ -44,7 +44,7 @@ from te_models.training.resume import (
 )
 from te_models.training.run_file import read_record, run_document, run_id
 from te_models.training.samples import SHARE, Prompt, Sampler, held_out_prompts
-from te_models.training.settings import RUN_FILE, RunSettings, changed_settings, read_run_file, resolved_path
+from te_models.training.settings import RUN_FILE, SETTINGS, RunSettings, changed_settings, read_run_file, resolved_path
 from te_models.training.trainer import Callback, Result, Trainer
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         for part in (*_notes(settings, folder, newest, model), about):
             console.print(part)
         sampler = _sampler(settings.sample_tokens, model, words, eval_batches, shared)
-        bounded = "sample_tokens" not in settings.given and not shared.sharded  # ranks would stop at different tokens
+        chosen = "sample_tokens" in settings.given or settings.sample_tokens != SETTINGS["sample_tokens"].default
+        bounded = not (chosen or shared.sharded)  # ranks would stop at different tokens
         if sampler and settings.model is not None and not start and shared.ranks.world == 1:
             with console.status("answering prompts of the evaluation data before the first step"):
                 if bounded:

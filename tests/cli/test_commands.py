@@ -88,6 +88,23 @@ def test_help_begins_with_the_everyday_options(capsys: pytest.CaptureFixture) ->
     assert places == sorted(places)
 
 
+@pytest.mark.parametrize(
+    ("flag", "shown"),
+    [
+        ("--steps", "[default: 300; x>=1]"),
+        ("--learning-rate", "[default: 2e-5, with --lora 2e-4; x>=0]"),
+        ("--eval-split", "[0<x<1]"),
+        ("--lora-dropout", "[default: 0.0; 0<=x<1]"),
+        ("--lora-alpha", "[x>0]"),
+        ("--data-workers", "[default: 2; x>=0]"),
+    ],
+)
+def test_help_shows_defaults_and_ranges(flag: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["finetune", "--help-all"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert text[text.index(f"{flag} ") :].partition("]")[0].rpartition("[")[2] == shown[1:-1]
+
+
 def test_the_surface_is_what_the_documents_promise(capsys: pytest.CaptureFixture) -> None:
     names = "list plan verify pretrain finetune generate chat evaluate bench convert export parity"
     assert set(cli.commands) == set(names.split())
@@ -129,11 +146,11 @@ def test_a_second_interrupt_ends_the_program_at_once(
     assert codes == [130] and capsys.readouterr().err == "te-models: stopped\n" * 2
 
 
-def test_warnings_are_one_line_each(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_warnings_are_one_line_each_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """Those of torch.compile about its own work are none."""
 
     def warn() -> None:
-        for text in ("a\n  b", "\nDynamo detected a call to something"):
+        for text in ("a\n  b", "a\n  b", "\nDynamo detected a call to something"):
             warnings.warn(text, stacklevel=2)
 
     monkeypatch.setitem(cli.commands, "warn", click.Command("warn", callback=warn))
