@@ -52,7 +52,7 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     config = TrainConfig(**{**fields, **case})
     shared = replace(shared, kind=config.parallel, config=config)
     if config.parallel in ("tp", "fsdp+tp"):
-        shared.dp, shared.tp = meshes(config, torch.device("cpu"))
+        shared.dp, shared.tp, *_ = meshes(config, torch.device("cpu"))
     history = dict(amax_history_len=4) if recipe == "delayed" else {}
     model = shared.build(
         get_preset("gated-nano", **SHAPE, tie_word_embeddings=tied),

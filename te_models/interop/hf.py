@@ -261,8 +261,8 @@ def check_tensors(folder: Path, found: Mapping[str, Tensor], places: Mapping[str
 @torch.no_grad()
 def fill(model: Decoder, places: Mapping[str, Place], shards: Iterable[Path], stored: StoredWeights) -> None:
     """Copy every tensor of `shards` into its place, dequantized; rows that no tensor fills become zero."""
-    with model.tp.filling_all(model, model.config) as parameters:
-        fill_parameters(parameters, places, shards, stored)
+    with model.tp.filling_all(model, model.config) as own:
+        fill_parameters(dict(model.ep.every(own.items(), torch.empty_like)), places, shards, stored)
 
 
 def fill_parameters(

@@ -38,6 +38,7 @@ from te_models.kernels.dispatch import PLAIN, compile_mode, get_kernels
 from te_models.kernels.elementwise import scaled_logits
 from te_models.kernels.lm_head import linear_cross_entropy, with_scaled_logits
 from te_models.model.block import Block
+from te_models.model.expert_parallel import ExpertParallel
 from te_models.model.forward_context import ForwardContext, forward_context
 from te_models.model.inputs import check_inputs, check_tokens, known_ids, refuse_one_graph
 from te_models.model.kv_cache import Cache, DecodingCache, slots_for
@@ -75,6 +76,8 @@ class Decoder(nn.Module):
         tp_mesh: the ranks that share this model, a DeviceMesh of one dimension; each rank builds it
             (te_models.model.tensor_parallel).
         sequence_parallel: divide the rows between those ranks too, where no GEMM needs all of them.
+        ep_mesh: the ranks that share the experts of this model, a DeviceMesh of one dimension; each rank builds it and
+            passes it tokens of its own, all at the same time (te_models.model.expert_parallel).
         amax_group: the processes that share their amaxes (DelayedScaling); None: all of them.
         recipe_options: any field of the recipe, such as `amax_history_len=16` or `num_layers_at_end_in_bf16=2`.
 
@@ -99,6 +102,7 @@ class Decoder(nn.Module):
         materialize: bool = True,
         tp_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
+        ep_mesh: DeviceMesh | None = None,
         amax_group: ProcessGroup | None = None,
         **recipe_options: Unpack[RecipeOptions],
     ) -> None:
@@ -106,7 +110,8 @@ class Decoder(nn.Module):
         self.config = config
         self.router_losses = config.moe  # the factors of the routers' losses in training; a run may have others
         self.tp = TensorParallel(tp_mesh, sequence_parallel)
-        self.specs = self.tp.local(config)
+        self.ep = ExpertParallel(config, ep_mesh)
+        self.specs = self.ep.local(self.tp.local(config))
         self.activation_checkpointing = check_mode(activation_checkpointing)
         self.activation_offload, self.host_memory = activation_offload, HostMemory()
         device = choose_device(device)
@@ -123,7 +128,7 @@ class Decoder(nn.Module):
         where = device if materialize else torch.device("meta")
         fp8_weights = self.precision.te_recipes if fp8_params else {}
         norms = (config.rms_norm_eps, config.zero_centered_norm)
-        factory = Factory(self.te, self.tp, *norms, where, dtype, fp8_weights)
+        factory = Factory(self.te, self.tp, self.ep, *norms, where, dtype, fp8_weights)
         movable = not activation_offload or offload_allows_fused(self.activation_checkpointing)
         fast = device.type == "cuda" and movable if fused is None else fused
         self.fused = fast and self.tp.size == 1
@@ -160,7 +165,7 @@ class Decoder(nn.Module):
         std = self.config.initializer_range
         residual = std / math.sqrt(2 * len(self.specs))
         self.tp.check_same_random_state(self.device)
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.ep.every(self.named_parameters(), self._scratch):
             with self.tp.filling(name, parameter, self.config) as values:
                 if name.startswith("layers."):
                     _, layer, rest = name.split(".", 2)
@@ -170,6 +175,10 @@ class Decoder(nn.Module):
                 else:
                     values.normal_(0.0, std)
         self.tp.mark(self, self.config)
+
+    def _scratch(self, parameter: Tensor) -> Tensor:
+        """Return memory for values of another rank's expert, which are drawn so that all ranks draw the same."""
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Restore a copy or a pickle, which trains its own scales."""
@@ -496,6 +505,7 @@ class Decoder(nn.Module):
         check_support(self.te, self.engine, recipe)
         check_layers(self.config, recipe)
         self.tp.check_recipe(recipe)
+        self.ep.check_recipe(recipe, self.fp8_params)
         check_sizes(self.specs, self.config.vocab_size, recipe, self.tp.each)
         return model_precision(self.te, recipe, self.specs)
 

@@ -28,6 +28,7 @@ class BuildOptions(RecipeOptions, total=False):
     fused: bool | None
     tp_mesh: DeviceMesh | None
     sequence_parallel: bool
+    ep_mesh: DeviceMesh | None
     amax_group: ProcessGroup | None
 
 

@@ -51,6 +51,7 @@ from te_models.interop.origin import Origin
 from te_models.interop.quantized import CONFIG_KEYS, read_scheme
 from te_models.interop.te_checkpoint import TECheckpoint, read_te_checkpoint, te_files
 from te_models.model.decoder import Decoder
+from te_models.model.expert_parallel import stand_in
 from te_models.model.options import SKETCH
 from te_models.model.tensor_parallel import gather_state, shard_state
 from te_models.saving.folder import (
@@ -81,7 +82,10 @@ def model_content(
     `parts` returns this rank's parts of parameters that several ranks share, for te_models.saving.sharded.
     """
     own = weights(model, masters)
-    tensors = {"model": own if parts else gather_state(own, model.config, model.tp)}
+    if parts:
+        tensors = {"model": dict(model.ep.every(own.items(), stand_in))}
+    else:
+        tensors = {"model": model.ep.gather(gather_state(own, model.config, model.tp), model.device)}
     if state := model.copied_fp8_state():
         tensors["fp8_state"] = state
     if quantized := quantized_weights(model):
@@ -120,7 +124,7 @@ def write_pretrained(
         raise unknown("format", format, FORMATS)
     with saving(model):
         tensors, documents = model_content(model, origin)
-        if model.tp.rank == 0:
+        if model.tp.rank == model.ep.rank == 0:
             tokenizer = read_listed(origin.folder, tokenizer_files(origin.folder)) if origin.folder is not None else {}
             if format == "hf":
                 write_hugging_face(model, origin, folder, tensors["model"], tokenizer, max_shard_bytes, name=name)
@@ -128,6 +132,7 @@ def write_pretrained(
                 tensors["model"] |= extra_states(tensors.get("fp8_state", {}))
                 save_folder(folder, tensors, documents | tokenizer, max_shard_bytes=max_shard_bytes)
         model.tp.wait()
+        model.ep.wait()
 
 
 def read_pretrained(
@@ -376,7 +381,7 @@ def with_gate_rows(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[s
 def _fitting_weights(model: Decoder, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the model's parameters, and this rank's part of `tensors`, once every name and shape is known to fit."""
     live: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    own = shard_state(tensors, model.config, model.tp.mesh)
+    own = model.ep.own(shard_state(tensors, model.config, model.tp.mesh))
     match(live, own, check_dtype=False)
     if wrong := sorted(name for name, tensor in own.items() if not tensor.is_floating_point()):
         raise CheckpointError(f"the saved tensor {wrong[0]} is {own[wrong[0]].dtype}, not a floating-point number")

@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from te_models.files.atomic import first_line, replacing_folder
 from te_models.files.formats import render_safetensors
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model.decoder import Decoder
+from te_models.model.expert_parallel import stand_in
 from te_models.model.tensor_parallel import gather_state, shard
 from te_models.saving.folder import Content, finish_folder, prepare, record, refuse_strangers, write_index
 from te_models.saving.run_folder import MAX_FAILED_SAVES, Checkpoints
@@ -131,13 +133,14 @@ class ShardedCheckpoints(Checkpoints):
         return plan
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the whole tensor, from its shards (FSDP) and from the parts of all tensor-parallel ranks."""
-        tensor, found = whole(tensor), _OPTIMIZER.match(name)
+        """Return the whole tensor, from its shards (FSDP), the parts of all tensor-parallel ranks or the rank that has it."""
+        tensor, found, model = whole(tensor), _OPTIMIZER.match(name), self.model
         if found:
             tensor = self.fetch(found[1], int(found[2]), tensor)
-        if self.model.tp.size > 1 and found:
+        if found and (model.tp.size > 1 or model.ep.size > 1):
             name = self.names[int(found[2])] if tensor.dim() else name
-        return gather_state({name: tensor}, self.model.config, self.model.tp)[name]
+        tensor = gather_state({name: tensor}, model.config, model.tp)[name]
+        return model.ep.fetch(name, tensor, model.device)
 
     def _write(
         self, folder: Path, plan: Plan, tensors: Mapping[str, Mapping[str, Tensor]], totals: dict[str, int]
@@ -184,20 +187,39 @@ def cut_optimizer_state(
 ) -> dict[str, Any]:
     """Return a saved optimizer state with this rank's shard of every tensor that belongs to a sharded master.
 
+    `names` are those of the whole model's parameters, of which this rank may have only some.
+
     Raises:
         CheckpointError: it is of other parameters.
     """
 
+    mine = [model.ep.owner(name) in (None, model.ep.rank) for name in names]
+    own_names = list(compress(names, mine))
+
     def own(index: int, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.dim():
             return value
-        return shard_like(shard(names[index], value, model.config, model.tp), masters[index])
+        return shard_like(shard(own_names[index], value, model.config, model.tp), masters[index])
 
     try:
-        found = [{key: own(i, value) for key, value in values.items()} for i, values in enumerate(state["state"])]
-        return {**state, "state": found, "masters": [own(i, value) for i, value in enumerate(state["masters"])]}
+        kept = {kind: [v for i, v in enumerate(state[kind]) if mine[i]] for kind in ("state", "masters")}
+        found = [{key: own(i, value) for key, value in values.items()} for i, values in enumerate(kept["state"])]
+        return {**state, "state": found, "masters": [own(i, value) for i, value in enumerate(kept["masters"])]}
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"the optimizer's state is of other parameters: {first_line(error)}") from None
+
+
+def whole_optimizer_state(state: dict[str, Any], model: Decoder, names: Sequence[str]) -> dict[str, Any]:
+    """Return an optimizer's state with an entry per parameter of the whole model: the inverse of `cut_optimizer_state`.
+
+    `names` are those of this rank's parameters; the entries of other ranks' are stand-ins, for `ShardedCheckpoints`.
+    """
+
+    def every(values: list[Any], other: Callable[[Any], Any]) -> list[Any]:
+        return [value for _, value in model.ep.every(zip(names, values, strict=False), other)]  # there may be no masters
+
+    tensors = every(state["state"], lambda entry: {key: stand_in(value) for key, value in entry.items()})
+    return {**state, "state": tensors, "masters": every(state["masters"], stand_in)}
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -82,7 +82,7 @@ def choose_parallel(config: TrainConfig, recorded: bool = False, lora: bool = Fa
     """
     world = number("WORLD_SIZE", 0)
     if recorded and (config.parallel == "none") == (world > 1):
-        config = dataclasses.replace(config, parallel="auto", tensor_parallel_size=0, sequence_parallel=False)
+        config = dataclasses.replace(config, parallel="auto", tensor_parallel_size=0, sequence_parallel=False, expert_parallel_size=0)
     if lora and config.parallel not in ("auto", "none", "ddp"):
         raise UsageError(f"--lora needs the whole model on each process: use --parallel ddp, not {config.parallel}")
     if config.parallel != "auto":
@@ -95,7 +95,7 @@ def check_launch(config: TrainConfig) -> None:
     """Raise a ValueError if the options do not fit each other or the way the program was started."""
     world, size, kind = number("WORLD_SIZE", 0), config.tensor_parallel_size, config.parallel
     if kind == "none" and world > 1:
-        raise UsageError(f"torchrun started {world} processes: add --parallel ddp, fsdp, tp or fsdp+tp")
+        raise UsageError(f"torchrun started {world} processes: add --parallel ddp, fsdp, tp, fsdp+tp or fsdp+ep")
     if kind != "none" and not world:
         raise UsageError(
             f"--parallel {kind} is for several processes: start it as torchrun --nproc-per-node N -m te_models ..."
@@ -104,14 +104,18 @@ def check_launch(config: TrainConfig) -> None:
         raise UsageError(
             f"--parallel fsdp+tp on {world} processes needs --tensor-parallel-size, a divisor of {world} > 1"
         )
-    if kind in ("tp", "fsdp+tp") and config.optimizer != "adamw":
+    if (experts := config.expert_parallel_size) and (kind != "fsdp+ep" or world % experts or experts < 2):
+        raise UsageError(
+            f"--expert-parallel-size {experts} is for --parallel fsdp+ep, and a divisor of its {world} processes > 1"
+        )
+    if kind in ("tp", "fsdp+tp", "fsdp+ep") and config.optimizer != "adamw":
         raise UsageError(
             f"--parallel {kind} splits each layer, which only adamw supports: leave out --optimizer, or choose "
             "--parallel fsdp or ddp"
         )
     if kind == "fsdp" and config.optimizer == "te-adam":
         raise UsageError("te-adam updates only whole parameters: with --parallel fsdp choose another --optimizer")
-    if kind in ("fsdp", "tp", "fsdp+tp") and config.optimizer_offload:
+    if kind in ("fsdp", "tp", "fsdp+tp", "fsdp+ep") and config.optimizer_offload:
         raise UsageError(
             f"--parallel {kind} stores the optimizer's state on the device: leave out --optimizer-offload, or choose "
             "--parallel ddp"
@@ -122,16 +126,24 @@ def check_launch(config: TrainConfig) -> None:
         raise UsageError("--tensor-parallel-size is only for --parallel fsdp+tp; tp uses all processes")
 
 
-def meshes(config: TrainConfig, device: torch.device) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """Return the data-parallel and the tensor-parallel dimension of all processes; None where there is none."""
+def meshes(config: TrainConfig, device: torch.device) -> tuple[DeviceMesh | None, ...]:
+    """Return the dimensions dp, tp, ep and replicas of all processes, as in `Parallel`; None where there is none."""
     world = dist.get_world_size()
+    sizes = {"dp": world}
     if config.parallel == "tp":
-        return None, init_device_mesh(device.type, (world,), mesh_dim_names=("tp",))
-    if config.parallel == "fsdp+tp":
-        shape = (world // config.tensor_parallel_size, config.tensor_parallel_size)
-        both = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
-        return both["dp"], both["tp"]
-    return init_device_mesh(device.type, (world,), mesh_dim_names=("dp",)), None
+        sizes = {"tp": world}
+    elif config.parallel == "fsdp+tp":
+        sizes = {"dp": world // config.tensor_parallel_size, "tp": config.tensor_parallel_size}
+    found = _dimensions(device, sizes)
+    if config.parallel == "fsdp+ep":  # the processes that share experts have different parts of each batch
+        size = config.expert_parallel_size or world
+        found |= _dimensions(device, {"replicas": world // size, "ep": size})
+    return tuple(found.get(name) for name in ("dp", "tp", "ep", "replicas"))
+
+
+def _dimensions(device: torch.device, sizes: Mapping[str, int]) -> dict[str, DeviceMesh]:
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return {name: mesh[name] for name in sizes}
 
 
 def lost_peer(error: BaseException) -> bool:

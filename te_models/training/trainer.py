@@ -38,7 +38,7 @@ from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
 from te_models.saving.pretrained import TrainingState, model_content, read_training_state
 from te_models.saving.run_folder import Checkpoints
-from te_models.saving.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
+from te_models.saving.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes, whole_optimizer_state
 from te_models.training.cuda_graph import GraphedStep, step_obstacle
 from te_models.training.evaluation import Batch, count_targets, diagnosis, evaluate, to_device
 from te_models.training.metrics import MetricsLog
@@ -420,7 +420,7 @@ class Trainer(NamedFields):
         tensors, documents = self._model_content()
         cuda = self.model.device.type == "cuda"
         state = {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": whole_optimizer_state(self.optimizer.state_dict(), self.model, self._own_names()),
             "dataset": self.data.state_dict(),
             "rng": self._all_random_states(torch.get_rng_state()),
             "cuda_rng": self._all_random_states(torch.cuda.get_rng_state(self.model.device)) if cuda else None,
@@ -478,9 +478,15 @@ class Trainer(NamedFields):
             )
 
     def _optimizer_names(self) -> list[str]:
+        """Return the names of the whole model's parameters, in the order of the optimizer."""
+        names = self._own_names()
+        return [name for name, _ in self.model.ep.every(zip(names, names, strict=True), str)]
+
+    def _own_names(self) -> list[str]:
         """Return the names of the optimizer's parameters, in its order."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         return [names[id(parameter)] for parameter in self.optimizer.parameters]
+
 
     def _all_random_states(self, own: Tensor) -> Tensor:
         """Return the random states of all ranks, one per row; a single process's state is not in a row."""
