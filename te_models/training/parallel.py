@@ -246,8 +246,9 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
     assert parallel.device is not None
     if parallel.device.type == "cpu":
         for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no average
+            alone = parallel.replicas is not None and parallel.replicas.size() == 1
+            if isinstance(module, FSDPModule) and not (alone and isinstance(module, model.te.GroupedLinear)):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no average; FSDP2 would divide one rank's twice
     requantize_in_backward(model, resharded)
 
 
