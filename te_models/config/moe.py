@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 MISSING = dataclasses.MISSING
 SCORES = ("softmax", "sigmoid")
 FP32, INT64 = 4, 8
+MANY_RANKS = 8  # whose experts are not all listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +217,15 @@ def with_local_experts(layers: tuple[LayerSpec, ...], ranks: int) -> tuple[Layer
         dataclasses.replace(layer, mlp=local[layer.mlp]) if isinstance(layer.mlp, MoESpec) else layer
         for layer in layers
     )
+
+
+def places_of_experts(layers: tuple[LayerSpec, ...], ranks: int) -> str:
+    """Return which of `ranks` ranks have which experts, in a few words; errors are those of `with_local_experts`."""
+    local = with_local_experts(layers, ranks)
+    each = next(layer.mlp.experts.num_experts for layer in local if isinstance(layer.mlp, MoESpec)) // ranks
+    held = [f"{rank * each} to {(rank + 1) * each - 1} on rank {rank}" for rank in range(ranks)]
+    shown = held if ranks <= MANY_RANKS else [*held[:2], "...", held[-1]]
+    return f"{', '.join(shown)} of every {ranks}"
 
 
 def _projections(prefix: str, hidden: int, size: int, experts: int) -> list[LinearSpec]:

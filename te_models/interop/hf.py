@@ -44,6 +44,7 @@ from te_models.interop.shards import INDEX, WEIGHTS, shard_files, shard_tensors,
 from te_models.interop.stored_weights import keep_stored_weights
 from te_models.interop.tensor_places import Place, tensor_places
 from te_models.model.decoder import Decoder
+from te_models.model.expert_parallel import scratch
 from te_models.model.options import SKETCH
 
 Model = TypeVar("Model", bound=Decoder)
@@ -262,7 +263,7 @@ def check_tensors(folder: Path, found: Mapping[str, Tensor], places: Mapping[str
 def fill(model: Decoder, places: Mapping[str, Place], shards: Iterable[Path], stored: StoredWeights) -> None:
     """Copy every tensor of `shards` into its place, dequantized; rows that no tensor fills become zero."""
     with model.tp.filling_all(model, model.config) as own:
-        fill_parameters(dict(model.ep.every(own.items(), torch.empty_like)), places, shards, stored)
+        fill_parameters(dict(model.ep.every(own.items(), scratch)), places, shards, stored)
 
 
 def fill_parameters(

@@ -38,7 +38,7 @@ from te_models.kernels.dispatch import PLAIN, compile_mode, get_kernels
 from te_models.kernels.elementwise import scaled_logits
 from te_models.kernels.lm_head import linear_cross_entropy, with_scaled_logits
 from te_models.model.block import Block
-from te_models.model.expert_parallel import ExpertParallel
+from te_models.model.expert_parallel import ExpertParallel, scratch
 from te_models.model.forward_context import ForwardContext, forward_context
 from te_models.model.inputs import check_inputs, check_tokens, known_ids, refuse_one_graph
 from te_models.model.kv_cache import Cache, DecodingCache, slots_for
@@ -165,7 +165,7 @@ class Decoder(nn.Module):
         std = self.config.initializer_range
         residual = std / math.sqrt(2 * len(self.specs))
         self.tp.check_same_random_state(self.device)
-        for name, parameter in self.ep.every(self.named_parameters(), self._scratch):
+        for name, parameter in self.ep.every(self.named_parameters(), scratch):
             with self.tp.filling(name, parameter, self.config) as values:
                 if name.startswith("layers."):
                     _, layer, rest = name.split(".", 2)
@@ -175,10 +175,6 @@ class Decoder(nn.Module):
                 else:
                     values.normal_(0.0, std)
         self.tp.mark(self, self.config)
-
-    def _scratch(self, parameter: Tensor) -> Tensor:
-        """Return memory for values of another rank's expert, which are drawn so that all ranks draw the same."""
-        return torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Restore a copy or a pickle, which trains its own scales."""

@@ -169,6 +169,11 @@ def stand_in(tensor: Tensor) -> Tensor:
     return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
 
 
+def scratch(tensor: Tensor) -> Tensor:
+    """Return memory for values that only other ranks keep: every rank draws all random numbers."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
 class Exchange(NamedTuple):
     """The way of one layer's rows [S, D] to the ranks of their experts, and back."""
 

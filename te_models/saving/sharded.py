@@ -133,7 +133,7 @@ class ShardedCheckpoints(Checkpoints):
         return plan
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the whole tensor, from its shards (FSDP), the parts of all tensor-parallel ranks or the rank that has it."""
+        """Return the whole tensor, from its shards (FSDP), its parts (tensor parallelism) or the rank of the expert."""
         tensor, found, model = whole(tensor), _OPTIMIZER.match(name), self.model
         if found:
             tensor = self.fetch(found[1], int(found[2]), tensor)
@@ -216,7 +216,9 @@ def whole_optimizer_state(state: dict[str, Any], model: Decoder, names: Sequence
     """
 
     def every(values: list[Any], other: Callable[[Any], Any]) -> list[Any]:
-        return [value for _, value in model.ep.every(zip(names, values, strict=False), other)]  # there may be no masters
+        return [
+            value for _, value in model.ep.every(zip(names, values, strict=False), other)
+        ]  # there may be no masters
 
     tensors = every(state["state"], lambda entry: {key: stand_in(value) for key, value in entry.items()})
     return {**state, "state": tensors, "masters": every(state["masters"], stand_in)}

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -82,7 +82,9 @@ def choose_parallel(config: TrainConfig, recorded: bool = False, lora: bool = Fa
     """
     world = number("WORLD_SIZE", 0)
     if recorded and (config.parallel == "none") == (world > 1):
-        config = dataclasses.replace(config, parallel="auto", tensor_parallel_size=0, sequence_parallel=False, expert_parallel_size=0)
+        config = dataclasses.replace(
+            config, parallel="auto", tensor_parallel_size=0, sequence_parallel=False, expert_parallel_size=0
+        )
     if lora and config.parallel not in ("auto", "none", "ddp"):
         raise UsageError(f"--lora needs the whole model on each process: use --parallel ddp, not {config.parallel}")
     if config.parallel != "auto":
@@ -126,8 +128,17 @@ def check_launch(config: TrainConfig) -> None:
         raise UsageError("--tensor-parallel-size is only for --parallel fsdp+tp; tp uses all processes")
 
 
-def meshes(config: TrainConfig, device: torch.device) -> tuple[DeviceMesh | None, ...]:
-    """Return the dimensions dp, tp, ep and replicas of all processes, as in `Parallel`; None where there is none."""
+class Meshes(NamedTuple):
+    """The dimensions of all processes, as in `Parallel`; None where there is none."""
+
+    dp: DeviceMesh | None = None
+    tp: DeviceMesh | None = None
+    ep: DeviceMesh | None = None
+    replicas: DeviceMesh | None = None
+
+
+def meshes(config: TrainConfig, device: torch.device) -> Meshes:
+    """Return how the processes are divided."""
     world = dist.get_world_size()
     sizes = {"dp": world}
     if config.parallel == "tp":
@@ -138,7 +149,7 @@ def meshes(config: TrainConfig, device: torch.device) -> tuple[DeviceMesh | None
     if config.parallel == "fsdp+ep":  # the processes that share experts have different parts of each batch
         size = config.expert_parallel_size or world
         found |= _dimensions(device, {"replicas": world // size, "ep": size})
-    return tuple(found.get(name) for name in ("dp", "tp", "ep", "replicas"))
+    return Meshes(**found)
 
 
 def _dimensions(device: torch.device, sizes: Mapping[str, int]) -> dict[str, DeviceMesh]:

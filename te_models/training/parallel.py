@@ -248,7 +248,9 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
         for module in model.modules():
             alone = parallel.replicas is not None and parallel.replicas.size() == 1
             if isinstance(module, FSDPModule) and not (alone and isinstance(module, model.te.GroupedLinear)):
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no average; FSDP2 would divide one rank's twice
+                module.set_force_sum_reduction_for_comms(
+                    True
+                )  # gloo has no average; FSDP2 would divide one rank's twice
     requantize_in_backward(model, resharded)
 
 

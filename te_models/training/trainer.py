@@ -487,7 +487,6 @@ class Trainer(NamedFields):
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         return [names[id(parameter)] for parameter in self.optimizer.parameters]
 
-
     def _all_random_states(self, own: Tensor) -> Tensor:
         """Return the random states of all ranks, one per row; a single process's state is not in a row."""
         if self.parallel.ranks.world == 1:

@@ -55,6 +55,13 @@ RUNS |= {
     "fsdp-answers": dict(parallel="fsdp", recipe="bf16", answers=True, gradient_accumulation=3),
     "tp-answers": dict(parallel="tp", recipe="bf16", answers=True, gradient_accumulation=3),
 }  # fmt: skip
+# Without the balance loss, which is that of each process's own tokens.
+EXPERTS = dict(parallel="fsdp+ep", experts=True, balance_loss=0.0)
+RUNS |= {
+    "experts-bf16": dict(EXPERTS, recipe="bf16", clip_grad_norm=0.5, save_every=2),
+    "experts-current": dict(EXPERTS, recipe="current", mode="selective"),
+    "experts-answers": dict(EXPERTS, recipe="bf16", answers=True, gradient_accumulation=2, mode="full"),
+}
 SPECIAL = {
     "saved": dict(
         parallel="fsdp",
@@ -89,9 +96,14 @@ FIRST = {
 RESUMED = {
     "resumed": dict(SPECIAL["saved"], resume="saved"),
     "resumed-ddp": dict(SPECIAL["saved-ddp"], resume="saved-ddp"),
+    "resumed-experts": dict(RUNS["experts-bf16"], resume="experts-bf16"),
     "resumed-from-one": dict(
         parallel="fsdp", recipe="delayed", steps=4, save_every=2, resume="one", reshard_after_forward=False
     ),
+}
+FOUR_EXPERTS = {  # two processes of four have the same experts; then each has its own
+    "four-experts": dict(RUNS["experts-bf16"], expert_parallel_size=2, resume="one-experts"),
+    "four-experts-apart": dict(RUNS["experts-bf16"], resume="four-experts"),
 }
 FOUR = {
     "four": dict(parallel="fsdp", recipe="delayed", steps=4, reshard_after_forward=False),
@@ -107,7 +119,7 @@ FOUR = {
 }
 
 
-MANY = ("parallel", "resume", "tensor_parallel_size", "sequence_parallel")
+MANY = ("parallel", "resume", "tensor_parallel_size", "expert_parallel_size", "sequence_parallel")
 
 
 def alone(case: dict[str, Any]) -> dict[str, Any]:
@@ -235,6 +247,8 @@ def test_stochastic_rounding_is_the_same_on_all_replicas(tmp_path: Path) -> None
 def test_fsdp_holds_half_the_parameters(two: dict[str, Any]) -> None:
     whole = two["ddp-bf16"]["held"][0]
     assert sum(two["fsdp-bf16"]["held"]) == whole and max(two["fsdp-bf16"]["held"]) <= whole / 2 + 64
+    first, second = two["experts-bf16"]["held"]
+    assert abs(first - second) <= 64
 
 
 def test_resharded_weights_are_quantized_again_in_backward(two: dict[str, Any]) -> None:
@@ -250,15 +264,32 @@ def test_resharded_weights_are_quantized_again_in_backward(two: dict[str, Any]) 
     assert found["losses"] == pytest.approx(kept["losses"], rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["", "-ddp"])
-def test_a_resume_on_as_many_ranks_is_exact(kind: str, two: dict[str, Any], root: Path) -> None:
-    assert two[f"resumed{kind}"] == two[f"saved{kind}"]
-    assert len(set(two[f"saved{kind}"]["drawn"])) == 2, "each rank has random numbers of its own"
-    whole, resumed = (load_folder(root / f"{n}{kind}" / "checkpoints" / "step-00000004") for n in ("saved", "resumed"))
-    for group in ("model", "training", "fp8_state"):
+@pytest.mark.parametrize(
+    "first, then", [("saved", "resumed"), ("saved-ddp", "resumed-ddp"), ("experts-bf16", "resumed-experts")]
+)
+def test_a_resume_on_as_many_ranks_is_exact(first: str, then: str, two: dict[str, Any], root: Path) -> None:
+    assert two[then] == two[first]
+    assert len(set(two[first]["drawn"])) == 2, "each rank has random numbers of its own"
+    whole, resumed = (load_folder(max((root / n / "checkpoints").glob("step-*"))) for n in (first, then))
+    for group in whole.tensors:
         assert whole.tensors[group].keys() == resumed.tensors[group].keys()
         for name, tensor in whole.tensors[group].items():
             assert_same_bits(name, tensor, resumed.tensors[group][name])
+
+
+def test_one_process_continues_a_run_that_divides_experts(two: dict[str, Any], root: Path, tmp_path: Path) -> None:
+    """Its folder has the tensors of one process's, the optimizer's too."""
+    case, found = RUNS["experts-bf16"], two["experts-bf16"]
+    continue_from(root / "experts-bf16", tmp_path / "run")
+    assert_close(solo(tmp_path / "run", case, resume=True), found, "bf16", ["losses", "norms", "eval_loss"])
+    alone, both = (
+        load_folder(max((r / "checkpoints").glob("step-*"))) for r in (tmp_path / "run", root / "experts-bf16")
+    )
+    for group in ("model", "training"):
+        shapes = [
+            {name: t.shape for name, t in one.tensors[group].items() if "rng" not in name} for one in (alone, both)
+        ]
+        assert shapes[0] == shapes[1]
 
 
 def test_one_process_continues_a_run_of_two(two: dict[str, Any], root: Path, tmp_path: Path) -> None:
@@ -283,6 +314,15 @@ def test_four_processes_too(root: Path, one: dict[str, Any]) -> None:
     for found in (four[name] for name in FOUR):
         assert_close(found, one, "delayed")
         assert all(scales == found["scales"][0] for scales in found["scales"])
+
+
+@pytest.mark.slow
+def test_four_processes_share_experts(root: Path) -> None:
+    """They go on where one stopped, and where four with another division of the experts did."""
+    one = solo(root / "one-experts", RUNS["experts-bf16"])
+    four = start(root, 4, FOUR_EXPERTS)
+    for found in (four[name] for name in FOUR_EXPERTS):
+        assert_close(found, one, "bf16", ["losses", "norms", "eval_loss"])
 
 
 @pytest.mark.slow
