@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 P = TypeVar("P", bound=Tensor)
@@ -27,7 +28,7 @@ def from_shard(own: Tensor, like: Tensor) -> Tensor:
     """Return the DTensor that is split as `like` is and whose shard on this rank is `own`."""
     if not isinstance(like, DTensor):
         return own
-    place: dict[str, Any] = dict(shape=like.shape, stride=like.stride(), run_check=False)
+    place: dict[str, object] = dict(shape=like.shape, stride=like.stride(), run_check=False)
     return DTensor.from_local(own, like.device_mesh, like.placements, **place)
 
 
@@ -38,7 +39,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def by_mesh(tensors: Iterable[P]) -> list[list[P]]:
     """Return the tensors in one list per set of ranks that they are split over: no operation takes DTensors of two."""
-    found: dict[Any, list[P]] = {}
+    found: dict[DeviceMesh | None, list[P]] = {}
     for tensor in tensors:
         found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
     return list(found.values())

@@ -100,13 +100,11 @@ class ExpertParallel:
                 for name, value in own:
                     yield self._renamed(name, rank * self._held), value if rank == self.rank else stand_in(value)
 
-    def own(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's part of a state of the whole model, under this rank's names."""
-        return {
-            self._renamed(name, -self.rank * self._held): tensor
-            for name, tensor in state.items()
-            if self.owner(name) in (None, self.rank)
-        }
+    def own(self, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+        """Yield those of (name, value) of the whole model that this rank has, under this rank's names."""
+        for name, value in named:
+            if self.owner(name) in (None, self.rank):
+                yield self._renamed(name, -self.rank * self._held), value
 
     @torch.no_grad()
     def fetch(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:

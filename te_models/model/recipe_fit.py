@@ -12,7 +12,7 @@ import torch
 from te_models.config.layer import LayerSpec
 from te_models.config.model import ModelConfig
 from te_models.config.precision import HEAD, precisions
-from te_models.config.recipe import AUTO, SCHEMES, Recipe, RecipeLike, get_recipe
+from te_models.config.recipe import SCHEMES, Recipe, get_recipe
 from te_models.engine import get_engine
 from te_models.errors import ConfigError
 
@@ -29,22 +29,8 @@ CANDIDATES = ("mxfp8", "current")  # in this order: the first that runs natively
 log = logging.getLogger(__name__)
 
 
-def choose_recipe(
-    recipe: RecipeLike, fields: Mapping[str, Any], config: ModelConfig, **place: Any
-) -> tuple[Recipe, str]:
-    """Return the recipe that is asked for, and for "auto" the reason for the choice, which is logged; else "".
-
-    `recipe` and `fields` are the arguments of `get_recipe`, `config` and `place` those of `auto_recipe`.
-    """
-    if recipe != AUTO:
-        return get_recipe(recipe, **fields), ""
-    chosen, reason = auto_recipe(config, **place, **fields)
-    _say(f"recipe auto: {chosen.name} ({reason})")
-    return chosen, reason
-
-
 @functools.cache
-def _say(line: str) -> None:
+def say(line: str) -> None:
     """Log a line once per process, however many models are built."""
     log.warning(line)
 

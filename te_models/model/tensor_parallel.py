@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,15 +161,6 @@ class TensorParallel:
         for name, parameter in model.named_parameters():
             divided = self.size > 1 and divided_linear(name, config) is not None
             parameter.tp_sharded = divided  # type: ignore[attr-defined]  # our attribute
-
-    @contextmanager
-    def filling_all(self, model: nn.Module, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
-        """Yield the tensors of `filling` for all parameters of a model, the whole ones in the CPU's memory."""
-        with ExitStack() as stack:
-            yield {
-                name: stack.enter_context(self.filling(name, parameter, config, "cpu"))
-                for name, parameter in model.named_parameters(remove_duplicate=False)
-            }
 
     @contextmanager
     def filling(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from te_models.config.attention import AttentionSpec
 from te_models.config.chunk_sizes import head_rows
@@ -51,7 +51,7 @@ class Training:
     seq_len: int = 256
     optimizer: str | None = "adamw"
     optimizer_offload: bool = False
-    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer_options: Mapping[str, object] = field(default_factory=dict)
     lora_rank: int = 0
     activation_checkpointing: str | int = "none"
     activation_offload: bool = False

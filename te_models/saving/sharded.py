@@ -15,9 +15,8 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,15 +26,17 @@ from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local, shard_like, whole
 from te_models.errors import CheckpointError, SaveError, UsageError
 from te_models.files.atomic import first_line, replacing_folder
-from te_models.files.formats import render_safetensors
+from te_models.files.formats import Document, Fields, Value
+from te_models.files.tensors import write_safetensors
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model.decoder import Decoder
 from te_models.model.expert_parallel import stand_in
 from te_models.model.tensor_parallel import gather_state, shard
-from te_models.saving.folder import Content, finish_folder, prepare, record, refuse_strangers, write_index
+from te_models.saving.folder import Content, Groups, entry, finish_folder, prepare, refuse_strangers, write_index
 from te_models.saving.run_folder import MAX_FAILED_SAVES, Checkpoints
 
 _OPTIMIZER = re.compile(r"optimizer\.(masters|state)\.(\d+)")
+T = TypeVar("T")
 Plan = dict[str, dict[str, int]]  # group -> tensor name -> number of the file; process `number % world` writes it
 
 
@@ -62,8 +63,8 @@ class ShardedCheckpoints(Checkpoints):
     def save(
         self,
         step: int,
-        tensors: Mapping[str, Mapping[str, Tensor]],
-        documents: Mapping[str, Any],
+        tensors: Groups,
+        documents: Document,
         *,
         blocking: bool = True,
         copy_later: bool = False,
@@ -89,10 +90,10 @@ class ShardedCheckpoints(Checkpoints):
             self._error, self._failed_saves = None, 0
         return path
 
-    def _save(self, path: Path, tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str, Any]) -> None:
+    def _save(self, path: Path, tensors: Groups, documents: Document) -> None:
         content: list[Content] = []
 
-        def plan() -> list[Any]:
+        def plan() -> list[object]:
             content.append(prepare({g: {n: local(t) for n, t in m.items()} for g, m in tensors.items()}, documents))
             return [self._assign_files(tensors, content[0].aliases), content[0].aliases]
 
@@ -119,7 +120,7 @@ class ShardedCheckpoints(Checkpoints):
 
             self.ranks.from_first(finish, SaveError)
 
-    def _assign_files(self, tensors: Mapping[str, Mapping[str, Tensor]], aliases: Mapping[str, Any]) -> Plan:
+    def _assign_files(self, tensors: Groups, aliases: Document) -> Plan:
         """Assign the largest tensor first, each to the emptiest file, within the limit of a file's size."""
         plan: Plan = {}
         for group, members in tensors.items():
@@ -142,17 +143,15 @@ class ShardedCheckpoints(Checkpoints):
         tensor = gather_state({name: tensor}, model.config, model.tp)[name]
         return model.ep.fetch(name, tensor, model.device)
 
-    def _write(
-        self, folder: Path, plan: Plan, tensors: Mapping[str, Mapping[str, Tensor]], totals: dict[str, int]
-    ) -> dict[str, Any]:
+    def _write(self, folder: Path, plan: Plan, tensors: Groups, totals: dict[str, int]) -> Fields:
         """Write this process's files, add each group's size to `totals`, return the manifest's entries of all files.
 
         The processes wait for each other's disks after each group, in the group of control messages: the next
         collective on tensors would take a process whose disk is slow for a dead one.
         """
-        everything: dict[str, Any] = {}
+        everything: Fields = {}
         for group, files in plan.items():
-            written: dict[str, Any] = {}
+            written: Fields = {}
             failure = None
             mine: dict[int, dict[str, Tensor]] = {
                 n: {} for n in files.values() if n % self.ranks.world == self.ranks.rank
@@ -165,11 +164,11 @@ class ShardedCheckpoints(Checkpoints):
             try:
                 for number, members in mine.items():
                     file = _file(group, number, files)
-                    written[file] = record(folder / file, render_safetensors(members))
+                    written[file] = entry(*write_safetensors(folder / file, members))
             except OSError as error:
                 failure = f"rank {self.ranks.rank}: {first_line(error)}"
             failures = []
-            for entries, problem in self.ranks.gather([written, failure]):
+            for entries, problem in self.ranks.gather((written, failure)):
                 everything |= entries
                 failures += [problem] if problem else []
             if failures:
@@ -182,9 +181,7 @@ def _file(group: str, number: int, files: Mapping[str, int]) -> str:
     return f"{group}.safetensors" if count == 1 else f"{group}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def cut_optimizer_state(
-    state: dict[str, Any], masters: Sequence[Tensor], model: Decoder, names: Sequence[str]
-) -> dict[str, Any]:
+def cut_optimizer_state(state: Fields, masters: Sequence[Tensor], model: Decoder, names: Sequence[str]) -> Fields:
     """Return a saved optimizer state with this rank's shard of every tensor that belongs to a sharded master.
 
     `names` are those of the whole model's parameters, of which this rank may have only some.
@@ -193,32 +190,30 @@ def cut_optimizer_state(
         CheckpointError: it is of other parameters.
     """
 
-    mine = [model.ep.owner(name) in (None, model.ep.rank) for name in names]
-    own_names = list(compress(names, mine))
+    def kept(values: Sequence[T]) -> list[T]:
+        return [value for _, value in model.ep.own(zip(names, values, strict=True))] if values else []
 
-    def own(index: int, value: Any) -> Any:
+    def own(index: int, value: Value) -> Value:
         if not isinstance(value, Tensor) or not value.dim():
             return value
         return shard_like(shard(own_names[index], value, model.config, model.tp), masters[index])
 
+    own_names = kept(names)
     try:
-        kept = {kind: [v for i, v in enumerate(state[kind]) if mine[i]] for kind in ("state", "masters")}
-        found = [{key: own(i, value) for key, value in values.items()} for i, values in enumerate(kept["state"])]
-        return {**state, "state": found, "masters": [own(i, value) for i, value in enumerate(kept["masters"])]}
+        found = [{key: own(i, value) for key, value in values.items()} for i, values in enumerate(kept(state["state"]))]
+        return {**state, "state": found, "masters": [own(i, value) for i, value in enumerate(kept(state["masters"]))]}
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"the optimizer's state is of other parameters: {first_line(error)}") from None
 
 
-def whole_optimizer_state(state: dict[str, Any], model: Decoder, names: Sequence[str]) -> dict[str, Any]:
+def whole_optimizer_state(state: Fields, model: Decoder, names: Sequence[str]) -> Fields:
     """Return an optimizer's state with an entry per parameter of the whole model: the inverse of `cut_optimizer_state`.
 
     `names` are those of this rank's parameters; the entries of other ranks' are stand-ins, for `ShardedCheckpoints`.
     """
 
-    def every(values: list[Any], other: Callable[[Any], Any]) -> list[Any]:
-        return [
-            value for _, value in model.ep.every(zip(names, values, strict=False), other)
-        ]  # there may be no masters
+    def every(values: Sequence[T], other: Callable[[T], T]) -> list[T]:
+        return [value for _, value in model.ep.every(zip(names, values, strict=True), other)] if values else []
 
     tensors = every(state["state"], lambda entry: {key: stand_in(value) for key, value in entry.items()})
     return {**state, "state": tensors, "masters": every(state["masters"], stand_in)}
