@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,9 +163,7 @@ class TensorParallel:
             parameter.tp_sharded = divided  # type: ignore[attr-defined]  # our attribute
 
     @contextmanager
-    def filling(
-        self, name: str, target: Tensor, config: ModelConfig, device: torch.device | str | None = None
-    ) -> Iterator[Tensor]:
+    def filling(self, name: str, target: Tensor, config: ModelConfig) -> Iterator[Tensor]:
         """Yield a tensor to write all values of the whole parameter into; this rank's part of it goes to `target`.
 
         Every rank draws all random numbers, so that a model starts with the same values on any number of ranks. An FP8
@@ -173,11 +171,11 @@ class TensorParallel:
         """
         linear = None if self.size == 1 else divided_linear(name, config)
         if linear is None and not is_quantized(target):
-            with nullcontext(target) if device is not None else filling(target) as values:
+            with filling(target) as values:
                 yield values
             return
         shape = target.shape if linear is None else whole_shape(linear, target.shape, self.size)
-        full = torch.empty(shape, dtype=target.dtype, device=device or target.device)
+        full = torch.empty(shape, dtype=target.dtype, device=target.device)
         yield full
         write_weight(target, shard(name, full, config, self))
 

@@ -483,7 +483,7 @@ class Trainer(NamedFields):
         names = self._own_names()
         return [name for name, _ in self.model.ep.every(zip(names, names, strict=True), str)]
 
-    def _optimizer_state(self) -> Fields:
+    def _optimizer_state(self) -> dict[str, Any]:
         state = self.optimizer.state_dict()
         return state if self.model.ep.size == 1 else whole_optimizer_state(state, self.model, self._own_names())
 
