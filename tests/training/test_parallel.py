@@ -365,13 +365,16 @@ CLI = [
 
 
 @pytest.mark.slow
-def test_a_killed_process_ends_the_job_and_torchrun_resumes_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", [["--parallel", "fsdp"], ["--parallel", "fsdp+ep", "--preset", "gated-moe-nano", "--recipe", "current"]]
+)
+def test_a_killed_process_ends_the_job_and_torchrun_resumes_it(kind: list[str], tmp_path: Path) -> None:
     texts, run = tmp_path / "texts", tmp_path / "run"
     texts.mkdir()
     for name in ("text", "more"):
         (texts / f"{name}.txt").write_text(f"hello {name}, " * 400)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command += ["--standalone", "-m", "te_models", *CLI, "--parallel", "fsdp", "--data", str(texts)]
+    command += ["--standalone", "-m", "te_models", *CLI, *kind, "--data", str(texts)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     with (tmp_path / "log").open("w") as log:
         job = subprocess.Popen([*command, "--out", str(run)], stdout=log, stderr=log, env=env)
