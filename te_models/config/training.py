@@ -109,6 +109,9 @@ class TrainConfig(NamedFields):
     expert_parallel_size: int = setting(
         0, "With fsdp+ep: number of processes that share the experts; 0: all.", group=PROCESSES
     )
+    fp8_dispatch: bool = setting(
+        False, "With fsdp+ep: send tokens to experts in FP8, with a scale per row.", group=PROCESSES
+    )
     sequence_parallel: bool = setting(
         False, "With tp: also split the tokens between tensor-parallel layers.", group=PROCESSES
     )

@@ -77,6 +77,7 @@ class Decoder(nn.Module):
         sequence_parallel: divide the rows between those ranks too, where no GEMM needs all of them.
         ep_mesh: the ranks that share the experts of this model, a DeviceMesh of one dimension; each rank builds it and
             passes it tokens of its own, all at the same time (te_models.model.expert_parallel).
+        ep_fp8: send tokens to the ranks of their experts in FP8, with a scale per row.
         amax_group: the processes that share their amaxes (DelayedScaling); None: all of them.
         recipe_options: any field of the recipe, such as `amax_history_len=16` or `num_layers_at_end_in_bf16=2`.
 
@@ -102,6 +103,7 @@ class Decoder(nn.Module):
         tp_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
         ep_mesh: DeviceMesh | None = None,
+        ep_fp8: bool = False,
         amax_group: ProcessGroup | None = None,
         **recipe_options: Unpack[RecipeOptions],
     ) -> None:
@@ -109,7 +111,7 @@ class Decoder(nn.Module):
         self.config = config
         self.router_losses = config.moe  # the factors of the routers' losses in training; a run may have others
         self.tp = TensorParallel(tp_mesh, sequence_parallel)
-        self.ep = ExpertParallel(config, ep_mesh)
+        self.ep = ExpertParallel(config, ep_mesh, ep_fp8)
         self.specs = self.ep.local(self.tp.local(config))
         self.activation_checkpointing = check_mode(activation_checkpointing)
         self.activation_offload, self.host_memory = activation_offload, HostMemory()

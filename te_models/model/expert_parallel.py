@@ -30,6 +30,7 @@ from te_models.kernels.expert_rows import RowKernels
 from te_models.model.router import Places, places
 
 T = TypeVar("T")
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,11 @@ class ExpertParallel:
 
     config: ModelConfig
     mesh: DeviceMesh | None = None
+    fp8: bool = False  # whether rows are sent to experts in FP8
 
     def __post_init__(self) -> None:
+        if self.fp8 and self.mesh is None:
+            raise UsageError("ep_fp8=True sends tokens to the ranks of ep_mesh in FP8: give ep_mesh")
         if self.mesh is not None and self.mesh.ndim != 1:
             raise UsageError(f"ep_mesh has {self.mesh.ndim} dimensions: give that of the experts, mesh['ep']")
 
@@ -134,7 +138,7 @@ class ExpertParallel:
         arrived = experts.repeat_interleave(counts.flatten())[:, None]
         to_each = own.view(self.size, -1).sum(1)
         sizes, received = torch.stack((to_each, counts.sum(1))).tolist()
-        return Exchange(sizes, received, places(arrived, counts.shape[1], alignment), self.group, kernels)
+        return Exchange(sizes, received, places(arrived, counts.shape[1], alignment), self.group, self.fp8, kernels)
 
     @property
     def _held(self) -> int:
@@ -179,6 +183,7 @@ class Exchange(NamedTuple):
     received: list[int]  # rows from each rank
     places: Places  # of the received rows among those of this rank's experts, padding included
     group: Any
+    fp8: bool  # whether rows travel to experts in FP8; outputs and gradients never do
     kernels: RowKernels
 
     def to_experts(self, rows: Tensor) -> Tensor:
@@ -189,9 +194,10 @@ class Exchange(NamedTuple):
         """Return the rows of this rank's tokens [S, D] from those of the experts [R, D]."""
         return _Exchanged.apply(rows, self, False)
 
-    def forth(self, rows: Tensor) -> Tensor:
+    def forth(self, rows: Tensor, fp8: bool = False) -> Tensor:
         """Do what `to_experts` does, without a gradient."""
-        arrived = all_to_all(rows, self.group, self.sent, self.received)
+        arrived = all_to_all(packed(rows) if fp8 else rows, self.group, self.sent, self.received)
+        arrived = unpacked(arrived, rows.dtype) if fp8 else arrived
         return self.kernels.gather(arrived, self.places.token, None, None)[0]
 
     def back(self, rows: Tensor) -> Tensor:
@@ -200,13 +206,27 @@ class Exchange(NamedTuple):
         return all_to_all(leaving, self.group, self.received, self.sent)
 
 
+def packed(rows: Tensor) -> Tensor:
+    """Return rows [n, D] in E4M3, each with its own FP32 scale behind it: uint8 [n, D + 4]."""
+    scale = rows.abs().amax(1, keepdim=True).float() / E4M3_MAX
+    scale = scale.masked_fill(scale == 0, 1.0)
+    codes = (rows.float() / scale).to(torch.float8_e4m3fn)
+    return torch.cat((codes.view(torch.uint8), scale.view(torch.uint8)), 1)
+
+
+def unpacked(sent: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the rows [n, D] of `packed`, rounded to `dtype`."""
+    codes, scale = sent[:, :-4].view(torch.float8_e4m3fn), sent[:, -4:].contiguous().view(torch.float32)
+    return (codes.float() * scale).to(dtype)
+
+
 class _Exchanged(torch.autograd.Function):
     """Rows one way; their gradients take the other."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange, forth: bool) -> Tensor:
         ctx.exchange, ctx.forth = exchange, forth
-        return exchange.forth(rows) if forth else exchange.back(rows)
+        return exchange.forth(rows, exchange.fp8) if forth else exchange.back(rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

@@ -29,6 +29,7 @@ class BuildOptions(RecipeOptions, total=False):
     tp_mesh: DeviceMesh | None
     sequence_parallel: bool
     ep_mesh: DeviceMesh | None
+    ep_fp8: bool
     amax_group: ProcessGroup | None
 
 

@@ -82,9 +82,8 @@ def choose_parallel(config: TrainConfig, recorded: bool = False, lora: bool = Fa
     """
     world = number("WORLD_SIZE", 0)
     if recorded and (config.parallel == "none") == (world > 1):
-        config = dataclasses.replace(
-            config, parallel="auto", tensor_parallel_size=0, sequence_parallel=False, expert_parallel_size=0
-        )
+        config = dataclasses.replace(config, parallel="auto", tensor_parallel_size=0, sequence_parallel=False)
+        config = dataclasses.replace(config, expert_parallel_size=0, fp8_dispatch=False)
     if lora and config.parallel not in ("auto", "none", "ddp"):
         raise UsageError(f"--lora needs the whole model on each process: use --parallel ddp, not {config.parallel}")
     if config.parallel != "auto":
@@ -108,6 +107,8 @@ def _launch_mistakes(config: TrainConfig, world: int) -> Iterator[str]:
         yield f"--parallel fsdp+tp on {world} processes needs --tensor-parallel-size, a divisor of {world} > 1"
     if (experts := config.expert_parallel_size) and (kind != "fsdp+ep" or world % experts or experts < 2):
         yield f"--expert-parallel-size {experts} is for --parallel fsdp+ep, and a divisor of its {world} processes > 1"
+    if config.fp8_dispatch and kind != "fsdp+ep":
+        yield "--fp8-dispatch sends tokens to the experts of other processes: it is only for --parallel fsdp+ep"
     if kind in ("tp", "fsdp+tp", "fsdp+ep") and config.optimizer != "adamw":
         only = "which only adamw supports: leave out --optimizer, or choose --parallel fsdp or ddp"
         yield f"--parallel {kind} splits each layer, {only}"

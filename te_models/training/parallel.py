@@ -132,7 +132,7 @@ class Parallel:
         if self.tp is not None:
             options |= dict(tp_mesh=self.tp, sequence_parallel=self.config.sequence_parallel)
         if self.ep is not None:
-            options["ep_mesh"] = self.ep
+            options |= dict(ep_mesh=self.ep, ep_fp8=self.config.fp8_dispatch)
         fsdp = self.uses_fsdp
         if self.ranks.world > 1:
             options["amax_group"] = dist.group.WORLD

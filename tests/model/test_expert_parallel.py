@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from te_models import CausalLM, ModelConfig
 from te_models.config.moe import places_of_experts
-from te_models.model.expert_parallel import ExpertParallel
+from te_models.kernels.expert_rows import PLAIN
+from te_models.model.expert_parallel import ExpertParallel, packed
+from te_models.model.router import places
 from te_models.saving.folder import load_folder
 
 SHAPE: dict[str, Any] = dict(
@@ -90,6 +92,25 @@ def save_and_load(mesh: DeviceMesh, folder: Path) -> None:
             assert torch.equal(parameter, again.get_parameter(name)), name
 
 
+def payload(mesh: DeviceMesh) -> dict[str, Any]:
+    """Rows of which every rank sends some to each expert, in full and in FP8: what arrives, and their gradients."""
+    torch.manual_seed(3 + mesh.get_local_rank())
+    rows = torch.randn(30, 64) * torch.logspace(-6, 4, 30)[:, None]
+    rows[7] = 0
+    sent = places(torch.arange(4).repeat(8)[:30, None], 4, 1)
+    found: dict[str, Any] = {}
+    for fp8 in (False, True):
+        x = rows.clone().requires_grad_()
+        exchange = ExpertParallel(CONFIG, mesh, fp8).exchange(sent, 16, PLAIN)
+        arrived = exchange.to_experts(x)
+        back = exchange.from_experts(arrived * 3)
+        back.square().sum().backward()
+        assert x.grad is not None
+        found[f"{fp8}"] = (arrived.detach(), x.grad / back.detach())
+    found["bytes"] = packed(rows).numel()
+    return found
+
+
 def refusals(mesh: DeviceMesh) -> list[str]:
     three, dense = ModelConfig(**SHAPE, moe={**MOE, "num_experts": 3}), ModelConfig(**SHAPE)
     edges = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
@@ -110,6 +131,7 @@ def on_each(rank: int, folder: str) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))["ep"]
     found: dict[str, Any] = {name: compare(name, mesh) for name in CASES}
     found["refusals"] = refusals(mesh)
+    found["payload"] = payload(mesh)
     save_and_load(mesh, Path(folder))
     if rank == 0:
         torch.save(found, f"{folder}/found.pt")
@@ -128,6 +150,19 @@ def test_two_ranks_have_the_loss_and_the_gradients_of_one(name: str, folder: Pat
     # Sums in another order, in FP32; in FP8 that may move a value to the next code, of E5M2 2^-2 away.
     bound = 2e-3 if "recipe" in CASES[name] else 1e-5
     assert max(errors.values()) < bound, max(errors, key=errors.get)
+
+
+def test_rows_in_fp8_are_rounded_once_and_their_gradients_are_not(folder: Path) -> None:
+    found = torch.load(folder / "found.pt")["payload"]
+    (full, gradient), (rounded, straight) = found["False"], found["True"]
+    step = full.abs().amax(1, keepdim=True) / 448 * 2.0**-9  # between E4M3's subnormal numbers
+    error = (rounded - full).abs()
+    # Half the distance of two codes: 2^-4 of a normal number.
+    assert (error <= torch.maximum(full.abs() * 2.0**-4, step / 2) * (1 + 1e-6)).all() and (error > 0).any()
+    assert not rounded[full.abs().amax(1) == 0].any()
+    for factor in (gradient, straight):  # d (3 x)^2 / d x = 6 * 3 x, whatever was sent; of zeros 0 / 0
+        torch.testing.assert_close(factor.nan_to_num(6.0), torch.full_like(factor, 6.0))
+    assert found["bytes"] == 30 * (64 + 4)
 
 
 def test_a_folder_is_that_of_one_process(folder: Path) -> None:

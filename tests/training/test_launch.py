@@ -21,6 +21,7 @@ from te_models.training.launch import check_launch, choose_parallel, parallel
         ("4", dict(parallel="fsdp+tp", tensor_parallel_size=3), "a divisor of 4"),
         ("4", dict(parallel="tp", tensor_parallel_size=2), "only for --parallel fsdp\\+tp"),
         ("4", dict(parallel="fsdp+ep", expert_parallel_size=3), "a divisor of its 4 processes"),
+        ("4", dict(parallel="fsdp", fp8_dispatch=True), "only for --parallel fsdp\\+ep"),
         ("4", dict(parallel="fsdp", expert_parallel_size=2), "is for --parallel fsdp\\+ep"),
         ("4", dict(parallel="fsdp+ep", optimizer="muon"), "only adamw supports"),
         ("4", dict(parallel="fsdp+ep", optimizer_offload=True), "leave out --optimizer-offload"),
