@@ -22,7 +22,7 @@ ONLY_IN = {
     "huggingface_hub": {"interop"},
     "transformers": {"data", "huggingface", "inspect", "serving"},
     "vllm": {"serving"},
-    "safetensors": set(),
+    "safetensors": {"files"},
     "matplotlib": {"training"},
     "rich": {"cli", "planning", "serving", "training", "inspect"},
     "triton": {"kernels", "engine", "optim"},
