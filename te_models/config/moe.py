@@ -123,15 +123,6 @@ class MoESpec(FeedforwardSpec):
         found = {"hidden_size": self.hidden_size, "moe_intermediate_size": self.experts.moe_intermediate_size}
         return found | ({"shared_expert_intermediate_size": shared} if shared else {})
 
-    @property
-    def divided(self) -> Mapping[str, int]:
-        """Nothing: experts are not divided."""
-        return {}
-
-    def local(self, ranks: int) -> MoESpec:
-        """Return all of it."""
-        return self
-
     def parallel_obstacle(self, sequence: bool) -> str:
         """Return that it cannot be divided."""
         return "tensor parallelism does not divide experts: use FSDP2 (--parallel fsdp), which shards them"
