@@ -53,7 +53,7 @@ class TeModelsError(Exception):
 
     exit_code = 1
 
-    def __init__(self, message: str = "", *others: Any) -> None:
+    def __init__(self, message: str = "", *others: object) -> None:
         super().__init__(one_line(str(message)), *others)
 
 
@@ -129,6 +129,12 @@ def unknown(kind: str, given: object, choices: Iterable[str], listed: str = "", 
     hint = f"did you mean {near[0]!r}? " if near else ""
     rest = f"{listed} lists all {len(names)}" if listed and len(names) > MANY else f"choose one of {', '.join(names)}"
     return UsageError(f"{line}{hint}{rest}")
+
+
+def refuse(mistakes: Iterable[str], error: type[TeModelsError] = UsageError) -> None:
+    """Raise `error` with the first of `mistakes`, lines that say what is wrong and what to do; without one, return."""
+    for mistake in mistakes:
+        raise error(mistake)
 
 
 def plural(number: int, noun: str, nouns: str = "") -> str:

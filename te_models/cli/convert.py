@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from te_models.cli.options import Command, build_model, option, out_option, show_line
@@ -23,14 +21,16 @@ from te_models.errors import unknown
 @option("--preset", metavar="NAME", help="Shape of --te-checkpoint.")
 def convert(
     model: str | None, preset: str | None, te_checkpoint: str | None, out: str, format: str, dtype: str | None,
-    beside: str | None, **options: Any,
+    beside: str | None, **options: object,
 ) -> None:  # fmt: skip
     """Convert a model between te-models and Hugging Face.
 
     Its tokenizer comes along.
     """
-    from te_models.interop.hub import DTYPES  # noqa: PLC0415
-    from te_models.saving.pretrained import FORMATS, load_te_checkpoint, read_te_checkpoint  # noqa: PLC0415
+    from te_models.interop.origin import DTYPES  # noqa: PLC0415
+    from te_models.interop.te_checkpoint import read_te_checkpoint  # noqa: PLC0415
+    from te_models.saving.pretrained import FORMATS  # noqa: PLC0415
+    from te_models.saving.restore import load_te_checkpoint  # noqa: PLC0415
 
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)

@@ -18,14 +18,14 @@ from typing import Any
 from te_models.data.json_files import read_file, read_json_object
 from te_models.errors import DataError, needs
 from te_models.files.atomic import first_line
-from te_models.interop.hf import tokenizer_files
+from te_models.interop.hf_writing import tokenizer_files
 
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 SOURCES = (*SENTENCEPIECE, "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
 PROBE = "The quick brown fox jumps over 12 lazy dogs."
 
 
-def convert_tokenizer(folder: Path) -> tuple[Any, dict[str, str]] | None:
+def convert_tokenizer(folder: Path) -> tuple[object, dict[str, str]] | None:
     """Return the tokenizer.json that transformers makes of a folder's files, and its special tokens by name.
 
     None: the folder has no such files.

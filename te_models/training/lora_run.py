@@ -21,7 +21,8 @@ from te_models.files.formats import read_json
 from te_models.fp8.primary_weights import drop_initial_values
 from te_models.fp8.scaling_state import check_fp8_state
 from te_models.saving.folder import load_folder, match
-from te_models.saving.pretrained import ADAPTERS, TrainingState, read_recipe, training_document
+from te_models.saving.pretrained import ADAPTERS
+from te_models.saving.restore import TrainingState, read_recipe, training_document
 from te_models.saving.run_folder import offering_older
 from te_models.training.lora import AdaptedModel, adapter_content, add_lora, load_lora
 from te_models.training.resume import saved_choices
@@ -40,7 +41,7 @@ class LoraRun:
 
     def __init__(self, model: CausalLM, settings: LoraSettings, base: str | None = None) -> None:
         self.settings, self.base = settings, base
-        fields: dict[str, Any] = dict(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout)
+        fields: dict[str, object] = dict(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout)
         if settings.targets:
             fields["target_modules"] = list(settings.targets)
         self.model = model
@@ -50,7 +51,7 @@ class LoraRun:
             parameter.data = parameter.data.to(model.dtype)
         drop_initial_values(model)  # no optimizer starts from the weights before their rounding to FP8
 
-    def content(self, live: bool = True) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    def content(self, live: bool = True) -> tuple[dict[str, dict[str, Tensor]], dict[str, object]]:
         """Return a checkpoint's tensors and documents; without `live` only those that peft and `load_lora` read."""
         tensors, documents = adapter_content(self.adapted)
         if live:
@@ -98,7 +99,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def load_adapted(
-    folder: Path, *, build: Callable[..., CausalLM] | None = None, base: str | None = None, **options: Any
+    folder: Path, *, build: Callable[..., CausalLM] | None = None, base: str | None = None, **options: object
 ) -> CausalLM:
     """Return the model that the adapters in `folder` were trained on, with them in it, in evaluation mode.
 
@@ -116,7 +117,7 @@ def load_adapted(
 
 
 def load_merged(
-    folder: Path, *, build: Callable[..., CausalLM] | None = None, base: str | None = None, **options: Any
+    folder: Path, *, build: Callable[..., CausalLM] | None = None, base: str | None = None, **options: object
 ) -> CausalLM:
     """Return the model of `load_adapted` with the adapters merged into its weights, each sum rounded once.
 
