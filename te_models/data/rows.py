@@ -150,7 +150,7 @@ def _text_kind(path: str, kind: str) -> int:
 
     A file with a NUL in its first 8000 bytes is binary, as git defines it.
     """
-    with readable_errors(path), open_bytes(path) as file:
+    with open_bytes(path) as file:
         head = file.read(_SNIFFED)
         start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
         if kind in ("JSONL", "JSON"):
