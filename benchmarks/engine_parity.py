@@ -27,7 +27,8 @@ from te_models.data.tokenizer import load_tokenizer
 from te_models.fp8.scaling_state import fp8_state, load_fp8_state
 from te_models.kernels import sdpa
 from te_models.optim import build_optimizer
-from te_models.saving.pretrained import load_weights, weights
+from te_models.saving.pretrained import weights
+from te_models.saving.restore import load_weights
 
 SHAPE = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4)
 RECIPES: dict[str, dict[str, Any]] = {

@@ -30,7 +30,7 @@ import torch
 
 from te_models import CausalLM
 from te_models.files.atomic import first_line
-from te_models.interop.hf import MAX_SHARD_BYTES, write_hugging_face
+from te_models.interop.hf_writing import MAX_SHARD_BYTES, write_hugging_face
 from te_models.saving.pretrained import weights
 
 TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)

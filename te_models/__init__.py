@@ -26,7 +26,7 @@ if _TYPE_CHECKING:
     from te_models.huggingface.config import TEModelsConfig
     from te_models.huggingface.modeling import TEModelsForCausalLM
     from te_models.model.user_modules import checkpoint, fp8_state, load_fp8_state
-    from te_models.saving.pretrained import load_te_checkpoint
+    from te_models.saving.restore import load_te_checkpoint
     from te_models.serving.parity import parity
     from te_models.training.cuda_graph import GraphedStep
     from te_models.training.launch import parallel
@@ -56,7 +56,7 @@ _MODULES = {  # public name -> its module below te_models
     "list_recipes": "config.recipe",
     "load_fp8_state": "model.user_modules",
     "load_lora": "training.lora",
-    "load_te_checkpoint": "saving.pretrained",
+    "load_te_checkpoint": "saving.restore",
     "load_tokenizer": "data.tokenizer",
     "open_data": "data.training_data",
     "parallel": "training.launch",

@@ -20,7 +20,7 @@ from te_models.config.presets import get_preset
 from te_models.config.recipe import unknown_option
 from te_models.data.tokenizer import Tokenizer
 from te_models.errors import unknown
-from te_models.files.formats import parse_size
+from te_models.files.formats import Document, Fields, parse_size
 from te_models.generation.generate import Prompts, generate, stream
 from te_models.generation.options import GenerationOptions
 from te_models.interop.hub import local_folder, push_folder, split_options
@@ -49,7 +49,7 @@ class CausalLM(Decoder):
         if config.tie_word_embeddings:
             save_tie_once(self)
 
-    def gradient_checkpointing_enable(self, **options: Any) -> None:
+    def gradient_checkpointing_enable(self, **options: object) -> None:
         """Set activation_checkpointing="full", for Hugging Face's Trainer; `options` are ignored."""
         self.activation_checkpointing = "full"
 
@@ -122,7 +122,7 @@ class CausalLM(Decoder):
 
         Options are those of te_models.planning.memory_plan.plan_memory; the model's own settings are the defaults.
         """
-        own: dict[str, Any] = dict(dtype_bytes=self.dtype.itemsize, batch_size=batch_size, seq_len=seq_len)
+        own: Fields = dict(dtype_bytes=self.dtype.itemsize, batch_size=batch_size, seq_len=seq_len)
         own |= dict(activation_checkpointing=self.activation_checkpointing, activation_offload=self.activation_offload)
         own |= dict(fp8_params=self.fp8_params)
         return plan_memory(self.config, self.recipe, **{**own, **options})
@@ -136,7 +136,7 @@ class CausalLM(Decoder):
         return attention_kernel(self.device, self.config.attn_logit_softcapping is not None)
 
     @property
-    def generation_values(self) -> Mapping[str, Any]:
+    def generation_values(self) -> Document:
         """The values of generation_config.json in the folder that the model came from."""
         return self.origin.generation or {}
 
@@ -300,7 +300,7 @@ class CausalLM(Decoder):
         return model
 
 
-def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split(options: Document) -> tuple[Fields, Fields]:
     """Return the fields of the config, and all other options; an unknown name is an error."""
     config, known = config_fields(), ModelOptions.__annotations__
     for name in options:

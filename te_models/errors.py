@@ -53,7 +53,7 @@ class TeModelsError(Exception):
 
     exit_code = 1
 
-    def __init__(self, message: str = "", *others: Any) -> None:
+    def __init__(self, message: str = "", *others: object) -> None:
         super().__init__(one_line(str(message)), *others)
 
 

@@ -27,8 +27,10 @@ def convert(
 
     Its tokenizer comes along.
     """
-    from te_models.interop.hub import DTYPES  # noqa: PLC0415
-    from te_models.saving.pretrained import FORMATS, load_te_checkpoint, read_te_checkpoint  # noqa: PLC0415
+    from te_models.interop.origin import DTYPES  # noqa: PLC0415
+    from te_models.interop.te_checkpoint import read_te_checkpoint  # noqa: PLC0415
+    from te_models.saving.pretrained import FORMATS  # noqa: PLC0415
+    from te_models.saving.restore import load_te_checkpoint  # noqa: PLC0415
 
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)

@@ -274,6 +274,11 @@ class LayerSpec:
         return {f"{part.name}.{linear.name}": linear for part in self.parts for linear in part.linears}
 
     @property
+    def divided(self) -> dict[str, int]:
+        """Name of a count that tensor parallelism divides, such as "num_attention_heads" -> the count."""
+        return {name: count for part in self.parts for name, count in part.divided.items()}
+
+    @property
     def divided_vectors(self) -> dict[str, LinearSpec]:
         """Name in the block -> the parameters that tensor parallelism divides like the rows of a te.Linear."""
         return {

@@ -40,6 +40,7 @@ from te_models.data.formats import (
 )
 from te_models.errors import DataError, DataUnavailable, needs
 from te_models.files.atomic import first_line
+from te_models.files.formats import collecting_later
 
 TEXT, JSON_LINES, JSON_ARRAY, TABLE, HUB_ROWS, BINARY = (
     -1,
@@ -189,7 +190,8 @@ def _json_row(line: str, place: str, holds: str) -> dict[str, object]:
 def _json(text: str, place: str, holds: str, whole: bool = False) -> Any:
     """Return the value of a JSON text, the `whole` of a file or a line of it; a DataError if it is none."""
     try:
-        return json.loads(text)
+        with collecting_later() if whole else contextlib.nullcontext():
+            return json.loads(text)
     except RecursionError:
         why = "JSON that is nested too deeply: a record is an object of strings"
     except json.JSONDecodeError as error:

@@ -36,10 +36,11 @@ from te_models.data.json_files import read_json_object
 from te_models.data.tokenizer_conversion import convert_tokenizer
 from te_models.errors import DataError, needs
 from te_models.files.atomic import first_line
-from te_models.interop.hf import is_hugging_face, tokenizer_files
+from te_models.interop.hf import hugging_face_documents
+from te_models.interop.hf_writing import tokenizer_files
 from te_models.interop.hub import local_folder
 from te_models.saving.folder import read_listed
-from te_models.saving.pretrained import MODEL_TYPE, saved_folder
+from te_models.saving.pretrained import saved_folder
 from te_models.saving.run_folder import offering_older
 
 CONTEXT = 16  # tokens before new ones that their text may depend on
@@ -210,7 +211,7 @@ def _tokenizer_in(folder: Path) -> Tokenizer:
     if not os.path.lexists(file) and (converted := convert_tokenizer(folder)) is not None:
         return HuggingFaceTokenizer(converted[0], file, converted[1])
     if not os.path.lexists(file) and (folder / "config.json").is_file():
-        if is_hugging_face(folder, MODEL_TYPE):
+        if hugging_face_documents(folder) is not None:
             raise DataError(f"{folder} has no tokenizer.json: give --tokenizer the path of one")
         return ByteTokenizer()
     return _tokenizer_of(file)

@@ -18,7 +18,7 @@ from typing import Any
 from te_models.data.json_files import read_file, read_json_object
 from te_models.errors import DataError, needs
 from te_models.files.atomic import first_line
-from te_models.interop.hf import tokenizer_files
+from te_models.interop.hf_writing import tokenizer_files
 
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 SOURCES = (*SENTENCEPIECE, "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from typing import NamedTuple
 
@@ -50,10 +51,11 @@ from transformer_engine.pytorch.quantization import (
 )
 from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
-import te_models.kernels.expert_cast_triton as expert_cast_triton
 import te_models.kernels.handover_triton as handover_triton
 from te_models.device.autograd import Context
+from te_models.engine.emulated.numerics import scale_from_amax
 from te_models.kernels.early_save import save_early, save_input, saved_input
+from te_models.kernels.expert_cast_triton import FP8Matrices, Matrices, cast
 from te_models.kernels.handover_triton import FP8Data
 
 __version__ = version("transformer-engine")
@@ -327,8 +329,7 @@ class _Grouped(torch.autograd.Function):
     ) -> Tensor:
         """Return [R, O], from x [R, I] and a weight [O, I] for each number of `rows`."""
         form = get_fp8_te_dtype(built, fprop_tensor=True)
-        inputs = expert_cast_triton.cast(expert_cast_triton.Matrices.of_rows(x.contiguous(), rows), _is_e5m2(form))
-        own = expert_cast_triton.cast(expert_cast_triton.Matrices.of_weights(list(weights)), _is_e5m2(form))
+        inputs, own = _cast(Matrices.of_rows(x.contiguous(), rows), form), _cast(Matrices.of_weights(weights), form)
         ctx.rows, ctx.built, ctx.outputs = rows, built, len(weights[0])
         ctx.save_for_backward(inputs.transposed, inputs.scale_inv, own.transposed, own.scale_inv)
         out = x.new_empty(len(x), len(weights[0]))
@@ -347,7 +348,7 @@ class _Grouped(torch.autograd.Function):
         x, x_scale, weights, weights_scale = ctx.saved_tensors
         rows, built, outputs = ctx.rows, ctx.built, [ctx.outputs] * len(ctx.rows)
         form, slope = (get_fp8_te_dtype(built, fprop_tensor=forward) for forward in (True, False))
-        given = expert_cast_triton.cast(expert_cast_triton.Matrices.of_rows(dy.contiguous(), rows), _is_e5m2(slope))
+        given = _cast(Matrices.of_rows(dy.contiguous(), rows), slope)
         dx = dy.new_empty(len(dy), x.shape[1])
         options = dict(m_splits=rows, grad=True)
         general_grouped_gemm(
@@ -366,14 +367,16 @@ class _Grouped(torch.autograd.Function):
         return dx, None, None, *dw.unbind()
 
 
-def _is_e5m2(form: DType) -> bool:
-    return form == DType.kFloat8E5M2
+def _cast(given: Matrices, form: DType) -> FP8Matrices:
+    e5m2 = form == DType.kFloat8E5M2
+    largest = torch.finfo(torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn).max
+    return cast(given, e5m2, partial(scale_from_amax, fp8_max=largest))
 
 
 def _storages(data: Tensor, scale_inv: Tensor, rows: list[int], form: DType) -> list[Float8TensorStorage]:
     """Return Transformer Engine's FP8 matrices [rows, K] that lie below each other in data [R, K]."""
     options = dict(fp8_dtype=form, fake_dtype=torch.bfloat16)
-    parts = zip(data.split(rows), scale_inv.split(1), strict=True)
+    parts = zip(data.split(rows), scale_inv.unbind(), strict=True)
     return [Float8TensorStorage(data=part, fp8_scale_inv=inverse, **options) for part, inverse in parts]
 
 
@@ -381,7 +384,7 @@ def _transposed_storages(data: Tensor, scale_inv: Tensor, rows: list[int], form:
     """Return those of the transposed copies [K, rows], which follow each other in the memory of data [R, K]."""
     options = dict(data=None, fp8_dtype=form, fake_dtype=torch.bfloat16)
     width = data.shape[1]
-    parts = zip(data.view(-1).split([count * width for count in rows]), rows, scale_inv.split(1), strict=True)
+    parts = zip(data.view(-1).split([count * width for count in rows]), rows, scale_inv.unbind(), strict=True)
     return [
         Float8TensorStorage(data_transpose=part.view(width, count), fp8_scale_inv=inverse, **options)
         for part, count, inverse in parts

@@ -13,7 +13,7 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from te_models.errors import SaveError
@@ -52,17 +52,20 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     discard(_aside(path))
 
 
-def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a new file durably and return its size and SHA-256; writing and hashing release the GIL."""
-    digest, size = hashlib.sha256(), 0
+def write_file(path: Path, content: bytes) -> tuple[int, str]:
+    """Write a new small file durably and return its size and SHA-256."""
     with open(path, "xb") as file:
-        for chunk in chunks:
-            for start in range(0, len(chunk), CHUNK_BYTES):
-                part = chunk[start : start + CHUNK_BYTES]
-                file.write(part)
-                digest.update(part)
+        file.write(content)
+    return make_durable(path)
+
+
+def make_durable(path: Path) -> tuple[int, str]:
+    """Wait until a file that was just written is on the disk; return its size and SHA-256, without the GIL."""
+    digest, size = hashlib.sha256(), 0
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
             size += len(chunk)
-        file.flush()
         os.fsync(file.fileno())
     return size, digest.hexdigest()
 
@@ -75,7 +78,7 @@ def replace_text(path: Path, text: str) -> None:
     """
     temp = _hidden(path)
     try:
-        write_file(temp, [text.encode()])
+        write_file(temp, text.encode())
         os.replace(temp, path)
         _fsync_folder(path.parent)
     except OSError as error:

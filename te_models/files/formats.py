@@ -1,4 +1,4 @@
-"""Strict, bounded readers and exact writers of the formats of saved state: JSON, safetensors, nested state.
+"""Strict, bounded readers and exact writers of JSON and of nested state.
 
 Reading runs no code whatever a file holds, opens only regular files, bounds size and structure before parsing, and
 either returns the value that was written or raises `CheckpointError` with one line. JSON keeps integers of any size and
@@ -7,25 +7,25 @@ floats by their shortest form.
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import hashlib
 import json
 import math
-import mmap
 import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from te_models.errors import CheckpointError, TeModelsError, UsageError
-from te_models.files.atomic import CHUNK_BYTES, first_line
+from te_models.files.atomic import first_line
 
+Value = Any  # of JSON, or of nested state
+Document = Mapping[str, Value]  # a JSON object
+Fields = dict[str, Value]  # one that is being made or changed
 MIB = 2**20
 TEXT_BYTES = 4 * MIB  # a configuration file or a chat template; published ones have up to 1.2 MB
 # Files of published tokenizers have up to 34 MB; training.json has about 300 bytes per parameter tensor.
@@ -35,17 +35,7 @@ _VOCABULARY_SUFFIXES = (".model", ".tiktoken", ".txt")  # of a tokenizer's files
 # Bounds the time and memory of parsing. Published tokenizers have 1.5 million values, other files up to 50,000.
 JSON_VALUES = dict.fromkeys(_VOCABULARIES, 4_000_000)
 MAX_JSON_VALUES = 200_000
-MAX_HEADER_BYTES = 16 * MIB  # of a safetensors file; about 100 bytes per tensor
-METADATA = "__metadata__"
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-}  # fmt: skip
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# Bits below the sign: bytes with this value or more are not finite numbers. E4M3 has NaN but no infinity.
-_FP8_LIMITS = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
+METADATA = "__metadata__"  # a name that no tensor in a safetensors file can have
 
 
 def list_some(items: Iterable[str], limit: int = 5) -> str:
@@ -96,7 +86,7 @@ def read_bytes(path: Path, limit: int, error: type[TeModelsError] = CheckpointEr
     return data
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path) -> Value:
     """Parse a JSON file of bounded size, without duplicate keys, NaN or infinities; any other is a CheckpointError."""
     return parse_json(read_bytes(path, json_limit(path.name)), path)
 
@@ -106,7 +96,9 @@ def json_limit(file: str) -> int:
     return 64 * MIB if file.endswith(_VOCABULARY_SUFFIXES) else JSON_BYTES.get(file, TEXT_BYTES)
 
 
-def parse_json(data: bytes, path: Path | str, error: type[TeModelsError] = CheckpointError, finite: bool = True) -> Any:
+def parse_json(
+    data: bytes, path: Path | str, error: type[TeModelsError] = CheckpointError, finite: bool = True
+) -> Value:
     """Parse strict JSON; `path` names it in errors. `finite=False` allows NaN and infinities, as Python writes them.
 
     Raises:
@@ -115,21 +107,29 @@ def parse_json(data: bytes, path: Path | str, error: type[TeModelsError] = Check
     limit = JSON_VALUES.get(os.path.basename(path), MAX_JSON_VALUES)
     if data.count(b",") + data.count(b"[") + data.count(b"{") > limit:
         raise error(f"{path} has more than {limit} values")
-    collects = gc.isenabled()
-    gc.disable()  # which would search all objects of the process for cycles again and again
+    number = _finite if finite else None
     try:
-        number = _finite if finite else None
-        return json.loads(data, object_pairs_hook=_unique, parse_float=number, parse_constant=number)
+        with collecting_later():
+            return json.loads(data, object_pairs_hook=_unique, parse_float=number, parse_constant=number)
     except RecursionError:
         raise error(f"{path}: JSON that is nested too deeply") from None
     except ValueError as problem:
         raise error(f"{path} is not strict JSON: {first_line(problem)}") from None
+
+
+@contextlib.contextmanager
+def collecting_later() -> Iterator[None]:
+    """Parse inside without Python's searches for cycles, which would go through all of a million values many times."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collects:
             gc.enable()
 
 
-def render_json(value: Any, name: str) -> bytes:
+def render_json(value: Value, name: str) -> bytes:
     """Return the JSON of `value`, provided that reading it returns the same value.
 
     Raises:
@@ -147,58 +147,6 @@ def render_json(value: Any, name: str) -> bytes:
     return text
 
 
-def all_finite(tensor: Tensor) -> bool:
-    """Return whether no value is NaN or infinite; reads at 20 GiB/s per core (FP8 twice) and copies nothing."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    if (limit := _FP8_LIMITS.get(tensor.dtype)) is not None:
-        signed, unsigned = tensor.view(torch.int8).aminmax(), tensor.view(torch.uint8).aminmax()
-        return int(signed.max) < limit and int(unsigned.max) < limit + 128
-    low, high = tensor.aminmax()  # NaN comes out as both
-    return bool(low.isfinite() & high.isfinite())
-
-
-def check_finite(tensors: Mapping[str, Tensor], source: Path | str) -> None:
-    """Raise CheckpointError if a tensor read from `source` has NaN or an infinity: a model computes nothing else."""
-    for name, tensor in tensors.items():
-        if not all_finite(tensor):
-            raise CheckpointError(
-                f"{source}: {list_some([name])} has a NaN or an infinity, so the model is broken: load an earlier "
-                "checkpoint or another copy"
-            )
-
-
-def check_savable(name: str, tensor: Tensor) -> None:
-    """Raise UsageError unless a safetensors file can hold the tensor under this name exactly."""
-    name.encode()
-    if name == METADATA:
-        raise UsageError(f"a tensor cannot be named {METADATA}: safetensors reserves it")
-    if type(tensor) not in (Tensor, torch.nn.Parameter):
-        raise UsageError(
-            f"{name} is a {type(tensor).__name__}; save its dequantized value or the tensors that it consists of"
-        )
-    if tensor.dtype not in _DTYPE_NAMES or tensor.layout != torch.strided or tensor.is_meta:
-        raise UsageError(f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}, which cannot be saved")
-
-
-def render_safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield a safetensors file in pieces, with one tensor at a time in host memory.
-
-    The widest items come first, so that every tensor is aligned.
-    """
-    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
-    header: dict[str, Any] = {METADATA: {"format": "pt"}}
-    end = 0
-    for name, tensor in ordered.items():
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for tensor in ordered.values():
-        yield tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
 def parse_size(size: int | str) -> int:
     """Return the bytes in `size`: a number, or text such as "5GB" (10**9 each) or "200MiB" (2**20 each).
 
@@ -214,30 +162,12 @@ def parse_size(size: int | str) -> int:
     return size
 
 
-def split_by_size(group: str, tensors: Mapping[str, Tensor], limit: int) -> dict[str, dict[str, Tensor]]:
-    """Return file name -> tensors: files of at most `limit` bytes, in the order given, named as Hugging Face does.
-
-    A tensor larger than `limit` has a file of its own.
-    """
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    if len(shards) == 1:
-        return {f"{group}.safetensors": shards[0]}
-    return {f"{group}-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
-
-
 def render_index(weight_map: Mapping[str, str], total_size: int) -> bytes:
     """Return the index of tensors in several files (name -> file), in Hugging Face's layout."""
     return render_json({"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}, "the index")
 
 
-def parse_index(document: Any, path: Path) -> dict[str, str]:
+def parse_index(document: Value, path: Path) -> dict[str, str]:
     """Return tensor name -> file from an index in Hugging Face's layout; raise CheckpointError for anything else."""
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not all(
@@ -248,156 +178,7 @@ def parse_index(document: Any, path: Path) -> dict[str, str]:
     return weight_map
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """The place of a tensor in the data of a safetensors file, in bytes."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-
-class SafetensorsFile:
-    """An open safetensors file with a checked header, as a context manager; tensors are read into new memory.
-
-    Nothing is memory-mapped, so truncating the file meanwhile causes an error rather than killing the process.
-
-    Attributes:
-        tensors: name -> tensor on the meta device, of the shape and dtype in the file.
-
-    Raises:
-        CheckpointError: the file is malformed, or, on leaving the block, it changed since it was opened.
-    """
-
-    def __init__(self, path: Path, links: bool = True) -> None:
-        self.path = path
-        self._descriptor, self._status = open_regular(path, links=links)
-        try:
-            self._prefix = self._read_exactly(0, 8)
-            length = int.from_bytes(self._prefix, "little")
-            if length > min(MAX_HEADER_BYTES, self._status.st_size - 8):
-                raise CheckpointError(f"{path} is damaged: it claims a header of {length} bytes")
-            self._prefix += self._read_exactly(8, length)
-            self._entries = _parse_header(self._prefix[8:], self._status.st_size - 8 - length, path)
-            self.tensors = {n: torch.empty(e.shape, dtype=e.dtype, device="meta") for n, e in self._entries.items()}
-        except BaseException:
-            os.close(self._descriptor)
-            raise
-
-    def __enter__(self) -> SafetensorsFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *others: object) -> None:
-        status = os.fstat(self._descriptor)
-        os.close(self._descriptor)
-        if kind is None and _version(status) != _version(self._status):
-            raise CheckpointError(f"{self.path} changed while it was read")
-
-    def read(self, name: str) -> Tensor:
-        """Return the tensor of this name."""
-        entry = self._entries[name]
-        size = entry.end - entry.start
-        return self._typed(self._fill(torch.empty(size, dtype=torch.uint8), len(self._prefix) + entry.start), entry)
-
-    def read_all(self, sha256: str | None = None, mapped: bool = False) -> dict[str, Tensor]:
-        """Return all tensors.
-
-        `mapped` maps the file into memory, copy-on-write, instead of reading it: for files that several processes share
-        and that do not fit into memory several times.
-
-        Raises:
-            CheckpointError: the bytes read do not have the hash `sha256`.
-        """
-        digest, found = hashlib.sha256(self._prefix), {}
-        content = None
-        if mapped:
-            content = torch.frombuffer(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-        for name, entry in sorted(self._entries.items(), key=lambda item: (item[1].start, item[1].end)):
-            start, size = len(self._prefix) + entry.start, entry.end - entry.start
-            if content is not None:
-                data = content[start : start + size]
-                digest.update(data.numpy().data)
-            else:
-                data = self._fill(torch.empty(size, dtype=torch.uint8), start, digest)
-            found[name] = self._typed(data, entry)
-        if sha256 is not None and digest.hexdigest() != sha256:
-            raise CheckpointError(f"{self.path} is damaged: its SHA-256 is not the one that was saved")
-        return found
-
-    def _typed(self, data: Tensor, entry: _Entry) -> Tensor:
-        if data.storage_offset() % entry.dtype.itemsize:
-            data = data.clone()
-        if entry.dtype == torch.bool and data.numel() and data.max() > 1:
-            raise CheckpointError(f"{self.path} is damaged: a boolean is neither 0 nor 1")
-        return data.view(entry.dtype).reshape(entry.shape)
-
-    def _fill(self, data: Tensor, offset: int, digest: Any = None) -> Tensor:
-        """Read from `offset` on into `data`, uint8 [bytes], and return it."""
-        view = data.numpy().data
-        for start in range(0, len(view), CHUNK_BYTES):
-            chunk = view[start : start + CHUNK_BYTES]
-            try:
-                count = os.preadv(self._descriptor, [chunk], offset + start)
-            except OSError as problem:
-                raise CheckpointError(f"{self.path} cannot be read: {problem.strerror}") from None
-            if count != len(chunk):
-                raise CheckpointError(f"{self.path} is damaged or has changed: it has {self._status.st_size} bytes")
-            if digest is not None:
-                digest.update(chunk)
-        return data
-
-    def _read_exactly(self, offset: int, count: int) -> bytes:
-        return self._fill(torch.empty(count, dtype=torch.uint8), offset).numpy().tobytes()
-
-
-def read_safetensors(
-    path: Path, sha256: str | None = None, *, links: bool = True, mapped: bool = False
-) -> dict[str, Tensor]:
-    """Return all tensors of a safetensors file; see SafetensorsFile.read_all."""
-    with SafetensorsFile(path, links) as file:
-        return file.read_all(sha256, mapped)
-
-
-def _parse_header(text: bytes, size: int, path: Path) -> dict[str, _Entry]:
-    """Return the tensors that a header describes, if they fill the file's `size` bytes of data exactly."""
-    header = parse_json(text, path)
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path} is damaged: its header is not an object")
-    header.pop(METADATA, None)
-    try:
-        entries = {str(name): _parse_entry(entry) for name, entry in header.items()}
-        end = 0
-        for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.end)):
-            if entry.start != end:
-                raise ValueError("its tensors do not lie one after the other")
-            end = entry.end
-        if end != size:
-            raise ValueError(f"it has {size} bytes of data where its tensors take {end}")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: {first_line(error)}") from None
-    return entries
-
-
-def _parse_entry(entry: Any) -> _Entry:
-    if set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError("a tensor has other fields than dtype, shape and data_offsets")
-    dtype, shape, (start, end) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
-        raise ValueError("a shape or an offset is not a whole number")
-    if len(shape) > 16 or math.prod(filter(None, shape)) >= 2**48:
-        raise ValueError("a shape is too large")
-    if math.prod(shape) * dtype.itemsize != end - start:
-        raise ValueError("a shape does not fit its data")
-    return _Entry(dtype, shape, start, end)
-
-
-def _version(status: os.stat_result) -> tuple[int, ...]:
-    """Return size and modification time: what a change of a file's content changes."""
-    return status.st_size, status.st_mtime_ns
-
-
-def flatten_state(state: Any) -> tuple[dict[str, Tensor], Any]:
+def flatten_state(state: Value) -> tuple[dict[str, Tensor], Value]:
     """Split nested state into named tensors and plain JSON, from which `unflatten_state` rebuilds it exactly.
 
     Accepts dicts (keys of any type below), lists, tuples, ints of any size, floats with infinities and NaN, strings,
@@ -411,7 +192,7 @@ def flatten_state(state: Any) -> tuple[dict[str, Tensor], Any]:
     """
     tensors: dict[str, Tensor] = {}
 
-    def encode(value: Any, place: str) -> Any:
+    def encode(value: Value, place: str) -> Value:
         if isinstance(value, Tensor):
             name = place or "_"
             while name in tensors or name == METADATA:
@@ -435,7 +216,7 @@ def flatten_state(state: Any) -> tuple[dict[str, Tensor], Any]:
     return tensors, encode(state, "")
 
 
-def unflatten_state(tensors: Mapping[str, Tensor], document: Any) -> Any:
+def unflatten_state(tensors: Mapping[str, Tensor], document: Value) -> Value:
     """Rebuild the state that `flatten_state` split.
 
     Raises:
@@ -443,7 +224,7 @@ def unflatten_state(tensors: Mapping[str, Tensor], document: Any) -> Any:
     """
     unused = set(tensors)
 
-    def decode(node: Any) -> Any:
+    def decode(node: Value) -> Value:
         if isinstance(node, list):
             return [decode(item) for item in node]
         if not isinstance(node, dict):
@@ -471,11 +252,11 @@ def unflatten_state(tensors: Mapping[str, Tensor], document: Any) -> Any:
     return state
 
 
-def _join(place: str, key: Any) -> str:
+def _join(place: str, key: Value) -> str:
     return f"{place}.{key}" if place else str(key)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Value]]) -> Fields:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key occurs twice in one object")

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +18,10 @@ from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
 from te_models.errors import ConfigError, UsageError
+from te_models.files.formats import Document
 from te_models.fp8.primary_weights import plain, write_weight
+from te_models.interop.hf import Place, tensor_places
 from te_models.interop.hf_families import family_for, family_of
-from te_models.interop.tensor_places import Place, tensor_places
 
 
 class Rows(nn.Linear):
@@ -58,7 +58,7 @@ class Rows(nn.Linear):
         weight = owner.get_parameter("weight")
         return self.place.save(torch.arange(len(weight), device=weight.device))
 
-    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **options: object) -> Tensor:
         """Return the rows' output in the pass under way; outside of one, x [N, in] times the weight."""
         return F.linear(x, self.weight, self.bias) if self.output is None else self.output
 
@@ -83,10 +83,10 @@ class _Alias(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[bad-override]  # as nn.Parameter's
 
-    def __new__(cls, values: Tensor, write: Any) -> _Alias:
+    def __new__(cls, values: Tensor, write: Callable[[Tensor], None]) -> _Alias:
         return torch.Tensor._make_subclass(cls, values)
 
-    def __init__(self, values: Tensor, write: Any) -> None:
+    def __init__(self, values: Tensor, write: Callable[[Tensor], None]) -> None:
         self.rows, self.write = values, write
 
     @property
@@ -119,7 +119,7 @@ class DividedLinear(nn.Module):
         super().__init__()
         self.base_layer, self.part, self.names = base_layer, (part,), names
 
-    def forward(self, x: Tensor, **options: Any) -> Tensor:
+    def forward(self, x: Tensor, **options: object) -> Tensor:
         """Map x [N, in] to [N, out], through peft's layers where they are."""
         out = self.base_layer(x, **options)
         for name in self.names:
@@ -136,7 +136,7 @@ class DividedLinear(nn.Module):
                 rows.output = None
         return out
 
-    def unload_and_optionally_merge_module(self, **options: Any) -> nn.Module:
+    def unload_and_optionally_merge_module(self, **options: object) -> nn.Module:
         """Return the te.Linear, into which peft merges the adapters of its rows; peft calls it."""
         return self.base_layer
 
@@ -202,7 +202,7 @@ def _names(targets: str | Iterable[str] | None, name: str) -> bool:
     return any(name == target or name.endswith(f".{target}") for target in targets or ())
 
 
-def place_adapters(model: CausalLM, rows: Mapping[str, tuple[str, ...]], configs: Mapping[str, Any]) -> None:
+def place_adapters(model: CausalLM, rows: Mapping[str, tuple[str, ...]], configs: Document) -> None:
     """Send each te.Linear that has `rows`, as from `show_linears`, through them, also where adapters may come later.
 
     Raises:

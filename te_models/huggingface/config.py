@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 from te_models.config.model import ModelConfig, config_fields
 from te_models.errors import needs
-from te_models.interop.hf import CONFIG_KEYS
+from te_models.files.formats import Fields
 from te_models.interop.hf_families import family_of
+from te_models.interop.quantized import CONFIG_KEYS
 from te_models.model.options import BuildOptions
 
 with needs("TEModelsForCausalLM", "transformers", "5.14", "hf"):
@@ -49,7 +50,7 @@ class TEModelsConfig(PreTrainedConfig):
             call()
 
     @classmethod
-    def get_config_dict(cls, *place: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def get_config_dict(cls, *place: Any, **options: Any) -> tuple[Fields, Fields]:
         """Return the values of a config.json, and `options` without its own.
 
         That of a family of Hugging Face is translated: peft reads the config of the base model of adapters.
@@ -69,6 +70,6 @@ class TEModelsConfig(PreTrainedConfig):
         """Return the shape, as it is now."""
         return ModelConfig.from_dict({name: getattr(self, name) for name in config_fields()})
 
-    def build_options(self) -> dict[str, Any]:
+    def build_options(self) -> Fields:
         """Return the keywords of CausalLM that were given."""
         return {name: self.__dict__[name] for name in BuildOptions.__annotations__ if name in self.__dict__}

@@ -21,14 +21,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from te_models.causal_lm import CausalLM
 from te_models.errors import UsageError
-from te_models.files.formats import list_some, parse_size
+from te_models.files.formats import Fields, list_some, parse_size
 from te_models.fp8.region import saving
 from te_models.generation.decode_loop import te_linears
 from te_models.huggingface.adapters import Head, place_adapters, show_linears
 from te_models.huggingface.cache import CacheView, refuse_other_states
 from te_models.huggingface.config import TEModelsConfig
 from te_models.huggingface.saving import add_prefix, leave_out_empty, save_model
-from te_models.interop.hf import is_hugging_face
+from te_models.interop.hf import hugging_face_documents
 from te_models.interop.hub import local_folder, split_options
 from te_models.model.inputs import check_inputs, check_tokens
 from te_models.model.rope import context_before_long_angles
@@ -93,7 +93,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, *others: Any, config: TEModelsConfig | None = None, **options: Any
+        cls, folder: str | Path, *others: object, config: TEModelsConfig | None = None, **options: Any
     ) -> TEModelsForCausalLM:
         """Load a folder, or a model of the hub, as CausalLM.from_pretrained does, which documents options and errors.
 
@@ -133,7 +133,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
         **loss_options: Tensor,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+    ) -> CausalLMOutputWithPast | tuple[object, ...]:
         """Logits, and the loss if there are labels, as transformers' decoders compute them.
 
         Args:
@@ -197,7 +197,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the output of the last norm, [B, S, D]; arguments as in `forward`."""
         tokens = self._tokens(input_ids, inputs_embeds)
         mask, positions = attention.get("attention_mask"), attention.get("position_ids")
-        passed: dict[str, Any] = self._attention(tokens, mask, positions, past)
+        passed: Fields = self._attention(tokens, mask, positions, past)
         with _hidden_states([], [self.model.norm], tokens.shape) as found:
             self.model(input_ids, inputs_embeds=inputs_embeds, logits_to_keep=1, **passed)
         return found[0]
@@ -220,9 +220,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             refuse_other_states(self.model.config)
         return DynamicCache(config=self.config) if use_cache and past is None else past
 
-    def _attention(
-        self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, past: Cache | None
-    ) -> dict[str, Any]:
+    def _attention(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, past: Cache | None) -> Fields:
         """Return the Decoder's arguments that say what each token sees, and from which position."""
         batch, seq = tokens.shape[:2]
         mask = None if mask is None else mask.to(tokens.device)
@@ -270,7 +268,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
-    ) -> dict[str, Any]:
+    ) -> Fields:
         """As in the base class; without the cache where LongRoPE's angles change, as in transformers' Phi-3.
 
         transformers derives the arguments that `generate` accepts from these names.
@@ -323,7 +321,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
                 self.model.te.drop_cached_weights(module)
 
     @staticmethod
-    def create_masks_for_generate(attention_mask: Tensor | None = None, **others: Any) -> Tensor | None:
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **others: object) -> Tensor | None:
         """Return the mask of padding as it is: the forward pass makes the masks of attention from it."""
         return attention_mask
 
@@ -348,7 +346,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.embed_tokens
 
     def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **others: Any
+        self, gradient_checkpointing_kwargs: Fields | None = None, **others: object
     ) -> None:
         """Set `activation_checkpointing` to "full"; the options of torch's function are ignored."""
         self.model.gradient_checkpointing_enable()
@@ -362,11 +360,11 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         """Return whether backward recomputes activations."""
         return self.model.activation_checkpointing != "none"
 
-    def half(self, *args: Any) -> TEModelsForCausalLM:
+    def half(self, *args: object) -> TEModelsForCausalLM:
         self.model.half()
         return self
 
-    def double(self, *args: Any) -> TEModelsForCausalLM:
+    def double(self, *args: object) -> TEModelsForCausalLM:
         self.model.double()
         return self
 
@@ -374,7 +372,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         self,
         save_directory: str | os.PathLike[str],
         is_main_process: bool = True,
-        state_dict: dict[str, Any] | None = None,
+        state_dict: Fields | None = None,
         push_to_hub: bool = False,
         max_shard_size: int | str = "50GB",
         variant: str | None = None,
@@ -409,15 +407,15 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             self.push_to_hub(**options, token=token)
 
 
-def _refuse_unknown(options: dict[str, Any]) -> None:
+def _refuse_unknown(options: Fields) -> None:
     """Raise a UsageError for arguments that would have an effect."""
     if unknown := [name for name, value in options.items() if name not in PACKING and value is not None]:
         raise UsageError(f"forward takes no {list_some(unknown)}: leave it out")
 
 
-def _changed(config: TEModelsConfig, folder: Path) -> dict[str, Any]:
+def _changed(config: TEModelsConfig, folder: Path) -> Fields:
     """Return the fields of the shape in which `config` differs from that of the folder; none if that is not ours."""
-    if is_hugging_face(folder, config.model_type):
+    if hugging_face_documents(folder) is not None:
         return {}
     own = TEModelsConfig.from_pretrained(folder).model_config().to_dict()
     return {name: value for name, value in config.model_config().to_dict().items() if own[name] != value}
@@ -432,10 +430,10 @@ def _hidden_states(before: list[nn.Module], after: list[nn.Module], shape: torch
     def keep(x: Tensor) -> None:
         found.append(x[: batch * seq].unflatten(0, (batch, seq)))
 
-    def keep_input(module: nn.Module, args: Any) -> None:
+    def keep_input(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         keep(args[0])
 
-    def keep_output(module: nn.Module, args: Any, output: Tensor) -> None:
+    def keep_output(module: nn.Module, args: object, output: Tensor) -> None:
         keep(output)
 
     hooks = [module.register_forward_pre_hook(keep_input) for module in before]
@@ -466,7 +464,7 @@ class Backbone(nn.Module):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        **others: Any,
+        **others: object,
     ) -> BaseModelOutputWithPast:
         """Return the output of the last norm, [B, S, D]; arguments as in TEModelsForCausalLM."""
         _refuse_unknown(others)

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,20 +13,21 @@ from te_models.causal_lm import CausalLM
 from te_models.config.model import ModelConfig
 from te_models.errors import CheckpointError, SaveError
 from te_models.files.atomic import first_line, write_file
-from te_models.files.formats import read_json
+from te_models.files.formats import Fields, read_json
 from te_models.fp8.extra_state import EXTRA, extra_states
 from te_models.fp8.primary_weights import plain
-from te_models.interop.hf import tokenizer_files
+from te_models.interop.hf_writing import tokenizer_files
 from te_models.saving.folder import MANIFEST, read_listed, save_folder
-from te_models.saving.pretrained import WRAPPED, model_content
+from te_models.saving.pretrained import model_content
+from te_models.saving.restore import WRAPPED
 
 
 def save_model(
     model: CausalLM,
     config: ModelConfig,
-    generation: dict[str, Any],
+    generation: Fields,
     folder: Path,
-    state: dict[str, Any] | None,
+    state: Fields | None,
     max_shard_bytes: int,
 ) -> None:
     """Write a model into `folder`, in our format, and leave other files in it unchanged.
@@ -67,7 +67,7 @@ def save_model(
         for name, content in tokenizer.items():
             if not (folder / name).exists():
                 (folder / name).parent.mkdir(exist_ok=True)
-                write_file(folder / name, [content])
+                write_file(folder / name, content)
     except OSError as error:
         raise SaveError(f"{folder} could not be written: {first_line(error)}") from None
 
@@ -87,7 +87,7 @@ def _move_in(new: Path, folder: Path) -> None:
         (folder / Path(name).name).unlink(missing_ok=True)
 
 
-def add_prefix(model: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+def add_prefix(model: nn.Module, state: Fields, prefix: str, *others: object) -> None:
     """Accept a state_dict with the names of CausalLM too."""
     for name in [name for name in state if name.startswith(prefix)]:
         bare = name.removeprefix(prefix)
@@ -95,7 +95,7 @@ def add_prefix(model: nn.Module, state: dict[str, Any], prefix: str, *others: An
             state[prefix + WRAPPED + bare] = state.pop(name)
 
 
-def leave_out_empty(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def leave_out_empty(model: nn.Module, state: Fields, prefix: str, metadata: object) -> None:
     """Leave the `_extra_state` of modules without FP8 state out of a state_dict.
 
     accelerate sets tensors by name and supports only parameters and buffers.

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError, field_values
-from te_models.interop.hf_parts import Part, Values
+from te_models.interop.hf_parts import Fields, Part, Values
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Layout:
 
     keys: tuple[str, ...]
     read: Callable[[Values], list[bool]]
-    write: Callable[[list[bool]], dict[str, Any]]
+    write: Callable[[list[bool]], Fields]
 
 
 def _read_steps(theirs: Values) -> list[bool]:
@@ -29,7 +28,7 @@ def _read_steps(theirs: Values) -> list[bool]:
     return [bool((layer + 1) % step) or layer in listed for layer in range(theirs["num_hidden_layers"])]
 
 
-def _write_steps(dense: list[bool]) -> dict[str, Any]:
+def _write_steps(dense: list[bool]) -> Fields:
     return {"decoder_sparse_step": 1, "mlp_only_layers": [layer for layer, one in enumerate(dense) if one]}
 
 
@@ -62,8 +61,8 @@ def experts(
     *,
     number: str = "num_experts",
     shared: str = "",
-    without: Mapping[str, Any] | None = None,
-    **constants: Any,
+    without: Values | None = None,
+    **constants: object,
 ) -> Part:
     """Return the part of a family with experts.
 
@@ -76,7 +75,7 @@ def experts(
         constants: fields of MoEConfig that all models of the family share.
     """
 
-    def read(theirs: Values) -> dict[str, Any]:
+    def read(theirs: Values) -> Fields:
         dense, count = layout.read(theirs), theirs.get("num_local_experts", theirs.get(number))
         if all(dense) or (count == 0 and without is not None):
             return {}
@@ -88,7 +87,7 @@ def experts(
         types = ["dense" if one else "sparse" for one in dense]
         return {"moe": moe, "mlp_layer_types": types if any(dense) else None}
 
-    def write(config: ModelConfig) -> dict[str, Any]:
+    def write(config: ModelConfig) -> Fields:
         if config.moe is None:
             if without is None:
                 raise ConfigError("a family with experts writes no model without them")
@@ -123,7 +122,7 @@ MIXTRAL_EXPERTS = experts(
     number="num_local_experts",
 )
 OLMOE_EXPERTS = experts(ALL_SPARSE, {**_CHOSEN, **_LOSS, **_NORMED, **_SAME_SIZE})
-_SIGMOID: dict[str, Any] = dict(router_scores="sigmoid", expert_bias=True)
+_SIGMOID: Fields = dict(router_scores="sigmoid", expert_bias=True)
 GLM_EXPERTS = experts(
     first_dense("first_k_dense_replace"),
     {**_CHOSEN, **_NORMED, **_SIZE, **{key: key for key in ("routed_scaling_factor", "n_group", "topk_group")}},

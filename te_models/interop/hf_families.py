@@ -53,6 +53,7 @@ from te_models.interop.hf_parts import (
     WINDOW,
     WINDOW_BY_FLAG,
     WINDOW_WITHOUT_ROPE,
+    Fields,
     Values,
     activation,
     biases,
@@ -98,31 +99,31 @@ _GEMMA = {
     "sliding_window": 4096,
 }  # fmt: skip
 _NO_BIAS = {"attention_bias": (False,)}
-_GLM: dict[str, Any] = dict(
+_GLM: Fields = dict(
     parts=(PARTIAL_ROPE, ACT, biases(out=None)), only=NO_DROPOUT,
     defaults={"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
               "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "pad_token_id": 151329,
               "eos_token_id": [151329, 151336, 151338], "attention_bias": True},
 )  # fmt: skip
-_MISTRAL: dict[str, Any] = dict(
+_MISTRAL: Fields = dict(
     layer=LAYER, parts=(ROPE, WINDOW, ACT), constants=UNGATED, only=NO_DROPOUT,
     defaults={**LENGTHS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1,
               "eos_token_id": 2, "sliding_window": 4096},
 )  # fmt: skip
-_MINISTRAL3: dict[str, Any] = dict(
+_MINISTRAL3: Fields = dict(
     layer=LAYER, parts=(QUERY_SCALE_ROPE, WINDOW, ACT), constants=UNGATED, only=NO_DROPOUT,
     defaults={"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
               "pad_token_id": 11, "bos_token_id": 1, "eos_token_id": 2},
 )  # fmt: skip
 # The text model of Mistral 3, of one of two types, in a folder with images.
-_MISTRAL3: dict[str, Any] = dict(
+_MISTRAL3: Fields = dict(
     model_type="mistral3", architecture="Mistral3ForConditionalGeneration", inner="text_config",
     root="language_model.model.", head="language_model.lm_head", aside=("vision_tower.", "multi_modal_projector."),
     accepts=lambda config: False,
     note="the text model of a folder whose other tensors are kept aside and written back",
 )  # fmt: skip
 _CAUSAL = {"use_bidirectional_attention": (None, False)}
-_GEMMA3: dict[str, Any] = dict(
+_GEMMA3: Fields = dict(
     layer=both_normed(NORMED_LAYER, GEMMA_NORMS),
     parts=(GEMMA3_ROPE, GELU, biases(), QUERY_SCALAR, EMBEDDING_ROOT, same("final_logit_softcapping")),
     constants={**GEMMA, "qk_norm": True},
@@ -130,14 +131,19 @@ _GEMMA3: dict[str, Any] = dict(
               "sliding_window_pattern": 6},
     only={**NO_DROPOUT, **_CAUSAL, "attn_logit_softcapping": (None,)}, ignored=frozenset(("hidden_act",)),
 )  # fmt: skip
+_GEMMA3_IMAGES: Fields = {
+    **_GEMMA3,
+    "defaults": {**_GEMMA3["defaults"], "vocab_size": 262208, "num_attention_heads": 8},
+    "only": {**_GEMMA3["only"], "final_logit_softcapping": (None,)},  # which transformers leaves out here
+}
 _GATED_NEXT = {"attention_gate": "elementwise", "qk_norm": True, "zero_centered_norm": True}
-_QWEN3_5: dict[str, Any] = dict(
+_QWEN3_5: Fields = dict(
     layer=QWEN3_5_LAYER, parts=(MROPE, HYBRID, ACT), constants=_GATED_NEXT,
     defaults={**LENGTHS, "num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
     only={**NO_DROPOUT, **_NO_BIAS, "attn_output_gate": (True,)},
     ignored=frozenset(("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers")),
 )  # fmt: skip
-_QWEN3_5_MOE: dict[str, Any] = {
+_QWEN3_5_MOE: Fields = {
     **_QWEN3_5,
     "layer": {**QWEN3_5_LAYER, **places.QWEN2_EXPERTS},
     "parts": (MROPE, HYBRID, ACT, QWEN3_5_EXPERTS, NO_WIDTH),
@@ -352,11 +358,7 @@ FAMILIES = (
     ),
     Family(
         model_type="gemma3", architecture="Gemma3ForConditionalGeneration", models="Gemma 3 4B, 12B, 27B",
-        **{
-            **_GEMMA3,
-            "defaults": {**_GEMMA3["defaults"], "vocab_size": 262208, "num_attention_heads": 8},
-            "only": {**_GEMMA3["only"], "final_logit_softcapping": (None,)},  # which transformers leaves out here
-        },
+        **_GEMMA3_IMAGES,
         inner="text_config", root="language_model.model.", head="language_model.lm_head",
         aside=("vision_tower.", "multi_modal_projector."), accepts=lambda config: False,
         note="the text model of a folder whose other tensors are kept aside and written back",
@@ -401,7 +403,7 @@ def family_of(config: Values) -> Family:
     plain = [
         f
         for f in FAMILIES
-        if not f.marks and f.model_type == kind and f.text_type in ("", text_type(config) or f.text_type)
+        if not f.marks and f.model_type == kind and (not f.text_type or text_type(config) in ("", f.text_type))
     ]
     for family in (*marked, *plain):
         return family
@@ -409,11 +411,13 @@ def family_of(config: Values) -> Family:
     raise unknown("architecture (model_type)", kind, types, advice=obstacle(config, types))
 
 
-def text_part(config: Any) -> tuple[Any, str]:
+def text_part(config: object) -> tuple[Any, str]:
     """Return the part of a config.json that describes the text model, and the prefix of its tensors' names."""
-    kind = config.get("model_type") if isinstance(config, Mapping) else None
-    nested = (family for family in FAMILIES if family.inner and family.model_type == kind)
-    return next(((config.get(family.inner), family.root) for family in nested), (config, "model."))
+    if isinstance(config, Mapping):
+        for family in FAMILIES:
+            if family.inner and family.model_type == config.get("model_type"):
+                return config.get(family.inner), family.root
+    return config, "model."
 
 
 def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:
@@ -426,7 +430,7 @@ def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:
         try:
             if family.read(family.write(config)) == config:
                 return family
-        except ValueError:
+        except (ArithmeticError, ValueError):  # numbers of ours for which theirs would be zero or infinite
             continue
     plain = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
     features = {name: value for name, value in config.to_dict().items() if name not in COPIED and value != plain[name]}

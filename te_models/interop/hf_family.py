@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError
-from te_models.interop.hf_parts import Part, Values
+from te_models.interop.hf_parts import Fields, Part, Values
 from te_models.interop.hf_places import Rows
 
 
@@ -45,7 +44,7 @@ class Family:
     parts: tuple[Part, ...]
     constants: Values = field(default_factory=dict)
     defaults: Values = field(default_factory=dict)
-    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     marks: tuple[str, ...] = ()
     written: bool = True
@@ -86,10 +85,10 @@ class Family:
         outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         return {**found, **outer}
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> Fields:
         """The config.json of a model, without its dtype."""
         ours = config.to_dict()
-        theirs: dict[str, Any] = {key: ours[key] for key in COPIED}
+        theirs: Fields = {key: ours[key] for key in COPIED}
         theirs |= {key: values[0] for key, values in self.only.items()}
         for part in self.parts:
             theirs |= part.write(config)
@@ -98,7 +97,7 @@ class Family:
             return {**named, **theirs}
         return {**named, "tie_word_embeddings": config.tie_word_embeddings, self.inner: theirs}
 
-    def rewritten(self, own: Values, config: ModelConfig) -> dict[str, Any]:
+    def rewritten(self, own: Values, config: ModelConfig) -> Fields:
         """Return the config.json `own` of a model that now has the shape `config`."""
         new, known = self.write(config), self.known()
         if not self.inner:

@@ -6,12 +6,11 @@ Facts: the configuration and modeling files of transformers 5.23.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from te_models.config.deltanet import DeltaNetConfig
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError
-from te_models.interop.hf_parts import PARTIAL_ROPE, Part, Values, read_rope, rope_parameters
+from te_models.interop.hf_parts import PARTIAL_ROPE, Fields, Part, Values, read_rope, rope_parameters
 
 DELTANET_SIZES = tuple(field.name for field in dataclasses.fields(DeltaNetConfig))
 
@@ -19,7 +18,7 @@ DELTANET_SIZES = tuple(field.name for field in dataclasses.fields(DeltaNetConfig
 _LINEAR = "linear_"  # the prefix of the sizes of Gated DeltaNet
 
 
-def _read_hybrid(theirs: Values) -> dict[str, Any]:
+def _read_hybrid(theirs: Values) -> Fields:
     """Read the kinds of layers, by default one of full_attention after three of linear_attention, and their sizes."""
     interval = theirs.get("full_attention_interval", 4)
     types = theirs.get("layer_types") or [
@@ -38,13 +37,13 @@ def _read_hybrid(theirs: Values) -> dict[str, Any]:
     return {"layer_types": types, "linear_attention": sizes}
 
 
-def _write_hybrid(config: ModelConfig) -> dict[str, Any]:
+def _write_hybrid(config: ModelConfig) -> Fields:
     sizes = {} if config.linear_attention is None else vars(config.linear_attention)
     types = list(config.layer_types or ["full_attention"] * config.num_hidden_layers)
     return {"layer_types": types, **{_LINEAR + name: size for name, size in sizes.items()}}
 
 
-def _read_mrope(theirs: Values) -> dict[str, Any]:
+def _read_mrope(theirs: Values) -> Fields:
     """Read a RoPE whose channels belong to three positions, which are one number for text."""
     found = dict(theirs)
     for key in ("rope_scaling", "rope_parameters"):

@@ -15,7 +15,8 @@ from te_models.config.model import CHOICES, ModelConfig
 from te_models.config.rope import Rope
 from te_models.errors import ConfigError, unknown
 
-Values = Mapping[str, Any]
+Values = Mapping[str, Any]  # an object in a config.json, or fields of ModelConfig
+Fields = dict[str, Any]  # the same, to be changed
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,11 @@ class Part:
     """Keys of config.json that belong together, with a function to read them and one to write them."""
 
     keys: tuple[str, ...]
-    read: Callable[[Values], dict[str, Any]]
-    write: Callable[[ModelConfig], dict[str, Any]]
+    read: Callable[[Values], Fields]
+    write: Callable[[ModelConfig], Fields]
 
 
-def read_rope(theirs: Values) -> dict[str, Any]:
+def read_rope(theirs: Values) -> Fields:
     """Read `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of earlier versions."""
     values = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
     if any(isinstance(value, Mapping) for value in values.values()):
@@ -42,7 +43,7 @@ def read_rope(theirs: Values) -> dict[str, Any]:
     return found
 
 
-def _read_whole_rope(theirs: Values) -> dict[str, Any]:
+def _read_whole_rope(theirs: Values) -> Fields:
     """Read the RoPE of families in which transformers always rotates whole heads.
 
     There it ignores `partial_rotary_factor` under the default RoPE, and fails on it under any other.
@@ -57,12 +58,12 @@ def _read_whole_rope(theirs: Values) -> dict[str, Any]:
     return found
 
 
-def _write_rope(config: ModelConfig) -> dict[str, Any]:
+def _write_rope(config: ModelConfig) -> Fields:
     """Return the older form, which every version of transformers reads."""
     return {"rope_theta": config.rope_theta, "rope_scaling": config.to_dict()["rope_scaling"]}
 
 
-def _write_partial_rope(config: ModelConfig) -> dict[str, Any]:
+def _write_partial_rope(config: ModelConfig) -> Fields:
     return {**_write_rope(config), "partial_rotary_factor": config.partial_rotary_factor}
 
 
@@ -117,7 +118,7 @@ def _types(theirs: Values, default: Callable[[Values], list[str]]) -> list[str]:
     return list(theirs.get("layer_types") or default(theirs))
 
 
-def _window(types: list[str], window: int | None) -> dict[str, Any]:
+def _window(types: list[str], window: int | None) -> Fields:
     """Return our fields for these layers, which are None where all layers are the same."""
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
@@ -131,15 +132,15 @@ def _write_types(config: ModelConfig) -> list[str]:
     return ["sliding_attention" if window(layer) is not None else "full_attention" for layer in config.layers]
 
 
-def _read_window_by_flag(default: Callable[[Values], list[str]]) -> Callable[[Values], dict[str, Any]]:
-    def read(theirs: Values) -> dict[str, Any]:
+def _read_window_by_flag(default: Callable[[Values], list[str]]) -> Callable[[Values], Fields]:
+    def read(theirs: Values) -> Fields:
         window = theirs.get("sliding_window") if theirs.get("use_sliding_window") else None
         return _window(list(theirs.get("layer_types") or (default(theirs) if window else ["full_attention"])), window)
 
     return read
 
 
-def _write_window_by_flag(config: ModelConfig) -> dict[str, Any]:
+def _write_window_by_flag(config: ModelConfig) -> Fields:
     types = _write_types(config)
     slides = "sliding_attention" in types
     return {
@@ -149,7 +150,7 @@ def _write_window_by_flag(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _write_window(config: ModelConfig) -> dict[str, Any]:
+def _write_window(config: ModelConfig) -> Fields:
     """Return a window even where no layer has one, since transformers makes its mask anyway."""
     window = config.sliding_window or config.max_position_embeddings
     return {"sliding_window": window, "layer_types": _write_types(config)}
@@ -164,7 +165,7 @@ def window_by_layer(default: Callable[[Values], list[str]], *keys: str) -> Part:
     )
 
 
-def _only_sliding_has_rope(types: list[str]) -> dict[str, Any]:
+def _only_sliding_has_rope(types: list[str]) -> Fields:
     """Return our fields of a model whose layers without a window have no RoPE."""
     rope = [int(kind == "sliding_attention") for kind in types]
     return {} if all(rope) else {"no_rope_layers": rope}
@@ -176,13 +177,13 @@ def window_with_rope(default: Callable[[Values], list[str]], *keys: str, unless_
     With `unless_none`, all layers of a model without any window have it.
     """
 
-    def read(theirs: Values) -> dict[str, Any]:
+    def read(theirs: Values) -> Fields:
         types, window = _types(theirs, default), theirs.get("sliding_window")
         if window is None and unless_none:
             return _window(types, window)
         return {**_window(types, window), **_only_sliding_has_rope(types)}
 
-    def write(config: ModelConfig) -> dict[str, Any]:
+    def write(config: ModelConfig) -> Fields:
         found = _write_window(config)
         if unless_none and config.sliding_window is None and config.no_rope_layers is None:
             found |= {"sliding_window": None}
@@ -200,7 +201,7 @@ def rope_by_type(default: Callable[[Values], list[str]], *keys: str, partial: bo
     """
     one = read_rope if partial else _read_whole_rope
 
-    def read(theirs: Values) -> dict[str, Any]:
+    def read(theirs: Values) -> Fields:
         types, given = _types(theirs, default), theirs.get("rope_parameters") or {}
         local = {"rope_theta": theirs["rope_local_base_freq"]}
         full = {"rope_theta": theirs["rope_theta"], **(theirs.get("rope_scaling") or {})}
@@ -218,7 +219,7 @@ def rope_by_type(default: Callable[[Values], list[str]], *keys: str, partial: bo
             ours["sliding_rope"] = {**sliding, **scaling}
         return ours
 
-    def write(config: ModelConfig) -> dict[str, Any]:
+    def write(config: ModelConfig) -> Fields:
         both = {"full_attention": config.rope, "sliding_attention": config.window_rope}
         ropes = {kind: rope_parameters(own, partial) for kind, own in both.items()}
         return {**_write_window(config), "rope_parameters": ropes}
@@ -227,7 +228,7 @@ def rope_by_type(default: Callable[[Values], list[str]], *keys: str, partial: bo
     return Part((*known, *keys), read, write)
 
 
-def rope_parameters(rope: Rope, partial: bool = False) -> dict[str, Any]:
+def rope_parameters(rope: Rope, partial: bool = False) -> Fields:
     """Return RoPE in the form of transformers 5."""
     share = {"partial_rotary_factor": rope.share} if partial else {}
     scaling = copy.deepcopy(rope.scaling) or {"rope_type": "default"}
@@ -239,27 +240,27 @@ def _rope_layers(theirs: Values) -> list[int]:
     return theirs.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(count)]
 
 
-def _read_no_rope(theirs: Values) -> dict[str, Any]:
+def _read_no_rope(theirs: Values) -> Fields:
     count = theirs["num_hidden_layers"]
     layers = _rope_layers(theirs)[:count]
     return {} if layers == [1] * count else {"no_rope_layers": layers}
 
 
-def _write_no_rope(config: ModelConfig) -> dict[str, Any]:
+def _write_no_rope(config: ModelConfig) -> Fields:
     return {"no_rope_layers": list(config.no_rope_layers or [1] * config.num_hidden_layers)}
 
 
 GATE_FLAGS = {"headwise": "headwise_attn_output_gate", "elementwise": "elementwise_attn_output_gate"}
 
 
-def _read_gate(theirs: Values) -> dict[str, Any]:
+def _read_gate(theirs: Values) -> Fields:
     gates = [gate for gate, flag in GATE_FLAGS.items() if theirs.get(flag)]
     if len(gates) > 1:
         raise ConfigError(f"{' and '.join(GATE_FLAGS.values())} together are not supported: set one of them to false")
     return {"attention_gate": gates[0] if gates else "none", "qk_norm": bool(theirs["use_qk_norm"])}
 
 
-def _write_gate(config: ModelConfig) -> dict[str, Any]:
+def _write_gate(config: ModelConfig) -> Fields:
     flags = {flag: config.attention_gate == gate for gate, flag in GATE_FLAGS.items()}
     return {**flags, "use_qk_norm": config.qk_norm}
 
@@ -271,7 +272,7 @@ _MINISTRAL3 = dict(
 )  # fmt: skip
 
 
-def _read_query_scale(theirs: Values) -> dict[str, Any]:
+def _read_query_scale(theirs: Values) -> Fields:
     """Read the RoPE of Ministral 3, whose parameters include the scale of queries."""
     values = {**(theirs.get("rope_scaling") or theirs.get("rope_parameters") or _MINISTRAL3)}
     beta, length = values.pop("llama_4_scaling_beta", None), values.get("original_max_position_embeddings")
@@ -282,7 +283,7 @@ def _read_query_scale(theirs: Values) -> dict[str, Any]:
     return {**found, "query_scale_beta": beta, "query_scale_length": length} if beta else found
 
 
-def _write_query_scale(config: ModelConfig) -> dict[str, Any]:
+def _write_query_scale(config: ModelConfig) -> Fields:
     scaling = rope_parameters(config.rope)
     length = config.query_scale_length or scaling.get(
         "original_max_position_embeddings", config.max_position_embeddings
@@ -291,7 +292,7 @@ def _write_query_scale(config: ModelConfig) -> dict[str, Any]:
     return {"rope_parameters": scaling}
 
 
-def _read_su_rope(theirs: Values) -> dict[str, Any]:
+def _read_su_rope(theirs: Values) -> Fields:
     """Read the RoPE of Phi-3, whose LongRoPE has had two other names and its original context in a key of its own."""
     values = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
     kind = values.pop("type", "default")
@@ -306,7 +307,7 @@ def _read_su_rope(theirs: Values) -> dict[str, Any]:
     return read_rope({**theirs, "rope_scaling": None, "rope_parameters": values})
 
 
-def _write_su_rope(config: ModelConfig) -> dict[str, Any]:
+def _write_su_rope(config: ModelConfig) -> Fields:
     found = _write_partial_rope(config)
     original = (config.rope_scaling or {}).get("original_max_position_embeddings", config.max_position_embeddings)
     return {**found, "original_max_position_embeddings": original}
@@ -332,7 +333,7 @@ def biases(out: str | None = "attention_bias", mlp: str | None = None, qkv: str 
     )
 
 
-def _read_internlm_biases(theirs: Values) -> dict[str, Any]:
+def _read_internlm_biases(theirs: Values) -> Fields:
     """Read the keys of transformers, or `qkv_bias` and `bias` of the files that came with the model."""
     qkv = theirs.get("attention_bias", theirs.get("qkv_bias", False))
     rest = theirs.get("mlp_bias", theirs.get("bias", False))
@@ -345,7 +346,7 @@ ALIASES = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}  # other names of t
 def activation(key: str = "hidden_act", aliases: Mapping[str, str] = ALIASES) -> Part:
     """Return the part of the key that names the MLP's activation."""
 
-    def read(theirs: Values) -> dict[str, Any]:
+    def read(theirs: Values) -> Fields:
         name = theirs.get(key, "silu")
         name = aliases.get(name, name)
         if name not in CHOICES["hidden_act"]:
@@ -360,7 +361,7 @@ def _head_dim(theirs: Values) -> float:
     return theirs.get("head_dim") or theirs["hidden_size"] // theirs["num_attention_heads"]
 
 
-def _multiplier(theirs: Values, value: float) -> dict[str, Any]:
+def _multiplier(theirs: Values, value: float) -> Fields:
     return {} if value == _head_dim(theirs) ** -0.5 else {"attention_multiplier": value}
 
 
@@ -368,7 +369,7 @@ def _write_multiplier(config: ModelConfig) -> float:
     return config.head_dim**-0.5 if config.attention_multiplier is None else config.attention_multiplier
 
 
-def _read_laguna(theirs: Values) -> dict[str, Any]:
+def _read_laguna(theirs: Values) -> Fields:
     """Read the gate; refuse layers with different numbers of heads."""
     heads = theirs["num_attention_heads"]
     if any(own != heads for own in theirs.get("num_attention_heads_per_layer") or ()):
@@ -379,7 +380,7 @@ def _read_laguna(theirs: Values) -> dict[str, Any]:
     return {"attention_gate": gates[theirs["gating"]]}
 
 
-def _write_laguna(config: ModelConfig) -> dict[str, Any]:
+def _write_laguna(config: ModelConfig) -> Fields:
     gates = {"headwise": "per-head", "elementwise": "per-element"}
     heads = [config.num_attention_heads] * config.num_hidden_layers
     return {"gating": gates.get(config.attention_gate, False), "num_attention_heads_per_layer": heads}
@@ -448,7 +449,7 @@ _AUTO_MAP = {
 }
 
 
-def _read_own(theirs: Values) -> dict[str, Any]:
+def _read_own(theirs: Values) -> Fields:
     options = theirs.get("decoder_options") or {}
     for name in options:
         if name not in OWN_OPTIONS:
@@ -456,7 +457,7 @@ def _read_own(theirs: Values) -> dict[str, Any]:
     return dict(options)
 
 
-def _write_own(config: ModelConfig) -> dict[str, Any]:
+def _write_own(config: ModelConfig) -> Fields:
     options = {name: value for name, value in config.to_dict().items() if name in OWN_OPTIONS}
     return {"auto_map": _AUTO_MAP, "decoder_options": options}
 

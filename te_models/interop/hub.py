@@ -10,10 +10,11 @@ import torch
 
 from te_models.config.recipe import unknown_option
 from te_models.config.shipped import list_shipped, shipped_folder
-from te_models.errors import CheckpointError, UsageError, needs
+from te_models.errors import UsageError, needs
 from te_models.files.atomic import first_line, readable
-from te_models.files.formats import list_some
+from te_models.files.formats import Document, Fields
 from te_models.interop.model_card import CARD, user_card
+from te_models.interop.origin import DTYPES
 from te_models.model.options import HubOptions, LoadOptions
 
 # The files of a repository that a model needs. Mistral's and Meta's releases contain the same weights a second time, in
@@ -58,7 +59,6 @@ WITHOUT_EFFECT = frozenset((
     "trust_remote_code", "code_revision", "use_safetensors", "weights_only", "low_cpu_mem_usage", "resume_download",
     "disable_mmap", "tqdm_class", "allow_all_kernels", "commit_hash", "_commit_hash", "mirror", "use_cache",
 ))  # fmt: skip
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def local_folder(name: str | Path, **hub: Any) -> Path:
@@ -91,7 +91,7 @@ def local_folder(name: str | Path, **hub: Any) -> Path:
         raise UsageError(f"{name} is no folder here, and the Hugging Face hub did not give it ({reason})") from None
 
 
-def push_folder(folder: Path, repo_id: str, options: Mapping[str, Any]) -> str:
+def push_folder(folder: Path, repo_id: str, options: Document) -> str:
     """Upload a folder to a repository on the hub, which is created if it does not exist; return its address.
 
     A model card there that te-models did not write is left unchanged. `options` are PushOptions.
@@ -118,7 +118,7 @@ def push_folder(folder: Path, repo_id: str, options: Mapping[str, Any]) -> str:
         raise UsageError(f"the Hugging Face hub did not take {repo_id} ({reason})") from None
 
 
-def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_options(options: Document) -> tuple[Fields, Fields]:
     """Return the keywords of `from_pretrained` for the hub and those for the model, translating those of transformers.
 
     Raises:
@@ -154,14 +154,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     return {name: value for name, value in hub.items() if value is not None}, rest
 
 
-def saved_dtype(file: str | Path, name: Any) -> torch.dtype:
-    """Return the dtype called `name` in a config.json, `file`; a CheckpointError for any other than these three."""
-    if name not in tuple(DTYPES):  # a list or a dict is no key
-        raise CheckpointError(f"{file}: dtype {list_some([repr(name)])} is not bfloat16, float16 or float32")
-    return DTYPES[name]
-
-
-def _dtype(value: Any) -> torch.dtype | None:
+def _dtype(value: object) -> torch.dtype | None:
     """Return the dtype of a name or a dtype; None for "auto", the dtype of the checkpoint."""
     if value in (None, "auto"):
         return None

@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from te_models.files.formats import read_json
+from te_models.files.formats import Document, Fields, read_json
 from te_models.model.decoder import Decoder
 
 CARD = "README.md"
@@ -47,7 +45,7 @@ def user_card(folder: Path) -> bytes | None:
     return None if MARK.encode() in content else content
 
 
-def model_card(model: Decoder, source: Path | None, config: Mapping[str, Any], name: str, code: bool) -> bytes | None:
+def model_card(model: Decoder, source: Path | None, config: Document, name: str, code: bool) -> bytes | None:
     """Return the card of a model; None without the package huggingface_hub.
 
     Args:
@@ -83,7 +81,7 @@ def model_card(model: Decoder, source: Path | None, config: Mapping[str, Any], n
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}")).encode()
 
 
-def _rows(model: Decoder, config: Mapping[str, Any]) -> dict[str, Any]:
+def _rows(model: Decoder, config: Document) -> Fields:
     """Return the card's rows about recipe, engine and shape."""
     recipe, linears = model.recipe, model.precision.linears.values()
     low = sum(linear.recipe is not None for linear in linears)

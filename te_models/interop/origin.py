@@ -1,13 +1,23 @@
-"""Where a model came from: its folder, and Hugging Face's files in it that a save writes back."""
+"""Where a model comes from: an opened folder, whatever its format, and Hugging Face's files that a save writes back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+import torch
+from torch import Tensor
+
+from te_models.config.model import ModelConfig
+from te_models.config.recipe import Recipe
 from te_models.errors import CheckpointError, mistyped
+from te_models.files.atomic import first_line
+from te_models.files.formats import Document, list_some
+from te_models.model.decoder import Decoder
+
+MODEL_TYPE = "te_models"  # of our own format, in config.json
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -21,23 +31,110 @@ class Origin:
     """
 
     folder: Path | None = None
-    config: Mapping[str, Any] | None = None
-    generation: Mapping[str, Any] | None = None
+    config: Document | None = None
+    generation: Document | None = None
     beside: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.generation is None:
-            return
+        generation = {} if self.generation is None else self.generation
         file = f"{self.folder}/generation_config.json"
-        if not isinstance(self.generation, Mapping):
-            raise CheckpointError(f"{file} is a JSON {type(self.generation).__name__}, not an object")
+        if not isinstance(generation, Mapping):
+            raise CheckpointError(f"{file} is a JSON {type(generation).__name__}, not an object")
         for name in ("eos_token_id", "pad_token_id"):
-            given = self.generation.get(name)
+            given = generation.get(name)
             ids = given if isinstance(given, list) and name == "eos_token_id" else [] if given is None else [given]
             if any(mistyped(number, int) or abs(number) >= 2**63 for number in ids):
                 raise CheckpointError(f"{file}: {name} is {str(given)[:60]}: give the id of a token, a whole number")
 
-    def documents(self) -> dict[str, Any]:
+    def documents(self) -> dict[str, Document]:
         """Return the documents to save with the model so that it can be written back unchanged."""
         found = {"hf_config": self.config, "generation_config": self.generation}
         return {name: document for name, document in found.items() if document is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A folder with a model, whose names, sizes and documents were checked; values may be read as they are asked for.
+
+    Attributes:
+        path: the folder.
+        config: the shape of the model.
+        dtype: that of its weights.
+        origin: what a save of the model writes back.
+        recipe: the recipe that it was saved under; None for a model of Hugging Face.
+        in_fp8: whether its weights are FP8 primary weights.
+    """
+
+    path: Path
+    config: ModelConfig
+    dtype: torch.dtype
+    origin: Origin = field(default_factory=Origin)
+    recipe: Recipe | None = None
+    in_fp8: bool = False
+
+    def fit(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Raise a CheckpointError unless the tensors are those of a model whose parameters have these shapes."""
+        raise NotImplementedError
+
+    def parameters(self, like: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and values of each parameter, whole; one that is made of parts has the dtype and device of `like`.
+
+        Raises:
+            CheckpointError: a value is not finite, or a file changed.
+        """
+        raise NotImplementedError
+
+    def fitting_fp8(self, model: Decoder) -> dict[str, Tensor]:
+        """Return the data and scales of FP8 weights that `model` can take over, under its names, once they fit."""
+        raise NotImplementedError
+
+    def restore_fp8(self, model: Decoder) -> None:
+        """Give `model`, which has the weights, the scales and quantized weights of the folder that it has a use for."""
+        raise NotImplementedError
+
+
+def read_own_config(
+    path: Path, document: object, tensors: Mapping[str, Tensor] | None = None
+) -> tuple[ModelConfig, torch.dtype]:
+    """Return the config and the dtype in a config.json of ours, `path`; sizes beyond those of `tensors` are refused."""
+    if tensors is not None:
+        check_sizes(path, document, tensors)
+    try:
+        values = {} if not isinstance(document, Mapping) else dict(document)
+        kind, name = values.pop("model_type", None), values.pop("dtype", None)
+        if kind != MODEL_TYPE:
+            raise ValueError(f"a model of type {list_some([repr(kind)])}, and this version reads {MODEL_TYPE!r}")
+        return ModelConfig.from_dict(values), saved_dtype(path, name)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(f"{path}: {first_line(error)}") from None
+
+
+def saved_dtype(file: str | Path, name: object) -> torch.dtype:
+    """Return the dtype called `name` in a config.json, `file`; a CheckpointError for any other than these three."""
+    if not isinstance(name, str) or name not in DTYPES:
+        raise CheckpointError(f"{file}: dtype {list_some([repr(name)])} is not bfloat16, float16 or float32")
+    return DTYPES[name]
+
+
+def check_sizes(path: Path, values: object, tensors: Mapping[str, Tensor], root: str = "") -> None:
+    """Compare the sizes in a config.json with the tensors of the model, before anything of such a size is made.
+
+    Args:
+        path: of the config.json, for errors.
+        values: its content.
+        tensors: all tensors of the model, on any device.
+        root: the prefix of the names of the model's tensors.
+
+    Raises:
+        CheckpointError: it has more layers, a larger vocabulary or a larger hidden size than the tensors.
+    """
+    if not isinstance(values, Mapping):
+        raise CheckpointError(f"{path} is not an object of names and values")
+    layers, embedding = f"{root}layers.", f"{root}embed_tokens.weight"
+    numbers = {name.removeprefix(layers).split(".")[0] for name in tensors if name.startswith(layers)}
+    actual: dict[str, int] = {"num_hidden_layers": len(numbers)}
+    if embedding in tensors and tensors[embedding].dim() == 2:
+        actual["vocab_size"], actual["hidden_size"] = tensors[embedding].shape
+    for name, size in actual.items():
+        if isinstance(values.get(name), int) and values[name] > size:
+            raise CheckpointError(f"{path}: {name} is {values[name]}, and the tensors have {size}")

@@ -22,7 +22,8 @@ from torch import Tensor
 from te_models.engine.emulated import numerics, nvfp4
 from te_models.engine.emulated.numerics import DType
 from te_models.errors import CheckpointError
-from te_models.files.formats import SafetensorsFile, list_some, read_json
+from te_models.files.formats import Document, list_some, read_json
+from te_models.files.tensors import SafetensorsFile
 
 E4M3 = torch.float8_e4m3fn
 NARROW = (E4M3, torch.float8_e5m2)
@@ -76,7 +77,7 @@ INPUT_SCALES = ("input_scale", "activation_scale")
 UNREAD = ("k_scale", "v_scale", "q_scale", "output_scale")  # of a quantized cache of keys and values
 
 
-def read_scheme(folder: Path, config: Mapping[str, Any]) -> Scheme | None:
+def read_scheme(folder: Path, config: Document) -> Scheme | None:
     """Return the scheme of the quantized weights in a folder with this config.json; None if there are none.
 
     Raises:
@@ -106,19 +107,19 @@ def read_scheme(folder: Path, config: Mapping[str, Any]) -> Scheme | None:
         raise CheckpointError(f"{source}: quantization_config of {method!r} is not supported: {reason}") from None
 
 
-def _shown(values: Any) -> str:
+def _shown(values: object) -> str:
     text = repr(values)
     return text if len(text) < 100 else f"{text[:97]}..."
 
 
-def _refuse_unknown(values: Mapping[str, Any], known: Iterable[str]) -> None:
+def _refuse_unknown(values: Document, known: Iterable[str]) -> None:
     """Raise a ValueError for an unknown key with a value that matters."""
     for name, value in values.items():
         if name not in known and value not in (None, False, [], {}):
             raise ValueError(f"{name}={_shown(value)} is not known")
 
 
-def _require(values: Mapping[str, Any], name: str, *allowed: Any) -> Any:
+def _require(values: Document, name: str, *allowed: object) -> Any:
     """Return values[name]; raise a ValueError unless it is one of `allowed`."""
     value = values.get(name)
     if not any(type(value) is type(choice) and value == choice for choice in allowed):
@@ -126,7 +127,7 @@ def _require(values: Mapping[str, Any], name: str, *allowed: Any) -> Any:
     return value
 
 
-def _block_size(value: Any) -> tuple[int, int]:
+def _block_size(value: object) -> tuple[int, int]:
     """Return the rows and columns of a block."""
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         raise ValueError(f"the block size {_shown(value)} is not a pair of numbers")
@@ -136,7 +137,7 @@ def _block_size(value: Any) -> tuple[int, int]:
     return value[0], value[1]
 
 
-def _fp8_scheme(values: Mapping[str, Any]) -> Scheme:
+def _fp8_scheme(values: Document) -> Scheme:
     known = ("quant_method", "activation_scheme", "weight_block_size", "ignored_layers", "modules_to_not_convert",
              "fmt", "scale_fmt", "dequantize", "expert_dtype", "kv_cache_scheme", "provider")  # fmt: skip
     _refuse_unknown(values, known)
@@ -147,7 +148,7 @@ def _fp8_scheme(values: Mapping[str, Any]) -> Scheme:
     return dataclasses.replace(TENSOR, activations="static" if scheme == "static" else "token")
 
 
-def _compressed_scheme(values: Mapping[str, Any]) -> Scheme:
+def _compressed_scheme(values: Document) -> Scheme:
     known = ("quant_method", "format", "config_groups", "ignore", "quantization_status", "global_compression_ratio",
              "kv_cache_scheme", "version")  # fmt: skip
     _refuse_unknown(values, known)
@@ -160,7 +161,7 @@ def _compressed_scheme(values: Mapping[str, Any]) -> Scheme:
     return schemes.pop()
 
 
-def _compressed_group(group: Mapping[str, Any], format: Any) -> Scheme:
+def _compressed_group(group: Document, format: object) -> Scheme:
     _refuse_unknown(group, ("targets", "weights", "input_activations", "format"))
     weights, inputs = group["weights"], group.get("input_activations")
     _require(weights, "type", "float")
@@ -184,7 +185,7 @@ def _compressed_group(group: Mapping[str, Any], format: Any) -> Scheme:
     return dataclasses.replace(TENSOR if strategy == "tensor" else CHANNEL, activations=activations)
 
 
-def _modelopt_scheme(values: Mapping[str, Any]) -> Scheme:
+def _modelopt_scheme(values: Document) -> Scheme:
     known = ("quant_method", "quant_algo", "kv_cache_quant_algo", "kv_cache_scheme", "exclude_modules", "ignore",
              "producer", "config_groups", "group_size", "quantized_layers")  # fmt: skip
     _refuse_unknown({k: v for k, v in values.items() if k != "quantized_layers"}, known)
@@ -213,17 +214,6 @@ class StoredWeights:
     inputs: dict[str, Tensor] = field(default_factory=dict)
     data: dict[str, str] = field(default_factory=dict)
 
-    def name(self, stored: str) -> str:
-        """Return the name of the weight whose data is in the stored tensor."""
-        return self.data.get(stored, stored)
-
-    def values(self, stored: str, tensor: Tensor) -> Tensor:
-        """Return a tensor of the model from the stored data: FP32 where it is quantized, else as it is."""
-        name = self.data.get(stored)
-        if name is None or self.scheme is None:
-            return tensor
-        return dequantize(self.scheme, tensor, self.scales[name])
-
 
 def dequantize(scheme: Scheme, data: Tensor, scales: Tensor) -> Tensor:
     """Return the FP32 values of a quantized weight: data times scale, rounded once.
@@ -239,7 +229,7 @@ def dequantize(scheme: Scheme, data: Tensor, scales: Tensor) -> Tensor:
 
 
 def open_weights(
-    folder: Path, scheme: Scheme | None, found: Mapping[str, Tensor], shards: Iterable[Path]
+    folder: Path, scheme: Scheme | None, found: Mapping[str, Tensor], files: Iterable[SafetensorsFile]
 ) -> StoredWeights:
     """Return the tensors of a folder, with the scales of quantized weights read and checked.
 
@@ -247,7 +237,7 @@ def open_weights(
         folder: for errors.
         scheme: from `read_scheme`.
         found: name -> tensor on the meta device of everything stored.
-        shards: the safetensors files.
+        files: the safetensors files.
 
     Raises:
         CheckpointError: a quantized weight lacks its scales, or they have a wrong shape or dtype, or are negative or
@@ -261,8 +251,8 @@ def open_weights(
             )
         return StoredWeights(None, dict(found))
     weights = _Weights(folder, scheme, found)
-    read = _read(shards, weights.wanted())
-    return weights.checked(read)
+    names = weights.wanted()
+    return weights.checked({name: file.read(name) for file in files for name in names & file.tensors.keys()})
 
 
 class _Weights:
@@ -347,12 +337,3 @@ class _Weights:
         if not bool(good.all()):
             raise CheckpointError(f"{self.folder}: {name} has a scale that is negative or not finite")
         return scales
-
-
-def _read(shards: Iterable[Path], names: set[str]) -> dict[str, Tensor]:
-    """Return the tensors of these names."""
-    found = {}
-    for shard in shards:
-        with SafetensorsFile(shard) as file:
-            found |= {name: file.read(name) for name in names & file.tensors.keys()}
-    return found

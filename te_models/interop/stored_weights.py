@@ -8,14 +8,13 @@ under one scale per weight, the weight stays as the loader made it: quantized fr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from te_models.config.recipe import Recipe
-from te_models.files.formats import SafetensorsFile
+from te_models.files.tensors import SafetensorsFile
 from te_models.fp8.primary_weights import (
     SHARDED_SCHEMES,
     load_quantized_weights,
@@ -92,14 +91,14 @@ def collapse(by_row: Tensor, used: Tensor, rows: int) -> Tensor | None:
 
 @torch.no_grad()
 def keep_stored_weights(
-    model: Decoder, places: Mapping[str, Place], shards: Iterable[Path], stored: StoredWeights
+    model: Decoder, places: Mapping[str, Place], files: Iterable[SafetensorsFile], stored: StoredWeights
 ) -> int:
     """Give FP8 primary weights the data and scales of a folder where both have the same blocks.
 
     Args:
         model: already filled.
         places: name of their tensor -> its rows.
-        shards: the safetensors files.
+        files: the safetensors files.
         stored: the weights in them.
 
     Returns:
@@ -122,15 +121,17 @@ def keep_stored_weights(
         scales = _fused_scales(parts, places, stored, live[name].shape, block)
         if scales is not None:
             data = torch.zeros(live[name].shape, dtype=torch.uint8)
-            for part, tensor in _read({sources[part]: part for part in parts}, shards):
-                places[part].load(data, tensor.view(torch.uint8))
+            wanted = {sources[part]: part for part in parts}
+            for file in files:
+                for source in wanted.keys() & file.tensors.keys():
+                    places[wanted[source]].load(data, file.read(source).view(torch.uint8))
             _write(model, name, data, scales, live[name])
             count += 1
     return count
 
 
 def _fused_scales(
-    parts: list[str], places: Mapping[str, Place], stored: StoredWeights, shape: torch.Size, block: Any
+    parts: list[str], places: Mapping[str, Place], stored: StoredWeights, shape: torch.Size, block: tuple[int, int]
 ) -> Tensor | None:
     """Return the scales of one parameter in its own blocks; None if it cannot have the stored ones."""
     if stored.scheme is None:
@@ -151,13 +152,6 @@ def _fused_scales(
         places[part].load(used, torch.ones(own[0], 1))
     scales = None if by_row is None else collapse(by_row, used[:, 0] > 0, block[0])
     return None if scales is None or not bool((scales > 0).all()) else scales
-
-
-def _read(wanted: Mapping[str, str], shards: Iterable[Path]) -> Iterable[tuple[str, Tensor]]:
-    for shard in shards:
-        with SafetensorsFile(shard) as file:
-            for data in wanted.keys() & file.tensors.keys():
-                yield wanted[data], file.read(data)
 
 
 def _write(model: nn.Module, name: str, data: Tensor, scales: Tensor, parameter: Tensor) -> None:

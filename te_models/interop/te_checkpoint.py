@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from torch import Tensor
 from te_models.config.recipe import SCHEMES, Recipe, get_recipe
 from te_models.errors import CheckpointError
 from te_models.files.atomic import CHUNK_BYTES, first_line
-from te_models.files.formats import SafetensorsFile, check_finite, list_some, open_regular, read_safetensors
+from te_models.files.formats import Fields, list_some, open_regular
+from te_models.files.tensors import SafetensorsFile, check_finite, read_safetensors
 from te_models.fp8.extra_state import EXTRA, read_extra_tensor
 from te_models.interop.te_extra_state import read_extra_state
 
@@ -45,7 +46,7 @@ class TECheckpoint:
 
     weights: dict[str, Tensor]
     fp8_state: dict[str, Tensor]
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: Fields = field(default_factory=dict)
 
     def recipe(self, layers: int) -> Recipe:
         """Return the recipe that a model of `layers` blocks was saved under.
@@ -97,7 +98,7 @@ def read_te_checkpoint(path: str | Path, rename: Callable[[str], str] | None = N
         )
     weights: dict[str, Tensor] = {}
     state: dict[str, Tensor] = {}
-    fields: dict[str, Any] = {}
+    fields: Fields = {}
     for file in files:
         for theirs, value in (_read_pt(file) if file.suffix in SUFFIXES else read_safetensors(file)).items():
             name = rename(theirs) if rename is not None else theirs
@@ -115,7 +116,7 @@ def read_te_checkpoint(path: str | Path, rename: Callable[[str], str] | None = N
     return TECheckpoint(weights, state, known)
 
 
-def _read_pt(file: Path) -> dict[str, Any]:
+def _read_pt(file: Path) -> Fields:
     descriptor, status = open_regular(file)
     try:
         with open(descriptor, "rb") as opened:

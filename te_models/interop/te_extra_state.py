@@ -3,7 +3,8 @@
 Under DelayedScaling, Transformer Engine (2.20, section 7.10 of docs/internals/transformer_engine.md) puts a pickle into
 `state_dict()` as the uint8 tensor `_extra_state` of every module, and refuses to load it unless the user declares it
 safe to run. This file interprets the pickle instead: it defines the meaning of the few opcodes and globals that such a
-state consists of, imports no name, and refuses everything else.
+state consists of, imports no name, and refuses everything else. PyTorch's tensors-only loader could not: it reads
+protocol 2, and Transformer Engine writes the newest.
 """
 
 import io
@@ -12,7 +13,7 @@ import pickletools
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,6 +50,8 @@ _OPCODES = {opcode.code: opcode for opcode in pickletools.opcodes}
 _FLOAT_STORAGE = "torch.FloatStorage"
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_VERSION = 1001
+Kind = TypeVar("Kind")
+Loaded = Any  # a value that the pickle made, of a type that is not known yet
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -64,8 +67,8 @@ class _Inert:
     """A stand-in for an instance of a recipe class."""
 
     kind: str
-    arguments: tuple[Any, ...]
-    fields: dict[str, Any] = field(default_factory=dict)
+    arguments: tuple[Loaded, ...]
+    fields: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,62 +106,65 @@ def read_extra_state(payload: Tensor | bytes) -> dict[str, Any]:
     try:
         state = _interpret(io.BytesIO(payload), _STATE_GLOBALS)
         return _checked(state) if state is not None else {}
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, struct.error) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, struct.error) as error:
         raise CheckpointError(f"the extra state is refused ({type(error).__name__}: {first_line(error)})") from None
 
 
-def _checked(state: Any) -> dict[str, Any]:
+def _require(good: bool, problem: str) -> None:
+    """Raise a ValueError, which `read_extra_state` explains, unless all is well."""
+    if not good:
+        raise ValueError(problem)
+
+
+def _checked(state: Loaded) -> dict[str, Any]:
     """Convert the three forms of a state into one."""
-    if not isinstance(state, dict):
-        raise ValueError("it is not a dictionary")
+    state = _expect(dict, state)
     parts = [state[mode] for mode in ("forward", "backward") if mode in state] or ([state] if state else [])
     found: dict[str, Any] = {}
     for part in parts:
-        recipe = part.get("recipe", _Inert("DelayedScaling", ()))
-        if not isinstance(recipe, _Inert):
-            raise ValueError("its recipe is not one of Transformer Engine's")
+        recipe = _expect(_Inert, part.get("recipe", _Inert("DelayedScaling", ())))
         found["recipe"] = {"recipe_type": recipe.kind, **_fields(recipe.fields)}
         found.setdefault("extra_fp8_variables", {}).update(_fields(part.get("extra_fp8_variables", {})))
         found |= {name: _materialize(name, part[name]) for name in TENSOR_DIMS if name in part}
     for direction in ("fwd", "bwd"):
-        widths = [
-            found[name].shape[-1] for name in (f"scale_{direction}", f"amax_history_{direction}") if name in found
-        ]
-        if len(widths) == 1 or len(set(widths)) > 1:
-            raise ValueError(f"scale_{direction} and amax_history_{direction} do not go together")
+        names = (f"scale_{direction}", f"amax_history_{direction}")
+        widths = [found[name].shape[-1] for name in names if name in found]
+        _require(len(widths) != 1 and len(set(widths)) <= 1, f"{' and '.join(names)} do not go together")
     return found
 
 
-def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(values: Mapping[str, object]) -> dict[str, object]:
     """Return public fields as plain values, at most one level deep, so that shared references cannot multiply."""
 
-    def plain(value: Any) -> Any:
+    def plain(value: Loaded) -> Loaded:
         if type(value) in _SCALARS:
             return value
-        if type(value) in (tuple, list) and all(type(item) in _SCALARS for item in value):
-            return list(value)
-        if isinstance(value, _Inert) and all(type(item) in _SCALARS for item in value.fields.values()):
-            return {name: item for name, item in value.fields.items() if not name.startswith("_")}
-        raise ValueError("a field of it is not a plain value")
+        inside = value.fields if isinstance(value, _Inert) else value
+        items = inside.values() if isinstance(inside, dict) else inside
+        known = isinstance(value, (tuple, list, _Inert)) and all(type(item) in _SCALARS for item in items)
+        _require(known, "a field of it is not a plain value")
+        return public(value.fields) if isinstance(value, _Inert) else list(value)
 
-    return {name: plain(value) for name, value in values.items() if not name.startswith("_")}
+    def public(fields: Mapping[str, object]) -> dict[str, object]:
+        return {name: item for name, item in fields.items() if not name.startswith("_")}
+
+    return {name: plain(value) for name, value in public(values).items()}
 
 
-def _materialize(name: str, value: Any) -> Tensor:
-    if not isinstance(value, _Lazy) or len(value.shape) != TENSOR_DIMS[name]:
-        raise ValueError(f"{name} is not a tensor of {TENSOR_DIMS[name]} dimensions")
+def _materialize(name: str, value: object) -> Tensor:
+    value = _expect(_Lazy, value)
+    _require(len(value.shape) == TENSOR_DIMS[name], f"{name} is not a tensor of {TENSOR_DIMS[name]} dimensions")
     return torch.frombuffer(bytearray(value.data), dtype=torch.float32).reshape(value.shape)
 
 
-def _interpret(stream: io.BytesIO, known: frozenset[str]) -> Any:
+def _interpret(stream: io.BytesIO, known: frozenset[str]) -> Loaded:
     """Evaluate one pickle, up to and including its STOP, with `known` as the only globals."""
-    stack: list[Any] = []
+    stack: list[Loaded] = []
     marks: list[int] = []
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
 
-    def pop(count: int) -> list[Any]:
-        if len(stack) < count:
-            raise ValueError("the stack is empty")
+    def pop(count: int) -> list[Loaded]:
+        _require(len(stack) >= count, "the stack is empty")
         taken = stack[len(stack) - count :]
         del stack[len(stack) - count :]
         return taken
@@ -197,8 +203,7 @@ def _interpret(stream: io.BytesIO, known: frozenset[str]) -> Any:
                 stack.append(memo[argument])
             case "GLOBAL" | "STACK_GLOBAL":
                 name = argument if opcode == "GLOBAL" else ".".join(pop(2))
-                if name not in known:
-                    raise ValueError(f"it refers to {name[:80]}")
+                _require(name in known, f"it refers to {name[:80]}")
                 stack.append(_Global(name))
             case "REDUCE" | "NEWOBJ":
                 function, arguments = pop(2)
@@ -210,13 +215,12 @@ def _interpret(stream: io.BytesIO, known: frozenset[str]) -> Any:
                 raise ValueError(f"it uses the opcode {opcode}")
 
 
-def _operations(stream: io.BytesIO) -> Iterator[tuple[str, Any]]:
+def _operations(stream: io.BytesIO) -> Iterator[tuple[str, Loaded]]:
     """Yield the opcodes of a pickle with their arguments; unused arguments, lines of text, become
     None."""
     for _ in range(MAX_OPCODES):
         code = stream.read(1).decode("latin1")
-        if code not in _OPCODES:
-            raise ValueError(f"it has the byte {code!r} for an opcode" if code else "it has no end")
+        _require(code in _OPCODES, f"it has the byte {code!r} for an opcode" if code else "it has no end")
         opcode = _OPCODES[code]
         if opcode.name == "GLOBAL":
             yield opcode.name, f"{stream.readline()[:-1].decode()}.{stream.readline()[:-1].decode()}"
@@ -227,18 +231,17 @@ def _operations(stream: io.BytesIO) -> Iterator[tuple[str, Any]]:
     raise ValueError(f"more than {MAX_OPCODES} opcodes")
 
 
-def _expect(kind: type, value: Any) -> Any:
-    if type(value) is not kind:
-        raise ValueError(f"a {type(value).__name__} where a {kind.__name__} belongs")
+def _expect(kind: type[Kind], value: Loaded) -> Kind:
+    _require(type(value) is kind, f"a {type(value).__name__} where a {kind.__name__} belongs")
     return value
 
 
-def _set_items(target: dict[str, Any], items: list[Any]) -> None:
+def _set_items(target: dict[str, object], items: list[object]) -> None:
     for key, value in zip(items[::2], items[1::2], strict=True):
         target[_expect(str, key)] = value
 
 
-def _call(function: str, arguments: tuple[Any, ...]) -> Any:
+def _call(function: str, arguments: tuple[Loaded, ...]) -> Any:
     """Return the result of calling a known global."""
     if function == _LOAD_STORAGE:
         (data,) = arguments
@@ -258,17 +261,14 @@ def _call(function: str, arguments: tuple[Any, ...]) -> Any:
     raise ValueError(f"it calls {function}")
 
 
-def _rebuild_tensor(data: Any, offset: Any, shape: Any, stride: Any) -> _Lazy:
+def _rebuild_tensor(data: Loaded, offset: Loaded, shape: Loaded, stride: Loaded) -> _Lazy:
     """Return part of an FP32 storage as a contiguous tensor."""
     for number in (offset, *_expect(tuple, shape), *_expect(tuple, stride)):
-        if _expect(int, number) < 0:
-            raise ValueError("a tensor has a negative size")
+        _require(_expect(int, number) >= 0, "a tensor has a negative size")
     contiguous = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    if stride != contiguous:
-        raise ValueError("a tensor is not contiguous")
+    _require(stride == contiguous, "a tensor is not contiguous")
     count = math.prod(shape)
-    if 4 * (offset + count) > len(_expect(memoryview, data)):
-        raise ValueError("a tensor is larger than its storage")
+    _require(4 * (offset + count) <= len(_expect(memoryview, data)), "a tensor is larger than its storage")
     return _Lazy(data[4 * offset : 4 * (offset + count)], shape)
 
 
@@ -283,9 +283,9 @@ def _read_storage(data: bytes) -> memoryview:
     magic, version, platform, description, keys = (_interpret(stream, known) for _ in range(5))
     label, kind, key, _, count, view = description
     header = (magic, version, platform["little_endian"], label, kind, keys, view)
-    if header != (_LEGACY_MAGIC, _LEGACY_VERSION, True, "storage", _Global(_FLOAT_STORAGE), [key], None):
-        raise ValueError("a storage in it is not FP32 in PyTorch's format")
+    wanted = (_LEGACY_MAGIC, _LEGACY_VERSION, True, "storage", _Global(_FLOAT_STORAGE), [key], None)
+    _require(header == wanted, "a storage in it is not FP32 in PyTorch's format")
     start = stream.tell() + 8
-    if data[start - 8 : start] != struct.pack("<q", count) or len(data) != start + 4 * count:
-        raise ValueError("a storage in it is truncated")
+    whole = data[start - 8 : start] == struct.pack("<q", count) and len(data) == start + 4 * count
+    _require(whole, "a storage in it is truncated")
     return memoryview(data)[start:]

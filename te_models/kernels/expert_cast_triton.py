@@ -7,6 +7,7 @@ first[e + 1], a multiple of 4. A program finds its matrix by the number of tiles
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_models.engine.emulated.numerics import FP8_MAX, DType, scale_from_amax
 from te_models.kernels.handover_triton import raise_amax, store_fp8
 
 ROWS, COLUMNS = 64, 64  # of a tile
@@ -40,7 +40,7 @@ class Matrices(NamedTuple):
         return cls._of(x, rows, None)
 
     @classmethod
-    def of_weights(cls, weights: list[Tensor]) -> Matrices:
+    def of_weights(cls, weights: Sequence[Tensor]) -> Matrices:
         """Return contiguous weights [O, K] of one dtype."""
         places = torch.tensor([weight.data_ptr() for weight in weights]).to(weights[0].device, non_blocking=True)
         return cls._of(weights[0], [len(weight) for weight in weights], places)
@@ -105,7 +105,7 @@ def _cast_kernel(
 class FP8Matrices(NamedTuple):
     """FP8 of `Matrices`, uint8: data [R, K], and `transposed`, whose matrices [K, rows] follow each other in memory.
 
-    scale_inv FP32 [E] are the factors from data to values.
+    scale_inv FP32 [E, 1] are the factors from data to values, 16 bytes apart, since cuBLASLt reads no others.
     """
 
     data: Tensor
@@ -113,8 +113,8 @@ class FP8Matrices(NamedTuple):
     scale_inv: Tensor
 
 
-def cast(given: Matrices, e5m2: bool) -> FP8Matrices:
-    """Cast matrices under current scaling."""
+def cast(given: Matrices, e5m2: bool, scale_of: Callable[[Tensor], Tensor]) -> FP8Matrices:
+    """Cast matrices by the scales FP32 [E] that `scale_of` makes of their largest magnitudes."""
     count, rows = len(given.tiles), int(given.data.shape[0]) if given.places is None else 0
     device = given.data.device
     if given.places is not None:
@@ -127,7 +127,8 @@ def cast(given: Matrices, e5m2: bool) -> FP8Matrices:
     with torch.cuda.device_of(given.data):
         if given.high:
             _amax_kernel[grid](*table, amax, given.columns, count, **sizes)
-        scale = scale_from_amax(amax, FP8_MAX[DType.kFloat8E5M2 if e5m2 else DType.kFloat8E4M3])
+        scale = scale_of(amax)
         if given.high:
             _cast_kernel[grid](*table, scale, data, transposed, given.columns, count, E5M2=e5m2, **sizes)
-    return FP8Matrices(data, transposed, torch.ones_like(scale).div_(scale))
+    inverse = scale.new_ones(count, 4)[:, :1]
+    return FP8Matrices(data, transposed, inverse.div_(scale[:, None]))

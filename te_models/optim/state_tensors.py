@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_models.distributed.dtensor import local
 from te_models.errors import CheckpointError
-from te_models.files.formats import all_finite
+from te_models.files.tensors import all_finite
 
 Group = dict[str, Any]  # of parameters, under "params", and the options of their updates
 State = dict[str, Any]  # of one tensor, or of a whole optimizer: tensors, numbers, and dicts of these

@@ -179,9 +179,10 @@ class Tape:
             return step._replace(saved=x, scratch=dy)
         if self.training.gpus > 1:  # Transformer Engine requantizes weights sharded by FSDP2 in backward
             return step._replace(saved=x, scratch=dy + w)
-        handed = self.fused and recipe.scheme == "DelayedScaling" and not linear.experts
+        cast_here = "DelayedScaling" if not linear.experts else "" if linear.bias else "Float8CurrentScaling"
+        handed = self.fused and recipe.scheme == cast_here and not recipe.fields.get("use_power_2_scales")
         if handed and not self.training.cached_weights:
-            w = operand_bytes(recipe, outputs, inputs, "w", "columnwise")
+            w = gemms * operand_bytes(recipe, outputs, inputs, "w", "columnwise")
         return step._replace(saved=x, copies=w, scratch=dy)
 
     def block(self, depth: int) -> tuple[list[Step], list[Step], list[Step]]:

@@ -27,25 +27,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.distributed.environment import number
 from te_models.errors import CheckpointError, UsageError
 from te_models.files.atomic import first_line, readable, replacing_folder, write_file
 from te_models.files.formats import (
-    check_savable,
+    Document,
+    Fields,
     json_limit,
     list_some,
     parse_index,
     parse_json,
     read_bytes,
-    read_json,
-    read_safetensors,
     render_index,
     render_json,
-    render_safetensors,
-    split_by_size,
 )
+from te_models.files.tensors import check_finite, check_savable, read_safetensors, split_by_size, write_safetensors
 
 FORMAT_VERSION = 1
+Groups = Mapping[str, Mapping[str, Tensor]]  # file name without its suffix -> tensor name -> tensor
 MAX_SHARD_BYTES = 5 * 2**30
 MANIFEST = "manifest.json"
 INDEX = ".safetensors.index.json"
@@ -59,7 +57,7 @@ class Folder:
 
     path: Path
     tensors: dict[str, dict[str, Tensor]]  # group -> tensor name -> CPU tensor, which may be written to
-    documents: dict[str, Any]  # document name -> parsed JSON
+    documents: Fields  # document name -> parsed JSON
     versions: dict[str, str] = field(default_factory=dict)  # of the packages that wrote it; empty without a manifest
 
 
@@ -110,17 +108,13 @@ class _Source:
             raise CheckpointError(f"{path} is damaged: {found.st_size} bytes where {size} were saved")
         return path
 
-    def bytes(self, file: str) -> bytes:
-        """Return the content of a small listed file, which is what was saved."""
+    def read(self, file: str, parsed: bool = True) -> Any:
+        """Return the content of a small listed file, which is what was saved: JSON, or bytes that are not `parsed`."""
         path, sha256 = self.locate(file), self.files[file].sha256
         data = read_bytes(path, json_limit(file), links=self.links)
         if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
             raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one that was saved")
-        return data
-
-    def json(self, file: str) -> Any:
-        """Return the parsed content of a listed JSON file, which is what was saved."""
-        return parse_json(self.bytes(file), self.folder / file)
+        return parse_json(data, path) if parsed else data
 
 
 @dataclass(frozen=True)
@@ -134,8 +128,8 @@ class Content:
 
 def save_folder(
     path: str | os.PathLike[str],
-    tensors: Mapping[str, Mapping[str, Tensor]],
-    documents: Mapping[str, Any],
+    tensors: Groups,
+    documents: Document,
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
@@ -204,7 +198,7 @@ def read_listed(path: Path, names: Iterable[str]) -> dict[str, bytes]:
     present = [name for name in names if os.path.lexists(path / name)]
     source = _Source(path, {name: listed.get(name, _File()) for name in present}, links=True)
     try:
-        return {name: source.bytes(name) for name in present}
+        return {name: source.read(name, parsed=False) for name in present}
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from None
 
@@ -233,7 +227,7 @@ def match(expected: Mapping[str, Tensor], loaded: Mapping[str, Tensor], *, check
         raise CheckpointError("the saved tensors do not fit; " + "; ".join(problems))
 
 
-def prepare(tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str, Any]) -> Content:
+def prepare(tensors: Groups, documents: Document) -> Content:
     """Check the content to save, find tied tensors and render the documents; see `save_folder` for the arguments."""
     kept: dict[str, dict[str, Tensor]] = {}
     aliases: dict[str, dict[str, str]] = {}
@@ -263,39 +257,38 @@ def write_content(path: Path, content: Content, max_shard_bytes: int = MAX_SHARD
     path = Path(os.path.realpath(path))
     refuse_strangers(path)
     with replacing_folder(path) as folder:
-        files: dict[str, dict[str, Any]] = {}
+        files: dict[str, Fields] = {}
         for group, tensors in content.tensors.items():
             limit = max_shard_bytes if group == "model" else max(max_shard_bytes, MAX_SHARD_BYTES)
             shards = split_by_size(group, tensors, limit)
             for file, members in shards.items():
-                files[file] = record(folder / file, render_safetensors(members))
+                files[file] = entry(*write_safetensors(folder / file, members))
             places = {name: file for file, members in shards.items() for name in members}
             files |= write_index(folder, group, places, sum(tensor.nbytes for tensor in tensors.values()))
         finish_folder(folder, files, content)
 
 
-def write_index(folder: Path, group: str, places: Mapping[str, str], total: int) -> dict[str, Any]:
+def write_index(folder: Path, group: str, places: Mapping[str, str], total: int) -> Fields:
     """Write the index of a group of `total` bytes, tensor name -> file, if it has several files; return its entry."""
     if len(set(places.values())) < 2:
         return {}
-    return {group + INDEX: record(folder / (group + INDEX), [render_index(places, total)])}
+    return {group + INDEX: entry(*write_file(folder / (group + INDEX), render_index(places, total)))}
 
 
-def finish_folder(folder: Path, files: Mapping[str, Mapping[str, Any]], content: Content) -> None:
+def finish_folder(folder: Path, files: Mapping[str, Document], content: Content) -> None:
     """Write the documents and then the manifest, in which `files` are the entries of files written before."""
     files = dict(files)
     for name, text in content.documents.items():
         file = name if _is_file(name, text) else f"{name}.json"
         if "/" in file:
             (folder / file).parent.mkdir(exist_ok=True)
-        files[file] = record(folder / file, [text])
+        files[file] = entry(*write_file(folder / file, text))
     manifest = {"format": FORMAT_VERSION, "versions": _versions(), "files": files, "aliases": content.aliases}
-    write_file(folder / MANIFEST, [render_json(manifest | {"digest": _digest(manifest)}, MANIFEST)])
+    write_file(folder / MANIFEST, render_json(manifest | {"digest": _digest(manifest)}, MANIFEST))
 
 
-def record(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write a file and return its entry for the manifest."""
-    size, sha256 = write_file(path, chunks)
+def entry(size: int, sha256: str) -> dict[str, int | str]:
+    """Return the entry of a file in the manifest."""
     return {"size": size, "sha256": sha256}
 
 
@@ -335,7 +328,7 @@ def _load(source: _Source, names: Iterable[str] | None, optional: Iterable[str])
             source.locate(file)
     return Folder(
         path=source.folder,
-        documents={name: source.json(f"{name}.json") for name in wanted if name in documents},
+        documents={name: source.read(f"{name}.json") for name in wanted if name in documents},
         tensors=_read_groups(source, [name for name in wanted if name in groups]),
         versions=source.versions,
     )
@@ -348,14 +341,17 @@ def _read_groups(source: _Source, groups: Iterable[str]) -> dict[str, dict[str, 
     for group in groups:
         index, single = group + INDEX, f"{group}.safetensors"
         maps[group] = weight_map = (
-            None if single in source.files else parse_index(source.json(index), source.folder / index)
+            None if single in source.files else parse_index(source.read(index), source.folder / index)
         )
         shards[group] = [single] if weight_map is None else sorted(set(weight_map.values()))
     paths = {file: source.locate(file) for files in shards.values() for file in files}
     mapped = sum(path.stat().st_size for path in paths.values()) > _memory_share()
 
     def read(file: str) -> dict[str, Tensor]:
-        return read_safetensors(paths[file], source.files[file].sha256, links=source.links, mapped=mapped)
+        found = read_safetensors(paths[file], source.files[file].sha256, links=source.links, mapped=mapped)
+        if file in shards.get("model", ()):
+            check_finite(found, source.folder)
+        return found
 
     with ThreadPoolExecutor() as pool:
         contents = dict(zip(paths, pool.map(read, paths), strict=True))
@@ -365,9 +361,7 @@ def _read_groups(source: _Source, groups: Iterable[str]) -> dict[str, dict[str, 
     }
 
 
-def _joined(
-    source: _Source, group: str, shards: Mapping[str, Mapping[str, Tensor]], weight_map: Mapping[str, str] | None
-) -> dict[str, Tensor]:
+def _joined(source: _Source, group: str, shards: Groups, weight_map: Mapping[str, str] | None) -> dict[str, Tensor]:
     """Return the tensors of a group from those of its files, which must agree with its index; ties included."""
     tensors = {name: tensor for members in shards.values() for name, tensor in members.items()}
     places = {name: file for file, members in shards.items() for name in members}
@@ -386,7 +380,8 @@ def _memory_share() -> int:
     memory, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()).isdecimal():
         memory = min(memory, int(text))
-    return memory // 4 // max(1, number("LOCAL_WORLD_SIZE", 1))
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun
+    return memory // 4 // (max(1, int(processes)) if processes.isdecimal() else 1)
 
 
 def _source(folder: Path, require_manifest: bool) -> _Source:
@@ -399,7 +394,7 @@ def _source(folder: Path, require_manifest: bool) -> _Source:
 
 
 def _read_manifest(folder: Path, links: bool = False) -> _Source:
-    found = read_json(_Source(folder, {MANIFEST: _File()}, links).locate(MANIFEST))
+    found = _Source(folder, {MANIFEST: _File()}, links).read(MANIFEST)
     try:
         if found["format"] != FORMAT_VERSION:
             raise ValueError(f"format {found['format']!r} is not the format {FORMAT_VERSION} that this version reads")
@@ -414,7 +409,7 @@ def _read_manifest(folder: Path, links: bool = False) -> _Source:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {first_line(error)}") from None
 
 
-def _digest(manifest: Mapping[str, Any]) -> str:
+def _digest(manifest: Document) -> str:
     """Return the SHA-256 of a manifest's content, whatever its layout."""
     text = json.dumps({key: manifest[key] for key in manifest if key != "digest"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,8 @@ from torch import Tensor
 from te_models.device.cuda_capture import outside_captures
 from te_models.errors import CheckpointError, DataError, SaveError, UsageError
 from te_models.files.atomic import discard, readable, replace_text, sweep
-from te_models.saving.folder import MAX_SHARD_BYTES, Content, load_folder, prepare, write_content
+from te_models.files.formats import Document, read_bytes
+from te_models.saving.folder import MAX_SHARD_BYTES, Content, Groups, load_folder, prepare, write_content
 
 _LATEST = "latest"
 _STEP = re.compile(r"step-(\d{8,18})")
@@ -60,8 +60,8 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        tensors: Mapping[str, Mapping[str, Tensor]],
-        documents: Mapping[str, Any],
+        tensors: Groups,
+        documents: Document,
         *,
         blocking: bool = True,
         copy_later: bool = False,
@@ -102,7 +102,7 @@ class Checkpoints:
         """Wait until the save under way, if any, no longer needs the tensors that it was given."""
         self._copied.wait()
 
-    def reserve(self, tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str, Any]) -> None:
+    def reserve(self, tensors: Groups, documents: Document) -> None:
         """Allocate the host memory for background saves now, in a thread, so that the first one need not wait for it.
 
         It takes the arguments of `save`; values do not matter. Filling memory that was never written to costs more than
@@ -142,8 +142,8 @@ class Checkpoints:
     def latest(self) -> Path | None:
         """Return the newest complete checkpoint, or None."""
         name = ""
-        with contextlib.suppress(OSError), open(self.root / _LATEST, "rb") as file:
-            name = file.read(64).decode("ascii", "replace").strip()
+        with contextlib.suppress(CheckpointError):
+            name = read_bytes(self.root / _LATEST, 64).decode("ascii", "replace").strip()
         if _STEP.fullmatch(name) and readable(self.root / name).is_dir():
             return self.root / name
         return next(reversed(self.all()), None)
@@ -155,9 +155,7 @@ class Checkpoints:
         names = {_HIDDEN_STEP.sub(r"\1", name) for name in os.listdir(self.root)}
         return [self.root / name for name in sorted(filter(_STEP.fullmatch, names), key=lambda name: int(name[5:]))]
 
-    def _snapshot(
-        self, tensors: Mapping[str, Mapping[str, Tensor]], streams: Iterable[Any]
-    ) -> dict[str, dict[str, Tensor]]:
+    def _snapshot(self, tensors: Groups, streams: Iterable[torch.cuda.Stream]) -> dict[str, dict[str, Tensor]]:
         """Copy tensors to reused host buffers, which are pinned where the source is on a CUDA device, on its stream."""
         if self._reserving is not None:
             self._reserving.join()
@@ -178,7 +176,7 @@ class Checkpoints:
         self._buffers = buffers
         return {group: {name: buffers[group, name] for name in members} for group, members in tensors.items()}
 
-    def _commit_in_background(self, path: Path, content: Content, streams: list[Any]) -> None:
+    def _commit_in_background(self, path: Path, content: Content, streams: list[torch.cuda.Stream]) -> None:
         try:
             try:
                 content = replace(content, tensors=self._snapshot(content.tensors, streams))
@@ -245,11 +243,11 @@ def _whole(path: Path) -> bool:
     return True
 
 
-def _cuda_devices(tensors: Mapping[str, Mapping[str, Tensor]]) -> set[torch.device]:
+def _cuda_devices(tensors: Groups) -> set[torch.device]:
     return {tensor.device for members in tensors.values() for tensor in members.values() if tensor.is_cuda}
 
 
-def _side_stream(device: torch.device) -> Any:
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return a stream that starts after the work now queued on the device's current stream."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))

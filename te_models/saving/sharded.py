@@ -26,11 +26,12 @@ from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local, shard_like, whole
 from te_models.errors import CheckpointError, SaveError, UsageError
 from te_models.files.atomic import first_line, replacing_folder
-from te_models.files.formats import render_safetensors
+from te_models.files.formats import Document, Fields, Value
+from te_models.files.tensors import write_safetensors
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state, shard
-from te_models.saving.folder import Content, finish_folder, prepare, record, refuse_strangers, write_index
+from te_models.saving.folder import Content, Groups, entry, finish_folder, prepare, refuse_strangers, write_index
 from te_models.saving.run_folder import MAX_FAILED_SAVES, Checkpoints
 
 _OPTIMIZER = re.compile(r"optimizer\.(masters|state)\.(\d+)")
@@ -60,8 +61,8 @@ class ShardedCheckpoints(Checkpoints):
     def save(
         self,
         step: int,
-        tensors: Mapping[str, Mapping[str, Tensor]],
-        documents: Mapping[str, Any],
+        tensors: Groups,
+        documents: Document,
         *,
         blocking: bool = True,
         copy_later: bool = False,
@@ -87,12 +88,12 @@ class ShardedCheckpoints(Checkpoints):
             self._error, self._failed_saves = None, 0
         return path
 
-    def _save(self, path: Path, tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str, Any]) -> None:
+    def _save(self, path: Path, tensors: Groups, documents: Document) -> None:
         content: list[Content] = []
 
-        def plan() -> list[Any]:
+        def plan() -> tuple[dict[str, dict[str, int]], object]:
             content.append(prepare({g: {n: local(t) for n, t in m.items()} for g, m in tensors.items()}, documents))
-            return [self._assign_files(tensors, content[0].aliases), content[0].aliases]
+            return self._assign_files(tensors, content[0].aliases), content[0].aliases
 
         files, _ = self.ranks.from_first(plan, UsageError)
         with ExitStack() as stack:
@@ -117,7 +118,7 @@ class ShardedCheckpoints(Checkpoints):
 
             self.ranks.from_first(finish, SaveError)
 
-    def _assign_files(self, tensors: Mapping[str, Mapping[str, Tensor]], aliases: Mapping[str, Any]) -> Plan:
+    def _assign_files(self, tensors: Groups, aliases: Document) -> Plan:
         """Assign the largest tensor first, each to the emptiest file, within the limit of a file's size."""
         plan: Plan = {}
         for group, members in tensors.items():
@@ -139,17 +140,15 @@ class ShardedCheckpoints(Checkpoints):
             name = self.names[int(found[2])] if tensor.dim() else name
         return gather_state({name: tensor}, self.model.config, self.model.tp)[name]
 
-    def _write(
-        self, folder: Path, plan: Plan, tensors: Mapping[str, Mapping[str, Tensor]], totals: dict[str, int]
-    ) -> dict[str, Any]:
+    def _write(self, folder: Path, plan: Plan, tensors: Groups, totals: dict[str, int]) -> Fields:
         """Write this process's files, add each group's size to `totals`, return the manifest's entries of all files.
 
         The processes wait for each other's disks after each group, in the group of control messages: the next
         collective on tensors would take a process whose disk is slow for a dead one.
         """
-        everything: dict[str, Any] = {}
+        everything: Fields = {}
         for group, files in plan.items():
-            written: dict[str, Any] = {}
+            written: Fields = {}
             failure = None
             mine: dict[int, dict[str, Tensor]] = {
                 n: {} for n in files.values() if n % self.ranks.world == self.ranks.rank
@@ -162,7 +161,7 @@ class ShardedCheckpoints(Checkpoints):
             try:
                 for number, members in mine.items():
                     file = _file(group, number, files)
-                    written[file] = record(folder / file, render_safetensors(members))
+                    written[file] = entry(*write_safetensors(folder / file, members))
             except OSError as error:
                 failure = f"rank {self.ranks.rank}: {first_line(error)}"
             failures = []
@@ -179,16 +178,14 @@ def _file(group: str, number: int, files: Mapping[str, int]) -> str:
     return f"{group}.safetensors" if count == 1 else f"{group}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def cut_optimizer_state(
-    state: dict[str, Any], masters: Sequence[Tensor], model: Decoder, names: Sequence[str]
-) -> dict[str, Any]:
+def cut_optimizer_state(state: Fields, masters: Sequence[Tensor], model: Decoder, names: Sequence[str]) -> Fields:
     """Return a saved optimizer state with this rank's shard of every tensor that belongs to a sharded master.
 
     Raises:
         CheckpointError: it is of other parameters.
     """
 
-    def own(index: int, value: Any) -> Any:
+    def own(index: int, value: Value) -> Value:
         if not isinstance(value, Tensor) or not value.dim():
             return value
         return shard_like(shard(names[index], value, model.config, model.tp), masters[index])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,8 @@ from te_models.distributed.dtensor import local
 from te_models.fp8.extra_state import EXTRA, extra_states, read_extra_tensor
 from te_models.fp8.primary_weights import is_quantized, plain
 from te_models.model.decoder import Decoder
+
+State = dict[str, object]  # of a module, by name: tensors, and what other programs put there
 
 
 def save_tie_once(model: Decoder) -> None:
@@ -25,16 +26,16 @@ def save_tie_once(model: Decoder) -> None:
     model.register_load_state_dict_post_hook(_tie_again)
 
 
-def _leave_out_tie(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _leave_out_tie(model: nn.Module, state: State, prefix: str, metadata: object) -> None:
     del state[f"{prefix}lm_head.weight"]
 
 
-def _restore_tie(model: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+def _restore_tie(model: nn.Module, state: State, prefix: str, *others: object) -> None:
     if f"{prefix}embed_tokens.weight" in state:
         state[f"{prefix}lm_head.weight"] = state[f"{prefix}embed_tokens.weight"]
 
 
-def _tie_again(model: Decoder, incompatible: Any) -> None:
+def _tie_again(model: Decoder, incompatible: object) -> None:
     """Tie again after accelerate's init_empty_weights and `load_state_dict(assign=True)`, which separate parameters."""
     model.lm_head.weight = model.embed_tokens.weight
 
@@ -50,14 +51,14 @@ def keep_fp8_state(model: Decoder) -> None:
     model.register_load_state_dict_pre_hook(_read)
 
 
-def _write(model: Decoder, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _write(model: Decoder, state: State, prefix: str, metadata: object) -> None:
     state.update({prefix + name: value for name, value in extra_states(model.copied_fp8_state()).items()})
     for name, value in state.items():
         if name.startswith(prefix) and local(value) is value and is_quantized(value):
             state[name] = plain(value)
 
 
-def _read(model: Decoder, state: dict[str, Any], prefix: str, *others: Any) -> None:
+def _read(model: Decoder, state: State, prefix: str, *others: object) -> None:
     """Read the FP8 state from a state_dict; an absent `_extra_state` counts as an empty one.
 
     safetensors, and so accelerate, saves no two tensors that share memory, as all empty ones do, and

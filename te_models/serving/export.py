@@ -7,10 +7,9 @@ gate and up) are one weight here too, so their per-tensor scales are one number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +17,15 @@ from torch import Tensor, nn
 from te_models.config.precision import HEAD
 from te_models.distributed.dtensor import local
 from te_models.errors import UsageError, unknown
-from te_models.files.formats import list_some
+from te_models.files.formats import Document, Fields, list_some
 from te_models.fp8.primary_weights import quantized_weights
 from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import WIDTHS
-from te_models.interop.hf import tokenizer_files, write_hugging_face
+from te_models.interop.hf import Place
+from te_models.interop.hf_writing import tokenizer_files, write_hugging_face
 from te_models.interop.origin import Origin
 from te_models.interop.quantized import BLOCK, E4M3
 from te_models.interop.stored_weights import collapse, spread
-from te_models.interop.tensor_places import Place
 from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state
 from te_models.saving.folder import read_listed
@@ -111,8 +110,8 @@ class _Writer:
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def quantize(
-        self, places: Mapping[str, Place], parameters: Mapping[str, Tensor], config: Mapping[str, Any]
-    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        self, places: Mapping[str, Place], parameters: Mapping[str, Tensor], config: Document
+    ) -> tuple[dict[str, Tensor], Fields]:
         """Return the tensors of the folder by name, and its config.json."""
         groups: dict[str, list[str]] = {}
         for theirs, place in places.items():
@@ -135,7 +134,7 @@ class _Writer:
         """Return a tensor that is not quantized, in the dtype to write."""
         return tensor.to(torch.bfloat16) if self.format.scheme is None else tensor
 
-    def _config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _config(self, config: Document) -> Fields:
         if self.format.scheme is None:
             return {key: "bfloat16" if key in ("dtype", "torch_dtype") else value for key, value in config.items()}
         if "lm_head" not in self.ignored:  # tied: it has no tensor, and servers have the module
@@ -275,8 +274,8 @@ def input_amaxes(model: Decoder, modules: Mapping[str, nn.Module], batches: Iter
     """
     found: dict[str, Tensor] = {}
 
-    def watch(name: str) -> Any:
-        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             amax = inputs[0].detach().abs().amax().float()
             found[name] = amax if name not in found else torch.maximum(found[name], amax)
 

@@ -9,9 +9,8 @@ quantizers. All others have, in every bit, the numbers of the library that defin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from te_models.engine.emulated.numerics import FLT_MAX, FP8_MAX, DType
 from te_models.engine.emulated.nvfp4 import FP4_MAX, TOP, NVFP4Quantizer, encode_e2m1, pack
 from te_models.engine.emulated.quantizers import MXFP8Quantizer
 from te_models.errors import UsageError
+from te_models.files.formats import Document, Fields
 from te_models.interop.quantized import BLOCK, CHANNEL, E4M3, GLOBAL_SCALE, MXFP8, NVFP4, TENSOR, Scheme
 
 E4M3_MAX = FP8_MAX[DType.kFloat8E4M3]
@@ -60,7 +60,7 @@ class Format:
     """
 
     scheme: Scheme | None
-    config: Callable[[list[str]], dict[str, Any]]
+    config: Callable[[list[str]], Fields]
     columns: int = 1
     static: str = ""
     encode: Callable[[Tensor, Options], Parts] | None = None
@@ -169,25 +169,25 @@ def global_scale(amax: Tensor) -> Tensor:
     return torch.where(amax > 0, scale, 1.0).reshape(1)
 
 
-def _plain_config(ignored: list[str]) -> dict[str, Any]:
+def _plain_config(ignored: list[str]) -> Fields:
     return {}
 
 
-def _block_config(ignored: list[str]) -> dict[str, Any]:
+def _block_config(ignored: list[str]) -> Fields:
     """Return the keys of DeepSeek and Qwen; vLLM reads ignored_layers, transformers modules_to_not_convert."""
     lists = {"ignored_layers": ignored, "modules_to_not_convert": ignored}
     kind = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": list(BLOCK.block)}
     return {"quant_method": "fp8", **kind, **lists}
 
 
-def _tensor_config(ignored: list[str]) -> dict[str, Any]:
+def _tensor_config(ignored: list[str]) -> Fields:
     return {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ignored}
 
 
-def _compressed_config(format: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Any:
+def _compressed_config(format: str, weights: Document, inputs: Document) -> Callable[[list[str]], Fields]:
     """Return a function that makes the config of a format of compressed-tensors."""
 
-    def make(ignored: list[str]) -> dict[str, Any]:
+    def make(ignored: list[str]) -> Fields:
         bits = 4 if format.startswith("nvfp4") else 8
         number = {"num_bits": bits, "type": "float", "symmetric": True}
         group = {

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from rich.console import Group
@@ -21,6 +21,7 @@ from rich.text import Text
 from torch import Tensor
 
 from te_models.errors import UsageError, plural
+from te_models.files.formats import Fields
 from te_models.interop.hub import local_folder
 from te_models.interop.origin import Origin
 from te_models.model.decoder import Decoder
@@ -65,7 +66,7 @@ class Parity(Printable):
     tokens: int
     rows: tuple[Difference, ...]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Fields:
         """Return the result as plain JSON values."""
         return {"title": self.title, "tokens": self.tokens, "exports": [dataclasses.asdict(row) for row in self.rows]}
 

@@ -9,7 +9,6 @@ divisor, or with a static scale. Everything else is the model in its own dtype, 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +16,10 @@ from torch.nn import functional as F
 
 from te_models.engine.emulated import numerics
 from te_models.engine.emulated.numerics import DType
-from te_models.interop.hf import OpenFolder, fill_parameters, open_folder, read_hugging_face
+from te_models.interop.hf import HuggingFaceFolder
 from te_models.interop.quantized import CHANNEL, GLOBAL_SCALE, MXFP8, NVFP4, Scheme, dequantize
 from te_models.model.decoder import Decoder
+from te_models.saving.pretrained import open_model
 from te_models.serving.formats import E4M3_MAX, Options, encode_channels, encode_mxfp8, encode_nvfp4, scale_of
 
 
@@ -40,7 +40,7 @@ class ServedLinear(nn.Module):
         self.quantize = INPUTS[scheme.activations]
         self.static = static
 
-    def forward(self, x: Tensor, **options: Any) -> Tensor:
+    def forward(self, x: Tensor, **options: object) -> Tensor:
         """Return [N, out] for x [N, in], in the dtype of x; `options`, those of te.Linear, are ignored."""
         inputs = self.quantize(x.float(), self.static)
         bias = None if self.bias is None else self.bias.float()
@@ -54,7 +54,7 @@ class ServedExperts(nn.Module):
         super().__init__()
         self.linears = nn.ModuleList(linears)
 
-    def forward(self, x: Tensor, rows: list[int], **options: Any) -> Tensor:
+    def forward(self, x: Tensor, rows: list[int], **options: object) -> Tensor:
         """Return [R, out] for x [R, in], of which each expert has the next of these `rows`."""
         parts = zip(self.linears, x.split(rows), strict=True)
         return torch.cat([linear(part) for linear, part in parts])
@@ -112,21 +112,19 @@ def read_served(folder: str | Path, device: torch.device | str) -> Decoder:
     Raises:
         CheckpointError: the folder is damaged or not supported.
     """
-    folder = Path(folder)
-    opened = open_folder(Decoder, folder)
     options = dict(recipe="bf16", engine="emulated", device=device, compile=False, fused=False)
-    model, _ = read_hugging_face(Decoder, folder, {}, options)
-    if opened.stored.scheme is not None:
-        _replace_linears(model, opened, opened.stored.scheme)
+    with open_model(Decoder, Path(folder), options) as (model, opened):
+        if isinstance(opened, HuggingFaceFolder) and opened.stored.scheme is not None:
+            _replace_linears(model, opened, opened.stored.scheme)
     return model.eval()
 
 
-def _replace_linears(model: Decoder, opened: OpenFolder, scheme: Scheme) -> None:
+def _replace_linears(model: Decoder, opened: HuggingFaceFolder, scheme: Scheme) -> None:
     """Replace the linears of quantized weights."""
     places = {name: place for name, place in opened.places.items() if name in opened.stored.scales}
-    owners = {place.name: model.get_parameter(place.name) for place in places.values()}
-    weights = {name: torch.zeros(p.shape, dtype=torch.float32) for name, p in owners.items()}
-    fill_parameters(weights, places, opened.shards, opened.stored)
+    owners = {place.name for place in places.values()}
+    values = opened.parameters(torch.empty(0))
+    weights = {name: weight.float() for name, weight in values if name in owners}
     served: dict[str, list[nn.Module]] = {}
     for name, weight in weights.items():
         # A server takes the largest static scale of the weights that it fuses.

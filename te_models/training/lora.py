@@ -24,13 +24,13 @@ from torch import Tensor
 from te_models.causal_lm import CausalLM
 from te_models.errors import CheckpointError, UsageError, needs, unknown
 from te_models.files.atomic import first_line
-from te_models.files.formats import all_finite
+from te_models.files.tensors import all_finite
 from te_models.fp8.primary_weights import plain
 from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import check_fp8_state
 from te_models.interop.hub import local_folder
 from te_models.saving.folder import MANIFEST, Folder, load_folder, match, save_folder
-from te_models.saving.pretrained import read_recipe
+from te_models.saving.restore import read_recipe
 from te_models.training.lora_config import check_fields, read_config, wanted_adapters, whole_modules
 from te_models.training.lora_layer import LoraLinear
 from te_models.training.lora_targets import (

@@ -14,7 +14,7 @@ from torch import Tensor
 from te_models.causal_lm import CausalLM
 from te_models.errors import CheckpointError, UsageError, needs, refuse, unknown
 from te_models.files.atomic import first_line
-from te_models.interop.tensor_places import Place
+from te_models.interop.hf import Place
 from te_models.training.lora_targets import Modules, Wanted, module_of
 
 with needs("te_models.training.lora", "peft", "0.19", "lora"):

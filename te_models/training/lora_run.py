@@ -21,7 +21,8 @@ from te_models.files.formats import read_json
 from te_models.fp8.primary_weights import drop_initial_values
 from te_models.fp8.scaling_state import check_fp8_state
 from te_models.saving.folder import load_folder, match
-from te_models.saving.pretrained import ADAPTERS, TrainingState, read_recipe, training_document
+from te_models.saving.pretrained import ADAPTERS
+from te_models.saving.restore import TrainingState, read_recipe, training_document
 from te_models.saving.run_folder import offering_older
 from te_models.training.lora import AdaptedModel, adapter_content, add_lora, load_lora
 from te_models.training.resume import saved_choices

@@ -11,7 +11,7 @@ from typing import Any
 
 from te_models.causal_lm import CausalLM
 from te_models.data.tokenizer import Tokenizer
-from te_models.interop.hub import DTYPES
+from te_models.interop.origin import DTYPES
 from te_models.saving.folder import save_folder
 from te_models.saving.pretrained import model_content
 from te_models.training.evaluation import Batch, evaluate

@@ -14,9 +14,9 @@ from te_models.causal_lm import CausalLM
 from te_models.config.recipe import AUTO, Recipe, get_recipe, recipe_fields
 from te_models.errors import CheckpointError, UsageError, plural
 from te_models.files.atomic import readable
-from te_models.interop.hub import DTYPES
+from te_models.interop.origin import DTYPES
 from te_models.saving.folder import load_folder
-from te_models.saving.pretrained import read_recipe
+from te_models.saving.restore import read_recipe
 from te_models.saving.run_folder import Checkpoints, offering_older
 from te_models.training.settings import LoraSettings, RunSettings
 

@@ -36,7 +36,8 @@ from te_models.fp8.primary_weights import drop_initial_values
 from te_models.fp8.region import saving
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
-from te_models.saving.pretrained import TrainingState, model_content, read_training_state
+from te_models.saving.pretrained import model_content
+from te_models.saving.restore import TrainingState, read_training_state
 from te_models.saving.run_folder import Checkpoints
 from te_models.saving.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
 from te_models.training.cuda_graph import GraphedStep, step_obstacle

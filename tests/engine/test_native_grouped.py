@@ -31,9 +31,9 @@ def test_bits(options: dict[str, Any], inputs: int, outputs: int) -> None:
     for scale, (one, other) in enumerate(zip(x.split(ROWS), dy.split(ROWS), strict=True)):
         one.mul_(10.0**scale)
         other.mul_(10.0**-scale)
-    quantization = te.recipe.QParams(power_2_scale=True) if options.get("power_2") else te.recipe.QParams()
-    form = getattr(te.recipe.Format, options.get("fp8_format", "HYBRID"))
-    built = te.recipe.Float8CurrentScaling(fp8_format=form, fp8_quant_fwd_inp=quantization)
+    built = te.recipe.Float8CurrentScaling(fp8_format=getattr(te.recipe.Format, options.get("fp8_format", "HYBRID")))
+    if "power_2" in options:
+        built.fp8_quant_fwd_inp = te.recipe.QParams(power_2_scale=True)
     with te.autocast(enabled=True, recipe=built):
         wanted = step(lambda module, x, rows: module(x, rows), module, x, dy)
         found = step(te.handover["grouped"], module, x, dy)

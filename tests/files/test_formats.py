@@ -2,6 +2,7 @@
 touched."""
 
 import contextlib
+import gc
 import json
 import math
 import random
@@ -14,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from te_models.errors import CheckpointError
-from te_models.files.formats import all_finite, flatten_state, read_bytes, read_safetensors, unflatten_state
+from te_models.data.documents import load_documents
+from te_models.errors import CheckpointError, DataError
+from te_models.files.formats import flatten_state, read_bytes, read_json, unflatten_state
+from te_models.files.tensors import all_finite, read_safetensors
 from te_models.saving.folder import load_folder, match, save_folder
 
 WANTED = {"a": torch.empty(2, 3, device="meta"), "b": torch.empty(4, dtype=torch.bfloat16, device="meta")}
@@ -204,3 +207,18 @@ def test_a_file_without_anything_to_read_is_empty(tmp_path: Path, monkeypatch: p
 class Nothing:
     def read(self, size: int) -> None:
         return None
+
+
+def test_parsing_searches_for_no_cycles(tmp_path: Path) -> None:
+    """A million small lists are parsed in a second; with a search for cycles every few hundred it takes ten."""
+    searches: list[str] = []
+    file = tmp_path / "a.json"
+    file.write_text("[" + "[]," * 30_000 + "0]")
+    gc.callbacks.append(lambda phase, info: searches.append(phase))
+    try:
+        assert len(read_json(file)) == 30_001
+        with pytest.raises(DataError, match="not an object"):
+            load_documents(file)
+    finally:
+        gc.callbacks.pop()
+    assert len(searches) < 10 and gc.isenabled()

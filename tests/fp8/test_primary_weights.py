@@ -16,7 +16,8 @@ from te_models.fp8.primary_weights import is_quantized, plain, quantized_weights
 from te_models.fp8.scaling_state import fp8_state
 from te_models.optim import build_optimizer
 from te_models.saving.folder import load_folder, save_folder
-from te_models.saving.pretrained import model_content, restore_model
+from te_models.saving.pretrained import model_content
+from te_models.saving.restore import opened, restore_model
 
 RECIPES = ["delayed", "current", "blockwise", "mxfp8"]
 SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2)
@@ -307,6 +308,6 @@ def test_damaged_codes_and_scales_are_refused_before_the_model_changes(recipe: s
         with pytest.raises(CheckpointError, match=name):
             CausalLM.from_pretrained(tmp_path / "m", device="cpu")
         with pytest.raises(CheckpointError, match=name):
-            restore_model(model, load_folder(tmp_path / "m"), model.recipe)
+            restore_model(model, opened(load_folder(tmp_path / "m")))
     for name, tensor in quantized_weights(model).items():
         assert_same_bits(name, tensor, before[name])

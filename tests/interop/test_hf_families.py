@@ -16,6 +16,8 @@ from judge import AutoModelForCausalLM, transformers
 from torch import Tensor
 
 from te_models import CausalLM, ModelConfig, get_preset, list_presets
+from te_models.errors import CheckpointError
+from te_models.interop.hf import describe
 from te_models.interop.hf_families import FAMILIES, family_for
 from te_models.interop.origin import Origin
 
@@ -139,3 +141,13 @@ def test_a_round_trip_is_exact(case: str, theirs: Callable[[str], Pair], tmp_pat
     ids = torch.randint(1, model.config.vocab_size, (2, 17))
     close(again.eval()(ids).logits, model(ids).logits)
     assert load(tmp_path / "own").config == model.config
+
+
+def test_numbers_that_divide_by_zero_are_one_line(tmp_path: Path) -> None:
+    """Gemma divides by the root of a number, which for a large multiplier of ours would round to zero."""
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 16)
+    sizes |= dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 1)
+    with pytest.raises(CheckpointError, match="config.json: .*negative power"):
+        describe(tmp_path, {"config": {**sizes, "model_type": "gemma2", "query_pre_attn_scalar": 0}})
+    config = get_preset("gated-nano", attention_gate="none", attention_multiplier=1e200)
+    assert family_for(config).model_type == "granite"

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from te_models import CausalLM
 from te_models.errors import UsageError
-from te_models.interop.hf import MAX_SHARD_BYTES, write_hugging_face
+from te_models.interop.hf_writing import MAX_SHARD_BYTES, write_hugging_face
 from te_models.saving.pretrained import weights
 
 

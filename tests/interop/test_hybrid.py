@@ -16,9 +16,9 @@ from judge import AutoModelForCausalLM, transformers
 from torch import Tensor
 
 from te_models.errors import UsageError
+from te_models.interop.hf import tensor_places
 from te_models.interop.hf_families import family_of
 from te_models.interop.origin import Origin
-from te_models.interop.tensor_places import tensor_places
 
 Pair = tuple[Any, Path]
 TOLERANCE = 1e-4  # of the largest logit, but at least of 1

@@ -16,7 +16,8 @@ from te_models import CausalLM
 from te_models.cli import main
 from te_models.errors import CheckpointError
 from te_models.fp8.scaling_state import fp8_state
-from te_models.saving.pretrained import load_te_checkpoint, read_te_checkpoint
+from te_models.interop.te_checkpoint import read_te_checkpoint
+from te_models.saving.restore import load_te_checkpoint
 from tests.interop.test_te_extra_state import DelayedScaling, Format, payload, te  # noqa: F401 - a fixture
 
 SHAPE = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=1, num_key_value_heads=1)

@@ -30,7 +30,7 @@ from te_models.optim import OPTIMIZERS, build_optimizer, master, muon8bit, resol
 from te_models.optim.galore import leading_directions
 from te_models.optim.groups import groups, parts
 from te_models.optim.muon8bit import Muon8bit, dequantize, orthogonalize, quantize
-from te_models.saving.pretrained import read_training_state
+from te_models.saving.restore import read_training_state
 from te_models.training.metrics import read_metrics
 from te_models.training.trainer import Trainer
 

@@ -18,7 +18,8 @@ from bits import assert_same_bits
 from torch import Tensor
 
 from te_models.errors import CheckpointError, SaveError
-from te_models.files.formats import MAX_HEADER_BYTES, TEXT_BYTES
+from te_models.files.formats import TEXT_BYTES
+from te_models.files.tensors import MAX_HEADER_BYTES
 from te_models.saving.folder import _digest as manifest_digest
 from te_models.saving.folder import load_folder, save_folder
 
@@ -69,13 +70,13 @@ def test_every_dtype_and_shape_round_trips_exactly(dtype: torch.dtype, tmp_path:
     tensors["transposed"] = filled((3, 5), dtype).t()
     tensors["strided"] = filled((12,), dtype)[1::3]
     tensors["expanded"] = filled((1, 4), dtype).expand(3, 4)
-    save_folder(tmp_path / "out", {"model": tensors}, {})
-    found = load_folder(tmp_path / "out").tensors["model"]
+    save_folder(tmp_path / "out", {"training": tensors}, {})
+    found = load_folder(tmp_path / "out").tensors["training"]
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert_same(found[name], tensor)
     if dtype not in (torch.uint64, torch.uint32, torch.uint16):
-        other = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+        other = safetensors.torch.load_file(tmp_path / "out" / "training.safetensors")
         assert other.keys() == tensors.keys()
         assert_same(other["strided"], tensors["strided"])
 

@@ -25,7 +25,7 @@ from te_models import CausalLM
 from te_models.distributed.control import Ranks
 from te_models.errors import SaveError
 from te_models.files import atomic
-from te_models.saving import sharded
+from te_models.saving import folder, sharded
 from te_models.saving.folder import load_folder, save_folder
 from te_models.saving.run_folder import MAX_FAILED_SAVES, Checkpoints
 from te_models.saving.sharded import ShardedCheckpoints
@@ -237,6 +237,18 @@ def test_kills_never_damage_or_lose_a_checkpoint(tmp_path: Path) -> None:
     assert summary["whole"] > 0
 
 
+def test_a_pipe_in_place_of_latest_makes_nobody_wait(tmp_path: Path) -> None:
+    run = Checkpoints(tmp_path)
+    run.save(1, *content(1))
+    (tmp_path / "latest").unlink()
+    os.mkfifo(tmp_path / "latest")
+    found: list[Path | None] = []
+    reader = threading.Thread(target=lambda: found.append(run.latest()), daemon=True)
+    reader.start()
+    reader.join(10)
+    assert found == [tmp_path / "step-00000001"]
+
+
 def test_a_kill_between_the_two_renames_is_recovered_from(tmp_path: Path) -> None:
     run = Checkpoints(tmp_path)
     run.save(1, *content(1))
@@ -339,14 +351,17 @@ def test_keeps_at_least_one(keep: int, tmp_path: Path) -> None:
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Hold back every write until the event is set."""
-    event, write = threading.Event(), atomic.write_file
+    event = threading.Event()
 
-    def write_late(*args: Any) -> Any:
-        assert event.wait(30)
-        return write(*args)
+    def late(write: Callable[..., Any]) -> Callable[..., Any]:
+        def write_late(*args: Any) -> Any:
+            assert event.wait(30)
+            return write(*args)
 
-    for module in ("te_models.saving.folder", "te_models.files.atomic"):
-        monkeypatch.setattr(f"{module}.write_file", write_late)
+        return write_late
+
+    for owner, name in ((folder, "write_file"), (atomic, "write_file"), (folder, "write_safetensors")):
+        monkeypatch.setattr(owner, name, late(getattr(owner, name)))
     yield event
     event.set()
 
@@ -464,11 +479,11 @@ def test_no_process_waits_for_a_disk_in_a_collective_on_tensors(
 ) -> None:
     """Only control messages have the time that a slow disk takes."""
     run, calls = of_several(tmp_path), Mock()
-    for owner, name in ((sharded, "whole"), (sharded, "record"), (run.ranks, "gather")):
+    for owner, name in ((sharded, "whole"), (sharded, "write_safetensors"), (run.ranks, "gather")):
         calls.attach_mock(Mock(side_effect=getattr(owner, name)), name)
         monkeypatch.setattr(owner, name, getattr(calls, name))
     run.save(1, {"model": {"w": torch.ones(3)}, "training": {"w": torch.ones(3)}}, {})
-    assert [call[0] for call in calls.mock_calls] == ["whole", "record", "gather"] * 2
+    assert [call[0] for call in calls.mock_calls] == ["whole", "write_safetensors", "gather"] * 2
 
 
 @pytest.mark.parametrize("blocking", [True, False])

@@ -234,12 +234,18 @@ def test_adapters_run_on_whole_models(kind: str, world: int, chosen: str, monkey
         choose_parallel(TrainConfig(parallel="fsdp"), lora=True)
 
 
-def test_a_folder_of_adapters_says_what_it_is(start: list[str]) -> None:
+def test_a_folder_of_adapters_says_what_to_do_with_it(start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*start, "--recipe", "bf16", "--out", "run"]) == 0
-    with pytest.raises(CheckpointError, match="holds adapters and not a model: .*load_lora.*merged/"):
+    advice = "holds adapters and not a model: te-models convert --format te --model .*load_lora"
+    with pytest.raises(CheckpointError, match=advice):
         CausalLM.from_pretrained("run", device="cpu")
-    with pytest.raises(CheckpointError, match="holds adapters and not a model: .*load_lora.*merged/"):
+    with pytest.raises(CheckpointError, match=advice):
         read_shape("run")  # before a run that would start from them
+    (newest,) = Path("run/checkpoints").glob("step-*")
+    capsys.readouterr()
+    assert main(["convert", "--format", "te", "--model", str(newest), "--out", "run/merged"]) == 0
+    assert main(["finetune", "--model", "run", "--data", "data.txt", "--out", "again"]) == 2
+    assert "--model run/merged has both" in capsys.readouterr().err
 
 
 def test_merged_adapters_have_the_recipe_that_they_were_trained_under(tmp_path: Path) -> None:

@@ -317,7 +317,7 @@ class TEModelsDecoderLayer(nn.Module):
         self.mlp = TEModelsMLP(config)
         self.mlp_output_norm = norm(config, config.hidden_size) if after else nn.Identity()
 
-    def forward(self, x: Tensor, *attention: Any) -> Tensor:
+    def forward(self, x: Tensor, *attention: Tensor | None) -> Tensor:
         """x [B, S, D] -> [B, S, D]; `attention` are the further arguments of TEModelsAttention."""
         x = x + self.attention_output_norm(self.self_attn(self.input_layernorm(x), *attention)) * self.multiplier
         return x + self.mlp_output_norm(self.mlp(self.post_attention_layernorm(x))) * self.multiplier

@@ -1,0 +1,179 @@
+"""Hugging Face folders written: a model as transformers loads it, with its tokenizer, card and own config.json."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from torch import Tensor
+
+from te_models.errors import UsageError
+from te_models.files.atomic import replacing_folder, write_file
+from te_models.files.formats import Document, Fields, list_some, render_index, render_json
+from te_models.files.tensors import SafetensorsFile, split_by_size, write_safetensors
+from te_models.interop.hf import INDEX, WEIGHTS, Place, tensor_places, weight_files
+from te_models.interop.hf_families import Family, family_for, family_of
+from te_models.interop.model_card import CARD, model_card, user_card
+from te_models.interop.origin import Origin
+from te_models.interop.quantized import MODELOPT_FILE
+from te_models.model.decoder import Decoder
+
+CODE = Path(__file__).parent / "remote_code"  # code for transformers, for models of which it has no architecture
+MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
+TEMPLATES = "additional_chat_templates"  # a folder of templates beside the tokenizer's own
+# Files that saving may replace in a folder; any other may be the user's work.
+REPLACEABLE = (
+    *TOKENIZER_FILES,
+    "config.json",
+    "generation_config.json",
+    WEIGHTS,
+    INDEX,
+    "manifest.json",
+    "recipe.json",
+    *(path.name for path in CODE.glob("*.py")),
+    MODELOPT_FILE,
+)
+# From the places and values of all parameters and config.json to the tensors and the config.json to write.
+Quantize = Callable[[Mapping[str, Place], Mapping[str, Tensor], Document], tuple[dict[str, Tensor], Fields]]
+
+
+def write_hugging_face(
+    model: Decoder,
+    origin: Origin,
+    folder: str | Path,
+    parameters: Mapping[str, Tensor],
+    tokenizer: Mapping[str, bytes] = MappingProxyType({}),
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    quantize: Quantize | None = None,
+    name: str | None = None,
+) -> None:
+    """Save `model` as a folder that transformers loads, atomically.
+
+    A model that came from Hugging Face and still has its shape gets its own config.json back.
+
+    Args:
+        model: the model, of which config and dtype are used.
+        origin: where it came from.
+        folder: the folder to write; its parents are created.
+        parameters: name -> values of the model's parameters, whole.
+        tokenizer: file name -> content of the tokenizer to save with it.
+        max_shard_bytes: weights larger than this are split into shards.
+        quantize: returns the tensors and the config.json to write instead of the model's.
+        name: the model's name in its card; None: the folder's name.
+
+    Raises:
+        UsageError: no architecture there computes what this model does, or `folder` holds other files.
+        SaveError: writing failed; the previous content of `folder` is intact.
+    """
+    folder = Path(os.path.realpath(folder))
+    if strangers := [path.name for path in _entries(folder) if not _replaceable(path.name)]:
+        raise UsageError(f"{folder} holds {list_some(strangers)}, which saving would delete; choose another folder")
+    preferred = family_of(origin.config) if origin.config else None
+    aside = _tensors_beside(origin, preferred) if quantize is None and preferred is not None else {}
+    if preferred is not None and preferred.aside and not aside:
+        preferred = None
+        if quantize is None:
+            warnings.warn(
+                f"{folder} gets the text model alone: name the folder of the whole release (beside=, --beside) to have "
+                "the other tensors copied from there",
+                stacklevel=5,
+            )
+    family = family_for(model.config, preferred)
+    places = tensor_places(family, model.config, {name: p.shape for name, p in parameters.items()})
+    config = _config_document(model, origin, family)
+    if quantize is None:
+        tensors = {name: place.save(parameters[place.name]) for name, place in places.items()}
+    else:
+        tensors, config = quantize(places, parameters, config)
+    files = {
+        "config.json": render_json(config, "config.json"),
+        "generation_config.json": render_json(_generation_document(model, origin), "generation_config.json"),
+        **tokenizer,
+    }
+    tensors |= aside
+    shards = split_by_size("model", tensors, max_shard_bytes)
+    if len(shards) > 1:
+        weight_map = {name: file for file, members in shards.items() for name in members}
+        files[INDEX] = render_index(weight_map, sum(tensor.nbytes for tensor in tensors.values()))
+    if family.code:
+        files |= {path.name: path.read_bytes() for path in sorted(CODE.glob("*.py"))}
+    card = user_card(folder) or model_card(model, origin.folder, config, name or folder.name, family.code)
+    if card is not None:
+        files[CARD] = card
+    with replacing_folder(folder) as temp:
+        for file, content in files.items():
+            (temp / file).parent.mkdir(exist_ok=True)
+            write_file(temp / file, content)
+        for file, members in shards.items():
+            write_safetensors(temp / file, members)
+    _say_what_loads(model, family, str(name or folder))
+
+
+def _tensors_beside(origin: Origin, family: Family) -> dict[str, Tensor]:
+    """Return the tensors of other models in the folder of the origin, or in its `beside`; none where there are none.
+
+    Raises:
+        UsageError: `beside` was given and has none.
+    """
+    folder, found = origin.beside or origin.folder, dict[str, Tensor]()
+    if family.aside and folder is not None and any(folder.glob("*.safetensors")):
+        for shard in weight_files(folder):
+            with SafetensorsFile(shard) as file:
+                found |= {name: file.read(name) for name in file.tensors if name.startswith(family.aside)}
+    if origin.beside is not None and not found:
+        raise UsageError(f"{origin.beside} has no tensors that belong beside this model: leave out beside")
+    return found
+
+
+def _say_what_loads(model: Decoder, family: Family, name: str) -> None:
+    """Warn where transformers itself has no code for the saved model."""
+    if family.code or (not family.written and model.config.attention_gate != "none"):
+        own = "its own code in transformers: from_pretrained(folder, trust_remote_code=True)"
+        release = "the .py files of the release that the model came from, to load in transformers"
+        warnings.warn(f"{name} needs {own if family.code else release}", stacklevel=5)
+
+
+def _config_document(model: Decoder, origin: Origin, family: Family) -> Fields:
+    """Return config.json: the model's own if it still describes the model, else with the family's keys replaced."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    own = dict(origin.config or {})
+    if not own or family_of(own) is not family:
+        return {**family.write(model.config), "torch_dtype": dtype}
+    if family.read(own) != model.config:
+        own = family.rewritten(own, model.config)
+    if family.inner and own[family.inner].get("dtype"):
+        own = {**own, family.inner: {**own[family.inner], "dtype": dtype}}
+    return {**own, "dtype" if family.inner or "dtype" in own else "torch_dtype": dtype}
+
+
+def _generation_document(model: Decoder, origin: Origin) -> Fields:
+    config = model.config.to_dict()
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config[key] is not None}
+    return dict(origin.generation) if origin.generation is not None else {"_from_model_config": True, **ids}
+
+
+def tokenizer_files(folder: Path | None) -> list[str]:
+    """Return the names of the tokenizer's files that may be in a model's folder, and of others that are there."""
+    if folder is None:
+        return []
+    others = (*folder.glob("*.tiktoken"), *folder.glob(f"{TEMPLATES}/*.jinja"))
+    return [*TOKENIZER_FILES, *sorted(str(path.relative_to(folder)) for path in others)]
+
+
+def _entries(folder: Path) -> list[Path]:
+    if folder.exists() and not folder.is_dir():
+        return [folder]
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _replaceable(name: str) -> bool:
+    known = name in (*REPLACEABLE, TEMPLATES, CARD) or name.endswith(".tiktoken")
+    return known or (name.startswith("model-") and name.endswith(".safetensors"))
