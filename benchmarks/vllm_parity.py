@@ -18,6 +18,7 @@ import json
 import os
 import tempfile
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 # (format, dtype) of each row. In FP32 rounding decides nothing, so that all tokens must be ours; under fp8-channel it
 # does in any dtype: what differs in the last bit is now and then quantized to the next FP8 value.
 KINDS = (("bf16", "float32"), ("bf16", "bfloat16"), ("fp8-channel", "bfloat16"))
+PLUGIN = {"architectures": ["TEModelsDecoderForCausalLM"]}  # for folders that vLLM's own models read otherwise
 LENGTHS, NEW, SHARED, CHUNK = (1, 7, 64, 200), 24, 160, 128
 SIZES: dict[str, Any] = dict(
     vocab_size=384, hidden_size=128, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
@@ -58,6 +60,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": dict(tie_word_embeddings=True),
     "smollm3": {},
     "seed_oss": {},
+    "glm": {},
+    "ernie4_5": {},
+    "gemma": dict(tie_word_embeddings=True),
     "phi3": dict(rope_parameters=dict(partial_rotary_factor=0.5, rope_theta=10000.0, rope_type="default")),
     "granite": dict(embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0, attention_multiplier=0.2),
     "arcee": {},
@@ -88,24 +93,26 @@ GATED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def write_export(name: str, format: str, folder: Path) -> None:
-    """Write the export of a row of FAMILIES or GATED into `folder`."""
+def build(name: str) -> CausalLM:
+    """Return the model of a row of FAMILIES or GATED."""
     torch.manual_seed(len(name))
     options: dict[str, Any] = dict(recipe="bf16", device="cpu", engine="emulated")
     if name == "gated-nano":
-        model = CausalLM.from_pretrained(name, **options)
-    elif name in GATED:
-        made = {key: value for key, value in SIZES.items() if key != "initializer_range"}
-        model = CausalLM.from_preset("gated-124m", **{**made, "initializer_range": 0.15, **GATED[name]}, **options)
-    else:
-        config = transformers.AutoConfig.for_model(name, **{**SIZES, **FAMILIES[name]})
-        with tempfile.TemporaryDirectory() as plain:
-            theirs = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
-            theirs.save_pretrained(plain)
-            model = CausalLM.from_pretrained(plain, **options)
+        return CausalLM.from_pretrained(name, **options)
+    if name in GATED:
+        return CausalLM.from_preset("gated-124m", **{**SIZES, **GATED[name]}, **options)
+    config = transformers.AutoConfig.for_model(name, **{**SIZES, **FAMILIES[name]})
+    with tempfile.TemporaryDirectory() as plain:
+        transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(plain)
+        return CausalLM.from_pretrained(plain, **options)
+
+
+def write_export(model: CausalLM, format: str, folder: Path) -> Path:
+    """Write an export into `folder`, and return it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of who can load the folder
         model.export(folder, format=format)
+    return folder
 
 
 def prompts_for(name: str, vocabulary: int) -> list[list[int]]:
@@ -165,19 +172,26 @@ def divergence(p: Tensor, q: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1)
 
 
-def compare(name: str, format: str, dtype: str) -> dict[str, Any]:
-    """Return one row: how the served model differs from ours of the same folder."""
+def compare(name: str, kinds: Iterable[tuple[str, str]] = KINDS) -> list[dict[str, Any]]:
+    """Return a row per kind, a format and a dtype: how the served model differs from ours of the same folder."""
     with tempfile.TemporaryDirectory() as temp:
-        folder = Path(temp) / "export"
-        write_export(name, format, folder)
-        ours = read_served(folder, "cpu")
-        exact = read_served(folder, "cpu").float()
-        model = exact if dtype == "float32" else ours
-        vocabulary = ours.config.vocab_size
-        prompts = prompts_for(name, vocabulary)
-        architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-        overrides = {"architectures": ["TEModelsDecoderForCausalLM"]} if name == "qwen3_next" else {}
-        made, scores = served_by_vllm(folder, prompts, vocabulary, dtype, overrides)
+        model = build(name)  # before vLLM changes classes of transformers that it serves in place
+        folders = {format: write_export(model, format, Path(temp) / format) for format, _ in kinds}
+        overrides = PLUGIN if name == "qwen3_next" else {}
+        return [
+            {"model": name, "format": format, **compare_folder(name, folders[format], dtype, overrides)}
+            for format, dtype in kinds
+        ]
+
+
+def compare_folder(name: str, folder: Path, dtype: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return how the model in `folder` differs as vLLM serves it, with these `hf_overrides`, from ours."""
+    ours, exact = read_served(folder, "cpu"), read_served(folder, "cpu").float()
+    model = exact if dtype == "float32" else ours
+    vocabulary = ours.config.vocab_size
+    prompts = prompts_for(name, vocabulary)
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    made, scores = served_by_vllm(folder, prompts, vocabulary, dtype, overrides)
     same, gaps, kls, floors, largest = 0, [0.0], [], [], 0.0
     for prompt, new, served in zip(prompts, made, scores, strict=True):
         p = log_probabilities(model, prompt + new[:-1])
@@ -190,9 +204,9 @@ def compare(name: str, format: str, dtype: str) -> dict[str, Any]:
             floors.append(divergence(log_probabilities(exact, prompt[:-1]), log_probabilities(ours, prompt[:-1])))
             largest = max(largest, (p - served).abs().max().item())
     return {
-        "model": name, "architecture": architecture, "format": format, "dtype": dtype,
-        "tokens": len(prompts) * NEW, "same": same, "gap": max(gaps),
-        "kl": torch.cat(kls).mean().item(), "floor": torch.cat(floors).mean().item(), "largest": largest,
+        "architecture": architecture, "dtype": dtype, "tokens": len(prompts) * NEW, "same": same,
+        "gap": max(gaps), "kl": torch.cat(kls).mean().item(), "floor": torch.cat(floors).mean().item(),
+        "largest": largest,
     }  # fmt: skip
 
 
@@ -210,9 +224,8 @@ def main(only: tuple[str, ...], out: Path | None) -> None:
     """Serve every model in every kind, print the differences, write the JSON."""
     rows = []
     for name in only or (*GATED, *FAMILIES):
-        for format, dtype in KINDS:
-            rows.append(compare(name, format, dtype))
-            click.echo(json.dumps(rows[-1]))
+        rows += compare(name)
+        click.echo("\n".join(map(json.dumps, rows[-len(KINDS) :])))
     if out is not None:
         out.write_text(json.dumps({"environment": versions(), "rows": rows}, indent=1) + "\n")
 

@@ -131,6 +131,12 @@ def unknown(kind: str, given: object, choices: Iterable[str], listed: str = "", 
     return UsageError(f"{line}{hint}{rest}")
 
 
+def refuse(mistakes: Iterable[str], error: type[TeModelsError] = UsageError) -> None:
+    """Raise `error` with the first of `mistakes`, lines that say what is wrong and what to do; without one, return."""
+    for mistake in mistakes:
+        raise error(mistake)
+
+
 def plural(number: int, noun: str, nouns: str = "") -> str:
     """Return "1 record" or "2,000 records"; `nouns` is a plural that is not formed with s."""
     return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"

@@ -15,6 +15,7 @@ import torch
 from small_model import small  # noqa: F401  a fixture
 
 import te_models.engine.emulated as emulated
+from te_models.training import plots
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
@@ -41,6 +42,16 @@ def plain_gemms() -> Iterator[None]:
     """Outside tests/engine FP8 products are plain ones: emulating tensor cores takes most of a tiny model's time."""
     with emulated.exact_gemm(0):
         yield
+
+
+DRAWN = ("test_plots", "test_metrics", "test_commands", "test_docs", "test_bench")
+
+
+@pytest.fixture(autouse=True)
+def plain_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing the plot of a run takes as long as a short run itself: only tests that look at plots have them drawn."""
+    if request.path.stem not in DRAWN:
+        monkeypatch.setattr(plots, "save_figure", lambda figure, path: path.touch())
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 from rich.text import Text
 
@@ -25,7 +23,7 @@ from te_models.config.presets import get_preset
 @option("--warm-up", default=3, help="Steps of each variant that are not timed.")
 @out_option("Folder for bench.json and bench.png.")
 @setting_option("compile")
-def bench(preset: str | None, model: str | None, recipes: str, peers: str, out: str | None, **options: Any) -> None:
+def bench(preset: str | None, model: str | None, recipes: str, peers: str, out: str | None, **options: object) -> None:
     """Time training under several recipes and in other libraries."""
     from te_models.device.choice import choose_device  # noqa: PLC0415  imports torch
     from te_models.inspect.bench import bench as run  # noqa: PLC0415

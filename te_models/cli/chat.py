@@ -46,7 +46,7 @@ KEYS = "Ctrl-C stops an answer, Ctrl-D leaves. End a line with \\ to continue it
 def chat(
     preset: str | None, model: str | None, system: str | None, chat_template: str | None,
     template_option: tuple[str, ...],
-    tokenizer: str | None, **options: Any,
+    tokenizer: str | None, **options: object,
 ) -> None:  # fmt: skip
     """Talk to a chat model.
 
@@ -167,7 +167,7 @@ def _read_line() -> str:
         lines.append(line[:-1])
 
 
-def _variable(text: str) -> tuple[str, Any]:
+def _variable(text: str) -> tuple[str, object]:
     """Return name and value of NAME=VALUE; a value that is JSON, such as false or 3, is read as such."""
     name, found, value = text.partition("=")
     if not name.isidentifier() or not found:

@@ -14,7 +14,6 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import click
 
@@ -82,7 +81,7 @@ def _say(message: str) -> None:
 def _plain_warnings() -> Iterator[None]:
     """Show warnings in the block as one line each, without file names and lines of source."""
 
-    def show(message: Warning | str, *place: Any, **more: Any) -> None:
+    def show(message: Warning | str, *place: object, **more: object) -> None:
         _say(f"note: {message}")
 
     for library in QUIET:

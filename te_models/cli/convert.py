@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from te_models.cli.options import Command, build_model, option, out_option, show_line
@@ -23,7 +21,7 @@ from te_models.errors import unknown
 @option("--preset", metavar="NAME", help="Shape of --te-checkpoint.")
 def convert(
     model: str | None, preset: str | None, te_checkpoint: str | None, out: str, format: str, dtype: str | None,
-    beside: str | None, **options: Any,
+    beside: str | None, **options: object,
 ) -> None:  # fmt: skip
     """Convert a model between te-models and Hugging Face.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from rich.text import Text
@@ -51,7 +51,7 @@ def evaluate(
     preset: str | None, model: str | None, data: str | None, tasks: str | None, recipes: str | None,
     recipe: str | None, tokenizer: str | None, as_json: bool, seq_len: int | None, batch_size: int, max_batches: int,
     columns: str, truncate: str, chat_template: str | None,
-    limit: int | None, few_shot: int | None, **options: Any,
+    limit: int | None, few_shot: int | None, **options: object,
 ) -> int:  # fmt: skip
     """Measure a model's loss on your data, or its scores on tasks.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from te_models.cli.options import (
@@ -30,7 +28,7 @@ from te_models.config.settings import EVERYDAY
 @setting_option("tokenizer")
 def export(
     preset: str | None, model: str | None, out: str, format: str, data: str | None, batches: int, seq_len: int,
-    columns: str, tokenizer: str | None, **options: Any,
+    columns: str, tokenizer: str | None, **options: object,
 ) -> None:  # fmt: skip
     """Write a model with quantized weights for vLLM or SGLang.
 

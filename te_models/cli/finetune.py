@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from te_models.cli.options import Command, model_option, option
@@ -15,7 +13,7 @@ from te_models.cli.training import run_training, training_options
 @model_option
 @option("--preset", hidden=True, help="Refused: a preset has no weights.")
 @training_options("finetune")
-def finetune(file: str | None, resume: str | None, **options: Any) -> int:
+def finetune(file: str | None, resume: str | None, **options: object) -> int:
     """Fine-tune a model on your data, in full or with --lora.
 
     Evaluates, saves, draws the loss curve, and prints answers to held-out prompts before and after.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from te_models.cli.options import Command, build_model, model_options, option, setting_option
@@ -24,7 +22,7 @@ from te_models.errors import UsageError
 @sampling_options
 def generate(
     preset: str | None, model: str | None, prompt: str | None, chat: bool, system: str | None, tokenizer: str | None,
-    **options: Any,
+    **options: object,
 ) -> None:  # fmt: skip
     """Continue a prompt, or answer it with --chat.
 

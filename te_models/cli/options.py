@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LAST_GROUPS = (FIELDS, SHAPE)
 HELP_ALL = "te_models.cli.help_all"  # in a context's meta: show every group
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., object])
 Decorator = Callable[[Function], Function]
 
 
@@ -56,7 +56,7 @@ class Command(click.Command):
                        help="Show every option and exit.")
             )  # fmt: skip
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> object:
         """Run the command."""
         try:
             return super().invoke(ctx)
@@ -122,7 +122,7 @@ def _memory_advice(ctx: click.Context) -> str:
     )
 
 
-def option(*declarations: str, group: str = EVERYDAY, **attributes: Any) -> Decorator:
+def option(*declarations: str, group: str = EVERYDAY, **attributes: object) -> Decorator:
     """Add one option; `click.option` with a group, which shows a default other than None."""
     attributes.setdefault("show_default", attributes.get("default") is not None)
     return click.option(*declarations, cls=Option, group=group, **attributes)
@@ -228,7 +228,7 @@ def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def build_model(preset: str | None, model: str | None, options: Mapping[str, Any], merge: bool = False) -> CausalLM:
+def build_model(preset: str | None, model: str | None, options: Mapping[str, object], merge: bool = False) -> CausalLM:
     """Build the model that the options describe: keywords of CausalLM, and fields of recipe and config, or None.
 
     A run with adapters gives the model with them in it, as it was trained; with `merge`, in its weights.
@@ -249,7 +249,7 @@ def build_model(preset: str | None, model: str | None, options: Mapping[str, Any
     return CausalLM.from_pretrained(model, **given)
 
 
-def build_trained_model(preset: str | None, model: str | None, options: Mapping[str, Any]) -> CausalLM:
+def build_trained_model(preset: str | None, model: str | None, options: Mapping[str, object]) -> CausalLM:
     """Build a model to be served, with the adapters of a run in its weights: under BF16 if it has no recipe of its own.
 
     The recipe decides which layers are quantized, which should not depend on this machine.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from te_models.cli.options import (
@@ -36,7 +34,7 @@ from te_models.config.settings import EVERYDAY
 @setting_option("tokenizer")
 def parity(
     preset: str | None, model: str | None, exports: tuple[str, ...], data: str, batches: int, seq_len: int,
-    columns: str, as_json: bool, tokenizer: str | None, **options: Any,
+    columns: str, as_json: bool, tokenizer: str | None, **options: object,
 ) -> None:  # fmt: skip
     """Compare a model as it will be served with the trained one.
 

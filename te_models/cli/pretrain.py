@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from te_models.cli.options import Command, option, preset_option
@@ -15,7 +13,7 @@ from te_models.cli.training import run_training, training_options
 @preset_option
 @option("--model", hidden=True, help="Refused: finetune starts from a model.")
 @training_options("pretrain")
-def pretrain(file: str | None, resume: str | None, **options: Any) -> int:
+def pretrain(file: str | None, resume: str | None, **options: object) -> int:
     """Train a preset from random weights.
 
     Evaluates, saves, draws the loss curve, and continues three openings of held-out texts.

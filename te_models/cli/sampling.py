@@ -32,7 +32,7 @@ sampling_options = chained(
 )  # fmt: skip
 
 
-def take_sampling(options: dict[str, Any]) -> dict[str, Any]:
+def take_sampling(options: dict[str, object]) -> dict[str, Any]:
     """Remove the options of sampling from `options`; return them as keywords of `stream_text`."""
     sampling = {name: options.pop(name) for name in SAMPLING} | {"do_sample": not options.pop("greedy")}
     if sampling["temperature"] is None:

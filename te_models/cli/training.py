@@ -6,7 +6,6 @@ import dataclasses
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -33,7 +32,7 @@ def training_options(command: str) -> Decorator:
     rate = f"{LEARNING_RATE[command]:g}".replace("e-0", "e-")
     if command == "finetune":
         rate += f", with --lora {LEARNING_RATE['lora']:g}"
-    other: dict[str, dict[str, Any]] = {name: dict(hidden=command == "pretrain") for name in TABLES["lora"]}
+    other: dict[str, dict[str, object]] = {name: dict(hidden=command == "pretrain") for name in TABLES["lora"]}
     other |= {"learning_rate": dict(show_default=rate), "recipe": dict(default=None, show_default=False)}
     names = [name for title in ORDER for name in TABLES[title] if name not in OWN]
     return chained(
@@ -45,7 +44,7 @@ def training_options(command: str) -> Decorator:
     )  # fmt: skip
 
 
-def run_training(command: str, file: str | None, resume: str | None, options: Mapping[str, Any]) -> int:
+def run_training(command: str, file: str | None, resume: str | None, options: Mapping[str, object]) -> int:
     """Run `command` with the options that the user gave; return the exit code."""
     given = given_options({name: value for name, value in options.items() if is_given(name)})
     if resume is not None and file is not None:

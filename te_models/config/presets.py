@@ -59,38 +59,49 @@ _GEMMA: Shape = dict(
 )  # fmt: skip
 
 
+def _shape(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int | None = None, **fields: Any
+) -> Shape:
+    """Return a shape of these sizes and `fields`."""
+    sizes = dict(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers)
+    shared = {} if kv_heads is None else dict(num_key_value_heads=kv_heads)
+    return {**sizes, **shared, "num_attention_heads": heads, **fields}
+
+
 def _layers(count: int, period: int, first: int = 0) -> Shape:
     """Return the kinds of `count` layers: every `period`-th, starting with number `first`, sees all keys."""
     kinds = ("full_attention" if layer % period == first else "sliding_attention" for layer in range(count))
     return dict(num_hidden_layers=count, layer_types=tuple(kinds))
 
 
-def _gemma2(hidden: int, layers: int, **fields: Any) -> Shape:
+def _gemma2(hidden: int, intermediate: int, layers: int, *heads: int, **fields: Any) -> Shape:
     """Return the shape of a Gemma 2: every second layer sees all keys, and logits are capped."""
     caps = dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=4096)
-    sizes = dict(vocab_size=256000, hidden_size=hidden, embedding_multiplier=hidden**0.5, max_position_embeddings=8192)
-    return {**_GEMMA, **_layers(layers, 2, 1), **caps, **sizes, "head_dim": 256, **fields}
+    own = dict(vocab_size=256000, head_dim=256, embedding_multiplier=hidden**0.5, max_position_embeddings=8192)
+    return _shape(hidden, intermediate, layers, *heads, **{**_GEMMA, **_layers(layers, 2, 1), **caps, **own, **fields})
 
 
-def _gemma3(hidden: int, layers: int, window: int = 1024, factor: float | None = 8.0, **fields: Any) -> Shape:
+def _gemma3(hidden: int, intermediate: int, layers: int, *heads: int, stretch: float = 8.0, **fields: Any) -> Shape:
     """Return the shape of a Gemma 3's text model: every sixth layer sees all keys, with its own RoPE."""
-    stretched = None if factor is None else dict(rope_type="linear", factor=factor)
+    stretched = None if stretch == 1 else dict(rope_type="linear", factor=stretch)
     rope = dict(rope_theta=1000000.0, rope_scaling=stretched, sliding_rope=dict(rope_theta=10000.0))
-    sizes = dict(
-        vocab_size=262208, hidden_size=hidden, embedding_multiplier=hidden**0.5, max_position_embeddings=131072
-    )
-    own = dict(head_dim=256, qk_norm=True, sliding_window=window)
-    return {**_GEMMA, **_layers(layers, 6, 5), **rope, **sizes, **own, **fields}
+    own = dict(
+        vocab_size=262208, head_dim=256, qk_norm=True, sliding_window=1024, max_position_embeddings=131072,
+        embedding_multiplier=hidden**0.5,
+    )  # fmt: skip
+    return _shape(hidden, intermediate, layers, *heads, **{**_GEMMA, **_layers(layers, 6, 5), **rope, **own, **fields})
 
 
-def _hybrid(hidden: int, layers: int, value_heads: int = 16, **fields: Any) -> Shape:
+def _hybrid(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, value_heads: int = 16, **fields: Any
+) -> Shape:
     """Return the shape of a Qwen3.5's text model: three layers of linear attention, then one of gated attention."""
-    sizes = dict(vocab_size=248320, hidden_size=hidden, num_hidden_layers=layers, max_position_embeddings=262144)
     own = dict(
         linear_attention=dict(num_key_heads=16, num_value_heads=value_heads, key_head_dim=128, value_head_dim=128),
-        head_dim=256, rope_theta=10000000.0, rms_norm_eps=1e-6, eos_token_id=248044,
+        vocab_size=248320, max_position_embeddings=262144, head_dim=256, rope_theta=10000000.0, rms_norm_eps=1e-6,
+        eos_token_id=248044,
     )  # fmt: skip
-    return {**_hybrid_layers(layers), **sizes, **own, **fields}
+    return _shape(hidden, intermediate, layers, heads, kv_heads, **_hybrid_layers(layers), **own, **fields)
 
 
 def _hybrid_layers(layers: int) -> Shape:
@@ -110,86 +121,44 @@ _QWEN_GATED: Shape = dict(
 # One row per model; fields left out have ModelConfig's defaults (elementwise gate, one KV head per query head).
 PRESETS: dict[str, Shape] = {
     # Bytes as tokens (256 and three special ones, padded to the FP8 alignment): trains on two CPU cores in minutes.
-    "gated-nano": dict(
-        vocab_size=288, hidden_size=192, intermediate_size=512, num_hidden_layers=6, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True,
-    ),
-    "gated-hybrid-nano": dict(
-        vocab_size=288, hidden_size=192, intermediate_size=512, num_hidden_layers=8, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True, **_hybrid_layers(8),
+    "gated-nano": _shape(192, 512, 6, 6, 2, vocab_size=288, max_position_embeddings=1024, tie_word_embeddings=True),
+    "gated-hybrid-nano": _shape(
+        192, 512, 8, 6, 2, **_hybrid_layers(8), vocab_size=288, max_position_embeddings=1024, tie_word_embeddings=True,
         linear_attention=dict(num_key_heads=3, num_value_heads=6, key_head_dim=32, value_head_dim=32),
     ),
     # gated-nano with experts, of the architecture of Qwen3-Next: as many parameters per token, and two and a half times
     # as many in all.
-    "gated-moe-nano": dict(
-        vocab_size=288, hidden_size=192, intermediate_size=512, num_hidden_layers=6, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True, qk_norm=True,
+    "gated-moe-nano": _shape(
+        192, 512, 6, 6, 2, vocab_size=288, max_position_embeddings=1024, tie_word_embeddings=True, qk_norm=True,
         zero_centered_norm=True,
         moe=dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=192, router_aux_loss_coef=0.01,
                  shared_expert_intermediate_size=128, shared_expert_gate=True),
     ),
-    "gated-124m": dict(
-        vocab_size=32000, hidden_size=768, intermediate_size=2304, num_hidden_layers=12, num_attention_heads=12,
-        tie_word_embeddings=True,
-    ),
-    "gated-350m": dict(
-        vocab_size=32000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=24, num_attention_heads=8,
-        tie_word_embeddings=True,
-    ),
-    "gated-896": dict(
-        vocab_size=32000, hidden_size=896, intermediate_size=3584, num_hidden_layers=24, num_attention_heads=14,
-        tie_word_embeddings=True,
-    ),
-    "gated-1b": dict(
-        vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=20, num_attention_heads=16,
-    ),
-    "gated-3b": dict(
-        vocab_size=32000, hidden_size=3072, intermediate_size=8192, num_hidden_layers=26, num_attention_heads=24,
-        num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500000.0,
-    ),
-    "gated-8b": dict(
-        vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500000.0,
-    ),
+    "gated-124m": _shape(768, 2304, 12, 12, vocab_size=32000, tie_word_embeddings=True),
+    "gated-350m": _shape(1024, 2816, 24, 8, vocab_size=32000, tie_word_embeddings=True),
+    "gated-896": _shape(896, 3584, 24, 14, vocab_size=32000, tie_word_embeddings=True),
+    "gated-1b": _shape(2048, 5632, 20, 16, vocab_size=32000),
+    "gated-3b": _shape(3072, 8192, 26, 24, 8, vocab_size=32000, max_position_embeddings=8192, rope_theta=500000.0),
+    "gated-8b": _shape(4096, 14336, 32, 32, 8, vocab_size=32000, max_position_embeddings=8192, rope_theta=500000.0),
     # The shapes of published models, from their config.json.
-    "llama-3.2-1b": dict(
-        **_LLAMA3, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-        rope_scaling=_llama3_scaling(32.0), tie_word_embeddings=True,
-    ),
-    "llama-3.1-8b": dict(
-        **_LLAMA3, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        rope_scaling=_llama3_scaling(8.0),
-    ),
-    "qwen2.5-0.5b": dict(
-        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2, max_position_embeddings=32768, rope_theta=1000000.0, rms_norm_eps=1e-6,
+    "llama-3.2-1b": _shape(2048, 8192, 16, 32, **_LLAMA3, rope_scaling=_llama3_scaling(32.0), tie_word_embeddings=True),
+    "llama-3.1-8b": _shape(4096, 14336, 32, 32, **_LLAMA3, rope_scaling=_llama3_scaling(8.0)),
+    "qwen2.5-0.5b": _shape(
+        896, 4864, 24, 14, 2, vocab_size=151936, max_position_embeddings=32768, rope_theta=1000000.0, rms_norm_eps=1e-6,
         attention_gate="none", attention_bias=True, tie_word_embeddings=True, bos_token_id=151643, eos_token_id=151643,
     ),
-    "qwen3-0.6b": dict(
-        **_QWEN3, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
-        tie_word_embeddings=True,
+    "qwen3-0.6b": _shape(1024, 3072, 28, 16, **_QWEN3, tie_word_embeddings=True),
+    "qwen3-1.7b": _shape(2048, 6144, 28, 16, **_QWEN3, tie_word_embeddings=True),
+    "qwen3-4b": _shape(2560, 9728, 36, 32, **_QWEN3, tie_word_embeddings=True),
+    "qwen3-8b": _shape(4096, 12288, 36, 32, **_QWEN3),
+    "mistral-7b-v0.3": _shape(
+        4096, 14336, 32, 32, 8, vocab_size=32768, max_position_embeddings=32768, rope_theta=1000000.0,
+        attention_gate="none", bos_token_id=1, eos_token_id=2,
     ),
-    "qwen3-1.7b": dict(
-        **_QWEN3, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
-        tie_word_embeddings=True,
-    ),
-    "qwen3-4b": dict(
-        **_QWEN3, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
-        tie_word_embeddings=True,
-    ),
-    "qwen3-8b": dict(
-        **_QWEN3, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
-    ),
-    "mistral-7b-v0.3": dict(
-        vocab_size=32768, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=32768, rope_theta=1000000.0, attention_gate="none",
-        bos_token_id=1, eos_token_id=2,
-    ),
-    "smollm3-3b": dict(
-        vocab_size=128256, hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16,
-        num_key_value_heads=4, max_position_embeddings=65536, rope_theta=5000000.0, rms_norm_eps=1e-6,
-        no_rope_layers=(1, 1, 1, 0) * 9, attention_gate="none", tie_word_embeddings=True, bos_token_id=128000,
-        eos_token_id=128012, pad_token_id=128004,
+    "smollm3-3b": _shape(
+        2048, 11008, 36, 16, 4, vocab_size=128256, max_position_embeddings=65536, rope_theta=5000000.0,
+        rms_norm_eps=1e-6, no_rope_layers=(1, 1, 1, 0) * 9, attention_gate="none", tie_word_embeddings=True,
+        bos_token_id=128000, eos_token_id=128012, pad_token_id=128004,
     ),
     "ministral-8b-2410": dict(
         **_MISTRAL, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, max_position_embeddings=32768,
@@ -199,36 +168,31 @@ PRESETS: dict[str, Shape] = {
         **_MINISTRAL3, hidden_size=3072, intermediate_size=9216, num_hidden_layers=26, tie_word_embeddings=True,
     ),
     "ministral3-8b": dict(**_MINISTRAL3, hidden_size=4096, intermediate_size=14336, num_hidden_layers=34),
-    "cwm-32b": dict(
-        vocab_size=128256, hidden_size=6144, intermediate_size=21504, num_attention_heads=48, num_key_value_heads=8,
-        head_dim=128, max_position_embeddings=131072, rope_theta=1000000.0, rope_scaling=_llama3_scaling(16.0),
-        sliding_window=8192, **_layers(64, 4), attention_gate="none", bos_token_id=128000,
-        eos_token_id=(128001, 128008, 128009),
+    "cwm-32b": _shape(
+        6144, 21504, 64, 48, 8, **_layers(64, 4), vocab_size=128256, head_dim=128, max_position_embeddings=131072,
+        rope_theta=1000000.0, rope_scaling=_llama3_scaling(16.0), sliding_window=8192, attention_gate="none",
+        bos_token_id=128000, eos_token_id=(128001, 128008, 128009),
     ),
-    "internlm3-8b": dict(
-        vocab_size=128512, hidden_size=4096, intermediate_size=10240, num_hidden_layers=48, num_attention_heads=32,
-        num_key_value_heads=2, head_dim=128, max_position_embeddings=32768, rope_theta=50000000.0,
+    "internlm3-8b": _shape(
+        4096, 10240, 48, 32, 2, vocab_size=128512, head_dim=128, max_position_embeddings=32768, rope_theta=50000000.0,
         rope_scaling=dict(rope_type="dynamic", factor=6.0), attention_gate="none", bos_token_id=1, eos_token_id=2,
         pad_token_id=2,
     ),
-    "iquest-coder-v1-40b": dict(
-        vocab_size=76800, hidden_size=5120, intermediate_size=27648, num_hidden_layers=80, num_attention_heads=40,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=131072, rope_theta=500000.0,
+    "iquest-coder-v1-40b": _shape(
+        5120, 27648, 80, 40, 8, vocab_size=76800, head_dim=128, max_position_embeddings=131072, rope_theta=500000.0,
         attention_gate="none", bos_token_id=1, eos_token_id=(2, 75864, 75869),
     ),
-    "seed-oss-36b": dict(
-        vocab_size=155136, hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=80,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=524288, rope_theta=10000000.0, rms_norm_eps=1e-6,
-        attention_gate="none", attention_bias=True, bos_token_id=0, eos_token_id=2, pad_token_id=1,
+    "seed-oss-36b": _shape(
+        5120, 27648, 64, 80, 8, vocab_size=155136, head_dim=128, max_position_embeddings=524288, rope_theta=10000000.0,
+        rms_norm_eps=1e-6, attention_gate="none", attention_bias=True, bos_token_id=0, eos_token_id=2, pad_token_id=1,
     ),
-    "phi-3-mini-4k": dict(
-        vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,
-        sliding_window=2047, attention_gate="none", bos_token_id=1, eos_token_id=32000, pad_token_id=32000,
+    "phi-3-mini-4k": _shape(
+        3072, 8192, 32, 32, vocab_size=32064, sliding_window=2047, attention_gate="none", bos_token_id=1,
+        eos_token_id=32000, pad_token_id=32000,
     ),
-    "phi-4": dict(
-        vocab_size=100352, hidden_size=5120, intermediate_size=17920, num_hidden_layers=40, num_attention_heads=40,
-        num_key_value_heads=10, max_position_embeddings=16384, rope_theta=250000.0, attention_gate="none",
-        bos_token_id=100257, eos_token_id=100257, pad_token_id=100257,
+    "phi-4": _shape(
+        5120, 17920, 40, 40, 10, vocab_size=100352, max_position_embeddings=16384, rope_theta=250000.0,
+        attention_gate="none", bos_token_id=100257, eos_token_id=100257, pad_token_id=100257,
     ),
     "granite-3.1-2b": dict(
         **_GRANITE, hidden_size=2048, intermediate_size=8192, rope_theta=5000000.0, attention_multiplier=0.015625,
@@ -238,64 +202,42 @@ PRESETS: dict[str, Shape] = {
         **_GRANITE, hidden_size=4096, intermediate_size=12800, rope_theta=10000000.0, attention_multiplier=0.0078125,
         logits_scaling=16.0,
     ),
-    "afm-4.5b": dict(
-        vocab_size=128004, hidden_size=2560, intermediate_size=18432, num_hidden_layers=36, num_attention_heads=20,
-        num_key_value_heads=4, head_dim=128, max_position_embeddings=65536, hidden_act="relu2", mlp_gate=False,
+    "afm-4.5b": _shape(
+        2560, 18432, 36, 20, 4, vocab_size=128004, head_dim=128, max_position_embeddings=65536, hidden_act="relu2",
+        mlp_gate=False,
         rope_scaling=dict(rope_type="yarn", factor=20.0, original_max_position_embeddings=4096, beta_fast=32.0,
                           beta_slow=1.0, mscale=1.0),
         attention_gate="none", bos_token_id=128000, eos_token_id=128003,
     ),
-    "olmo2-7b": dict(
-        **_OLMO2, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
-    ),
-    "olmo2-13b": dict(
-        **_OLMO2, hidden_size=5120, intermediate_size=13824, num_hidden_layers=40, num_attention_heads=40,
-    ),
-    "olmo2-32b": dict(
-        **_OLMO2, hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40,
-        num_key_value_heads=8,
-    ),
-    "olmo3-7b": dict(
-        **_OLMO3, hidden_size=4096, intermediate_size=11008, **_layers(32, 4, 3), num_attention_heads=32,
-    ),
-    "olmo3-32b": dict(
-        **_OLMO3, hidden_size=5120, intermediate_size=27648, **_layers(64, 4, 3), num_attention_heads=40,
-        num_key_value_heads=8,
-    ),
-    "exaone4-1.2b": dict(
-        **_EXAONE4, hidden_size=2048, intermediate_size=4096, num_hidden_layers=30, num_attention_heads=32, head_dim=64,
-        max_position_embeddings=65536, tie_word_embeddings=True,
+    "olmo2-7b": _shape(4096, 11008, 32, 32, **_OLMO2),
+    "olmo2-13b": _shape(5120, 13824, 40, 40, **_OLMO2),
+    "olmo2-32b": _shape(5120, 27648, 64, 40, 8, **_OLMO2),
+    "olmo3-7b": _shape(4096, 11008, 32, 32, **_OLMO3, **_layers(32, 4, 3)),
+    "olmo3-32b": _shape(5120, 27648, 64, 40, 8, **_OLMO3, **_layers(64, 4, 3)),
+    "exaone4-1.2b": _shape(
+        2048, 4096, 30, 32, **_EXAONE4, head_dim=64, max_position_embeddings=65536, tie_word_embeddings=True,
     ),
     "exaone4-32b": dict(
         **_EXAONE4, hidden_size=5120, intermediate_size=27392, **_layers(64, 4, 3), num_attention_heads=40,
         head_dim=128, max_position_embeddings=131072, sliding_window=4096, no_rope_layers=(1, 1, 1, 0) * 16,
     ),
-    "glm4-9b": dict(
-        vocab_size=151552, hidden_size=4096, intermediate_size=13696, num_hidden_layers=40, num_attention_heads=32,
-        num_key_value_heads=2, head_dim=128, max_position_embeddings=32768, partial_rotary_factor=0.5,
-        rope_interleaved=True, norm_position="both", attention_gate="none", attention_bias=True,
-        eos_token_id=(151329, 151336, 151338), pad_token_id=151329,
+    "glm4-9b": _shape(
+        4096, 13696, 40, 32, 2, vocab_size=151552, head_dim=128, max_position_embeddings=32768,
+        partial_rotary_factor=0.5, rope_interleaved=True, norm_position="both", attention_gate="none",
+        attention_bias=True, eos_token_id=(151329, 151336, 151338), pad_token_id=151329,
     ),
-    "gemma2-2b": _gemma2(2304, 26, intermediate_size=9216, num_attention_heads=8, num_key_value_heads=4),
-    "gemma2-9b": _gemma2(3584, 42, intermediate_size=14336, num_attention_heads=16, num_key_value_heads=8),
-    "gemma2-27b": _gemma2(
-        4608, 46, intermediate_size=36864, num_attention_heads=32, num_key_value_heads=16, head_dim=128,
-        attention_multiplier=144**-0.5,
-    ),
+    "gemma2-2b": _gemma2(2304, 9216, 26, 8, 4),
+    "gemma2-9b": _gemma2(3584, 14336, 42, 16, 8),
+    "gemma2-27b": _gemma2(4608, 36864, 46, 32, 16, head_dim=128, attention_multiplier=144**-0.5),
     "gemma3-270m": _gemma3(
-        640, 18, window=512, factor=None, vocab_size=262144, max_position_embeddings=32768, intermediate_size=2048,
-        num_attention_heads=4, num_key_value_heads=1,
+        640, 2048, 18, 4, 1, stretch=1, sliding_window=512, vocab_size=262144, max_position_embeddings=32768,
     ),
     "gemma3-1b": _gemma3(
-        1152, 26, window=512, factor=None, vocab_size=262144, max_position_embeddings=32768, intermediate_size=6912,
-        num_attention_heads=4, num_key_value_heads=1,
+        1152, 6912, 26, 4, 1, stretch=1, sliding_window=512, vocab_size=262144, max_position_embeddings=32768,
     ),
-    "gemma3-4b": _gemma3(2560, 34, intermediate_size=10240, num_attention_heads=8, num_key_value_heads=4),
-    "gemma3-12b": _gemma3(3840, 48, intermediate_size=15360, num_attention_heads=16, num_key_value_heads=8),
-    "gemma3-27b": _gemma3(
-        5376, 62, intermediate_size=21504, num_attention_heads=32, num_key_value_heads=16, head_dim=128,
-        attention_multiplier=168**-0.5,
-    ),
+    "gemma3-4b": _gemma3(2560, 10240, 34, 8, 4),
+    "gemma3-12b": _gemma3(3840, 15360, 48, 16, 8),
+    "gemma3-27b": _gemma3(5376, 21504, 62, 32, 16, head_dim=128, attention_multiplier=168**-0.5),
     # Muse-Glimmer-30B's text model, with weights in the norms of q and k, one epsilon, and no norm of the embeddings.
     "muse-like-30b": dict(
         vocab_size=202048, hidden_size=6656, intermediate_size=19968, **_layers(52, 4, 3), num_attention_heads=32,
@@ -304,17 +246,11 @@ PRESETS: dict[str, Shape] = {
         qk_norm=True, norm_position="both", zero_centered_norm=True, logits_scaling=26**0.5,
         final_logit_softcapping=20.0, bos_token_id=200000, eos_token_id=200001,
     ),
-    "qwen3.5-0.8b": _hybrid(
-        1024, 24, intermediate_size=3584, num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True
-    ),
-    "qwen3.5-2b": _hybrid(
-        2048, 24, intermediate_size=6144, num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True
-    ),
-    "qwen3.5-4b": _hybrid(
-        2560, 32, 32, intermediate_size=9216, num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=True
-    ),
-    "qwen3.5-9b": _hybrid(4096, 32, 32, intermediate_size=12288, num_attention_heads=16, num_key_value_heads=4),
-    "qwen3.5-27b": _hybrid(5120, 64, 48, intermediate_size=17408, num_attention_heads=24, num_key_value_heads=4),
+    "qwen3.5-0.8b": _hybrid(1024, 3584, 24, 8, 2, tie_word_embeddings=True),
+    "qwen3.5-2b": _hybrid(2048, 6144, 24, 8, 2, tie_word_embeddings=True),
+    "qwen3.5-4b": _hybrid(2560, 9216, 32, 16, 4, 32, tie_word_embeddings=True),
+    "qwen3.5-9b": _hybrid(4096, 12288, 32, 16, 4, 32),
+    "qwen3.5-27b": _hybrid(5120, 17408, 64, 24, 4, 48),
     "qwen-gated-1b-elementwise": dict(**_QWEN_GATED, intermediate_size=5504, attention_gate="elementwise"),
     "qwen-gated-1b-headwise": dict(**_QWEN_GATED, intermediate_size=6144, attention_gate="headwise"),
     "qwen-gated-1b-baseline": dict(**_QWEN_GATED, intermediate_size=6144, attention_gate="none"),

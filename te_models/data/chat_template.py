@@ -42,7 +42,7 @@ PLAIN = """\
 """
 PLAIN_WITH_BOS = "{{- bos_token }}\n" + PLAIN  # for tokenizers that begin each text with the token
 
-Message = Mapping[str, Any]
+Message = Mapping[str, object]
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -72,7 +72,7 @@ class ChatTemplate:
         self.marks_answers = _GENERATION.search(source) is not None
         self._process = _Process(source)
 
-    def render(self, messages: Sequence[Message], **variables: Any) -> str:
+    def render(self, messages: Sequence[Message], **variables: object) -> str:
         """Return the prompt after which the assistant speaks; `variables` are the template's, such as enable_thinking.
 
         Raises:
@@ -85,7 +85,7 @@ class ChatTemplate:
             raise DataError(f"the chat template refuses these messages: {rendered}")
         return rendered.text
 
-    def render_all(self, requests: Iterable[Mapping[str, Any]]) -> list[Rendered | str]:
+    def render_all(self, requests: Iterable[Mapping[str, object]]) -> list[Rendered | str]:
         """Render several conversations at once, which is faster; together they have the time limit of one.
 
         Args:
@@ -170,7 +170,7 @@ def template_source(folder: str | Path) -> str | None:
     return source if source and isinstance(source, str) else None
 
 
-def template_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def template_tokens(config: Mapping[str, object]) -> dict[str, str]:
     """Return the special tokens in a tokenizer_config.json by the names that templates use."""
     values = {name: value for name, value in config.items() if name.endswith("_token")}
     values = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}

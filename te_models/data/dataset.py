@@ -43,7 +43,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
-def check_position(state: Mapping[str, Any], fingerprint: int) -> None:
+def check_position(state: Mapping[str, object], fingerprint: int) -> None:
     """Raise a UsageError if a saved position is not in the data with this fingerprint."""
     if state["fingerprint"] != fingerprint:
         raise UsageError(

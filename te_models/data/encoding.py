@@ -315,7 +315,7 @@ def _check_calls(rendered: Rendered, messages: Sequence[Mapping[str, Any]], docu
 
 
 def _check_thoughts(
-    rendered: Rendered, messages: Sequence[Mapping[str, Any]], template: ChatTemplate, document: Document
+    rendered: Rendered, messages: Sequence[Mapping[str, object]], template: ChatTemplate, document: Document
 ) -> None:
     """Raise DataError if a template does not know the field of some reasoning, or leaves it out of the last turn.
 
@@ -332,7 +332,7 @@ def _check_thoughts(
             )
 
 
-def _weighted(rendered: Rendered, weights: Sequence[Any], document: Document) -> Rendered:
+def _weighted(rendered: Rendered, weights: Sequence[object], document: Document) -> Rendered:
     """Leave out answers whose message has the weight 0, as in OpenAI's format, or is empty."""
     if all(weights):
         return rendered

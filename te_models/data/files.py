@@ -35,7 +35,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(#[\w.-]+(/[\w.-]+
 _ABOUT_DATA = ("readme", "license", "licence", "dataset_info", "dataset_infos", "state", "changelog")
 
 
-def find_files(path: str) -> tuple[Any, list[str]]:
+def find_files(path: str) -> tuple[object, list[str]]:
     """Find the files of a corpus: a file, a folder (recursive, without hidden files), a glob, a URL or a Hub dataset.
 
     In a folder with JSONL, JSON, CSV or Parquet files, those that are about the data (README, LICENSE,

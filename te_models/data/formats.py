@@ -66,7 +66,7 @@ class Document:
         return self.prompt is not None or self.conversation is not None
 
 
-def recognize(row: Mapping[str, Any]) -> str | None:
+def recognize(row: Mapping[str, object]) -> str | None:
     """Return the format of a row, or None."""
     for name in _LISTS:
         turns = _parsed(row.get(name))
@@ -86,7 +86,7 @@ def may_be_recognized(names: Collection[str]) -> bool:
     return any(group <= set(names) for group in groups)
 
 
-def row_document(row: Mapping[str, Any], columns: Mapping[str, str], place: str, source: str) -> Document:
+def row_document(row: Mapping[str, object], columns: Mapping[str, str], place: str, source: str) -> Document:
     """Return the document of one row.
 
     Args:
@@ -107,7 +107,7 @@ def row_document(row: Mapping[str, Any], columns: Mapping[str, str], place: str,
     if kind == PAIRS and not _has_turns(renamed["prompt"], columns):
         return Document(_answer(renamed, "completion", place), _text(renamed, "prompt", place), place, source)
     messages = [_unlearned_if_empty(message) for message in _conversation(renamed, kind, columns, place)]
-    variables: dict[str, Any] = {"messages": messages}
+    variables: dict[str, object] = {"messages": messages}
     tools, older = _parsed(renamed.get("tools")), _parsed(renamed.get("functions"))
     if not tools and isinstance(older, list):
         tools = [{"type": "function", "function": function} for function in older]
@@ -118,7 +118,7 @@ def row_document(row: Mapping[str, Any], columns: Mapping[str, str], place: str,
     return Document("", None, place, source, _rendered(variables, place))
 
 
-def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+def rename(row: Mapping[str, object], columns: Mapping[str, str]) -> dict[str, object]:
     """Return a row under the formats' names; a column of yours takes the place of one that has its new name.
 
     Where one is renamed to the main column of a format, columns of other formats do not count.
@@ -133,7 +133,7 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]
     return {**row, **found}
 
 
-def unrecognized(row: Mapping[str, Any], place: str) -> str:
+def unrecognized(row: Mapping[str, object], place: str) -> str:
     """Return one line that says which columns a row has and which formats there are."""
     if {"chosen", "rejected"} <= row.keys():
         name = "messages" if isinstance(_parsed(row["chosen"]), list) else "completion"
@@ -153,7 +153,7 @@ def unrecognized(row: Mapping[str, Any], place: str) -> str:
     )
 
 
-def _not_turns(value: Any) -> str:
+def _not_turns(value: object) -> str:
     """Return what a value is that should be a list of messages."""
     value = _parsed(value)
     if isinstance(value, str):
@@ -161,7 +161,7 @@ def _not_turns(value: Any) -> str:
     return "a list of other things" if isinstance(value, list) else _kind(value)
 
 
-def _example(row: Mapping[str, Any]) -> str:
+def _example(row: Mapping[str, object]) -> str:
     """Return --columns for a row whose names say what is asked and answered, else one that shows its form."""
     names = [name for name in row if name.isidentifier()]
     asked = next((name for name in names if name.lower() in _ASKED), next(iter(names), "question"))
@@ -206,7 +206,7 @@ def _alpaca(row: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
     return [*messages, {"role": "user", "content": asked}, {"role": "assistant", "content": texts["output"]}]
 
 
-def _turns(row: Mapping[str, Any], name: str, columns: Mapping[str, str], place: str) -> list[dict[str, Any]]:
+def _turns(row: Mapping[str, object], name: str, columns: Mapping[str, str], place: str) -> list[dict[str, object]]:
     turns = _parsed(row[name])
     if not isinstance(turns, list) or not turns:
         raise DataError(
@@ -215,7 +215,7 @@ def _turns(row: Mapping[str, Any], name: str, columns: Mapping[str, str], place:
     return [_message(turn, columns, f"{place}: message {number} of {name!r}") for number, turn in enumerate(turns, 1)]
 
 
-def _message(turn: Any, columns: Mapping[str, str], place: str) -> dict[str, Any]:
+def _message(turn: object, columns: Mapping[str, str], place: str) -> dict[str, object]:
     """Return one turn as {"role", "content", ...}, without empty fields."""
     if not isinstance(turn, dict):
         raise DataError(f"{place} is {_kind(turn)}, not an object with role and content")
@@ -247,19 +247,19 @@ def _message(turn: Any, columns: Mapping[str, str], place: str) -> dict[str, Any
     }
 
 
-def _unlearned_if_empty(message: dict[str, Any]) -> dict[str, Any]:
+def _unlearned_if_empty(message: dict[str, object]) -> dict[str, object]:
     """Return a message, with weight 0 if it is an empty answer, which would teach the model to stop at once."""
     if message["role"] != "assistant" or any(not _is_blank(message.get(name)) for name in _ANSWER_FIELDS):
         return message
     return {**message, "weight": 0}
 
 
-def _is_blank(value: Any) -> bool:
+def _is_blank(value: object) -> bool:
     """Return whether a value is missing, empty or white space."""
     return not (value.strip() if isinstance(value, str) else value)
 
 
-def _joined(content: Any, place: str) -> str:
+def _joined(content: object, place: str) -> str:
     """Return the content of a message, which may be a list of parts, as one text."""
     parts = content if isinstance(content, list) else [content]
     texts = []
@@ -273,7 +273,7 @@ def _joined(content: Any, place: str) -> str:
     return _encodable("".join(texts), place)
 
 
-def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+def _tool_calls(calls: object, place: str) -> list[dict[str, object]]:
     """Return OpenAI's tool calls with their arguments as objects, which chat templates expect, rather than as JSON."""
     calls = _parsed(calls) or []
     found = []
@@ -288,7 +288,7 @@ def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
     return found
 
 
-def _called(content: Any, place: str) -> list[dict[str, Any]]:
+def _called(content: object, place: str) -> list[dict[str, object]]:
     """Return the tool calls in the text of ShareGPT's function_call."""
     called = _parsed(content)
     if not isinstance(called, dict | list):
@@ -296,7 +296,7 @@ def _called(content: Any, place: str) -> list[dict[str, Any]]:
     return _tool_calls(called if isinstance(called, list) else [called], place)
 
 
-def _parsed(value: Any) -> Any:
+def _parsed(value: object) -> object:
     """Return a list or object that is written as JSON, as in a cell of a table; any other value as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
@@ -306,7 +306,7 @@ def _parsed(value: Any) -> Any:
     return value
 
 
-def _has_turns(prompt: Any, columns: Mapping[str, str]) -> bool:
+def _has_turns(prompt: object, columns: Mapping[str, str]) -> bool:
     """Return whether a prompt is a list of messages, perhaps written as JSON, rather than a text."""
     turns = _parsed(prompt)
     roles = {"role", "from", *(yours for yours, name in columns.items() if name == "role")}
@@ -314,12 +314,12 @@ def _has_turns(prompt: Any, columns: Mapping[str, str]) -> bool:
     return written if isinstance(prompt, str) else isinstance(turns, list)
 
 
-def _answer(row: Mapping[str, Any], name: str, place: str) -> str:
+def _answer(row: Mapping[str, object], name: str, place: str) -> str:
     """Return the text of an answer; one that is null is empty, as in a message."""
     return "" if row[name] is None else _text(row, name, place)
 
 
-def _text(row: Mapping[str, Any], name: str, place: str) -> str:
+def _text(row: Mapping[str, object], name: str, place: str) -> str:
     value = row[name]
     if not isinstance(value, str):
         raise DataError(f"{place}: {name!r} is {_kind(value)}, not a string: write it as one, or leave the record out")
@@ -336,7 +336,7 @@ def _encodable(text: str, place: str) -> str:
     return text
 
 
-def _rendered(variables: Mapping[str, Any], place: str) -> str:
+def _rendered(variables: Mapping[str, object], place: str) -> str:
     """Return the variables of a chat template as JSON."""
     try:
         return _encodable(json.dumps(variables, ensure_ascii=False, allow_nan=False), place)
@@ -350,7 +350,7 @@ def _kind(value: Any) -> str:
     return "an empty list" if value == [] else _KINDS.get(type(value), type(value).__name__)
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: object) -> object:
     """Return a value of an Arrow table without the empty fields that its schema gave to objects inside it.
 
     Those with the text of a turn stay: there null is an empty answer.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from te_models.errors import CheckpointError, DataError
 from te_models.files.formats import parse_json
@@ -22,7 +21,7 @@ def read_file(file: Path) -> bytes | None:
         raise DataError(str(error)) from None
 
 
-def read_json_object(file: Path) -> dict[str, Any] | None:
+def read_json_object(file: Path) -> dict[str, object] | None:
     """Return the object in a JSON file, None if there is no such file; a manifest beside it must fit.
 
     Raises:

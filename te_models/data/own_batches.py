@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from te_models.distributed.control import Ranks
-from te_models.errors import DataError, UsageError, plural
+from te_models.errors import DataError, UsageError, plural, refuse
 
 REQUIRED = ("input_ids", "labels")
 OPTIONAL = ("attention_mask", "document_ids")
@@ -115,18 +114,23 @@ class OwnBatches:
             torch.set_rng_state(before)
 
 
-def checked_batch(batch: Any, place: str) -> dict[str, Tensor]:
+def checked_batch(batch: object, place: str) -> dict[str, Tensor]:
     """Return a batch as a dict; a DataError that names its `place` unless it is one of tensors [B, S]."""
     if not isinstance(batch, Mapping):
         raise DataError(f"{place} is a {type(batch).__name__}: give a dict of {' and '.join(REQUIRED)}")
+    refuse(_mistakes(batch, place), DataError)
+    return dict(batch)
+
+
+def _mistakes(batch: Mapping[str, object], place: str) -> Iterator[str]:
     for name in (*REQUIRED, *batch):
         if name not in batch:
-            raise DataError(f"{place} has no {name!r}: give an int64 tensor [B, S]; labels may be the input_ids")
+            yield f"{place} has no {name!r}: give an int64 tensor [B, S]; labels may be the input_ids"
         if name not in (*REQUIRED, *OPTIONAL):
-            raise DataError(f"{place} has {str(name)[:60]!r}: leave it out; known are {', '.join(REQUIRED + OPTIONAL)}")
-        if not isinstance(batch[name], Tensor) or batch[name].shape != batch["input_ids"].shape:
-            raise DataError(f"{place}: {name} is no tensor of the shape of input_ids: give an int64 tensor [B, S]")
-    return dict(batch)
+            yield f"{place} has {str(name)[:60]!r}: leave it out; known are {', '.join(REQUIRED + OPTIONAL)}"
+        first, tensor = batch["input_ids"], batch[name]
+        if not (isinstance(tensor, Tensor) and isinstance(first, Tensor) and tensor.shape == first.shape):
+            yield f"{place}: {name} is no tensor of the shape of input_ids: give an int64 tensor [B, S]"
 
 
 def _digest(batch: Mapping[str, Tensor]) -> int:

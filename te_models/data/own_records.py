@@ -10,10 +10,12 @@ from te_models.data.formats import misspelled, recognize, rename, row_document, 
 from te_models.data.sources import Source
 from te_models.errors import DataError, UsageError
 
-Formatting = Callable[[Mapping[str, Any]], Any]  # a record -> its text, its messages, or a dict with a format's fields
+Formatting = Callable[
+    [Mapping[str, object]], object
+]  # a record -> its text, its messages, or a dict with a format's fields
 
 
-def is_records(data: object) -> TypeGuard[Iterable[Any]]:
+def is_records(data: object) -> TypeGuard[Iterable[object]]:
     """Return whether `data` is records rather than a path or a list of paths."""
     if data is None or isinstance(data, str | os.PathLike) or not isinstance(data, Iterable):
         return False
@@ -50,7 +52,7 @@ def read_records(data: Iterable[Any], columns: Mapping[str, str], formatting: Fo
     return Source(name, 1.0, (), None, kind, talks, documents)
 
 
-def _formatted(made: Any, place: str, by_function: bool) -> dict[str, Any]:
+def _formatted(made: object, place: str, by_function: bool) -> dict[str, object]:
     """Return the fields of a record; a list of messages, and a text that a function made, get the names of theirs."""
     if isinstance(made, Mapping):
         return {name: without_nulls(value) for name, value in made.items()}

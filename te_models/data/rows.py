@@ -69,7 +69,7 @@ class FileRange(NamedTuple):
     stop: int
 
 
-def file_ranges(system: Any, file: str, range_bytes: int) -> Iterator[tuple[FileRange, int]]:
+def file_ranges(system: object, file: str, range_bytes: int) -> Iterator[tuple[FileRange, int]]:
     """Yield the ranges of a file, of about `range_bytes` each, and an estimate of the bytes of text in each.
 
     A compressed file, a JSON array and a table cannot be entered in the middle, so they are one range. A binary file
@@ -117,13 +117,13 @@ def read_range(part: FileRange, source: str, columns: Columns | None = None) -> 
             yield row_document(row, columns or {}, place, source)
 
 
-def first_row(part: FileRange, columns: Columns) -> tuple[Mapping[str, Any], str] | None:
+def first_row(part: FileRange, columns: Columns) -> tuple[Mapping[str, object], str] | None:
     """Return the first row of a range that is not text, and its place; None if there is none."""
     with readable_errors(part.path):
         return next(iter(_read_rows(part, columns)), None)
 
 
-def _read_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[str, Any], str]]:
+def _read_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[str, object], str]]:
     """Yield the rows of a range, each with the place that names it."""
     if part.group >= 0:
         yield from _parquet_rows(part, columns)
@@ -179,7 +179,7 @@ def _read_text(file: IO[bytes], part: FileRange) -> str:
     return "".join(parts)
 
 
-def _json_row(line: str, place: str, holds: str) -> dict[str, Any]:
+def _json_row(line: str, place: str, holds: str) -> dict[str, object]:
     """Return the object in one line of JSONL; in an error, `holds` says what the file should contain."""
     try:
         row = json.loads(line)
@@ -201,7 +201,7 @@ def _read_whole(file: IO[bytes], path: str) -> str:
     return decode(raw, path, 0)
 
 
-def _array_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, Any], str]]:
+def _array_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, object], str]]:
     text = _read_whole(file, path)
     try:
         with collecting_later():
@@ -221,7 +221,7 @@ def _array_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, Any], st
         yield row, place
 
 
-def _table_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, Any], str]]:
+def _table_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, object], str]]:
     """Yield the rows of a CSV or TSV file, whose first row names the columns."""
     csv.field_size_limit(MAX_LINE_BYTES)
     lines = (decode(line, place, at) for place, at, line in read_lines(file, path, 0, _END))
@@ -282,7 +282,7 @@ def _parquet_ranges(file: str, range_bytes: int) -> Iterator[tuple[FileRange, in
                 yield FileRange(file, group, start, stop), size // count
 
 
-def _parquet_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[str, Any], str]]:
+def _parquet_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[str, object], str]]:
     with open_bytes(part.path) as file, _parquet(file, part.path) as table:
         names = table.schema_arrow.names
         if not may_be_recognized(rename(dict.fromkeys(names), columns)):
@@ -300,7 +300,7 @@ def _parquet_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[s
                 return
 
 
-def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
+def _filled(row: Mapping[str, object]) -> dict[str, object]:
     """Return a row of an Arrow table whose lists and objects have only what was written in them."""
     return {name: without_nulls(value) for name, value in row.items()}
 

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from te_models.config.data import MAX_WEIGHT, split_weight
 from te_models.data.files import file_format, find_files, open_bytes, readable_errors, text_bytes
@@ -33,7 +32,7 @@ class Source:
     path: str
     weight: float
     files: tuple[str, ...]
-    system: Any
+    system: object
     format: str
     talks: bool
     documents: Sequence[Document] | None = None
@@ -92,11 +91,11 @@ class _Found:
     """The format of a source, and the first rows that were read to recognize it."""
 
     format: str
-    rows: Sequence[Mapping[str, Any]] = ()
+    rows: Sequence[Mapping[str, object]] = ()
     talks: bool = False
 
 
-def _first_rows(system: Any, files: Sequence[str], path: str, columns: Mapping[str, str]) -> _Found:
+def _first_rows(system: object, files: Sequence[str], path: str, columns: Mapping[str, str]) -> _Found:
     """Recognise the format of a source by its first row, which is checked as a whole.
 
     Files whose suffix says that they hold rows come first; without any, the first file that is not empty decides.
@@ -126,7 +125,7 @@ def _first_rows(system: Any, files: Sequence[str], path: str, columns: Mapping[s
     return _Found("text files")
 
 
-def _first_range(system: Any, file: str) -> FileRange | None:
+def _first_range(system: object, file: str) -> FileRange | None:
     with readable_errors(file):
         return next((found for found, _ in file_ranges(system, file, sys.maxsize)), None)
 
@@ -137,7 +136,7 @@ def _has_text(part: FileRange) -> bool:
         return bool(file.read(8000).strip())
 
 
-def _turn_fields(row: Mapping[str, Any]) -> list[str]:
+def _turn_fields(row: Mapping[str, object]) -> list[str]:
     """Return the names of the fields that the turns of a conversation have."""
     lists = [value for value in row.values() if isinstance(value, list)]
     return [name for turns in lists for turn in turns if isinstance(turn, dict) for name in turn]

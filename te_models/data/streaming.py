@@ -179,7 +179,7 @@ class StreamingDataset:
         self._next_window += self.batch_size * self.world_size
         return stack_windows([pack_window(*row, self.packing) for row in rows])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the position of the iterators of all ranks; every rank must call it, since they exchange positions.
 
         Without `ranks` it has only the lanes of this rank.
@@ -395,7 +395,7 @@ def _count_lanes(chunks: Chunks, wanted: int | None) -> int:
     return min(wanted, len(chunks), max(1, int(chunks.weights.sum())))
 
 
-def _render(documents: Mapping[str, Any]) -> bytes:
+def _render(documents: Mapping[str, object]) -> bytes:
     """Return the files of a tokenizer as bytes to hash."""
     raw = {name: document.decode() if isinstance(document, bytes) else document for name, document in documents.items()}
     return json.dumps(raw, sort_keys=True).encode()

@@ -61,7 +61,7 @@ def compile_template(source: str) -> Template:
     return environment.from_string(source)
 
 
-def render(template: Template, context: dict[str, Any]) -> dict[str, Any]:
+def render(template: Template, context: dict[str, object]) -> dict[str, object]:
     """Return the text of a template and where its answers are, or the error."""
     try:
         text = template.render(context)
@@ -76,7 +76,7 @@ def render(template: Template, context: dict[str, Any]) -> dict[str, Any]:
         return {"error": first_line(error)}
 
 
-def unmark(text: str) -> dict[str, Any]:
+def unmark(text: str) -> dict[str, object]:
     """Return a rendered text without the marks of its answers, and where these are."""
     parts, answers, at, start = [], [], 0, -1
     for part in re.split(f"({_START}|{_STOP})", text):
@@ -97,7 +97,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         signal.alarm(request["seconds"] + 1)  # ends this process even if its parent is gone
-        answer: Any
+        answer: object
         if template is None:
             try:
                 template, answer = compile_template(request["source"]), {}

@@ -64,7 +64,7 @@ class Tokenizer(ABC):
     _template: ChatTemplate | None = None
     _template_source: str | None = None  # in place of the one in the folder
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_template"}  # it is a process
 
     @abstractmethod
@@ -95,7 +95,7 @@ class Tokenizer(ABC):
     def _documents(self) -> dict[str, Any]:
         """Return the JSON of its files, by name without suffix, with a chat template only if they came with one."""
 
-    def documents(self) -> dict[str, Any]:
+    def documents(self) -> dict[str, object]:
         """Return the content of its files, as `save` writes them: JSON by name without suffix, and a chat template that
         is not part of tokenizer_config.json as bytes, by its file's name."""
         documents, source = self._documents(), self.template_source()
@@ -105,7 +105,7 @@ class Tokenizer(ABC):
         config.pop("chat_template", None)
         return {**documents, "tokenizer_config": config, BESIDE: source.encode()}
 
-    def files(self) -> dict[str, Any]:
+    def files(self) -> dict[str, object]:
         """Return `documents`, and as bytes by name the other files of a tokenizer that its folder has.
 
         Templates among those are left out where `set_chat_template` has replaced them.
@@ -168,7 +168,7 @@ class Tokenizer(ABC):
     def _template_tokens(self) -> dict[str, str]:
         return template_tokens(self._documents()["tokenizer_config"])
 
-    def apply_chat_template(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[Message], **variables: object) -> list[int]:
         """Return the ids of a conversation, up to where the assistant speaks next.
 
         Args:
@@ -333,7 +333,7 @@ class HuggingFaceTokenizer(Tokenizer):
         special: special tokens by name, such as "eos_token", for roles that no file beside it names.
     """
 
-    def __init__(self, document: Any, file: Path, special: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(self, document: object, file: Path, special: Mapping[str, str] = MappingProxyType({})) -> None:
         with needs(str(file), "tokenizers", "0.20", "train"):
             from tokenizers import Tokenizer as Backend  # noqa: PLC0415
         self._file, self.folder = file, file.parent
@@ -421,7 +421,7 @@ def _special_id(role: str, documents: Iterable[dict[str, Any]], token_to_id: Cal
     return None
 
 
-def _check_charsmaps(document: Any, file: Path) -> None:
+def _check_charsmaps(document: object, file: Path) -> None:
     """Raise a DataError if the table of a Precompiled normalizer says that it is longer than its data.
 
     Its first four bytes are its size in bytes. The tokenizers library (0.23) reserves twice as much memory before it

@@ -25,7 +25,7 @@ SOURCES = (*SENTENCEPIECE, "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json
 PROBE = "The quick brown fox jumps over 12 lazy dogs."
 
 
-def convert_tokenizer(folder: Path) -> tuple[Any, dict[str, str]] | None:
+def convert_tokenizer(folder: Path) -> tuple[object, dict[str, str]] | None:
     """Return the tokenizer.json that transformers makes of a folder's files, and its special tokens by name.
 
     None: the folder has no such files.

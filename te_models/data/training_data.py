@@ -34,7 +34,7 @@ STREAMED_BYTES = 2**30  # larger corpora are streamed by default
 EVAL_SPLIT = 0.05  # of the documents in memory
 STREAMED_EVAL_SPLIT = 0.01
 
-Data = str | os.PathLike[str] | Sequence[str] | DataConfig | Iterable[Any] | None
+Data = str | os.PathLike[str] | Sequence[str] | DataConfig | Iterable[object] | None
 
 
 def open_data(
@@ -46,7 +46,7 @@ def open_data(
     rank: int = 0,
     world_size: int = 1,
     ranks: Ranks | None = None,
-    **options: Any,
+    **options: object,
 ) -> tuple[TokenDataset | StreamingDataset, list[dict[str, Tensor]]]:
     """Open the data of a run. Lines about it are in `describe()` of the dataset.
 
@@ -76,7 +76,7 @@ def open_data(
         tokenizer = load_tokenizer(Path(tokenizer) if isinstance(tokenizer, os.PathLike) else tokenizer)
     eval_data = options.pop("eval_data", ())
     own = {
-        name: cast(Iterable[Any], given)
+        name: cast(Iterable[object], given)
         for name, given in ((OWN, data), (OWN_EVALUATION, eval_data))
         if is_records(given)
     }
@@ -85,7 +85,7 @@ def open_data(
     if isinstance(data, DataConfig):
         settings = data
     else:
-        paths: Any = OWN if OWN in own else data
+        paths: object = OWN if OWN in own else data
         settings = DataConfig(data=paths, eval_data=OWN_EVALUATION if OWN_EVALUATION in own else eval_data, **options)
     if not (data is None or isinstance(data, DataConfig) or settings.data):
         raise UsageError("no data in the list: give a path, or None for Python's own documentation and sources")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ def outside_captures() -> Iterator[None]:
 
 
 @contextmanager
-def capture(graph: Any, stream: Any, *generators: torch.Generator) -> Iterator[None]:
+def capture(graph: object, stream: object, *generators: torch.Generator) -> Iterator[None]:
     """Capture the body of the `with` statement into a CUDA graph.
 
     Args:

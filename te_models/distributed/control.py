@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Json = TypeVar("Json")  # a value that JSON has; tuples arrive as lists
 
 
 class Ranks:
@@ -29,7 +31,7 @@ class Ranks:
         """True on the process that logs, prints and publishes checkpoints."""
         return self.rank == 0
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Json) -> list[Json]:
         """Return the JSON values of all ranks in rank order, on every rank."""
         if self.world == 1:
             return [value]
@@ -43,7 +45,7 @@ class Ranks:
         dist.all_gather(messages, padded, group=self.group)
         return [_decode(padded[: int(size)]) for padded, size in zip(messages, sizes, strict=True)]
 
-    def from_first(self, action: Callable[[], Any], error: type[Exception] = RuntimeError) -> Any:
+    def from_first(self, action: Callable[[], Json], error: type[Exception] = RuntimeError) -> Json:
         """Run `action` on rank 0 and return its result, a JSON value, on every rank.
 
         Raises:
@@ -75,7 +77,7 @@ class Ranks:
         return _decode(message)
 
 
-def _encode(value: Any) -> Tensor:
+def _encode(value: object) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from typing import NamedTuple
 
@@ -40,16 +41,21 @@ from transformer_engine.pytorch import (
     is_nvfp4_available,
 )
 from transformer_engine.pytorch.constants import TE_DType
+from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
 from transformer_engine.pytorch.optimizers import FusedAdam
 from transformer_engine.pytorch.quantization import (
     DelayedScalingRecipeState,
     FP8GlobalStateManager,
     get_align_size_for_quantization,
+    get_fp8_te_dtype,
 )
+from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
 import te_models.kernels.handover_triton as handover_triton
 from te_models.device.autograd import Context
+from te_models.engine.emulated.numerics import scale_from_amax
 from te_models.kernels.early_save import save_early, save_input, saved_input
+from te_models.kernels.expert_cast_triton import FP8Matrices, Matrices, cast
 from te_models.kernels.handover_triton import FP8Data
 
 __version__ = version("transformer-engine")
@@ -310,4 +316,94 @@ def _cast_weight(module: Linear) -> Float8Tensor | None:
     return target.tensor(handover_triton.cast(module.weight.detach(), *target.place), module.weight.dtype)
 
 
-handover = {"norm": _norm, "swiglu": _swiglu, "linear": _linear, "targets": _targets}
+class _Grouped(torch.autograd.Function):
+    """A te.GroupedLinear under current scaling whose matrices are cast together.
+
+    With Transformer Engine's grouped GEMM of the same FP8 matrices, hence its bits. Its own casts take three launches
+    and a Python object for each expert, which keep a GPU waiting where experts are many.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Context, x: Tensor, rows: list[int], built: recipe.Float8CurrentScaling, *weights: Tensor
+    ) -> Tensor:
+        """Return [R, O], from x [R, I] and a weight [O, I] for each number of `rows`."""
+        form = get_fp8_te_dtype(built, fprop_tensor=True)
+        inputs, own = _cast(Matrices.of_rows(x.contiguous(), rows), form), _cast(Matrices.of_weights(weights), form)
+        ctx.rows, ctx.built, ctx.outputs = rows, built, len(weights[0])
+        ctx.save_for_backward(inputs.transposed, inputs.scale_inv, own.transposed, own.scale_inv)
+        out = x.new_empty(len(x), len(weights[0]))
+        general_grouped_gemm(
+            _storages(own.data, own.scale_inv, [ctx.outputs] * len(rows), form),
+            _storages(inputs.data, inputs.scale_inv, rows, form),
+            [out], [None] * len(rows), x.dtype, single_output=True, m_splits=rows,
+            use_split_accumulator=built.fp8_gemm_fprop.use_split_accumulator,
+        )  # fmt: skip
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | list[int] | None, ...]:
+        """Return the gradients of x and of the weights, whose storage is one; those of idle experts are zeros."""
+        (dy,) = grads
+        x, x_scale, weights, weights_scale = ctx.saved_tensors
+        rows, built, outputs = ctx.rows, ctx.built, [ctx.outputs] * len(ctx.rows)
+        form, slope = (get_fp8_te_dtype(built, fprop_tensor=forward) for forward in (True, False))
+        given = _cast(Matrices.of_rows(dy.contiguous(), rows), slope)
+        dx = dy.new_empty(len(dy), x.shape[1])
+        options = dict(m_splits=rows, grad=True)
+        general_grouped_gemm(
+            _transposed_storages(weights, weights_scale, outputs, form),
+            _storages(given.data, given.scale_inv, rows, slope),
+            [dx], [None] * len(rows), dy.dtype, layout="NN", single_output=True,
+            use_split_accumulator=built.fp8_gemm_dgrad.use_split_accumulator, **options,
+        )  # fmt: skip
+        dw = dy.new_empty(len(rows), ctx.outputs, x.shape[1])
+        general_grouped_gemm(
+            _transposed_storages(x, x_scale, rows, form),
+            _transposed_storages(given.transposed, given.scale_inv, rows, slope),
+            list(dw.unbind()), [None] * len(rows), dy.dtype, layout="NT",
+            use_split_accumulator=built.fp8_gemm_wgrad.use_split_accumulator, **options,
+        )  # fmt: skip
+        return dx, None, None, *dw.unbind()
+
+
+def _cast(given: Matrices, form: DType) -> FP8Matrices:
+    e5m2 = form == DType.kFloat8E5M2
+    largest = torch.finfo(torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn).max
+    return cast(given, e5m2, partial(scale_from_amax, fp8_max=largest))
+
+
+def _storages(data: Tensor, scale_inv: Tensor, rows: list[int], form: DType) -> list[Float8TensorStorage]:
+    """Return Transformer Engine's FP8 matrices [rows, K] that lie below each other in data [R, K]."""
+    options = dict(fp8_dtype=form, fake_dtype=torch.bfloat16)
+    parts = zip(data.split(rows), scale_inv.unbind(), strict=True)
+    return [Float8TensorStorage(data=part, fp8_scale_inv=inverse, **options) for part, inverse in parts]
+
+
+def _transposed_storages(data: Tensor, scale_inv: Tensor, rows: list[int], form: DType) -> list[Float8TensorStorage]:
+    """Return those of the transposed copies [K, rows], which follow each other in the memory of data [R, K]."""
+    options = dict(data=None, fp8_dtype=form, fake_dtype=torch.bfloat16)
+    width = data.shape[1]
+    parts = zip(data.view(-1).split([count * width for count in rows]), rows, scale_inv.unbind(), strict=True)
+    return [
+        Float8TensorStorage(data_transpose=part.view(width, count), fp8_scale_inv=inverse, **options)
+        for part, count, inverse in parts
+    ]
+
+
+def _grouped(module: GroupedLinear, x: Tensor, rows: list[int], is_first_microbatch: bool | None = None) -> Tensor:
+    """See te_models.kernels.handover.grouped."""
+    weights = [module.get_parameter(f"weight{expert}") for expert in range(module.num_gemms)]
+    built = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
+    casts = isinstance(built, recipe.Float8CurrentScaling) and not any(
+        plan.power_2_scale or plan.amax_epsilon
+        for plan in (built.fp8_quant_fwd_inp, built.fp8_quant_fwd_weight, built.fp8_quant_bwd_grad)
+    )
+    trains = torch.is_grad_enabled() and x.requires_grad and weights[0].requires_grad
+    plain = is_first_microbatch is None and not module.use_bias and not isinstance(weights[0], QuantizedTensor)
+    if casts and trains and plain and x.dtype == weights[0].dtype == torch.bfloat16:
+        return _Grouped.apply(x, rows, built, *weights)
+    return module(x, rows, is_first_microbatch=is_first_microbatch)
+
+
+handover = {"norm": _norm, "swiglu": _swiglu, "linear": _linear, "targets": _targets, "grouped": _grouped}

@@ -27,7 +27,7 @@ from te_models.inspect.roofline import Roofline, model_flops, roofline, timed
 from te_models.training.cuda_graph import GraphedStep
 
 # Options that may follow a recipe after a "+", one row each; they combine.
-WAYS: dict[str, dict[str, Any]] = {
+WAYS: dict[str, dict[str, object]] = {
     "fused": {"fused": True},
     "plain": {"fused": False},
     "eager": {"compile": False},
@@ -95,7 +95,7 @@ def model_step(ids: torch.Tensor, config: ModelConfig, cuda_graph: bool = False,
 
 
 def builders(
-    config: ModelConfig, recipes: Sequence[str], peers: Sequence[str], ids: torch.Tensor, **options: Any
+    config: ModelConfig, recipes: Sequence[str], peers: Sequence[str], ids: torch.Tensor, **options: object
 ) -> dict[str, Callable[[], Step]]:
     """Return name -> function that builds the step of that variant, peers first. `options` are those of CausalLM."""
     made: dict[str, Callable[[], Step]] = {}
@@ -132,8 +132,8 @@ def bench(
     warm_up: int = 3,
     device: torch.device,
     progress: Callable[[str], None] = lambda line: None,
-    **options: Any,
-) -> dict[str, Any]:
+    **options: object,
+) -> dict[str, object]:
     """Measure every variant and return {"environment", "settings", "reference", "roofline", "rows"} for JSON.
 
     Args:

@@ -38,7 +38,7 @@ def bench_table(result: dict[str, Any]) -> Table:
     return table
 
 
-def write_bench(result: dict[str, Any], out: str, title: str) -> str:
+def write_bench(result: dict[str, object], out: str, title: str) -> str:
     """Write bench.json and bench.png into the folder `out`; return the plot's path, or why it was not drawn."""
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)

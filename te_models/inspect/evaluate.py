@@ -84,7 +84,7 @@ class Evaluation(Printable):
         """The recipes that could not run here, each with the reason as its note."""
         return [row for row in self.losses if not row.tokens]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the tables as plain JSON values; null where a recipe was not run."""
         rows = (
             {**asdict(row), "perplexity": row.perplexity, "bits_per_byte": row.bits_per_byte} for row in self.losses
@@ -94,7 +94,7 @@ class Evaluation(Printable):
         return dict(model=self.model, data=self.data, losses=losses, scores=scores, remarks=self.remarks)
 
     def __rich__(self) -> Group:
-        parts: list[Any] = []
+        parts: list[object] = []
         if self.data:
             parts += [Text(f"{self.model} on {self.data}", "bold"), *map(Text, self.remarks), self._loss_table()]
         if self.scores:

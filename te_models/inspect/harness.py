@@ -7,7 +7,6 @@ import logging
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from te_models.causal_lm import CausalLM
 from te_models.data.tokenizer import Tokenizer
@@ -86,7 +85,7 @@ def score_tasks(
     return list(_scores(model.recipe.name, found["results"]))
 
 
-def _scores(recipe: str, results: dict[str, dict[str, Any]]) -> Iterable[Score]:
+def _scores(recipe: str, results: dict[str, dict[str, object]]) -> Iterable[Score]:
     """Yield the numbers in the harness's results, whose keys are "metric,filter" and "metric_stderr,filter"."""
     for task, values in results.items():
         for key, value in values.items():

@@ -152,7 +152,7 @@ class Verification(Printable):
                     f"cancel the gain. {ADVICE}"]  # fmt: skip
         return [f"On an H200 expect these linears to be at best {before / after:.2f}x as fast as in BF16 (estimated)."]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return all findings as plain JSON values; an infinite SQNR is null."""
         rows = []
         for gemm in self.gemms:
@@ -222,7 +222,7 @@ def sample_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
 
 def _met_in_training(
     model: CausalLM, batch_size: int, seq_len: int
-) -> dict[str, tuple[nn.Module, tuple[Any, ...], Tensor]]:
+) -> dict[str, tuple[nn.Module, tuple[object, ...], Tensor]]:
     """Return module -> (linear, arguments, of which the first is the input [N, I], output gradient [N, O]) of one pass.
 
     Of several linears with one name, take the first in each recipe, or one in BF16 if there is no other.
@@ -328,7 +328,7 @@ def _trial(te: Any, linear: Any, inputs: tuple[Any, ...], dy: Tensor, recipe: An
     return Trial((y.detach(), dx, torch.stack(dw)), any(saved), quantizers)
 
 
-def _milliseconds(variants: dict[str, Callable[[], Any]]) -> dict[str, float]:
+def _milliseconds(variants: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Return the median milliseconds of each variant, from CUDA events, in rounds that alternate them."""
     rounds = [{name: timed(run) for name, run in variants.items()} for _ in range(ROUNDS + WARM_UP)]
     return {name: statistics.median(times[name] for times in rounds[WARM_UP:]) for name in variants}

@@ -70,6 +70,7 @@ class Kernels:
     silu_gate: Callable[[Tensor, Tensor], Tensor] = from_inputs(elementwise.silu_gate)
     expert_rows: expert_rows.RowKernels = expert_rows.PLAIN
     linear: Linear = handover.linear
+    grouped: Callable[..., Tensor] = handover.grouped
     targets: Callable[[nn.Module | None, nn.Module | None], handover.Targets] = handover.targets
     attention: gated_attention.Operations | None = None  # None: attention is composed of the operations above
 

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_models.device.measured import once
+
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the channel pairs (i, i + H/2) of each head by its position's angle (Su et al. 2021, arXiv 2104.09864).
@@ -115,6 +117,12 @@ def delta_gates(logits: Tensor, a_log: Tensor, dt_bias: Tensor, real: Tensor | N
 def silu_gate(x: Tensor, z: Tensor) -> Tensor:
     """Return x * silu(z) in the dtype of x, computed in FP32: the output gate of Gated DeltaNet."""
     return (x.float() * F.silu(z.float())).to(x.dtype)
+
+
+@once
+def rounded(factor: float, dtype: torch.dtype) -> float:
+    """Return a factor rounded to `dtype`, as Gemma's training rounds that on embeddings; cached, for captured steps."""
+    return torch.tensor(factor, dtype=dtype).item()
 
 
 def scaled_logits(logits: Tensor, divisor: float, cap: float | None) -> Tensor:

@@ -79,6 +79,11 @@ def linear(module: nn.Module, x: Tensor, **options: bool | None) -> Tensor:
     return module(x, **options)
 
 
+def grouped(module: nn.Module, x: Tensor, rows: list[int], is_first_microbatch: bool | None = None) -> Tensor:
+    """Return a te.GroupedLinear of x [R, I], whose experts have these numbers of rows: [R, O]."""
+    return module(x, rows, is_first_microbatch=is_first_microbatch)
+
+
 Place = tuple[Tensor, Tensor, bool]  # a delayed scale and the amax to raise, FP32 [1] each; whether it is E5M2
 
 

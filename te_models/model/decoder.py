@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,10 @@ from typing_extensions import Unpack
 from te_models.config.model import ModelConfig
 from te_models.config.options import RecipeOptions
 from te_models.config.precision import precisions
-from te_models.config.recipe import AUTO, EngineRecipe, Recipe, RecipeLike
+from te_models.config.recipe import AUTO, EngineRecipe, Recipe, RecipeLike, get_recipe
 from te_models.config.recompute_modes import check_mode, offload_allows_fused
 from te_models.device.choice import choose_device
 from te_models.device.cpu_threads import TOO_SMALL_TO_SHARE, one_thread
-from te_models.device.measured import once
 from te_models.engine import check_support, engine_module, get_engine
 from te_models.errors import OutOfMemory, UsageError
 from te_models.fp8.precision import ModelPrecision, model_precision, take_scales
@@ -35,15 +34,15 @@ from te_models.fp8.primary_weights import check_recipe, clear_states, drop_trans
 from te_models.fp8.region import Autocasts, forward_pass, preserve_scales_in_backward
 from te_models.fp8.scaling_state import fp8_state
 from te_models.kernels.dispatch import PLAIN, compile_mode, get_kernels
-from te_models.kernels.elementwise import scaled_logits
+from te_models.kernels.elementwise import rounded, scaled_logits
 from te_models.kernels.lm_head import linear_cross_entropy, with_scaled_logits
 from te_models.model.block import Block
 from te_models.model.forward_context import ForwardContext, forward_context
 from te_models.model.inputs import check_inputs, check_tokens, known_ids, refuse_one_graph
 from te_models.model.kv_cache import Cache, DecodingCache, slots_for
 from te_models.model.offload import HostMemory, Offload
-from te_models.model.output import Output
-from te_models.model.recipe_fit import check_layers, check_sizes, choose_recipe
+from te_models.model.output import Output, Wanted
+from te_models.model.recipe_fit import auto_recipe, check_layers, check_sizes, say
 from te_models.model.recompute import Recompute, refuse_foreign_recompute
 from te_models.model.targets import nan_if, next_token_targets
 from te_models.model.te_modules import Factory, pad_rows
@@ -112,8 +111,7 @@ class Decoder(nn.Module):
         device = choose_device(device)
         _, self.engine, self.engine_reason = get_engine(engine, device)
         self.fp8_params = fp8_params
-        place: dict[str, Any] = dict(engine=engine, device=device, dtype=dtype, fp8_params=fp8_params)
-        chosen, self.recipe_reason = choose_recipe(recipe, recipe_options, self.config, layers=self.specs, **place)
+        chosen, self.recipe_reason = self._choose(recipe, recipe_options, device, dtype)
         self.precision = self._checked(chosen)
         if fp8_params:
             check_recipe(self.recipe)
@@ -219,15 +217,11 @@ class Decoder(nn.Module):
         return self._table.device
 
     def _block(self, layer: int) -> Block:
-        block = self.layers[layer]
-        assert isinstance(block, Block)
-        return block
+        return cast(Block, self.layers[layer])
 
     @property
     def _table(self) -> Tensor:
-        weight = self.embed_tokens.weight
-        assert isinstance(weight, Tensor)
-        return weight
+        return self.embed_tokens.weight
 
     @property
     def generation_values(self) -> Mapping[str, Any]:
@@ -295,10 +289,10 @@ class Decoder(nn.Module):
         passed = (cache, attention_mask, document_ids, recompute, self.kernels, self.fp8_layers)
         autocasts = Autocasts(self.te, self.te_recipe, self.amax_group, self._others())
         context = forward_context(self.specs, tokens, *passed, self.dtype, autocasts, self.recipe.row_alignment)
-        wanted = (labels, attention_mask, document_ids, return_logits, logits_to_keep)
+        wanted = Wanted(labels, attention_mask, document_ids, return_logits, logits_to_keep)
         with one_thread(self._too_small_to_share(tokens)), forward_pass(self, self.te, self.recipe, self.te_recipe):
             evaluated = not self.training
-            output = self._decode(tokens, context, *wanted)
+            output = self._decode(tokens, context, wanted)
             if self.router_losses is not None and context.routing.layers and output.loss is not None:
                 report = context.routing.report()
                 loss = output.loss + report.loss(self.router_losses) if self.training else output.loss
@@ -320,17 +314,17 @@ class Decoder(nn.Module):
         """The elements of the largest parameter."""
         return max(parameter.numel() for parameter in self.parameters())
 
-    def _decode(self, tokens: Tensor, context: ForwardContext, *wanted: Any) -> Output:
-        """Pass ids [B, S] or vectors [B, S, D] through all blocks and the head; `wanted` as in `_output`."""
+    def _decode(self, tokens: Tensor, context: ForwardContext, wanted: Wanted) -> Output:
+        """Pass ids [B, S] or vectors [B, S, D] through all blocks and the head."""
         fp8 = self.fp8_layers
         x = self.tp.scatter(self._padded(self._embedded(tokens, context)))
         x = self._run(range(fp8.start), x, context)
         with context.autocasts.layers() if fp8 else contextlib.nullcontext():
             x = self._run(fp8, x, context)
             if self.recipe.head_in_fp8:
-                return self._output(x, context, *wanted)
+                return self._output(x, context, wanted)
         x = self._run(range(fp8.stop, len(self.layers)), x, context)
-        return self._output(x, context, *wanted)
+        return self._output(x, context, wanted)
 
     def _others(self) -> dict[nn.Module, EngineRecipe | None]:
         """Return the te.Linears, or what stands in their place, that run in something else than what is around them."""
@@ -341,15 +335,14 @@ class Decoder(nn.Module):
         """Return the activation checkpointing of the pass that begins."""
         count = len(self.layers)
         offload = Offload(self.host_memory, count, device) if self.activation_offload else None
-        how = (first_microbatch, offload, self.fp8_params)
-        more: dict[str, Any] = dict(lock=self.te.region_lock(self, self.recipe.quantized))
-        more["mixed"] = bool(self.precision.others)
-        return Recompute(self.activation_checkpointing, self.te, self.te_recipe, count, *how, **more)
+        lock = self.te.region_lock(self, self.recipe.quantized)
+        how = (first_microbatch, offload, self.fp8_params, lock, bool(self.precision.others))
+        return Recompute(self.activation_checkpointing, self.te, self.te_recipe, count, *how)
 
     def _embedded(self, tokens: Tensor, context: ForwardContext) -> Tensor:
         """Return ids [B, S] or vectors [B, S, D] as [B*S, D], zero at padding."""
         x = (self.kernels.embedding(self.embed_tokens, tokens) if tokens.dim() == 2 else tokens).flatten(0, 1)
-        x = x if (multiplier := _rounded(self.config.embedding_multiplier, self.dtype)) == 1 else x * multiplier
+        x = x if (multiplier := rounded(self.config.embedding_multiplier, self.dtype)) == 1 else x * multiplier
         return x if context.real is None else x * context.real
 
     def _run(self, layers: range, x: Tensor, context: ForwardContext) -> Tensor:
@@ -358,29 +351,21 @@ class Decoder(nn.Module):
             x = context.recompute.run_block(self.layers[layer], layer, x, context)
         return x
 
-    def _output(
-        self,
-        x: Tensor,
-        context: ForwardContext,
-        labels: Tensor | None,
-        attention_mask: Tensor | None,
-        document_ids: Tensor | None,
-        return_logits: bool,
-        logits_to_keep: int | None,
-    ) -> Output:
-        """Return norm, head and loss of the last hidden states x [N, D]; arguments as in `forward`."""
+    def _output(self, x: Tensor, context: ForwardContext, wanted: Wanted) -> Output:
+        """Return norm, head and loss of the last hidden states x [N, D]."""
         batch, seq = context.batch, context.seq
         h = self.tp.gather(self.tp.norm(self.norm, x, self.tp.scatters))  # the rows of all ranks
-        if labels is None:
-            count = seq if logits_to_keep is None else min(logits_to_keep, seq)
+        if wanted.labels is None:
+            count = seq if wanted.logits_to_keep is None else min(wanted.logits_to_keep, seq)
             logits = self._logits(self._newest(h, context, count), context)
             return Output(None, logits[: batch * count].unflatten(0, (batch, count)))
-        targets, invalid = next_token_targets(labels, attention_mask, self.config.vocab_size, document_ids)
-        if not return_logits and self._head_is_fused:
+        size = self.config.vocab_size
+        targets, invalid = next_token_targets(wanted.labels, wanted.attention_mask, size, wanted.document_ids)
+        if not wanted.return_logits and self._head_is_fused:
             return Output(nan_if(self._fused_loss(h, targets), invalid), None)
         logits = self._logits(h, context)[: batch * seq]
         loss = nan_if(self.kernels.cross_entropy(logits, targets), invalid)
-        return Output(loss, logits.unflatten(0, (batch, seq)) if return_logits else None)
+        return Output(loss, logits.unflatten(0, (batch, seq)) if wanted.return_logits else None)
 
     @property
     def _head_is_fused(self) -> bool:
@@ -450,9 +435,7 @@ class Decoder(nn.Module):
         Between two stateful recipes the scales and histories are converted; otherwise they start afresh. FP8 primary
         weights are left unchanged, so a recipe that needs another kind of FP8 raises a UsageError.
         """
-        place: dict[str, Any] = dict(engine=self.engine, device=target_device(self), dtype=self.dtype)
-        place["fp8_params"] = self.fp8_params
-        chosen, reason = choose_recipe(recipe, recipe_options, self.config, layers=self.specs, **place)
+        chosen, reason = self._choose(recipe, recipe_options, target_device(self), self.dtype)
         new = self.check_change(chosen)
         old = self.recipe
         keep = self.copied_fp8_state() if new.recipe.stateful else {}
@@ -491,6 +474,17 @@ class Decoder(nn.Module):
             )
         return new
 
+    def _choose(
+        self, recipe: RecipeLike, fields: RecipeOptions, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Recipe, str]:
+        """Return the recipe that is asked for, and for "auto" the reason for the choice, which is logged; else ""."""
+        if recipe != AUTO:
+            return get_recipe(recipe, **fields), ""
+        how = dict(layers=self.specs, dtype=dtype, fp8_params=self.fp8_params)
+        chosen, reason = auto_recipe(self.config, self.engine, device, **how, **fields)
+        say(f"recipe auto: {chosen.name} ({reason})")
+        return chosen, reason
+
     def _checked(self, recipe: Recipe) -> ModelPrecision:
         """Return the precision that a recipe gives this model, if it can run here."""
         check_support(self.te, self.engine, recipe)
@@ -500,14 +494,6 @@ class Decoder(nn.Module):
         return model_precision(self.te, recipe, self.specs)
 
 
-@once
-def _rounded(factor: float, dtype: torch.dtype) -> float:
-    """Return the factor on embeddings rounded to `dtype`, as in Gemma's training; cached, for captured steps."""
-    return torch.tensor(factor, dtype=dtype).item()
-
-
 def target_device(model: Decoder) -> torch.device:
     """Return the model's device; for a model on the meta device, which only serves plans, the default one."""
-    if model.device.type != "meta":
-        return model.device
-    return choose_device()
+    return choose_device() if model.device.type == "meta" else model.device

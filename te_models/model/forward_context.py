@@ -79,7 +79,7 @@ class ForwardContext(NamedTuple):
         if module in self.autocasts.others:
             self.recompute.check_restored(self.autocasts.others[module])
         with self.autocasts.linear(module):
-            return module(x, rows, is_first_microbatch=self.recompute.first_microbatch)
+            return self.kernels.grouped(module, x, rows, is_first_microbatch=self.recompute.first_microbatch)
 
 
 def forward_context(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -30,7 +28,7 @@ def refuse_one_graph(quantized: bool) -> None:
     torch._dynamo.graph_break(msg=ONE_GRAPH)
 
 
-def check_tokens(config: ModelConfig, tokens: Any, device: torch.device, embedded: bool = False) -> None:
+def check_tokens(config: ModelConfig, tokens: object, device: torch.device, embedded: bool = False) -> None:
     """Raise a UsageError unless `tokens` are ids [B, S], or with `embedded` vectors [B, S, D], of at least one token,
     on a device of the kind of the model's.
 
@@ -38,21 +36,23 @@ def check_tokens(config: ModelConfig, tokens: Any, device: torch.device, embedde
     """
     name, wanted = ("inputs_embeds", "vectors [B, S, D]") if embedded else ("input_ids", "an int64 tensor [B, S]")
     if not isinstance(tokens, Tensor):
-        raise UsageError(f"{name} is a {type(tokens).__name__}: give {wanted}")
-    if embedded and (tokens.dim() != 3 or tokens.shape[2] != config.hidden_size):
-        raise UsageError(f"{name} has shape {list(tokens.shape)}: give {wanted}, D={config.hidden_size}")
-    if not embedded and tokens.dim() != 2:
+        mistake = f"{name} is a {type(tokens).__name__}: give {wanted}"
+    elif embedded and (tokens.dim() != 3 or tokens.shape[2] != config.hidden_size):
+        mistake = f"{name} has shape {list(tokens.shape)}: give {wanted}, D={config.hidden_size}"
+    elif not embedded and tokens.dim() != 2:
         hint = ", such as input_ids[None] for a single row" if tokens.dim() == 1 else ""
-        raise UsageError(f"{name} has shape {list(tokens.shape)}: give {wanted}, rows of token ids{hint}")
-    if embedded != tokens.is_floating_point() or (not embedded and tokens.dtype not in (torch.int64, torch.int32)):
-        raise UsageError(f"{name} is of {tokens.dtype}: give {wanted}")
-    _check_place(name, tokens, device)
-    if not tokens.numel():
-        raise UsageError(f"{name} has shape {list(tokens.shape)}: give at least one row of at least one token")
-    mistake = None
-    if not embedded and tokens.device.type == "cpu" and not torch.compiler.is_compiling():  # a trace has no values
+        mistake = f"{name} has shape {list(tokens.shape)}: give {wanted}, rows of token ids{hint}"
+    elif embedded != tokens.is_floating_point() or (not embedded and tokens.dtype not in (torch.int64, torch.int32)):
+        mistake = f"{name} is of {tokens.dtype}: give {wanted}"
+    elif misplaced := _misplaced(name, tokens, device):
+        mistake = misplaced
+    elif not tokens.numel():
+        mistake = f"{name} has shape {list(tokens.shape)}: give at least one row of at least one token"
+    elif embedded or tokens.device.type != "cpu" or torch.compiler.is_compiling():  # a trace has no values
+        mistake = None
+    else:
         mistake = invalid_token(torch.stack(tokens.aminmax()), config.vocab_size)
-    if mistake is not None:
+    if mistake:
         raise UsageError(mistake)
 
 
@@ -66,35 +66,40 @@ def check_inputs(
 ) -> None:
     """Raise a UsageError for other arguments of Decoder.forward that do not fit `tokens` [B, S, ...] or each other."""
     length, limit = tokens.shape[1] + (cache.length if cache else 0), config.longest_sequence
+    others = {"attention_mask": attention_mask, "document_ids": document_ids, "labels": labels}
+    unfit = [why for name, t in others.items() if t is not None and (why := _unfit(name, t, tokens))]
+    mistake = ""
     if length > limit:
         name = "max_position_embeddings" if limit == config.max_position_embeddings else "the stretched limit of RoPE"
-        raise UsageError(f"a sequence of {length} tokens is longer than {name}={limit}: shorten it or raise that field")
-    others: dict[str, Any] = {"attention_mask": attention_mask, "document_ids": document_ids, "labels": labels}
-    for name, given in others.items():
-        if given is not None and not isinstance(given, Tensor):
-            raise UsageError(f"{name} is a {type(given).__name__}: give a tensor [B, S]")
-        if given is not None and given.shape != tokens.shape[:2]:
-            raise UsageError(
-                f"{name} has shape {list(given.shape)}, input_ids {list(tokens.shape[:2])}: give one entry per token"
-            )
-        if given is not None:
-            _check_place(name, given, tokens.device)
-    if document_ids is not None and (document_ids.is_floating_point() or document_ids.is_complex()):
-        raise UsageError(f"document_ids is of {document_ids.dtype}: give whole numbers, such as an int64 tensor [B, S]")
-    if labels is not None and labels.dtype != torch.int64:
-        raise UsageError(f"labels is of {labels.dtype}: give an int64 tensor [B, S]")
-    if document_ids is not None and not (cache is None and attention_mask is None):
-        raise UsageError(
-            "document_ids goes with neither a cache nor an attention_mask: give padding a document of its own"
-        )
+        mistake = f"a sequence of {length} tokens is longer than {name}={limit}: shorten it or raise that field"
+    elif unfit:
+        mistake = unfit[0]
+    elif document_ids is not None and (document_ids.is_floating_point() or document_ids.is_complex()):
+        mistake = f"document_ids is of {document_ids.dtype}: give whole numbers, such as an int64 tensor [B, S]"
+    elif labels is not None and labels.dtype != torch.int64:
+        mistake = f"labels is of {labels.dtype}: give an int64 tensor [B, S]"
+    elif document_ids is not None and not (cache is None and attention_mask is None):
+        mistake = "document_ids goes with neither a cache nor an attention_mask: give padding a document of its own"
+    if mistake:
+        raise UsageError(mistake)
 
 
-def _check_place(name: str, tensor: Tensor, device: torch.device) -> None:
-    """Raise a UsageError for a sparse tensor, and for one on a device of another kind than a model in memory."""
+def _unfit(name: str, given: object, tokens: Tensor) -> str:
+    """Return why an argument does not have one entry per token; "" if it does."""
+    if not isinstance(given, Tensor):
+        return f"{name} is a {type(given).__name__}: give a tensor [B, S]"
+    if given.shape != tokens.shape[:2]:
+        return f"{name} has shape {list(given.shape)}, input_ids {list(tokens.shape[:2])}: give one entry per token"
+    return _misplaced(name, given, tokens.device)
+
+
+def _misplaced(name: str, tensor: Tensor, device: torch.device) -> str:
+    """Return why a tensor is of no use to a model on `device`, "" if it is: sparse, or on a device of another kind."""
     if tensor.layout != torch.strided:
-        raise UsageError(f"{name} has the layout {tensor.layout}: give a dense tensor")
+        return f"{name} has the layout {tensor.layout}: give a dense tensor"
     if tensor.device.type != device.type != "meta":  # accelerate's hooks fetch parameters from disk later
-        raise UsageError(f"{name} is on {tensor.device}, and the model on {device}: move one of them")
+        return f"{name} is on {tensor.device}, and the model on {device}: move one of them"
+    return ""
 
 
 def known_ids(ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,16 @@ from torch.utils._pytree import _register_namedtuple
 from te_models.model.router import RoutingReport
 
 
+class Wanted(NamedTuple):
+    """What a pass is to return, by arguments of Decoder.forward."""
+
+    labels: Tensor | None
+    attention_mask: Tensor | None
+    document_ids: Tensor | None
+    return_logits: bool
+    logits_to_keep: int | None
+
+
 class Output(NamedTuple):
     """loss: FP32 scalar, None without labels; logits [B, S, V] in the model's dtype, None if not asked for.
 

@@ -12,7 +12,7 @@ import torch
 from te_models.config.layer import LayerSpec
 from te_models.config.model import ModelConfig
 from te_models.config.precision import HEAD, precisions
-from te_models.config.recipe import AUTO, SCHEMES, Recipe, RecipeLike, get_recipe
+from te_models.config.recipe import SCHEMES, Recipe, get_recipe
 from te_models.engine import get_engine
 from te_models.errors import ConfigError
 
@@ -21,7 +21,7 @@ from te_models.errors import ConfigError
 #  1024  qwen3-0.6b    0.969  benchmarks/results/finetune_against_trl_h200.json (delayed 1.016; with LoRA 1.006)
 #  4096  llama-3.1-8b  1.360  the same file (delayed 1.429; with LoRA 1.351)
 # Between them, gated-1b (2048) is compared with PyTorch only: 1.50 times its compiled BF16 (step_h200.json).
-# Experts launch their GEMMs one by one: 128 of a width of 768 train at 0.39 times the speed of BF16 (kinds_h100.json).
+# Experts launch their GEMMs one by one: 128 of a width of 768 train at 0.71 times the speed of BF16 (kinds_h100.json).
 WIDE_ENOUGH = 2048
 CANDIDATES = ("mxfp8", "current")  # in this order: the first that runs natively
 
@@ -29,22 +29,8 @@ CANDIDATES = ("mxfp8", "current")  # in this order: the first that runs natively
 log = logging.getLogger(__name__)
 
 
-def choose_recipe(
-    recipe: RecipeLike, fields: Mapping[str, Any], config: ModelConfig, **place: Any
-) -> tuple[Recipe, str]:
-    """Return the recipe that is asked for, and for "auto" the reason for the choice, which is logged; else "".
-
-    `recipe` and `fields` are the arguments of `get_recipe`, `config` and `place` those of `auto_recipe`.
-    """
-    if recipe != AUTO:
-        return get_recipe(recipe, **fields), ""
-    chosen, reason = auto_recipe(config, **place, **fields)
-    _say(f"recipe auto: {chosen.name} ({reason})")
-    return chosen, reason
-
-
 @functools.cache
-def _say(line: str) -> None:
+def say(line: str) -> None:
     """Log a line once per process, however many models are built."""
     log.warning(line)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from rich.console import Group
 from rich.table import Column, Table
@@ -13,7 +12,7 @@ from rich.text import Text
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.config.recompute_modes import MODES, check_mode
-from te_models.errors import UsageError
+from te_models.errors import refuse
 from te_models.planning.memory_estimate import Memory, memory_moments, saved_bytes
 from te_models.planning.operations import Training
 from te_models.planning.parameter_bytes import DEFAULTS, OPTIMIZERS, Options, has_masters, trained_parameters
@@ -102,7 +101,7 @@ class MemoryPlan(Printable):
             for name, optimizer in OPTIMIZERS.items()
         }
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the content of the tables as plain JSON values, in bytes."""
         modes = dict(self.by_mode())
         return {
@@ -126,7 +125,7 @@ class MemoryPlan(Printable):
             f"{t.seq_len:,} tokens{each}, {t.optimizer or 'no optimizer'}, activation "
             f"checkpointing {t.activation_checkpointing}, {t.gpus} GPU{'s (FSDP)' if each else ''}{host}"
         )
-        lines: list[Any] = [about, ""]
+        lines: list[object] = [about, ""]
         for title, table in (
             (f"memory of a training step{each}, GiB", self._parts_table()),
             (f"largest batch per GPU, in sequences of {t.seq_len:,} tokens", self._fit_table()),
@@ -215,22 +214,24 @@ def plan_memory(
     Raises:
         UsageError: for a value that no training run could have.
     """
-    if batch_size < 1 or gpus < 1 or batch_size % gpus:
-        raise UsageError(f"batch_size={batch_size} cannot be shared by gpus={gpus}: give a positive multiple of it")
-    if seq_len > config.max_position_embeddings:
-        raise UsageError(
-            f"seq_len={seq_len} is longer than max_position_embeddings={config.max_position_embeddings}: lower it or "
-            "raise that field"
-        )
-    if gradient_accumulation < 1:
-        raise UsageError(f"gradient_accumulation={gradient_accumulation} is out of range: give 1 or more")
-    if lora_rank < 0:
-        raise UsageError(f"lora_rank={lora_rank}: a rank is 1 or more, such as 16, or 0 to train all weights")
-    if fp8_params and not recipe.quantized:
-        advice = "choose another, or leave fp8_params out"
-        raise UsageError(f"fp8_params=True needs an FP8 recipe, but {recipe.name!r} is not one: {advice}")
-    if fp8_params and not lora_rank and not has_masters(optimizer_options):
-        raise UsageError("fp8_params=True needs FP32 masters: leave stochastic_rounding out, or fp8_params")
+
+    def mistakes() -> Iterator[str]:
+        if batch_size < 1 or gpus < 1 or batch_size % gpus:
+            yield f"batch_size={batch_size} cannot be shared by gpus={gpus}: give a positive multiple of it"
+        if seq_len > config.max_position_embeddings:
+            longest = config.max_position_embeddings
+            yield f"seq_len={seq_len} is longer than max_position_embeddings={longest}: lower it or raise that field"
+        if gradient_accumulation < 1:
+            yield f"gradient_accumulation={gradient_accumulation} is out of range: give 1 or more"
+        if lora_rank < 0:
+            yield f"lora_rank={lora_rank}: a rank is 1 or more, such as 16, or 0 to train all weights"
+        if fp8_params and not recipe.quantized:
+            advice = "choose another, or leave fp8_params out"
+            yield f"fp8_params=True needs an FP8 recipe, but {recipe.name!r} is not one: {advice}"
+        if fp8_params and not lora_rank and not has_masters(optimizer_options):
+            yield "fp8_params=True needs FP32 masters: leave stochastic_rounding out, or fp8_params"
+
+    refuse(mistakes())
     training = Training(
         batch_size=batch_size // gpus, seq_len=seq_len, optimizer=optimizer, optimizer_offload=optimizer_offload,
         optimizer_options=dict(optimizer_options), lora_rank=lora_rank,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from te_models.config.attention import AttentionSpec
 from te_models.config.chunk_sizes import head_rows
@@ -51,7 +51,7 @@ class Training:
     seq_len: int = 256
     optimizer: str | None = "adamw"
     optimizer_offload: bool = False
-    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer_options: Mapping[str, object] = field(default_factory=dict)
     lora_rank: int = 0
     activation_checkpointing: str | int = "none"
     activation_offload: bool = False
@@ -179,9 +179,10 @@ class Tape:
             return step._replace(saved=x, scratch=dy)
         if self.training.gpus > 1:  # Transformer Engine requantizes weights sharded by FSDP2 in backward
             return step._replace(saved=x, scratch=dy + w)
-        handed = self.fused and recipe.scheme == "DelayedScaling" and not linear.experts
+        cast_here = "DelayedScaling" if not linear.experts else "" if linear.bias else "Float8CurrentScaling"
+        handed = self.fused and recipe.scheme == cast_here and not recipe.fields.get("use_power_2_scales")
         if handed and not self.training.cached_weights:
-            w = operand_bytes(recipe, outputs, inputs, "w", "columnwise")
+            w = gemms * operand_bytes(recipe, outputs, inputs, "w", "columnwise")
         return step._replace(saved=x, copies=w, scratch=dy)
 
     def block(self, depth: int) -> tuple[list[Step], list[Step], list[Step]]:

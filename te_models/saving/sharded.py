@@ -165,7 +165,7 @@ class ShardedCheckpoints(Checkpoints):
             except OSError as error:
                 failure = f"rank {self.ranks.rank}: {first_line(error)}"
             failures = []
-            for entries, problem in self.ranks.gather([written, failure]):
+            for entries, problem in self.ranks.gather((written, failure)):
                 everything |= entries
                 failures += [problem] if problem else []
             if failures:

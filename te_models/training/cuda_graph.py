@@ -8,6 +8,7 @@ first one, and gradients appear where the captured step produced them.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from te_models.causal_lm import CausalLM
 from te_models.config.training import TrainConfig
 from te_models.device.cuda_capture import capture, failed_capture
-from te_models.errors import UsageError
+from te_models.errors import UsageError, refuse
 from te_models.model.decoder import target_device
 from te_models.model.recompute import may_draw
 
@@ -105,7 +106,7 @@ class GraphedStep:
 
     def _capture(self) -> None:
         """Capture the step. A failure changes only `failures`, since a capture executes nothing."""
-        graph: Any = torch.cuda.CUDAGraph()
+        graph: object = torch.cuda.CUDAGraph()
         try:
             with NoHostCopies() if self.shared else nullcontext(), capture(graph, self.stream):
                 self._run()
@@ -129,24 +130,24 @@ class GraphedStep:
 
     def _take(self, batch: dict[str, Tensor]) -> None:
         """Copy the batch into the buffers that the graph reads."""
-        if self.model.recipe is not self.recipe:
-            raise UsageError("the model's recipe has changed: make a new GraphedStep")
-        if not self.model.training or not torch.is_grad_enabled():
-            raise UsageError("a GraphedStep trains: call model.train() before it, and evaluate with the model itself")
-        if "attention_mask" in batch:
-            raise UsageError(
-                "a CUDA graph cannot test attention_mask for padding: pack documents (document_ids) instead"
-            )
+        refuse(self._mistakes(batch, self.inputs or batch))
         if not self.inputs:
             self.inputs = {name: torch.empty_like(value, device=self.model.device) for name, value in batch.items()}
-        for name in dict.fromkeys((*self.inputs, *batch)):
-            shapes = [list(tensors[name].shape) if name in tensors else None for tensors in (self.inputs, batch)]
-            if shapes[0] != shapes[1]:
-                raise UsageError(
-                    f"{name} has shape {shapes[1]}, in the first call {shapes[0]}: a CUDA graph has one shape, so make "
-                    "a GraphedStep for each"
-                )
-            self.inputs[name].copy_(batch[name], non_blocking=True)
+        for name, buffer in self.inputs.items():
+            buffer.copy_(batch[name], non_blocking=True)
+
+    def _mistakes(self, batch: dict[str, Tensor], before: dict[str, Tensor]) -> Iterator[str]:
+        if self.model.recipe is not self.recipe:
+            yield "the model's recipe has changed: make a new GraphedStep"
+        if not self.model.training or not torch.is_grad_enabled():
+            yield "a GraphedStep trains: call model.train() before it, and evaluate with the model itself"
+        if "attention_mask" in batch:
+            yield "a CUDA graph cannot test attention_mask for padding: pack documents (document_ids) instead"
+        for name in dict.fromkeys((*before, *batch)):
+            now, first = ([*tensors[name].shape] if name in tensors else None for tensors in (batch, before))
+            if now != first:
+                advice = "a CUDA graph has one shape, so make a GraphedStep for each"
+                yield f"{name} has shape {now}, in the first call {first}: {advice}"
 
 
 def obstacle(model: nn.Module) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +55,7 @@ def first_bad_module(model: CausalLM, batch: Batch) -> str | None:
     found: list[str] = []
 
     def check(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        def hook(module: nn.Module, inputs: object, output: object) -> None:
             values = [output, *module.parameters(recurse=False)]
             if not found and not all(bool(v.isfinite().all()) for v in values if isinstance(v, Tensor)):
                 found.append(name)

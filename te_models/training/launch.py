@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from te_models.config.training import TrainConfig
 from te_models.device.choice import choose_device
 from te_models.distributed.control import Ranks
 from te_models.distributed.environment import check_place, number
-from te_models.errors import LostPeer, UsageError
+from te_models.errors import LostPeer, UsageError, refuse
 from te_models.files.atomic import first_line
 from te_models.training.parallel import Parallel
 
@@ -61,7 +60,7 @@ def parallel(config: TrainConfig, device: torch.device | str | None = None) -> I
         # torchrun (2.13) has one store for all restarts, in which a restart would find the old addresses.
         store = dist.PrefixStore(f"start-{restarts()}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-        control: Any = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        control: object = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         yield Parallel(config.parallel, Ranks(control), own, *meshes(config, own), config)
     except RuntimeError as error:
         if lost_peer(error):
@@ -92,34 +91,30 @@ def choose_parallel(config: TrainConfig, recorded: bool = False, lora: bool = Fa
 
 
 def check_launch(config: TrainConfig) -> None:
-    """Raise a ValueError if the options do not fit each other or the way the program was started."""
-    world, size, kind = number("WORLD_SIZE", 0), config.tensor_parallel_size, config.parallel
+    """Raise a UsageError if the options do not fit each other or the way the program was started."""
+    refuse(_launch_mistakes(config, number("WORLD_SIZE", 0)))
+
+
+def _launch_mistakes(config: TrainConfig, world: int) -> Iterator[str]:
+    size, kind = config.tensor_parallel_size, config.parallel
     if kind == "none" and world > 1:
-        raise UsageError(f"torchrun started {world} processes: add --parallel ddp, fsdp, tp or fsdp+tp")
+        yield f"torchrun started {world} processes: add --parallel ddp, fsdp, tp or fsdp+tp"
     if kind != "none" and not world:
-        raise UsageError(
-            f"--parallel {kind} is for several processes: start it as torchrun --nproc-per-node N -m te_models ..."
-        )
+        yield f"--parallel {kind} is for several processes: start it as torchrun --nproc-per-node N -m te_models ..."
     if kind == "fsdp+tp" and (size < 2 or world % size):
-        raise UsageError(
-            f"--parallel fsdp+tp on {world} processes needs --tensor-parallel-size, a divisor of {world} > 1"
-        )
+        yield f"--parallel fsdp+tp on {world} processes needs --tensor-parallel-size, a divisor of {world} > 1"
     if kind in ("tp", "fsdp+tp") and config.optimizer != "adamw":
-        raise UsageError(
-            f"--parallel {kind} splits each layer, which only adamw supports: leave out --optimizer, or choose "
-            "--parallel fsdp or ddp"
-        )
+        only = "which only adamw supports: leave out --optimizer, or choose --parallel fsdp or ddp"
+        yield f"--parallel {kind} splits each layer, {only}"
     if kind == "fsdp" and config.optimizer == "te-adam":
-        raise UsageError("te-adam updates only whole parameters: with --parallel fsdp choose another --optimizer")
+        yield "te-adam updates only whole parameters: with --parallel fsdp choose another --optimizer"
     if kind in ("fsdp", "tp", "fsdp+tp") and config.optimizer_offload:
-        raise UsageError(
-            f"--parallel {kind} stores the optimizer's state on the device: leave out --optimizer-offload, or choose "
-            "--parallel ddp"
-        )
+        advice = "leave out --optimizer-offload, or choose --parallel ddp"
+        yield f"--parallel {kind} stores the optimizer's state on the device: {advice}"
     if config.sequence_parallel and kind not in ("tp", "fsdp+tp"):
-        raise UsageError("--sequence-parallel is only for --parallel tp and fsdp+tp")
+        yield "--sequence-parallel is only for --parallel tp and fsdp+tp"
     if size and kind != "fsdp+tp":
-        raise UsageError("--tensor-parallel-size is only for --parallel fsdp+tp; tp uses all processes")
+        yield "--tensor-parallel-size is only for --parallel fsdp+tp; tp uses all processes"
 
 
 def meshes(config: TrainConfig, device: torch.device) -> tuple[DeviceMesh | None, DeviceMesh | None]:

@@ -22,7 +22,7 @@ class Run:
 
     folder: Path
     id: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
 
     @property
     def name(self) -> str:
@@ -68,7 +68,7 @@ def _to_tensorboard(run: Run) -> Logger:
 
 
 def _to_wandb(run: Run) -> Logger:
-    named: dict[str, Any] = dict(project=PROJECT, id=run.id, name=run.name, dir=str(run.folder))
+    named: dict[str, object] = dict(project=PROJECT, id=run.id, name=run.name, dir=str(run.folder))
     own = _wandb().init(**named, config=dict(run.settings), resume="allow")
     return Logger(lambda values, step: own.log(values, step=step), own.finish)
 
@@ -78,7 +78,7 @@ def _to_trackio(run: Run) -> Logger:
     return Logger(lambda values, step: own.log(values, step=step), own.finish)
 
 
-LOGGERS: dict[str, tuple[Callable[[], Any], Callable[[Run], Logger]]] = {  # name -> library, start of a run
+LOGGERS: dict[str, tuple[Callable[[], object], Callable[[Run], Logger]]] = {  # name -> library, start of a run
     "tensorboard": (_tensorboard, _to_tensorboard),
     "wandb": (_wandb, _to_wandb),
     "trackio": (_trackio, _to_trackio),

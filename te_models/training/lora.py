@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class AdaptedModel(PeftModel):
 
     def __init__(
         self, model: CausalLM, peft_config: PeftConfig, adapter_name: str = "default",
-        fused: Mapping[str, Fused] | None = None, **options: Any,
+        fused: Mapping[str, Fused] | None = None, **options: object,
     ) -> None:  # fmt: skip
         """Freeze `model` and add adapters: `fused`, te.Linear -> adapter, or what `peft_config` targets."""
         config, fused = _resolved(model, peft_config, fused)
@@ -108,7 +108,7 @@ class AdaptedModel(PeftModel):
 
     def save_pretrained(  # type: ignore[override]  # fewer options
         self, save_directory: str | Path, safe_serialization: bool = True, selected_adapters: list[str] | None = None,
-        is_main_process: bool = True, **options: Any,
+        is_main_process: bool = True, **options: object,
     ) -> None:  # fmt: skip
         """Save each adapter as `save_lora` does; other files in `save_directory` are left unchanged.
 
@@ -138,10 +138,10 @@ class AdaptedModel(PeftModel):
 
 
 @overload
-def add_lora(model: CausalLM, config: LoraConfig | None = None, **fields: Any) -> AdaptedModel: ...
+def add_lora(model: CausalLM, config: LoraConfig | None = None, **fields: object) -> AdaptedModel: ...
 @overload
-def add_lora(model: TEModelsForCausalLM, config: LoraConfig | None = None, **fields: Any) -> PeftModel: ...
-def add_lora(model: CausalLM | TEModelsForCausalLM, config: LoraConfig | None = None, **fields: Any) -> PeftModel:
+def add_lora(model: TEModelsForCausalLM, config: LoraConfig | None = None, **fields: object) -> PeftModel: ...
+def add_lora(model: CausalLM | TEModelsForCausalLM, config: LoraConfig | None = None, **fields: object) -> PeftModel:
     """Freeze `model` and add adapters to it, which start at zero and change no output.
 
     Targets are our linears (`qkvg_proj`, `o_proj`, `gate_up_proj`, `down_proj`, `lm_head`) or those of transformers
@@ -212,7 +212,7 @@ def save_lora(adapted: AdaptedModel, folder: str | Path, adapter_name: str | Non
 
 def adapter_content(
     adapted: AdaptedModel, adapter_name: str | None = None
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, object]]:
     """Return the tensors and documents of a saved adapter, for te_models.saving.folder.save_folder."""
     name = adapter_name or adapted.active_adapter
     model = adapted.get_base_model()
@@ -389,7 +389,7 @@ def _fill(adapted: AdaptedModel, adapter_name: str, adapter: _Adapter) -> None:
         parameter.copy_(adapter.values[name])
 
 
-def _file_content(adapted: AdaptedModel, adapter_name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _file_content(adapted: AdaptedModel, adapter_name: str) -> tuple[dict[str, Tensor], dict[str, object]]:
     """Return the tensors and the config of an adapter as peft saves them for the model of transformers."""
     modules, own = adaptable_modules(adapted.get_base_model()), adapted.peft_config[adapter_name]
     assert isinstance(own, LoraConfig)
@@ -415,7 +415,7 @@ def _file_content(adapted: AdaptedModel, adapter_name: str) -> tuple[dict[str, T
     return tensors, json.loads(json.dumps(values, default=list))  # peft has sets and enums there
 
 
-def _their_targets(wanted: Mapping[str, Wanted], modules: Modules, rslora: bool) -> dict[str, Any]:
+def _their_targets(wanted: Mapping[str, Wanted], modules: Modules, rslora: bool) -> dict[str, object]:
     """Return the shortest fields of LoraConfig that describe these adapters of transformers' modules."""
     leaves: dict[str, list[str]] = {}
     for name in modules.theirs:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from te_models.causal_lm import CausalLM
-from te_models.errors import CheckpointError, UsageError, needs, unknown
+from te_models.errors import CheckpointError, UsageError, needs, refuse, unknown
 from te_models.files.atomic import first_line
 from te_models.interop.hf import Place
 from te_models.training.lora_targets import Modules, Wanted, module_of
@@ -47,10 +47,14 @@ def check_fields(values: Mapping[str, Any], init: bool = True) -> None:
         values: field -> value.
         init: check `init_lora_weights` as for a new adapter; False: as for one that has been trained.
     """
+    refuse(_field_mistakes(values, init))
+
+
+def _field_mistakes(values: Mapping[str, Any], init: bool) -> Iterator[str]:
     kind = values.get("peft_type", PeftType.LORA)
     if kind != PeftType.LORA:
         name = kind.value if isinstance(kind, PeftType) else str(kind)[:40]
-        raise UsageError(f"an adapter of type {name} is not supported: te-models has LORA")
+        yield f"an adapter of type {name} is not supported: te-models has LORA"
     defaults = {
         field.name: field.default_factory() if callable(field.default_factory) else field.default
         for field in dataclasses.fields(LoraConfig)
@@ -58,13 +62,13 @@ def check_fields(values: Mapping[str, Any], init: bool = True) -> None:
     for name, value in values.items():
         off = value is None or value is False or value in ("none", {}, [], defaults.get(name))
         if name not in SUPPORTED | HARMLESS and not off:
-            raise UsageError(f"{name}={str(value)[:60]} is not supported on te.Linear: leave it out")
+            yield f"{name}={str(value)[:60]} is not supported on te.Linear: leave it out"
     dropout = values.get("lora_dropout", 0.0)
     if type(dropout) not in (int, float) or not 0 <= dropout <= 1:
-        raise UsageError(f"lora_dropout={str(dropout)[:40]} is not a probability: give a number from 0 to 1")
+        yield f"lora_dropout={str(dropout)[:40]} is not a probability: give a number from 0 to 1"
     given = values.get("init_lora_weights", True)
     if given not in INITS and not (given == "orthogonal" and not init):
-        raise UsageError(f"init_lora_weights={str(given)[:40]!r} is not supported: choose True, False or 'gaussian'")
+        yield f"init_lora_weights={str(given)[:40]!r} is not supported: choose True, False or 'gaussian'"
 
 
 def wanted_adapters(config: LoraConfig, modules: Modules, headless: bool | None = None) -> dict[str, Wanted]:
@@ -149,7 +153,7 @@ def read_config(path: Path, values: Any, tensors: Mapping[str, Tensor]) -> LoraC
     try:
         values = _without_experts(values)
         check_fields(values, init=False)
-        _check_values(values, tensors)
+        refuse(_value_mistakes(values, tensors))
         config = LoraConfig(**{name: values[name] for name in PASSED & values.keys() if values[name] is not None})
     except (LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: {first_line(error)}") from None
@@ -172,29 +176,29 @@ def _without_experts(values: Mapping[str, Any]) -> dict[str, Any]:
     return left
 
 
-def _check_values(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Raise UsageError for a value that would make peft run forever or allocate unlimited memory."""
-    _check_types(values)
+def _value_mistakes(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield what is wrong with values that would make peft run forever or allocate unlimited memory."""
+    yield from _type_mistakes(values)
     ranks, alphas = values.get("rank_pattern") or {}, values.get("alpha_pattern") or {}
     if not isinstance(ranks, dict) or not isinstance(alphas, dict):
-        raise UsageError("rank_pattern and alpha_pattern are objects")
+        yield "rank_pattern and alpha_pattern are objects"
     largest = max((t.shape[0] for name, t in tensors.items() if "lora_A" in name and t.dim() == 2), default=0)
     for number in ranks.values():
         if type(number) is not int or not 1 <= number <= largest:
-            raise UsageError(f"rank {str(number)[:40]!r}, and the adapter's tensors have {largest}")
+            yield f"rank {str(number)[:40]!r}, and the adapter's tensors have {largest}"
     if type(values.get("r")) is not int or not 1 <= values["r"] < 2**16:  # the rank of no module if patterns have all
-        raise UsageError(f"rank {str(values.get('r'))[:40]!r}, and the adapter's tensors have {largest}")
+        yield f"rank {str(values.get('r'))[:40]!r}, and the adapter's tensors have {largest}"
     for number in (values.get("lora_alpha", 8), *alphas.values()):
         if type(number) not in (int, float) or not abs(number) < 1e9:
-            raise UsageError(f"{str(number)[:40]!r} is no lora_alpha: give a number")
+            yield f"{str(number)[:40]!r} is no lora_alpha: give a number"
     for field in ("target_modules", "exclude_modules", "modules_to_save"):
-        _check_patterns(values.get(field))
+        yield from _pattern_mistakes(values.get(field))
     for patterns in (values.get("layers_pattern"), [*ranks, *alphas]):
-        _check_patterns(patterns, inner=True)
+        yield from _pattern_mistakes(patterns, inner=True)
 
 
-def _check_types(values: Mapping[str, Any]) -> None:
-    """Raise UsageError for a field that peft uses without looking at its type."""
+def _type_mistakes(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with fields that peft uses without looking at their type."""
     texts = ("bias", "base_model_name_or_path", "revision", "task_type")
     wrong = [name for name in texts if not isinstance(values.get(name), str | None)]
     switches = ("fan_in_fan_out", "inference_mode", "use_rslora", "lora_bias", "use_dora", "ensure_weight_tying")
@@ -205,25 +209,25 @@ def _check_types(values: Mapping[str, Any]) -> None:
     ):
         wrong.append("layers_to_transform")
     if wrong:
-        raise UsageError(f"{wrong[0]} is {str(values[wrong[0]])[:40]!r}, which is of a type that it cannot have")
+        yield f"{wrong[0]} is {str(values[wrong[0]])[:40]!r}, which is of a type that it cannot have"
 
 
-def _check_patterns(patterns: Any, inner: bool = False) -> None:
-    """Raise UsageError unless regular expressions are short and cannot backtrack excessively on a module's name.
+def _pattern_mistakes(patterns: Any, inner: bool = False) -> Iterator[str]:
+    """Yield what is wrong with regular expressions: they must be short, and not backtrack excessively on a name.
 
     peft searches for `inner` ones after the beginning of a name.
     """
     if not isinstance(patterns, str | list | None):
-        raise UsageError(f"a list of modules is a {type(patterns).__name__}")
-    for pattern in _texts([patterns] if isinstance(patterns, str) else patterns):
+        yield f"a list of modules is a {type(patterns).__name__}"
+    for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
+        if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN:
+            yield f"a pattern must be text of at most {MAX_PATTERN} characters"
         try:
             re.compile(rf".*\.({pattern})" if inner else pattern)
         except re.error as error:
-            raise UsageError(f"the pattern {pattern[:80]!r} is not a regular expression: {error}") from None
+            yield f"the pattern {pattern[:80]!r} is not a regular expression: {error}"
         if re.search(r"\)[*+?{]", pattern) or _ways(f".*{pattern}" if inner else pattern) > MAX_WAYS:
-            raise UsageError(
-                f"the pattern {pattern[:80]!r} repeats a group, or has too many repeats or choices: list the modules"
-            )
+            yield f"the pattern {pattern[:80]!r} repeats a group, or has too many repeats or choices: list the modules"
 
 
 def _ways(pattern: str) -> int:
@@ -236,10 +240,3 @@ def _ways(pattern: str) -> int:
     repeats = len(re.findall(r"[*+{]", marks))
     choices = math.prod(part.count("|") + 1 for part in marks.split(")"))
     return math.comb(50 + repeats, repeats) * 2 ** marks.count("?") * choices
-
-
-def _texts(patterns: Iterable[Any] | None) -> list[str]:
-    texts = list(patterns or ())
-    if any(not isinstance(text, str) or len(text) > MAX_PATTERN for text in texts):
-        raise UsageError(f"a pattern must be text of at most {MAX_PATTERN} characters")
-    return texts

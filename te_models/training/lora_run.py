@@ -41,7 +41,7 @@ class LoraRun:
 
     def __init__(self, model: CausalLM, settings: LoraSettings, base: str | None = None) -> None:
         self.settings, self.base = settings, base
-        fields: dict[str, Any] = dict(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout)
+        fields: dict[str, object] = dict(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout)
         if settings.targets:
             fields["target_modules"] = list(settings.targets)
         self.model = model
@@ -51,7 +51,7 @@ class LoraRun:
             parameter.data = parameter.data.to(model.dtype)
         drop_initial_values(model)  # no optimizer starts from the weights before their rounding to FP8
 
-    def content(self, live: bool = True) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    def content(self, live: bool = True) -> tuple[dict[str, dict[str, Tensor]], dict[str, object]]:
         """Return a checkpoint's tensors and documents; without `live` only those that peft and `load_lora` read."""
         tensors, documents = adapter_content(self.adapted)
         if live:
@@ -99,7 +99,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def load_adapted(
-    folder: Path, *, build: Callable[..., CausalLM] | None = None, base: str | None = None, **options: Any
+    folder: Path, *, build: Callable[..., CausalLM] | None = None, base: str | None = None, **options: object
 ) -> CausalLM:
     """Return the model that the adapters in `folder` were trained on, with them in it, in evaluation mode.
 
@@ -117,7 +117,7 @@ def load_adapted(
 
 
 def load_merged(
-    folder: Path, *, build: Callable[..., CausalLM] | None = None, base: str | None = None, **options: Any
+    folder: Path, *, build: Callable[..., CausalLM] | None = None, base: str | None = None, **options: object
 ) -> CausalLM:
     """Return the model of `load_adapted` with the adapters merged into its weights, each sum rounded once.
 

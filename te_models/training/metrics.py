@@ -36,7 +36,7 @@ class MetricsLog:
         os.replace(fresh, path)
         self.file = path.open("a", buffering=1)
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, row: Mapping[str, object]) -> None:
         """Append the metrics of one step, which include "step"."""
         if self.file is not None:
             self.file.write(json.dumps(dict(row)) + "\n")
@@ -67,7 +67,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _mistake(row: Any) -> str:
+def _mistake(row: object) -> str:
     """Return why a parsed line is no row of metrics that can be plotted, or ""."""
     if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < COUNT_LIMIT:
         return "it must be an object with a step"

@@ -140,7 +140,7 @@ def _model(settings: RunSettings, newest: Path | None) -> tuple[ModelConfig, Rec
     recipe = get_recipe(build["recipe"], **{name: build[name] for name in recipe_fields() if name in build})
     names = ("activation_checkpointing", "activation_offload", "fp8_params", "compile")
     own = {name: build[name] for name in names if build.get(name) is not None}
-    defaults: dict[str, Any] = dict(activation_checkpointing="none", activation_offload=False, fp8_params=fp8_params)
+    defaults: dict[str, object] = dict(activation_checkpointing="none", activation_offload=False, fp8_params=fp8_params)
     return shape, recipe, {**defaults, **own, "dtype_bytes": build.get("dtype", dtype).itemsize}
 
 

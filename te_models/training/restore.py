@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ COUNT_LIMIT = 2**62
 LATER = {"best_eval_loss", "best_step", "evaluations_since_best", "stopped_early", "signal"}
 
 
-def check_random_state(state: Any, rank: int, generator: torch.Generator, name: str) -> Tensor:
+def check_random_state(state: object, rank: int, generator: torch.Generator, name: str) -> Tensor:
     """Return the random state of `rank` in `state`, uint8 [bytes] of one process or [ranks, bytes] of any number.
 
     It is a copy: PyTorch's setters read from the start of the storage, whatever the tensor's offset. `generator` is
@@ -35,7 +35,7 @@ def check_random_state(state: Any, rank: int, generator: torch.Generator, name: 
 
 
 def read_random_states(
-    state: Mapping[str, Any], folder: Path, rank: int, device: torch.device
+    state: Mapping[str, object], folder: Path, rank: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """Return the random states of `rank` on the CPU and on its CUDA device, if any, from a saved training state."""
     random = check_random_state(state["rng"], rank, torch.Generator(), f"{folder}: rng")
@@ -44,39 +44,39 @@ def read_random_states(
     return random, check_random_state(state["cuda_rng"], rank, torch.Generator(device), f"{folder}: cuda_rng")
 
 
-def check_data_position(saved: Any, live: Any, name: str = "dataset") -> None:
-    """Raise CheckpointError unless `saved` has the structure of `live`, a dataset's state_dict, and no negative number.
+def position_mistakes(saved: Any, live: Any, name: str = "dataset") -> Iterator[str]:
+    """Yield what is wrong with `saved` unless it has the structure of `live`, a dataset's state_dict, and no number
+    below 0.
 
     Lists may have other lengths, and dicts of numbered lanes other lanes; the dataset judges those.
     """
     if type(saved) is not type(live):
-        raise CheckpointError(
-            f"training.json: {name} is a {type(saved).__name__} where a {type(live).__name__} belongs"
-        )
-    if isinstance(live, dict):
+        yield f"training.json: {name} is a {type(saved).__name__} where a {type(live).__name__} belongs"
+    elif isinstance(live, dict):
         for key, value in live.items():
             if key in saved:
-                check_data_position(saved[key], value, f"{name}.{key}")
+                yield from position_mistakes(saved[key], value, f"{name}.{key}")
             elif not key.isdecimal() or len(saved) == len(live):
-                raise CheckpointError(f"training.json: {name} lacks {key}")
+                yield f"training.json: {name} lacks {key}"
     elif isinstance(live, (list, tuple)):
         for number, value in enumerate(saved):
-            check_data_position(value, live[0] if live else value, f"{name}.{number}")
+            yield from position_mistakes(value, live[0] if live else value, f"{name}.{number}")
     elif isinstance(live, int) and not 0 <= saved < COUNT_LIMIT and saved != live:
-        raise CheckpointError(f"training.json: {name} is {saved}")
+        yield f"training.json: {name} is {saved}"
 
 
-def check_result(saved: Any, live: dict[str, Any]) -> None:
-    """Raise CheckpointError unless `saved` has the fields of `live`, a Result as a dict, with values of their types.
+def result_mistakes(saved: Any, live: Mapping[str, object]) -> Iterator[str]:
+    """Yield what is wrong with `saved` unless it has the fields of `live`, a Result as a dict, of the same types.
 
     Checkpoints of earlier versions lack LATER ones.
     """
     optional: dict[str, tuple[type, ...]] = {"peak_memory": (int, type(None)), "checkpoint": (str, type(None))}
     if not isinstance(saved, dict) or not live.keys() - LATER <= saved.keys() <= live.keys():
-        raise CheckpointError(f"training.json: result must have {', '.join(live)}")
-    for name, value in ((name, live[name]) for name in saved):
+        yield f"training.json: result must have {', '.join(live)}"
+    for name in saved:
+        value = live[name]
         kinds = optional.get(name, (float, int) if isinstance(value, float) else (type(value),))
         if type(saved[name]) not in kinds:
-            raise CheckpointError(f"training.json: result.{name} is a {type(saved[name]).__name__}")
+            yield f"training.json: result.{name} is a {type(saved[name]).__name__}"
     if not 0 <= saved["step"] < COUNT_LIMIT:
-        raise CheckpointError(f"training.json: result.step is {saved['step']}")
+        yield f"training.json: result.step is {saved['step']}"

@@ -73,7 +73,7 @@ def run_document(
     return render_toml(sections, COMMENT.format(command=settings.command))
 
 
-def read_record(folder: Path) -> Mapping[str, Any]:
+def read_record(folder: Path) -> Mapping[str, object]:
     """Return the record in the run.toml of a run's folder; empty without one."""
     path = folder / RUN_FILE
     record = read_toml(path).get(RECORD, {}) if path.is_file() else {}
@@ -82,7 +82,7 @@ def read_record(folder: Path) -> Mapping[str, Any]:
     return {**record, "commands": commands if isinstance(commands, list) else []}
 
 
-def run_id(record: Mapping[str, Any]) -> str:
+def run_id(record: Mapping[str, object]) -> str:
     """Return the id of a run with this record: 8 hexadecimal digits, a new one if it has none."""
     return str(record.get("id") or secrets.token_hex(4))[:100]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from te_models.config.settings import Setting, as_fields, by_name, check_setting
 from te_models.config.shipped import no_weights
 from te_models.config.toml import read_toml
 from te_models.config.training import EVALUATION, TRAINING, TrainConfig
-from te_models.errors import ConfigError, NamedFields, UsageError, unknown
+from te_models.errors import ConfigError, NamedFields, UsageError, refuse, unknown
 
 RUN_FILE = "run.toml"
 COMMANDS = ("pretrain", "finetune")
@@ -211,7 +211,7 @@ class RunSettings(NamedFields):
         """The model's part of the default folder's name."""
         return self.preset or Path(self.model or "model").name
 
-    def tables(self) -> dict[str, dict[str, Any]]:
+    def tables(self) -> dict[str, dict[str, object]]:
         """Return table of run.toml -> name -> value, of all settings but those of recipe and shape."""
         flat = dict(self.build)
         for part in (self, self.data, self.train, self.lora):
@@ -261,7 +261,7 @@ TABLES: dict[str, dict[str, Setting]] = {
 SETTINGS = {name: one for table in TABLES.values() for name, one in table.items()}
 
 
-def run_settings(command: str, given: Mapping[str, Any], file: Path | None = None) -> RunSettings:
+def run_settings(command: str, given: Mapping[str, object], file: Path | None = None) -> RunSettings:
     """Return the settings of a run: those `given`, over those of `file`, over the defaults of `command`.
 
     Raises:
@@ -272,7 +272,8 @@ def run_settings(command: str, given: Mapping[str, Any], file: Path | None = Non
     flat = {**_over(saved, given), "command": command}
     if "steps" in given and given.get("epochs"):
         raise UsageError("--steps and --epochs say the same in two ways: give one of them")
-    _check_start(command, flat.get("preset"), flat.get("model"))
+    SETTINGS["command"].check(command)
+    refuse(_start_mistakes(command, flat.get("preset"), flat.get("model")))
     recipe = flat.pop("recipe", "auto")
     lora = _lora(command, flat)
     defaults = {"learning_rate": LEARNING_RATE["lora" if lora else command], "parallel": "auto"}
@@ -290,19 +291,15 @@ def run_settings(command: str, given: Mapping[str, Any], file: Path | None = Non
     )
 
 
-def _check_start(command: str, preset: str | None, model: str | None) -> None:
-    """Raise a UsageError unless there is what the command starts from: a preset, or a model."""
-    if command not in COMMANDS:
-        raise unknown("command", command, COMMANDS)
+def _start_mistakes(command: str, preset: str | None, model: str | None) -> Iterator[str]:
+    """Yield what is wrong with what a command starts from: a preset, or a model."""
     if command == "pretrain" and (model is not None or preset is None):
-        raise UsageError(
-            "pretrain starts from random weights: give --preset NAME (to start from a model: finetune --model)"
-        )
+        yield "pretrain starts from random weights: give --preset NAME (to start from a model: finetune --model)"
     if command == "finetune" and preset is not None:
         known = preset in PRESETS
-        raise UsageError(no_weights(preset)) if known else unknown("preset", preset, PRESETS, "`te-models list`")
+        yield no_weights(preset) if known else str(unknown("preset", preset, PRESETS, "`te-models list`"))
     if command == "finetune" and model is None:
-        raise UsageError("give --model: a folder, a name on the Hugging Face hub, or a model that ships with te-models")
+        yield "give --model: a folder, a name on the Hugging Face hub, or a model that ships with te-models"
 
 
 def resumed_settings(command: str, given: Mapping[str, Any], folder: Path | None = None) -> RunSettings:
@@ -354,7 +351,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or has an unknown table or setting, or a value of a wrong type.
     """
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for title, values in read_toml(path).items():
         if title == RECORD:
             continue
@@ -374,14 +371,14 @@ def read_run_file(path: Path) -> dict[str, Any]:
     return flat
 
 
-def changed_settings(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def changed_settings(saved: Mapping[str, object], given: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """Return name -> (value then, value now) of the settings that a resumed run changes.
 
     Raises:
         UsageError: one of them would make it another run; the message names it.
     """
     then = {**saved, **_recipe_values(saved)}
-    changed: dict[str, tuple[Any, Any]] = {}
+    changed: dict[str, tuple[object, object]] = {}
     for name in given.keys() - {"out"}:
         one = SETTINGS[name]
         before, now = then.get(name, one.default), resolved_path(given[name]) if one.path else given[name]
@@ -427,7 +424,7 @@ def _keeps_fp8_weights(recipe: Any) -> bool:
     return recipe == "auto" or get_recipe(recipe).scheme in FP8_WEIGHTS  # of auto, the engine says so
 
 
-def _lora(command: str, flat: Mapping[str, Any]) -> LoraSettings | None:
+def _lora(command: str, flat: Mapping[str, object]) -> LoraSettings | None:
     """Return the adapters that the settings ask for."""
     given = as_fields(LoraSettings, flat)
     if given.get("rank") is None:

@@ -28,7 +28,7 @@ from te_models.data.dataset import TokenDataset
 from te_models.data.own_batches import OwnBatches, checked_batch
 from te_models.data.streaming import StreamingDataset
 from te_models.device.determinism import deterministic
-from te_models.errors import Diverged, NamedFields, OutputInUse, SaveError, UsageError, plural
+from te_models.errors import CheckpointError, Diverged, NamedFields, OutputInUse, SaveError, UsageError, plural, refuse
 from te_models.files.atomic import replace_text
 from te_models.files.formats import flatten_state, render_json
 from te_models.files.lock import locked
@@ -46,7 +46,7 @@ from te_models.training.metrics import MetricsLog
 from te_models.training.parallel import Parallel, reshard
 from te_models.training.queued_step import QueuedStep, Row
 from te_models.training.recipe_schedule import RecipeSchedule
-from te_models.training.restore import check_data_position, check_result, read_random_states
+from te_models.training.restore import position_mistakes, read_random_states, result_mistakes
 from te_models.training.result import Result
 from te_models.training.resume import run_choices
 from te_models.training.routers import mean_of_routers, router_row, weigh_losses
@@ -447,9 +447,9 @@ class Trainer(NamedFields):
             optimizer = cut_optimizer_state(optimizer, self.optimizer.masters, self.model, self._optimizer_names())
         self.optimizer.check_state_dict(optimizer)
         random, cuda = read_random_states(state, newest, self.parallel.ranks.rank, self.model.device)
-        check_result(state["result"], asdict(self.result))
+        refuse(result_mistakes(state["result"], asdict(self.result)), CheckpointError)
         self._refuse_to_wait_on(state["result"])
-        check_data_position(state["dataset"], self.data.state_dict())
+        refuse(position_mistakes(state["dataset"], self.data.state_dict()), CheckpointError)
         self.data.load_state_dict(state["dataset"])  # the last that may refuse, before it changes anything
         found.write()
         self.optimizer.load_state_dict(optimizer)

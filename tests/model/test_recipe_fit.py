@@ -104,7 +104,7 @@ def test_the_width_agrees_with_every_measurement() -> None:
 
 def test_auto_is_the_default_everywhere(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     assert inspect.signature(Decoder.__init__).parameters["recipe"].default == AUTO == RunSettings().recipe
-    recipe_fit._say.cache_clear()
+    recipe_fit.say.cache_clear()
     with caplog.at_level(logging.WARNING):
         models = [CausalLM.from_preset("gated-nano", device="cpu", **TINY) for _ in range(2)]
     line = "recipe auto: bf16 (FP8 saves no time on the emulated engine)"

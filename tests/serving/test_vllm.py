@@ -10,12 +10,15 @@ import pytest
 import torch
 
 pytest.importorskip("vllm", reason="a server: run `make test-vllm`")
+import transformers
+from hf_models import save_gated
+
 from benchmarks import vllm_parity
 from te_models import CausalLM
 from te_models.errors import UsageError
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-QUICK = {("bf16", "float32"), ("fp8-channel", "bfloat16")}
+QUICK = (("bf16", "float32"), ("fp8-channel", "bfloat16"))
 
 
 def test_the_plugin_is_installed() -> None:
@@ -23,30 +26,21 @@ def test_the_plugin_is_installed() -> None:
     assert found.value == "te_models.serving.vllm_plugin:register"
 
 
-@pytest.mark.parametrize(
-    ("name", "format", "dtype"),
-    [
-        (name, *kind)
-        for name in (*vllm_parity.GATED, *vllm_parity.FAMILIES)
-        for kind in vllm_parity.KINDS
-        if kind in QUICK or name == "gated-nano"
-    ],
-)
-def test_what_vllm_serves_is_ours(name: str, format: str, dtype: str) -> None:
-    row = vllm_parity.compare(name, format, dtype)
-    plugins = ("TEModelsDecoderForCausalLM", "Qwen3NextForCausalLM")
-    assert (row["architecture"] in plugins) == (name in vllm_parity.GATED)
-    if dtype == "float32":
-        assert row["same"] == row["tokens"] and row["largest"] < 1e-3
-    # Two roundings of their own, each of which moves probabilities as far as ours does.
-    assert row["kl"] <= 4 * row["floor"]
-    # A divergence of k comes from log-probabilities that differ by about sqrt(2 k): eight times that is no rounding.
-    assert row["gap"] <= 8 * (2 * row["floor"]) ** 0.5
+@pytest.mark.parametrize("name", [*vllm_parity.GATED, *vllm_parity.FAMILIES])
+def test_what_vllm_serves_is_ours(name: str) -> None:
+    for row in vllm_parity.compare(name, vllm_parity.KINDS if name == "gated-nano" else QUICK):
+        plugins = ("TEModelsDecoderForCausalLM", "Qwen3NextForCausalLM")
+        assert (row["architecture"] in plugins) == (name in vllm_parity.GATED)
+        if row["dtype"] == "float32":
+            assert row["same"] == row["tokens"] and row["largest"] < 1e-3
+        # Two roundings of their own, each of which moves probabilities as far as ours does.
+        assert row["kl"] <= 4 * row["floor"]
+        # A divergence of k comes from log-probabilities that differ by about sqrt(2 k): eight times that is none.
+        assert row["gap"] <= 8 * (2 * row["floor"]) ** 0.5
 
 
 def test_tokens_are_those_of_our_generate(tmp_path: Path) -> None:
-    folder = tmp_path / "export"
-    vllm_parity.write_export("gated-nano", "bf16", folder)
+    folder = vllm_parity.write_export(vllm_parity.build("gated-nano"), "bf16", tmp_path / "export")
     ours = CausalLM.from_pretrained(folder, device="cpu", recipe="bf16", dtype=torch.float32)
     prompts = vllm_parity.prompts_for("gated-nano", ours.config.vocab_size)
     made, _ = vllm_parity.served_by_vllm(folder, prompts, ours.config.vocab_size, "float32", {})
@@ -55,6 +49,21 @@ def test_tokens_are_those_of_our_generate(tmp_path: Path) -> None:
             torch.tensor([prompt]), max_new_tokens=vllm_parity.NEW, do_sample=False, eos_token_id=None
         )
         assert found[0, len(prompt) :].tolist() == new
+
+
+@pytest.mark.parametrize("flag", ["headwise_attn_output_gate", "elementwise_attn_output_gate"])
+def test_the_gates_of_the_published_release(flag: str, tmp_path: Path) -> None:
+    """Whose rows are inside q_proj, after the queries of each group of heads, in a folder that says Qwen3."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("qwen3", **vllm_parity.SIZES)
+    save_gated(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "theirs", **{flag: True})
+    model = CausalLM.from_pretrained(tmp_path / "theirs", device="cpu", recipe="bf16", dtype=torch.bfloat16)
+    folder = vllm_parity.write_export(model, "fp8-channel", tmp_path / "export")
+    row = vllm_parity.compare_folder("published", folder, "bfloat16", vllm_parity.PLUGIN)
+    assert row["architecture"] == "Qwen3ForCausalLM" and row["kl"] <= 4 * row["floor"]
+    folder = vllm_parity.write_export(model, "bf16", tmp_path / "plain")
+    row = vllm_parity.compare_folder("published", folder, "float32", vllm_parity.PLUGIN)
+    assert row["same"] == row["tokens"]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +90,6 @@ def test_what_the_plugin_cannot_serve_is_refused(
     options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(vllm_parity.GATED, "refused", {"qk_norm": True, **options})
-    vllm_parity.write_export("refused", "bf16", tmp_path / "export")
-    overrides = {"architectures": ["TEModelsDecoderForCausalLM"]}
+    folder = vllm_parity.write_export(vllm_parity.build("refused"), "bf16", tmp_path / "export")
     with pytest.raises(UsageError, match=message):
-        vllm_parity.served_by_vllm(tmp_path / "export", [[1]], 384, "float32", overrides)
+        vllm_parity.served_by_vllm(folder, [[1]], 384, "float32", vllm_parity.PLUGIN)

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from te_models.engine.emulated.delayed_scaling import ScaleRegistry
-from te_models.engine.emulated.recipe import MXFP8BlockScaling, Recipe
+from te_models.engine.emulated.recipe import MXFP8BlockScaling, Recipe, require
 
 if TYPE_CHECKING:
     from te_models.engine.emulated.recompute import Frame
@@ -119,16 +119,15 @@ class autocast:
         amax_reduction_group: ProcessGroup | None = None,
     ) -> None:
         """Reduce the amaxes of DelayedScaling over the processes of `amax_reduction_group` (None: all)."""
-        if calibrating:
-            raise NotImplementedError("calibrating=True is not emulated: leave it out")
+        require(not calibrating, "calibrating=True is not emulated: leave it out", NotImplementedError)
         self._enabled = enabled
         self._recipe = recipe
         self._amax_reduction_group = amax_reduction_group
         self._saved: Fields | None = None
 
     def __enter__(self) -> autocast:
-        if self._saved is not None:
-            raise RuntimeError("autocast context manager cannot be entered more than once concurrently")
+        again = "autocast context manager cannot be entered more than once concurrently"
+        require(self._saved is None, again, RuntimeError)
         recipe = self._recipe or (get_default_recipe() if self._enabled else None)
         state = FP8GlobalStateManager.quantization_state
         frame, delayed = state.recompute_frame, recipe is not None and recipe.delayed()

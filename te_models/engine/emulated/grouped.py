@@ -19,7 +19,7 @@ from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.linear import Call, fp8_weight, gradients, new_calls, product, save
 from te_models.engine.emulated.module import TransformerEngineBaseModule
 from te_models.engine.emulated.parallel import MODES, Parallelism
-from te_models.engine.emulated.recipe import Recipe
+from te_models.engine.emulated.recipe import Recipe, refuse_options, require
 from te_models.engine.emulated.tensors import QuantizedTensorStorage, as_matrix
 
 
@@ -60,8 +60,8 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the input, the weights and the biases."""
         (grad,) = grads
-        if ctx.experts is None:
-            raise RuntimeError("te.GroupedLinear allows one backward: run the forward again without retain_graph")
+        once = "te.GroupedLinear allows one backward: run the forward again without retain_graph"
+        require(ctx.experts is not None, once, RuntimeError)
         experts, ctx.experts = ctx.experts, None
         call: Call = experts[0][0].call
         if call.context is not None:
@@ -114,22 +114,21 @@ class GroupedLinear(TransformerEngineBaseModule):
             ValueError: for overlapped communication, and for a bias under tensor parallelism.
         """
         super().__init__(name)
-        self.refuse(
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation, get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name, delay_wgrad_compute=delay_wgrad_compute,
+        refuse_options(
+            "te.GroupedLinear", fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            get_rng_state_tracker=get_rng_state_tracker, rng_tracker_name=rng_tracker_name,
+            delay_wgrad_compute=delay_wgrad_compute,
             save_original_input=save_original_input, single_grouped_weight=single_grouped_weight,
             single_grouped_bias=single_grouped_bias, use_grouped_tensor=use_grouped_tensor,
         )  # fmt: skip
-        if ub_overlap_rs or ub_overlap_ag:
-            raise ValueError("GroupedLinear doesn't support Userbuffer overlap.")
+        require(not (ub_overlap_rs or ub_overlap_ag), "GroupedLinear doesn't support Userbuffer overlap.")
         ranks = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
-        if ranks > 1 and bias:
-            raise ValueError(
-                "GroupedLinear doesn't support bias when TP > 1. Because the TP communication is handled outside of "
-                "this module."
-            )
-        if parallel_mode not in MODES:
-            raise ValueError(f"parallel_mode {parallel_mode!r} not supported. Supported modes: {MODES}")
+        require(
+            ranks == 1 or not bias,
+            "GroupedLinear doesn't support bias when TP > 1. Because the TP communication is handled outside of this "
+            "module.",
+        )
+        require(parallel_mode in MODES, f"parallel_mode {parallel_mode!r} not supported. Supported modes: {MODES}")
         self.num_gemms = num_gemms
         self.weight_names = tuple(f"weight{expert}" for expert in range(num_gemms))
         self.take_share(in_features, out_features, parallel_mode, tp_size, tp_group, sequence_parallel)
@@ -150,10 +149,9 @@ class GroupedLinear(TransformerEngineBaseModule):
         Raises:
             ValueError: m_splits or the last dimension do not fit, or an FP8 product needs other sizes.
         """
-        if out is not None or dgrad_out is not None:
-            raise NotImplementedError("te.GroupedLinear's out and dgrad_out are not emulated: leave them out")
-        if isinstance(inp, QuantizedTensorStorage):
-            raise TypeError("GroupedLinear doesn't support input tensor in FP8.")
+        refuse_options("te.GroupedLinear", out=out is not None, dgrad_out=dgrad_out is not None)
+        quantized = isinstance(inp, QuantizedTensorStorage)
+        require(not quantized, "GroupedLinear doesn't support input tensor in FP8.", TypeError)
         rows = m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
         if len(rows) != self.num_gemms:
             raise ValueError(
@@ -183,8 +181,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         Transformer Engine finds out in backward: "Caller must pad.".
         """
         recipe: Recipe = self.fp8_meta["recipe"]
-        if self.tp_size > 1 and recipe.float8_current_scaling():
-            raise ValueError("GroupedLinear doesn't support TP > 1 with Float8 current scaling.")
+        current = recipe.float8_current_scaling()
+        require(self.tp_size == 1 or not current, "GroupedLinear doesn't support TP > 1 with Float8 current scaling.")
         sizes = self.in_features, self.out_features
         if any(size % 16 for size in sizes):
             raise ValueError(

@@ -26,7 +26,7 @@ from te_models.engine.emulated.module import SLOTS, TransformerEngineBaseModule
 from te_models.engine.emulated.numerics import device_type
 from te_models.engine.emulated.parallel import MODES, Parallelism
 from te_models.engine.emulated.quantizers import Quantizer
-from te_models.engine.emulated.recipe import Recipe
+from te_models.engine.emulated.recipe import Recipe, refuse_options, require
 from te_models.engine.emulated.tensors import QuantizedTensorStorage, Value, as_matrix
 
 
@@ -73,8 +73,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of weight, input and bias."""
         (grad,) = grads
-        if ctx.call is None:
-            raise RuntimeError("te.Linear allows one backward: run the forward again instead of using retain_graph")
+        once = "te.Linear allows one backward: run the forward again instead of using retain_graph"
+        require(ctx.call is not None, once, RuntimeError)
         call, ctx.call = ctx.call, None
         # exact_gemm and fused also apply to the backward of a forward inside them, in whatever thread it runs.
         return _backward(ctx, call, grad) if call.context is None else call.context.run(_backward, ctx, call, grad)
@@ -253,13 +253,12 @@ class Linear(TransformerEngineBaseModule):
             NotImplementedError: for an option that is not emulated.
         """
         super().__init__(name)
-        self.refuse(
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation, get_rng_state_tracker=get_rng_state_tracker,
+        refuse_options(
+            "te.Linear", fuse_wgrad_accumulation=fuse_wgrad_accumulation, get_rng_state_tracker=get_rng_state_tracker,
             rng_tracker_name=rng_tracker_name, parameters_split=parameters_split,
             delay_wgrad_compute=delay_wgrad_compute, save_original_input=save_original_input,
         )  # fmt: skip
-        if parallel_mode not in MODES:
-            raise AssertionError(f"parallel_mode {parallel_mode} not supported")
+        require(parallel_mode in MODES, f"parallel_mode {parallel_mode} not supported", AssertionError)
         self.take_share(in_features, out_features, parallel_mode, tp_size, tp_group, sequence_parallel)
         self.tp_group, self.tp_group_initialized = tp_group, tp_group is not None or tp_size == 1
         self.use_bias, self.return_bias = bias, return_bias
@@ -289,10 +288,8 @@ class Linear(TransformerEngineBaseModule):
         # A row-parallel bias is added once, after the sum over the ranks.
         fused = not self.return_bias and self.parallel_mode != "row"
         try:
-            if inp.shape[-1] != self.in_features:
-                raise AssertionError(
-                    f"GEMM not possible: the input has {inp.shape[-1]} features, not {self.in_features}"
-                )
+            given, wanted = inp.shape[-1], self.in_features
+            require(given == wanted, f"GEMM not possible: the input has {given} features, not {wanted}", AssertionError)
             call = self._call(parallel, inp, bias if fused else None, is_first_microbatch, (fp8_output, fp8_grad))
             if call.grad:
                 out = _Linear.apply(self.weight, inp, bias if fused else None, call)

@@ -31,6 +31,7 @@ from te_models.engine.emulated.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
+    require,
 )
 from te_models.engine.emulated.tensors import QuantizedTensor, QuantizedTensorStorage
 
@@ -133,13 +134,6 @@ class TransformerEngineBaseModule(EmptyExtraState):
         self._stash: deque[tuple[object, Tensor, Tensor]] = deque()
         self._tracked = False  # the last forward ran with grad enabled
         self._clear_fp8_state()
-
-    def refuse(self, **options: object) -> None:
-        """Raise a NotImplementedError for an option of Transformer Engine that is given and not emulated."""
-        for option, value in options.items():
-            if value:
-                name = type(self).__name__
-                raise NotImplementedError(f"te.{name}({option}={value!r}) is not emulated: leave it out")
 
     def take_share(
         self, inputs: int, outputs: int, mode: str | None, tp_size: int, group: ProcessGroup | None, sequence: bool
@@ -312,11 +306,12 @@ class TransformerEngineBaseModule(EmptyExtraState):
         if self.activation_dtype == inp.dtype:
             return
         for name, param in self.named_parameters():
-            if param.dtype != inp.dtype:
-                raise TypeError(
-                    "Data types for parameters must match when outside of autocasted region. "
-                    f"Found input dtype: {inp.dtype} and {name!r} dtype: {param.dtype}"
-                )
+            require(
+                param.dtype == inp.dtype,
+                "Data types for parameters must match when outside of autocasted region. "
+                f"Found input dtype: {inp.dtype} and {name!r} dtype: {param.dtype}",
+                TypeError,
+            )
         self.activation_dtype = inp.dtype
 
     def prepare_forward(self, inp: Tensor) -> None:
@@ -350,12 +345,13 @@ class TransformerEngineBaseModule(EmptyExtraState):
         forward = self.fp8_meta.get("scaling_fwd")
         if forward is None:
             return
-        if not self._stash or self._stash[0][0] is not frame:
-            raise RuntimeError(
-                f"{self.name} ran under te.checkpoint and delayed scaling in a forward whose backward never came, or "
-                "backwards run in another order than forwards, so the stashed scales belong to another forward: "
-                "call reset_fp8_state(module), and run forwards without a backward under torch.no_grad()"
-            )
+        require(
+            bool(self._stash) and self._stash[0][0] is frame,
+            f"{self.name} ran under te.checkpoint and delayed scaling in a forward whose backward never came, or "
+            "backwards run in another order than forwards, so the stashed scales belong to another forward: "
+            "call reset_fp8_state(module), and run forwards without a backward under torch.no_grad()",
+            RuntimeError,
+        )
         _, history, scale = self._stash.popleft()
         self._current = (forward.amax_history.clone(), forward.scale.clone())
         forward.amax_history.copy_(history)
@@ -371,16 +367,18 @@ class TransformerEngineBaseModule(EmptyExtraState):
             self._tracked = now
         if not in_backward() or state.restored_recomputes:
             return
-        if self.fp8 and not state.fp8_enabled:
-            raise RuntimeError(
-                f"{self.name} ran in FP8 and is recomputed without te.autocast (torch.utils.checkpoint?): "
-                "use te.checkpoint, or open te.autocast inside the checkpointed function"
-            )
-        if state.fp8_enabled and before and self.fp8_meta.get("scaling_fwd") is not None:
-            raise RuntimeError(
-                f"{self.name} is recomputed by torch.utils.checkpoint(use_reentrant=False) with delayed scales that "
-                "have changed since the forward: use te.checkpoint"
-            )
+        require(
+            state.fp8_enabled or not self.fp8,
+            f"{self.name} ran in FP8 and is recomputed without te.autocast (torch.utils.checkpoint?): "
+            "use te.checkpoint, or open te.autocast inside the checkpointed function",
+            RuntimeError,
+        )
+        require(
+            not (state.fp8_enabled and before) or self.fp8_meta.get("scaling_fwd") is None,
+            f"{self.name} is recomputed by torch.utils.checkpoint(use_reentrant=False) with delayed scales that "
+            "have changed since the forward: use te.checkpoint",
+            RuntimeError,
+        )
 
     def _register(self) -> None:
         """Let this thread update the scales, unless the forward is a recompute or runs without grad."""

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from te_models.engine.emulated import fused, numerics
 from te_models.engine.emulated.numerics import FLT_MAX, DType, device_type
 from te_models.engine.emulated.quantizers import Fields, Quantizer
-from te_models.engine.emulated.recipe import NVFP4BlockScaling
+from te_models.engine.emulated.recipe import NVFP4BlockScaling, require
 from te_models.engine.emulated.tensors import (
     BlockScaled,
     BlockStorage,
@@ -189,10 +189,8 @@ class NVFP4TensorStorage(BlockStorage):
         return BlockScaled(data, scale, block, self._fp4_dtype, amax, TOP)
 
     def _high_precision(self, dtype: torch.dtype | None) -> Tensor:
-        if self._rowwise_data is None:
-            raise NotImplementedError(
-                "only the rowwise NVFP4 copy has a dequantize, as in Transformer Engine: quantize with rowwise=True"
-            )
+        line = "only the rowwise NVFP4 copy has a dequantize, as in Transformer Engine: quantize with rowwise=True"
+        require(self._rowwise_data is not None, line, NotImplementedError)
         return super()._high_precision(dtype)
 
 
@@ -221,8 +219,8 @@ class NVFP4Quantizer(Quantizer):
     ) -> None:  # fmt: skip
         """Accept Transformer Engine's arguments, and `generator`."""
         super().__init__(rowwise=rowwise, columnwise=columnwise)
-        if row_scaled_nvfp4 or nvfp4_use_4over6:
-            raise NotImplementedError("row_scaled_nvfp4 and nvfp4_use_4over6 are not emulated: leave them out")
+        line = "row_scaled_nvfp4 and nvfp4_use_4over6 are not emulated: leave them out"
+        require(not (row_scaled_nvfp4 or nvfp4_use_4over6), line, NotImplementedError)
         self.dtype = DType.cast(fp4_dtype)
         self.with_amax_reduction = with_amax_reduction
         self.amax_reduction_group = amax_reduction_group

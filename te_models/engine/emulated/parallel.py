@@ -31,7 +31,7 @@ from te_models.engine.emulated.quantizers import (
     Float8Quantizer,
     Quantizer,
 )
-from te_models.engine.emulated.recipe import DelayedScaling, Recipe
+from te_models.engine.emulated.recipe import DelayedScaling, Recipe, require
 from te_models.engine.emulated.tensors import (
     BLOCK,
     MX_BLOCK,
@@ -111,15 +111,17 @@ class Parallelism:
 
     def check(self, initialized: bool, recipe: Recipe | None) -> None:
         """Check the group and the recipe before a forward; `recipe` is None without FP8."""
-        if self.size > 1 and not initialized:
-            raise RuntimeError(
-                "Tensor parallel group not initialized. Call set_tensor_parallel_group() before forward pass when "
-                "tp_size > 1."
-            )
-        if self.sequence and isinstance(recipe, DelayedScaling) and not recipe.reduce_amax:
-            raise AssertionError(
-                "Amax reduction across tensor parallel group is necessary when using sequence parallelism with FP8."
-            )
+        require(
+            initialized or self.size == 1,
+            "Tensor parallel group not initialized. Call set_tensor_parallel_group() before forward pass when "
+            "tp_size > 1.",
+            RuntimeError,
+        )
+        require(
+            not (self.sequence and isinstance(recipe, DelayedScaling)) or recipe.reduce_amax,
+            "Amax reduction across tensor parallel group is necessary when using sequence parallelism with FP8.",
+            AssertionError,
+        )
 
     def check_quantized_results(self, output: bool, input_gradient: bool) -> None:
         """Raise a ValueError for FP8 results that would have to be summed in FP8."""
@@ -130,8 +132,7 @@ class Parallelism:
 
 def divide(size: int, parts: int) -> int:
     """Return size / parts; raise an AssertionError if it is not whole."""
-    if size % parts:
-        raise AssertionError(f"{size} is not divisible by {parts}")
+    require(size % parts == 0, f"{size} is not divisible by {parts}", AssertionError)
     return size // parts
 
 

@@ -24,6 +24,7 @@ from te_models.engine.emulated.recipe import (
     Format,
     MXFP8BlockScaling,
     Recipe,
+    require,
 )
 from te_models.engine.emulated.tensors import (
     BLOCK,
@@ -94,8 +95,8 @@ class Quantizer:
     def update_quantized(self, src: Tensor, dst: QuantizedTensorStorage) -> QuantizedTensorStorage:
         """Quantize `src` into the copies that `dst` has, and return `dst`."""
         usages = dst.get_usages()
-        if tuple(src.shape) != tuple(dst._shape):
-            raise ValueError(f"cannot quantize shape {tuple(src.shape)} into shape {tuple(dst._shape)}")
+        shape, wanted = tuple(src.shape), tuple(dst._shape)
+        require(shape == wanted, f"cannot quantize shape {shape} into shape {wanted}")
         for name, value in self._fields(src, usages["rowwise"], usages["columnwise"]).items():
             setattr(dst, f"_{name}", value)
         return dst

@@ -73,9 +73,16 @@ def _typed(value: Any, kind: type) -> object:
     return value
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str, error: type[Exception] = ValueError) -> None:
+    """Raise `error` unless the condition holds."""
     if not condition:
-        raise ValueError(message)
+        raise error(message)
+
+
+def refuse_options(owner: str, **options: object) -> None:
+    """Raise a NotImplementedError for an option of Transformer Engine's that is given and not emulated."""
+    given = [f"{owner}({name}={value!r})" for name, value in options.items() if value]
+    require(not given, f"{', '.join(given)} is not emulated: leave it out", NotImplementedError)
 
 
 def _predicate(*names: str) -> Any:
@@ -123,12 +130,12 @@ class Recipe:
                 except (TypeError, ValueError):
                     owner = type(self).__name__
                     raise ValueError(f"{owner}.{field.name} must be of type {field.type}, not {value!r}") from None
-        _require(
+        require(
             self.backward_override in _BACKWARD_OVERRIDES,
             "NVTE_BACKWARD_OVERRIDE must be unset or one of: 'high_precision', 'dequantized'.",
         )
         e5m2 = self.fp8_format == Format.E5M2 and not self.nvfp4()
-        _require(not e5m2, "Pure E5M2 training is not supported.")
+        require(not e5m2, "Pure E5M2 training is not supported.")
 
     def __repr__(self) -> str:
         shown = [f"recipe_type={type(self).__name__}"]
@@ -166,11 +173,11 @@ class DelayedScaling(Recipe):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        _require(self.backward_override is None, "Delayed scaling only supports backward_override=None.")
-        _require(self.amax_history_len >= 1, f"amax_history_len must be at least 1, not {self.amax_history_len}")
+        require(self.backward_override is None, "Delayed scaling only supports backward_override=None.")
+        require(self.amax_history_len >= 1, f"amax_history_len must be at least 1, not {self.amax_history_len}")
         if self.amax_compute_algo not in ("max", "most_recent"):  # nor is a function emulated
             raise unknown("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
-        _require(self.scaling_factor_compute_algo is None, "scaling_factor_compute_algo is not emulated: leave it out")
+        require(self.scaling_factor_compute_algo is None, "scaling_factor_compute_algo is not emulated: leave it out")
 
 
 @dataclass(repr=False)
@@ -247,12 +254,12 @@ class Float8BlockScaling(Recipe):
         super().__post_init__()
         dims = {"x": self.x_block_scaling_dim, "w": self.w_block_scaling_dim, "grad": self.grad_block_scaling_dim}
         for name, dim in dims.items():
-            _require(dim in (1, 2), f"Only 1D or 2D blocks supported for {name}")
-        _require(list(dims.values()).count(2) <= 1, "2D by 2D block gemm not supported.")
+            require(dim in (1, 2), f"Only 1D or 2D blocks supported for {name}")
+        require(list(dims.values()).count(2) <= 1, "2D by 2D block gemm not supported.")
         gemms = {"fprop": self.fp8_gemm_fprop, "dgrad": self.fp8_gemm_dgrad, "wgrad": self.fp8_gemm_wgrad}
         for name, gemm in gemms.items():
-            _require(gemm.use_split_accumulator, f"Split accumulator required for {name}.")
-        _require(not self.fp8_dpa and not self.fp8_mha, "FP8 attention is not supported for Float8BlockScaling.")
+            require(gemm.use_split_accumulator, f"Split accumulator required for {name}.")
+        require(not self.fp8_dpa and not self.fp8_mha, "FP8 attention is not supported for Float8BlockScaling.")
 
     split_accumulators = Float8CurrentScaling.split_accumulators
 
@@ -281,8 +288,8 @@ class NVFP4BlockScaling(Recipe):
     def __post_init__(self) -> None:
         """Check the fields and derive the quantization options of the three operands."""
         super().__post_init__()
-        _require(self.fp4_format == Format.E2M1, "Only E2M1 is supported for NVFP4 scaling")
-        _require(self.fp8_format == Format.E4M3, "Only E4M3 is supported for NVFP4 scaling")
+        require(self.fp4_format == Format.E2M1, "Only E2M1 is supported for NVFP4 scaling")
+        require(self.fp8_format == Format.E4M3, "Only E4M3 is supported for NVFP4 scaling")
         self.fp4_quant_fwd_inp = QParams(random_hadamard_transform=not self.disable_rht)
         self.fp4_quant_fwd_weight = QParams(fp4_2d_quantization=not self.disable_2d_quantization)
         self.fp4_quant_bwd_grad = QParams(

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import noop_context_fn, set_checkpoint_early_stop
 
 from te_models.engine.emulated.autocast import FP8GlobalStateManager, autocast
 from te_models.engine.emulated.module import TransformerEngineBaseModule
+from te_models.engine.emulated.recipe import refuse_options
 from te_models.engine.emulated.rmsnorm import RMSNorm
 
 T = TypeVar("T")
@@ -78,11 +79,10 @@ def checkpoint(
     Open te.autocast outside. Under DelayedScaling every checkpointed forward needs its backward, in the same order.
     `use_reentrant=True` needs a positional tensor that requires grad.
     """
-    if distribute_saved_activations or tp_group is not None or get_rng_state_tracker is not None:
-        raise NotImplementedError(
-            "te.checkpoint's distribute_saved_activations, tp_group and get_rng_state_tracker are not emulated: leave "
-            "them out"
-        )
+    refuse_options(
+        "te.checkpoint", distribute_saved_activations=distribute_saved_activations, tp_group=tp_group,
+        get_rng_state_tracker=get_rng_state_tracker,
+    )  # fmt: skip
     how: dict[str, Any] = dict(use_reentrant=use_reentrant, determinism_check=determinism_check, debug=debug)
     if not _has_te_modules(function):
         return torch_checkpoint(function, *args, context_fn=context_fn, **how, **kwargs)
