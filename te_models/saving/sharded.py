@@ -91,7 +91,7 @@ class ShardedCheckpoints(Checkpoints):
     def _save(self, path: Path, tensors: Groups, documents: Document) -> None:
         content: list[Content] = []
 
-        def plan() -> list[object]:
+        def plan() -> list[Value]:
             content.append(prepare({g: {n: local(t) for n, t in m.items()} for g, m in tensors.items()}, documents))
             return [self._assign_files(tensors, content[0].aliases), content[0].aliases]
 
