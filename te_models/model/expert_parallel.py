@@ -28,6 +28,7 @@ from te_models.distributed.collectives import all_to_all
 from te_models.errors import UsageError
 from te_models.kernels.expert_rows import RowKernels
 from te_models.model.router import Places, places
+from te_models.model.tensor_parallel import Mapped
 
 T = TypeVar("T")
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -188,11 +189,11 @@ class Exchange(NamedTuple):
 
     def to_experts(self, rows: Tensor) -> Tensor:
         """Return the rows of this rank's experts [R, D], zeros for padding."""
-        return _Exchanged.apply(rows, self, True)
+        return Mapped.apply(rows, lambda x: self.forth(x, self.fp8), self.back)
 
     def from_experts(self, rows: Tensor) -> Tensor:
         """Return the rows of this rank's tokens [S, D] from those of the experts [R, D]."""
-        return _Exchanged.apply(rows, self, False)
+        return Mapped.apply(rows, self.back, self.forth)
 
     def forth(self, rows: Tensor, fp8: bool = False) -> Tensor:
         """Do what `to_experts` does, without a gradient."""
@@ -218,18 +219,3 @@ def unpacked(sent: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the rows [n, D] of `packed`, rounded to `dtype`."""
     codes, scale = sent[:, :-4].view(torch.float8_e4m3fn), sent[:, -4:].contiguous().view(torch.float32)
     return (codes.float() * scale).to(dtype)
-
-
-class _Exchanged(torch.autograd.Function):
-    """Rows one way; their gradients take the other."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: Exchange, forth: bool) -> Tensor:
-        ctx.exchange, ctx.forth = exchange, forth
-        return exchange.forth(rows, exchange.fp8) if forth else exchange.back(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (grad,) = grads
-        exchange: Exchange = ctx.exchange
-        return exchange.back(grad) if ctx.forth else exchange.forth(grad), None, None
