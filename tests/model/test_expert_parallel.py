@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from te_models import CausalLM, ModelConfig
 from te_models.config.moe import places_of_experts
+from te_models.config.training import TrainConfig
 from te_models.kernels.expert_rows import PLAIN
 from te_models.model.expert_parallel import ExpertParallel, packed
 from te_models.model.router import places
 from te_models.saving.folder import load_folder
+from te_models.training.launch import meshes, parallel
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -163,6 +167,48 @@ def test_rows_in_fp8_are_rounded_once_and_their_gradients_are_not(folder: Path) 
     for factor in (gradient, straight):  # d (3 x)^2 / d x = 6 * 3 x, whatever was sent; of zeros 0 / 0
         torch.testing.assert_close(factor.nan_to_num(6.0), torch.full_like(factor, 6.0))
     assert found["bytes"] == 30 * (64 + 4)
+
+
+def sharded(device: str, rank: int, folder: str) -> None:
+    """Experts divided between two ranks, or all, and everything sharded by FSDP2 as well."""
+    found: dict[str, float] = {}
+    with parallel(TrainConfig(parallel="fsdp+ep"), device) as everyone:
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        for name, size in {"plain": 2, "experts in FP8": 0}.items():  # FP8 has one process's amaxes only among all
+            config = TrainConfig(parallel="fsdp+ep", expert_parallel_size=size)
+            assert everyone.device is not None
+            shared = replace(everyone, config=config, **meshes(config, everyone.device)._asdict())
+            options: dict[str, Any] = {"recipe": "bf16", **CASES[name], "dtype": dtype}
+            torch.manual_seed(0)
+            model = shared.build(CONFIG, **options)
+            values = {key: value.to(model.device) for key, value in batch(name).items()}
+            model(**{key: value.chunk(shared.data_world)[rank] for key, value in values.items()}).loss.backward()
+            own = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+            torch.manual_seed(0)
+            whole = CausalLM(CONFIG, device=model.device, **options)
+            whole(**values).loss.backward()
+            gathered = model.ep.gather(own, model.device)
+            for n, p in whole.named_parameters():
+                assert p.grad is not None
+                found[f"{name}: {n}"] = ((gathered[n] - p.grad).norm() / p.grad.norm().clamp(min=1e-9)).item()
+    if rank == 0:
+        torch.save(found, f"{folder}/sharded.pt")
+
+
+def test_sharded_experts_have_the_gradients_of_one_process(tmp_path: Path) -> None:
+    run_ranks(partial(sharded, "cpu"), tmp_path, 4, backend=None)
+    errors = torch.load(tmp_path / "sharded.pt")
+    for name, error in errors.items():
+        assert error < (1e-5 if name.startswith("plain") else 2e-3), name  # as above
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_sharded_experts_have_the_gradients_of_one_gpu(tmp_path: Path) -> None:
+    run_ranks(partial(sharded, "cuda"), tmp_path, 2, backend=None)
+    # Some twenty operations round to BF16, 2^-9 each, and move some values to the next code; gradients that are not
+    # averaged are off by a factor of 2.
+    assert all(error < 2.0**-3 for error in torch.load(tmp_path / "sharded.pt").values())
 
 
 def test_a_folder_is_that_of_one_process(folder: Path) -> None:
