@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from te_models.config.recipe import list_recipes
-from te_models.config.settings import MOST, check_settings, setting
+from te_models.config.settings import MOST, Settings, setting
 from te_models.config.shares import share_of
-from te_models.errors import ConfigError, NamedFields, unknown
+from te_models.errors import ConfigError, unknown
 
 PARALLEL = ("auto", "none", "ddp", "fsdp", "tp", "fsdp+tp")
 SCHEDULES = ("cosine", "linear", "constant", "warmup-stable-decay")
@@ -20,7 +20,7 @@ EVALUATION, PROCESSES = "Evaluation and checkpoints", "Several processes"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(NamedFields):
+class TrainConfig(Settings):
     """The options of a training run. Sizes are in sequences and tokens, intervals in optimizer steps (0: never).
 
     `batch_size` counts the sequences of all processes together, so that a run is the same on any number of them.
@@ -126,7 +126,7 @@ class TrainConfig(NamedFields):
     )
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        super().__post_init__()
         self.recipe_changes  # noqa: B018  raises if it cannot be read
         if self.patience and not self.eval_every:
             raise ConfigError(f"patience={self.patience} counts evaluations, and eval_every=0 makes none: give both")

@@ -118,10 +118,9 @@ def readable_errors(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_bytes(path: str) -> Iterator[IO[bytes]]:
-    """Open a file's bytes, decompressed."""
+    """Open a file's bytes, decompressed, with `readable_errors` in the block."""
     compression = None if file_format(path) == "Parquet" else compression_of(path)
-    opened: Any = fsspec.open(path, "rb")
-    with opened as file:
+    with readable_errors(path), fsspec.open(path, "rb") as file:
         if compression is None:
             yield file
             return

@@ -91,9 +91,9 @@ class ShardedCheckpoints(Checkpoints):
     def _save(self, path: Path, tensors: Groups, documents: Document) -> None:
         content: list[Content] = []
 
-        def plan() -> list[Value]:
+        def plan() -> tuple[dict[str, dict[str, int]], object]:
             content.append(prepare({g: {n: local(t) for n, t in m.items()} for g, m in tensors.items()}, documents))
-            return [self._assign_files(tensors, content[0].aliases), content[0].aliases]
+            return self._assign_files(tensors, content[0].aliases), content[0].aliases
 
         files, _ = self.ranks.from_first(plan, UsageError)
         with ExitStack() as stack:

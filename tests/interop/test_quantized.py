@@ -118,7 +118,6 @@ KINDS: dict[str, tuple[Callable[[Tensor], Quantized], dict[str, Any] | None, dic
     "modelopt-config": (per_tensor, dict(quant_method="modelopt", quant_algo="FP8", ignore=["lm_head"],
                                          producer=dict(name="modelopt", version="0.39.0")), None),
 }  # fmt: skip
-BLOCKS = [kind for kind in KINDS if kind.endswith("block")]
 
 
 @pytest.fixture
