@@ -98,7 +98,6 @@ class MoESpec(FeedforwardSpec):
 
     @property
     def last(self) -> LinearSpec:
-        """The experts' projection down."""
         return self.linear("down_proj")
 
     @property
@@ -113,32 +112,19 @@ class MoESpec(FeedforwardSpec):
 
     @property
     def dynamic(self) -> str:
-        """Return why no CUDA graph can contain it."""
         return "how many rows each expert gets depends on the tokens, and the host has to know it"
 
     @property
     def features(self) -> Mapping[str, int]:
-        """The residual stream and the channels."""
         shared = self.experts.shared_expert_intermediate_size
         found = {"hidden_size": self.hidden_size, "moe_intermediate_size": self.experts.moe_intermediate_size}
         return found | ({"shared_expert_intermediate_size": shared} if shared else {})
 
-    @property
-    def divided(self) -> Mapping[str, int]:
-        """Nothing: experts are not divided."""
-        return {}
-
-    def local(self, ranks: int) -> MoESpec:
-        """Return all of it."""
-        return self
-
     def parallel_obstacle(self, sequence: bool) -> str:
-        """Return that it cannot be divided."""
         return "tensor parallelism does not divide experts: use FSDP2 (--parallel fsdp), which shards them"
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters that one token goes through."""
         idle = self.experts.num_experts - self.experts.num_experts_per_tok
         return self.num_parameters - sum(lin.num_parameters // lin.gemms * idle for lin in self.linears if lin.experts)
 

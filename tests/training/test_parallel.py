@@ -2,7 +2,6 @@
 over gloo on the CPU."""
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
@@ -18,8 +16,7 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 from bits import assert_same_bits
-from distributed_job import SHAPE, continue_from, make_trainer, outcome, run_cases
-from ranks import run_ranks
+from distributed_job import SHAPE, continue_from, solo, start
 from torch.distributed.fsdp import FSDPModule
 
 from benchmarks import scaling
@@ -105,48 +102,6 @@ FOUR = {
         reshard_after_forward=False,
     ),
 }
-
-
-MANY = ("parallel", "resume", "tensor_parallel_size", "sequence_parallel")
-
-
-def alone(case: dict[str, Any]) -> dict[str, Any]:
-    """The case for one process: what two do with stateless scales, one does in twice as many micro-batches."""
-    case = {key: value for key, value in case.items() if key not in MANY}
-    if case.get("recipe") not in ("delayed", "bf16"):
-        case |= dict(batch_size=2, gradient_accumulation=2 * case.get("gradient_accumulation", 1))
-    return case
-
-
-def solo(out: Path, case: dict[str, Any], resume: bool = False) -> dict[str, Any]:
-    """Run the case in one process."""
-    run = make_trainer(Parallel(), out, alone(case))
-    return outcome(run, run.run(resume=resume))
-
-
-class Outcomes(dict[str, Any]):
-    """What became of each case. A test that asks for one that failed fails with what the ranks said."""
-
-    def __getitem__(self, name: str) -> Any:
-        found = super().__getitem__(name)
-        return pytest.fail(f"case {name}: {found}", pytrace=False) if isinstance(found, str) else found
-
-
-def start(root: Path, world: int, cases: dict[str, Any]) -> Outcomes:
-    """Run the cases in `world` processes. After a failure new processes run the cases that were not reached."""
-    found = Outcomes()
-    while left := {name: case for name, case in cases.items() if name not in found}:
-        failure = ""
-        try:
-            run_ranks(partial(run_cases, left), root, world, backend=None)
-        except pytest.fail.Exception as error:
-            failure = str(error)
-        for name in left:
-            written = root / f"{name}.json"
-            found[name] = json.loads(written.read_text()) if written.exists() else failure
-            if not written.exists():
-                break
-    return found
 
 
 def assert_close(
