@@ -22,7 +22,7 @@ from torch import Tensor
 from te_models.engine.emulated import numerics, nvfp4
 from te_models.engine.emulated.numerics import DType
 from te_models.errors import CheckpointError
-from te_models.files.formats import Document, Value, list_some, read_json
+from te_models.files.formats import Document, Value, read_json
 from te_models.files.tensors import SafetensorsFile
 
 E4M3 = torch.float8_e4m3fn
@@ -242,7 +242,9 @@ def open_weights(
     """
     if scheme is None:
         narrow = [name for name, tensor in found.items() if tensor.dtype in NARROW]
-        _must(not narrow, folder, f"{list_some(narrow)} is FP8, and config.json has no quantization_config with scales")
+        _must(
+            not narrow, folder, f"{''.join(narrow[:1])} is FP8, and config.json has no quantization_config with scales"
+        )
         return StoredWeights(None, dict(found))
     weights = _Weights(folder, scheme, found)
     names = weights.wanted()
