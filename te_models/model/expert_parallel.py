@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ class ExpertParallel:
         if self.mesh is not None and self.mesh.ndim != 1:
             raise UsageError(f"ep_mesh has {self.mesh.ndim} dimensions: give that of the experts, mesh['ep']")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
+    def __deepcopy__(self, memo: dict[int, object]) -> ExpertParallel:
         return self
 
     @property
@@ -62,7 +62,7 @@ class ExpertParallel:
         return 0 if self.mesh is None else self.mesh.get_local_rank()
 
     @property
-    def group(self) -> Any:
+    def group(self) -> dist.ProcessGroup | None:
         """Their process group."""
         return None if self.mesh is None else self.mesh.get_group()
 
@@ -183,7 +183,7 @@ class Exchange(NamedTuple):
     sent: list[int]  # rows to each rank
     received: list[int]  # rows from each rank
     places: Places  # of the received rows among those of this rank's experts, padding included
-    group: Any
+    group: dist.ProcessGroup | None
     fp8: bool  # whether rows travel to experts in FP8; outputs and gradients never do
     kernels: RowKernels
 

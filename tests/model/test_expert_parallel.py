@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from te_models import CausalLM, ModelConfig
+from te_models.cli import main
 from te_models.config.moe import places_of_experts
 from te_models.config.training import TrainConfig
 from te_models.kernels.expert_rows import PLAIN
@@ -224,7 +225,8 @@ def test_what_does_not_fit_is_refused_with_a_line(folder: Path) -> None:
     assert "'delayed' needs scales that all ranks share" in delayed and "--fp8-params" in weights
 
 
-def test_the_plan_says_which_experts_are_where() -> None:
-    assert places_of_experts(CONFIG.layers, 2) == "0 to 1 on rank 0, 2 to 3 on rank 1 of every 2"
+def test_the_plan_says_which_experts_are_where(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--preset", "gated-moe-nano", "--expert-parallel-size", "2"]) == 0
+    assert "experts: 0 to 3 on rank 0, 4 to 7 on rank 1 of every 2" in capsys.readouterr().out
     with pytest.raises(ValueError, match="num_experts=4 cannot be divided between 3 ranks"):
         places_of_experts(CONFIG.layers, 3)
