@@ -37,6 +37,7 @@ from te_models.training.trainer import Result, Trainer
 
 Case = dict[str, Any] | Callable[[Parallel, Path], Any]
 SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2)
+EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, shared_expert_intermediate_size=32)
 TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(40)]
 ANSWERS = [
     Document("yes " * (1 + 7 * (i % 4)), prompt="how many legs has an animal? " * (1 + i % 3)) for i in range(40)
@@ -51,15 +52,18 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     recipe, mode, offloaded = case.pop("recipe", "bf16"), case.pop("mode", "none"), case.pop("offload", False)
     dtype, tied = getattr(torch, case.pop("dtype", "float32")), case.pop("tied", True)
     options = dict(fp8_params=case.pop("fp8_params", False))
+    experts = dict(moe=EXPERTS) if case.pop("experts", False) else {}
     documents = ANSWERS if case.pop("answers", False) else TEXT
     fields = dict(steps=3, batch_size=4, seq_len=48, warmup_steps=2, eval_every=0, learning_rate=3e-3)
     config = TrainConfig(**{**fields, **case})
     shared = replace(shared, kind=config.parallel, config=config)
     if config.parallel in ("tp", "fsdp+tp"):
-        shared.dp, shared.tp = meshes(config, torch.device("cpu"))
+        shared.dp, shared.tp, *_ = meshes(config, torch.device("cpu"))
+    elif config.parallel == "fsdp+ep":
+        _, _, shared.ep, shared.replicas = meshes(config, torch.device("cpu"))
     history = dict(amax_history_len=4) if recipe == "delayed" else {}
     model = shared.build(
-        get_preset("gated-nano", **SHAPE, tie_word_embeddings=tied),
+        get_preset("gated-nano", **SHAPE, **experts, tie_word_embeddings=tied),
         recipe=recipe, device="cpu", dtype=dtype, activation_checkpointing=mode,
         activation_offload=offloaded, **options, **history,
     )  # fmt: skip
@@ -173,7 +177,7 @@ def run_cases(cases: dict[str, Case], rank: int, folder: str) -> None:
             shared.ranks.from_first(partial((root / f"{name}.json").write_text, json.dumps(found)))
 
 
-MANY = ("parallel", "resume", "tensor_parallel_size", "sequence_parallel")
+MANY = ("parallel", "resume", "tensor_parallel_size", "expert_parallel_size", "sequence_parallel")
 
 
 def alone(case: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from te_models.config.settings import MOST, Settings, setting
 from te_models.config.shares import share_of
 from te_models.errors import ConfigError, unknown
 
-PARALLEL = ("auto", "none", "ddp", "fsdp", "tp", "fsdp+tp")
+PARALLEL = ("auto", "none", "ddp", "fsdp", "tp", "fsdp+tp", "fsdp+ep")
 SCHEDULES = ("cosine", "linear", "constant", "warmup-stable-decay")
 REDUCE_DTYPES = ("float32", "bfloat16")
 # Headings of the help.
@@ -100,12 +100,18 @@ class TrainConfig(Settings):
     seed: int = setting(0, "Seed of weights, data order and sampling.", fixed=True)
     parallel: str = setting(
         "none",
-        "How the processes that torchrun starts share the work: auto, none, ddp, fsdp, tp or fsdp+tp.",
+        "How the processes that torchrun starts share the work: auto, none, ddp, fsdp, tp, fsdp+tp or fsdp+ep.",
         group=PROCESSES,
         choices=PARALLEL,
         shown="auto",
     )
     tensor_parallel_size: int = setting(0, "With fsdp+tp: number of processes that share each layer.", group=PROCESSES)
+    expert_parallel_size: int = setting(
+        0, "With fsdp+ep: number of processes that share the experts; 0: all.", group=PROCESSES
+    )
+    fp8_dispatch: bool = setting(
+        False, "With fsdp+ep: send tokens to experts in FP8, with a scale per row.", group=PROCESSES
+    )
     sequence_parallel: bool = setting(
         False, "With tp: also split the tokens between tensor-parallel layers.", group=PROCESSES
     )

@@ -37,6 +37,7 @@ from te_models.kernels.dispatch import PLAIN, compile_mode, get_kernels
 from te_models.kernels.elementwise import rounded, scaled_logits
 from te_models.kernels.lm_head import linear_cross_entropy, with_scaled_logits
 from te_models.model.block import Block
+from te_models.model.expert_parallel import ExpertParallel, scratch
 from te_models.model.forward_context import ForwardContext, forward_context
 from te_models.model.inputs import check_inputs, checked_tokens, known_ids, refuse_one_graph
 from te_models.model.kv_cache import Cache, DecodingCache, slots_for
@@ -74,6 +75,9 @@ class Decoder(nn.Module):
         tp_mesh: the ranks that share this model, a DeviceMesh of one dimension; each rank builds it
             (te_models.model.tensor_parallel).
         sequence_parallel: divide the rows between those ranks too, where no GEMM needs all of them.
+        ep_mesh: the ranks that share the experts of this model, a DeviceMesh of one dimension; each rank builds it and
+            passes it tokens of its own, all at the same time (te_models.model.expert_parallel).
+        ep_fp8: send tokens to the ranks of their experts in FP8, with a scale per row.
         amax_group: the processes that share their amaxes (DelayedScaling); None: all of them.
         recipe_options: any field of the recipe, such as `amax_history_len=16` or `num_layers_at_end_in_bf16=2`.
 
@@ -98,6 +102,8 @@ class Decoder(nn.Module):
         materialize: bool = True,
         tp_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
+        ep_mesh: DeviceMesh | None = None,
+        ep_fp8: bool = False,
         amax_group: ProcessGroup | None = None,
         **recipe_options: Unpack[RecipeOptions],
     ) -> None:
@@ -105,7 +111,8 @@ class Decoder(nn.Module):
         self.config = config
         self.router_losses = config.moe  # the factors of the routers' losses in training; a run may have others
         self.tp = TensorParallel(tp_mesh, sequence_parallel)
-        self.specs = self.tp.local(config)
+        self.ep = ExpertParallel(config, ep_mesh, ep_fp8)
+        self.specs = self.ep.local(self.tp.local(config))
         self.activation_checkpointing = check_mode(activation_checkpointing)
         self.activation_offload, self.host_memory = activation_offload, HostMemory()
         device = choose_device(device)
@@ -121,7 +128,7 @@ class Decoder(nn.Module):
         where = device if materialize else torch.device("meta")
         fp8_weights = self.precision.te_recipes if fp8_params else {}
         norms = (config.rms_norm_eps, config.zero_centered_norm)
-        factory = Factory(self.te, self.tp, *norms, where, dtype, fp8_weights)
+        factory = Factory(self.te, self.tp, self.ep, *norms, where, dtype, fp8_weights)
         movable = not activation_offload or offload_allows_fused(self.activation_checkpointing)
         fast = device.type == "cuda" and movable if fused is None else fused
         self.fused = fast and self.tp.size == 1
@@ -158,7 +165,7 @@ class Decoder(nn.Module):
         std = self.config.initializer_range
         residual = std / math.sqrt(2 * len(self.specs))
         self.tp.check_same_random_state(self.device)
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.ep.every(self.named_parameters(), scratch):
             with self.tp.filling(name, parameter, self.config) as values:
                 if name.startswith("layers."):
                     _, layer, rest = name.split(".", 2)
@@ -483,6 +490,7 @@ class Decoder(nn.Module):
         check_support(self.te, self.engine, recipe)
         check_layers(self.config, recipe)
         self.tp.check_recipe(recipe)
+        self.ep.check_recipe(recipe, self.fp8_params)
         check_sizes(self.specs, self.config.vocab_size, recipe, self.tp.each)
         return model_precision(self.te, recipe, self.specs)
 

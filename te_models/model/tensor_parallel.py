@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,12 +138,12 @@ class TensorParallel:
 
     def scatter(self, x: Tensor) -> Tensor:
         """Return this rank's rows of x [N, D], which all ranks have; its gradient is again whole on all ranks."""
-        return _Mapped.apply(x, lambda x: self._own(x).clone(), self._all) if self.scatters else x
+        return Mapped.apply(x, lambda x: self._own(x).clone(), self._all) if self.scatters else x
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows of all ranks [N, D], which all of them use in the same way."""
         # All ranks compute the same gradient.
-        return _Mapped.apply(x, self._all, lambda dy: self._own(dy).contiguous()) if self.scatters else x
+        return Mapped.apply(x, self._all, lambda dy: self._own(dy).contiguous()) if self.scatters else x
 
     def _own(self, x: Tensor) -> Tensor:
         return x.chunk(self.size)[self.rank]
@@ -163,7 +163,7 @@ class TensorParallel:
         """
         if not partial or self.size == 1:
             return norm(x)
-        weight = _Mapped.apply(norm.weight, lambda weight: weight.view_as(weight), self._sum)
+        weight = Mapped.apply(norm.weight, lambda weight: weight.view_as(weight), self._sum)
         return torch.func.functional_call(norm, {"weight": weight}, (x,))
 
     def wait(self) -> None:
@@ -178,18 +178,7 @@ class TensorParallel:
             parameter.tp_sharded = divided  # type: ignore[attr-defined]  # our attribute
 
     @contextmanager
-    def filling_all(self, model: nn.Module, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
-        """Yield the tensors of `filling` for all parameters of a model, the whole ones in the CPU's memory."""
-        with ExitStack() as stack:
-            yield {
-                name: stack.enter_context(self.filling(name, parameter, config, "cpu"))
-                for name, parameter in model.named_parameters(remove_duplicate=False)
-            }
-
-    @contextmanager
-    def filling(
-        self, name: str, target: Tensor, config: ModelConfig, device: torch.device | str | None = None
-    ) -> Iterator[Tensor]:
+    def filling(self, name: str, target: Tensor, config: ModelConfig) -> Iterator[Tensor]:
         """Yield a tensor to write all values of the whole parameter into; this rank's part of it goes to `target`.
 
         Every rank draws all random numbers, so that a model starts with the same values on any number of ranks. An FP8
@@ -197,11 +186,11 @@ class TensorParallel:
         """
         linear = None if self.size == 1 else divided_linear(name, config)
         if linear is None and not is_quantized(target):
-            with nullcontext(target) if device is not None else filling(target) as values:
+            with filling(target) as values:
                 yield values
             return
         shape = target.shape if linear is None else whole_shape(linear, target.shape, self.size)
-        full = torch.empty(shape, dtype=target.dtype, device=device or target.device)
+        full = torch.empty(shape, dtype=target.dtype, device=target.device)
         yield full
         write_weight(target, shard(name, full, config, self))
 
@@ -290,7 +279,7 @@ def gather_state(state: Mapping[str, Tensor], config: ModelConfig, tp: TensorPar
     return found
 
 
-class _Mapped(torch.autograd.Function):
+class Mapped(torch.autograd.Function):
     """A function of a tensor in forward, another of the gradient in backward."""
 
     @staticmethod

@@ -17,6 +17,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from te_models.causal_lm import CausalLM
+from te_models.config.moe import places_of_experts
 from te_models.config.recipe import Recipe
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
@@ -111,9 +112,11 @@ def _parameters(model: CausalLM) -> str:
 
 
 def speed_rows(model: CausalLM, config: TrainConfig) -> dict[str, str]:
-    """Return whether operations are compiled and the step is a CUDA graph, or why not."""
+    """Return whether operations are compiled and the step is a CUDA graph, or why not; and the experts of each rank."""
     obstacle = step_obstacle(model, config, config.parallel)
-    return {
+    ranks = max(model.ep.size, config.expert_parallel_size)
+    experts = {"experts": places_of_experts(model.config.layers, ranks)} if ranks > 1 else {}
+    return experts | {
         "compiled": model.compile_status,
         "CUDA graph": f"off, because {obstacle}" if obstacle else "forward and backward",
     }

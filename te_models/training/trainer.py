@@ -39,7 +39,7 @@ from te_models.optim.master import MasterWeights
 from te_models.saving.pretrained import model_content
 from te_models.saving.restore import TrainingState, read_training_state
 from te_models.saving.run_folder import Checkpoints
-from te_models.saving.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
+from te_models.saving.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes, whole_optimizer_state
 from te_models.training.cuda_graph import GraphedStep, step_obstacle
 from te_models.training.evaluation import Batch, count_targets, diagnosis, evaluate, to_device
 from te_models.training.metrics import MetricsLog
@@ -422,7 +422,7 @@ class Trainer(NamedFields):
         tensors, documents = self._model_content()
         cuda = self.device.type == "cuda"
         state = {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self._optimizer_state(),
             "dataset": self.data.state_dict(),
             "rng": self._all_random_states(torch.get_rng_state()),
             "cuda_rng": self._all_random_states(torch.cuda.get_rng_state(self.device)) if cuda else None,
@@ -480,6 +480,15 @@ class Trainer(NamedFields):
             )
 
     def _optimizer_names(self) -> list[str]:
+        """Return the names of the whole model's parameters, in the order of the optimizer."""
+        names = self._own_names()
+        return [name for name, _ in self.model.ep.every(zip(names, names, strict=True), str)]
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        state = self.optimizer.state_dict()
+        return state if self.model.ep.size == 1 else whole_optimizer_state(state, self.model, self._own_names())
+
+    def _own_names(self) -> list[str]:
         """Return the names of the optimizer's parameters, in its order."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         return [names[id(parameter)] for parameter in self.optimizer.parameters]
