@@ -151,6 +151,35 @@ def estimate(gpus: int, micro_batches: int, a: Assumptions) -> dict[str, float]:
     return {"sending": sending, "best": alone / max(compute, sending), "worst": alone / (compute + sending)}
 
 
+@dataclass(frozen=True)
+class ExpertLayer:
+    """A layer of the width of Qwen3-30B-A3B, of whose experts all get as many tokens."""
+
+    compute: float = 0.0351  # measured: s, a quarter of four layers, forward and backward, BF16, one H100
+    tokens: int = 4 * 4096
+    chosen: int = 8
+    hidden: int = 2048
+    experts: int = 128
+    width: int = 768
+
+
+def estimate_experts(gpus: int, size: int, node: int, a: Assumptions, layer: ExpertLayer) -> dict[str, float]:
+    """Return the seconds that a layer's experts' weights and rows travel, and the speed relative to one GPU.
+
+    Each of `gpus` has its own tokens, `size` of them share the experts, and `node` are connected by NVLink. FSDP2
+    gathers an expert's weights twice and reduces its gradients, over the GPUs that have it; rows go to the experts and
+    back, forward and backward, in BF16.
+    """
+    weights = layer.experts * 3 * layer.hidden * layer.width / size * (1 - size / gpus)
+    weights *= (2 * a.gather_bytes + a.reduce_bytes) / (a.inside if gpus <= node else a.between)
+    near = min(size, node)
+    sent = 4 * 2 * layer.tokens * layer.chosen * layer.hidden / size
+    rows = sent * ((near - 1) / a.inside + (size - near) / a.between)
+    sending = weights + rows
+    best, worst = layer.compute / max(layer.compute, sending), layer.compute / (layer.compute + sending)
+    return {"weights": weights, "rows": rows, "best": best, "worst": worst}
+
+
 def print_estimate(args: argparse.Namespace) -> None:
     """Print the estimate for more GPUs; make_tables.py writes it to docs/results/many_gpus.md."""
     a = Assumptions(gather_bytes=1 if args.fp8_params else 2)

@@ -7,13 +7,16 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import seeds  # noqa: F401  processes of a test move their seeds too
 import torch
+from ranks import run_ranks
 from torch import nn
 
 import te_models.engine.emulated as emulated
@@ -32,7 +35,9 @@ from te_models.training.metrics import read_metrics
 from te_models.training.parallel import Parallel, reshard
 from te_models.training.trainer import Result, Trainer
 
+Case = dict[str, Any] | Callable[[Parallel, Path], Any]
 SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2)
+EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, shared_expert_intermediate_size=32)
 TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(40)]
 ANSWERS = [
     Document("yes " * (1 + 7 * (i % 4)), prompt="how many legs has an animal? " * (1 + i % 3)) for i in range(40)
@@ -47,15 +52,18 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     recipe, mode, offloaded = case.pop("recipe", "bf16"), case.pop("mode", "none"), case.pop("offload", False)
     dtype, tied = getattr(torch, case.pop("dtype", "float32")), case.pop("tied", True)
     options = dict(fp8_params=case.pop("fp8_params", False))
+    experts = dict(moe=EXPERTS) if case.pop("experts", False) else {}
     documents = ANSWERS if case.pop("answers", False) else TEXT
     fields = dict(steps=3, batch_size=4, seq_len=48, warmup_steps=2, eval_every=0, learning_rate=3e-3)
     config = TrainConfig(**{**fields, **case})
     shared = replace(shared, kind=config.parallel, config=config)
     if config.parallel in ("tp", "fsdp+tp"):
-        shared.dp, shared.tp = meshes(config, torch.device("cpu"))
+        shared.dp, shared.tp, *_ = meshes(config, torch.device("cpu"))
+    elif config.parallel == "fsdp+ep":
+        _, _, shared.ep, shared.replicas = meshes(config, torch.device("cpu"))
     history = dict(amax_history_len=4) if recipe == "delayed" else {}
     model = shared.build(
-        get_preset("gated-nano", **SHAPE, tie_word_embeddings=tied),
+        get_preset("gated-nano", **SHAPE, **experts, tie_word_embeddings=tied),
         recipe=recipe, device="cpu", dtype=dtype, activation_checkpointing=mode,
         activation_offload=offloaded, **options, **history,
     )  # fmt: skip
@@ -152,16 +160,61 @@ def continue_from(source: Path, out: Path) -> None:
         shutil.rmtree(later)
 
 
-def run_cases(cases: dict[str, dict[str, Any]], rank: int, folder: str) -> None:
+def run_cases(cases: dict[str, Case], rank: int, folder: str) -> None:
     """Run the cases one after the other, and write the outcome of each to CASE.json; for run_ranks without a backend.
 
-    They go on once it is written: a rank that fails fails in the first case without a file.
+    A function is called with this process's share and the folder. They go on once the outcome is written: a rank that
+    fails fails in the first case without a file.
     """
     offload.SMALL = 0  # tiny tensors are moved too
     gradients.BUCKET = master.UPDATE_CHUNK = 5000  # several of tiny models too; a single process has one of each
     root = Path(folder)
     # A rank that dies ends the job at once; the time is for ranks that wait for a processor.
-    with parallel(TrainConfig(parallel="ddp", collective_timeout=600), "cpu") as shared:
+    config = TrainConfig(parallel="fsdp", collective_timeout=600)
+    with torch.compiler.set_stance("force_eager"), parallel(config, "cpu") as shared:  # torchao compiles its steps
         for name, case in cases.items():
-            text = json.dumps(run_case(shared, root, name, case))
-            shared.ranks.from_first(partial((root / f"{name}.json").write_text, text))
+            found = case(shared, root) if callable(case) else run_case(shared, root, name, case)
+            shared.ranks.from_first(partial((root / f"{name}.json").write_text, json.dumps(found)))
+
+
+MANY = ("parallel", "resume", "tensor_parallel_size", "expert_parallel_size", "sequence_parallel")
+
+
+def alone(case: dict[str, Any]) -> dict[str, Any]:
+    """The case for one process: what two do with stateless scales, one does in twice as many micro-batches."""
+    case = {key: value for key, value in case.items() if key not in MANY}
+    if case.get("recipe") not in ("delayed", "bf16"):
+        case |= dict(batch_size=2, gradient_accumulation=2 * case.get("gradient_accumulation", 1))
+    return case
+
+
+def solo(out: Path, case: dict[str, Any], resume: bool = False) -> dict[str, Any]:
+    """Run the case in one process."""
+    with torch.compiler.set_stance("force_eager"):
+        run = make_trainer(Parallel(), out, alone(case))
+        return outcome(run, run.run(resume=resume))
+
+
+class Outcomes(dict[str, Any]):
+    """What became of each case. A test that asks for one that failed fails with what the ranks said."""
+
+    def __getitem__(self, name: str) -> Any:
+        found = super().__getitem__(name)
+        return pytest.fail(f"case {name}: {found}", pytrace=False) if isinstance(found, str) else found
+
+
+def start(root: Path, world: int, cases: dict[str, Case]) -> Outcomes:
+    """Run the cases in `world` processes. After a failure new processes run the cases that were not reached."""
+    found = Outcomes()
+    while left := {name: case for name, case in cases.items() if name not in found}:
+        failure = ""
+        try:
+            run_ranks(partial(run_cases, left), root, world, backend=None)
+        except pytest.fail.Exception as error:
+            failure = str(error)
+        for name in left:
+            written = root / f"{name}.json"
+            found[name] = json.loads(written.read_text()) if written.exists() else failure
+            if not written.exists():
+                break
+    return found

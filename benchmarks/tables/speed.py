@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from benchmarks.scaling import Assumptions, estimate
+from benchmarks.scaling import Assumptions, ExpertLayer, estimate, estimate_experts
 from benchmarks.tables.text import GIB, TABLES, load, markdown, measured_on, prose, table
 
 VARIANTS = {
@@ -278,6 +278,23 @@ def scaling_estimate() -> str:
 
     header = "GPUs | micro-batches per step | communication, ms | relative speed, all overlapped | none overlapped"
     return markdown(header, lines())
+
+
+@table
+def experts_estimate() -> str:
+    """The estimate for GPUs that share the experts of a layer."""
+
+    def lines() -> Iterator[list[str]]:
+        for gpus, node, size in (
+            (8, 8, 1), (8, 8, 8), (64, 8, 1), (64, 8, 8), (64, 8, 64), (512, 8, 1), (512, 8, 8), (512, 8, 64),
+            (64, 64, 64), (512, 64, 64),
+        ):  # fmt: skip
+            row = estimate_experts(gpus, size, node, Assumptions(), ExpertLayer())
+            times = [f"{1e3 * row[name]:.1f}" for name in ("weights", "rows")]
+            yield [str(gpus), str(node), str(size), *times, f"{row['best']:.2f}", f"{row['worst']:.2f}"]
+
+    header = "GPUs | per NVLink domain | per set of experts | weights, ms | rows, ms | relative speed, all overlapped"
+    return markdown(f"{header} | none overlapped", lines())
 
 
 @table

@@ -14,9 +14,11 @@ from te_models.cli.options import (
     json_option,
     model_options,
     option,
+    setting_option,
     setting_options,
     show,
 )
+from te_models.config.settings import EVERYDAY
 from te_models.config.training import TrainConfig
 
 TRAINING = ("batch_size", "seq_len", "gradient_accumulation", "optimizer", "optimizer_options", "optimizer_offload")
@@ -31,6 +33,7 @@ ACTIVATIONS = ("activation_checkpointing", "activation_offload")
 @option("--gpus", default=1, group="With --memory", help="Number of GPUs that FSDP shards over.")
 @option("--lora", default=0, metavar="RANK", group="With --memory",
         help="Count the training of low-rank adapters of this rank instead of all weights.")  # fmt: skip
+@setting_option("expert_parallel_size", help="Show which of so many processes have which experts.", group=EVERYDAY)
 def plan(preset: str | None, model: str | None, memory: bool, as_json: bool, **options: Any) -> None:
     """Show the precision of every layer, or the memory of training.
 
@@ -40,6 +43,7 @@ def plan(preset: str | None, model: str | None, memory: bool, as_json: bool, **o
     if not memory and (given := [name for name in names if is_given(name)]):
         raise click.UsageError(f"--{given[0].replace('_', '-')} changes no precision: add --memory, or leave it out")
     training = {name: options.pop(name) for name in names}
+    shared = TrainConfig(expert_parallel_size=options.pop("expert_parallel_size"))
     lora, own = training.pop("lora"), training.pop("optimizer_options")
     if preset is not None:
         options["device"] = options["device"] or "meta"
@@ -52,7 +56,7 @@ def plan(preset: str | None, model: str | None, memory: bool, as_json: bool, **o
         return
     from te_models.training.report import speed_rows  # noqa: PLC0415  imports torch
 
-    precision, speed = built.plan(), speed_rows(built, TrainConfig())
+    precision, speed = built.plan(), speed_rows(built, shared)
     if as_json:
         step = dict(layer="step", gemm=None, precision=None, engine=built.engine)
         rows = [{**step, "module": name, "reason": text} for name, text in speed.items()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,10 +59,9 @@ def run_training(command: str, file: str | None, resume: str | None, options: Ma
         raise UsageError(f"{file} is a folder: {file}/run.toml runs it once more, and --resume {file} continues it")
     called = click.get_current_context().obj or ""  # as main() was called
     if resume is None:
-        settings = run_settings(command, given, Path(file) if file is not None else None)
+        settings = run_settings(command, given, Path(file) if file is not None else None, called)
     else:
-        settings = resumed_settings(command, given, Path(resume) if resume else None)
+        settings = resumed_settings(command, given, Path(resume) if resume else None, called)
     from te_models.training.finetune import finetune  # noqa: PLC0415  imports torch
 
-    settings = dataclasses.replace(settings, called=called)
     return INTERRUPTED if finetune(settings, resume=resume is not None).signal == signal.SIGINT else 0

@@ -99,7 +99,6 @@ class AttentionSpec(MixerSpec):
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
-        """qkvg_proj and o_proj."""
         out = (Section("o", self.hidden_size, self.hidden_size),)
         return (
             LinearSpec("qkvg_proj", self.hidden_size, self.heads.sections, "column", self.bias),
@@ -131,22 +130,18 @@ class AttentionSpec(MixerSpec):
 
     @property
     def features(self) -> Mapping[str, int]:
-        """The residual stream, all query heads, and the rows of qkvg_proj."""
         heads = {"num_attention_heads * head_dim": self.heads.q_size, "q, k, v and gate": self.linears[0].outputs}
         return {"hidden_size": self.hidden_size, **heads}
 
     @property
     def divided(self) -> Mapping[str, int]:
-        """The heads, which each rank has a share of."""
         return {"num_attention_heads": self.heads.query, "num_key_value_heads": self.heads.key}
 
     def local(self, ranks: int) -> AttentionSpec:
-        """Return the attention of one rank's heads."""
         heads = self.heads._replace(query=self.heads.query // ranks, key=self.heads.key // ranks)
         return dataclasses.replace(self, heads=heads)
 
     def parallel_obstacle(self, sequence: bool) -> str:
-        """Return why the heads cannot be divided."""
         if self.qk_norm == "all_heads":
             return "qk_norm_scope='all_heads' needs the heads of all ranks: build the model without tp_mesh"
         if sequence and self.output_bias:
@@ -161,7 +156,6 @@ class AttentionSpec(MixerSpec):
         return super().flops(tokens, length) + 2.0 * tokens * length * self.heads.q_size
 
     def state_bytes(self, batch: int, slots: int, element: int) -> int:
-        """Return the bytes of keys and values."""
         return 2 * batch * slots * self.heads.kv_size * element
 
     # The memory of a training step. T tokens, N rows.

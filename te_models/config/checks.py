@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 # First word of a field's type -> the types of its values; fields of other types are checked elsewhere.
 TYPES = {"int": int, "float": (int, float), "bool": bool, "str": str, "tuple": tuple, "Scaling": Mapping}
+SAID = {"str": "text", "tuple": "list", "Scaling": "dict"}  # in messages, where they have another name
 
 
 def refuse(mistakes: Iterable[str | Exception], error: type[TeModelsError] = ConfigError) -> None:
@@ -34,7 +35,8 @@ def wrong_values(owner: DataclassInstance, kind: type[DataclassInstance], prefix
         numeric, zero = name in ("int", "float"), field.default == 0 or field.name.endswith(("_token_id", "_coef"))
         least = ("0 or a positive " if zero else "a positive ") if numeric else ""
         if not all(isinstance(v, TYPES[name]) and isinstance(v, bool) == (name == "bool") for v in several):
-            yield f"{prefix}{field.name}={value!r} is not a valid {name}: give {least}{name}"
+            said = SAID.get(name, name)
+            yield f"{prefix}{field.name}={value!r} is not a valid {said}: give {least or 'a '}{said}"
         elif numeric and not all(is_positive(v) or (zero and v == 0) for v in several):
             yield f"{prefix}{field.name}={value!r} is out of range: give {least}{name}"
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from te_models.config.settings import check_settings, setting
-from te_models.errors import ConfigError, NamedFields, field_values, unknown
+from te_models.config.settings import Settings, setting
+from te_models.errors import ConfigError, field_values, unknown
 
 PACKINGS = ("stream", "documents", "none")
 TRUNCATIONS = ("drop", "prompt")
@@ -20,7 +20,7 @@ DATA = "Data"  # heading of the help
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(NamedFields):
+class DataConfig(Settings):
     """Where the records of a run come from, and how they become sequences.
 
     `data` and `eval_data` are one path or several.
@@ -92,7 +92,7 @@ class DataConfig(NamedFields):
             given = field_values(self)[name] or ()
             paths = [given] if isinstance(given, (str, os.PathLike)) else given
             object.__setattr__(self, name, tuple(os.fspath(path) for path in paths))
-        check_settings(self)
+        super().__post_init__()
         if self.eval_split is not None and self.eval_data:
             raise ConfigError("eval_split is a share of --data, and eval_data replaces it: give one of the two")
         parse_columns(self.columns)

@@ -88,7 +88,6 @@ class DeltaNetSpec(MixerSpec):
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
-        """qkvz_proj, ba_proj and out_proj."""
         keys, values, heads = self.sizes.key_size, self.sizes.value_size, self.sizes.num_value_heads
         mixed = Section("q", keys, keys), Section("k", keys, keys), Section("v", values, values)
         # Logits of gates, one per head, which are kept in high precision: their error grows with the length.
@@ -109,17 +108,14 @@ class DeltaNetSpec(MixerSpec):
 
     @property
     def features(self) -> Mapping[str, int]:
-        """The residual stream, all value heads, and the rows of qkvz_proj."""
         heads = {"num_value_heads * value_head_dim": self.sizes.value_size, "q, k, v and z": self.linears[0].outputs}
         return {"hidden_size": self.hidden_size, **heads}
 
     @property
     def divided(self) -> Mapping[str, int]:
-        """The key heads, with the value heads that each serves."""
         return {"linear_attention.num_key_heads": self.sizes.num_key_heads}
 
     def local(self, ranks: int) -> DeltaNetSpec:
-        """Return the linear attention of one rank's heads."""
         keys, values = self.sizes.num_key_heads // ranks, self.sizes.num_value_heads // ranks
         return dataclasses.replace(
             self, sizes=dataclasses.replace(self.sizes, num_key_heads=keys, num_value_heads=values)

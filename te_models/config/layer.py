@@ -199,13 +199,13 @@ class PartSpec(ABC):
     # Tensor parallelism.
 
     @property
-    @abstractmethod
     def divided(self) -> Mapping[str, int]:
         """Field of ModelConfig -> the count that tensor parallelism divides between the ranks."""
+        return MappingProxyType({})
 
-    @abstractmethod
     def local(self, ranks: int) -> Self:
-        """Return one rank's share."""
+        """Return one rank's share: all of it where nothing is divided."""
+        return self
 
     @property
     def divided_vectors(self) -> Mapping[str, tuple[Section, ...]]:

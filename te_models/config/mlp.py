@@ -35,7 +35,6 @@ class MLPSpec(FeedforwardSpec):
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
-        """gate_up_proj and down_proj."""
         size = self.intermediate_size
         into = tuple(Section(name, size, size) for name in (("gate", "up") if self.gate else ("up",)))
         out = (Section("down", self.hidden_size, self.hidden_size),)
@@ -46,26 +45,21 @@ class MLPSpec(FeedforwardSpec):
 
     @property
     def obstacles(self) -> tuple[str, ...]:
-        """The fields whose values the fused SwiGLU kernels do not compute."""
         found = {"hidden_act": self.activation != "silu", "mlp_gate": not self.gate, "mlp_bias": self.bias}
         return tuple(name for name, given in found.items() if given)
 
     @property
     def features(self) -> Mapping[str, int]:
-        """The residual stream and the channels."""
         return {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
 
     @property
     def divided(self) -> Mapping[str, int]:
-        """The channels, which each rank has a share of."""
         return {"intermediate_size": self.intermediate_size}
 
     def local(self, ranks: int) -> MLPSpec:
-        """Return the MLP of one rank's channels."""
         return dataclasses.replace(self, intermediate_size=self.intermediate_size // ranks)
 
     def parallel_obstacle(self, sequence: bool) -> str:
-        """Return why the channels cannot be divided."""
         if sequence and self.bias:
             return "sequence_parallel=True supports no mlp_bias: use sequence_parallel=False"
         return ""

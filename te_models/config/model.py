@@ -17,7 +17,7 @@ from te_models.config.layer import LayerSpec, LinearSpec, PartSpec, Section, dis
 from te_models.config.layers import MIXERS, MLPS, describe_layers
 from te_models.config.moe import MoEConfig
 from te_models.config.rope import Rope, Scaling, checked_scaling, checked_sliding_rope, frozen, rotary_mistakes
-from te_models.errors import NamedFields, documented, field_values, unknown
+from te_models.errors import ConfigError, NamedFields, documented, field_values, unknown
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -132,7 +132,8 @@ class ModelConfig(NamedFields):
             object.__setattr__(self, "rope_scaling", checked_scaling(self.rope_scaling, pairs))
         if self.sliding_rope is not None:
             object.__setattr__(self, "sliding_rope", checked_sliding_rope(self.sliding_rope, self.head_dim))
-        refuse(_mistakes_in_size(self))
+        if self.num_parameters > MAX_PARAMETERS:
+            raise ConfigError("these sizes make more than 2**60 parameters: choose smaller ones")
 
     def _take_groups(self) -> None:
         """Make tuples of lists, and groups of the dicts that stand for them."""
@@ -315,8 +316,3 @@ def _mistakes(config: ModelConfig) -> Iterator[str | Exception]:
         yield f"qk_norm_scope={config.qk_norm_scope!r} norms nothing without qk_norm=True"
     if gate != "sigmoid" and config.attention_gate == "none":
         yield f"attention_gate_activation={gate!r} without a gate: give attention_gate"
-
-
-def _mistakes_in_size(config: ModelConfig) -> Iterator[str]:
-    if config.num_parameters > MAX_PARAMETERS:
-        yield "these sizes make more than 2**60 parameters: choose smaller ones"

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from te_models.config.checks import refuse, wrong_values
-from te_models.config.layer import FeedforwardSpec, LinearSpec, Section, Step, Tape
-from te_models.errors import NamedFields, documented, unknown
+from te_models.config.layer import FeedforwardSpec, LayerSpec, LinearSpec, Section, Step, Tape, distinct
+from te_models.errors import ConfigError, NamedFields, documented, unknown
 
 if TYPE_CHECKING:
     from te_models.config.model import ModelConfig
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 MISSING = dataclasses.MISSING
 SCORES = ("softmax", "sigmoid")
 FP32, INT64 = 4, 8
+MANY_RANKS = 8  # whose experts are not all listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,7 @@ class MoESpec(FeedforwardSpec):
 
     experts: MoEConfig
     activation: str = "silu"
+    ranks: int = 1  # that share the experts; the router and the shared expert are on each of them
 
     name: ClassVar[str] = "mlp"
     title: ClassVar[str] = "experts"
@@ -89,7 +91,7 @@ class MoESpec(FeedforwardSpec):
         """The router, the experts' projections, and those of the shared expert."""
         e, d = self.experts, self.hidden_size
         found = [LinearSpec("router", d, (Section("experts", e.num_experts, e.num_experts, "gate"),), fp8=False)]
-        found += _projections("", d, e.moe_intermediate_size, e.num_experts)
+        found += _projections("", d, e.moe_intermediate_size, e.num_experts // self.ranks)
         if e.shared_expert_intermediate_size:
             found += _projections("shared_", d, e.shared_expert_intermediate_size, 0)
         if e.shared_expert_gate:
@@ -98,7 +100,6 @@ class MoESpec(FeedforwardSpec):
 
     @property
     def last(self) -> LinearSpec:
-        """The experts' projection down."""
         return self.linear("down_proj")
 
     @property
@@ -113,32 +114,19 @@ class MoESpec(FeedforwardSpec):
 
     @property
     def dynamic(self) -> str:
-        """Return why no CUDA graph can contain it."""
         return "how many rows each expert gets depends on the tokens, and the host has to know it"
 
     @property
     def features(self) -> Mapping[str, int]:
-        """The residual stream and the channels."""
         shared = self.experts.shared_expert_intermediate_size
         found = {"hidden_size": self.hidden_size, "moe_intermediate_size": self.experts.moe_intermediate_size}
         return found | ({"shared_expert_intermediate_size": shared} if shared else {})
 
-    @property
-    def divided(self) -> Mapping[str, int]:
-        """Nothing: experts are not divided."""
-        return {}
-
-    def local(self, ranks: int) -> MoESpec:
-        """Return all of it."""
-        return self
-
     def parallel_obstacle(self, sequence: bool) -> str:
-        """Return that it cannot be divided."""
         return "tensor parallelism does not divide experts: use FSDP2 (--parallel fsdp), which shards them"
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters that one token goes through."""
         idle = self.experts.num_experts - self.experts.num_experts_per_tok
         return self.num_parameters - sum(lin.num_parameters // lin.gemms * idle for lin in self.linears if lin.experts)
 
@@ -191,6 +179,39 @@ class MoESpec(FeedforwardSpec):
         return Step(
             "swiglu", 2 * hidden, consumes=hidden, produces=2 * hidden, scratch=0 if tape.compiled else 2 * hidden
         )
+
+
+def with_local_experts(layers: tuple[LayerSpec, ...], ranks: int) -> tuple[LayerSpec, ...]:
+    """Return the layers as each of `ranks` ranks has them that share the experts.
+
+    Raises:
+        ConfigError: there are none, or they cannot be divided evenly.
+    """
+    local = {
+        spec: dataclasses.replace(spec, ranks=ranks)
+        for spec in distinct(layer.mlp for layer in layers if isinstance(layer.mlp, MoESpec))
+    }
+    if not local:
+        raise ConfigError("expert parallelism divides the experts of a model, and this one has none: use fsdp")
+    for spec in local:
+        if (count := spec.experts.num_experts) % ranks:
+            raise ConfigError(
+                f"num_experts={count} cannot be divided between {ranks} ranks: give an expert-parallel size that "
+                f"divides {count}"
+            )
+    return tuple(
+        dataclasses.replace(layer, mlp=local[layer.mlp]) if isinstance(layer.mlp, MoESpec) else layer
+        for layer in layers
+    )
+
+
+def places_of_experts(layers: tuple[LayerSpec, ...], ranks: int) -> str:
+    """Return which of `ranks` ranks have which experts, in a few words; errors are those of `with_local_experts`."""
+    local = with_local_experts(layers, ranks)
+    each = next(layer.mlp.experts.num_experts for layer in local if isinstance(layer.mlp, MoESpec)) // ranks
+    held = [f"{rank * each} to {(rank + 1) * each - 1} on rank {rank}" for rank in range(ranks)]
+    shown = held if ranks <= MANY_RANKS else [*held[:2], "...", held[-1]]
+    return f"{', '.join(shown)} of every {ranks}"
 
 
 def _projections(prefix: str, hidden: int, size: int, experts: int) -> list[LinearSpec]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
-from te_models.errors import ConfigError, field_values, mistyped, unknown
+from te_models.errors import ConfigError, NamedFields, field_values, mistyped, unknown
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -136,13 +136,6 @@ def kinds_of(hint: Any) -> tuple[type, ...]:
     return tuple(get_origin(member) or member for member in members if member is not types.NoneType)
 
 
-def check_settings(owner: DataclassInstance) -> None:
-    """Raise a ConfigError for the first setting of `owner` that has a wrong type or is out of range."""
-    values = field_values(owner)
-    for one in settings_of(type(owner)):
-        one.check(values[one.field])
-
-
 def as_fields(owner: type[DataclassInstance], flat: Mapping[str, Value]) -> dict[str, Any]:
     """Return the settings of `owner` in `flat`, name -> value, as keywords of its constructor."""
     return {one.field: flat[one.name] for one in settings_of(owner) if one.name in flat}
@@ -157,3 +150,17 @@ def by_name(owner: DataclassInstance) -> dict[str, Value]:
             value = (value or None) if one.several else ",".join(value)
         found[one.name] = value
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(NamedFields):
+    """Base of dataclasses of settings: it checks each when an instance is made.
+
+    Raises:
+        ConfigError: a setting has a wrong type or is out of range.
+    """
+
+    def __post_init__(self) -> None:
+        values = vars(self)
+        for one in settings_of(type(self)):
+            one.check(values[one.field])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,25 +32,33 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_BYTES} bytes, too large for a file of settings")
-        text = data.decode()
-        if _DEEP_KEY.search(text):
-            raise ConfigError(f"{path} has a key of 50 parts or more: settings have one or two")
-        values = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except ConfigError:
-        raise
-    except (ValueError, RecursionError) as error:  # a plain ValueError of a number with thousands of digits
-        raise ConfigError(f"{path} is not TOML: {' '.join(str(error).split())}") from None
-    rest: list[Any] = [values]
+    values: dict[str, Any] = {}
+    mistake = ""
+    if len(data) > MAX_BYTES:
+        mistake = f"is larger than {MAX_BYTES} bytes, too large for a file of settings"
+    elif _DEEP_KEY.search(data.decode(errors="replace")):
+        mistake = "has a key of 50 parts or more: settings have one or two"
+    else:
+        try:
+            values = tomllib.loads(data.decode())
+        except (ValueError, RecursionError) as error:  # a plain ValueError of a number with thousands of digits
+            mistake = f"is not TOML: {' '.join(str(error).split())}"
+    if not mistake and any(isinstance(value, int) and abs(value) >= 2**63 for value in _leaves(values)):
+        mistake = "has an integer of more than 64 bits: give a smaller one"
+    if mistake:
+        raise ConfigError(f"{path} {mistake}")
+    return values
+
+
+def _leaves(value: Any) -> Iterator[object]:
+    """Yield what is in tables and lists, however deep."""
+    rest = [value]
     while rest:
         value = rest.pop()
-        if isinstance(value, int) and abs(value) >= 2**63:
-            raise ConfigError(f"{path} has an integer of more than 64 bits: give a smaller one")
         rest += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return values
+        yield value
 
 
 def render_toml(sections: Mapping[str, Mapping[str, Any]], comment: str) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from te_models.config.recipe import list_recipes
-from te_models.config.settings import MOST, check_settings, setting
+from te_models.config.settings import MOST, Settings, setting
 from te_models.config.shares import share_of
-from te_models.errors import ConfigError, NamedFields, unknown
+from te_models.errors import ConfigError, unknown
 
-PARALLEL = ("auto", "none", "ddp", "fsdp", "tp", "fsdp+tp")
+PARALLEL = ("auto", "none", "ddp", "fsdp", "tp", "fsdp+tp", "fsdp+ep")
 SCHEDULES = ("cosine", "linear", "constant", "warmup-stable-decay")
 REDUCE_DTYPES = ("float32", "bfloat16")
 # Headings of the help.
@@ -20,7 +20,7 @@ EVALUATION, PROCESSES = "Evaluation and checkpoints", "Several processes"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(NamedFields):
+class TrainConfig(Settings):
     """The options of a training run. Sizes are in sequences and tokens, intervals in optimizer steps (0: never).
 
     `batch_size` counts the sequences of all processes together, so that a run is the same on any number of them.
@@ -100,12 +100,18 @@ class TrainConfig(NamedFields):
     seed: int = setting(0, "Seed of weights, data order and sampling.", fixed=True)
     parallel: str = setting(
         "none",
-        "How the processes that torchrun starts share the work: auto, none, ddp, fsdp, tp or fsdp+tp.",
+        "How the processes that torchrun starts share the work: auto, none, ddp, fsdp, tp, fsdp+tp or fsdp+ep.",
         group=PROCESSES,
         choices=PARALLEL,
         shown="auto",
     )
     tensor_parallel_size: int = setting(0, "With fsdp+tp: number of processes that share each layer.", group=PROCESSES)
+    expert_parallel_size: int = setting(
+        0, "With fsdp+ep: number of processes that share the experts; 0: all.", group=PROCESSES
+    )
+    fp8_dispatch: bool = setting(
+        False, "With fsdp+ep: send tokens to experts in FP8, with a scale per row.", group=PROCESSES
+    )
     sequence_parallel: bool = setting(
         False, "With tp: also split the tokens between tensor-parallel layers.", group=PROCESSES
     )
@@ -126,7 +132,7 @@ class TrainConfig(NamedFields):
     )
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        super().__post_init__()
         self.recipe_changes  # noqa: B018  raises if it cannot be read
         if self.patience and not self.eval_every:
             raise ConfigError(f"patience={self.patience} counts evaluations, and eval_every=0 makes none: give both")

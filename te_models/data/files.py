@@ -13,7 +13,7 @@ import stat
 from collections.abc import Collection, Iterator
 from fnmatch import fnmatch
 from pathlib import PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -118,12 +118,11 @@ def readable_errors(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_bytes(path: str) -> Iterator[IO[bytes]]:
-    """Open a file's bytes, decompressed."""
+    """Open a file's bytes, decompressed, with `readable_errors` in the block."""
     compression = None if file_format(path) == "Parquet" else compression_of(path)
-    opened: Any = fsspec.open(path, "rb")
-    with opened as file:
+    with readable_errors(path), fsspec.open(path, "rb") as file:
         if compression is None:
-            yield file
+            yield cast(IO[bytes], file)
             return
         with needs(f"{path}: {compression}", "pyarrow", "15", "train"):
             import pyarrow  # noqa: PLC0415

@@ -151,7 +151,7 @@ def _text_kind(path: str, kind: str) -> int:
 
     A file with a NUL in its first 8000 bytes is binary, as git defines it.
     """
-    with readable_errors(path), open_bytes(path) as file:
+    with open_bytes(path) as file:
         head = file.read(_SNIFFED)
         start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
         if kind in ("JSONL", "JSON"):
@@ -181,17 +181,25 @@ def _read_text(file: IO[bytes], part: FileRange) -> str:
 
 def _json_row(line: str, place: str, holds: str) -> dict[str, object]:
     """Return the object in one line of JSONL; in an error, `holds` says what the file should contain."""
-    try:
-        row = json.loads(line)
-    except RecursionError:
-        raise DataError(f"{place}: JSON that is nested too deeply: a record is an object of strings") from None
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place}: not JSON ({error.msg}, column {error.colno}): {holds}") from None
-    except ValueError as error:  # a number of thousands of digits
-        raise DataError(f"{place}: not JSON that can be read ({first_line(error)})") from None
+    row = _json(line, place, holds)
     if not isinstance(row, dict):
         raise DataError(f"{place}: a JSON {type(row).__name__}, not an object: {holds}")
     return row
+
+
+def _json(text: str, place: str, holds: str, whole: bool = False) -> Any:
+    """Return the value of a JSON text, the `whole` of a file or a line of it; a DataError if it is none."""
+    try:
+        with collecting_later() if whole else contextlib.nullcontext():
+            return json.loads(text)
+    except RecursionError:
+        why = "JSON that is nested too deeply: a record is an object of strings"
+    except json.JSONDecodeError as error:
+        why = f"not JSON ({error.msg}, column {error.colno}): {holds}"
+        place = f"{place}:{error.lineno}" if whole else place
+    except ValueError as error:  # a number of thousands of digits
+        why = f"not JSON that can be read ({first_line(error)})"
+    raise DataError(f"{place}: {why}")
 
 
 def _read_whole(file: IO[bytes], path: str) -> str:
@@ -202,18 +210,7 @@ def _read_whole(file: IO[bytes], path: str) -> str:
 
 
 def _array_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, object], str]]:
-    text = _read_whole(file, path)
-    try:
-        with collecting_later():
-            rows = json.loads(text)
-    except RecursionError:
-        raise DataError(f"{path}: JSON that is nested too deeply: a record is an object of strings") from None
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{path}:{error.lineno}: not JSON ({error.msg}, column {error.colno}): give an array of objects, or JSONL"
-        ) from None
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON that can be read ({first_line(error)})") from None
+    rows = _json(_read_whole(file, path), path, "give an array of objects, or JSONL", whole=True)
     for number, row in enumerate(rows, start=1):
         place = f"{path}, record {number}"
         if not isinstance(row, dict):

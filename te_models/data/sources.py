@@ -132,7 +132,7 @@ def _first_range(system: object, file: str) -> FileRange | None:
 
 def _has_text(part: FileRange) -> bool:
     """Return whether the beginning of a file is more than white space."""
-    with readable_errors(part.path), open_bytes(part.path) as file:
+    with open_bytes(part.path) as file:
         return bool(file.read(8000).strip())
 
 

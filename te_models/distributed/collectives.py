@@ -27,6 +27,19 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return x
 
 
+def all_to_all(
+    x: Tensor, group: dist.ProcessGroup | None, sent: list[int] | None = None, received: list[int] | None = None
+) -> Tensor:
+    """Return the rows that the ranks send to this one, in the order of ranks.
+
+    The rows of `x` go to the ranks in their order: `sent` of them to each, and `received` come from each; None: equally
+    many to and from all.
+    """
+    out = x.new_empty(x.shape[0] if received is None else sum(received), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    return out
+
+
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return this rank's share of the rows of the sum of the tensors of all ranks.
 

@@ -6,12 +6,16 @@ Below, `like` is a DTensor that says how to split, or an ordinary tensor, which 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+
+P = TypeVar("P", bound=Tensor)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -24,13 +28,21 @@ def from_shard(own: Tensor, like: Tensor) -> Tensor:
     """Return the DTensor that is split as `like` is and whose shard on this rank is `own`."""
     if not isinstance(like, DTensor):
         return own
-    place: dict[str, object] = dict(shape=like.shape, stride=like.stride(), run_check=False)
+    place: dict[str, Any] = dict(shape=like.shape, stride=like.stride(), run_check=False)
     return DTensor.from_local(own, like.device_mesh, like.placements, **place)
 
 
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole tensor on every rank; for a DTensor this is a collective of the ranks that share it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def by_mesh(tensors: Iterable[P]) -> list[list[P]]:
+    """Return the tensors in one list per set of ranks that they are split over: no operation takes DTensors of two."""
+    found: dict[DeviceMesh | None, list[P]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(found.values())
 
 
 def shares(like: Tensor) -> list[int]:

@@ -140,8 +140,9 @@ def restore_weight(parameter: Tensor, saved: Mapping[str, Tensor]) -> None:
     if fp8 is None:
         parameter.copy_(saved[""])
         return
-    for part, tensor in _parts(fp8).items():
-        tensor.copy_(saved[part])
+    live = _parts(fp8)
+    for part in saved.keys() - {"scale"}:
+        live[part].copy_(saved[part])
     if _delayed(quantizer := fp8._quantizer):
         quantizer.scale.copy_(saved["scale"])
         quantizer.amax.zero_()

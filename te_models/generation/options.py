@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -58,32 +58,33 @@ class Settings:
     cuda_graph: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
+        if self.cuda_graph not in ("auto", True, False):
+            raise unknown("cuda_graph", self.cuda_graph, ("auto", "True", "False"))
+        if problem := next(self._problems(), ""):
+            raise UsageError(problem)
+
+    def _problems(self) -> Iterator[str]:
+        """Yield what is wrong, each with what to do."""
         values = field_values(self)
         for name in ("temperature", "top_k", "top_p", "min_p"):
             value = values[name]
             if value is not None and (wanted := mistyped(value, int if name == "top_k" else float)):
-                raise UsageError(f"{name}={value!r} is of a wrong type: give {wanted}")
-            if value not in (None, 1) and not self.do_sample and value > 0:
-                raise UsageError(
-                    f"{name}={value} does not change which token is likeliest: give do_sample=True too (no --greedy), "
-                    "or leave it out"
-                )
+                yield f"{name}={value!r} is of a wrong type: give {wanted}"
+            elif value not in (None, 1) and not self.do_sample and value > 0:
+                advice = "give do_sample=True too (no --greedy), or leave it out"
+                yield f"{name}={value} does not change which token is likeliest: {advice}"
         if self.temperature <= 0:
-            raise UsageError(
-                f"temperature={self.temperature} is not positive: for the likeliest token use do_sample=False "
-                "(--greedy)"
-            )
+            advice = "for the likeliest token use do_sample=False (--greedy)"
+            yield f"temperature={self.temperature} is not positive: {advice}"
         if self.top_k is not None and self.top_k < 1:
-            raise UsageError(f"top_k={self.top_k} leaves no token: give 1 or more")
+            yield f"top_k={self.top_k} leaves no token: give 1 or more"
         for name, value in (("top_p", self.top_p), ("min_p", self.min_p)):
             if value is not None and not 0 < value <= 1:
-                raise UsageError(f"{name}={value} is not a probability above 0: give at most 1")
-        if self.cuda_graph not in ("auto", True, False):
-            raise unknown("cuda_graph", self.cuda_graph, ("auto", "True", "False"))
+                yield f"{name}={value} is not a probability above 0: give at most 1"
         if self.cuda_graph is True and not self.use_cache:
-            raise UsageError("cuda_graph=True needs the cache: leave out use_cache=False")
+            yield "cuda_graph=True needs the cache: leave out use_cache=False"
         if not all(self.endings):
-            raise UsageError("a stop string is empty: it would end every row at once")
+            yield "a stop string is empty: it would end every row at once"
 
     @property
     def endings(self) -> tuple[str, ...]:

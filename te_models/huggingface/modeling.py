@@ -30,7 +30,7 @@ from te_models.huggingface.config import TEModelsConfig
 from te_models.huggingface.saving import add_prefix, leave_out_empty, save_model
 from te_models.interop.hf import hugging_face_documents
 from te_models.interop.hub import local_folder, split_options
-from te_models.model.inputs import check_inputs, check_tokens
+from te_models.model.inputs import check_inputs, checked_tokens
 from te_models.model.rope import context_before_long_angles
 from te_models.model.targets import IGNORED, nan_if, shifted, valid_targets
 
@@ -204,10 +204,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _tokens(self, input_ids: Tensor | None, inputs_embeds: Tensor | None, *labels: Tensor | None) -> Tensor:
         """Return the argument that is given, checked beside labels [B, S]."""
-        tokens = input_ids if inputs_embeds is None else inputs_embeds
-        if tokens is None:
-            raise UsageError("give input_ids or inputs_embeds")
-        check_tokens(self.model.config, tokens, self.model.device, embedded=inputs_embeds is not None)
+        ids = input_ids if inputs_embeds is None else None
+        tokens = checked_tokens(self.model.config, ids, inputs_embeds, self.model.device)
         for given in labels:
             check_inputs(self.model.config, tokens, given, None, None, None)
         return tokens

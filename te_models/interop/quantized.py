@@ -22,7 +22,7 @@ from torch import Tensor
 from te_models.engine.emulated import numerics, nvfp4
 from te_models.engine.emulated.numerics import DType
 from te_models.errors import CheckpointError
-from te_models.files.formats import Document, list_some, read_json
+from te_models.files.formats import Document, Value, read_json
 from te_models.files.tensors import SafetensorsFile
 
 E4M3 = torch.float8_e4m3fn
@@ -92,19 +92,23 @@ def read_scheme(folder: Path, config: Document) -> Scheme | None:
         values = {**values, "quant_method": "modelopt"} if isinstance(values, dict) else values
     if values is None and source.name == "config.json":
         return None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{source}: the description of the quantized weights is not an object")
     readers = {"fp8": _fp8_scheme, "compressed-tensors": _compressed_scheme, "modelopt": _modelopt_scheme}
-    method = values.get("quant_method")
-    if not isinstance(method, str) or method not in readers:
-        raise CheckpointError(
-            f"{source}: quantization_config={_shown(values)} is not supported: te-models reads {', '.join(readers)}"
-        )
+    method = values.get("quant_method") if isinstance(values, dict) else None
+    read = readers.get(method) if isinstance(method, str) else None
+    problem = f"quantization_config={_shown(values)} is not supported: te-models reads {', '.join(readers)}"
     try:
-        return readers[method](values)
+        if read is not None and isinstance(values, dict):
+            return read(values)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = str(error) if isinstance(error, ValueError) else f"it lacks or misuses {error}"
-        raise CheckpointError(f"{source}: quantization_config of {method!r} is not supported: {reason}") from None
+        problem = f"quantization_config of {method!r} is not supported: {reason}"
+    raise CheckpointError(f"{source}: {problem}")
+
+
+def _check(good: bool, problem: str) -> None:
+    """Raise a ValueError, which `read_scheme` explains, unless all is well."""
+    if not good:
+        raise ValueError(problem)
 
 
 def _shown(values: object) -> str:
@@ -115,25 +119,22 @@ def _shown(values: object) -> str:
 def _refuse_unknown(values: Document, known: Iterable[str]) -> None:
     """Raise a ValueError for an unknown key with a value that matters."""
     for name, value in values.items():
-        if name not in known and value not in (None, False, [], {}):
-            raise ValueError(f"{name}={_shown(value)} is not known")
+        _check(name in known or value in (None, False, [], {}), f"{name}={_shown(value)} is not known")
 
 
 def _require(values: Document, name: str, *allowed: object) -> Any:
     """Return values[name]; raise a ValueError unless it is one of `allowed`."""
     value = values.get(name)
-    if not any(type(value) is type(choice) and value == choice for choice in allowed):
-        raise ValueError(f"{name}={_shown(value)}, and te-models reads {' or '.join(map(repr, allowed))}")
+    found = any(type(value) is type(choice) and value == choice for choice in allowed)
+    _check(found, f"{name}={_shown(value)}, and te-models reads {' or '.join(map(repr, allowed))}")
     return value
 
 
-def _block_size(value: object) -> tuple[int, int]:
+def _block_size(value: Value) -> tuple[int, int]:
     """Return the rows and columns of a block."""
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise ValueError(f"the block size {_shown(value)} is not a pair of numbers")
-    for size in value:
-        if type(size) is not int or not 1 <= size <= 2**16:
-            raise ValueError(f"the block size {_shown(value)} is not a pair of positive numbers")
+    pair = isinstance(value, (list, tuple)) and len(value) == 2
+    good = pair and all(type(size) is int and 1 <= size <= 2**16 for size in value)
+    _check(good, f"the block size {_shown(value)} is not a pair of positive numbers")
     return value[0], value[1]
 
 
@@ -153,11 +154,9 @@ def _compressed_scheme(values: Document) -> Scheme:
              "kv_cache_scheme", "version")  # fmt: skip
     _refuse_unknown(values, known)
     groups = values["config_groups"]
-    if not isinstance(groups, dict) or not groups:
-        raise ValueError("config_groups names no weights")
+    _check(isinstance(groups, dict) and bool(groups), "config_groups names no weights")
     schemes = {_compressed_group(group, values.get("format")) for group in groups.values()}
-    if len(schemes) > 1:
-        raise ValueError("config_groups quantizes weights in several ways")
+    _check(len(schemes) == 1, "config_groups quantizes weights in several ways")
     return schemes.pop()
 
 
@@ -174,8 +173,7 @@ def _compressed_group(group: Document, format: object) -> Scheme:
         _require(weights, "num_bits", bits)
         _require(weights, "group_size", size)
         return scheme if inputs else dataclasses.replace(scheme, activations="none")
-    if format not in ("float-quantized", "naive-quantized"):
-        raise ValueError(f"format={_shown(format)} is not known")
+    _check(format in ("float-quantized", "naive-quantized"), f"format={_shown(format)} is not known")
     _require(weights, "num_bits", 8)
     strategy = _require(weights, "strategy", "tensor", "channel", "block")
     if strategy == "block":
@@ -191,8 +189,7 @@ def _modelopt_scheme(values: Document) -> Scheme:
     _refuse_unknown({k: v for k, v in values.items() if k != "quantized_layers"}, known)
     algorithm = str(values["quant_algo"]).upper()
     schemes = {"FP8": TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL, "FP8_PB_WO": BLOCK}
-    if algorithm not in schemes:
-        raise ValueError(f"quant_algo={values['quant_algo']!r}, and te-models reads {', '.join(schemes)}")
+    _check(algorithm in schemes, f"quant_algo={values['quant_algo']!r}, and te-models reads {', '.join(schemes)}")
     return schemes[algorithm]
 
 
@@ -243,16 +240,21 @@ def open_weights(
         CheckpointError: a quantized weight lacks its scales, or they have a wrong shape or dtype, or are negative or
             not finite.
     """
-    narrow = [name for name, tensor in found.items() if tensor.dtype in NARROW]
     if scheme is None:
-        if narrow:
-            raise CheckpointError(
-                f"{folder}: {list_some(narrow[:1])} is FP8, and config.json has no quantization_config with its scales"
-            )
+        narrow = [name for name, tensor in found.items() if tensor.dtype in NARROW]
+        _must(
+            not narrow, folder, f"{''.join(narrow[:1])} is FP8, and config.json has no quantization_config with scales"
+        )
         return StoredWeights(None, dict(found))
     weights = _Weights(folder, scheme, found)
     names = weights.wanted()
     return weights.checked({name: file.read(name) for file in files for name in names & file.tensors.keys()})
+
+
+def _must(good: bool, folder: Path, problem: str) -> None:
+    """Raise a CheckpointError unless all is well."""
+    if not good:
+        raise CheckpointError(f"{folder}: {problem}")
 
 
 class _Weights:
@@ -269,21 +271,20 @@ class _Weights:
         """Return the name of the tensor with a weight's scales, whose shape and dtype are right."""
         data = self.found[f"{module}.{self.scheme.data}"]
         names = [f"{module}.{name}" for name in self.scheme.scales if f"{module}.{name}" in self.found]
-        if len(names) != 1 or data.dim() != 2 or not data.numel():
-            raise CheckpointError(
-                f"{self.folder}: {module} is quantized {list(data.shape)} and has {len(names)} of {self.scheme.scales}"
-            )
+        one = len(names) == 1 and data.dim() == 2 and bool(data.numel())
+        self._must(one, f"{module} is quantized {list(data.shape)} and has {len(names)} of {self.scheme.scales}")
         scale, shape = self.found[names[0]], self.shape(module)
         grid = self.scheme.grid(shape)
         squeezed = [size for size in scale.shape if size != 1]
-        if squeezed != [size for size in grid if size != 1] or scale.dim() > 4:
-            raise CheckpointError(
-                f"{self.folder}: {names[0]} has shape {list(scale.shape)}, and a weight {list(shape)} has scales "
-                f"{list(grid)}"
-            )
-        if scale.dtype not in self.scheme.scale_dtypes:
-            raise CheckpointError(f"{self.folder}: {names[0]} is {scale.dtype}, which is no scale of this format")
+        fits = squeezed == [size for size in grid if size != 1] and scale.dim() <= 4
+        wanted = f"and a weight {list(shape)} has scales {list(grid)}"
+        self._must(fits, f"{names[0]} has shape {list(scale.shape)}, {wanted}")
+        known = scale.dtype in self.scheme.scale_dtypes
+        self._must(known, f"{names[0]} is {scale.dtype}, which is no scale of this format")
         return names[0]
+
+    def _must(self, good: bool, problem: str) -> None:
+        _must(good, self.folder, problem)
 
     def shape(self, module: str) -> tuple[int, int]:
         """Return the shape of a weight."""
@@ -295,8 +296,8 @@ class _Weights:
         small = (*INPUT_SCALES, GLOBAL_SCALE, INPUT_GLOBAL_SCALE)
         singles = {f"{module}.{name}" for module in self.modules for name in small} & self.found.keys()
         for name in singles:
-            if self.found[name].numel() != 1 or not self.found[name].is_floating_point():
-                raise CheckpointError(f"{self.folder}: {name} is {list(self.found[name].shape)}, not one number")
+            one = self.found[name].numel() == 1 and self.found[name].is_floating_point()
+            self._must(one, f"{name} is {list(self.found[name].shape)}, not one number")
         return singles | set(self.scale_names.values())
 
     def checked(self, read: Mapping[str, Tensor]) -> StoredWeights:
@@ -319,21 +320,20 @@ class _Weights:
         for name, tensor in list(stored.tensors.items()):
             if name.endswith(UNREAD):
                 del stored.tensors[name]
-            elif tensor.dtype in NARROW:
-                raise CheckpointError(f"{self.folder}: {name} is {tensor.dtype}, which this format has no scales for")
+                continue
+            known = tensor.dtype not in NARROW
+            self._must(known, f"{name} is {tensor.dtype}, which this format has no scales for")
         return stored
 
     def _numbers(self, name: str, read: Mapping[str, Tensor], positive: bool = False) -> Tensor:
         """Return scales in FP32."""
-        if name not in read:
-            raise CheckpointError(f"{self.folder} lacks {name}")
+        self._must(name in read, f"it lacks {name}")
         tensor = read[name]
         values = numerics.e8m0_to_float(tensor) if tensor.dtype == torch.uint8 else tensor.float()
         return self._finite(name, values, positive)
 
     def _finite(self, name: str, scales: Tensor, positive: bool = False) -> Tensor:
-        """Return scales that are numbers and not negative; raise a CheckpointError for others."""
+        """Return scales that are numbers and not negative; refuse others."""
         good = scales.isfinite() & ((scales > 0) if positive else (scales >= 0))
-        if not bool(good.all()):
-            raise CheckpointError(f"{self.folder}: {name} has a scale that is negative or not finite")
+        self._must(bool(good.all()), f"{name} has a scale that is negative or not finite")
         return scales

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from te_models.kernels.fp8_triton import encode_fp8
+from te_models.kernels.handover import Place
 
 # Rows and columns of a tile, for four warps, and rows of tiles per band. Programs go down a band before they go right,
 # so those that run at about the same time write neighboring memory in both copies. The fastest of thirty choices on
@@ -154,34 +155,25 @@ def _load(x, i, j, rows, columns, stride):
 
 
 @triton.jit
+def _value(x, i, j, rows, columns, GATED: tl.constexpr):
+    """Return x at rows i and columns j; with GATED silu(gate) * up of x = [gate | up]."""
+    if GATED:
+        gate = _load(x, i, j, rows, columns, 2 * columns)
+        value = gate * sigmoid(gate) * _load(x + columns, i, j, rows, columns, 2 * columns)
+    else:
+        value = _load(x, i, j, rows, columns, columns)
+    return value
+
+
+@triton.jit
 def _cast_kernel(
-    x, data, transposed, scale, amax, scale_inv, rows, columns,
+    x, data, transposed, scale, amax, scale_inv, rows, columns, GATED: tl.constexpr,
     E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     group, j = _place(rows, columns, ROWS, COLUMNS, BAND)
     i = 4 * group
-    a, b = _load(x, i, j, rows, columns, columns), _load(x, i + 1, j, rows, columns, columns)
-    c, d = _load(x, i + 2, j, rows, columns, columns), _load(x, i + 3, j, rows, columns, columns)
-    s = tl.load(scale)
-    raise_amax(amax, store_fp8(a, b, c, d, s, group, j, rows, columns, data, transposed, columns, E5M2))
-    note_inverse(s, scale_inv)
-
-
-@triton.jit
-def _swiglu(gate_up, i, j, rows, columns):
-    gate = _load(gate_up, i, j, rows, columns, 2 * columns)
-    return gate * sigmoid(gate) * _load(gate_up + columns, i, j, rows, columns, 2 * columns)
-
-
-@triton.jit
-def _swiglu_kernel(
-    gate_up, data, transposed, scale, amax, scale_inv, rows, columns,
-    E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr,
-):  # fmt: skip
-    group, j = _place(rows, columns, ROWS, COLUMNS, BAND)
-    i = 4 * group
-    a, b = _swiglu(gate_up, i, j, rows, columns), _swiglu(gate_up, i + 1, j, rows, columns)
-    c, d = _swiglu(gate_up, i + 2, j, rows, columns), _swiglu(gate_up, i + 3, j, rows, columns)
+    a, b = _value(x, i, j, rows, columns, GATED), _value(x, i + 1, j, rows, columns, GATED)
+    c, d = _value(x, i + 2, j, rows, columns, GATED), _value(x, i + 3, j, rows, columns, GATED)
     s = tl.load(scale)
     raise_amax(amax, store_fp8(a, b, c, d, s, group, j, rows, columns, data, transposed, columns, E5M2))
     note_inverse(s, scale_inv)
@@ -266,7 +258,7 @@ def new_fp8(rows: int, columns: int, device: torch.device, rowwise: bool = True)
 
 
 def _by_tiles(
-    kernel: Any, inputs: tuple[Tensor, ...], rows: int, columns: int, place: tuple[Tensor, Tensor, bool], out: FP8Data
+    kernel: Any, inputs: tuple[Tensor, ...], rows: int, columns: int, place: Place, out: FP8Data, **options: bool
 ) -> FP8Data:
     """Launch a kernel that writes `out`, one program per tile of [rows, columns]; `place`: scale, amax, E5M2.
 
@@ -276,21 +268,21 @@ def _by_tiles(
     inputs = tuple(tensor.contiguous() for tensor in inputs)
     kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)](
         *inputs, out.data, out.transposed, scale, amax, out.scale_inv, rows, columns,
-        E5M2=e5m2, ROWS=ROWS, COLUMNS=COLUMNS, BAND=BAND, num_warps=4,
+        **options, E5M2=e5m2, ROWS=ROWS, COLUMNS=COLUMNS, BAND=BAND, num_warps=4,
     )  # fmt: skip
     return out
 
 
 def cast(x: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> FP8Data:
     """Cast x [N, K], of any float dtype: data [N, K], the bits of Transformer Engine's cast."""
-    return _by_tiles(_cast_kernel, (x,), *x.shape, (scale, amax, e5m2), new_fp8(*x.shape, x.device))
+    return _by_tiles(_cast_kernel, (x,), *x.shape, (scale, amax, e5m2), new_fp8(*x.shape, x.device), GATED=False)
 
 
 def swiglu(gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool, rowwise: bool = True) -> FP8Data:
     """Compute silu(gate) * up of gate_up [N, 2F]: data [N, F], only the transpose if not `rowwise`."""
     rows, columns = len(gate_up), gate_up.shape[1] // 2
     out = new_fp8(rows, columns, gate_up.device, rowwise)
-    return _by_tiles(_swiglu_kernel, (gate_up,), rows, columns, (scale, amax, e5m2), out)
+    return _by_tiles(_cast_kernel, (gate_up,), rows, columns, (scale, amax, e5m2), out, GATED=True)
 
 
 def dswiglu(dy: Tensor, gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> FP8Data:

@@ -37,8 +37,9 @@ from te_models.kernels.dispatch import PLAIN, compile_mode, get_kernels
 from te_models.kernels.elementwise import rounded, scaled_logits
 from te_models.kernels.lm_head import linear_cross_entropy, with_scaled_logits
 from te_models.model.block import Block
+from te_models.model.expert_parallel import ExpertParallel, scratch
 from te_models.model.forward_context import ForwardContext, forward_context
-from te_models.model.inputs import check_inputs, check_tokens, known_ids, refuse_one_graph
+from te_models.model.inputs import check_inputs, checked_tokens, known_ids, refuse_one_graph
 from te_models.model.kv_cache import Cache, DecodingCache, slots_for
 from te_models.model.offload import HostMemory, Offload
 from te_models.model.output import Output, Wanted
@@ -74,6 +75,9 @@ class Decoder(nn.Module):
         tp_mesh: the ranks that share this model, a DeviceMesh of one dimension; each rank builds it
             (te_models.model.tensor_parallel).
         sequence_parallel: divide the rows between those ranks too, where no GEMM needs all of them.
+        ep_mesh: the ranks that share the experts of this model, a DeviceMesh of one dimension; each rank builds it and
+            passes it tokens of its own, all at the same time (te_models.model.expert_parallel).
+        ep_fp8: send tokens to the ranks of their experts in FP8, with a scale per row.
         amax_group: the processes that share their amaxes (DelayedScaling); None: all of them.
         recipe_options: any field of the recipe, such as `amax_history_len=16` or `num_layers_at_end_in_bf16=2`.
 
@@ -98,6 +102,8 @@ class Decoder(nn.Module):
         materialize: bool = True,
         tp_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
+        ep_mesh: DeviceMesh | None = None,
+        ep_fp8: bool = False,
         amax_group: ProcessGroup | None = None,
         **recipe_options: Unpack[RecipeOptions],
     ) -> None:
@@ -105,7 +111,8 @@ class Decoder(nn.Module):
         self.config = config
         self.router_losses = config.moe  # the factors of the routers' losses in training; a run may have others
         self.tp = TensorParallel(tp_mesh, sequence_parallel)
-        self.specs = self.tp.local(config)
+        self.ep = ExpertParallel(config, ep_mesh, ep_fp8)
+        self.specs = self.ep.local(self.tp.local(config))
         self.activation_checkpointing = check_mode(activation_checkpointing)
         self.activation_offload, self.host_memory = activation_offload, HostMemory()
         device = choose_device(device)
@@ -121,7 +128,7 @@ class Decoder(nn.Module):
         where = device if materialize else torch.device("meta")
         fp8_weights = self.precision.te_recipes if fp8_params else {}
         norms = (config.rms_norm_eps, config.zero_centered_norm)
-        factory = Factory(self.te, self.tp, *norms, where, dtype, fp8_weights)
+        factory = Factory(self.te, self.tp, self.ep, *norms, where, dtype, fp8_weights)
         movable = not activation_offload or offload_allows_fused(self.activation_checkpointing)
         fast = device.type == "cuda" and movable if fused is None else fused
         self.fused = fast and self.tp.size == 1
@@ -158,7 +165,7 @@ class Decoder(nn.Module):
         std = self.config.initializer_range
         residual = std / math.sqrt(2 * len(self.specs))
         self.tp.check_same_random_state(self.device)
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.ep.every(self.named_parameters(), scratch):
             with self.tp.filling(name, parameter, self.config) as values:
                 if name.startswith("layers."):
                     _, layer, rest = name.split(".", 2)
@@ -277,31 +284,33 @@ class Decoder(nn.Module):
         """
         refuse_one_graph(self.recipe.quantized)
         refuse_foreign_recompute(self.recipe.stateful)
-        tokens = input_ids if inputs_embeds is None else inputs_embeds
-        if tokens is None or (inputs_embeds is not None and input_ids is not None):
-            raise UsageError("give either input_ids or inputs_embeds, the vectors that stand for them")
-        check_tokens(self.config, tokens, self.device, embedded=input_ids is None)
+        tokens = checked_tokens(self.config, input_ids, inputs_embeds, self.device)
         check_inputs(self.config, tokens, labels, cache, attention_mask, document_ids)
         unknown = None
         if labels is not None and input_ids is not None and tokens.device.type != "cpu":
             tokens, unknown = known_ids(tokens, self.config.vocab_size)
         recompute = self._recompute(tokens.device, is_first_microbatch)
         passed = (cache, attention_mask, document_ids, recompute, self.kernels, self.fp8_layers)
-        autocasts = Autocasts(self.te, self.te_recipe, self.amax_group, self._others())
+        others = {self.get_submodule(name): self.precision.te_recipes[name] for name in self.precision.others}
+        autocasts = Autocasts(self.te, self.te_recipe, self.amax_group, others)
         context = forward_context(self.specs, tokens, *passed, self.dtype, autocasts, self.recipe.row_alignment)
         wanted = Wanted(labels, attention_mask, document_ids, return_logits, logits_to_keep)
         with one_thread(self._too_small_to_share(tokens)), forward_pass(self, self.te, self.recipe, self.te_recipe):
             evaluated = not self.training
-            output = self._decode(tokens, context, wanted)
-            if self.router_losses is not None and context.routing.layers and output.loss is not None:
-                report = context.routing.report()
-                loss = output.loss + report.loss(self.router_losses) if self.training else output.loss
-                output = Output(loss, output.logits, report)
+            output = self._with_routing(self._decode(tokens, context, wanted), context)
         if output.loss is not None and unknown is not None:
             output = output._replace(loss=nan_if(output.loss, unknown))
         if self.recipe.stateful and evaluated:
             preserve_scales_in_backward(self, output.tensors)
         return output
+
+    def _with_routing(self, output: Output, context: ForwardContext) -> Output:
+        """Return the output with what routers did, and in training with their losses."""
+        if self.router_losses is None or not context.routing.layers or output.loss is None:
+            return output
+        report = context.routing.report()
+        loss = output.loss + report.loss(self.router_losses) if self.training else output.loss
+        return Output(loss, output.logits, report)
 
     def _too_small_to_share(self, tokens: Tensor) -> bool:
         """Return whether no product of a pass over `tokens` [B, S, ...] is worth a second thread of the CPU."""
@@ -325,11 +334,6 @@ class Decoder(nn.Module):
                 return self._output(x, context, wanted)
         x = self._run(range(fp8.stop, len(self.layers)), x, context)
         return self._output(x, context, wanted)
-
-    def _others(self) -> dict[nn.Module, EngineRecipe | None]:
-        """Return the te.Linears, or what stands in their place, that run in something else than what is around them."""
-        te_recipes = self.precision.te_recipes
-        return {self.get_submodule(name): te_recipes[name] for name in self.precision.others}
 
     def _recompute(self, device: torch.device, first_microbatch: bool | None) -> Recompute:
         """Return the activation checkpointing of the pass that begins."""
@@ -393,14 +397,10 @@ class Decoder(nn.Module):
         h = h[: context.batch * context.seq].unflatten(0, (context.batch, context.seq))[:, -count:]
         return self._padded(h.flatten(0, 1))
 
-    @property
-    def _row_alignment(self) -> int:
-        """The number of each rank's rows is a multiple of this."""
-        return self.recipe.scattered_row_alignment if self.tp.scatters else self.recipe.row_alignment
-
     def _padded(self, x: Tensor) -> Tensor:
-        """Return x [n, D] with rows of zeros up to a multiple of the recipe's alignment."""
-        return pad_rows(x, self.tp.rows(x.shape[0], self._row_alignment))
+        """Return x [n, D] with rows of zeros up to a multiple of the recipe's alignment, on each rank."""
+        alignment = self.recipe.scattered_row_alignment if self.tp.scatters else self.recipe.row_alignment
+        return pad_rows(x, self.tp.rows(x.shape[0], alignment))
 
     def new_cache(self, batch: int, max_length: int) -> DecodingCache:
         """Return an empty cache for `batch` rows of up to `max_length` positions, padding included.
@@ -490,6 +490,7 @@ class Decoder(nn.Module):
         check_support(self.te, self.engine, recipe)
         check_layers(self.config, recipe)
         self.tp.check_recipe(recipe)
+        self.ep.check_recipe(recipe, self.fp8_params)
         check_sizes(self.specs, self.config.vocab_size, recipe, self.tp.each)
         return model_precision(self.te, recipe, self.specs)
 

@@ -28,14 +28,19 @@ def refuse_one_graph(quantized: bool) -> None:
     torch._dynamo.graph_break(msg=ONE_GRAPH)
 
 
-def check_tokens(config: ModelConfig, tokens: object, device: torch.device, embedded: bool = False) -> None:
-    """Raise a UsageError unless `tokens` are ids [B, S], or with `embedded` vectors [B, S, D], of at least one token,
-    on a device of the kind of the model's.
+def checked_tokens(config: ModelConfig, ids: object, embeds: object, device: torch.device) -> Tensor:
+    """Return the one that is given of ids [B, S] and vectors [B, S, D].
 
-    On a CPU ids outside the vocabulary are refused too; on a GPU reading their values would wait for the device.
+    Raises:
+        UsageError: it is of another form, without tokens, or on a device of another kind than the model's. On a CPU ids
+            outside the vocabulary are refused too; on a GPU reading their values would wait for the device.
     """
+    embedded = ids is None
+    tokens = embeds if embedded else ids
     name, wanted = ("inputs_embeds", "vectors [B, S, D]") if embedded else ("input_ids", "an int64 tensor [B, S]")
-    if not isinstance(tokens, Tensor):
+    if (ids is None) == (embeds is None):
+        mistake = "give either input_ids or inputs_embeds, the vectors that stand for them"
+    elif not isinstance(tokens, Tensor):
         mistake = f"{name} is a {type(tokens).__name__}: give {wanted}"
     elif embedded and (tokens.dim() != 3 or tokens.shape[2] != config.hidden_size):
         mistake = f"{name} has shape {list(tokens.shape)}: give {wanted}, D={config.hidden_size}"
@@ -49,11 +54,12 @@ def check_tokens(config: ModelConfig, tokens: object, device: torch.device, embe
     elif not tokens.numel():
         mistake = f"{name} has shape {list(tokens.shape)}: give at least one row of at least one token"
     elif embedded or tokens.device.type != "cpu" or torch.compiler.is_compiling():  # a trace has no values
-        mistake = None
+        mistake = ""
     else:
-        mistake = invalid_token(torch.stack(tokens.aminmax()), config.vocab_size)
-    if mistake:
+        mistake = invalid_token(torch.stack(tokens.aminmax()), config.vocab_size) or ""
+    if mistake or not isinstance(tokens, Tensor):
         raise UsageError(mistake)
+    return tokens
 
 
 def check_inputs(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from te_models.config.moe import MoESpec
 from te_models.kernels import handover
 from te_models.kernels.expert_rows import combine, dispatch
+from te_models.model.expert_parallel import Exchange
 from te_models.model.forward_context import ForwardContext
 from te_models.model.part import Feedforward
 from te_models.model.router import Places, choose, describe, places, weights_of
@@ -27,6 +28,7 @@ class Routed(NamedTuple):
     hidden: Tensor  # [R, F]
     weights: Tensor  # FP32 [T, k]
     places: Places
+    exchange: Exchange | None  # with the ranks of other experts
     count: int  # N
     shared: Tensor | None  # [N, Fs], the input of shared_down_proj
     gate: Tensor | None  # [N, 1], the factor of the shared expert
@@ -47,6 +49,7 @@ class Experts(Feedforward[MoESpec]):
         if spec.experts.expert_bias:  # in FP32, as in transformers: differences between experts are small
             bias = torch.zeros(spec.experts.num_experts, device=factory.device)
             self.expert_bias = nn.Parameter(bias, requires_grad=False)
+        self.ep = factory.ep
         self.jitters = spec.experts.router_jitter_noise > 0
 
     def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
@@ -64,26 +67,34 @@ class Experts(Feedforward[MoESpec]):
         tokens = x[:count]
         logits = self._logits(x, context)[:count]  # FP32 [T, E]
 
-        def route() -> tuple[Tensor, Places]:
+        kernels = context.kernels.expert_rows
+
+        def route() -> tuple[Tensor, Places, Exchange | None]:
             bias = self.expert_bias if moe.expert_bias else None
             chosen = choose(logits, bias, context.real, moe)
-            return chosen, places(chosen, moe.num_experts, context.alignment)
+            if self.ep.size == 1:
+                return chosen, places(chosen, moe.num_experts, context.alignment), None
+            where = places(chosen, moe.num_experts, 1)
+            return chosen, where, self.ep.exchange(where, context.alignment, kernels)
 
-        (chosen, where), first = context.recompute.kept(self.layer, route)
+        (chosen, where, exchange), first = context.recompute.kept(self.layer, route)
         routing = describe(logits, chosen, context.real)  # a recompute has to save what the first pass did
         if first:
             context.routing.layers.append(routing)
-        rows = dispatch(tokens, where.token, where.row, context.kernels.expert_rows)  # [R, D]
-        gate_up = context.grouped(self.get_submodule("gate_up_proj"), rows, where.rows)  # [R, 2F]
+        rows = dispatch(tokens, where.token, where.row, kernels)  # [R, D]
+        rows = rows if exchange is None else exchange.to_experts(rows)
+        sizes = (exchange.places if exchange else where).rows
+        gate_up = context.grouped(self.get_submodule("gate_up_proj"), rows, sizes)  # [R, 2F]
         hidden = self._activated(gate_up, "", context)
-        return Routed(hidden, weights_of(logits, chosen, moe), where, len(x), *self._shared(x, context))
+        return Routed(hidden, weights_of(logits, chosen, moe), where, exchange, len(x), *self._shared(x, context))
 
     def output(self, hidden: Routed, context: ForwardContext) -> Tensor:
         """Return [N, D]."""
-        rows, weights, where, count, shared, gate = hidden
+        rows, weights, where, exchange, count, shared, gate = hidden
         down = self.get_submodule("down_proj")
         with context.recompute.discarding(rows, context.autocasts.in_fp8(down)):
-            out = context.grouped(down, rows, where.rows)  # [R, D]
+            out = context.grouped(down, rows, (exchange.places if exchange else where).rows)  # [R, D]
+        out = out if exchange is None else exchange.from_experts(out)
         out = pad_rows(combine(out, weights, where.token, where.row, context.kernels.expert_rows), count)
         if shared is None:
             return out

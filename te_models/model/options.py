@@ -28,6 +28,8 @@ class BuildOptions(RecipeOptions, total=False):
     fused: bool | None
     tp_mesh: DeviceMesh | None
     sequence_parallel: bool
+    ep_mesh: DeviceMesh | None
+    ep_fp8: bool
     amax_group: ProcessGroup | None
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from te_models.config.layer import LinearSpec
 from te_models.config.recipe import EngineRecipe
+from te_models.model.expert_parallel import ExpertParallel
 from te_models.model.tensor_parallel import TensorParallel
 
 
@@ -23,6 +24,7 @@ class Factory:
     Attributes:
         te: the engine.
         tp: the ranks that share the model.
+        ep: the ranks that share its experts.
         eps, zero_centered: of every norm, as ModelConfig's rms_norm_eps and zero_centered_norm.
         fp8_weights: name in the model -> the engine's recipe object of te.Linears whose weight is stored in FP8; None:
             it is not.
@@ -31,6 +33,7 @@ class Factory:
 
     te: ModuleType
     tp: TensorParallel
+    ep: ExpertParallel
     eps: float
     zero_centered: bool
     device: torch.device

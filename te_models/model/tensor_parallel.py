@@ -16,8 +16,8 @@ of those over the ranks).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,8 @@ from te_models.distributed.collectives import all_gather, all_reduce
 from te_models.distributed.dtensor import filling, whole
 from te_models.errors import UsageError
 from te_models.fp8.primary_weights import is_quantized, write_weight
+
+Map = Callable[[Tensor], Tensor]
 
 
 def divided_linear(name: str, config: ModelConfig) -> LinearSpec | None:
@@ -136,11 +138,23 @@ class TensorParallel:
 
     def scatter(self, x: Tensor) -> Tensor:
         """Return this rank's rows of x [N, D], which all ranks have; its gradient is again whole on all ranks."""
-        return _Scatter.apply(x, self) if self.scatters else x
+        return Mapped.apply(x, lambda x: self._own(x).clone(), self._all) if self.scatters else x
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows of all ranks [N, D], which all of them use in the same way."""
-        return _Gather.apply(x, self) if self.scatters else x
+        # All ranks compute the same gradient.
+        return Mapped.apply(x, self._all, lambda dy: self._own(dy).contiguous()) if self.scatters else x
+
+    def _own(self, x: Tensor) -> Tensor:
+        return x.chunk(self.size)[self.rank]
+
+    def _all(self, x: Tensor) -> Tensor:
+        return all_gather(x, self.group)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """Return the sum over the ranks, in FP32."""
+        # A copy even in FP32: autograd may give a gradient, which the collective would overwrite, to other nodes too.
+        return all_reduce(x.to(torch.float32, copy=True), self.group).to(x.dtype)
 
     def norm(self, norm: nn.Module, x: Tensor, partial: bool) -> Tensor:
         """Return norm(x). Where x is a part of what the weight acts on, the weight's gradient is summed over the ranks.
@@ -149,7 +163,8 @@ class TensorParallel:
         """
         if not partial or self.size == 1:
             return norm(x)
-        return torch.func.functional_call(norm, {"weight": _Summed.apply(norm.weight, self)}, (x,))
+        weight = Mapped.apply(norm.weight, lambda weight: weight.view_as(weight), self._sum)
+        return torch.func.functional_call(norm, {"weight": weight}, (x,))
 
     def wait(self) -> None:
         """Wait until all ranks are here."""
@@ -163,18 +178,7 @@ class TensorParallel:
             parameter.tp_sharded = divided  # type: ignore[attr-defined]  # our attribute
 
     @contextmanager
-    def filling_all(self, model: nn.Module, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
-        """Yield the tensors of `filling` for all parameters of a model, the whole ones in the CPU's memory."""
-        with ExitStack() as stack:
-            yield {
-                name: stack.enter_context(self.filling(name, parameter, config, "cpu"))
-                for name, parameter in model.named_parameters(remove_duplicate=False)
-            }
-
-    @contextmanager
-    def filling(
-        self, name: str, target: Tensor, config: ModelConfig, device: torch.device | str | None = None
-    ) -> Iterator[Tensor]:
+    def filling(self, name: str, target: Tensor, config: ModelConfig) -> Iterator[Tensor]:
         """Yield a tensor to write all values of the whole parameter into; this rank's part of it goes to `target`.
 
         Every rank draws all random numbers, so that a model starts with the same values on any number of ranks. An FP8
@@ -182,11 +186,11 @@ class TensorParallel:
         """
         linear = None if self.size == 1 else divided_linear(name, config)
         if linear is None and not is_quantized(target):
-            with nullcontext(target) if device is not None else filling(target) as values:
+            with filling(target) as values:
                 yield values
             return
         shape = target.shape if linear is None else whole_shape(linear, target.shape, self.size)
-        full = torch.empty(shape, dtype=target.dtype, device=device or target.device)
+        full = torch.empty(shape, dtype=target.dtype, device=target.device)
         yield full
         write_weight(target, shard(name, full, config, self))
 
@@ -275,44 +279,15 @@ def gather_state(state: Mapping[str, Tensor], config: ModelConfig, tp: TensorPar
     return found
 
 
-class _Scatter(torch.autograd.Function):
-    """Forward: own rows; backward: all rows."""
+class Mapped(torch.autograd.Function):
+    """A function of a tensor in forward, another of the gradient in backward."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        return x.chunk(tp.size)[tp.rank].clone()
+    def forward(ctx: Context, x: Tensor, forward: Map, backward: Map) -> Tensor:
+        ctx.gradient = backward
+        return forward(x)
 
     @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = grads
-        return all_gather(grad, ctx.tp.group), None
-
-
-class _Gather(torch.autograd.Function):
-    """Forward: all rows; backward: own rows, since all ranks compute the same gradient."""
-
-    @staticmethod
-    def forward(ctx: Context, x: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        return all_gather(x, tp.group)
-
-    @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,) = grads
-        return grad.chunk(ctx.tp.size)[ctx.tp.rank].contiguous(), None
-
-
-class _Summed(torch.autograd.Function):
-    """Forward: the identity; backward: the sum over the ranks, in FP32."""
-
-    @staticmethod
-    def forward(ctx: Context, weight: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,) = grads
-        # A copy even in FP32: autograd may give `grad`, which the collective would overwrite, to other nodes too.
-        return all_reduce(grad.to(torch.float32, copy=True), ctx.tp.group).to(grad.dtype), None
+        return ctx.gradient(grad), None, None

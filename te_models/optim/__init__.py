@@ -9,6 +9,7 @@ Not here: the training loop and its learning-rate schedule (te_models.training).
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -183,24 +184,25 @@ def _pairs(text: str) -> list[tuple[str, str]]:
 
 def _checked(key: str, value: Any, default: object) -> object:
     """Return `value`, which may be text, in the type of `default` or as one of its choices."""
-    if isinstance(default, tuple):
-        if value not in default:
-            raise unknown(f"value of {key}", value, default)
-        return value
-    if isinstance(default, bool):
-        named = {"true": True, "1": True, "false": False, "0": False}
-        if str(value).lower() not in named:
-            raise unknown(f"value of {key}", value, ("true", "false"))
-        return named[str(value).lower()]
+    if isinstance(default, (tuple, bool)):
+        flags = {"true": True, "1": True, "false": False, "0": False}
+        known = {choice: choice for choice in default} if isinstance(default, tuple) else flags
+        given = value if isinstance(default, tuple) else str(value).lower()
+        if given not in known:
+            raise unknown(f"value of {key}", value, default if isinstance(default, tuple) else ("true", "false"))
+        return known[given]
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise UsageError(f"{key}={value!r} is not a number: give one such as {default}") from None
-    if isinstance(default, int):
-        if not number.is_integer():
-            raise UsageError(f"{key}={value!r} is not a whole number: give one such as {default}")
-        number = int(number)
-    if not 0 <= number < float("inf") or (key in ("beta1", "beta2", "momentum") and number >= 1):
-        below = " and less than 1" if key in ("beta1", "beta2", "momentum") else ""
-        raise UsageError(f"{key}={value} is out of range: give 0 or more{below}")
-    return number
+        number = math.nan
+    share = key in ("beta1", "beta2", "momentum")
+    mistake = ""
+    if math.isnan(number):
+        mistake = f"{value!r} is not a number: give one such as {default}"
+    elif isinstance(default, int) and not number.is_integer():
+        mistake = f"{value!r} is not a whole number: give one such as {default}"
+    elif not 0 <= number < math.inf or (share and number >= 1):
+        mistake = f"{value} is out of range: give 0 or more{' and less than 1' * share}"
+    if mistake:
+        raise UsageError(f"{key}={mistake}")
+    return int(number) if isinstance(default, int) else number

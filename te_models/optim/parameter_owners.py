@@ -85,7 +85,7 @@ class Owners:
     ) -> list[Tensor]:
         """Return this rank's shard of each parameter's tensor, in these dtypes; only owners read `wholes`."""
         shards = [
-            torch.empty(_shard_shape(p, self.rank), dtype=dtype, device=self.device)
+            torch.empty(shares(p)[self.rank], *p.shape[1:], dtype=dtype, device=self.device)
             for p, dtype in zip(parameters, dtypes, strict=True)
         ]
         transfers = []
@@ -180,10 +180,6 @@ def _parts(parameter: Tensor) -> list[slice]:
     """Return each rank's elements of the flat parameter."""
     ends = list(itertools.accumulate(torch.Size((rows, *parameter.shape[1:])).numel() for rows in shares(parameter)))
     return [slice(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
-
-
-def _shard_shape(parameter: Tensor, rank: int) -> torch.Size:
-    return torch.Size((shares(parameter)[rank], *parameter.shape[1:]))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

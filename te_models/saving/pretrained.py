@@ -33,6 +33,7 @@ from te_models.interop.origin import MODEL_TYPE, Opened, Origin, read_own_config
 from te_models.interop.quantized import read_scheme
 from te_models.interop.te_checkpoint import te_files
 from te_models.model.decoder import Decoder
+from te_models.model.expert_parallel import stand_in
 from te_models.model.options import SKETCH
 from te_models.model.tensor_parallel import gather_state
 from te_models.saving.folder import MANIFEST, MAX_SHARD_BYTES, load_folder, read_listed, save_folder
@@ -60,7 +61,10 @@ def model_content(
     `parts` returns this rank's parts of parameters that several ranks share, for te_models.saving.sharded.
     """
     own = weights(model, masters)
-    tensors = {"model": own if parts else gather_state(own, model.config, model.tp)}
+    if parts:
+        tensors = {"model": dict(model.ep.every(own.items(), stand_in))}
+    else:
+        tensors = {"model": model.ep.gather(gather_state(own, model.config, model.tp), model.device)}
     if state := model.copied_fp8_state():
         tensors["fp8_state"] = state
     if quantized := quantized_weights(model):
@@ -99,7 +103,7 @@ def write_pretrained(
         raise unknown("format", format, FORMATS)
     with saving(model):
         tensors, documents = model_content(model, origin)
-        if model.tp.rank == 0:
+        if model.tp.rank == model.ep.rank == 0:
             tokenizer = read_listed(origin.folder, tokenizer_files(origin.folder)) if origin.folder is not None else {}
             if format == "hf":
                 write_hugging_face(model, origin, folder, tensors["model"], tokenizer, max_shard_bytes, name=name)
@@ -107,6 +111,7 @@ def write_pretrained(
                 tensors["model"] |= extra_states(tensors.get("fp8_state", {}))
                 save_folder(folder, tensors, documents | tokenizer, max_shard_bytes=max_shard_bytes)
         model.tp.wait()
+        model.ep.wait()
 
 
 def read_pretrained(build: Callable[..., Model], folder: Path, options: Document) -> tuple[Model, Origin]:

@@ -153,7 +153,8 @@ def restore_model(model: Decoder, source: OwnFolder) -> None:
 def prepare_restore(model: Decoder, source: OwnFolder) -> Callable[[], None]:
     """Return a function that does the work of `restore_model`, once everything is known to fit."""
     live = dict(model.named_parameters(remove_duplicate=False))
-    match(live, shard_state(source.weights, model.config, model.tp.mesh), check_dtype=False)
+    own = model.ep.own(shard_state(source.weights, model.config, model.tp.mesh).items())
+    match(live, dict(own), check_dtype=False)
     quantized = source.fitting_fp8(model)
     check_fp8_state(model, source.fp8_state)
 
@@ -174,7 +175,7 @@ def load_weights(
     """
     live = dict(model.named_parameters(remove_duplicate=False))
     in_fp8 = {name.rsplit(".", 1)[0] for name in quantized or {}}
-    for name, tensor in tensors:
+    for name, tensor in model.ep.own(tensors):
         own = shard(name, tensor, model.config, model.tp)
         if name in in_fp8:
             keep_initial_value(live[name], own)

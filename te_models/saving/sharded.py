@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,13 @@ from te_models.files.formats import Document, Fields, Value
 from te_models.files.tensors import write_safetensors
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model.decoder import Decoder
+from te_models.model.expert_parallel import stand_in
 from te_models.model.tensor_parallel import gather_state, shard
 from te_models.saving.folder import Content, Groups, entry, finish_folder, prepare, refuse_strangers, write_index
 from te_models.saving.run_folder import MAX_FAILED_SAVES, Checkpoints
 
 _OPTIMIZER = re.compile(r"optimizer\.(masters|state)\.(\d+)")
+T = TypeVar("T")
 Plan = dict[str, dict[str, int]]  # group -> tensor name -> number of the file; process `number % world` writes it
 
 
@@ -91,9 +93,9 @@ class ShardedCheckpoints(Checkpoints):
     def _save(self, path: Path, tensors: Groups, documents: Document) -> None:
         content: list[Content] = []
 
-        def plan() -> list[object]:
+        def plan() -> tuple[dict[str, dict[str, int]], object]:
             content.append(prepare({g: {n: local(t) for n, t in m.items()} for g, m in tensors.items()}, documents))
-            return [self._assign_files(tensors, content[0].aliases), content[0].aliases]
+            return self._assign_files(tensors, content[0].aliases), content[0].aliases
 
         files, _ = self.ranks.from_first(plan, UsageError)
         with ExitStack() as stack:
@@ -132,13 +134,14 @@ class ShardedCheckpoints(Checkpoints):
         return plan
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the whole tensor, from its shards (FSDP) and from the parts of all tensor-parallel ranks."""
-        tensor, found = whole(tensor), _OPTIMIZER.match(name)
+        """Return the whole tensor, from its shards (FSDP), its parts (tensor parallelism) or the rank of the expert."""
+        tensor, found, model = whole(tensor), _OPTIMIZER.match(name), self.model
         if found:
             tensor = self.fetch(found[1], int(found[2]), tensor)
-        if self.model.tp.size > 1 and found:
+        if found and (model.tp.size > 1 or model.ep.size > 1):
             name = self.names[int(found[2])] if tensor.dim() else name
-        return gather_state({name: tensor}, self.model.config, self.model.tp)[name]
+        tensor = gather_state({name: tensor}, model.config, model.tp)[name]
+        return model.ep.fetch(name, tensor, model.device)
 
     def _write(self, folder: Path, plan: Plan, tensors: Groups, totals: dict[str, int]) -> Fields:
         """Write this process's files, add each group's size to `totals`, return the manifest's entries of all files.
@@ -181,20 +184,39 @@ def _file(group: str, number: int, files: Mapping[str, int]) -> str:
 def cut_optimizer_state(state: Fields, masters: Sequence[Tensor], model: Decoder, names: Sequence[str]) -> Fields:
     """Return a saved optimizer state with this rank's shard of every tensor that belongs to a sharded master.
 
+    `names` are those of the whole model's parameters, of which this rank may have only some.
+
     Raises:
         CheckpointError: it is of other parameters.
     """
 
+    def kept(values: Sequence[T]) -> list[T]:
+        return [value for _, value in model.ep.own(zip(names, values, strict=True))] if values else []
+
     def own(index: int, value: Value) -> Value:
         if not isinstance(value, Tensor) or not value.dim():
             return value
-        return shard_like(shard(names[index], value, model.config, model.tp), masters[index])
+        return shard_like(shard(own_names[index], value, model.config, model.tp), masters[index])
 
+    own_names = kept(names)
     try:
-        found = [{key: own(i, value) for key, value in values.items()} for i, values in enumerate(state["state"])]
-        return {**state, "state": found, "masters": [own(i, value) for i, value in enumerate(state["masters"])]}
+        found = [{key: own(i, value) for key, value in values.items()} for i, values in enumerate(kept(state["state"]))]
+        return {**state, "state": found, "masters": [own(i, value) for i, value in enumerate(kept(state["masters"]))]}
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"the optimizer's state is of other parameters: {first_line(error)}") from None
+
+
+def whole_optimizer_state(state: Fields, model: Decoder, names: Sequence[str]) -> Fields:
+    """Return an optimizer's state with an entry per parameter of the whole model: the inverse of `cut_optimizer_state`.
+
+    `names` are those of this rank's parameters; the entries of other ranks' are stand-ins, for `ShardedCheckpoints`.
+    """
+
+    def every(values: Sequence[T], other: Callable[[T], T]) -> list[T]:
+        return [value for _, value in model.ep.every(zip(names, values, strict=True), other)] if values else []
+
+    tensors = every(state["state"], lambda entry: {key: stand_in(value) for key, value in entry.items()})
+    return {**state, "state": tensors, "masters": every(state["masters"], stand_in)}
 
 
 @torch.no_grad()

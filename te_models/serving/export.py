@@ -73,7 +73,7 @@ def export(
         raise UsageError("the model has LoRA adapters: export what adapted.merge_and_unload() returns")
     with saving(model):
         writer = _Writer(model, format, calibration)
-        parameters = gather_state(weights(model), model.config, model.tp)
+        parameters = model.ep.gather(gather_state(weights(model), model.config, model.tp), model.device)
         if model.tp.rank == 0:
             tokenizer = read_listed(origin.folder, tokenizer_files(origin.folder)) if origin.folder is not None else {}
             write_hugging_face(model, origin, folder, parameters, tokenizer, quantize=writer.quantize)

@@ -35,7 +35,6 @@ from te_models.training.parallel import Parallel
 from te_models.training.preflight import check_memory
 from te_models.training.report import draw_run, print_next, print_outcome, progress, summary
 from te_models.training.resume import (
-    lacks_files,
     resumed_options,
     run_folder,
     saved_choices,
@@ -76,14 +75,15 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         dataset, eval_batches = _open_data(settings, config, words, shared, newest)
         if isinstance(dataset, StreamingDataset):
             stack.callback(dataset.close)  # after Ctrl-C too, while its workers start
-        config = dataclasses.replace(config, steps=steps_of(dataset, config))
-        settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, steps=config.steps))
+        if config.epochs:
+            config = dataclasses.replace(config, steps=steps_of(dataset, config))
+            settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, steps=config.steps))
         torch.manual_seed(config.seed)
         model = _build(settings, shared, newest)
         _check_model(model, words, config)
         adapters = _adapters(settings, model)
-        unfinished = "merge_dtype" in settings.given or lacks_files(folder, settings.lora)
-        start = starting_step(folder, newest is not None, config.steps, unfinished)
+        again = "merge_dtype" in settings.given
+        start = starting_step(folder, newest is not None, config.steps, settings.lora, again)
         first = _first_recipe(settings, model)
         about = summary(model, dataset, config, start, shared.describe(), settings.command, memory, first)
         for part in (*_notes(settings, folder, newest, model), about):

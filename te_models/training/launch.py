@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -60,7 +61,7 @@ def parallel(config: TrainConfig, device: torch.device | str | None = None) -> I
         # torchrun (2.13) has one store for all restarts, in which a restart would find the old addresses.
         store = dist.PrefixStore(f"start-{restarts()}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-        control: object = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        control: Any = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         yield Parallel(config.parallel, Ranks(control), own, *meshes(config, own), config)
     except RuntimeError as error:
         if lost_peer(error):
@@ -82,6 +83,7 @@ def choose_parallel(config: TrainConfig, recorded: bool = False, lora: bool = Fa
     world = number("WORLD_SIZE", 0)
     if recorded and (config.parallel == "none") == (world > 1):
         config = dataclasses.replace(config, parallel="auto", tensor_parallel_size=0, sequence_parallel=False)
+        config = dataclasses.replace(config, expert_parallel_size=0, fp8_dispatch=False)
     if lora and config.parallel not in ("auto", "none", "ddp"):
         raise UsageError(f"--lora needs the whole model on each process: use --parallel ddp, not {config.parallel}")
     if config.parallel != "auto":
@@ -98,17 +100,21 @@ def check_launch(config: TrainConfig) -> None:
 def _launch_mistakes(config: TrainConfig, world: int) -> Iterator[str]:
     size, kind = config.tensor_parallel_size, config.parallel
     if kind == "none" and world > 1:
-        yield f"torchrun started {world} processes: add --parallel ddp, fsdp, tp or fsdp+tp"
+        yield f"torchrun started {world} processes: add --parallel ddp, fsdp, tp, fsdp+tp or fsdp+ep"
     if kind != "none" and not world:
         yield f"--parallel {kind} is for several processes: start it as torchrun --nproc-per-node N -m te_models ..."
     if kind == "fsdp+tp" and (size < 2 or world % size):
         yield f"--parallel fsdp+tp on {world} processes needs --tensor-parallel-size, a divisor of {world} > 1"
-    if kind in ("tp", "fsdp+tp") and config.optimizer != "adamw":
+    if (experts := config.expert_parallel_size) and (kind != "fsdp+ep" or world % experts or experts < 2):
+        yield f"--expert-parallel-size {experts} is for --parallel fsdp+ep, and a divisor of its {world} processes > 1"
+    if config.fp8_dispatch and kind != "fsdp+ep":
+        yield "--fp8-dispatch sends tokens to the experts of other processes: it is only for --parallel fsdp+ep"
+    if kind in ("tp", "fsdp+tp", "fsdp+ep") and config.optimizer != "adamw":
         only = "which only adamw supports: leave out --optimizer, or choose --parallel fsdp or ddp"
         yield f"--parallel {kind} splits each layer, {only}"
     if kind == "fsdp" and config.optimizer == "te-adam":
         yield "te-adam updates only whole parameters: with --parallel fsdp choose another --optimizer"
-    if kind in ("fsdp", "tp", "fsdp+tp") and config.optimizer_offload:
+    if kind in ("fsdp", "tp", "fsdp+tp", "fsdp+ep") and config.optimizer_offload:
         advice = "leave out --optimizer-offload, or choose --parallel ddp"
         yield f"--parallel {kind} stores the optimizer's state on the device: {advice}"
     if config.sequence_parallel and kind not in ("tp", "fsdp+tp"):
@@ -117,16 +123,33 @@ def _launch_mistakes(config: TrainConfig, world: int) -> Iterator[str]:
         yield "--tensor-parallel-size is only for --parallel fsdp+tp; tp uses all processes"
 
 
-def meshes(config: TrainConfig, device: torch.device) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """Return the data-parallel and the tensor-parallel dimension of all processes; None where there is none."""
+class Meshes(NamedTuple):
+    """The dimensions of all processes, as in `Parallel`; None where there is none."""
+
+    dp: DeviceMesh | None = None
+    tp: DeviceMesh | None = None
+    ep: DeviceMesh | None = None
+    replicas: DeviceMesh | None = None
+
+
+def meshes(config: TrainConfig, device: torch.device) -> Meshes:
+    """Return how the processes are divided."""
     world = dist.get_world_size()
+    sizes = {"dp": world}
     if config.parallel == "tp":
-        return None, init_device_mesh(device.type, (world,), mesh_dim_names=("tp",))
-    if config.parallel == "fsdp+tp":
-        shape = (world // config.tensor_parallel_size, config.tensor_parallel_size)
-        both = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
-        return both["dp"], both["tp"]
-    return init_device_mesh(device.type, (world,), mesh_dim_names=("dp",)), None
+        sizes = {"tp": world}
+    elif config.parallel == "fsdp+tp":
+        sizes = {"dp": world // config.tensor_parallel_size, "tp": config.tensor_parallel_size}
+    found = _dimensions(device, sizes)
+    if config.parallel == "fsdp+ep":  # the processes that share experts have different parts of each batch
+        size = config.expert_parallel_size or world
+        found |= _dimensions(device, {"replicas": world // size, "ep": size})
+    return Meshes(**found)
+
+
+def _dimensions(device: torch.device, sizes: Mapping[str, int]) -> dict[str, DeviceMesh]:
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return {name: mesh[name] for name in sizes}
 
 
 def lost_peer(error: BaseException) -> bool:

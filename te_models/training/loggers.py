@@ -42,23 +42,15 @@ class Logger(Callback):
         self.send(numbers, row["step"])
 
 
-def _tensorboard() -> Any:
-    with needs("--log tensorboard", "tensorboard", "2.15", "tensorboard"):
-        return importlib.import_module("torch.utils.tensorboard")
-
-
-def _wandb() -> Any:
-    with needs("--log wandb", "wandb", "0.17", "wandb"):
-        return importlib.import_module("wandb")
-
-
-def _trackio() -> Any:
-    with needs("--log trackio", "trackio", "0.2", "trackio"):
-        return importlib.import_module("trackio")
+def _library(name: str) -> Any:
+    """Import the library of a logger."""
+    module, oldest, _ = LOGGERS[name]
+    with needs(f"--log {name}", name, oldest, name):
+        return importlib.import_module(module)
 
 
 def _to_tensorboard(run: Run) -> Logger:
-    writer = _tensorboard().SummaryWriter(str(run.folder / "tensorboard"))
+    writer = _library("tensorboard").SummaryWriter(str(run.folder / "tensorboard"))
 
     def send(values: dict[str, float], step: int) -> None:
         for name, value in values.items():
@@ -69,19 +61,19 @@ def _to_tensorboard(run: Run) -> Logger:
 
 def _to_wandb(run: Run) -> Logger:
     named: dict[str, object] = dict(project=PROJECT, id=run.id, name=run.name, dir=str(run.folder))
-    own = _wandb().init(**named, config=dict(run.settings), resume="allow")
+    own = _library("wandb").init(**named, config=dict(run.settings), resume="allow")
     return Logger(lambda values, step: own.log(values, step=step), own.finish)
 
 
 def _to_trackio(run: Run) -> Logger:
-    own = _trackio().init(project=PROJECT, name=run.name, config=dict(run.settings), resume="allow")
+    own = _library("trackio").init(project=PROJECT, name=run.name, config=dict(run.settings), resume="allow")
     return Logger(lambda values, step: own.log(values, step=step), own.finish)
 
 
-LOGGERS: dict[str, tuple[Callable[[], object], Callable[[Run], Logger]]] = {  # name -> library, start of a run
-    "tensorboard": (_tensorboard, _to_tensorboard),
-    "wandb": (_wandb, _to_wandb),
-    "trackio": (_trackio, _to_trackio),
+LOGGERS: dict[str, tuple[str, str, Callable[[Run], Logger]]] = {  # name -> module, oldest version, start of a run
+    "tensorboard": ("torch.utils.tensorboard", "2.15", _to_tensorboard),
+    "wandb": ("wandb", "0.17", _to_wandb),
+    "trackio": ("trackio", "0.2", _to_trackio),
 }
 
 
@@ -96,7 +88,7 @@ def check_loggers(names: str) -> list[str]:
     for name in wanted:
         if name not in LOGGERS:
             raise unknown("logger", name, LOGGERS)
-        LOGGERS[name][0]()
+        _library(name)
     return wanted
 
 
@@ -106,7 +98,7 @@ def open_loggers(names: list[str], run: Run) -> Iterator[list[Callback]]:
     with contextlib.ExitStack() as stack:
         started: list[Callback] = []
         for name in names:
-            logger = LOGGERS[name][1](run)
+            logger = LOGGERS[name][2](run)
             stack.callback(logger.close)
             started.append(logger)
         yield started

@@ -7,6 +7,8 @@ a batch this process gets, and over which ranks to sum. Its default is a single 
 * "fsdp": every block is a `fully_shard` unit and the rest of the model another. The model is built on the meta device,
   sharded, and only then given memory, so no process ever has more than its shards and one block. FP32 masters and
   optimizer state are sharded as the parameters are (te_models.optim.master derives them).
+* "fsdp+ep": as "fsdp", but te_models.model.expert_parallel divides the experts of each layer, and FSDP shards each of
+  them only over the processes that have it.
 * "tp", "fsdp+tp": te_models.model.tensor_parallel splits each layer; FSDP shards the result over the other dimension.
 
 FP8: delayed scaling reduces the amaxes of all processes (`CausalLM.amax_group`), so scales are equal everywhere, as
@@ -46,11 +48,13 @@ class Parallel:
     """The division of a run's work among its processes; by default there is one process.
 
     Attributes:
-        kind: "none", "ddp", "fsdp", "tp" or "fsdp+tp".
+        kind: "none", "ddp", "fsdp", "tp", "fsdp+tp" or "fsdp+ep".
         ranks: control messages between all processes.
         device: this process's device; None: CausalLM's default.
         dp: the ranks that split each batch.
         tp: the ranks that split each layer.
+        ep: the ranks that divide the experts of each layer.
+        replicas: the ranks that have the same experts.
         config: the run's options; `parallel` and the fields after it are used.
         frozen: whether the model's weights are not trained (LoRA).
     """
@@ -60,13 +64,15 @@ class Parallel:
     device: torch.device | None = None
     dp: DeviceMesh | None = None
     tp: DeviceMesh | None = None
+    ep: DeviceMesh | None = None
+    replicas: DeviceMesh | None = None
     config: TrainConfig = field(default_factory=TrainConfig)
     frozen: bool = False
 
     @property
     def sharded(self) -> bool:
         """True if no process has a whole model, so that all of them must take part in whatever runs it."""
-        return self.kind in ("fsdp", "tp", "fsdp+tp")
+        return self.kind not in ("none", "ddp")
 
     @property
     def uses_fsdp(self) -> bool:
@@ -76,7 +82,8 @@ class Parallel:
     @property
     def retains_weights(self) -> bool:
         """True if the weights that the first micro-batch of a step quantized or gathered serve the others too."""
-        return not self.sharded or (self.kind == "fsdp" and not self.config.reshard_after_forward)
+        resident = not self.config.reshard_after_forward
+        return not self.sharded or (self.kind in ("fsdp", "fsdp+ep") and resident)
 
     @property
     def data_rank(self) -> int:
@@ -98,6 +105,7 @@ class Parallel:
         """Describe the sharing in a few words; empty for one process."""
         split = [f"batches in {self.data_world}"] if self.data_world > 1 else []
         split += [f"layers in {self.tp.size()}"] if self.tp is not None else []
+        split += [f"experts in {self.ep.size()}"] if self.ep is not None else []
         return f"{self.ranks.world}, {self.kind} ({', '.join(split) or 'nothing split'})" if self.dp or self.tp else ""
 
     def rows(self, batch_size: int) -> int:
@@ -123,6 +131,8 @@ class Parallel:
             )
         if self.tp is not None:
             options |= dict(tp_mesh=self.tp, sequence_parallel=self.config.sequence_parallel)
+        if self.ep is not None:
+            options |= dict(ep_mesh=self.ep, ep_fp8=self.config.fp8_dispatch)
         fsdp = self.uses_fsdp
         if self.ranks.world > 1:
             options["amax_group"] = dist.group.WORLD
@@ -218,9 +228,14 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
     config = parallel.config
     policy = MixedPrecisionPolicy(reduce_dtype=DTYPES[config.reduce_dtype])
     options: dict[str, Any] = dict(mesh=parallel.dp, mp_policy=policy)
+    resharded = config.reshard_after_forward
     blocks: list[Any] = list(model.layers)
+    for experts in grouped_linears(model) if parallel.replicas is not None else []:
+        unit = fully_shard(experts, **(options | {"mesh": parallel.replicas}), reshard_after_forward=resharded)
+        # They have the gradients of the tokens of all processes, which are to be averaged like all others.
+        unit.set_gradient_divide_factor(float(parallel.data_world))
     for block in blocks:
-        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
+        fully_shard(block, reshard_after_forward=resharded, **options)
     fully_shard(model, reshard_after_forward=False, **options)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nobody changes it in place
     for number, block in enumerate(blocks):
@@ -231,9 +246,17 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
     assert parallel.device is not None
     if parallel.device.type == "cpu":
         for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no average
-    requantize_in_backward(model, config.reshard_after_forward)
+            alone = parallel.replicas is not None and parallel.replicas.size() == 1
+            if isinstance(module, FSDPModule) and not (alone and isinstance(module, model.te.GroupedLinear)):
+                module.set_force_sum_reduction_for_comms(
+                    True
+                )  # gloo has no average; FSDP2 would divide one rank's twice
+    requantize_in_backward(model, resharded)
+
+
+def grouped_linears(model: CausalLM) -> list[nn.Module]:
+    """Return the te.GroupedLinears of a model."""
+    return [module for module in model.modules() if isinstance(module, model.te.GroupedLinear)]
 
 
 def requantize_in_backward(model: CausalLM, requantize: bool) -> None:

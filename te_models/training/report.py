@@ -17,6 +17,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from te_models.causal_lm import CausalLM
+from te_models.config.moe import places_of_experts
 from te_models.config.recipe import Recipe
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
@@ -111,16 +112,18 @@ def _parameters(model: CausalLM) -> str:
 
 
 def speed_rows(model: CausalLM, config: TrainConfig) -> dict[str, str]:
-    """Return whether operations are compiled and the step is a CUDA graph, or why not."""
+    """Return whether operations are compiled and the step is a CUDA graph, or why not; and the experts of each rank."""
     obstacle = step_obstacle(model, config, config.parallel)
-    return {
+    ranks = max(model.ep.size, config.expert_parallel_size)
+    experts = {"experts": places_of_experts(model.config.layers, ranks)} if ranks > 1 else {}
+    return experts | {
         "compiled": model.compile_status,
         "CUDA graph": f"off, because {obstacle}" if obstacle else "forward and backward",
     }
 
 
 @contextmanager
-def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Callable[[dict[str, object]], None]]:
+def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Show a progress bar with loss, tokens/s and time left; yield the function that takes each step's metrics.
 
     If the output is not a terminal, print only evaluations, one per line.
@@ -133,7 +136,7 @@ def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Call
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("train", total=config.steps, completed=start, loss="-", speed="-")
 
-        def show(row: dict[str, object]) -> None:
+        def show(row: dict[str, Any]) -> None:
             bar.update(task, completed=row["step"], loss=f"{row['loss']:.3f}", speed=f"{row['tokens_per_second']:,.0f}")
             if line := time_left.line(row):
                 console.print(line)
@@ -189,7 +192,7 @@ def duration(seconds: float) -> str:
 
 def table_of(rows: Mapping[str, str], title: str | None = None) -> Table:
     """Return names and values as a table; a long path is wrapped rather than cut."""
-    style: dict[str, object] = dict(title_justify="left", title_style="bold", box=None, show_header=False)
+    style: dict[str, Any] = dict(title_justify="left", title_style="bold", box=None, show_header=False)
     table = Table("", Column(overflow="fold"), title=title, **style)
     for name, value in rows.items():
         table.add_row(Text(name, "dim"), value)

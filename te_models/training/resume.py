@@ -92,10 +92,10 @@ def saved_choices(newest: Path) -> dict[str, Any]:
     return {"recipe": read_recipe(saved), **dtype, "fp8_params": fp8_params, **run}
 
 
-def starting_step(folder: Path, resume: bool, steps: int, unfinished: bool) -> int:
+def starting_step(folder: Path, resume: bool, steps: int, lora: LoraSettings | None, merge_again: bool) -> int:
     """Return the step of the checkpoint to resume from, 0 for a new run.
 
-    `unfinished` says that a run of all `steps` has still to write something (`lacks_files`).
+    A run of all `steps` resumes if a file is missing that its end writes, or with `merge_again`.
 
     Raises:
         ValueError: a new run would overwrite an old one, or there is no step left to take and no file to write.
@@ -106,12 +106,8 @@ def starting_step(folder: Path, resume: bool, steps: int, unfinished: bool) -> i
     step = int(newest.name.removeprefix("step-"))
     if not resume:
         raise UsageError(f"{folder} already holds a run of {plural(step, 'step')}: add --resume or give another --out")
+    names = ["loss.png"] + ["adapter"] * (lora is not None) + ["merged"] * (lora is not None and lora.merge)
+    unfinished = merge_again or any(not os.path.lexists(folder / name) for name in names)
     if step > steps or (step == steps and not unfinished):
         raise UsageError(f"{folder} has already reached step {step}: give more than --steps {steps}")
     return step
-
-
-def lacks_files(folder: Path, lora: LoraSettings | None) -> bool:
-    """Return whether a finished run lacks a file that its end writes, or a merged model that is asked for only now."""
-    names = ["loss.png"] + ["adapter"] * (lora is not None) + ["merged"] * (lora is not None and lora.merge)
-    return any(not os.path.lexists(folder / name) for name in names)

@@ -27,11 +27,11 @@ from te_models.config.recipe import (
     recipe_fields,
     recipe_from_dict,
 )
-from te_models.config.settings import Setting, as_fields, by_name, check_settings, kinds_of, setting, settings_of
+from te_models.config.settings import Setting, Settings, as_fields, by_name, kinds_of, setting, settings_of
 from te_models.config.shipped import no_weights
 from te_models.config.toml import read_toml
 from te_models.config.training import EVALUATION, TRAINING, TrainConfig
-from te_models.errors import ConfigError, NamedFields, UsageError, refuse, unknown
+from te_models.errors import ConfigError, UsageError, refuse, unknown
 
 RUN_FILE = "run.toml"
 COMMANDS = ("pretrain", "finetune")
@@ -48,7 +48,7 @@ RECIPE_HELP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuildSettings(NamedFields):
+class BuildSettings(Settings):
     """Keywords of CausalLM; None: its default, or what the saved model or the checkpoint has."""
 
     engine: str | None = setting(
@@ -81,12 +81,9 @@ class BuildSettings(NamedFields):
         shown="no-activation-offload",
     )
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class LoraSettings(NamedFields):
+class LoraSettings(Settings):
     """Low-rank adapters of a fine-tuning run.
 
     Raises:
@@ -145,7 +142,7 @@ class LoraSettings(NamedFields):
             object.__setattr__(self, "targets", tuple(split_names(self.targets)))
         if self.merge_dtype == "":  # as run.toml files had it
             object.__setattr__(self, "merge_dtype", None)
-        check_settings(self)
+        super().__post_init__()
         if self.alpha is None:
             object.__setattr__(self, "alpha", 2.0 * self.rank)
         if self.merge_dtype and not self.merge:
@@ -153,7 +150,7 @@ class LoraSettings(NamedFields):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(NamedFields):
+class RunSettings(Settings):
     """Every setting of a run, each part's in a tree of its own; exactly one of `preset` and `model` is not None.
 
     Attributes:
@@ -202,9 +199,6 @@ class RunSettings(NamedFields):
     given: frozenset[str] = frozenset()
     file: Path | None = None
     called: str = ""
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     @property
     def label(self) -> str:
@@ -261,7 +255,7 @@ TABLES: dict[str, dict[str, Setting]] = {
 SETTINGS = {name: one for table in TABLES.values() for name, one in table.items()}
 
 
-def run_settings(command: str, given: Mapping[str, object], file: Path | None = None) -> RunSettings:
+def run_settings(command: str, given: Mapping[str, object], file: Path | None = None, called: str = "") -> RunSettings:
     """Return the settings of a run: those `given`, over those of `file`, over the defaults of `command`.
 
     Raises:
@@ -288,6 +282,7 @@ def run_settings(command: str, given: Mapping[str, object], file: Path | None = 
         lora=lora,
         given=frozenset(given),
         file=file,
+        called=called,
     )
 
 
@@ -302,7 +297,9 @@ def _start_mistakes(command: str, preset: str | None, model: str | None) -> Iter
         yield "give --model: a folder, a name on the Hugging Face hub, or a model that ships with te-models"
 
 
-def resumed_settings(command: str, given: Mapping[str, Any], folder: Path | None = None) -> RunSettings:
+def resumed_settings(
+    command: str, given: Mapping[str, Any], folder: Path | None = None, called: str = ""
+) -> RunSettings:
     """Return the settings of a run that is resumed: those of its run.toml with the changes `given`.
 
     The command is that in run.toml. `folder` None means `out` in `given`, else the only run of the given model.
@@ -317,14 +314,14 @@ def resumed_settings(command: str, given: Mapping[str, Any], folder: Path | None
     given = {**given, "out": str(folder)}
     if (folder / RUN_FILE).is_file():
         changed_settings(read_run_file(folder / RUN_FILE), given)
-        return run_settings(command, given, folder / RUN_FILE)
+        return run_settings(command, given, folder / RUN_FILE, called)
     if not (folder / "checkpoints").is_dir():
         raise UsageError(f"nothing to resume: {folder} has no checkpoint; start without --resume")
     if not {"preset", "model"} & given.keys():
         raise UsageError(
             f"{folder} has no {RUN_FILE}: give the settings of the run again, --preset or --model among them"
         )
-    return run_settings(command, given)
+    return run_settings(command, given, called=called)
 
 
 def _only_run(given: Mapping[str, Any]) -> Path:

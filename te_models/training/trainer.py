@@ -39,7 +39,7 @@ from te_models.optim.master import MasterWeights
 from te_models.saving.pretrained import model_content
 from te_models.saving.restore import TrainingState, read_training_state
 from te_models.saving.run_folder import Checkpoints
-from te_models.saving.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
+from te_models.saving.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes, whole_optimizer_state
 from te_models.training.cuda_graph import GraphedStep, step_obstacle
 from te_models.training.evaluation import Batch, count_targets, diagnosis, evaluate, to_device
 from te_models.training.metrics import MetricsLog
@@ -127,6 +127,7 @@ class Trainer(NamedFields):
 
     def __post_init__(self) -> None:
         config, parallel, self.out = self.config, self.parallel, Path(self.out)
+        self.device = self.model.device
         self.data: TokenDataset | StreamingDataset | OwnBatches
         if isinstance(self.dataset, TokenDataset | StreamingDataset):
             self.data = self.dataset
@@ -146,7 +147,7 @@ class Trainer(NamedFields):
         self.graphed = self._graphed()
         self.calibrated: Recipe | None = None  # the recipe for which the model is known to have scales
         # Read the loss of a step once the next one is queued: only if the device itself can skip a bad step's update.
-        self.ahead = self.model.device.type == "cuda" and self.optimizer.can_skip
+        self.ahead = self.device.type == "cuda" and self.optimizer.can_skip
         self.speeds: deque[float] = deque(maxlen=RECENT)  # tokens per second of each step
         self.checkpoints = self._checkpoints(self.out / "checkpoints", self.config.keep_last)
         self.best = self._checkpoints(self.out / "best" / "checkpoints", keep_last=1)
@@ -195,8 +196,8 @@ class Trainer(NamedFields):
                 batches = self._calibrated(batches)
             if not self.result.step and self.eval_batches is not None:
                 self.result.first_eval_loss = self.result.eval_loss = self._evaluate()
-            if self.model.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self.model.device)
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
             for row in self.steps(batches):
                 metrics.write(row)
                 self.on_step(row)
@@ -275,7 +276,7 @@ class Trainer(NamedFields):
 
     def _queue(self, step: int, batches: Iterator[Batch], before: QueuedStep | None) -> QueuedStep:
         """Queue one optimizer step. Step `before` is checked in between; without `ahead` this step is too."""
-        config, device = self.config, self.model.device
+        config, device = self.config, self.device
         start = timestamp(device) if before is None else before.end
         micro_batches = [next(batches) for _ in range(config.gradient_accumulation)]
         self.schedule.follow(step)
@@ -306,11 +307,11 @@ class Trainer(NamedFields):
         """Give the model scales from the micro-batches of a step, if it has none for its recipe."""
         if self.config.calibrate and self.calibrated is not self.model.recipe:
             self.model.train()
-            self.model.calibrate(*(to_device(batch, self.model.device) for batch in micro_batches), weights=weights)
+            self.model.calibrate(*(to_device(batch, self.device) for batch in micro_batches), weights=weights)
             self.calibrated = self.model.recipe
 
     def _loss_weights(self, micro_batches: list[Batch]) -> Sequence[Tensor | float]:
-        return self.parallel.loss_weights([count_targets(batch) for batch in micro_batches], self.model.device)
+        return self.parallel.loss_weights([count_targets(batch) for batch in micro_batches], self.device)
 
     def _follow_recipe(self) -> None:
         """Make a new CUDA graph of the step if the schedule or a callback has changed the model's recipe."""
@@ -321,7 +322,7 @@ class Trainer(NamedFields):
     def _forward_backward(self, micro_batches: list[Batch]) -> Tensor:
         """Compute the gradients of the mean loss per counted token of the step; return this process's part of it."""
         self.model.train()
-        device, last = self.model.device, len(micro_batches) - 1
+        device, last = self.device, len(micro_batches) - 1
         weights = self._loss_weights(micro_batches)
         self.routed.clear()
         self._calibrate(micro_batches, weights)
@@ -367,8 +368,8 @@ class Trainer(NamedFields):
         self.speeds.append(tokens / seconds)
         result.step, result.loss = step, row["loss"]
         result.tokens_per_second = statistics.median(self.speeds)
-        if self.model.device.type == "cuda":
-            result.peak_memory = torch.cuda.max_memory_allocated(self.model.device)
+        if self.device.type == "cuda":
+            result.peak_memory = torch.cuda.max_memory_allocated(self.device)
         row["tokens_per_second"] = self.speeds[-1]
         due = self._due(self.config.eval_every, step) or step == self.config.steps
         if due and self.eval_batches is not None:
@@ -419,12 +420,12 @@ class Trainer(NamedFields):
     def _content(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """Return the tensors and documents of a checkpoint."""
         tensors, documents = self._model_content()
-        cuda = self.model.device.type == "cuda"
+        cuda = self.device.type == "cuda"
         state = {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self._optimizer_state(),
             "dataset": self.data.state_dict(),
             "rng": self._all_random_states(torch.get_rng_state()),
-            "cuda_rng": self._all_random_states(torch.cuda.get_rng_state(self.model.device)) if cuda else None,
+            "cuda_rng": self._all_random_states(torch.cuda.get_rng_state(self.device)) if cuda else None,
             "result": asdict(self.result),
         }
         tensors["training"], documents["training"] = flatten_state(state)
@@ -446,7 +447,7 @@ class Trainer(NamedFields):
             assert isinstance(self.optimizer, MasterWeights)
             optimizer = cut_optimizer_state(optimizer, self.optimizer.masters, self.model, self._optimizer_names())
         self.optimizer.check_state_dict(optimizer)
-        random, cuda = read_random_states(state, newest, self.parallel.ranks.rank, self.model.device)
+        random, cuda = read_random_states(state, newest, self.parallel.ranks.rank, self.device)
         refuse(result_mistakes(state["result"], asdict(self.result)), CheckpointError)
         self._refuse_to_wait_on(state["result"])
         refuse(position_mistakes(state["dataset"], self.data.state_dict()), CheckpointError)
@@ -456,7 +457,7 @@ class Trainer(NamedFields):
         drop_initial_values(self.model)
         torch.set_rng_state(random)
         if cuda is not None:
-            torch.cuda.set_rng_state(cuda, self.model.device)
+            torch.cuda.set_rng_state(cuda, self.device)
         self.result = Result(**state["result"])
         self.result.stopped_early, self.result.signal = False, 0
 
@@ -479,6 +480,15 @@ class Trainer(NamedFields):
             )
 
     def _optimizer_names(self) -> list[str]:
+        """Return the names of the whole model's parameters, in the order of the optimizer."""
+        names = self._own_names()
+        return [name for name, _ in self.model.ep.every(zip(names, names, strict=True), str)]
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        state = self.optimizer.state_dict()
+        return state if self.model.ep.size == 1 else whole_optimizer_state(state, self.model, self._own_names())
+
+    def _own_names(self) -> list[str]:
         """Return the names of the optimizer's parameters, in its order."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         return [names[id(parameter)] for parameter in self.optimizer.parameters]

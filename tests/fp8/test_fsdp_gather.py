@@ -2,14 +2,14 @@
 and the run is the one of a single process."""
 
 import itertools
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_job import SHAPE, continue_from, make_trainer, outcome, run_case
+from distributed_job import SHAPE, continue_from, make_trainer, solo, start
 from ranks import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -26,7 +26,7 @@ from te_models.saving.folder import load_folder
 from te_models.training.launch import meshes
 from te_models.training.parallel import Parallel
 from te_models.training.trainer import Trainer
-from tests.training.test_parallel import alone, assert_close
+from tests.training.test_parallel import assert_close
 
 FSDP = dict(parallel="fsdp", fp8_params=True)
 RUNS: dict[str, dict[str, Any]] = {
@@ -40,20 +40,9 @@ SAVED = dict(FSDP, recipe="delayed", dtype="bfloat16", steps=4, save_every=2)
 RESUMED = {"saved": SAVED, "resumed": dict(SAVED, resume="saved"), "from-one": dict(SAVED, resume="one")}
 
 
-def rank_job(rank: int, folder: str) -> None:
-    """In each process: all cases, one after the other, and what only the processes themselves can see."""
-    config, device = TrainConfig(parallel="fsdp"), torch.device("cpu")
-    shared = Parallel("fsdp", Ranks(dist.group.WORLD), device, *meshes(config, device), config)
-    found = {name: run_case(shared, Path(folder), name, case) for name, case in {**RUNS, **RESUMED}.items()}
-    for recipe in ("delayed", "current"):
-        found[f"born-{recipe}"] = born(shared, Path(folder), dict(FSDP, recipe=recipe, steps=2))
-    if rank == 0:
-        (Path(folder) / "found.json").write_text(json.dumps(found))
-
-
-def born(shared: Parallel, root: Path, case: dict[str, Any]) -> dict[str, Any]:
+def born(recipe: str, shared: Parallel, root: Path) -> dict[str, Any]:
     """A fresh model's codes, what training it sends, and its codes against a cast of the whole masters after it."""
-    run = make_trainer(shared, root / f"born-{case['recipe']}", case)
+    run = make_trainer(shared, root / f"born-{recipe}", dict(FSDP, recipe=recipe, steps=2))
     fresh = {name: whole(codes).tolist() for name, codes in quantized_weights(run.model).items()}
     sent: list[int] = []
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # what FSDP2 calls
@@ -129,12 +118,6 @@ def gathered(own: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def solo(out: Path, case: dict[str, Any], resume: bool = False) -> dict[str, Any]:
-    """Run the case in one process."""
-    run = make_trainer(Parallel(), out, alone(case))
-    return outcome(run, run.run(resume=resume))
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gather")
@@ -143,8 +126,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(root: Path) -> dict[str, Any]:
     solo(root / "one", SAVED)
-    run_ranks(rank_job, root, 2)
-    return json.loads((root / "found.json").read_text())
+    fresh = {f"born-{recipe}": partial(born, recipe) for recipe in ("delayed", "current")}
+    return start(root, 2, {**RUNS, **RESUMED, **fresh})
 
 
 def test_a_shard_reads_as_its_values_and_is_read_only() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from te_models import CausalLM, ModelConfig, get_preset, list_presets
 from te_models.errors import CheckpointError
 from te_models.interop.hf import describe
-from te_models.interop.hf_families import FAMILIES, family_for
+from te_models.interop.hf_families import FAMILIES, family_for, family_of
 from te_models.interop.origin import Origin
 
 Pair = tuple[Any, Path]
@@ -67,6 +67,12 @@ def test_presets_have_the_parameters_of_transformers_models(name: str) -> None:
         kind = written.pop("model_type")
         judge = AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **written))
     assert sum(p.numel() for p in judge.parameters()) == config.num_parameters
+
+
+def test_gemma_means_the_approximation_of_gelu() -> None:
+    """As its first files have it, before transformers changes the word in what it saves."""
+    document = {**make_config("gemma-odd").to_dict(), "hidden_act": "gelu"}
+    assert family_of(document).read(document).hidden_act == "gelu_pytorch_tanh"
 
 
 LONG = dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=9)

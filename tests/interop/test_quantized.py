@@ -118,7 +118,6 @@ KINDS: dict[str, tuple[Callable[[Tensor], Quantized], dict[str, Any] | None, dic
     "modelopt-config": (per_tensor, dict(quant_method="modelopt", quant_algo="FP8", ignore=["lm_head"],
                                          producer=dict(name="modelopt", version="0.39.0")), None),
 }  # fmt: skip
-BLOCKS = [kind for kind in KINDS if kind.endswith("block")]
 
 
 @pytest.fixture
@@ -424,12 +423,12 @@ def test_every_code_under_every_scale(scheme: Scheme) -> None:
 REFUSED: dict[str, tuple[Any, str]] = {
     "gptq": (dict(quant_method="gptq", bits=4), "quantization_config=.*gptq.* te-models reads fp8, compressed-tensors"),
     "nothing": (dict(bits=8), "te-models reads"),
-    "list": ([1], "not an object"),
+    "list": ([1], "is not supported: te-models reads fp8"),
     "e5m2": (dict(DEEPSEEK, fmt="e5m2"), "fmt='e5m2'"),
     "scheme": (dict(DEEPSEEK, activation_scheme="row"), "activation_scheme='row'"),
     "block": (dict(DEEPSEEK, weight_block_size=[128, 0]), "positive numbers"),
     "block-bool": (dict(DEEPSEEK, weight_block_size=[True, 128]), "positive numbers"),
-    "block-three": (dict(DEEPSEEK, weight_block_size=[1, 2, 3]), "pair of numbers"),
+    "block-three": (dict(DEEPSEEK, weight_block_size=[1, 2, 3]), "pair of positive numbers"),
     "unknown": (dict(DEEPSEEK, rotation="hadamard"), "rotation='hadamard' is not known"),
     "int8": (dict(compressed_config(FP8), config_groups=dict(g=dict(weights=dict(type="int", num_bits=8)))), "'int'"),
     "groups": (dict(quant_method="compressed-tensors", format="float-quantized", config_groups={}), "no weights"),

@@ -2,7 +2,6 @@
 on two."""
 
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,24 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from bits import assert_same_bits
-from distributed_job import continue_from, make_trainer, outcome, run_case
-from ranks import run_ranks
+from distributed_job import alone, continue_from, make_trainer, solo, start
 from state_bytes import state_bytes
 from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from te_models.config.training import TrainConfig
-from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local
 from te_models.engine.emulated import DType, Float8CurrentScalingQuantizer
 from te_models.optim import parameter_owners
 from te_models.optim.parameter_owners import Owners
 from te_models.saving.folder import load_folder
-from te_models.training.launch import check_launch, meshes
+from te_models.training.launch import check_launch
 from te_models.training.parallel import Parallel
-from tests.training.test_parallel import alone
 
 pytest.importorskip("torchao")
 
@@ -55,21 +50,11 @@ RESUMED = {
 }
 
 
-def rank_job(rank: int, folder: str) -> None:
-    config, device, root = TrainConfig(parallel="fsdp"), torch.device("cpu"), Path(folder)
-    shared = Parallel("fsdp", Ranks(dist.group.WORLD), device, *meshes(config, device), config)
-    with torch.compiler.set_stance("force_eager"):
-        found = {name: run_case(shared, root, name, case) for name, case in {**RUNS, **RESUMED}.items()}
-        run = make_trainer(shared, root / "bytes", dict(MUON, steps=1, eval_every=0))
-        run.run()
-    held = state_bytes([v for o in run.optimizer.optimizers for v in o.state.values()])
-    found["state"] = shared.ranks.gather(held)
-    with buffers(18):  # several pieces of a tensor, some of which begin at an odd byte
-        found["travelled"] = travelled(shared)
-    with buffers(BUFFER):
-        found["peaks"] = shared.ranks.gather(peaks(shared))
-    if rank == 0:
-        (root / "found.json").write_text(json.dumps(found))
+def state(shared: Parallel, root: Path) -> list[int]:
+    """Return the bytes of each rank's optimizer state after a step of Muon."""
+    run = make_trainer(shared, root / "bytes", dict(MUON, steps=1, eval_every=0))
+    run.run()
+    return shared.ranks.gather(state_bytes([v for o in run.optimizer.optimizers for v in o.state.values()]))
 
 
 @contextmanager
@@ -80,8 +65,13 @@ def buffers(size: int) -> Iterator[None]:
     parameter_owners.EXCHANGE_CHUNK = usual
 
 
-def travelled(shared: Parallel) -> bool:
+def travelled(shared: Parallel, root: Path) -> bool:
     """Send tensors in uneven pieces to their owners and back; they return in every bit."""
+    with buffers(18):  # several pieces of a tensor, some of which begin at an odd byte
+        return _travelled(shared)
+
+
+def _travelled(shared: Parallel) -> bool:
     torch.manual_seed(1)
     tensors = [torch.randn(7, 3), torch.randn(1, 5).bfloat16(), torch.randn(4)]
     parameters: Any = [torch.nn.Parameter(distribute_tensor(t, shared.dp, [Shard(0)])) for t in tensors]
@@ -101,8 +91,13 @@ def travelled(shared: Parallel) -> bool:
 ROWS = (3000, 100)  # of a large table and of a small one
 
 
-def peaks(shared: Parallel) -> list[float]:
-    """The most memory, in bytes, that collecting tables of BF16 in FP32 takes, and returning them in BF16."""
+def peaks(shared: Parallel, root: Path) -> list[list[float]]:
+    """The most memory of each rank, in bytes, that collecting tables of BF16 in FP32 takes, and returning them."""
+    with buffers(BUFFER):
+        return shared.ranks.gather(_peaks(shared))
+
+
+def _peaks(shared: Parallel) -> list[float]:
     tables = [torch.randn(rows, 64).bfloat16() for rows in ROWS]
     parameters: Any = [torch.nn.Parameter(distribute_tensor(t, shared.dp, [Shard(0)])) for t in tables]
     owners, own = Owners(parameters, shared.dp.get_group(), shared.ranks), [local(p).detach() for p in parameters]
@@ -124,12 +119,6 @@ def most_allocated(work: Callable[[], Any]) -> float:
     return max(itertools.accumulate(changes, initial=0))
 
 
-def solo(out: Path, case: dict[str, Any], resume: bool = False) -> dict[str, Any]:
-    with torch.compiler.set_stance("force_eager"):
-        run = make_trainer(Parallel(), out, alone(case))
-        return outcome(run, run.run(resume=resume))
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("owners")
@@ -139,8 +128,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two(root: Path) -> dict[str, Any]:
     solo(root / "one", SAVED)
     solo(root / "one-fp32", SAVED_FP32)
-    run_ranks(rank_job, root, 2)
-    return json.loads((root / "found.json").read_text())
+    return start(root, 2, {**RUNS, **RESUMED, "state": state, "travelled": travelled, "peaks": peaks})
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -15,11 +15,16 @@ from te_models.training.launch import check_launch, choose_parallel, parallel
 @pytest.mark.parametrize(
     "world, fields, message",
     [
-        ("2", dict(), "add --parallel ddp, fsdp, tp or fsdp\\+tp"),
+        ("2", dict(), "add --parallel ddp, fsdp, tp, fsdp\\+tp or fsdp\\+ep"),
         (None, dict(parallel="fsdp"), "torchrun --nproc-per-node N"),
         ("4", dict(parallel="fsdp+tp"), "needs --tensor-parallel-size"),
         ("4", dict(parallel="fsdp+tp", tensor_parallel_size=3), "a divisor of 4"),
         ("4", dict(parallel="tp", tensor_parallel_size=2), "only for --parallel fsdp\\+tp"),
+        ("4", dict(parallel="fsdp+ep", expert_parallel_size=3), "a divisor of its 4 processes"),
+        ("4", dict(parallel="fsdp", fp8_dispatch=True), "only for --parallel fsdp\\+ep"),
+        ("4", dict(parallel="fsdp", expert_parallel_size=2), "is for --parallel fsdp\\+ep"),
+        ("4", dict(parallel="fsdp+ep", optimizer="muon"), "only adamw supports"),
+        ("4", dict(parallel="fsdp+ep", optimizer_offload=True), "leave out --optimizer-offload"),
     ],
 )
 def test_a_start_that_does_not_fit_is_refused(

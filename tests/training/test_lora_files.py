@@ -392,7 +392,7 @@ def test_an_adapter_that_does_not_fit_is_one_line(damage: str, base: Callable[[s
     path.write_text(json.dumps(config))
     model = ours(base("llama"))
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
-    faulthandler.dump_traceback_later(60, exit=True)  # a pattern without end holds the interpreter's lock
+    faulthandler.dump_traceback_later(600, exit=True)  # a pattern without end holds the interpreter's lock
     with pytest.raises(CheckpointError, match=message) as caught:
         load_lora(model, tmp_path)
     faulthandler.cancel_dump_traceback_later()

@@ -2,7 +2,6 @@
 over gloo on the CPU."""
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
@@ -18,8 +16,7 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 from bits import assert_same_bits
-from distributed_job import SHAPE, continue_from, make_trainer, outcome, run_cases
-from ranks import run_ranks
+from distributed_job import SHAPE, continue_from, solo, start
 from torch.distributed.fsdp import FSDPModule
 
 from benchmarks import scaling
@@ -55,6 +52,13 @@ RUNS |= {
     "fsdp-answers": dict(parallel="fsdp", recipe="bf16", answers=True, gradient_accumulation=3),
     "tp-answers": dict(parallel="tp", recipe="bf16", answers=True, gradient_accumulation=3),
 }  # fmt: skip
+# Without the balance loss, which is that of each process's own tokens.
+EXPERTS = dict(parallel="fsdp+ep", experts=True, balance_loss=0.0)
+RUNS |= {
+    "experts-bf16": dict(EXPERTS, recipe="bf16", clip_grad_norm=0.5, save_every=2),
+    "experts-current": dict(EXPERTS, recipe="current", mode="selective"),
+    "experts-answers": dict(EXPERTS, recipe="bf16", answers=True, gradient_accumulation=2, mode="full"),
+}
 SPECIAL = {
     "saved": dict(
         parallel="fsdp",
@@ -89,9 +93,14 @@ FIRST = {
 RESUMED = {
     "resumed": dict(SPECIAL["saved"], resume="saved"),
     "resumed-ddp": dict(SPECIAL["saved-ddp"], resume="saved-ddp"),
+    "resumed-experts": dict(RUNS["experts-bf16"], resume="experts-bf16"),
     "resumed-from-one": dict(
         parallel="fsdp", recipe="delayed", steps=4, save_every=2, resume="one", reshard_after_forward=False
     ),
+}
+FOUR_EXPERTS = {  # two processes of four have the same experts; then each has its own
+    "four-experts": dict(RUNS["experts-bf16"], expert_parallel_size=2, resume="one-experts"),
+    "four-experts-apart": dict(RUNS["experts-bf16"], resume="four-experts"),
 }
 FOUR = {
     "four": dict(parallel="fsdp", recipe="delayed", steps=4, reshard_after_forward=False),
@@ -105,48 +114,6 @@ FOUR = {
         reshard_after_forward=False,
     ),
 }
-
-
-MANY = ("parallel", "resume", "tensor_parallel_size", "sequence_parallel")
-
-
-def alone(case: dict[str, Any]) -> dict[str, Any]:
-    """The case for one process: what two do with stateless scales, one does in twice as many micro-batches."""
-    case = {key: value for key, value in case.items() if key not in MANY}
-    if case.get("recipe") not in ("delayed", "bf16"):
-        case |= dict(batch_size=2, gradient_accumulation=2 * case.get("gradient_accumulation", 1))
-    return case
-
-
-def solo(out: Path, case: dict[str, Any], resume: bool = False) -> dict[str, Any]:
-    """Run the case in one process."""
-    run = make_trainer(Parallel(), out, alone(case))
-    return outcome(run, run.run(resume=resume))
-
-
-class Outcomes(dict[str, Any]):
-    """What became of each case. A test that asks for one that failed fails with what the ranks said."""
-
-    def __getitem__(self, name: str) -> Any:
-        found = super().__getitem__(name)
-        return pytest.fail(f"case {name}: {found}", pytrace=False) if isinstance(found, str) else found
-
-
-def start(root: Path, world: int, cases: dict[str, Any]) -> Outcomes:
-    """Run the cases in `world` processes. After a failure new processes run the cases that were not reached."""
-    found = Outcomes()
-    while left := {name: case for name, case in cases.items() if name not in found}:
-        failure = ""
-        try:
-            run_ranks(partial(run_cases, left), root, world, backend=None)
-        except pytest.fail.Exception as error:
-            failure = str(error)
-        for name in left:
-            written = root / f"{name}.json"
-            found[name] = json.loads(written.read_text()) if written.exists() else failure
-            if not written.exists():
-                break
-    return found
 
 
 def assert_close(
@@ -235,6 +202,8 @@ def test_stochastic_rounding_is_the_same_on_all_replicas(tmp_path: Path) -> None
 def test_fsdp_holds_half_the_parameters(two: dict[str, Any]) -> None:
     whole = two["ddp-bf16"]["held"][0]
     assert sum(two["fsdp-bf16"]["held"]) == whole and max(two["fsdp-bf16"]["held"]) <= whole / 2 + 64
+    first, second = two["experts-bf16"]["held"]
+    assert abs(first - second) <= 64
 
 
 def test_resharded_weights_are_quantized_again_in_backward(two: dict[str, Any]) -> None:
@@ -250,15 +219,32 @@ def test_resharded_weights_are_quantized_again_in_backward(two: dict[str, Any]) 
     assert found["losses"] == pytest.approx(kept["losses"], rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["", "-ddp"])
-def test_a_resume_on_as_many_ranks_is_exact(kind: str, two: dict[str, Any], root: Path) -> None:
-    assert two[f"resumed{kind}"] == two[f"saved{kind}"]
-    assert len(set(two[f"saved{kind}"]["drawn"])) == 2, "each rank has random numbers of its own"
-    whole, resumed = (load_folder(root / f"{n}{kind}" / "checkpoints" / "step-00000004") for n in ("saved", "resumed"))
-    for group in ("model", "training", "fp8_state"):
+@pytest.mark.parametrize(
+    "first, then", [("saved", "resumed"), ("saved-ddp", "resumed-ddp"), ("experts-bf16", "resumed-experts")]
+)
+def test_a_resume_on_as_many_ranks_is_exact(first: str, then: str, two: dict[str, Any], root: Path) -> None:
+    assert two[then] == two[first]
+    assert len(set(two[first]["drawn"])) == 2, "each rank has random numbers of its own"
+    whole, resumed = (load_folder(max((root / n / "checkpoints").glob("step-*"))) for n in (first, then))
+    for group in whole.tensors:
         assert whole.tensors[group].keys() == resumed.tensors[group].keys()
         for name, tensor in whole.tensors[group].items():
             assert_same_bits(name, tensor, resumed.tensors[group][name])
+
+
+def test_one_process_continues_a_run_that_divides_experts(two: dict[str, Any], root: Path, tmp_path: Path) -> None:
+    """Its folder has the tensors of one process's, the optimizer's too."""
+    case, found = RUNS["experts-bf16"], two["experts-bf16"]
+    continue_from(root / "experts-bf16", tmp_path / "run")
+    assert_close(solo(tmp_path / "run", case, resume=True), found, "bf16", ["losses", "norms", "eval_loss"])
+    alone, both = (
+        load_folder(max((r / "checkpoints").glob("step-*"))) for r in (tmp_path / "run", root / "experts-bf16")
+    )
+    for group in ("model", "training"):
+        shapes = [
+            {name: t.shape for name, t in one.tensors[group].items() if "rng" not in name} for one in (alone, both)
+        ]
+        assert shapes[0] == shapes[1]
 
 
 def test_one_process_continues_a_run_of_two(two: dict[str, Any], root: Path, tmp_path: Path) -> None:
@@ -283,6 +269,15 @@ def test_four_processes_too(root: Path, one: dict[str, Any]) -> None:
     for found in (four[name] for name in FOUR):
         assert_close(found, one, "delayed")
         assert all(scales == found["scales"][0] for scales in found["scales"])
+
+
+@pytest.mark.slow
+def test_four_processes_share_experts(root: Path) -> None:
+    """They go on where one stopped, and where four with another division of the experts did."""
+    one = solo(root / "one-experts", RUNS["experts-bf16"])
+    four = start(root, 4, FOUR_EXPERTS)
+    for found in (four[name] for name in FOUR_EXPERTS):
+        assert_close(found, one, "bf16", ["losses", "norms", "eval_loss"])
 
 
 @pytest.mark.slow
@@ -325,13 +320,16 @@ CLI = [
 
 
 @pytest.mark.slow
-def test_a_killed_process_ends_the_job_and_torchrun_resumes_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", [["--parallel", "fsdp"], ["--parallel", "fsdp+ep", "--preset", "gated-moe-nano", "--recipe", "current"]]
+)
+def test_a_killed_process_ends_the_job_and_torchrun_resumes_it(kind: list[str], tmp_path: Path) -> None:
     texts, run = tmp_path / "texts", tmp_path / "run"
     texts.mkdir()
     for name in ("text", "more"):
         (texts / f"{name}.txt").write_text(f"hello {name}, " * 400)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command += ["--standalone", "-m", "te_models", *CLI, "--parallel", "fsdp", "--data", str(texts)]
+    command += ["--standalone", "-m", "te_models", *CLI, *kind, "--data", str(texts)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     with (tmp_path / "log").open("w") as log:
         job = subprocess.Popen([*command, "--out", str(run)], stdout=log, stderr=log, env=env)
@@ -394,6 +392,13 @@ def test_the_benchmark_runs_and_its_estimate_is_one_of_costs() -> None:
                               cache=True,
                               edges=True, graph=True)  # fmt: skip
     assert scaling.step_seconds(Parallel(), args, SHAPE)["seconds"] > 0
+    layer = scaling.ExpertLayer()
+    alone, inside, between = (
+        scaling.estimate_experts(*way, scaling.Assumptions(), layer) for way in ((1, 1, 8), (8, 8, 8), (64, 64, 8))
+    )
+    assert alone["worst"] == 1 > inside["worst"] > between["worst"]
+    # Seven eighths of the rows leave a GPU, and no weight does.
+    assert inside["weights"] == 0 and inside["rows"] == pytest.approx(4 * 16384 * 8 * 2048 * 2 * 7 / 8 / 360e9)
     kept = [scaling.estimate(gpus, 1, scaling.Assumptions()) for gpus in (2, 8, 64, 1000)]
     assert all(row["worst"] < row["best"] <= 1 for row in kept)
     assert [row["worst"] for row in kept] == sorted((row["worst"] for row in kept), reverse=True)

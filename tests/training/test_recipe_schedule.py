@@ -188,7 +188,8 @@ def test_a_resumed_run_names_the_recipe_in_force(
     for more in (["--steps", "5", *asked], ["--steps", "20"]):
         assert main(["pretrain", "--resume", "one", *more]) == 0
         said.append(" ".join(capsys.readouterr().out.split()))
-    assert "recipe bf16 linears" in said[0] and "'bf16' follows after step 3, was 2: a share of the steps" in said[0]
+    assert "recipe bf16 linears 0 in FP8" in said[0]
+    assert "'bf16' follows after step 3, was 2: a share of the steps" in said[0]
     assert "recipe delayed, from step 11 on bf16" in said[1] and "follows after step 10, was 3" in said[1]
     names = [row["recipe"] for row in read_metrics(Path("one/metrics.jsonl"))]
     assert names == ["delayed"] * 2 + ["bf16"] * 3 + ["delayed"] * 5 + ["bf16"] * 10

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from te_models.cli.commands import cli
 from te_models.config.recipe import Recipe
+from te_models.config.settings import Setting
 from te_models.config.training import TrainConfig
 from te_models.errors import ConfigError, UsageError
-from te_models.training.settings import SETTINGS, TABLES, changed_settings, read_run_file, run_settings
+from te_models.training.settings import SETTINGS, TABLES, LoraSettings, changed_settings, read_run_file, run_settings
 
 WHOLE = """
 [run]
@@ -123,3 +125,47 @@ def test_changed_settings_are_returned(tmp_path: Path, monkeypatch: pytest.Monke
     saved = {"steps": 5, "recipe": {"name": "delayed", "margin": 0}, "data": str(tmp_path / "texts")}
     given = {"steps": 9, "recipe": "current", "margin": 1, "data": "texts", "out": "elsewhere"}
     assert changed_settings(saved, given) == {"steps": (5, 9), "recipe": ("delayed", "current"), "margin": (0, 1)}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_setting_is_an_option(name: str) -> None:
+    """Of both commands, with its help, but for lists and groups of the shape and what a command starts from."""
+    options = [{p.name: p for p in cli.commands[command].params} for command in ("pretrain", "finetune")]
+    one = SETTINGS[name]
+    assert one.help
+    if name == "command" or (name in TABLES["shape"] and one.kinds[0] not in (bool, int, float, str)):
+        assert not any(name in found for found in options)
+        return
+    shown = [found[name] for found in options if not getattr(found[name], "hidden", False)]
+    assert shown and all(getattr(option, "help", "") == one.help for option in shown)
+    assert all(one.flag in option.opts for option in shown)
+
+
+NUMBERS = [
+    one for table in ("training", "data", "lora") for one in TABLES[table].values() if one.kinds[0] in (int, float)
+]
+
+
+@pytest.mark.parametrize("one", NUMBERS, ids=lambda one: one.name)
+def test_a_number_out_of_range_is_refused(one: Setting) -> None:
+    given = {"model": "m", "lora": 4} | {one.name: int(one.least) - 1}
+    with pytest.raises(ConfigError, match="is out of range: give "):
+        run_settings("finetune", given)
+    edge = one.kinds[0](one.least) if not one.above else 0.5
+    assert run_settings("finetune", given | {one.name: edge})
+
+
+def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """One source as text, lists of names as text, and no line for what was not given."""
+    text = (
+        '[run]\ncommand = "finetune"\nmodel = "m"\n[data]\ndata = "texts"\neval_data = ["a", "b:2"]\ntokenizer = "t"\n'
+    )
+    text += (
+        '[lora]\nlora = 4\nlora_targets = "q_proj, v_proj"\nlora_alpha = 8.0\nmerge = true\nmerge_dtype = "float32"\n'
+    )
+    settings = run_settings("finetune", {}, write(tmp_path / "run.toml", text))
+    assert (settings.data.data, settings.data.eval_data, settings.tokenizer) == (("texts",), ("a", "b:2"), "t")
+    adapters = LoraSettings(rank=4, targets=("q_proj", "v_proj"), alpha=8.0, merge=True, merge_dtype="float32")
+    assert settings.lora == adapters and settings.data.truncate == "drop"
+    tables = settings.tables()
+    assert tables["lora"]["lora_targets"] == "q_proj,v_proj" and tables["data"]["data"] == ("texts",)

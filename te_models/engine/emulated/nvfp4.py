@@ -54,13 +54,8 @@ def hadamard(random_signs: bool, device: torch.device, dtype: torch.dtype) -> Te
 def _transform(x: Tensor, random_signs: bool) -> Tensor:
     """Transform each 16 elements of the columns of x `[M, K]`, summing in FP32."""
     groups = x.view(-1, BLOCK, x.shape[1])
-    return torch.bmm(_matrices(groups.shape[0], random_signs, x.device, x.dtype), groups).view(x.shape)
-
-
-@functools.cache
-def _matrices(n: int, random_signs: bool, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the transposed matrix n times, as a view of one."""
-    return hadamard(random_signs, device, dtype).t().expand(n, BLOCK, BLOCK)
+    matrix = hadamard(random_signs, x.device, x.dtype).t().expand(len(groups), BLOCK, BLOCK)
+    return torch.bmm(matrix, groups).view(x.shape)
 
 
 def encode_e2m1(x: Tensor, stochastic: bool = False, generator: torch.Generator | None = None) -> Tensor:
@@ -73,14 +68,11 @@ def encode_e2m1(x: Tensor, stochastic: bool = False, generator: torch.Generator 
     octave = (size.view(torch.int32) & 0x7F800000).clamp_(min=0x3F800000)
     if stochastic:
         spacing = (octave - (17 << 23)).view(torch.float32)
-        size.add_(_odd_numbers(x.shape, generator, x.device).mul_(spacing))
+        # Odd numbers / 2 within (-2^15, 2^15): never zero, never a tie. A draw yields four.
+        words = _random_words(x.numel(), 1, generator, x.device)[0, : x.numel()]
+        size.add_(words.view(x.shape).float().add_(0.5).mul_(spacing))
     sums = (octave + ((22 << 23) + 2)).view(torch.float32).add_(size).view(torch.int32)
     return sums.add_(octave.bitwise_right_shift_(22)).to(torch.uint8).bitwise_or_(sign)
-
-
-def _odd_numbers(shape: torch.Size, generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Return odd random numbers / 2 within (-2^15, 2^15), FP32: never zero, never a tie. A draw yields four."""
-    return _random_words(shape.numel(), 1, generator, device)[0, : shape.numel()].view(shape).float().add_(0.5)
 
 
 def _random_words(n: int, draws: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
@@ -255,8 +247,9 @@ class NVFP4Quantizer(Quantizer):
             data, scale, amax = made
             row = pack(data), pad_to(scale.repeat_interleave(shared, 0), 128, 4), amax
         if columnwise:
-            same = made if self._same_values else None
-            data, scale, amax = same or self._cast_blocks(self._transformed(x), (BLOCK, shared))
+            # Whether both copies hold the same values.
+            same = self.with_2d_quantization and not (self.with_rht or self.stochastic_rounding)
+            data, scale, amax = (same and made) or self._cast_blocks(self._transformed(x), (BLOCK, shared))
             # The amax is a tensor of its own, as in Transformer Engine.
             column = pack_rows(data), pad_to(scale.repeat_interleave(shared, 1).t(), 128, 4), amax.clone()
         return *row, *column
@@ -273,11 +266,6 @@ class NVFP4Quantizer(Quantizer):
         if self.stochastic_rounding:
             noise = _random_words(x.numel(), rowwise + columnwise, self.generator, x.device)
         return fused.cast_nvfp4(x, t, amax, noise, self.with_2d_quantization, rowwise, columnwise)
-
-    @property
-    def _same_values(self) -> bool:
-        """True if both copies hold the same values."""
-        return self.with_2d_quantization and not (self.with_rht or self.stochastic_rounding)
 
     def _transformed(self, x: Tensor) -> Tensor:
         """Transform each 16 elements of the columns of x `[M, K]`, in the dtype of x."""

@@ -1,0 +1,221 @@
+"""Expert parallelism of a CausalLM: each of several ranks holds some of every layer's experts and all other parameters.
+
+Rank r of n has the experts from r * E / n on, as weights 0 to E / n - 1 of its te.GroupedLinears; each rank has tokens
+of its own. A layer sends the rows of its tokens to the ranks of their experts and gets the experts' outputs back
+(`Exchange`). Each expert's rows are in the order of ranks and then of tokens, as in one process that has all tokens.
+
+Whatever holds one tensor per parameter (a state, an optimizer, a folder) has the names and the order of the whole
+model: `every` lists them, with stand-ins for the experts of other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from te_models.config.layer import LayerSpec
+from te_models.config.model import ModelConfig
+from te_models.config.moe import with_local_experts
+from te_models.config.recipe import Recipe
+from te_models.distributed.collectives import all_to_all
+from te_models.errors import UsageError
+from te_models.kernels.expert_rows import RowKernels
+from te_models.model.router import Places, places
+from te_models.model.tensor_parallel import Mapped
+
+T = TypeVar("T")
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """The ranks that share the experts of a model; `mesh` None: one rank, which has all of them."""
+
+    config: ModelConfig
+    mesh: DeviceMesh | None = None
+    fp8: bool = False  # whether rows are sent to experts in FP8
+
+    def __post_init__(self) -> None:
+        if self.fp8 and self.mesh is None:
+            raise UsageError("ep_fp8=True sends tokens to the ranks of ep_mesh in FP8: give ep_mesh")
+        if self.mesh is not None and self.mesh.ndim != 1:
+            raise UsageError(f"ep_mesh has {self.mesh.ndim} dimensions: give that of the experts, mesh['ep']")
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ExpertParallel:
+        return self
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return 1 if self.mesh is None else self.mesh.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among them."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank()
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Their process group."""
+        return None if self.mesh is None else self.mesh.get_group()
+
+    def local(self, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+        """Return the layers with one rank's experts.
+
+        Raises:
+            UsageError: there are none, or they cannot be divided evenly.
+        """
+        return layers if self.size == 1 else with_local_experts(layers, self.size)
+
+    def wait(self) -> None:
+        """Wait until all ranks are here."""
+        if self.size > 1:
+            dist.barrier(self.group)
+
+    def check_recipe(self, recipe: Recipe, fp8_params: bool) -> None:
+        """Raise if experts on different ranks could not have the scales that they have on one."""
+        if self.size > 1 and (recipe.stateful or fp8_params):
+            what = "--fp8-params" if fp8_params else f"recipe {recipe.name!r}"
+            raise UsageError(
+                f"{what} needs scales that all ranks share, which experts on different ranks have not: use "
+                f"{'--parallel fsdp' if fp8_params else 'recipe current, blockwise or bf16, or --parallel fsdp'}"
+            )
+
+    def owner(self, name: str) -> int | None:
+        """Return the rank that has the parameter `name` of the whole model; None: all have it."""
+        expert = self._expert(name)
+        return None if expert is None else expert // self._held
+
+    def every(self, named: Iterable[tuple[str, T]], stand_in: Callable[[T], T]) -> Iterator[tuple[str, T]]:
+        """Yield (name, value) of the whole model, in its order, from those of this rank.
+
+        Another rank's expert gets stand_in(value of the expert in the same place on this rank).
+        """
+        for _, run in groupby(named, key=lambda item: self._module(item[0]) or item[0]):
+            own = list(run)
+            ranks = range(self.size) if self._module(own[0][0]) else [self.rank]
+            for rank in ranks:
+                for name, value in own:
+                    yield self._renamed(name, rank * self._held), value if rank == self.rank else stand_in(value)
+
+    def own(self, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+        """Yield those of (name, value) of the whole model that this rank has, under this rank's names."""
+        for name, value in named:
+            if self.owner(name) in (None, self.rank):
+                yield self._renamed(name, -self.rank * self._held), value
+
+    @torch.no_grad()
+    def fetch(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
+        """Return the parameter `name` of the whole model, or a tensor of its shape, from its owner; a collective.
+
+        `tensor` is whole on the owner, and a stand-in of the same shape and dtype on the others.
+        """
+        owner = self.owner(name)
+        if self.size == 1 or owner is None or not tensor.dim():
+            return tensor
+        found = tensor.to(device).contiguous() if owner == self.rank else tensor.new_empty(tensor.shape, device=device)
+        dist.broadcast(found, group=self.group, group_src=owner)
+        return found
+
+    def gather(self, state: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """Return the state of the whole model, on every rank, from this rank's; a collective."""
+        return {name: self.fetch(name, tensor, device) for name, tensor in self.every(state.items(), stand_in)}
+
+    def exchange(self, sent: Places, alignment: int, kernels: RowKernels) -> Exchange:
+        """Agree with the other ranks on the way of rows whose places, without padding, are `sent`; a collective.
+
+        The host waits for the numbers of rows.
+        """
+        own = torch.tensor(sent.rows, device=sent.row.device)  # of each expert
+        counts = all_to_all(own, self.group).view(self.size, -1)  # [ranks, experts of this rank]
+        experts = torch.arange(counts.shape[1], device=own.device).repeat(self.size)
+        arrived = experts.repeat_interleave(counts.flatten())[:, None]
+        to_each = own.view(self.size, -1).sum(1)
+        sizes, received = torch.stack((to_each, counts.sum(1))).tolist()
+        return Exchange(sizes, received, places(arrived, counts.shape[1], alignment), self.group, self.fp8, kernels)
+
+    @property
+    def _held(self) -> int:
+        """Experts per layer and rank."""
+        return 0 if self.config.moe is None else self.config.moe.num_experts // self.size
+
+    def _module(self, name: str) -> str | None:
+        """Return the module of the parameter `name` if it is a linear whose experts are divided."""
+        if self.size == 1:
+            return None
+        module = name[max(0, name.find("layers.")) :].rpartition(".")[0]
+        linear = self.config.linears.get(module)
+        return module if linear is not None and linear.experts else None
+
+    def _expert(self, name: str) -> int | None:
+        return None if self._module(name) is None else int(name[len(name.rstrip("0123456789")) :])
+
+    def _renamed(self, name: str, shift: int) -> str:
+        expert = self._expert(name)
+        return name if expert is None else f"{name.rstrip('0123456789')}{expert + shift}"
+
+
+def stand_in(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape and dtype that takes no memory; a scalar, such as a number of steps, is copied.
+
+    Only its shape and dtype mean anything.
+    """
+    if not tensor.dim():
+        return tensor.clone()
+    return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
+
+
+def scratch(tensor: Tensor) -> Tensor:
+    """Return memory for values that only other ranks keep: every rank draws all random numbers."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+class Exchange(NamedTuple):
+    """The way of one layer's rows [S, D] to the ranks of their experts, and back."""
+
+    sent: list[int]  # rows to each rank
+    received: list[int]  # rows from each rank
+    places: Places  # of the received rows among those of this rank's experts, padding included
+    group: dist.ProcessGroup | None
+    fp8: bool  # whether rows travel to experts in FP8; outputs and gradients never do
+    kernels: RowKernels
+
+    def to_experts(self, rows: Tensor) -> Tensor:
+        """Return the rows of this rank's experts [R, D], zeros for padding."""
+        return Mapped.apply(rows, lambda x: self.forth(x, self.fp8), self.back)
+
+    def from_experts(self, rows: Tensor) -> Tensor:
+        """Return the rows of this rank's tokens [S, D] from those of the experts [R, D]."""
+        return Mapped.apply(rows, self.back, self.forth)
+
+    def forth(self, rows: Tensor, fp8: bool = False) -> Tensor:
+        """Do what `to_experts` does, without a gradient."""
+        arrived = all_to_all(packed(rows) if fp8 else rows, self.group, self.sent, self.received)
+        arrived = unpacked(arrived, rows.dtype) if fp8 else arrived
+        return self.kernels.gather(arrived, self.places.token, None, None)[0]
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Do what `from_experts` does, without a gradient."""
+        leaving = rows.index_select(0, self.places.row[:, 0])
+        return all_to_all(leaving, self.group, self.received, self.sent)
+
+
+def packed(rows: Tensor) -> Tensor:
+    """Return rows [n, D] in E4M3, each with its own FP32 scale behind it: uint8 [n, D + 4]."""
+    scale = rows.abs().amax(1, keepdim=True).float() / E4M3_MAX
+    scale = scale.masked_fill(scale == 0, 1.0)
+    codes = (rows.float() / scale).to(torch.float8_e4m3fn)
+    return torch.cat((codes.view(torch.uint8), scale.view(torch.uint8)), 1)
+
+
+def unpacked(sent: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the rows [n, D] of `packed`, rounded to `dtype`."""
+    codes, scale = sent[:, :-4].view(torch.float8_e4m3fn), sent[:, -4:].contiguous().view(torch.float32)
+    return (codes.float() * scale).to(dtype)
