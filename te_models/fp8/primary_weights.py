@@ -165,14 +165,14 @@ def keep_initial_value(parameter: Tensor, value: Tensor) -> None:
 def drop_initial_values(model: nn.Module) -> None:
     """Free the values that FP8 weights were made from, once an optimizer has their masters."""
     for _, _, _, fp8 in _owners(model):
-        vars(fp8).pop(_INITIAL_VALUE, None)
+        fp8.__dict__.pop(_INITIAL_VALUE, None)
 
 
 @torch.no_grad()
 def new_master(parameter: Tensor) -> Tensor:
     """Return the FP32 master of an FP8 weight: the stored values it was made from, else the dequantized ones."""
     fp8 = _fp8_of(parameter)
-    value = vars(fp8).pop(_INITIAL_VALUE, None)
+    value = fp8.__dict__.pop(_INITIAL_VALUE, None)
     if value is None:
         return plain(parameter).float()
     return from_shard(value.to(fp8.device, torch.float32, copy=True), parameter)

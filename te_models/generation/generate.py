@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from te_models.data.tokenizer import Tokenizer, text_after
-from te_models.errors import UsageError
+from te_models.errors import UsageError, mistyped
 from te_models.fp8.region import evaluating
 from te_models.generation.decode_loop import cached_tokens, recomputed_tokens
 from te_models.generation.options import GenerationOptions, Settings, complete
@@ -168,6 +168,8 @@ def _kept(ids: Tensor, mask: Tensor | None) -> Tensor:
 def _check_room(model: Decoder, length: int, max_new_tokens: int) -> None:
     limit = model.config.longest_sequence
     name = "max_position_embeddings" if limit == model.config.max_position_embeddings else "the stretched limit of RoPE"
+    if wanted := mistyped(max_new_tokens, int):
+        raise UsageError(f"max_new_tokens={max_new_tokens!r} is of a wrong type: give {wanted}")
     if max_new_tokens < 1:
         raise UsageError(f"max_new_tokens={max_new_tokens} adds nothing: give 1 or more")
     if length + max_new_tokens > limit:

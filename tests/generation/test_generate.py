@@ -266,6 +266,7 @@ def test_a_stop_string_may_begin_with_the_first_space(sentencepiece: Any, monkey
         ([1] * 97, {}, "max_position_embeddings=96"),
         ([1], dict(max_new_tokens=96), "max_position_embeddings=96"),
         ([1], dict(max_new_tokens=0), "max_new_tokens=0"),
+        ([1], dict(max_new_tokens="8"), "max_new_tokens='8' is of a wrong type: give a whole number"),
         ([1], dict(do_sample=True, temperature=0.0), "temperature=0.0"),
         ([1], dict(do_sample=True, top_k=0), "top_k=0"),
         ([1], dict(do_sample=True, top_p=1.5), "top_p=1.5"),
