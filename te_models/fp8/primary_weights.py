@@ -159,7 +159,7 @@ def take_master(parameter: Tensor, master: Tensor) -> None:
 def keep_initial_value(parameter: Tensor, value: Tensor) -> None:
     """Store the values that an FP8 weight was made from, where Transformer Engine's optimizers look for them too."""
     own = shard_of(value, parameter).detach()
-    vars(_fp8_of(parameter))[_INITIAL_VALUE] = own.to("cpu", parameter.dtype, copy=own is not value)
+    _fp8_of(parameter).__dict__[_INITIAL_VALUE] = own.to("cpu", parameter.dtype, copy=own is not value)
 
 
 def drop_initial_values(model: nn.Module) -> None:
