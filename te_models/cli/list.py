@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import click
 from rich.table import Column, Table
@@ -44,7 +45,7 @@ def _shapes(title: str, configs: Mapping[str, ModelConfig]) -> Table:
     names = ("size", "vocab", "hidden", "layers", "heads", "MLP")
     numbers = (Column(name, justify="right", no_wrap=True) for name in names)
     name, gate = (Column(name, no_wrap=True) for name in ("name", "gate"))
-    plain: dict[str, object] = dict(box=None, pad_edge=False, collapse_padding=True)
+    plain: dict[str, Any] = dict(box=None, pad_edge=False, collapse_padding=True)
     table = Table(name, *numbers, gate, title=title, title_justify="left", **plain)
     for name, c in configs.items():
         count = c.num_parameters

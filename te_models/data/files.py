@@ -13,7 +13,7 @@ import stat
 from collections.abc import Collection, Iterator
 from fnmatch import fnmatch
 from pathlib import PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -122,7 +122,7 @@ def open_bytes(path: str) -> Iterator[IO[bytes]]:
     compression = None if file_format(path) == "Parquet" else compression_of(path)
     with readable_errors(path), fsspec.open(path, "rb") as file:
         if compression is None:
-            yield file
+            yield cast(IO[bytes], file)
             return
         with needs(f"{path}: {compression}", "pyarrow", "15", "train"):
             import pyarrow  # noqa: PLC0415

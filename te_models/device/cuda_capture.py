@@ -24,7 +24,7 @@ def outside_captures() -> Iterator[None]:
 
 
 @contextmanager
-def capture(graph: object, stream: object, *generators: torch.Generator) -> Iterator[None]:
+def capture(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, *generators: torch.Generator) -> Iterator[None]:
     """Capture the body of the `with` statement into a CUDA graph.
 
     Args:

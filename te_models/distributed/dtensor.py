@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ def from_shard(own: Tensor, like: Tensor) -> Tensor:
     """Return the DTensor that is split as `like` is and whose shard on this rank is `own`."""
     if not isinstance(like, DTensor):
         return own
-    place: dict[str, object] = dict(shape=like.shape, stride=like.stride(), run_check=False)
+    place: dict[str, Any] = dict(shape=like.shape, stride=like.stride(), run_check=False)
     return DTensor.from_local(own, like.device_mesh, like.placements, **place)
 
 

@@ -402,8 +402,8 @@ def _grouped(module: GroupedLinear, x: Tensor, rows: list[int], is_first_microba
     )
     trains = torch.is_grad_enabled() and x.requires_grad and weights[0].requires_grad
     plain = is_first_microbatch is None and not module.use_bias and not isinstance(weights[0], QuantizedTensor)
-    plain = plain and not isinstance(module, FSDPModule)  # whose weights are gathered by hooks around its own forward
-    if casts and trains and plain and x.dtype == weights[0].dtype == torch.bfloat16:
+    sharded = issubclass(type(module), FSDPModule)  # whose weights are gathered by hooks around its own forward
+    if casts and trains and plain and not sharded and x.dtype == weights[0].dtype == torch.bfloat16:
         return _Grouped.apply(x, rows, built, *weights)
     return module(x, rows, is_first_microbatch=is_first_microbatch)
 

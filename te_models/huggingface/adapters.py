@@ -58,9 +58,9 @@ class Rows(nn.Linear):
         weight = owner.get_parameter("weight")
         return self.place.save(torch.arange(len(weight), device=weight.device))
 
-    def forward(self, x: Tensor, *args: object, **options: object) -> Tensor:
-        """Return the rows' output in the pass under way; outside of one, x [N, in] times the weight."""
-        return F.linear(x, self.weight, self.bias) if self.output is None else self.output
+    def forward(self, input: Tensor, *args: object, **options: object) -> Tensor:
+        """Return the rows' output in the pass under way; outside of one, the input [N, in] times the weight."""
+        return F.linear(input, self.weight, self.bias) if self.output is None else self.output
 
 
 class Head(nn.Linear):

@@ -94,7 +94,7 @@ class Evaluation(Printable):
         return dict(model=self.model, data=self.data, losses=losses, scores=scores, remarks=self.remarks)
 
     def __rich__(self) -> Group:
-        parts: list[object] = []
+        parts: list[Any] = []
         if self.data:
             parts += [Text(f"{self.model} on {self.data}", "bold"), *map(Text, self.remarks), self._loss_table()]
         if self.scores:

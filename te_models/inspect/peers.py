@@ -7,6 +7,7 @@ cuDNN attention where it applies. Only the timed part is here: one forward and b
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ Step = Callable[[], Tensor]
 class TorchBlock(nn.Module):
     """The block of te_models/model/block.py in torch.nn modules. x [B, S, D] -> [B, S, D]."""
 
-    def __init__(self, config: ModelConfig, **factory: object) -> None:
+    def __init__(self, config: ModelConfig, **factory: Any) -> None:
         super().__init__()
         layer = config.layers[0]
         assert isinstance(layer.mixer, AttentionSpec)
@@ -53,7 +54,7 @@ class Peer(nn.Module):
     """Embedding, blocks, norm and head; `call` runs all blocks."""
 
     def __init__(
-        self, config: ModelConfig, blocks: list[nn.Module], call: Callable[..., Tensor], **factory: object
+        self, config: ModelConfig, blocks: list[nn.Module], call: Callable[..., Tensor], **factory: Any
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, **factory)
@@ -70,7 +71,7 @@ class Peer(nn.Module):
 def torch_peer(config: ModelConfig, device: torch.device, convert: Callable[[nn.Module], None] | None = None) -> Peer:
     """Build the BF16 peer of nn.Linear and nn.RMSNorm; `convert` modifies it before blocks are compiled on a GPU."""
     _check(config)
-    factory: dict[str, object] = dict(device=device, dtype=torch.bfloat16)
+    factory: dict[str, Any] = dict(device=device, dtype=torch.bfloat16)
 
     def call(blocks: nn.ModuleList, x: Tensor) -> Tensor:
         positions = torch.arange(x.shape[1], device=x.device)
@@ -106,7 +107,7 @@ def te_layer_peer(config: ModelConfig, device: torch.device, recipe: Recipe | No
     _check(config)
     _need_cuda(device, "te-layer")
     te = engine_module("native")
-    factory: dict[str, object] = dict(device=device, dtype=torch.bfloat16)
+    factory: dict[str, Any] = dict(device=device, dtype=torch.bfloat16)
     blocks = [
         te.TransformerLayer(
             config.hidden_size, config.intermediate_size, config.num_attention_heads,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from te_models.fp8.extra_state import EXTRA, extra_states, read_extra_tensor
 from te_models.fp8.primary_weights import is_quantized, plain
 from te_models.model.decoder import Decoder
 
-State = dict[str, object]  # of a module, by name: tensors, and what other programs put there
+State = dict[str, Any]  # of a module, by name: tensors, and what other programs put there
 
 
 def save_tie_once(model: Decoder) -> None:

@@ -223,7 +223,10 @@ class TEModelsDecoderModel(nn.Module):
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         """input_ids [T] or inputs_embeds [T, D], positions [T] -> [T, D]."""
-        x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        if inputs_embeds is None:
+            assert input_ids is not None
+            inputs_embeds = self.embed_input_ids(input_ids)
+        x = inputs_embeds
         for layer in self.layers:
             x = layer(positions, x)
         return self.norm(x)

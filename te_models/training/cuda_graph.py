@@ -106,7 +106,7 @@ class GraphedStep:
 
     def _capture(self) -> None:
         """Capture the step. A failure changes only `failures`, since a capture executes nothing."""
-        graph: object = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         try:
             with NoHostCopies() if self.shared else nullcontext(), capture(graph, self.stream):
                 self._run()

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,7 @@ def parallel(config: TrainConfig, device: torch.device | str | None = None) -> I
         # torchrun (2.13) has one store for all restarts, in which a restart would find the old addresses.
         store = dist.PrefixStore(f"start-{restarts()}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-        control: object = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        control: Any = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         yield Parallel(config.parallel, Ranks(control), own, *meshes(config, own), config)
     except RuntimeError as error:
         if lost_peer(error):

@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class AdaptedModel(PeftModel):
 
     def __init__(
         self, model: CausalLM, peft_config: PeftConfig, adapter_name: str = "default",
-        fused: Mapping[str, Fused] | None = None, **options: object,
+        fused: Mapping[str, Fused] | None = None, **options: Any,
     ) -> None:  # fmt: skip
         """Freeze `model` and add adapters: `fused`, te.Linear -> adapter, or what `peft_config` targets."""
         config, fused = _resolved(model, peft_config, fused)
@@ -138,10 +138,10 @@ class AdaptedModel(PeftModel):
 
 
 @overload
-def add_lora(model: CausalLM, config: LoraConfig | None = None, **fields: object) -> AdaptedModel: ...
+def add_lora(model: CausalLM, config: LoraConfig | None = None, **fields: Any) -> AdaptedModel: ...
 @overload
-def add_lora(model: TEModelsForCausalLM, config: LoraConfig | None = None, **fields: object) -> PeftModel: ...
-def add_lora(model: CausalLM | TEModelsForCausalLM, config: LoraConfig | None = None, **fields: object) -> PeftModel:
+def add_lora(model: TEModelsForCausalLM, config: LoraConfig | None = None, **fields: Any) -> PeftModel: ...
+def add_lora(model: CausalLM | TEModelsForCausalLM, config: LoraConfig | None = None, **fields: Any) -> PeftModel:
     """Freeze `model` and add adapters to it, which start at zero and change no output.
 
     Targets are our linears (`qkvg_proj`, `o_proj`, `gate_up_proj`, `down_proj`, `lm_head`) or those of transformers
@@ -415,7 +415,7 @@ def _file_content(adapted: AdaptedModel, adapter_name: str) -> tuple[dict[str, T
     return tensors, json.loads(json.dumps(values, default=list))  # peft has sets and enums there
 
 
-def _their_targets(wanted: Mapping[str, Wanted], modules: Modules, rslora: bool) -> dict[str, object]:
+def _their_targets(wanted: Mapping[str, Wanted], modules: Modules, rslora: bool) -> dict[str, Any]:
     """Return the shortest fields of LoraConfig that describe these adapters of transformers' modules."""
     leaves: dict[str, list[str]] = {}
     for name in modules.theirs:

@@ -231,7 +231,7 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
     resharded = config.reshard_after_forward
     blocks: list[Any] = list(model.layers)
     for experts in grouped_linears(model) if parallel.replicas is not None else []:
-        unit = fully_shard(experts, **{**options, "mesh": parallel.replicas}, reshard_after_forward=resharded)
+        unit = fully_shard(experts, **(options | {"mesh": parallel.replicas}), reshard_after_forward=resharded)
         # They have the gradients of the tokens of all processes, which are to be averaged like all others.
         unit.set_gradient_divide_factor(float(parallel.data_world))
     for block in blocks:

@@ -123,7 +123,7 @@ def speed_rows(model: CausalLM, config: TrainConfig) -> dict[str, str]:
 
 
 @contextmanager
-def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Callable[[dict[str, object]], None]]:
+def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Show a progress bar with loss, tokens/s and time left; yield the function that takes each step's metrics.
 
     If the output is not a terminal, print only evaluations, one per line.
@@ -136,7 +136,7 @@ def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Call
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("train", total=config.steps, completed=start, loss="-", speed="-")
 
-        def show(row: dict[str, object]) -> None:
+        def show(row: dict[str, Any]) -> None:
             bar.update(task, completed=row["step"], loss=f"{row['loss']:.3f}", speed=f"{row['tokens_per_second']:,.0f}")
             if line := time_left.line(row):
                 console.print(line)
@@ -192,7 +192,7 @@ def duration(seconds: float) -> str:
 
 def table_of(rows: Mapping[str, str], title: str | None = None) -> Table:
     """Return names and values as a table; a long path is wrapped rather than cut."""
-    style: dict[str, object] = dict(title_justify="left", title_style="bold", box=None, show_header=False)
+    style: dict[str, Any] = dict(title_justify="left", title_style="bold", box=None, show_header=False)
     table = Table("", Column(overflow="fold"), title=title, **style)
     for name, value in rows.items():
         table.add_row(Text(name, "dim"), value)
