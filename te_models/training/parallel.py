@@ -241,8 +241,10 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
     for number, block in enumerate(blocks):
         assert isinstance(block, FSDPModule)
         if config.prefetch_blocks:
-            block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + config.prefetch_blocks])
-            block.set_modules_to_backward_prefetch(blocks[max(0, number - config.prefetch_blocks) : number][::-1])
+            inside = [module for module in block.modules() if isinstance(module, FSDPModule) and module is not block]
+            after, before = blocks[number + 1 :], blocks[:number][::-1]
+            block.set_modules_to_forward_prefetch(inside + after[: config.prefetch_blocks])
+            block.set_modules_to_backward_prefetch(inside[::-1] + before[: config.prefetch_blocks])
     assert parallel.device is not None
     if parallel.device.type == "cpu":
         for module in model.modules():
