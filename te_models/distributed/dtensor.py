@@ -6,16 +6,13 @@ Below, `like` is a DTensor that says how to split, or an ordinary tensor, which 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-
-P = TypeVar("P", bound=Tensor)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -35,14 +32,6 @@ def from_shard(own: Tensor, like: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole tensor on every rank; for a DTensor this is a collective of the ranks that share it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def by_mesh(tensors: Iterable[P]) -> list[list[P]]:
-    """Return the tensors in one list per set of ranks that they are split over: no operation takes DTensors of two."""
-    found: dict[DeviceMesh | None, list[P]] = {}
-    for tensor in tensors:
-        found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
-    return list(found.values())
 
 
 def shares(like: Tensor) -> list[int]:

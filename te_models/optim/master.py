@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, compress
+from itertools import compress
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from te_models.config.chunk_sizes import UPDATE_CHUNK
-from te_models.distributed.dtensor import by_mesh, from_shard, local
+from te_models.distributed.dtensor import from_shard, local
 from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import is_quantized, new_master, take_master
 from te_models.optim.galore import GaLore
@@ -120,7 +120,7 @@ class MasterWeights:
         for parameter in used:  # which may be its own master: an optimizer updates all that have a gradient
             self.gradients.drop(parameter)
         masters = dict(zip(self.parameters, self.masters, strict=True))
-        for parameters in chain.from_iterable(chunks(alike, UPDATE_CHUNK) for alike in by_mesh(used)):
+        for parameters in chunks(list(used), UPDATE_CHUNK):
             chunk = [(parameter, masters[parameter]) for parameter in parameters]
             self._hand_over(chunk, (used.pop(parameter) for parameter in parameters))
             for optimizer in self.optimizers:

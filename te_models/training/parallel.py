@@ -239,18 +239,18 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
     fully_shard(model, reshard_after_forward=False, **options)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nobody changes it in place
     for number, block in enumerate(blocks):
-        assert isinstance(block, FSDPModule)
+        inside = [module for module in block.modules() if isinstance(module, FSDPModule) and module is not block]
         if config.prefetch_blocks:
-            block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + config.prefetch_blocks])
-            block.set_modules_to_backward_prefetch(blocks[max(0, number - config.prefetch_blocks) : number][::-1])
+            after, before = blocks[number + 1 :], blocks[:number][::-1]
+            block.set_modules_to_forward_prefetch(inside + after[: config.prefetch_blocks])
+            block.set_modules_to_backward_prefetch(inside[::-1] + before[: config.prefetch_blocks])
     assert parallel.device is not None
     if parallel.device.type == "cpu":
         for module in model.modules():
             alone = parallel.replicas is not None and parallel.replicas.size() == 1
             if isinstance(module, FSDPModule) and not (alone and isinstance(module, model.te.GroupedLinear)):
-                module.set_force_sum_reduction_for_comms(
-                    True
-                )  # gloo has no average; FSDP2 would divide one rank's twice
+                # gloo has no average; of a unit on one rank FSDP2 would divide twice.
+                module.set_force_sum_reduction_for_comms(True)
     requantize_in_backward(model, resharded)
 
 

@@ -98,20 +98,20 @@ def save_and_load(mesh: DeviceMesh, folder: Path) -> None:
 
 
 def payload(mesh: DeviceMesh) -> dict[str, Any]:
-    """Rows of which every rank sends some to each expert, in full and in FP8: what arrives, and their gradients."""
+    """Return the rows that arrive where every rank sends some to each expert, in full and in FP8."""
     torch.manual_seed(3 + mesh.get_local_rank())
     rows = torch.randn(30, 64) * torch.logspace(-6, 4, 30)[:, None]
     rows[7] = 0
+    dy = torch.randn(30, 64)
     sent = places(torch.arange(4).repeat(8)[:30, None], 4, 1)
     found: dict[str, Any] = {}
     for fp8 in (False, True):
         x = rows.clone().requires_grad_()
         exchange = ExpertParallel(CONFIG, mesh, fp8).exchange(sent, 16, PLAIN)
         arrived = exchange.to_experts(x)
-        back = exchange.from_experts(arrived * 3)
-        back.square().sum().backward()
-        assert x.grad is not None
-        found[f"{fp8}"] = (arrived.detach(), x.grad / back.detach())
+        exchange.from_experts(arrived * 3).backward(dy)
+        assert x.grad is not None and torch.equal(x.grad, 3 * dy), "gradients travel in full"
+        found[f"{fp8}"] = arrived.detach()
     found["bytes"] = packed(rows).numel()
     return found
 
@@ -157,16 +157,14 @@ def test_two_ranks_have_the_loss_and_the_gradients_of_one(name: str, folder: Pat
     assert max(errors.values()) < bound, max(errors, key=errors.get)
 
 
-def test_rows_in_fp8_are_rounded_once_and_their_gradients_are_not(folder: Path) -> None:
+def test_rows_in_fp8_are_rounded_once(folder: Path) -> None:
     found = torch.load(folder / "found.pt")["payload"]
-    (full, gradient), (rounded, straight) = found["False"], found["True"]
+    full, rounded = found["False"], found["True"]
     step = full.abs().amax(1, keepdim=True) / 448 * 2.0**-9  # between E4M3's subnormal numbers
     error = (rounded - full).abs()
     # Half the distance of two codes: 2^-4 of a normal number.
     assert (error <= torch.maximum(full.abs() * 2.0**-4, step / 2) * (1 + 1e-6)).all() and (error > 0).any()
     assert not rounded[full.abs().amax(1) == 0].any()
-    for factor in (gradient, straight):  # d (3 x)^2 / d x = 6 * 3 x, whatever was sent; of zeros 0 / 0
-        torch.testing.assert_close(factor.nan_to_num(6.0), torch.full_like(factor, 6.0))
     assert found["bytes"] == 30 * (64 + 4)
 
 
