@@ -118,7 +118,7 @@ def write_weight(parameter: Tensor, value: Tensor, for_master: bool = True) -> N
     if for_master:
         keep_initial_value(parameter, value)
     else:
-        vars(fp8).pop(_INITIAL_VALUE, None)  # values that the weight no longer has
+        fp8.__dict__.pop(_INITIAL_VALUE, None)  # values that the weight no longer has
 
 
 @torch.no_grad()
