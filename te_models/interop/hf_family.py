@@ -95,6 +95,8 @@ class Family:
         named = {"architectures": [self.architecture], "model_type": self.model_type}
         if not self.inner:
             return {**named, **theirs}
+        if self.text_type:
+            theirs["model_type"] = self.text_type
         return {**named, "tie_word_embeddings": config.tie_word_embeddings, self.inner: theirs}
 
     def rewritten(self, own: Values, config: ModelConfig) -> Fields:
