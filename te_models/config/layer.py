@@ -75,7 +75,7 @@ class LinearSpec:
 
     @property
     def adapted(self) -> bool:
-        """Whether LoRA adapts it unless targets are named: no expert, nor the router that chooses among them."""
+        """Return True if LoRA adapts it by default: experts and routers only when they are named as targets."""
         return not self.experts and self.name != "router"
 
     @property

@@ -25,7 +25,7 @@ EVERYDAY = "Options"  # the group of the options that --help lists; --help-all l
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a field of settings is on the command line, in run.toml, and when it is checked.
+    """Describe one field of the settings: its option, its name in run.toml, and its checks.
 
     Attributes:
         name: its name in run.toml, and in kebab case on the command line.
@@ -67,7 +67,7 @@ class Setting:
 
     @property
     def several(self) -> bool:
-        """Whether it has several texts."""
+        """Return True if it holds several texts."""
         return self.kinds[0] is tuple
 
     @property

@@ -51,7 +51,7 @@ def hugging_face_documents(folder: Path) -> Fields | None:
 
 @dataclass(frozen=True)
 class Description:
-    """What the documents in a folder say: the architecture, the shape and the dtype of the model, and its origin."""
+    """The architecture, shape, dtype and origin of a model, as the JSON files of its folder describe them."""
 
     family: Family
     config: ModelConfig

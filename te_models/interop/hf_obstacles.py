@@ -1,4 +1,4 @@
-"""What keeps a decoder of Hugging Face from being read, by its config.json: for the line that refuses it. No torch."""
+"""Reasons why a decoder of Hugging Face cannot be loaded, found in its config.json, for the error message. No torch."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +54,7 @@ class Origin:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opened:
+class Opened(ABC):
     """A folder with a model, whose names, sizes and documents were checked; values may be read as they are asked for.
 
     Attributes:
@@ -72,25 +73,25 @@ class Opened:
     recipe: Recipe | None = None
     in_fp8: bool = False
 
+    @abstractmethod
     def fit(self, shapes: Mapping[str, torch.Size]) -> None:
         """Raise a CheckpointError unless the tensors are those of a model whose parameters have these shapes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def parameters(self, like: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield name and values of each parameter, whole; one that is made of parts has the dtype and device of `like`.
 
         Raises:
             CheckpointError: a value is not finite, or a file changed.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def fitting_fp8(self, model: Decoder) -> dict[str, Tensor]:
         """Return the data and scales of FP8 weights that `model` can take over, under its names, once they fit."""
-        raise NotImplementedError
 
+    @abstractmethod
     def restore_fp8(self, model: Decoder) -> None:
         """Give `model`, which has the weights, the scales and quantized weights of the folder that it has a use for."""
-        raise NotImplementedError
 
 
 def read_own_config(

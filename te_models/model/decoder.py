@@ -111,7 +111,7 @@ class Decoder(nn.Module):
         self.config = config
         self.router_losses = config.moe  # the factors of the routers' losses in training; a run may have others
         self.tp = TensorParallel(tp_mesh, sequence_parallel)
-        self.ep = ExpertParallel(config, ep_mesh, ep_fp8)
+        self.ep = ExpertParallel(ep_mesh, config, ep_fp8)
         self.specs = self.ep.local(self.tp.local(config))
         self.activation_checkpointing = check_mode(activation_checkpointing)
         self.activation_offload, self.host_memory = activation_offload, HostMemory()

@@ -18,13 +18,13 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from te_models.config.layer import LayerSpec
 from te_models.config.model import ModelConfig
 from te_models.config.moe import with_local_experts
 from te_models.config.recipe import Recipe
 from te_models.distributed.collectives import all_to_all
+from te_models.distributed.mesh_ranks import MeshRanks
 from te_models.errors import UsageError
 from te_models.kernels.expert_rows import RowKernels
 from te_models.model.router import Places, places
@@ -35,11 +35,10 @@ E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 @dataclass(frozen=True)
-class ExpertParallel:
+class ExpertParallel(MeshRanks):
     """The ranks that share the experts of a model; `mesh` None: one rank, which has all of them."""
 
     config: ModelConfig
-    mesh: DeviceMesh | None = None
     fp8: bool = False  # whether rows are sent to experts in FP8
 
     def __post_init__(self) -> None:
@@ -47,24 +46,6 @@ class ExpertParallel:
             raise UsageError("ep_fp8=True sends tokens to the ranks of ep_mesh in FP8: give ep_mesh")
         if self.mesh is not None and self.mesh.ndim != 1:
             raise UsageError(f"ep_mesh has {self.mesh.ndim} dimensions: give that of the experts, mesh['ep']")
-
-    def __deepcopy__(self, memo: dict[int, object]) -> ExpertParallel:
-        return self
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return 1 if self.mesh is None else self.mesh.size()
-
-    @property
-    def rank(self) -> int:
-        """This rank's number among them."""
-        return 0 if self.mesh is None else self.mesh.get_local_rank()
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """Their process group."""
-        return None if self.mesh is None else self.mesh.get_group()
 
     def local(self, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
         """Return the layers with one rank's experts.

@@ -11,7 +11,7 @@ from te_models.model.router import RoutingReport
 
 
 class Wanted(NamedTuple):
-    """What a pass is to return, by arguments of Decoder.forward."""
+    """The outputs that the arguments of Decoder.forward ask for."""
 
     labels: Tensor | None
     attention_mask: Tensor | None

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from te_models.config.layer import LayerSpec, LinearSpec, Section
@@ -33,6 +32,7 @@ from te_models.config.recipe import Recipe
 from te_models.device.autograd import Context
 from te_models.distributed.collectives import all_gather, all_reduce
 from te_models.distributed.dtensor import filling, whole
+from te_models.distributed.mesh_ranks import MeshRanks
 from te_models.errors import UsageError
 from te_models.fp8.primary_weights import is_quantized, write_weight
 
@@ -56,7 +56,7 @@ def divided_linear(name: str, config: ModelConfig) -> LinearSpec | None:
 
 
 @dataclass(frozen=True)
-class TensorParallel:
+class TensorParallel(MeshRanks):
     """The ranks that share a model; `mesh` None: one rank, for which every method here is the identity."""
 
     mesh: DeviceMesh | None = None
@@ -67,24 +67,6 @@ class TensorParallel:
             raise UsageError("sequence_parallel=True divides the tokens between the ranks of tp_mesh: give tp_mesh")
         if self.mesh is not None and self.mesh.ndim != 1:
             raise UsageError(f"tp_mesh has {self.mesh.ndim} dimensions: give that of tensor parallelism, mesh['tp']")
-
-    def __deepcopy__(self, memo: object) -> TensorParallel:
-        return self
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return 1 if self.mesh is None else self.mesh.size()
-
-    @property
-    def rank(self) -> int:
-        """This rank's number among them."""
-        return 0 if self.mesh is None else self.mesh.get_local_rank()
-
-    @property
-    def group(self) -> ProcessGroup | None:
-        """Their process group."""
-        return None if self.mesh is None else self.mesh.get_group()
 
     @property
     def scatters(self) -> bool:

@@ -73,7 +73,7 @@ def gradients(model: CausalLM, values: dict[str, Tensor], name: str) -> tuple[Te
 
 def compare(name: str, mesh: DeviceMesh) -> dict[str, float]:
     """Return the relative difference of the loss and of every gradient from those of one process."""
-    ep, values = ExpertParallel(CONFIG, mesh), batch(name)
+    ep, values = ExpertParallel(mesh, CONFIG), batch(name)
     mine = {key: value.chunk(2)[ep.rank] for key, value in values.items()}
     loss, own = gradients(build(mesh, **CASES[name]), mine, name)
     expected, whole = gradients(build(**CASES[name]), values, name)
@@ -107,7 +107,7 @@ def payload(mesh: DeviceMesh) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for fp8 in (False, True):
         x = rows.clone().requires_grad_()
-        exchange = ExpertParallel(CONFIG, mesh, fp8).exchange(sent, 16, PLAIN)
+        exchange = ExpertParallel(mesh, CONFIG, fp8).exchange(sent, 16, PLAIN)
         arrived = exchange.to_experts(x)
         exchange.from_experts(arrived * 3).backward(dy)
         assert x.grad is not None and torch.equal(x.grad, 3 * dy), "gradients travel in full"

@@ -1,0 +1,34 @@
+"""The ranks of a DeviceMesh of one dimension that share a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class MeshRanks:
+    """Base of what has a `mesh`; None stands for one rank. A copy of a model shares it."""
+
+    mesh: DeviceMesh | None
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return 1 if self.mesh is None else self.mesh.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among them."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank()
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """Their process group."""
+        return None if self.mesh is None else self.mesh.get_group()
