@@ -36,7 +36,7 @@ def export(
     """
     from te_models.errors import unknown  # noqa: PLC0415
     from te_models.serving.formats import FORMATS  # noqa: PLC0415  imports torch
-    from te_models.serving.text import read_batches  # noqa: PLC0415
+    from te_models.serving.parity import read_batches  # noqa: PLC0415
 
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)

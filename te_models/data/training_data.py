@@ -21,9 +21,8 @@ from te_models.data.encoding import Encoded, encode_documents, fit_records
 from te_models.data.files import COMPRESSIONS
 from te_models.data.formats import Document
 from te_models.data.json_files import read_file
-from te_models.data.own_records import Formatting, is_records, read_records
 from te_models.data.python_docstrings import PYTHON_DOCSTRINGS, python_docstrings
-from te_models.data.sources import Source, open_sources
+from te_models.data.sources import Formatting, Source, is_records, open_sources, read_records
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer, load_tokenizer
 from te_models.distributed.control import Ranks

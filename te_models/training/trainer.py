@@ -44,7 +44,6 @@ from te_models.training.cuda_graph import GraphedStep, step_obstacle
 from te_models.training.evaluation import Batch, count_targets, diagnosis, evaluate, to_device
 from te_models.training.metrics import MetricsLog
 from te_models.training.parallel import Parallel, reshard
-from te_models.training.queued_step import QueuedStep, Row
 from te_models.training.recipe_schedule import RecipeSchedule
 from te_models.training.restore import position_mistakes, read_random_states, result_mistakes
 from te_models.training.result import Result
@@ -52,7 +51,7 @@ from te_models.training.resume import run_choices
 from te_models.training.routers import mean_of_routers, router_row, weigh_losses
 from te_models.training.settings import RUN_FILE
 from te_models.training.stop_signals import stop_signals
-from te_models.training.timing import copy_to_host, elapsed, timestamp
+from te_models.training.timing import QueuedStep, Row, copy_to_host, elapsed, timestamp
 
 RECENT = 100  # steps whose median speed is the speed of the run
 SAVE_RETRY_PAUSES = (1.0, 5.0)  # seconds before a failed save is tried again
