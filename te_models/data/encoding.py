@@ -210,6 +210,21 @@ def fit_records(
     return kept, fitted if keep.all() and not cut else fitted.select(kept), Fit(too_long, longest, cut, unanswered)
 
 
+def keep_fitting(
+    encoded: Encoded, tokenizer: Tokenizer, seq_len: int, truncate: str, limit: int | None = None
+) -> tuple[NDArray[np.int64], Encoded, list[str]]:
+    """Return the indices of the documents that `fit_records` keeps, these documents, and lines about the others.
+
+    Raises:
+        DataError: none is left.
+    """
+    kept, fitted, fit = fit_records(encoded, seq_len, truncate, tokenizer.bos_token_id)
+    if not len(kept):
+        lines = fit.describe(len(encoded), seq_len, truncate, limit)
+        raise DataError(f"no record is left: {'; '.join(lines)}")
+    return kept, fitted, fit.describe(int(encoded.records.sum()), seq_len, truncate, limit)
+
+
 def _encode_conversations(
     documents: Sequence[Document], tokenizer: Tokenizer
 ) -> Iterator[tuple[NDArray[np.integer], NDArray[np.bool_]]]:

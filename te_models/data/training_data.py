@@ -17,7 +17,7 @@ from te_models.config.data import DataConfig, parse_columns
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.documents import in_evaluation, load_documents, refuse_mixture, split_documents
-from te_models.data.encoding import Encoded, encode_documents, fit_records
+from te_models.data.encoding import Encoded, encode_documents, keep_fitting
 from te_models.data.files import COMPRESSIONS
 from te_models.data.formats import Document
 from te_models.data.json_files import read_file
@@ -158,14 +158,14 @@ class _Opening:
     def in_memory(self) -> tuple[TokenDataset, list[dict[str, Tensor]]]:
         """Read all documents, leave out what does not fit, and split them."""
         documents, weights, held_out = self._load()
-        remarks = self._describe_sources() + self._template()
+        remarks = [source.describe() for source in self.sources] + self._template()
         refuse_mixture(documents, self.records(self.sources))
         if len(documents) == 1 and not held_out and not documents[0].is_record:
             documents, held_out = split_documents(documents, self._eval_split(EVAL_SPLIT), self.config.seed)
         whole = any(document.is_record for document in documents)
         encoded = encode_documents(documents, self.tokenizer, begin_prompts=whole)
         if whole:
-            encoded, kept, lines = self._fit(encoded)
+            kept, encoded, lines = keep_fitting(encoded, self.tokenizer, self.config.seq_len, self.settings.truncate)
             documents, weights = [documents[i] for i in kept], weights[kept]
             remarks += lines
         if held_out:
@@ -189,7 +189,8 @@ class _Opening:
         """Index the corpus, and read as much of it as evaluation needs."""
         settings = self.settings
         share = 0.0 if settings.eval_data else self._eval_split(STREAMED_EVAL_SPLIT)
-        remarks = self._describe_sources() + self._template()  # before the dataset, whose position depends on it
+        remarks = [source.describe() for source in self.sources]
+        remarks += self._template()  # before the dataset, whose position depends on it
         dataset = StreamingDataset(
             self.sources,
             self.tokenizer,
@@ -253,16 +254,6 @@ class _Opening:
         marks = self.tokenizer.chat_template().marks_answers
         return [f"answers found by {'the marks in' if marks else 'prefixes of'} the chat template's text"]
 
-    def _fit(self, encoded: Encoded) -> tuple[Encoded, NDArray[np.int64], list[str]]:
-        """Return the records that fit a window, their indices, and lines about the others."""
-        kept, fitted, fit = fit_records(
-            encoded, self.config.seq_len, self.settings.truncate, self.tokenizer.bos_token_id
-        )
-        lines = fit.describe(int(encoded.records.sum()), self.config.seq_len, self.settings.truncate)
-        if not len(kept):
-            raise DataError(f"no record is left: {'; '.join(lines)}")
-        return fitted, kept, lines
-
     def _evaluation(self, encoded: Encoded) -> TokenDataset:
         """Return the dataset to evaluate on, whose remarks describe it."""
         options: dict[str, Any] = dict(**self.share, shuffle=False, truncate=self.settings.truncate)
@@ -280,9 +271,6 @@ class _Opening:
 
     def _eval_split(self, default: float) -> float:
         return default if self.settings.eval_split is None else self.settings.eval_split
-
-    def _describe_sources(self) -> list[str]:
-        return [source.describe() for source in self.sources]
 
     def _shortage(self, windows: int) -> list[str]:
         """Say if the data does not fill a step."""
