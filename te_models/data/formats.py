@@ -15,7 +15,6 @@ import difflib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from te_models.errors import DataError
 
@@ -36,7 +35,7 @@ _ANSWERED = ("completion", "answer", "response", "output", "reply")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # of a turn; templates know it by one of these names
 _TURN_FIELDS = ("tool_calls", "tool_call_id", "name", *THOUGHTS, "weight")
 _ANSWER_FIELDS = ("content", "tool_calls", *THOUGHTS)
-_KINDS = {
+_KINDS: Mapping[type, str] = {
     type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a string", list: "a list",
     dict: "an object",
 }  # fmt: skip
@@ -178,7 +177,9 @@ def misspelled(columns: Mapping[str, str], row: Collection[str], place: str) -> 
     return None
 
 
-def _conversation(row: Mapping[str, Any], kind: str, columns: Mapping[str, str], place: str) -> list[dict[str, Any]]:
+def _conversation(
+    row: Mapping[str, object], kind: str, columns: Mapping[str, str], place: str
+) -> list[dict[str, object]]:
     """Return the messages of a row, checked and in OpenAI's form."""
     if kind == ALPACA:
         return _alpaca(row, place)
@@ -189,14 +190,16 @@ def _conversation(row: Mapping[str, Any], kind: str, columns: Mapping[str, str],
     messages = _turns(row, name, columns, place)
     system = row.get("system")
     if isinstance(system, str) and system and (not messages or messages[0]["role"] != "system"):
-        messages = [{"role": "system", "content": system}, *messages]
+        messages.insert(0, {"role": "system", "content": system})
     return messages
 
 
-def _alpaca(row: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+def _alpaca(row: Mapping[str, object], place: str) -> list[dict[str, object]]:
     texts = {"instruction": _text(row, "instruction", place), "output": _answer(row, "output", place)}
     extra = {name: _text(row, name, place) for name in ("input", "system") if row.get(name) is not None}
-    messages = [{"role": "system", "content": extra["system"]}] if extra.get("system") else []
+    messages: list[dict[str, object]] = []
+    if extra.get("system"):
+        messages.append({"role": "system", "content": extra["system"]})
     history = _parsed(row.get("history")) or []
     for turn in history if isinstance(history, list) else [None]:
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
@@ -346,7 +349,7 @@ def _rendered(variables: Mapping[str, object], place: str) -> str:
         ) from None
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "an empty list" if value == [] else _KINDS.get(type(value), type(value).__name__)
 
 

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer, load_tokenizer
 from te_models.distributed.control import Ranks
 from te_models.errors import DataError, UsageError, plural
+from te_models.files.formats import Fields
 
 OWN, OWN_EVALUATION = "the data in memory", "the evaluation data in memory"
 STREAMED_BYTES = 2**30  # larger corpora are streamed by default
@@ -138,7 +139,7 @@ class _Opening:
     ranks: Ranks | None
 
     @property
-    def share(self) -> dict[str, Any]:
+    def share(self) -> Fields:
         """The arguments that all datasets of the run have in common."""
         return dict(
             batch_size=self.config.batch_size,
@@ -256,7 +257,7 @@ class _Opening:
 
     def _evaluation(self, encoded: Encoded) -> TokenDataset:
         """Return the dataset to evaluate on, whose remarks describe it."""
-        options: dict[str, Any] = dict(**self.share, shuffle=False, truncate=self.settings.truncate)
+        options: Fields = dict(**self.share, shuffle=False, truncate=self.settings.truncate)
         try:
             held = TokenDataset(encoded, self.tokenizer, self.config.seq_len, **options)
         except DataError as error:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import compress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -211,7 +211,7 @@ class MasterWeights:
         for master, saved in self._own(compress(self.masters, self._copied), state["masters"], "masters"):
             master.copy_(saved)
 
-    def check_state_dict(self, state: Any) -> None:
+    def check_state_dict(self, state: State) -> None:
         """Raise ValueError unless `load_state_dict` can load `state`; nothing is written.
 
         Names, shapes and dtypes of all tensors are compared, and all values are finite.

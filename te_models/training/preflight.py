@@ -18,6 +18,7 @@ from te_models.config.training import TrainConfig
 from te_models.device.choice import choose_device
 from te_models.distributed.environment import number
 from te_models.errors import UsageError
+from te_models.files.formats import Fields
 from te_models.fp8.primary_weights import SHARDED_SCHEMES
 from te_models.optim import resolve_options
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
@@ -124,9 +125,9 @@ def available_memory(device: torch.device) -> int:
     return max(0, free)
 
 
-def _model(settings: RunSettings, newest: Path | None) -> tuple[ModelConfig, Recipe, dict[str, Any]]:
+def _model(settings: RunSettings, newest: Path | None) -> tuple[ModelConfig, Recipe, Fields]:
     """Return shape, recipe and other keywords of plan_memory."""
-    build: dict[str, Any] = {**settings.build, "recipe": settings.recipe}
+    build: Fields = {**settings.build, "recipe": settings.recipe}
     if newest is not None:
         build = resumed_options(settings, saved_choices(newest))
     fields = {name: value for name, value in build.items() if name in config_fields()}
@@ -150,7 +151,7 @@ class _Refusal:
 
     check: MemoryCheck
     plan: Callable[..., MemoryPlan]
-    options: dict[str, Any]
+    options: Fields
     settings: RunSettings
     config: TrainConfig
     shared: Parallel
@@ -166,7 +167,7 @@ class _Refusal:
             return f"{line}: {advice} {anyway}"
         return f"{line}: no option of this run makes it fit; choose a smaller model, or more GPUs {anyway}"
 
-    def _change(self, plan: Any, options: dict[str, Any], fixed: set[str], processes: int = 1) -> Change | None:
+    def _change(self, plan: Any, options: Fields, fixed: set[str], processes: int = 1) -> Change | None:
         given = self.config.optimizer_options
         text = given if isinstance(given, str) else ",".join(f"{name}={value}" for name, value in given.items())
         return smallest_change(plan, options, self.check.available, fixed, processes, text)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,6 +12,7 @@ from te_models.causal_lm import CausalLM
 from te_models.config.recipe import AUTO, Recipe, get_recipe, recipe_fields
 from te_models.errors import CheckpointError, UsageError, plural
 from te_models.files.atomic import readable
+from te_models.files.formats import Document, Fields
 from te_models.interop.origin import DTYPES
 from te_models.saving.folder import load_folder
 from te_models.saving.restore import read_recipe
@@ -42,7 +41,7 @@ def run_folder(settings: RunSettings, restarted: bool = False) -> Path:
     return last if restarted else candidate
 
 
-def resumed_options(settings: RunSettings, saved: Mapping[str, Any]) -> dict[str, Any]:
+def resumed_options(settings: RunSettings, saved: Document) -> Fields:
     """Return the keywords of CausalLM of a resumed run: the choices in its checkpoint, then those of the user.
 
     The engine is the one that was asked for, so that "auto" is native on a GPU wherever the run began.
@@ -65,7 +64,7 @@ def scheduled_recipes(settings: RunSettings) -> list[Recipe]:
     return [first, *(first.followed_by(name) for _, name in settings.train.recipe_changes)]
 
 
-def run_choices(model: CausalLM) -> dict[str, Any]:
+def run_choices(model: CausalLM) -> Fields:
     """Return the choices that a checkpoint records besides config and recipe, as JSON."""
     return {
         "engine": model.engine,
@@ -75,7 +74,7 @@ def run_choices(model: CausalLM) -> dict[str, Any]:
     }
 
 
-def saved_choices(newest: Path) -> dict[str, Any]:
+def saved_choices(newest: Path) -> Fields:
     """Return the recipe, dtype, engine, kind of weights and recompute mode of a checkpoint, as keywords of CausalLM.
 
     The engine is the one that ran, where it is known, and not the one that was asked for.
