@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from te_models.config.settings import Settings, setting
-from te_models.errors import ConfigError, field_values, unknown
+from te_models.errors import ConfigError, check_known, field_values
 
 PACKINGS = ("stream", "documents", "none")
 TRUNCATIONS = ("drop", "prompt")
@@ -109,8 +109,7 @@ def parse_columns(text: str) -> Mapping[str, str]:
         name, equals, yours = (part.strip() for part in pair.partition("="))
         if not equals or not yours:
             raise ConfigError(f'columns: {pair!r} is not of the form name=yours, as in "prompt=question"')
-        if name not in COLUMNS:
-            raise unknown("column", name, COLUMNS)
+        check_known("column", name, COLUMNS)
         if yours in columns or name in columns.values():
             raise ConfigError(f"columns: {pair!r} names a column a second time")
         columns[yours] = name

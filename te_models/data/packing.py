@@ -15,7 +15,7 @@ from torch import Tensor
 
 from te_models.config.data import PACKINGS
 from te_models.data.encoding import Encoded
-from te_models.errors import UsageError, unknown
+from te_models.errors import UsageError, check_known
 from te_models.model.targets import IGNORED
 
 GROUP = 4096  # records that are packed together: the fuller windows, the larger
@@ -204,8 +204,7 @@ def check_windows(seq_len: int, batch_size: int, packing: str) -> None:
         raise UsageError(
             f"seq_len={seq_len} and batch_size={batch_size} are out of range: give at least 2 tokens and 1 window"
         )
-    if packing not in PACKINGS:
-        raise unknown("packing", packing, PACKINGS)
+    check_known("packing", packing, PACKINGS)
 
 
 def repeats(weights: NDArray[np.float64], epoch: int) -> NDArray[np.int64]:

@@ -20,7 +20,7 @@ from te_models.causal_lm import CausalLM
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import EDGES, SCHEMES, get_recipe, recipe_fields
 from te_models.engine import get_engine
-from te_models.errors import unknown
+from te_models.errors import check_known, unknown
 from te_models.files.formats import Fields
 from te_models.inspect.environment import environment
 from te_models.inspect.peers import PEERS, Step, peer_step
@@ -69,8 +69,7 @@ def parse(recipe: str) -> tuple[str, Fields]:
     """Split "delayed+fused" into ("delayed", {"fused": True})."""
     name, *ways = recipe.split("+")
     for way in ways:
-        if way not in WAYS:
-            raise unknown("way to run a recipe", way, WAYS)
+        check_known("way to run a recipe", way, WAYS)
     return name, {key: value for way in ways for key, value in WAYS[way].items()}
 
 

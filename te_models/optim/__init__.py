@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from te_models.engine import engine_module
-from te_models.errors import UsageError, needs, unknown
+from te_models.errors import UsageError, check_known, needs, unknown
 from te_models.optim.galore import GaLore
 from te_models.optim.gradients import Gradients, Norm, gradient_norm
 from te_models.optim.groups import groups
@@ -160,14 +160,12 @@ def resolve_options(name: str, options: str | Mapping[str, object]) -> Options:
     Raises:
         ValueError: an unknown name or option, or a value out of range.
     """
-    if name not in OPTIMIZERS:
-        raise unknown("optimizer", name, OPTIMIZERS)
+    check_known("optimizer", name, OPTIMIZERS)
     known = OPTIMIZERS[name].options
     values = {key: default[0] if isinstance(default, tuple) else default for key, default in known.items()}
     given = options if isinstance(options, Mapping) else dict(_pairs(options))
     for key, value in given.items():
-        if key not in known:
-            raise unknown(f"option of optimizer {name!r}", key, known)
+        check_known(f"option of optimizer {name!r}", key, known)
         values[key] = _checked(key, value, known[key])
     return values
 

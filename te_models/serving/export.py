@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from te_models.config.precision import HEAD
 from te_models.distributed.dtensor import local
-from te_models.errors import UsageError, unknown
+from te_models.errors import UsageError, check_known
 from te_models.files.formats import Document, Fields, list_some
 from te_models.fp8.primary_weights import quantized_weights
 from te_models.fp8.region import saving
@@ -65,8 +65,7 @@ def export(
     calibration: Tensor | Iterable[Tensor] | None = None,
 ) -> Export:
     """Write `model` into `folder`, atomically; see te_models.causal_lm.CausalLM.export for arguments and errors."""
-    if format not in FORMATS:
-        raise unknown("format", format, FORMATS)
+    check_known("format", format, FORMATS)
     if any(local(p) is not p for p in model.parameters()):
         raise UsageError("a sharded model cannot be exported: save it, and export the saved folder")
     if any(".lora_" in name for name, _ in model.named_parameters()):

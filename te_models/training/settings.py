@@ -31,7 +31,7 @@ from te_models.config.settings import Setting, Settings, as_fields, by_name, kin
 from te_models.config.shipped import no_weights
 from te_models.config.toml import read_toml
 from te_models.config.training import EVALUATION, TRAINING, TrainConfig
-from te_models.errors import ConfigError, UsageError, refuse, unknown
+from te_models.errors import ConfigError, UsageError, check_known, refuse, unknown
 
 RUN_FILE = "run.toml"
 COMMANDS = ("pretrain", "finetune")
@@ -352,16 +352,14 @@ def read_run_file(path: Path) -> dict[str, Any]:
     for title, values in read_toml(path).items():
         if title == RECORD:
             continue
-        if title not in TABLES:
-            raise unknown(f"table of {path}", title, TABLES)
+        check_known(f"table of {path}", title, TABLES)
         if not isinstance(values, Mapping):
             raise ConfigError(f"{path}: {title} is a table: write [{title}] and its settings below")
         if title == "recipe":
             flat["recipe"] = dict(values)
             continue
         for name, value in values.items():
-            if name not in TABLES[title]:
-                raise unknown(f"setting of [{title}] in {path}", name, TABLES[title], "`te-models finetune --help-all`")
+            check_known(f"setting of [{title}] in {path}", name, TABLES[title], "`te-models finetune --help-all`")
             if title != "shape" and (wanted := TABLES[title][name].wrong_type(value)):  # ModelConfig checks the shape
                 raise ConfigError(f"{path}: {name} = {value!r}: give {wanted}")
             flat[name] = value
