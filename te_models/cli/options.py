@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from te_models.config.recipe import AUTO
+from te_models.config.recipe import AUTO, FIELDS
 from te_models.config.settings import EVERYDAY
 from te_models.errors import OutOfMemory, UsageError, for_terminal
 from te_models.files.atomic import first_line
 from te_models.planning.printable import Printable, Terminal
-from te_models.training.settings import FIELDS, SETTINGS, SHAPE, TABLES
+from te_models.training.settings import SETTINGS, SHAPE, TABLES
 
 if TYPE_CHECKING:
     from te_models.causal_lm import CausalLM
@@ -159,7 +159,7 @@ def setting_option(name: str, **attributes: Any) -> Decorator:
     one, kind = SETTINGS[name], SETTINGS[name].kinds[0]
     shown: bool | str = one.shown or one.default not in (None, "", ())
     own: dict[str, Any] = dict(help=one.help, group=one.group, default=one.default, show_default=shown)
-    own |= dict(metavar=one.metavar or (f"[{'|'.join(one.choices)}]" if one.choices else None))
+    own |= dict(metavar=one.metavar or (f"[{'|'.join(map(str, one.choices))}]" if one.choices else None))
     own |= {"callback": CALLBACKS[name]} if name in CALLBACKS else {}
     if kind in (tuple, dict):
         own |= dict(multiple=True, default=None, show_default=False)

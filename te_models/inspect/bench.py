@@ -18,7 +18,7 @@ import torch
 
 from te_models.causal_lm import CausalLM
 from te_models.config.model import ModelConfig
-from te_models.config.recipe import EDGES, SCHEMES, get_recipe, recipe_fields
+from te_models.config.recipe import EDGES, RECIPE_FIELDS, SCHEMES, get_recipe
 from te_models.engine import get_engine
 from te_models.errors import check_known, unknown
 from te_models.files.formats import Fields
@@ -117,8 +117,8 @@ def _applies(option: str, recipe: str) -> bool:
     The table `precision` is for recipes in FP8: BF16 stays what they are compared with.
     """
     scheme = get_recipe(recipe).scheme
-    own = EDGES.keys() - {"precision"} if scheme == "none" else EDGES.keys()
-    return option not in recipe_fields() or option in {*own, *SCHEMES[scheme].fields}
+    own = {*EDGES} - ({"precision"} if scheme == "none" else set())
+    return option not in RECIPE_FIELDS or option in {*own, *SCHEMES[scheme].fields}
 
 
 def bench(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from te_models.config.model import ModelConfig, config_fields
-from te_models.config.recipe import AUTO, Recipe, recipe_fields
+from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe
 from te_models.errors import CheckpointError, UsageError, check_known
 from te_models.files.atomic import first_line, readable
 from te_models.files.formats import Document, Fields, read_json
@@ -181,7 +181,7 @@ def _with_saved_recipe(source: Opened, options: Document, shape: Document) -> Fi
     """Return the options of the model: those given, without fields of the config, over what the folder says."""
     found = {"dtype": source.dtype, **{name: value for name, value in options.items() if name not in shape}}
     if source.recipe is not None and found.get("recipe", AUTO) == AUTO:
-        fields = {name: found.pop(name) for name in list(found) if name in recipe_fields()}
+        fields = {name: found.pop(name) for name in list(found) if name in RECIPE_FIELDS}
         found["recipe"] = source.recipe.replace(**fields)
         found.setdefault("fp8_params", source.in_fp8)
     return found

@@ -15,7 +15,7 @@ from rich.console import Console
 from te_models.causal_lm import CausalLM
 from te_models.config.model import config_fields
 from te_models.config.presets import get_preset
-from te_models.config.recipe import AUTO, Recipe, recipe_fields
+from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset, check_vocabulary
 from te_models.data.streaming import StreamingDataset
@@ -149,7 +149,7 @@ def _with_recipe(settings: RunSettings, console: Console) -> RunSettings:
         shape, recipe, dtype, _ = read_shape(settings.model or "", fields)
     reason = "the model's own"
     if recipe is None:
-        names = ("engine", "device", "fp8_params", *recipe_fields())
+        names = ("engine", "device", "fp8_params", *RECIPE_FIELDS)
         own = {name: value for name, value in settings.build.items() if name in names}
         recipe, reason = auto_recipe(shape, dtype=dtype, **own)
     console.print(f"recipe auto: {recipe.name} ({reason})")

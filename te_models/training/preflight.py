@@ -13,7 +13,7 @@ import torch
 
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.presets import get_preset
-from te_models.config.recipe import FP8_WEIGHTS, Recipe, get_recipe, recipe_fields
+from te_models.config.recipe import FP8_WEIGHTS, RECIPE_FIELDS, Recipe, get_recipe
 from te_models.config.training import TrainConfig
 from te_models.device.choice import choose_device
 from te_models.distributed.environment import number
@@ -138,7 +138,7 @@ def _model(settings: RunSettings, newest: Path | None) -> tuple[ModelConfig, Rec
         trained = newest if settings.lora is None else None  # a checkpoint of adapters has no model
         saved = read_shape(trained or settings.model or "", {} if trained else fields)
         shape, dtype = saved.config, saved.dtype
-    recipe = get_recipe(build["recipe"], **{name: build[name] for name in recipe_fields() if name in build})
+    recipe = get_recipe(build["recipe"], **{name: build[name] for name in RECIPE_FIELDS if name in build})
     names = ("activation_checkpointing", "activation_offload", "fp8_params", "compile")
     own = {name: build[name] for name in names if build.get(name) is not None}
     defaults: dict[str, object] = dict(activation_checkpointing="none", activation_offload=False, fp8_params=fp8_params)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from te_models.causal_lm import CausalLM
-from te_models.config.recipe import AUTO, Recipe, get_recipe, recipe_fields
+from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe, get_recipe
 from te_models.errors import CheckpointError, UsageError, plural
 from te_models.files.atomic import readable
 from te_models.files.formats import Document, Fields
@@ -47,11 +47,11 @@ def resumed_options(settings: RunSettings, saved: Document) -> Fields:
     The engine is the one that was asked for, so that "auto" is native on a GPU wherever the run began.
     """
     given = {name: value for name, value in settings.build.items() if name in settings.given}
-    options = {name: value for name, value in settings.build.items() if name not in recipe_fields()}
+    options = {name: value for name, value in settings.build.items() if name not in RECIPE_FIELDS}
     options |= {**{name: value for name, value in saved.items() if name != "engine"}, **given}
     if settings.recipe != AUTO and "recipe" in settings.given:
         if saved["recipe"].to_dict() in [recipe.to_dict() for recipe in scheduled_recipes(settings)[1:]]:
-            return {name: value for name, value in options.items() if name not in recipe_fields()}
+            return {name: value for name, value in options.items() if name not in RECIPE_FIELDS}
         options["recipe"] = settings.recipe
         options["fp8_params"] = settings.build.get("fp8_params", False)  # another recipe may have no such weights
     return options
@@ -59,7 +59,7 @@ def resumed_options(settings: RunSettings, saved: Document) -> Fields:
 
 def scheduled_recipes(settings: RunSettings) -> list[Recipe]:
     """Return the recipe of a run's first step, which is not "auto", and those that follow it in its schedule."""
-    fields = {name: value for name, value in settings.build.items() if name in recipe_fields()}
+    fields = {name: value for name, value in settings.build.items() if name in RECIPE_FIELDS}
     first = get_recipe(settings.recipe, **fields)
     return [first, *(first.followed_by(name) for _, name in settings.train.recipe_changes)]
 
