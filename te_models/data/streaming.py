@@ -83,7 +83,7 @@ class StreamingDataset:
         chunk_bytes: approximate text per chunk.
 
     Raises:
-        UsageError: an argument is out of range.
+        UsageError: sizes out of range.
         DataError: no files, or files that cannot be read.
     """
 
@@ -109,13 +109,6 @@ class StreamingDataset:
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         check_windows(seq_len, batch_size, packing)
-        some_lanes = num_lanes is None or num_lanes > 0
-        if not (0 <= rank < world_size and 0 <= eval_fraction < 1 and num_workers >= 0 and some_lanes):
-            raise UsageError(
-                f"rank={rank}, world_size={world_size}, eval_fraction={eval_fraction}, num_workers={num_workers} or "
-                f"num_lanes={num_lanes} is out of range: give 0 <= rank < world_size, a share below 1, "
-                "0 or more workers and 1 or more lanes"
-            )
         self.seq_len, self.batch_size, self.seed, self.packing = seq_len, batch_size, seed, packing
         self.shuffle, self.rank, self.world_size, self.num_workers = shuffle, rank, world_size, num_workers
         self.ranks = ranks or Ranks()
