@@ -75,10 +75,9 @@ def open_sources(paths: Sequence[str], columns: Mapping[str, str], required: boo
         if weight is not None and not 0 < weight <= MAX_WEIGHT:
             raise UsageError(f"{given}: the weight {weight:g} is out of range: give above 0 and at most {MAX_WEIGHT:,}")
         system, files = find_files(path)
-        found = _first_rows(system, files, path, columns)
-        for row in found.rows:
-            renamed = renamed or not columns.keys().isdisjoint((*row, *_turn_fields(row)))
-        sources.append(Source(path, weight or 1.0, tuple(files), system, found.format, found.talks))
+        kind, row, talks = _first_row(system, files, path, columns)
+        renamed = renamed or not columns.keys().isdisjoint((*row, *_turn_fields(row)))
+        sources.append(Source(path, weight or 1.0, tuple(files), system, kind, talks))
     if required and columns and not renamed:
         shown = ", ".join(map(repr, columns))
         raise UsageError(
@@ -87,17 +86,10 @@ def open_sources(paths: Sequence[str], columns: Mapping[str, str], required: boo
     return sources
 
 
-@dataclass(frozen=True)
-class _Found:
-    """The format of a source, and the first rows that were read to recognize it."""
-
-    format: str
-    rows: Sequence[Mapping[str, object]] = ()
-    talks: bool = False
-
-
-def _first_rows(system: object, files: Sequence[str], path: str, columns: Mapping[str, str]) -> _Found:
-    """Recognise the format of a source by its first row, which is checked as a whole.
+def _first_row(
+    system: object, files: Sequence[str], path: str, columns: Mapping[str, str]
+) -> tuple[str, Mapping[str, object], bool]:
+    """Return the format of a source, its first row, which is checked as a whole, and whether that is a conversation.
 
     Files whose suffix says that they hold rows come first; without any, the first file that is not empty decides.
     """
@@ -107,7 +99,7 @@ def _first_rows(system: object, files: Sequence[str], path: str, columns: Mappin
         if part is None or (part.group == TEXT_FILE and not _has_text(part)):
             continue
         if part.group == TEXT_FILE:
-            return _Found("text files")
+            break
         if (first := first_row(part, columns)) is None:
             continue
         row, place = first
@@ -122,8 +114,8 @@ def _first_rows(system: object, files: Sequence[str], path: str, columns: Mappin
                     f"{other.path}: a text file among records of the format {kind}, which would be trained on as raw "
                     "text: choose files with a glob, or give it as --data of its own"
                 )
-        return _Found(kind, [row], document.conversation is not None)
-    return _Found("text files")
+        return kind, row, document.conversation is not None
+    return "text files", {}, False
 
 
 def _first_range(system: object, file: str) -> FileRange | None:
