@@ -51,11 +51,7 @@ class Epoch(ABC):
         self.encoded, self.order, self.seq_len, self.packing, self.pad = encoded, order, seq_len, packing, pad
         count = self._lay()
         self.windows = np.arange(count) if random is None else random.permutation(count)
-
-    @property
-    def num_windows(self) -> int:
-        """Number of windows."""
-        return len(self.windows)
+        self.num_windows = count
 
     def window(self, index: int) -> Window:
         """Return one window; its padding is a document of its own."""
@@ -83,6 +79,7 @@ class CutEpoch(Epoch):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.windows = self.windows[[self._counts(index) for index in range(self.num_windows)]]
+        self.num_windows = len(self.windows)
 
     def _lay(self) -> int:
         lengths = self.encoded.lengths[self.order]
