@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from te_models.config.data import split_pair
 from te_models.config.recipe import AUTO, FIELDS
 from te_models.config.settings import EVERYDAY
 from te_models.errors import OutOfMemory, UsageError, for_terminal
@@ -177,11 +178,8 @@ def setting_options(*names: str, **attributes: Any) -> Decorator:
 
 def _table(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str] | None:
     """Return the table that a repeatable option NAME=VALUE gives; None without one."""
-    pairs = [value.partition("=") for value in values]
-    for name, equals, value in pairs:
-        if not (name and equals and value):
-            raise UsageError(f"{parameter.opts[0]} {name}{equals}{value}: write PATTERN=RECIPE, as in *.down_proj=bf16")
-    return {name: value for name, _, value in pairs} or None
+    form = "PATTERN=RECIPE, as in *.down_proj=bf16"
+    return dict(split_pair(parameter.opts[0], value, form) for value in values) or None
 
 
 def _real_device(ctx: click.Context, parameter: click.Parameter, device: str | None) -> str | None:

@@ -106,9 +106,7 @@ def parse_columns(text: str) -> Mapping[str, str]:
     """
     columns: dict[str, str] = {}
     for pair in split_names(text):
-        name, equals, yours = (part.strip() for part in pair.partition("="))
-        if not equals or not yours:
-            raise ConfigError(f'columns: {pair!r} is not of the form name=yours, as in "prompt=question"')
+        name, yours = split_pair("columns:", pair, 'name=yours, as in "prompt=question"')
         check_known("column", name, COLUMNS)
         if yours in columns or name in columns.values():
             raise ConfigError(f"columns: {pair!r} names a column a second time")
@@ -119,6 +117,14 @@ def parse_columns(text: str) -> Mapping[str, str]:
 def split_names(text: str) -> list[str]:
     """Return the names in "name, name"."""
     return [name for name in (part.strip() for part in text.split(",")) if name]
+
+
+def split_pair(what: str, text: str, form: str) -> tuple[str, str]:
+    """Return name and value of "name=value"; a ConfigError shows its `form` where one of them is missing."""
+    name, _, value = (part.strip() for part in text.partition("="))
+    if not (name and value):
+        raise ConfigError(f"{what} {text!r} has no value or no name: write {form}")
+    return name, value
 
 
 def split_weight(text: str) -> tuple[str, float | None]:

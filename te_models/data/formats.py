@@ -104,7 +104,9 @@ def row_document(row: Mapping[str, object], columns: Mapping[str, str], place: s
     if kind == TEXT:
         return Document(_text(renamed, "text", place), None, place, source)
     if kind == PAIRS and not _has_turns(renamed["prompt"], columns):
-        return Document(_answer(renamed, "completion", place), _text(renamed, "prompt", place), place, source)
+        return Document(
+            _text(renamed, "completion", place, answer=True), _text(renamed, "prompt", place), place, source
+        )
     messages = [_unlearned_if_empty(message) for message in _conversation(renamed, kind, columns, place)]
     variables: dict[str, object] = {"messages": messages}
     tools, older = _parsed(renamed.get("tools")), _parsed(renamed.get("functions"))
@@ -195,7 +197,7 @@ def _conversation(
 
 
 def _alpaca(row: Mapping[str, object], place: str) -> list[dict[str, object]]:
-    texts = {"instruction": _text(row, "instruction", place), "output": _answer(row, "output", place)}
+    texts = {"instruction": _text(row, "instruction", place), "output": _text(row, "output", place, answer=True)}
     extra = {name: _text(row, name, place) for name in ("input", "system") if row.get(name) is not None}
     messages: list[dict[str, object]] = []
     if extra.get("system"):
@@ -239,7 +241,7 @@ def _message(turn: object, columns: Mapping[str, str], place: str) -> dict[str, 
     calls = _tool_calls(kept.pop("tool_calls", None) or turn.get("function_call"), place)
     content = turn.get(found[1])
     if role.lower() == "function_call":
-        calls, content = calls or _called(content, place), ""
+        calls, content = calls or _tool_calls(content, place), ""
     if content is None and not calls and found[1] not in turn:
         raise DataError(f"{place} has no {found[1]!r}: fill it in")
     return {
@@ -291,14 +293,6 @@ def _tool_calls(calls: object, place: str) -> list[dict[str, object]]:
     return found
 
 
-def _called(content: object, place: str) -> list[dict[str, object]]:
-    """Return the tool calls in the text of ShareGPT's function_call."""
-    called = _parsed(content)
-    if not isinstance(called, dict | list):
-        raise DataError(f"{place} is a function_call without a JSON object of name and arguments: write it so")
-    return _tool_calls(called if isinstance(called, list) else [called], place)
-
-
 def _parsed(value: object) -> object:
     """Return a list or object that is written as JSON, as in a cell of a table; any other value as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
@@ -317,13 +311,9 @@ def _has_turns(prompt: object, columns: Mapping[str, str]) -> bool:
     return written if isinstance(prompt, str) else isinstance(turns, list)
 
 
-def _answer(row: Mapping[str, object], name: str, place: str) -> str:
-    """Return the text of an answer; one that is null is empty, as in a message."""
-    return "" if row[name] is None else _text(row, name, place)
-
-
-def _text(row: Mapping[str, object], name: str, place: str) -> str:
-    value = row[name]
+def _text(row: Mapping[str, object], name: str, place: str, answer: bool = False) -> str:
+    """Return the text of a column; an `answer` that is null is empty, as in a message."""
+    value = "" if answer and row[name] is None else row[name]
     if not isinstance(value, str):
         raise DataError(f"{place}: {name!r} is {_kind(value)}, not a string: write it as one, or leave the record out")
     return _encodable(value, f"{place}: {name!r}")

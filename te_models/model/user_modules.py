@@ -122,11 +122,8 @@ def _refusing_others(function: Callable[..., T], owner: nn.Module, te: ModuleTyp
                     "uses, and hold layers in nn.ModuleList rather than in a list"
                 )
 
-        hook = nn.modules.module.register_module_forward_pre_hook(check)
-        try:
+        with nn.modules.module.register_module_forward_pre_hook(check):
             return function(*args, **kwargs)
-        finally:
-            hook.remove()
 
     return watched
 

@@ -8,6 +8,7 @@ gate and up) are one weight here too, so their per-tensor scales are one number.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -280,17 +281,13 @@ def input_amaxes(model: Decoder, modules: Mapping[str, nn.Module], batches: Iter
 
         return hook
 
-    hooks = [module.register_forward_pre_hook(watch(name)) for name, module in modules.items()]
-    was_training = model.training
-    try:
-        model.eval()
-        with model.unfused():
-            for batch in batches:
-                model(batch.to(model.device))
-    finally:
-        model.train(was_training)
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            stack.enter_context(module.register_forward_pre_hook(watch(name)))
+        stack.callback(model.train, model.training)
+        stack.enter_context(model.eval().unfused())
+        for batch in batches:
+            model(batch.to(model.device))
     if not found and modules:
         raise UsageError("calibration has no batches: give token ids, int64 [B, S]")
     return {name: amax.item() for name, amax in found.items()}
