@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from te_models.device.autograd import Context
 from te_models.device.cpu_matmul import matmul
-from te_models.engine.emulated.autocast import FP8GlobalStateManager
+from te_models.engine.emulated.autocast import FP8GlobalStateManager, full_rows
 from te_models.engine.emulated.delayed_scaling import ScaleRegistry
 from te_models.engine.emulated.gemm import gemm
 from te_models.engine.emulated.module import SLOTS, TransformerEngineBaseModule
@@ -27,7 +27,7 @@ from te_models.engine.emulated.numerics import device_type
 from te_models.engine.emulated.parallel import MODES, Parallelism
 from te_models.engine.emulated.quantizers import Quantizer
 from te_models.engine.emulated.recipe import Recipe, refuse_options, require
-from te_models.engine.emulated.tensors import QuantizedTensorStorage, Value, as_matrix
+from te_models.engine.emulated.tensors import QuantizedTensorStorage, Value, as_matrix, pad_to
 
 
 class Quantizers(NamedTuple):
@@ -91,7 +91,9 @@ def product(
             if bias is not None:
                 bias = bias.to(torch.bfloat16 if call.dtype == torch.float32 else call.dtype)
             total = parallel.gather_input(x, call.fp8.input)
-            return gemm(total, w, (False, False), bias, call.dtype, call.splits[0]), x, w
+            short = full_rows(1) > 1
+            rows = inp.shape[:-1].numel() if short else None  # without those that `_fp8_operands` adds
+            return gemm(total, w, (False, False), bias, call.dtype, call.splits[0], rows), x, w
         x, w = _high_precision(inp, call.dtype), _high_precision(weight, call.dtype)
         x = as_matrix(x)
         return matmul(parallel.gather_input(x), w.t(), None if bias is None else bias.to(call.dtype)), x, w
@@ -143,7 +145,10 @@ def _fp8_operands(
         return inp, fp8_weight(weight, call, how, dgrad)
     columnwise = wgrad and call.override is None and not call.parallel.rowwise_only(how.input)
     how.input.set_usage(rowwise=True, columnwise=columnwise)
-    return how.input(as_matrix(inp)), fp8_weight(weight, call, how, dgrad)
+    x = as_matrix(inp)
+    if not how.input.is_quantizable(x):
+        x = pad_to(x, full_rows(len(x)), 1)
+    return how.input(x), fp8_weight(weight, call, how, dgrad)
 
 
 def fp8_weight(weight: Tensor, call: Call, how: Quantizers, dgrad: bool) -> QuantizedTensorStorage:
@@ -353,8 +358,8 @@ def new_calls(
 def _check_dims(inp: torch.Size, weight: torch.Size, grad: bool) -> None:
     """Check the alignment that the FP8 GEMMs of forward and backward need, before any of them runs."""
     leading_step = 16 if grad else 8
-    for shape in (inp, weight):
-        leading, last = shape[:-1].numel(), shape[-1]
+    for shape, leading in ((inp, full_rows(inp[:-1].numel())), (weight, weight[0])):
+        last = shape[-1]
         if leading % leading_step or last % 16:
             raise ValueError(
                 "FP8 execution requires the product of all dimensions except the last to be divisible by "

@@ -47,9 +47,9 @@ class _RMSNorm(torch.autograd.Function):
 
 def _normalized(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
     """Return `gamma * r * x` of x `[T, H]` and weight `[H]`, of one dtype, and r FP32 `[T, 1]`."""
-    r = reciprocal_rms(x, eps)
-    gamma = weight.float() + 1 if zero_centered else weight.float()
     wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)  # which a traced graph can view
+    r = reciprocal_rms(x, wide, eps)
+    gamma = weight.float() + 1 if zero_centered else weight.float()
     return wide.mul_(r).mul_(gamma).to(x.dtype), r
 
 
@@ -101,14 +101,17 @@ class RMSNorm(EmptyExtraState):
     def forward(self, input_: Tensor) -> Tensor:
         """Normalize a tensor whose trailing dimensions are the weight's."""
         weight, shape = self.weight, input_.shape
-        if tuple(shape[len(shape) - weight.ndim :]) != tuple(weight.shape):
+        if shape[len(shape) - weight.ndim :] != weight.shape:
             raise ValueError(
                 f"Input tensor (shape={tuple(shape)}) and weight tensor (shape={tuple(weight.shape)}) "
                 "are not compatible"
             )
         device = input_.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        x, how = input_.to(dtype).reshape(-1, weight.numel()), (self.eps, self.zero_centered_gamma)
+        x, how = input_.to(dtype), (self.eps, self.zero_centered_gamma)
+        if not torch.is_grad_enabled() and x.ndim == 2:
+            return _normalized(x, weight.to(dtype), *how)[0]
+        x = x.reshape(-1, weight.numel())
         if not torch.is_grad_enabled():
             return _normalized(x, weight.to(dtype).reshape(-1), *how)[0].view(shape)
         # Without FP8 of its own, the module still takes the "first module" flag and with it the backward update.

@@ -97,15 +97,15 @@ class Kernel:
         return self.rows * (most if self.tuned else min(-(-rows // self.rows), most))
 
 
-def reciprocal_rms(x: Tensor, eps: float) -> Tensor:
-    """Return `rsqrt(mean(x^2) + eps)` of x [T, H] as FP32 [T, 1].
+def reciprocal_rms(x: Tensor, wide: Tensor, eps: float) -> Tensor:
+    """Return `rsqrt(mean(x^2) + eps)` of x [T, H] as FP32 [T, 1]; `wide` is x in FP32.
 
     The rsqrt is the device's: a GPU's approximation and a CPU's differ in the last bit of one in five numbers. A graph
     for other programs (torch.export) adds in their order, for any number of rows.
     """
     if torch.compiler.is_exporting():
-        return torch.rsqrt(x.float().square().mean(dim=1, keepdim=True) + eps)
-    kernel, cols, wide = Kernel.of("forward", x), x.shape[1], x.float()
+        return torch.rsqrt(wide.square().mean(dim=1, keepdim=True) + eps)
+    kernel, cols = Kernel.of("forward", x), x.shape[1]
     if not kernel.tuned:
         sums = _squares_of_few_rows(kernel, wide) if _is_few(kernel, x) else kernel.row_sum(_dot(kernel, wide, wide))
         return torch.rsqrt(_fma(sums, _reciprocal(cols, x), sums.new_full((), eps)))
@@ -187,10 +187,10 @@ def _squares_of_few_rows(kernel: Kernel, wide: Tensor) -> Tensor:
     not; eps hides them.)
     """
     rows, cols = wide.shape
-    squares = np.zeros((rows, kernel.size), np.float32)
-    np.square(wide.numpy(), out=squares[:, :cols])
-    steps = squares.reshape(rows, -1, LANES, kernel.width).transpose(1, 3, 0, 2).reshape(-1, rows, LANES)
-    sums = np.add.accumulate(steps)[-1]
+    squares = np.zeros((rows, -(-cols // (LANES * kernel.width)), LANES, kernel.width), np.float32)
+    np.square(wide.numpy(), out=squares.reshape(rows, -1)[:, :cols])
+    steps = np.ascontiguousarray(squares.transpose(1, 3, 0, 2)).reshape(-1, rows, LANES)
+    sums = np.add.reduce(steps, axis=0)  # one after the other: NumPy adds in pairs along the last axis only
     while sums.shape[-1] > 1:
         sums = sums[:, ::2] + sums[:, 1::2]
     return torch.from_numpy(sums)
