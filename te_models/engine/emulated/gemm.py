@@ -55,8 +55,7 @@ def gemm(
     """
     per_tensor = isinstance(a, Float8TensorStorage) and isinstance(b, Float8TensorStorage)
     on_tensor_cores = per_tensor and _tensor_cores(a._scale_inv.device)
-    m, k = a._matrix
-    if on_tensor_cores or full_rows(m) * k * b._matrix[columnwise[1]] <= _EXACT_PRODUCTS.get():
+    if on_tensor_cores or is_exact(*a._matrix, b._matrix[columnwise[1]]):
         left = a.fp8_matrix(columnwise[0])
         right = b.kept("fp8", columnwise[1], lambda: b.fp8_matrix(columnwise[1]))
         if left is not None and right is not None:
@@ -64,13 +63,18 @@ def gemm(
                 return _on_tensor_cores(left, right, bias, dtype, split_accumulator)
             factor = b.kept("factor", columnwise[1], lambda: Factor.of(right.data.float(), right.floor))
             out = _exact(left.first(_rows_before_padding(left.data)), right, factor, split_accumulator)
-            return _finish(pad_to(out, len(left.data), 1), None, bias, dtype)
+            return finish(pad_to(out, len(left.data), 1), None, bias, dtype)
     x, y = _operands(a, b, columnwise, bf16=bias is None and dtype == torch.bfloat16)
     x = x if rows is None else x._replace(values=x.values[:rows])
     scale = y.scale if x.scale is None else x.scale if y.scale is None else x.scale * y.scale
     if scale is None and bias is None:
         return _product(x, y, dtype)
-    return _finish(_product(x, y, torch.float32), scale, bias, dtype)
+    return finish(_product(x, y, torch.float32), scale, bias, dtype)
+
+
+def is_exact(m: int, k: int, n: int) -> bool:
+    """Return whether a product [m, k] x [k, n] is computed as tensor cores do; the rule knows sizes alone."""
+    return full_rows(m) * k * n <= _EXACT_PRODUCTS.get()
 
 
 def _rows_before_padding(a: Tensor) -> int:
@@ -131,7 +135,7 @@ def _exact(a: FP8Matrix, b: FP8Matrix, right: Factor, split_accumulator: bool) -
     return total
 
 
-def _finish(out: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def finish(out: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Apply the scale and add the bias in FP32, and round once."""
     if bias is not None:
         out = out if scale is None else out.mul_(scale)

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from te_models.device.autograd import Context
 from te_models.device.cpu_matmul import matmul
+from te_models.engine.emulated import few_rows
 from te_models.engine.emulated.autocast import FP8GlobalStateManager, full_rows
 from te_models.engine.emulated.delayed_scaling import ScaleRegistry
 from te_models.engine.emulated.gemm import gemm
@@ -87,11 +88,16 @@ def product(
     parallel = call.parallel
     with no_autocast(inp):
         if call.fp8 is not None:
-            x, w = _fp8_operands(inp, weight, call, call.fp8, wgrad, dgrad)
             if bias is not None:
                 bias = bias.to(torch.bfloat16 if call.dtype == torch.float32 else call.dtype)
-            total = parallel.gather_input(x, call.fp8.input)
             short = full_rows(1) > 1
+            if short:
+                w = fp8_weight(weight, call, call.fp8, dgrad)
+                out = few_rows.product(as_matrix(inp), w, call.fp8.input, bias, call.dtype, call.splits[0])
+                if out is not None:
+                    return out, inp, w
+            x, w = _fp8_operands(inp, weight, call, call.fp8, wgrad, dgrad)
+            total = parallel.gather_input(x, call.fp8.input)
             rows = inp.shape[:-1].numel() if short else None  # without those that `_fp8_operands` adds
             return gemm(total, w, (False, False), bias, call.dtype, call.splits[0], rows), x, w
         x, w = _high_precision(inp, call.dtype), _high_precision(weight, call.dtype)

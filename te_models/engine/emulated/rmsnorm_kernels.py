@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from te_models.device.measured import once
+from te_models.engine.emulated.numerics import on_host
 
 LANES = 32
 _FEW = 2**13  # elements of a step of generation
@@ -175,9 +176,7 @@ def _dot(kernel: Kernel, a: Tensor, b: Tensor) -> Tensor:
 def _is_few(kernel: Kernel, x: Tensor) -> bool:
     """Return whether the calls of torch would cost more than the numbers: in a step of generation on a CPU."""
     one_warp = kernel.warps * kernel.blocks == 1
-    # A compiler, and a mode that records operations, would not see those of NumPy.
-    seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    return one_warp and x.numel() <= _FEW and x.dtype != torch.float32 and x.is_cpu and not seen
+    return one_warp and x.numel() <= _FEW and x.dtype != torch.float32 and on_host(x)
 
 
 def _squares_of_few_rows(kernel: Kernel, wide: Tensor) -> Tensor:

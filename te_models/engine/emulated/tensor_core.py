@@ -16,16 +16,22 @@ and exact comparisons, not training at size.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from te_models.engine.emulated.numerics import on_host
+
+Array: TypeAlias = np.ndarray  # of any shape and dtype
 
 INSTRUCTION_K = 32  # products added at a time: one wgmma of 8-bit operands
 PROMOTION_K = 128  # elements of K between additions to the FP32 accumulator under split accumulation
 FRACTION_BITS = 13
 _CUT = ~((1 << (23 - FRACTION_BITS)) - 1)  # clears the fraction bits of an FP32 number beyond the 13th
 _OUTPUTS = 1 << 14  # elements of the result that are computed at a time, at least one row
+_FEW = 4  # rows, up to which NumPy's calls, which cost less than torch's, are faster on a CPU
 _PRODUCTS = 1 << 19  # products that are made at a time, at least one instruction
 # Exponents are integers at the place where FP32 has its own, so that no shift is needed.
 _ONE = 1 << 23
@@ -62,9 +68,35 @@ class Factor(NamedTuple):
 def hopper_matmul(a: Factor, b: Factor, promote: bool) -> Tensor:
     """Multiply a [M, K] by b [N, K] transposed: FP32 [M, N]. `promote` is split accumulation."""
     rows, columns = a.values.shape[1], b.values.shape[1]
+    if 0 < rows <= _FEW and on_host(a.values):
+        right = (b.values.numpy(), b.exponents.numpy())
+        with np.errstate(all="ignore"):
+            found = [_row(a.values[:, i].numpy(), a.exponents[:, i].numpy(), *right, promote) for i in range(rows)]
+        return torch.from_numpy(np.stack(found))
     step = max(1, _OUTPUTS // max(1, columns))
     parts = [_tile(a.of_rows(slice(start, start + step)), b, promote) for start in range(0, rows, step)]
     return torch.cat(parts) if parts else a.values.new_zeros(0, columns)
+
+
+def _row(values: Array, exponents: Array, right: Array, right_exponents: Array, promote: bool) -> Array:
+    """Return the product of a row, values and exponents [K], and the factor on the right, [K, N] each: FP32 [N]."""
+    shape = (-1, INSTRUCTION_K, right.shape[1])
+    terms = (values[:, None] * right).reshape(shape)
+    tops = np.maximum((exponents[:, None] + right_exponents).reshape(shape).max(1), _LOWEST) + _BIAS
+    total = np.zeros(shape[2], np.float32)
+    accumulator = np.zeros_like(total)
+    for done, (products, top) in enumerate(zip(terms, tops, strict=True), start=1):
+        top = np.maximum(accumulator.view(np.int32) & _EXPONENT_BITS, top)
+        unit = (top - FRACTION_BITS * _ONE).view(np.float32)
+        inverse = np.float32(1) / unit
+        products *= inverse
+        accumulator = np.trunc(products, out=products).sum(0) + np.trunc(accumulator * inverse)
+        accumulator *= unit
+        bits = accumulator.view(np.int32)
+        bits &= _CUT
+        if promote and done * INSTRUCTION_K % PROMOTION_K == 0:
+            total, accumulator = total + accumulator, np.zeros_like(total)
+    return total + accumulator
 
 
 def _tile(a: Factor, b: Factor, promote: bool) -> Tensor:

@@ -1,0 +1,63 @@
+"""te.Linear for the few rows of a step of generation on a CPU, under schemes with one scale per tensor.
+
+A call of torch takes a microsecond or two however few its numbers, and quantizers.py and gemm.py make some forty of
+them for a row. The same numbers follow here from a dozen: scales are numbers of the host, and no amax is recorded,
+since such a step changes no state.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from te_models.engine.emulated.gemm import finish, is_exact
+from te_models.engine.emulated.numerics import FP8_MAX, TORCH_FP8, on_host
+from te_models.engine.emulated.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
+from te_models.engine.emulated.tensor_core import Factor, hopper_matmul
+from te_models.engine.emulated.tensors import Float8TensorStorage, FP8Matrix, QuantizedTensorStorage, pad_to
+
+_TINY = 2.0**-64  # of smaller amaxes scales may overflow
+
+
+def product(
+    x: Tensor, weight: QuantizedTensorStorage, quantizer: Quantizer, bias: Tensor | None, dtype: torch.dtype,
+    split_accumulator: bool,
+) -> Tensor | None:  # fmt: skip
+    """Return x [T, K] in FP8 times `weight` [N, K], in `dtype`; None where this way does not serve."""
+    per_tensor = isinstance(weight, Float8TensorStorage)
+    scale = _scale(x, quantizer) if per_tensor and on_host(x) else None
+    if scale is None:
+        return None
+    largest = FP8_MAX[quantizer.dtype]
+    data = torch.mul(x.float(), float(scale)).clamp_(-largest, largest).to(TORCH_FP8[quantizer.dtype])
+    if is_exact(*x.shape, len(weight._data)):
+        out = pad_to(_exact(data, weight, split_accumulator), len(x), 1)
+    else:
+        out = data.float() @ weight.kept("operand", False, lambda: weight.operand(False)).values.t()
+    inverse = np.float32(1) / scale
+    return finish(out.mul_(float(inverse * np.float32(weight._scale_inv.item()))), None, bias, dtype)
+
+
+def _scale(x: Tensor, quantizer: Quantizer) -> np.float32 | None:
+    """Return the scale of x as `numerics.scale_from_amax` does; None where that has a case of its own."""
+    if isinstance(quantizer, Float8Quantizer):
+        return np.float32(quantizer.scale.item())
+    if not isinstance(quantizer, Float8CurrentScalingQuantizer):
+        return None
+    amax = np.float32(max(x.abs().amax().item(), quantizer.amax_epsilon))
+    if not _TINY < amax < np.inf:  # as NaN is not
+        return None
+    scale = np.float32(FP8_MAX[quantizer.dtype]) / amax
+    return np.float32(2.0 ** (math.frexp(scale)[1] - 1)) if quantizer.force_pow_2_scales else scale
+
+
+def _exact(data: Tensor, weight: Float8TensorStorage, split_accumulator: bool) -> Tensor:
+    """Return the product without scales of all rows but the zeros at the end, as tensor cores compute it."""
+    left, right = FP8Matrix(data, weight._scale_inv), weight.fp8_matrix(False)
+    factor = weight.kept("factor", False, lambda: Factor.of(right.data.float(), right.floor))
+    values = data.float()
+    rows = int(values.numpy().any(1).nonzero()[0].max(initial=0)) + 1
+    return hopper_matmul(Factor.of(values[:rows], left.floor), factor, split_accumulator)
