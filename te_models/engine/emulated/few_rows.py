@@ -7,6 +7,7 @@ since such a step changes no state.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -16,8 +17,8 @@ from torch import Tensor
 from te_models.engine.emulated.gemm import finish, is_exact
 from te_models.engine.emulated.numerics import FP8_MAX, TORCH_FP8, on_host
 from te_models.engine.emulated.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
-from te_models.engine.emulated.tensor_core import Factor, hopper_matmul
-from te_models.engine.emulated.tensors import Float8TensorStorage, FP8Matrix, QuantizedTensorStorage, pad_to
+from te_models.engine.emulated.tensor_core import HostFactor, row_product
+from te_models.engine.emulated.tensors import Float8TensorStorage, FP8Matrix, QuantizedTensorStorage
 
 _TINY = 2.0**-64  # of smaller amaxes scales may overflow
 
@@ -34,7 +35,7 @@ def product(
     largest = FP8_MAX[quantizer.dtype]
     data = torch.mul(x.float(), float(scale)).clamp_(-largest, largest).to(TORCH_FP8[quantizer.dtype])
     if is_exact(*x.shape, len(weight._data)):
-        out = pad_to(_exact(data, weight, split_accumulator), len(x), 1)
+        out = _exact(data, weight, split_accumulator)
     else:
         out = data.float() @ weight.kept("operand", False, lambda: weight.operand(False)).values.t()
     inverse = np.float32(1) / scale
@@ -55,9 +56,21 @@ def _scale(x: Tensor, quantizer: Quantizer) -> np.float32 | None:
 
 
 def _exact(data: Tensor, weight: Float8TensorStorage, split_accumulator: bool) -> Tensor:
-    """Return the product without scales of all rows but the zeros at the end, as tensor cores compute it."""
-    left, right = FP8Matrix(data, weight._scale_inv), weight.fp8_matrix(False)
-    factor = weight.kept("factor", False, lambda: Factor.of(right.data.float(), right.floor))
-    values = data.float()
-    rows = int(values.numpy().any(1).nonzero()[0].max(initial=0)) + 1
-    return hopper_matmul(Factor.of(values[:rows], left.floor), factor, split_accumulator)
+    """Return the product without scales as tensor cores compute it; rows of zeros, the padding, give zeros."""
+    matrix = weight.fp8_matrix(False)
+    right = weight.kept("host factor", False, lambda: HostFactor.of(matrix.data.float(), matrix.floor))
+    table, bits = _every_number(data.dtype), data.view(torch.uint8).numpy()
+    bits = np.pad(bits, ((0, 0), (0, len(right.values) - bits.shape[1]))) if len(right.values) > bits.shape[1] else bits
+    out = np.zeros((len(bits), right.values.shape[1]), np.float32)
+    with np.errstate(all="ignore"):
+        for row, found in zip(bits, out, strict=True):
+            if row.any():
+                found[:] = row_product(HostFactor(table.values[row], table.exponents[row]), right, split_accumulator)
+    return torch.from_numpy(out)
+
+
+@functools.cache
+def _every_number(dtype: torch.dtype) -> HostFactor:
+    """Return the factor of all 256 numbers of an FP8 format, in the order of their bits."""
+    numbers = FP8Matrix(torch.arange(256, dtype=torch.uint8).view(dtype)[None], torch.ones(1))
+    return HostFactor.of(numbers.data.float(), numbers.floor)

@@ -317,8 +317,7 @@ class Linear(TransformerEngineBaseModule):
         self, parallel: Parallelism, inp: Tensor, bias: Tensor | None, first: bool | None, results: tuple[bool, bool]
     ) -> Call:
         """Check and collect the arguments of one pass."""
-        trained = any(t is not None and t.requires_grad for t in (inp, self.weight, bias))
-        tracked = torch.is_grad_enabled() and trained
+        tracked = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (inp, self.weight, bias))
         if self.fp8:
             parallel.check(True, self.fp8_meta["recipe"])
             parallel.check_quantized_results(*results)
@@ -346,7 +345,7 @@ def new_calls(
     if not module.fp8:
         return [Call(module, parallel, dtype, grad, first, None, name) for name in module.weight_names]
     recipe: Recipe = module.fp8_meta["recipe"]
-    override, context = recipe.backward_override, contextvars.copy_context()
+    override, context = recipe.backward_override, contextvars.copy_context() if tracked else None
     updates = registry_to_update() if tracked and override is None else None
     forward, backward = (module.quantizers[direction] for direction in SLOTS)
     found = []
