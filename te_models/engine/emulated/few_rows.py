@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,36 +19,48 @@ from te_models.engine.emulated.gemm import finish, is_exact
 from te_models.engine.emulated.numerics import FP8_MAX, TORCH_FP8, on_host
 from te_models.engine.emulated.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
 from te_models.engine.emulated.tensor_core import HostFactor, row_product
-from te_models.engine.emulated.tensors import Float8TensorStorage, FP8Matrix, QuantizedTensorStorage
+from te_models.engine.emulated.tensors import Float8TensorStorage, FP8Matrix, QuantizedTensorStorage, Value, as_matrix
 
 _TINY = 2.0**-64  # of smaller amaxes scales may overflow
 
 
-def product(
-    x: Tensor, weight: QuantizedTensorStorage, quantizer: Quantizer, bias: Tensor | None, dtype: torch.dtype,
-    split_accumulator: bool,
-) -> Tensor | None:  # fmt: skip
-    """Return x [T, K] in FP8 times `weight` [N, K], in `dtype`; None where this way does not serve."""
-    per_tensor = isinstance(weight, Float8TensorStorage)
-    scale = _scale(x, quantizer) if per_tensor and on_host(x) else None
+class FewRows(NamedTuple):
+    """Rows in FP8: the numbers [T, K], and their scale."""
+
+    data: Tensor
+    scale: np.float32
+
+
+def cast(x: Value, quantizer: Quantizer) -> FewRows | None:
+    """Return x [..., K] in FP8; None where quantizers.py and gemm.py have to serve."""
+    per_tensor = isinstance(quantizer, (Float8Quantizer, Float8CurrentScalingQuantizer))
+    if not per_tensor or isinstance(x, QuantizedTensorStorage) or not on_host(x):
+        return None
+    scale = _scale(x, quantizer)
     if scale is None:
         return None
     largest = FP8_MAX[quantizer.dtype]
-    data = torch.mul(x.float(), float(scale)).clamp_(-largest, largest).to(TORCH_FP8[quantizer.dtype])
-    if is_exact(*x.shape, len(weight._data)):
-        out = _exact(data, weight, split_accumulator)
+    numbers = torch.mul(as_matrix(x).float(), float(scale)).clamp_(-largest, largest)
+    return FewRows(numbers.to(TORCH_FP8[quantizer.dtype]), scale)
+
+
+def product(
+    x: FewRows, weight: QuantizedTensorStorage, bias: Tensor | None, dtype: torch.dtype, split_accumulator: bool
+) -> Tensor:
+    """Return x times `weight` [N, K] plus `bias` [N]: [T, N] in `dtype`."""
+    assert isinstance(weight, Float8TensorStorage)
+    if is_exact(len(x.data), *reversed(weight._matrix)):
+        out = _exact(x.data, weight, split_accumulator)
     else:
-        out = data.float() @ weight.kept("operand", False, lambda: weight.operand(False)).values.t()
-    inverse = np.float32(1) / scale
-    return finish(out.mul_(float(inverse * np.float32(weight._scale_inv.item()))), None, bias, dtype)
+        out = x.data.float() @ weight.kept("operand", False, lambda: weight.operand(False)).values.t()
+    scale = np.float32(1) / x.scale * np.float32(weight._scale_inv.item())
+    return finish(out.mul_(float(scale)), None, bias, dtype)
 
 
-def _scale(x: Tensor, quantizer: Quantizer) -> np.float32 | None:
+def _scale(x: Tensor, quantizer: Float8Quantizer | Float8CurrentScalingQuantizer) -> np.float32 | None:
     """Return the scale of x as `numerics.scale_from_amax` does; None where that has a case of its own."""
     if isinstance(quantizer, Float8Quantizer):
         return np.float32(quantizer.scale.item())
-    if not isinstance(quantizer, Float8CurrentScalingQuantizer):
-        return None
     amax = np.float32(max(x.abs().amax().item(), quantizer.amax_epsilon))
     if not _TINY < amax < np.inf:  # as NaN is not
         return None

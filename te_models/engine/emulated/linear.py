@@ -91,11 +91,10 @@ def product(
             if bias is not None:
                 bias = bias.to(torch.bfloat16 if call.dtype == torch.float32 else call.dtype)
             short = full_rows(1) > 1
-            if short:
+            few = few_rows.cast(inp, call.fp8.input) if short else None
+            if few is not None:
                 w = fp8_weight(weight, call, call.fp8, dgrad)
-                out = few_rows.product(as_matrix(inp), w, call.fp8.input, bias, call.dtype, call.splits[0])
-                if out is not None:
-                    return out, inp, w
+                return few_rows.product(few, w, bias, call.dtype, call.splits[0]), inp, w
             x, w = _fp8_operands(inp, weight, call, call.fp8, wgrad, dgrad)
             total = parallel.gather_input(x, call.fp8.input)
             rows = inp.shape[:-1].numel() if short else None  # without those that `_fp8_operands` adds
@@ -301,12 +300,13 @@ class Linear(TransformerEngineBaseModule):
         try:
             given, wanted = inp.shape[-1], self.in_features
             require(given == wanted, f"GEMM not possible: the input has {given} features, not {wanted}", AssertionError)
-            call = self._call(parallel, inp, bias if fused else None, is_first_microbatch, (fp8_output, fp8_grad))
+            weight, added = self.weight, bias if fused else None
+            call = self._call(parallel, inp, weight, added, is_first_microbatch, (fp8_output, fp8_grad))
             if call.grad:
-                out = _Linear.apply(self.weight, inp, bias if fused else None, call)
+                out = _Linear.apply(weight, inp, added, call)
             else:  # without autograd's share, a tenth of a small layer's time
-                values, _, _ = product(self.weight, inp, bias if fused else None, call, False, False)
-                out = _result(values, self.weight, inp, call)
+                values, _, _ = product(weight, inp, added, call, False, False)
+                out = _result(values, weight, inp, call)
         finally:
             self.end_forward()
         if self.return_bias:
@@ -314,15 +314,16 @@ class Linear(TransformerEngineBaseModule):
         return out if bias is None or fused else out + bias.to(self.activation_dtype)
 
     def _call(
-        self, parallel: Parallelism, inp: Tensor, bias: Tensor | None, first: bool | None, results: tuple[bool, bool]
-    ) -> Call:
+        self, parallel: Parallelism, inp: Tensor, weight: Tensor, bias: Tensor | None, first: bool | None,
+        results: tuple[bool, bool],
+    ) -> Call:  # fmt: skip
         """Check and collect the arguments of one pass."""
-        tracked = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (inp, self.weight, bias))
+        tracked = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (inp, weight, bias))
         if self.fp8:
             parallel.check(True, self.fp8_meta["recipe"])
             parallel.check_quantized_results(*results)
             parallel.configure(self.quantizers["scaling_fwd"][0], self.quantizers["scaling_bwd"][0])
-            _check_dims(inp.shape, self.weight.shape, tracked)
+            _check_dims(inp.shape, weight.shape, tracked)
         (call,) = new_calls(self, parallel, first, tracked, results)
         return call
 
