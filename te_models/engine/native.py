@@ -394,6 +394,8 @@ def _transposed_storages(data: Tensor, scale_inv: Tensor, rows: list[int], form:
 
 def _grouped(module: GroupedLinear, x: Tensor, rows: list[int], is_first_microbatch: bool | None = None) -> Tensor:
     """See te_models.kernels.handover.grouped."""
+    if not isinstance(module, GroupedLinear):  # one with adapters
+        return module(x, rows, is_first_microbatch=is_first_microbatch, run=_grouped)
     weights = [module.get_parameter(f"weight{expert}") for expert in range(module.num_gemms)]
     built = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
     casts = isinstance(built, recipe.Float8CurrentScaling) and not any(

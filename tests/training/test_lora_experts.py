@@ -1,0 +1,121 @@
+"""Adapters on experts: peft on transformers' models is the judge of values, gradients and files."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bits import assert_same_bits
+from families import make_config
+from fewer import some
+from hf_models import randomize
+from judge import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from te_models import CausalLM
+from te_models.errors import CheckpointError, UsageError
+
+pytest.importorskip("peft")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import peft
+    from peft import LoraConfig, PeftModel
+
+    from te_models.training.lora import add_lora, load_lora, save_lora
+    from te_models.training.lora_layer import LoraExperts
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ALL = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+TARGETS: dict[str, dict[str, Any]] = {
+    "experts and attention": dict(target_modules=["q_proj", "o_proj"], target_parameters=ALL, r=3),
+    "down alone": dict(target_modules=[], target_parameters=["experts.down_proj"], r=2, lora_alpha=5),
+    "a layer": dict(target_modules=["q_proj"], target_parameters=["layers.1.mlp.experts.gate_up_proj"], r=2),
+    "ranks": dict(target_modules=[], target_parameters=ALL, r=2, rank_pattern={".*gate_up_proj": 5}, use_rslora=True),
+}
+
+
+ROWS = [
+    ("mixtral-one-key", "experts and attention"),
+    ("qwen3_moe-steps", "experts and attention"),
+    ("qwen2_moe-all-keys", "experts and attention"),
+    ("mixtral-all-keys", "ranks"),
+    ("olmoe-keys", "experts and attention"),
+    ("glm4_moe-groups", "experts and attention"),
+    ("mixtral-one-key", "down alone"),
+    ("qwen3_next-steps", "experts and attention"),
+    ("qwen3_5_moe_text-full", "experts and attention"),
+    ("mixtral-one-key", "a layer"),
+    ("afmoe-experts", "experts and attention"),
+    ("laguna-experts", "experts and attention"),
+]
+
+
+def ids_of(config: Any) -> Tensor:
+    return torch.randint(1, config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def fill(adapted: Any) -> None:
+    torch.manual_seed(7)
+    for name, p in adapted.named_parameters():
+        if "lora_B" in name:
+            p.copy_(torch.randn_like(p) * 0.1)
+
+
+def ours(folder: Path, **options: Any) -> CausalLM:
+    return CausalLM.from_pretrained(
+        folder, **{"dtype": torch.float32, "device": "cpu", "engine": "emulated", **options}
+    )
+
+
+def theirs(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def gradients(model: Any, ids: Tensor) -> Any:
+    """The model with the gradient of each adapter in its place."""
+    model.eval()(ids, labels=ids).loss.backward()  # in training ours adds the loss of routers
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.grad
+    return model
+
+
+@pytest.mark.parametrize("case, targets", some(3, ROWS))
+def test_adapters_of_experts_are_those_of_peft(case: str, targets: str, tmp_path: Path) -> None:
+    """Values, gradients and files, both ways."""
+    torch.manual_seed(1)
+    config, base = make_config(case), tmp_path / "base"
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    randomize(model)
+    model.save_pretrained(base)
+    ids = ids_of(config)
+    judge = peft.get_peft_model(theirs(base), LoraConfig(task_type="CAUSAL_LM", **TARGETS[targets]))
+    fill(judge)
+    judge.save_pretrained(tmp_path / "start")
+
+    adapted = load_lora(ours(base), tmp_path / "start", trainable=True)
+    assert any(isinstance(module, LoraExperts) for module in adapted.modules())
+    with torch.no_grad():
+        plain, wanted, found = theirs(base)(ids).logits, judge.eval()(ids).logits, adapted.eval()(ids).logits
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert (wanted - plain).abs().max() > 1e-2
+    save_lora(adapted, tmp_path / "again")
+    a, b = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("start", "again"))
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert_same_bits(name, tensor, b[name])
+    back = PeftModel.from_pretrained(theirs(base), tmp_path / "again")
+    with torch.no_grad():
+        assert torch.equal(back(ids).logits, wanted)
+
+    gradients(judge, ids).save_pretrained(tmp_path / "theirs")
+    save_lora(gradients(adapted, ids), tmp_path / "ours")
+    first, second = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("theirs", "ours"))
+    for name, tensor in first.items():
+        assert (second[name] - tensor).norm() <= 1e-3 * tensor.norm() + 1e-7, name
