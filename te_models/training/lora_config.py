@@ -84,12 +84,13 @@ def wanted_adapters(config: LoraConfig, modules: Modules, headless: bool | None 
     """
     if config.target_modules is None and not config.target_parameters:
         raise UsageError(f"target_modules is missing: name the modules with adapters, or give {ALL_LINEAR!r}")
-    if not isinstance(config.target_modules, str):
-        given, parameters = set(config.target_modules or ()), set(config.target_parameters or ())
-        moved = {target for target in given if headless is None and names_experts(target)}
-        config.target_modules, config.target_parameters = sorted(given - moved), sorted(parameters | moved)
-    elif config.target_modules.lower() == ALL_LINEAR:
-        config.target_modules = sorted({name.rsplit(".", 1)[1] for name in modules.theirs if name != "lm_head"})
+    targets = config.target_modules
+    if not isinstance(targets, str) or targets.lower() == ALL_LINEAR:
+        given = {ALL_LINEAR} if isinstance(targets, str) else set(targets or ())
+        linears = {name.rsplit(".", 1)[1] for name in modules.theirs if name != "lm_head"}
+        experts = {target for target in given if headless is None and names_experts(target)}
+        config.target_modules = sorted(given - experts - {ALL_LINEAR} | (linears if ALL_LINEAR in given else set()))
+        config.target_parameters = sorted(experts.union(config.target_parameters or ()))
     names = modules.named(False) | modules.named(True) if headless is None else modules.named(headless)
     found: dict[Place, str] = {}
     for name, place in names.items():

@@ -179,6 +179,12 @@ class LoraExperts(LoraLinear):
             with torch.no_grad():
                 self.lora_A[adapter_name].get_parameter("weight").mul_(experts)
 
+    def __getattr__(self, name: str) -> Any:
+        """Return the weight of an expert by its name, as peft's layers do for `weight`."""
+        if name.removeprefix("weight").isdigit():
+            return self.base_layer.get_parameter(name)
+        return super().__getattr__(name)
+
     @property
     def weights(self) -> list[Any]:
         """The weight of each expert [out, in]."""
