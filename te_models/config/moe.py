@@ -148,8 +148,9 @@ class MoESpec(FeedforwardSpec):
         scores, chosen = tape.tokens * e.num_experts * FP32, tape.tokens * e.num_experts_per_tok
         stream, width = tape.rows * self.hidden_size * element, rows * self.hidden_size * element
         choosing, widened = tape.linear(router), e.router_fp32 and element != FP32
+        saves_input = choosing.saved > 0  # a frozen router does not
         if widened:
-            choosing = choosing._replace(saved=(tape.rows + e.num_experts) * self.hidden_size * FP32)
+            choosing = choosing._replace(saved=(tape.rows * saves_input + e.num_experts) * self.hidden_size * FP32)
         # The logits, their softmax and the scores; logsumexp; the indices of the chosen, and what their division needs.
         kept = tape.rows * e.num_experts * FP32 + 2 * scores + tape.tokens * FP32 + chosen * INT64
         kept += (chosen + tape.tokens) * FP32 * e.norm_topk_prob
@@ -162,7 +163,7 @@ class MoESpec(FeedforwardSpec):
         ]
         if shared:
             size = e.shared_expert_intermediate_size
-            first += [tape.linear(shared[0], shared=not widened), self._swiglu(tape, tape.rows, size)]
+            first += [tape.linear(shared[0], shared=saves_input and not widened), self._swiglu(tape, tape.rows, size)]
         if e.shared_expert_gate:
             first.append(tape.linear(shared[2], shared=True))
         places = (rows + chosen) * INT64 + chosen * FP32  # of tokens and rows, and the weights

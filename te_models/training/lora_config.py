@@ -16,6 +16,7 @@ from te_models.errors import CheckpointError, UsageError, needs, refuse, unknown
 from te_models.files.atomic import first_line
 from te_models.interop.hf import Place
 from te_models.training.lora_targets import Modules, Wanted, module_of
+from te_models.training.settings import names_experts
 
 with needs("te_models.training.lora", "peft", "0.19", "lora"):
     from peft import LoraConfig, PeftType
@@ -87,7 +88,11 @@ def wanted_adapters(config: LoraConfig, modules: Modules, headless: bool | None 
     targets = config.target_modules
     if not isinstance(targets, str) or targets.lower() == ALL_LINEAR:
         given = {ALL_LINEAR} if isinstance(targets, str) else set(targets or ())
-        linears = {name.rsplit(".", 1)[1] for name in modules.theirs if name != "lm_head"}
+        linears = {
+            name.rsplit(".", 1)[1]
+            for name, place in modules.theirs.items()
+            if name != "lm_head" and not module_of(place).endswith(".router")  # no linear in transformers
+        }
         experts = {target for target in given if headless is None and names_experts(target)}
         config.target_modules = sorted(given - experts - {ALL_LINEAR} | (linears if ALL_LINEAR in given else set()))
         config.target_parameters = sorted(experts.union(config.target_parameters or ()))
@@ -116,11 +121,6 @@ def wanted_adapters(config: LoraConfig, modules: Modules, headless: bool | None 
             if not any(re.match(rf"(.*\.)?({key})$", name) for name in found.values()):
                 raise UsageError(f"{field}: {key[:80]!r} matches no module that has an adapter")
     return {name: Wanted(place, *_rank_and_scaling(config, name)) for place, name in found.items()}
-
-
-def names_experts(target: str) -> bool:
-    """Return whether a target is a name of experts, such as "experts" or "mlp.experts.down_proj"."""
-    return "experts" in target.split(".")
 
 
 def _is_target(config: LoraConfig, name: str) -> bool:

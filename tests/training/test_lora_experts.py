@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from autograd_bytes import autograd_bytes
 from bits import assert_same_bits
 from families import make_config
 from fewer import some
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from te_models import CausalLM
 from te_models.errors import CheckpointError, UsageError
+from te_models.planning.memory_estimate import saved_bytes
+from te_models.planning.operations import Tape, Training
 
 pytest.importorskip("peft")
 with warnings.catch_warnings():
@@ -27,7 +30,10 @@ with warnings.catch_warnings():
 
     from te_models.training.lora import add_lora, load_lora, save_lora
     from te_models.training.lora_layer import LoraExperts
+    from te_models.training.lora_run import LoraRun
+    from te_models.training.settings import LoraSettings
 
+SHAPE: dict[str, Any] = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 ALL = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -119,3 +125,36 @@ def test_adapters_of_experts_are_those_of_peft(case: str, targets: str, tmp_path
     first, second = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("theirs", "ours"))
     for name, tensor in first.items():
         assert (second[name] - tensor).norm() <= 1e-3 * tensor.norm() + 1e-7, name
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "shared": dict(shared_expert_intermediate_size=128, shared_expert_gate=True),
+    "GLM": dict(router_fp32=True, router_scores="sigmoid", expert_bias=True, shared_expert_intermediate_size=64),
+}
+
+
+@pytest.mark.parametrize("experts", [True, False], ids=["experts", "attention"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current, FP8 weights"])
+@pytest.mark.parametrize("name", KINDS)
+def test_the_memory_plan_is_what_autograd_keeps(name: str, recipe: str, mode: str, experts: bool) -> None:
+    """To the byte where every expert gets every token, so that the rows are known."""
+    recipe, fp8_params = recipe.split(",")[0], "FP8 weights" in recipe
+    moe = dict(num_experts=3, num_experts_per_tok=3, moe_intermediate_size=64, **KINDS[name])
+    place = dict(recipe=recipe, fp8_params=fp8_params, device="cpu", activation_checkpointing=mode)
+    model = CausalLM.from_preset("gated-moe-nano", **SHAPE, moe=moe, **place)
+    targets = dict.fromkeys(linear.name for linear in model.config.linears.values() if linear.adapted)
+    LoraRun(model, LoraSettings(rank=4, alpha=8.0, targets=(*targets, *["experts"] * experts)), None)
+    size: dict[str, Any] = dict(batch_size=2, seq_len=64, logits=False, compile=False, cuda=False)
+    size |= dict(lora_rank=4, lora_experts=experts, fp8_params=fp8_params, activation_checkpointing=mode)
+    training = Training(**size)
+    tape = Tape(model.config, model.recipe, training)
+    expected = saved_bytes(model.config, model.recipe, training)
+    if mode == "full":
+        expected -= tape.rotary_tables()
+    for region in tape.regions():
+        down = [step.saved for step in region.steps if step.name == "down_proj" and step.saved < step.produces]
+        if region.recompute_input is None:  # the hooks that discard its input hide what its adapter saves beside it
+            expected -= sum(down)
+    assert autograd_bytes(model, torch.randint(0, 288, (2, 64)), logits=False) == expected
