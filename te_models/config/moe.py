@@ -156,7 +156,7 @@ class MoESpec(FeedforwardSpec):
         kept += (chosen + tape.tokens) * FP32 * e.norm_topk_prob
         first = [
             choosing,
-            Step("scores", kept, consumes=scores, produces=scores),
+            Step("scores", kept, consumes=chosen * FP32, produces=choosing.consumes, scratch=scores),
             Step("dispatch", consumes=width, produces=stream),
             tape.linear(into, rows=rows),
             self._swiglu(tape, rows, e.moe_intermediate_size),
@@ -166,8 +166,13 @@ class MoESpec(FeedforwardSpec):
             first += [tape.linear(shared[0], shared=saves_input and not widened), self._swiglu(tape, tape.rows, size)]
         if e.shared_expert_gate:
             first.append(tape.linear(shared[2], shared=True))
+        # Each of those that read the input but the last, which is the first in backward, adds its gradient to theirs.
+        added = [router.name, "dispatch", *(linear.name for linear in shared[::2])][:-1]
+        first = [step._replace(consumes=step.consumes + stream * (step.name in added)) for step in first]
         places = (rows + chosen) * INT64 + chosen * FP32  # of tokens and rows, and the weights
-        second = [tape.linear(out, rows=rows), Step("combine", width + places, consumes=stream, produces=width)]
+        consumed = stream * (not shared)  # else the shared expert's part needs it too
+        combine = Step("combine", width + places, consumes=consumed, produces=width + chosen * FP32)
+        second = [tape.linear(out, rows=rows), combine]
         if shared:
             second.append(tape.linear(shared[1]))
         if e.shared_expert_gate:
