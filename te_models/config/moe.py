@@ -176,7 +176,8 @@ class MoESpec(FeedforwardSpec):
         if shared:
             second.append(tape.linear(shared[1]))
         if e.shared_expert_gate:
-            second.append(Step("shared gate", stream + tape.rows * element, consumes=stream, produces=stream))
+            both = stream + tape.rows * element
+            second.append(Step("shared gate", both, consumes=stream, produces=both))
         return first, second
 
     @staticmethod

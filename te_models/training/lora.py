@@ -424,7 +424,8 @@ def _file_content(adapted: AdaptedModel, adapter_name: str) -> tuple[dict[str, T
         tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = pairs[one.place]
     whole = {theirs: ours for theirs, ours in modules.whole.items() if f"{ours}.weight" in parameters}
     tensors |= {f"{PREFIX}{theirs}.weight": parameters[f"{ours}.weight"].clone() for theirs, ours in whole.items()}
-    values = {**own.to_dict(), "task_type": "CAUSAL_LM", "inference_mode": True, "init_lora_weights": True}
+    values: dict[str, Any] = {**own.to_dict(), "task_type": "CAUSAL_LM", "inference_mode": True}
+    values["init_lora_weights"] = True
     values.pop("runtime_config", None)
     if modules.counts.keys() & _adapters(adapted, adapter_name).keys():
         values["lora_dropout"] = 0.0  # peft has none for experts, and only training uses it

@@ -71,7 +71,11 @@ def losses(out: Path) -> list[float]:
         pytest.param("delayed", {"dropout": 0.3}, dict(activation_checkpointing="full"), marks=pytest.mark.slow),
         ("current", {"targets": ("o_proj", "down_proj")}, dict(fp8_params=True, activation_checkpointing="selective")),
         ("bf16", {"dropout": 0.5}, {}),
-        ("delayed", ALL, dict(fp8_params=True, gradient_accumulation=2, activation_checkpointing="selective") | EXPERTS),
+        (
+            "delayed",
+            ALL,
+            dict(fp8_params=True, gradient_accumulation=2, activation_checkpointing="selective") | EXPERTS,
+        ),
         ("current", {**ALL, "dropout": 0.3}, dict(fp8_params=True, activation_checkpointing="full") | EXPERTS),
         pytest.param("bf16", {"targets": ("experts.down_proj",)}, EXPERTS, marks=pytest.mark.slow),
     ],
