@@ -195,7 +195,7 @@ def test_experts_of_a_model_without_any(tmp_path: Path) -> None:
         add_lora(wrapped, target_modules=["experts"])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_from_the_command_line_to_a_merged_model(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
