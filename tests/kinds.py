@@ -63,6 +63,15 @@ KINDS = {
     "shared expert": Kind(
         dict(attention_gate="none", moe=EXPERTS | SHARED, mlp_layer_types=("dense", "sparse", "sparse")), chooses=True
     ),
+    "sinks, biased experts": Kind(
+        dict(
+            attention_gate="none", attention_sinks=True, attention_bias=True, attention_output_bias=True,
+            sliding_window=4, layer_types=("sliding_attention", "full_attention", "sliding_attention"),
+            moe=EXPERTS | dict(bias=True, swiglu_limit=1.5),
+            rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, truncate=False),
+        ),
+        chooses=True,
+    ),
     "linear attention": Kind(
         dict(
             layer_types=("linear_attention", "full_attention", "linear_attention"),
@@ -118,13 +127,13 @@ Where = tuple[dict[str, Any], float]
 
 
 def build(kind: Kind, recipe: str = "bf16", **options: Any) -> CausalLM:
-    """Return a model of the kind; its biases are those of any division, and not zero."""
+    """Return a model of the kind; its biases and sinks are those of any division, and not zero."""
     torch.manual_seed(0)
     edges = NO_EDGES if recipe != "bf16" else {}
     model = CausalLM(kind.config, recipe=recipe, **{**EMULATED, **edges, **options})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
+            if "bias" in name or name.endswith("sinks"):
                 parameter.fill_(0.2)
     return model
 
