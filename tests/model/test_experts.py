@@ -274,6 +274,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "not normalized": dict(norm_topk_prob=False),
     "shared": dict(shared_expert_intermediate_size=128, shared_expert_gate=True),
     "GLM": dict(router_fp32=True, router_scores="sigmoid", expert_bias=True, shared_expert_intermediate_size=64),
+    "gpt-oss": dict(bias=True, swiglu_limit=7.0),
 }
 
 
