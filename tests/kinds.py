@@ -65,9 +65,14 @@ KINDS = {
     ),
     "sinks, biased experts": Kind(
         dict(
-            attention_gate="none", attention_sinks=True, attention_bias=True, attention_output_bias=True,
-            sliding_window=4, layer_types=("sliding_attention", "full_attention", "sliding_attention"),
-            moe=EXPERTS | dict(num_experts=3, bias=True, swiglu_limit=1.5), intermediate_size=64,
+            attention_gate="none",
+            attention_sinks=True,
+            attention_bias=True,
+            attention_output_bias=True,
+            sliding_window=4,
+            layer_types=("sliding_attention", "full_attention", "sliding_attention"),
+            moe=EXPERTS | dict(num_experts=3, bias=True, swiglu_limit=1.5),
+            intermediate_size=64,
             rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, truncate=False),
         ),
         chooses=True,

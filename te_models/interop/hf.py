@@ -77,7 +77,9 @@ def describe(folder: Path, documents: Document, tensors: Mapping[str, Tensor] | 
     except (AttributeError, LookupError, ArithmeticError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file}: {first_line(error)}") from None
     named = [part.get(key) for part in (document, text) for key in ("dtype", "torch_dtype")]
-    dtype = saved_dtype(file, next(filter(None, named), "float32"))
+    embedding = (tensors or {}).get(f"{root}embed_tokens.weight")
+    stored = "float32" if embedding is None else str(embedding.dtype).removeprefix("torch.")
+    dtype = saved_dtype(file, next(filter(None, named), stored))
     return Description(family, config, dtype, Origin(folder, document, documents.get("generation")))
 
 

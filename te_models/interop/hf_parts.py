@@ -450,7 +450,7 @@ EMBEDDING_ROOT = Part((), lambda theirs: {"embedding_multiplier": theirs["hidden
 OWN_OPTIONS = (
     "rope_theta", "rope_scaling", "sliding_rope", "rope_interleaved", "partial_rotary_factor", "no_rope_layers",
     "sliding_window", "layer_types", "attention_gate", "attention_gate_activation", "attention_bias",
-    "attention_output_bias", "attention_multiplier", "attn_logit_softcapping", "query_scale_beta",
+    "attention_output_bias", "attention_multiplier", "attn_logit_softcapping", "attention_sinks", "query_scale_beta",
     "query_scale_length", "qk_norm", "qk_norm_scope", "norm_position", "zero_centered_norm", "hidden_act", "mlp_gate",
     "mlp_bias", "embedding_multiplier", "residual_multiplier", "logits_scaling", "final_logit_softcapping",
 )  # fmt: skip

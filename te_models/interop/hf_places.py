@@ -12,8 +12,8 @@ class Rows:
     """The place of a tensor of theirs in ours: these blocks of rows of `module`, or all of it.
 
     Several blocks alternate in their tensor, once per unit of `per` (a count in ModelConfig): for instance, the gate
-    of each head after the queries of that head; "row" is one row of each block. With `experts`, `module` is a te.GroupedLinear, and {} in the name of
-    their tensor the number of the expert.
+    of each head after the queries of that head; "row" is one row of each block. With `experts`, `module` is a
+    te.GroupedLinear, and {} in the name of their tensor the number of the expert.
     """
 
     module: str
@@ -73,6 +73,7 @@ LAGUNA_LAYER = {**NORMED_LAYER, "self_attn.g_proj": Rows("self_attn.qkvg_proj", 
 # That of remote_code/modeling_te_models.py: rows that a model has not are left out.
 OWN_LAYER = {
     **LAGUNA_LAYER,
+    "self_attn.sinks": Rows("self_attn.sinks"),
     "attention_output_norm": Rows("attention_output_norm"),
     "mlp_output_norm": Rows("mlp_output_norm"),
 }

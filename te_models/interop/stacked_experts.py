@@ -70,8 +70,11 @@ def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     members: dict[str, list[Tensor]] = {}
     for name, tensor in tensors.items():
         found = ALONE.fullmatch(name)
-        if tensor.dtype.itemsize < 2 or (found is None and ".experts." in name):
-            raise UsageError(f"{name} is quantized, and this architecture stacks its experts in BF16: export bf16")
+        if ".experts." in name and (found is None or tensor.dtype.itemsize < 2):
+            raise UsageError(
+                f"{name} would be quantized, and the experts of this architecture are stacked in BF16: choose the "
+                "format bf16, or keep them in BF16 (precision)"
+            )
         if found is None:
             members[name] = [tensor]
         else:

@@ -111,9 +111,7 @@ class Experts(Feedforward[MoESpec]):
             return F.linear(x.float(), router.get_parameter("weight").float(), bias)
         return context.linear(router, x).float()
 
-    def _activated(
-        self, gate_up: Tensor, prefix: str, context: ForwardContext, real: Tensor | None = None
-    ) -> Tensor:
+    def _activated(self, gate_up: Tensor, prefix: str, context: ForwardContext, real: Tensor | None = None) -> Tensor:
         """Return the input [n, F] of the projection down, from the output [n, 2F] of gate and up.
 
         Zeros where `real`, bool [n, 1], is False.

@@ -95,7 +95,7 @@ def theirs_by_expert(judge: Any) -> dict[str, Tensor]:
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         before, experts, kind = name.partition(".mlp.experts.")
         if judge.config.model_type == "gpt_oss":
-            found |= experts_of(name, gradient, lambda name: gradient)
+            found |= experts_of(name, gradient, torch.Tensor)  # no scales
             continue
         if not experts:
             name = name.replace(".mlp.gate.", f".{block}.gate.")

@@ -29,7 +29,7 @@ SHAPE: dict[str, Any] = dict(
     num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.1, attention_gate="none", qk_norm=True,
 )  # fmt: skip
 # Without the balance loss, which is that of each process's own tokens.
-MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, router_aux_loss_coef=0.0)
+MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, router_aux_loss_coef=0.0, bias=True)
 CONFIG = ModelConfig(**SHAPE, moe=MOE)
 # Only experts in FP8: their amaxes are over the tokens of all ranks, as in one process; those of attention are not.
 FP8 = dict(recipe="current", num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
