@@ -26,33 +26,36 @@ class Softmax(NamedTuple):
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Softmax
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the output [..., K, G, S, H], the scores divided by the cap, the probabilities and those of the sinks.
+    """Return the output of q [K, G, S, H], k and v [K, M, H], and what `_weights` makes of the scores [K, G, S, M].
 
-    All FP32: q [..., K, G, S, H], k and v [..., K, M, H]. `mask` [S, M] or [B or 1, 1, S, M]; None: causal. The scores,
-    after tanh, and the probabilities are [..., K, G, S, M]; those of the sinks [..., K, G, S, 1].
+    All FP32. `mask` [S, M] as in composed_attention; None: causal.
     """
-    scores = (q.flatten(-3, -2) @ k.mT).unflatten(-2, q.shape[-3:-1])
+    scores = (q.flatten(1, 2) @ k.mT).unflatten(1, q.shape[1:3])
+    scores, weights, share = _weights(scores, mask, how, (*q.shape[:2], 1, 1))
+    return (weights.flatten(1, 2) @ v).unflatten(1, q.shape[1:3]), scores, weights, share
+
+
+def _weights(
+    scores: Tensor, mask: Tensor | None, how: Softmax, heads: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return products of queries and keys [..., S, M] divided by the cap, their probabilities, and those of the sinks.
+
+    The first overwrites `scores`, and is after tanh. `heads` is a shape for the sinks that broadcasts against it.
+    """
     bounded = scores.mul_(how.scale if how.cap is None else how.scale / how.cap)
     if how.cap is not None:
         bounded = scores.tanh_() * how.cap
-    sinks = None if how.sinks is None else how.sinks.float().view(*k.shape[-3:-2], -1, 1, 1)
-    weights, share = _weights(bounded, mask, sinks)
-    return (weights.flatten(-3, -2) @ v).unflatten(-2, q.shape[-3:-1]), scores, weights, share
-
-
-def _weights(bounded: Tensor, mask: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the probabilities of scores [..., K, G, S, M], which are overwritten, and of sinks [K, G, 1, 1]."""
     if mask is None:
-        queries, keys = bounded.shape[-2:]
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=bounded.device).tril(keys - queries)
-    mask = mask if mask.dim() == 2 else mask.unsqueeze(2)
+        queries, keys = scores.shape[-2:]
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril(keys - queries)
     bounded = bounded.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else bounded.add_(mask)
-    if sinks is None:
-        return bounded.softmax(dim=-1), None
+    if how.sinks is None:
+        return scores, bounded.softmax(dim=-1), None
+    sinks = how.sinks.float().view(heads)
     top = bounded.detach().amax(dim=-1, keepdim=True).maximum(sinks.detach())
     weights, share = (bounded - top).exp(), (sinks - top).exp()
     total = weights.sum(dim=-1, keepdim=True) + share
-    return weights / total, share / total
+    return scores, weights / total, share / total
 
 
 def _row(tensor: Tensor, row: int, heads: int) -> Tensor:
@@ -116,8 +119,12 @@ def composed_attention(
     the queries belong to the last S keys. `sinks` [N]: a logit of each head whose exponential is added to the sum that
     the softmax divides by.
     """
-    if torch.compiler.is_compiling() or q.shape[2] == 1:
-        # A graph has no loop over a batch of any size, and the scores of one query per row are small.
-        grouped = q.float().unflatten(1, (k.shape[1], -1))
-        return _attend(grouped, k.float(), v.float(), mask, Softmax(scale, cap, sinks))[0].flatten(1, 2).to(q.dtype)
-    return _ComposedAttention.apply(q, k, v, sinks, mask, scale, cap)
+    how, group = Softmax(scale, cap, sinks), q.shape[1] // k.shape[1]
+    if torch.compiler.is_compiling():  # a graph has no loop over a batch of any size
+        own, (k, v) = q, (t.repeat_interleave(group, 1) for t in (k, v))
+    elif q.shape[2] == 1:  # the heads that share a key are queries of one head, so that no key is copied
+        own, mask = q.reshape(len(q), -1, group, q.shape[3]), q.new_zeros(1, 1) if mask is None else mask
+    else:
+        return _ComposedAttention.apply(q, k, v, sinks, mask, scale, cap)
+    _, weights, _ = _weights(own.float() @ k.float().mT, mask, how, (k.shape[1], -1, 1))
+    return (weights @ v.float()).to(q.dtype).reshape(q.shape)

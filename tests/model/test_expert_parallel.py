@@ -29,7 +29,7 @@ SHAPE: dict[str, Any] = dict(
     num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.1, attention_gate="none", qk_norm=True,
 )  # fmt: skip
 # Without the balance loss, which is that of each process's own tokens.
-MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, router_aux_loss_coef=0.0, bias=True)
+MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, router_aux_loss_coef=0.0)
 CONFIG = ModelConfig(**SHAPE, moe=MOE)
 # Only experts in FP8: their amaxes are over the tokens of all ranks, as in one process; those of attention are not.
 FP8 = dict(recipe="current", num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
@@ -40,14 +40,15 @@ CASES: dict[str, dict[str, Any]] = {
     "recomputed": dict(activation_checkpointing="full"),
     "partly recomputed": dict(activation_checkpointing="selective", **FP8),
     "padding": {},
+    "biases": dict(config=ModelConfig(**SHAPE, moe=MOE | dict(bias=True, swiglu_limit=1.0)), **FP8),
     "idle rank": {},  # all tokens go to experts of rank 0
 }
 
 
 def build(mesh: DeviceMesh | None = None, **options: Any) -> CausalLM:
     torch.manual_seed(0)
-    options = {"recipe": "bf16", "dtype": torch.float32, **options}
-    return CausalLM(CONFIG, device="cpu", engine="emulated", ep_mesh=mesh, **options)
+    options = {"config": CONFIG, "recipe": "bf16", "dtype": torch.float32, **options}
+    return CausalLM(device="cpu", engine="emulated", ep_mesh=mesh, **options)
 
 
 def batch(name: str) -> dict[str, Tensor]:
