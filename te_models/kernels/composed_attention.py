@@ -85,9 +85,10 @@ class _ComposedAttention(torch.autograd.Function):
         """Return the gradients of q, k, v and sinks."""
         (dy,) = grads
         q, k, v, sinks = ctx.saved_tensors
-        how, heads = Softmax(*ctx.numbers, sinks), k.shape[1]
+        scale, cap = ctx.numbers
+        how, heads = Softmax(scale, cap, sinks), k.shape[1]
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        dsinks = None if sinks is None else torch.zeros(len(sinks), device=q.device)
+        dsinks = torch.zeros(q.shape[1], device=q.device)
         for row in range(len(q)):
             own = _row(q, row, heads), k[row].float(), v[row].float()
             _, capped, weights, share = _attend(*own, _of_row(ctx.mask, row), how)
@@ -95,7 +96,7 @@ class _ComposedAttention(torch.autograd.Function):
             dv[row] = weights.flatten(1, 2).mT @ slope
             change = (slope @ own[2].mT).unflatten(1, weights.shape[1:3])
             mean = (change * weights).sum(-1, keepdim=True)
-            if dsinks is not None and share is not None:
+            if share is not None:
                 dsinks -= (share * mean).sum((2, 3)).flatten()  # the value of a sink is zero
             change = weights * (change - mean) * how.scale
             change = (change if how.cap is None else change * (1 - capped * capped)).flatten(1, 2)

@@ -65,8 +65,8 @@ class Kernels:
     swiglu: SwiGLU = handover.swiglu
     mlp_activation: Callable[..., Tensor] = elementwise.mlp_activation
     mlp_activation_backward: Callable[..., Tensor] = elementwise.mlp_activation_backward
-    clamped_swiglu: Callable[[Tensor, float, float], Tensor] = elementwise.clamped_swiglu
-    clamped_swiglu_backward: Callable[[Tensor, Tensor, float, float], Tensor] = elementwise.clamped_swiglu_backward
+    clamped_swiglu: Callable[..., Tensor] = elementwise.clamped_swiglu
+    clamped_swiglu_backward: Callable[..., Tensor] = elementwise.clamped_swiglu_backward
     mixed_parts: Callable[..., tuple[Tensor, ...]] = from_inputs(elementwise.mixed_parts)
     delta_gates: Callable[..., tuple[Tensor, Tensor]] = from_inputs(elementwise.delta_gates)
     silu_gate: Callable[[Tensor, Tensor], Tensor] = from_inputs(elementwise.silu_gate)
