@@ -112,6 +112,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ),
     "AFM": dict(attention_gate="none", hidden_act="relu2", mlp_gate=False),
     "Laguna": dict(attention_gate="headwise", attention_gate_activation="softplus", qk_norm=True),
+    "sinks": dict(attention_sinks=True, qk_norm=True, **WINDOW),
     "Ministral 3": dict(query_scale_beta=0.3, query_scale_length=4),
     "biases": dict(attention_bias=True, attention_output_bias=True, mlp_bias=True, hidden_act="gelu"),
     "gated, capped, post": dict(
