@@ -68,26 +68,27 @@ class Experts(Feedforward[MoESpec]):
         logits = self._logits(x, context)[:count]  # FP32 [T, E]
 
         kernels = context.kernels.expert_rows
+        gate_up = self.get_submodule("gate_up_proj")
+        on_device = context.counts_on_device(gate_up, self.get_submodule("down_proj"))
 
         def route() -> tuple[Tensor, Places, Exchange | None]:
             bias = self.expert_bias if moe.expert_bias else None
             chosen = choose(logits, bias, context.real, moe)
             if self.ep.size == 1:
-                return chosen, places(chosen, moe.num_experts, context.alignment), None
+                return chosen, places(chosen, moe.num_experts, context.alignment, on_device), None
             where = places(chosen, moe.num_experts, 1)
             return chosen, where, self.ep.exchange(where, context.alignment, kernels)
 
         (chosen, where, exchange), first = context.recompute.kept(self.layer, route)
-        routing = describe(logits, chosen, context.real)  # a recompute has to save what the first pass did
+        routing = describe(logits, where.counts, context.real)  # a recompute has to save what the first pass did
         if first:
             context.routing.layers.append(routing)
         rows = dispatch(tokens, where.token, where.row, kernels)  # [R, D]
         rows = rows if exchange is None else exchange.to_experts(rows)
         own = exchange.places if exchange else where
-        gate_up = context.grouped(self.get_submodule("gate_up_proj"), rows, own.rows)  # [R, 2F]
         # A bias makes rows of padding nonzero, which would enter the next amax.
         real = (own.token < len(own.row))[:, None] if moe.bias and context.alignment > 1 else None
-        hidden = self._activated(gate_up, "", context, real)
+        hidden = self._activated(context.grouped(gate_up, rows, own.rows), "", context, real)  # [R, F]
         return Routed(hidden, weights_of(logits, chosen, moe), where, exchange, len(x), *self._shared(x, context))
 
     def output(self, hidden: Routed, context: ForwardContext) -> Tensor:
