@@ -1,5 +1,6 @@
 """Shared by all tests: one seed, one thread, a clean engine, and the reason why a GPU test is skipped."""
 
+import functools
 import importlib.metadata
 import multiprocessing.forkserver
 import os
@@ -16,6 +17,7 @@ import torch
 from small_model import small  # noqa: F401  a fixture
 
 import te_models.engine.emulated as emulated
+from te_models.data import chat_template
 from te_models.training import plots
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -55,6 +57,16 @@ def plain_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Drawing the plot of a run takes as long as a short run itself: only tests that look at plots have them drawn."""
     if request.path.stem not in DRAWN:
         monkeypatch.setattr(plots, "save_figure", lambda figure, path: path.touch())
+
+
+_shared_process = functools.lru_cache(maxsize=8)(lambda source, owner, start=chat_template._Process: start(source))
+
+
+@pytest.fixture(autouse=True)
+def shared_templates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting the process of a chat template takes longer than most tests with one: those of equal source share it."""
+    if request.path.stem != "test_chat_template":
+        monkeypatch.setattr(chat_template, "_Process", lambda source: _shared_process(source, os.getpid()))
 
 
 @pytest.fixture

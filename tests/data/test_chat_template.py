@@ -47,7 +47,6 @@ def test_a_template_that_fails_is_one_line(case: str) -> None:
         assert message in str(error) and "\n" not in str(error) and len(str(error)) < 400
     else:
         assert case in ("a filter's way round", "classes") and text == "", "Jinja renders what is unsafe as nothing"
-    assert ChatTemplate("ok", {}).render(MESSAGES) == "ok"
 
 
 def test_a_template_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
