@@ -343,9 +343,10 @@ def test_adapters_train_merge_and_come_back(kind: Kind, tmp_path: Path) -> None:
     model = build(kind, dtype=torch.float32)
     ids = tokens(model)
     plain = model(ids).logits.detach()
-    adapted = lora.add_lora(model, r=4, lora_alpha=8, target_modules="all-linear")
+    adapted = lora.add_lora(model, r=4, lora_alpha=8, target_modules=["all-linear"] + ["experts"] * kind.chooses)
     adapters = {name for name, p in adapted.named_parameters() if p.requires_grad}
-    linears = [name for name, m in build(kind).named_modules() if isinstance(m, model.te.Linear) and name != "lm_head"]
+    others = ("lm_head", ".router")
+    linears = [n for n, m in build(kind).named_modules() if isinstance(m, model.te.LINEARS) and not n.endswith(others)]
     assert len(adapters) == 2 * len(linears)
     optimizer = torch.optim.Adam([p for p in adapted.parameters() if p.requires_grad], 1e-2)
     for _ in range(3):

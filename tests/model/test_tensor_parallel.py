@@ -39,6 +39,7 @@ SHAPES = {
         hidden_act="gelu_pytorch_tanh",
         attention_gate_activation="softplus",
         attn_logit_softcapping=3.0,
+        attention_sinks=True,
         final_logit_softcapping=5.0,
         residual_multiplier=0.5,
         embedding_multiplier=4.0,
