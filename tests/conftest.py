@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import hypothesis
 import places
+import plain_numbers
 import pytest
 import ranks  # noqa: F401  sets what the server of processes imports
 import seeds
@@ -43,9 +44,9 @@ def fresh_state():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def plain_gemms() -> Iterator[None]:
-    """Outside tests/engine FP8 products are plain ones: emulating tensor cores takes most of a tiny model's time."""
-    with emulated.exact_gemm(0):
+def plain_sums() -> Iterator[None]:
+    """Outside tests/engine FP8 products and norms are plain ones."""
+    with plain_numbers.plain():
         yield
 
 
