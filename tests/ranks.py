@@ -48,6 +48,15 @@ def run_ranks(
         pytest.fail(said, pytrace=False)
 
 
+def run_once(function: Callable[[], None]) -> None:
+    """Run the function in a process of its own, without a group; if it does not end well, the test fails."""
+    mp.start_processes(_alone, (function,), nprocs=1, start_method="forkserver")
+
+
+def _alone(_: int, function: Callable[[], None]) -> None:
+    function()
+
+
 def run_process(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; if it fails, the test fails with what the command printed."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
