@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import pickle
-import time
 from pathlib import Path
 
 import pytest
@@ -52,10 +51,8 @@ def test_a_template_that_fails_is_one_line(case: str) -> None:
 def test_a_template_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SECONDS", 1)
     template = ChatTemplate(LOOPS, {})
-    start = time.monotonic()
     with pytest.raises(DataError, match="takes more than 1 s"):
         template.render(MESSAGES)
-    assert time.monotonic() - start < 8
     with pytest.raises(DataError, match="its process died"):
         template.render(MESSAGES)
 
