@@ -133,7 +133,9 @@ class CausalLM(Decoder):
 
     def attention_kernel(self) -> str:
         """Return the attention kernel that runs first on the model's device."""
-        return attention_kernel(self.device, self.config.attn_logit_softcapping is not None)
+        return attention_kernel(
+            self.device, self.config.attn_logit_softcapping is not None, self.config.attention_sinks
+        )
 
     @property
     def generation_values(self) -> Document:

@@ -360,6 +360,8 @@ def _grouped(
     module: GroupedLinear, x: Tensor, rows: list[int] | Groups, is_first_microbatch: bool | None = None
 ) -> Tensor:
     """See te_models.kernels.handover.grouped."""
+    if not isinstance(module, GroupedLinear):  # one with adapters
+        return module(x, rows, is_first_microbatch=is_first_microbatch, run=_grouped)
     te_recipe = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
     weights = _expert_weights(module) if _counts_on_device(module, te_recipe) else None
     if weights is None:

@@ -19,6 +19,7 @@ from te_models.interop.hf_families import Family, family_for, family_of
 from te_models.interop.model_card import CARD, model_card, user_card
 from te_models.interop.origin import Origin
 from te_models.interop.quantized import MODELOPT_FILE
+from te_models.interop.stacked_experts import stacked
 from te_models.model.decoder import Decoder
 
 CODE = Path(__file__).parent / "remote_code"  # code for transformers, for models of which it has no architecture
@@ -94,6 +95,8 @@ def write_hugging_face(
         tensors = {name: place.save(parameters[place.name]) for name, place in places.items()}
     else:
         tensors, config = quantize(places, parameters, config)
+    if family.stacked:
+        tensors = stacked(tensors)
     files = {
         "config.json": render_json(config, "config.json"),
         "generation_config.json": render_json(_generation_document(model, origin), "generation_config.json"),

@@ -26,7 +26,7 @@ from te_models.planning.smallest_change import Change, smallest_change
 from te_models.saving.pretrained import read_shape
 from te_models.training.parallel import Parallel
 from te_models.training.resume import resumed_options, saved_choices
-from te_models.training.settings import RunSettings
+from te_models.training.settings import RunSettings, names_experts
 
 OFFLOADS = ("optimizer_offload", "activation_offload")
 GPUS = (2, 4, 8)  # numbers of GPUs to suggest if no option makes the run fit
@@ -77,6 +77,7 @@ def check_memory(
         optimizer_options=own,
         optimizer_offload=config.optimizer_offload,
         lora_rank=0 if settings.lora is None else settings.lora.rank,
+        lora_experts=settings.lora is not None and any(map(names_experts, settings.lora.targets)),
     )
     if device.type != "cuda":  # what is moved to the host stays in the same memory
         options |= dict.fromkeys(OFFLOADS, False)

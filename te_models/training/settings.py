@@ -81,6 +81,11 @@ class BuildSettings(Settings):
     )
 
 
+def names_experts(target: str) -> bool:
+    """Return whether a target of adapters is a name of experts, such as "experts" or "mlp.experts.down_proj"."""
+    return "experts" in target.split(".")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings(Settings):
     """Low-rank adapters of a fine-tuning run.
@@ -99,7 +104,8 @@ class LoraSettings(Settings):
     )
     targets: str | tuple[str, ...] = setting(
         (),
-        "Modules with adapters, such as q_proj,v_proj; default: all linears of every block but routers.",
+        "Modules with adapters, such as q_proj,v_proj or all-linear,experts; default: all linears of every block but "
+        "routers and experts.",
         name="lora_targets",
         group=LORA,
         fixed=True,
