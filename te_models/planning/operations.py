@@ -17,12 +17,7 @@ from te_models.config.layer import LayerSpec, LinearSpec, Step, distinct
 from te_models.config.model import ModelConfig
 from te_models.config.precision import HEAD, precisions
 from te_models.config.recipe import Recipe
-from te_models.config.recompute_modes import (
-    offload_allows_fused,
-    recomputes_block,
-    recomputes_mlp,
-    recomputes_product,
-)
+from te_models.config.recompute_modes import offload_allows_fused, recomputes_block, recomputes_mlp, recomputes_product
 from te_models.planning.parameter_bytes import FP32
 
 INT64 = 8

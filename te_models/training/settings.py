@@ -18,14 +18,7 @@ from typing import Any
 from te_models.config.data import DataConfig, split_names, split_weight
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.presets import PRESETS
-from te_models.config.recipe import (
-    FP8_WEIGHTS,
-    RECIPE_FIELDS,
-    Recipe,
-    get_recipe,
-    list_recipes,
-    recipe_from_dict,
-)
+from te_models.config.recipe import FP8_WEIGHTS, RECIPE_FIELDS, Recipe, get_recipe, list_recipes, recipe_from_dict
 from te_models.config.settings import EVERYDAY, Setting, Settings, as_fields, by_name, kinds_of, setting, settings_of
 from te_models.config.shipped import no_weights
 from te_models.config.toml import read_toml
@@ -52,10 +45,7 @@ class BuildSettings(Settings):
 
     heading = MODEL
     engine: str | None = setting(
-        None,
-        "auto, native (Transformer Engine) or emulated (its numbers on any device).",
-        metavar="NAME",
-        shown="auto",
+        None, "auto, native (Transformer Engine) or emulated (its numbers on any device).", metavar="NAME", shown="auto"
     )
     device: str | None = setting(None, "Device, such as cpu or cuda:1; default: the first GPU, else the CPU.")
     fp8_params: bool | None = setting(None, "Store the weights of FP8 layers in FP8 only, without a BF16 copy.")
@@ -68,10 +58,7 @@ class BuildSettings(Settings):
         shown="none",
     )
     activation_offload: bool | None = setting(
-        None,
-        "Store the activations that backward needs in host memory.",
-        group=TRAINING,
-        shown="no-activation-offload",
+        None, "Store the activations that backward needs in host memory.", group=TRAINING, shown="no-activation-offload"
     )
 
 
@@ -115,11 +102,7 @@ class LoraSettings(Settings):
         fixed=True,
     )
     dropout: float = setting(
-        0.0,
-        "Probability with which an adapter's input is dropped.",
-        name="lora_dropout",
-        below=1,
-        fixed=True,
+        0.0, "Probability with which an adapter's input is dropped.", name="lora_dropout", below=1, fixed=True
     )
     merge: bool = setting(
         False, "At the end, also save the model with the adapters in its weights, in the folder merged/."
@@ -160,10 +143,7 @@ class RunSettings(Settings):
 
     command: str = setting("finetune", "The command: pretrain or finetune.", choices=COMMANDS, fixed=True)
     preset: str | None = setting(
-        None,
-        "Model shape with random weights: `te-models list` has the names.",
-        fixed=True,
-        metavar="NAME",
+        None, "Model shape with random weights: `te-models list` has the names.", fixed=True, metavar="NAME"
     )
     model: str | None = setting(
         None,
