@@ -19,7 +19,7 @@ from te_models.config.precision import HEAD
 from te_models.config.presets import get_preset
 from te_models.config.recipe import unknown_option
 from te_models.data.tokenizer import Tokenizer
-from te_models.errors import unknown
+from te_models.errors import check_known
 from te_models.files.formats import Document, Fields, parse_size
 from te_models.generation.generate import Prompts, generate, stream
 from te_models.generation.options import GenerationOptions
@@ -29,6 +29,7 @@ from te_models.kernels.delta_rule import delta_rule_kernel
 from te_models.kernels.sdpa import attention_kernel
 from te_models.model.calibration import calibrate
 from te_models.model.decoder import Decoder, target_device
+from te_models.model.dynamic import dynamic
 from te_models.model.options import BuildOptions, LoadOptions, ModelOptions, PushOptions
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.precision_plan import PlanRow, PrecisionPlan
@@ -113,8 +114,8 @@ class CausalLM(Decoder):
         ]
         if any(isinstance(part, DeltaNetSpec) for part in self.config.parts):
             notes.append(f"{DeltaNetSpec.title}: {delta_rule_kernel(target_device(self), self.dtype)}")
-        if self.dynamic:
-            notes.append(f"no CUDA graph of a step: {self.dynamic}")
+        if reason := dynamic(self):
+            notes.append(f"no CUDA graph of a step: {reason}")
         return PrecisionPlan(title, tuple(rows), tuple(notes))
 
     def plan_memory(self, batch_size: int, seq_len: int, **options: Any) -> MemoryPlan:
@@ -230,8 +231,7 @@ class CausalLM(Decoder):
             UsageError: the package huggingface_hub is missing, an unknown keyword, or the hub refused it.
         """
         for name in options:
-            if name not in PushOptions.__annotations__:
-                raise unknown("keyword", name, PushOptions.__annotations__)
+            check_known("keyword", name, PushOptions.__annotations__)
         with tempfile.TemporaryDirectory() as temp:
             folder = Path(temp) / "model"
             write_pretrained(self, self.origin, folder, "hf", parse_size(max_shard_size), name=repo_id)

@@ -156,29 +156,36 @@ class MoESpec(FeedforwardSpec):
         scores, chosen = tape.tokens * e.num_experts * FP32, tape.tokens * e.num_experts_per_tok
         stream, width = tape.rows * self.hidden_size * element, rows * self.hidden_size * element
         choosing, widened = tape.linear(router), e.router_fp32 and element != FP32
+        saves_input = choosing.saved > 0  # a frozen router does not
         if widened:
-            choosing = choosing._replace(saved=(tape.rows + e.num_experts) * self.hidden_size * FP32)
+            choosing = choosing._replace(saved=(tape.rows * saves_input + e.num_experts) * self.hidden_size * FP32)
         # The logits, their softmax and the scores; logsumexp; the indices of the chosen, and what their division needs.
         kept = tape.rows * e.num_experts * FP32 + 2 * scores + tape.tokens * FP32 + chosen * INT64
         kept += (chosen + tape.tokens) * FP32 * e.norm_topk_prob
         first = [
             choosing,
-            Step("scores", kept, consumes=scores, produces=scores),
+            Step("scores", kept, consumes=chosen * FP32, produces=choosing.consumes, scratch=scores),
             Step("dispatch", consumes=width, produces=stream),
             tape.linear(into, rows=rows),
             self._swiglu(tape, rows, e.moe_intermediate_size),
         ]
         if shared:
             size = e.shared_expert_intermediate_size
-            first += [tape.linear(shared[0], shared=not widened), self._swiglu(tape, tape.rows, size)]
+            first += [tape.linear(shared[0], shared=saves_input and not widened), self._swiglu(tape, tape.rows, size)]
         if e.shared_expert_gate:
             first.append(tape.linear(shared[2], shared=True))
+        # Each of those that read the input but the last, which is the first in backward, adds its gradient to theirs.
+        added = [router.name, "dispatch", *(linear.name for linear in shared[::2])][:-1]
+        first = [step._replace(consumes=step.consumes + stream * (step.name in added)) for step in first]
         places = (rows + chosen) * INT64 + chosen * FP32  # of tokens and rows, and the weights
-        second = [tape.linear(out, rows=rows), Step("combine", width + places, consumes=stream, produces=width)]
+        consumed = stream * (not shared)  # else the shared expert's part needs it too
+        combine = Step("combine", width + places, consumes=consumed, produces=width + chosen * FP32)
+        second = [tape.linear(out, rows=rows), combine]
         if shared:
             second.append(tape.linear(shared[1]))
         if e.shared_expert_gate:
-            second.append(Step("shared gate", stream + tape.rows * element, consumes=stream, produces=stream))
+            both = stream + tape.rows * element
+            second.append(Step("shared gate", both, consumes=stream, produces=both))
         return first, second
 
     @staticmethod

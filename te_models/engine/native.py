@@ -346,7 +346,7 @@ def _expert_weights(module: GroupedLinear) -> Weights | None:
     """Return the weights of a te.GroupedLinear; None if the kernels cannot read them where they are."""
     weights = [module.get_parameter(f"weight{expert}") for expert in range(module.num_gemms)]
     addresses = [weight.data_ptr() for weight in weights]
-    known, places = _PLACES.get(module, (None, None))
+    known, places = _PLACES.get(module, ([], weights[0]))
     if known != addresses:
         behind = [address - addresses[0] for address in addresses]
         if any(distance % 16 for distance in behind):
@@ -360,6 +360,8 @@ def _grouped(
     module: GroupedLinear, x: Tensor, rows: list[int] | Groups, is_first_microbatch: bool | None = None
 ) -> Tensor:
     """See te_models.kernels.handover.grouped."""
+    if not isinstance(module, GroupedLinear):  # one with adapters
+        return module(x, rows, is_first_microbatch=is_first_microbatch, run=_grouped)
     te_recipe = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
     weights = _expert_weights(module) if _counts_on_device(module, te_recipe) else None
     if weights is None:

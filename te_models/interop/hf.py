@@ -18,7 +18,7 @@ from torch import Tensor
 
 from te_models.config.model import ModelConfig
 from te_models.errors import CheckpointError
-from te_models.files.atomic import first_line
+from te_models.files.atomic import explained
 from te_models.files.formats import Document, Fields, list_some, parse_index, read_json
 from te_models.files.tensors import SafetensorsFile, check_finite
 from te_models.interop.hf_families import Family, family_of, text_part
@@ -71,11 +71,9 @@ def describe(folder: Path, documents: Document, tensors: Mapping[str, Tensor] | 
     if tensors is not None:
         check_sizes(file, text, tensors, root)
     document = {key: value for key, value in document.items() if key not in CONFIG_KEYS}
-    try:
+    with explained(file, AttributeError, LookupError, ArithmeticError, TypeError, ValueError):
         family = family_of(document)
         config = family.read(document)
-    except (AttributeError, LookupError, ArithmeticError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file}: {first_line(error)}") from None
     named = [part.get(key) for part in (document, text) for key in ("dtype", "torch_dtype")]
     embedding = (tensors or {}).get(f"{root}embed_tokens.weight")
     stored = "float32" if embedding is None else str(embedding.dtype).removeprefix("torch.")

@@ -75,7 +75,8 @@ def write_hugging_face(
         SaveError: writing failed; the previous content of `folder` is intact.
     """
     folder = Path(os.path.realpath(folder))
-    if strangers := [path.name for path in _entries(folder) if not _replaceable(path.name)]:
+    present = sorted(os.listdir(folder)) if folder.is_dir() else [folder.name] if folder.exists() else []
+    if strangers := [name for name in present if not _replaceable(name)]:
         raise UsageError(f"{folder} holds {list_some(strangers)}, which saving would delete; choose another folder")
     preferred = family_of(origin.config) if origin.config else None
     aside = _tensors_beside(origin, preferred) if quantize is None and preferred is not None else {}
@@ -169,12 +170,6 @@ def tokenizer_files(folder: Path | None) -> list[str]:
         return []
     others = (*folder.glob("*.tiktoken"), *folder.glob(f"{TEMPLATES}/*.jinja"))
     return [*TOKENIZER_FILES, *sorted(str(path.relative_to(folder)) for path in others)]
-
-
-def _entries(folder: Path) -> list[Path]:
-    if folder.exists() and not folder.is_dir():
-        return [folder]
-    return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
 def _replaceable(name: str) -> bool:

@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,7 +123,7 @@ def _refuse_unknown(values: Document, known: Iterable[str]) -> None:
         _check(name in known or value in (None, False, [], {}), f"{name}={_shown(value)} is not known")
 
 
-def _require(values: Document, name: str, *allowed: object) -> Any:
+def _require(values: Document, name: str, *allowed: object) -> Value:
     """Return values[name]; raise a ValueError unless it is one of `allowed`."""
     value = values.get(name)
     found = any(type(value) is type(choice) and value == choice for choice in allowed)

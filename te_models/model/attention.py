@@ -76,11 +76,11 @@ class GatedAttention(Mixer[AttentionSpec]):
     def _composed(self, qkvg: Tensor, context: ForwardContext) -> Tensor:
         """Return the input of o_proj [B*S, A*H] from qkvg [N, Q]."""
         spec = self.spec
-        qkvg = qkvg[: context.batch * context.seq].unflatten(0, (context.batch, context.seq))
+        qkvg = qkvg[: context.batch * context.seq].view(context.batch, context.seq, -1)
         q, k, v, g = qkvg.split(self.rows, dim=-1)  # each [B, S, its rows]
         if spec.qk_norm == "all_heads":
             q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())  # not saving all of qkvg
-        q, k, v = (t.unflatten(-1, (-1, spec.heads.dim)) for t in (q, k, v))
+        q, k, v = (t.view(*t.shape[:2], -1, spec.heads.dim) for t in (q, k, v))
         if spec.qk_norm == "head":
             q = self.tp.norm(self.q_norm, q, partial=True)
             k = self.tp.norm(self.k_norm, k, partial=True)

@@ -13,7 +13,7 @@ from bits import assert_same_bits
 from torch import Tensor
 
 import te_models.model.moe as moe_module
-from te_models import CausalLM, ModelConfig
+from te_models import CausalLM, ModelConfig, get_recipe
 from te_models.config.moe import MoEConfig
 from te_models.config.training import TrainConfig
 from te_models.errors import ConfigError
@@ -23,7 +23,7 @@ from te_models.kernels.expert_rows import combine, dispatch
 from te_models.kernels.groups import Groups
 from te_models.model.router import Routing, choose, describe, places, weights_of
 from te_models.optim.groups import parts
-from te_models.planning.memory_estimate import saved_bytes
+from te_models.planning.memory_estimate import Memory, _walk, saved_bytes
 from te_models.planning.operations import Tape, Training
 from te_models.training.metrics import read_metrics
 from te_models.training.trainer import Trainer
@@ -320,6 +320,16 @@ def test_the_memory_plan_is_what_autograd_keeps(name: str, recipe: str, mode: st
     if mode == "full":  # the rotary tables are held by the recomputes, not by autograd
         expected -= Tape(model.config, model.recipe, training).rotary_tables()
     assert autograd_bytes(model, tokens(2, 64)) == expected
+
+
+@pytest.mark.parametrize("position", ["pre", "post", "both"])
+@pytest.mark.parametrize("name", KINDS)
+def test_planned_gradients_are_freed_once(name: str, position: str) -> None:
+    """At the end of backward only the gradient of the embedding's output is left, however many layers there are."""
+    own = ModelConfig(**SHAPE, moe={**EXPERTS, **KINDS[name]}, norm_position=position)
+    regions = list(Tape(own, get_recipe("current"), Training(batch_size=2, seq_len=64)).regions())
+    *_, last = _walk(regions, Memory(), Training(batch_size=2, seq_len=64))
+    assert last.activation_gradients == regions[0].steps[0].consumes + regions[0].steps[0].scratch
 
 
 def test_parameters_and_their_roles() -> None:
