@@ -302,7 +302,11 @@ def experts_speed() -> str:
     """Slices of models with experts, beside transformers."""
     result = load("kinds_h100")
     rows = {row["name"]: row for row in result["rows"]}
-    labels = {"transformers": "transformers BF16, compiled", "bf16": "te-models `bf16`", "current": "te-models `current`"}
+    labels = {
+        "transformers": "transformers BF16, compiled",
+        "bf16": "te-models `bf16`",
+        "current": "te-models `current`",
+    }
     slices = {"a3b-layers": "128 experts of 768", "mixtral-layers": "8 experts of 14,336"}
     lines = []
     for shape, experts in slices.items():
