@@ -123,15 +123,13 @@ MIXTRAL_EXPERTS = experts(
 )
 OLMOE_EXPERTS = experts(ALL_SPARSE, {**_CHOSEN, **_LOSS, **_NORMED, **_SAME_SIZE})
 _SIGMOID: Fields = dict(router_scores="sigmoid", expert_bias=True)
-GLM_EXPERTS = experts(
-    first_dense("first_k_dense_replace"),
-    {**_CHOSEN, **_NORMED, **_SIZE, **{key: key for key in ("routed_scaling_factor", "n_group", "topk_group")}},
-    number="n_routed_experts",
-    shared="n_shared_experts",
-    router_fp32=True,
-    router_aux_loss_coef=0.0,
-    **_SIGMOID,
-)
+_GROUPED = {**_CHOSEN, **_NORMED, **_SIZE, **{key: key for key in ("routed_scaling_factor", "n_group", "topk_group")}}
+_DEEPSEEK: Fields = dict(number="n_routed_experts", shared="n_shared_experts", **_SIGMOID)
+_DEEPSEEK |= dict(router_fp32=True, router_aux_loss_coef=0.0)
+FIRST_DENSE = first_dense("first_k_dense_replace")
+GLM_EXPERTS = experts(FIRST_DENSE, _GROUPED, **_DEEPSEEK)
+DEEPSEEK_EXPERTS = experts(FIRST_DENSE, _GROUPED, without={}, **_DEEPSEEK)
+GLM_LITE_EXPERTS = experts(TYPES, _GROUPED, without={}, **_DEEPSEEK)
 NEXT_EXPERTS = experts(STEPS, {**_QWEN, **_SHARED}, without={"num_experts": 0}, shared_expert_gate=True)
 QWEN3_5_EXPERTS = experts(ALL_SPARSE, {**_CHOSEN, **_LOSS, **_SIZE, **_SHARED}, shared_expert_gate=True)
 AFMOE_EXPERTS = experts(

@@ -142,7 +142,7 @@ COPIED = (
 )  # fmt: skip
 
 # Keys whose null means "none" rather than the default.
-NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 

@@ -46,6 +46,7 @@ from te_models.training.trainer import Trainer
 
 # In slow tests; random pairs and the tests of families draw such options too.
 RARER = ("headwise gate", "no gate", "no attention", "shared expert", *OPTIONS)
+RARER += ("latent attention, wide values", "latent attention, one width")
 
 
 def each_kind(*axes: Sequence[Any]) -> list[Any]:
