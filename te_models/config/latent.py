@@ -181,7 +181,9 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
         kv = per_head * (s.qk_nope_head_dim + s.v_head_dim) * tape.element
         made = per_head * s.qk_head_dim * tape.element + kv
         element = FP32 if self._copies(tape) else tape.element
-        values = kv if s.width == s.v_head_dim and not self._copies(tape) else wide * element
+        values = wide * element
+        if s.width == s.v_head_dim and not self._copies(tape):
+            values = kv * tape.rows // tape.tokens
         grads = 3 * wide * tape.element
         return [
             Step("heads", consumes=grads, produces=made),

@@ -46,25 +46,23 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         q, kv, k_rope = latents[:, : sum(self.rows)].split(self.rows, dim=-1)
         if self.q_b_proj is not None:
             q = context.linear(self.q_b_proj, self.get_submodule("q_a_layernorm")(q.contiguous()))
-        q = self._queries(q, context)
-        k, v = self._keys_and_values(kv, k_rope, context)
-        out = self._attention(q, k, v, context).flatten(0, 1)  # [B*S, A*V]
+        out = self._attention(self._queries(q, context), *self._keys_and_values(kv, k_rope, context), context)
         out = out if context.real is None else out * context.real
         out = context.linear(self.o_proj, pad_rows(out, len(x)))
         return context.without_padding(out) if self.spec.output_bias else out
 
     def _queries(self, q: Tensor, context: ForwardContext) -> Tensor:
-        """Return queries [B, A, S, M + P], rotated, from q [N, A*(M + P)]."""
+        """Return queries [B, S, A, M + P], rotated, from q [N, A*(M + P)]."""
         sizes, rope = self.spec.sizes, self.spec.rope
         assert rope is not None
         q = q[: context.batch * context.seq].unflatten(0, (context.batch, context.seq))
         plain, turned = q.unflatten(-1, (self.spec.heads.query, -1)).split(
             (sizes.qk_nope_head_dim, sizes.qk_rope_head_dim), dim=-1
         )
-        return torch.cat((plain, context.rotated(turned, rope)), dim=-1).transpose(1, 2)
+        return torch.cat((plain, context.rotated(turned, rope)), dim=-1)
 
     def _keys_and_values(self, kv: Tensor, k_rope: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Return keys [B, A, M', M + P] and values [B, A, M', V] of M' tokens, from kv [N, R] and k_rope [N, P]."""
+        """Return keys [B, M', A, M + P] and values [B, M', A, V] of M' tokens, from kv [N, R] and k_rope [N, P]."""
         sizes, rope, count = self.spec.sizes, self.spec.rope, context.batch * context.seq
         assert rope is not None
         kv = self.get_submodule("kv_a_layernorm")(kv[:count].contiguous())
@@ -76,19 +74,20 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         rows = kv.flatten(0, 2)
         padded = -(-len(rows) // context.alignment) * context.alignment
         both = context.linear(self.kv_b_proj, pad_rows(rows, padded))[: len(rows)]
-        both = both.unflatten(-1, (self.spec.heads.query, -1)).unflatten(0, (len(kv), -1)).transpose(1, 2)
+        both = both.unflatten(-1, (self.spec.heads.query, -1)).unflatten(0, (len(kv), -1))
         k, v = both.split((sizes.qk_nope_head_dim, sizes.v_head_dim), dim=-1)
-        return torch.cat((k, k_rope.expand(-1, k.shape[1], -1, -1)), dim=-1), v
+        return torch.cat((k, k_rope.transpose(1, 2).expand(-1, -1, k.shape[2], -1)), dim=-1), v
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
-        """Return attention [B, S, A*V]; kernels get heads of one width, the others' channels filled with zeros.
+        """Return attention [B*S, A*V]; kernels get heads of one width, filled with channels of zeros.
 
         PyTorch's FlashAttention takes no others, and math, which does, makes all scores.
         """
         width, mask, scale = self.spec.sizes.width, context.masks[self.spec.window], self.spec.multiplier
         q, k, v = (t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if mask is None or isinstance(mask, Tensor):
             out = causal_attention(q, k, v, mask, scale=scale)
         else:
             out = mask(q, k, v, scale)
-        return out[..., : self.spec.sizes.v_head_dim].transpose(1, 2).flatten(2)
+        return out[..., : self.spec.sizes.v_head_dim].transpose(1, 2).flatten(2).flatten(0, 1)
