@@ -31,7 +31,7 @@ class Family:
         text_type: the model_type below that key, where families of one outer model_type differ in it.
         root: the prefix of their names of embedding, layers and last norm.
         head: their name of the head.
-        aside: prefixes of tensors of other models in the folder, which are written back unchanged.
+        aside: prefixes of tensors of other models in the folder, which are written back.
         code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
         sign: these marks, for people.
         note: what sets it apart, for people.
@@ -84,6 +84,16 @@ class Family:
         # Both state whether the embeddings are tied; transformers follows the outer one.
         outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         return {**found, **outer}
+
+    def prefixes_aside(self, config: Values) -> tuple[str, ...]:
+        """Return the prefixes of tensors in a folder with this config.json that are not of the text model.
+
+        They are those of other models, and of the layers after the last that predict later tokens.
+        """
+        text = self.text(config)
+        given, last = text.get("num_nextn_predict_layers"), text["num_hidden_layers"]
+        later = min(given, last) if isinstance(given, int) else 0
+        return (*self.aside, *(f"{self.root}layers.{last + n}." for n in range(later)))
 
     def write(self, config: ModelConfig) -> Fields:
         """The config.json of a model, without its dtype."""
