@@ -34,9 +34,8 @@ MLPS: dict[str, Callable[[ModelConfig, int], FeedforwardSpec]] = {"dense": MLPSp
 def describe_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """Return the layers of a model, from its first to its last."""
     count = config.num_hidden_layers
-    mixers = (
-        config.layer_types or ("full_attention" if config.latent_attention is None else "latent_attention",) * count
-    )
+    attention = "full_attention" if config.latent_attention is None else "latent_attention"
+    mixers = config.layer_types or (attention,) * count
     mlps = config.mlp_layer_types or ("dense" if config.moe is None else "sparse",) * count
     return tuple(
         LayerSpec(MIXERS[mixer](config, layer), MLPS[mlp](config, layer), config.norm_position)
