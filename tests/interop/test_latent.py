@@ -134,6 +134,18 @@ def test_a_layer_too_many_is_still_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_rows_of_the_first_projection_suit_every_recipe() -> None:
+    """32 + 32 + 16 are no multiple of the 32 that MXFP8 needs."""
+    latent = dict(q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32)
+    shape = dict(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2)
+    config = ModelConfig(**shape, attention_gate="none", latent_attention=latent)
+    assert config.num_padding_parameters == 3 * 16 * 64
+    model, ids = CausalLM(config, recipe="mxfp8", device="cpu"), torch.arange(32)[None]
+    model(ids, labels=ids).loss.backward()
+    gradient = model.get_parameter("layers.1.self_attn.qkv_a_proj.weight").grad
+    assert gradient is not None and gradient[:80].any() and not gradient[80:].any()
+
+
 def test_the_cache_keeps_the_latent() -> None:
     sizes = dict(vocab_size=16, hidden_size=48, intermediate_size=16, num_hidden_layers=3, num_attention_heads=6)
     latent = {name: LATENT_SIZES[name] for name in ("kv_lora_rank", "qk_rope_head_dim")}

@@ -306,11 +306,12 @@ def test_a_folder_keeps_every_bit(kind: Kind, tmp_path: Path) -> None:
         assert not (tmp_path / "hf").exists()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])  # attention runs on FP32 copies of the first
 @pytest.mark.parametrize("recipe, mode", every(3, ("bf16", "current", "delayed"), ("none", "selective", "full")))
-def test_the_memory_plan_is_what_autograd_keeps(kind: Kind, recipe: str, mode: str) -> None:
-    model = build(kind, recipe, activation_checkpointing=mode)
+def test_the_memory_plan_is_what_autograd_keeps(kind: Kind, recipe: str, mode: str, dtype: torch.dtype) -> None:
+    model = build(kind, recipe, activation_checkpointing=mode, dtype=dtype)
     size = dict(batch_size=2, seq_len=64, compile=False, cuda=False)  # whole blocks of 128 rows
-    training = Training(**size, activation_checkpointing=mode)
+    training = Training(**size, activation_checkpointing=mode, dtype_bytes=dtype.itemsize)
     expected = saved_bytes(model.config, model.recipe, training)
     if mode == "full":  # the rotary tables are held by the recomputes, not by autograd
         expected -= Tape(model.config, model.recipe, training).rotary_tables()
