@@ -48,7 +48,7 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
             q = context.linear(self.q_b_proj, self.get_submodule("q_a_layernorm")(q.contiguous()))
         out = self._attention(self._queries(q, context), *self._keys_and_values(kv, k_rope, context), context)
         out = out if context.real is None else out * context.real
-        out = context.linear(self.o_proj, pad_rows(out, len(x)))
+        out = context.linear(self.o_proj, pad_rows(out, x.shape[0]))
         return context.without_padding(out) if self.spec.output_bias else out
 
     def _queries(self, q: Tensor, context: ForwardContext) -> Tensor:
@@ -72,9 +72,10 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         if context.cache is not None:
             kv, k_rope = context.cache.append(self.layer, kv, k_rope)
         rows = kv.flatten(0, 2)
-        padded = -(-len(rows) // context.alignment) * context.alignment
-        both = context.linear(self.kv_b_proj, pad_rows(rows, padded))[: len(rows)]
-        both = both.unflatten(-1, (self.spec.heads.query, -1)).unflatten(0, (len(kv), -1))
+        count = rows.shape[0]  # `len` would make a constant of it in a traced graph
+        padded = -(-count // context.alignment) * context.alignment
+        both = context.linear(self.kv_b_proj, pad_rows(rows, padded))[:count]
+        both = both.unflatten(-1, (self.spec.heads.query, -1)).unflatten(0, (context.batch, -1))
         k, v = both.split((sizes.qk_nope_head_dim, sizes.v_head_dim), dim=-1)
         return torch.cat((k, k_rope.transpose(1, 2).expand(-1, -1, k.shape[2], -1)), dim=-1), v
 
