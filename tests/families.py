@@ -328,6 +328,13 @@ FAMILY_CASES["glm4_moe_lite"] = {
     for name, case in _LATENT.items()
     for more in [dict(mlp_layer_types=MIXED[name]) if name in MIXED else {}]
 }
+# transformers rotates complex numbers there, which are views of an even stride only.
+V2 = dict(groups=dict(topk_method="group_limited_greedy"), odd=dict(kv_lora_rank=6))
+FAMILY_CASES["deepseek_v2"] = {
+    name: {key: value for key, value in case.items() if key not in ("norm_topk_prob", "rope_interleave")} | more
+    for name, case in _LATENT.items()
+    for more in [V2.get(name, {})]
+}
 CASES = {f"{family}-{name}": (family, case) for family, cases in FAMILY_CASES.items() for name, case in cases.items()}
 
 

@@ -6,6 +6,7 @@ from te_models.interop import hf_places as places
 from te_models.interop.hf_experts import (
     ALL_SLIDE_BY_FLAG,
     DEEPSEEK_EXPERTS,
+    DEEPSEEK_V2_EXPERTS,
     GLM_EXPERTS,
     GLM_LITE_EXPERTS,
     IGNORED,
@@ -26,6 +27,7 @@ _SIZES = {
     "rope_interleave": True, "bos_token_id": 0, "eos_token_id": 1, "n_shared_experts": 1, "norm_topk_prob": True,
     "kv_lora_rank": 512, "qk_rope_head_dim": 64,
 }  # fmt: skip
+_DEEPSEEK_KEYS = IGNORED | {"qk_head_dim", "auto_map", "ep_size", "seq_aux", "aux_loss_alpha"}
 _DEEPSEEK_V3: Fields = dict(
     architecture="DeepseekV3ForCausalLM", layer={**LATENT_LAYER, **places.GLM_EXPERTS},
     parts=(ROPE, LATENT, ACT, biases(), DEEPSEEK_EXPERTS), constants=UNGATED,
@@ -34,7 +36,7 @@ _DEEPSEEK_V3: Fields = dict(
               "q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_group": 8, "topk_group": 4,
               "routed_scaling_factor": 2.5},
     only={**NO_DROPOUT, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
-    ignored=IGNORED | {"qk_head_dim", "auto_map", "ep_size", "seq_aux", "aux_loss_alpha"},
+    ignored=_DEEPSEEK_KEYS,
 )  # fmt: skip
 
 EXPERT_FAMILIES = (
@@ -89,6 +91,18 @@ EXPERT_FAMILIES = (
     ),
     Family(
         model_type="kimi_k2", models="Kimi K2", **_DEEPSEEK_V3, written=False, note="as DeepSeek-V3",
+    ),
+    Family(
+        model_type="deepseek_v2", architecture="DeepseekV2ForCausalLM", models="DeepSeek-V2, V2-Lite, V2.5",
+        layer={**LATENT_LAYER, **places.DEEPSEEK_V2_EXPERTS}, parts=(ROPE, LATENT, ACT, biases(), DEEPSEEK_V2_EXPERTS),
+        constants=UNGATED,
+        defaults={**_SIZES, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "n_routed_experts": 64,
+                  "num_experts_per_tok": None, "moe_intermediate_size": 1407, "first_k_dense_replace": 0,
+                  "q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_shared_experts": 2,
+                  "routed_scaling_factor": 1.0, "topk_method": "greedy", "bos_token_id": 1, "eos_token_id": 2},
+        only={**NO_DROPOUT, "rope_interleave": (True,), "norm_topk_prob": (False,), "mlp_bias": (False,),
+              "scoring_func": ("softmax",), "topk_method": ("greedy", "group_limited_greedy"), "moe_layer_freq": (1,)},
+        ignored=_DEEPSEEK_KEYS, note="multi-head latent attention; softmax scores, the best expert of each group",
     ),
     Family(
         model_type="glm4_moe_lite", architecture="Glm4MoeLiteForCausalLM", models="GLM-4.7-Flash",

@@ -109,8 +109,9 @@ def _experts(names: tuple[str, str, str, str], router: str = "mlp.gate", shared:
 _ONE_EXPERT = ("mlp.experts.{}", "gate_proj", "up_proj", "down_proj")
 EXPERTS = _experts(_ONE_EXPERT)
 QWEN2_EXPERTS = {**_experts(_ONE_EXPERT, shared="mlp.shared_expert"), "mlp.shared_expert_gate": Rows("mlp.shared_gate")}
+DEEPSEEK_V2_EXPERTS = _experts(_ONE_EXPERT, shared="mlp.shared_experts")
 GLM_EXPERTS = {
-    **_experts(_ONE_EXPERT, shared="mlp.shared_experts"),
+    **DEEPSEEK_V2_EXPERTS,
     "mlp.gate.e_score_correction_bias": Rows("mlp.expert_bias"),
 }
 AFMOE_EXPERTS = {

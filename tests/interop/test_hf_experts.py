@@ -25,6 +25,7 @@ ROUTED = [
 ]  # fmt: skip
 OTHERS = ["glm4_moe-groups", "glm4_moe-normed", "glm4_moe-sparse", "afmoe-experts", "laguna-all-sparse"]
 LATENT = [f"deepseek_v3-{name}" for name in FAMILY_CASES["deepseek_v3"]]
+LATENT += [f"deepseek_v2-{name}" for name in ("plain", "groups", "direct", "mscale")]
 LATENT += ["glm4_moe_lite-plain", "glm4_moe_lite-width"]
 OTHERS += LATENT
 HYBRIDS = ["qwen3_next-mixed", "qwen3_next-plain", "qwen3_5_moe_text-one-key"]

@@ -61,7 +61,7 @@ def test_the_text_of_a_folder_with_images(case: str, tmp_path: Path) -> None:
         ("gemma3n_text", "per layer", "gemma3_text"),
         ("minimax", "recurrence", "qwen3_next"),
         ("minimax_m2", "experts", "qwen3_moe"),
-        ("deepseek_v2", "latent", "deepseek_v3"),
+        ("longcat_flash", "latent", "deepseek_v3"),
         ("kimi_linear", "recurrence", "qwen3_next"),
         ("ernie4_5_moe", "experts", "qwen3_moe"),
         ("falcon_h1", "recurrence", "qwen3_next"),

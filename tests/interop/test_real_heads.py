@@ -30,6 +30,7 @@ LATENT = dict(num_key_value_heads=4, q_lora_rank=128, kv_lora_rank=128, first_k_
 NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "kimi_k2": LATENT,
+    "deepseek_v2": LATENT,
     "glm4_moe_lite": dict(num_key_value_heads=4, q_lora_rank=96, kv_lora_rank=128, mlp_layer_types=["dense"] * LAYERS),
     "qwen3_next": dict(num_experts=0, layer_types=[FULL] * LAYERS),
     "afmoe": DENSE_AFMOE,
