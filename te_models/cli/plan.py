@@ -33,13 +33,14 @@ ACTIVATIONS = ("activation_checkpointing", "activation_offload")
 @option("--gpus", default=1, group="With --memory", help="Number of GPUs that FSDP shards over.")
 @option("--lora", default=0, metavar="RANK", group="With --memory",
         help="Count the training of low-rank adapters of this rank instead of all weights.")  # fmt: skip
+@option("--lora-experts", is_flag=True, group="With --memory", help="Count adapters on experts too.")
 @setting_option("expert_parallel_size", help="Show which of so many processes have which experts.", group=EVERYDAY)
 def plan(preset: str | None, model: str | None, memory: bool, as_json: bool, **options: Any) -> None:
     """Show the precision of every layer, or the memory of training.
 
     The precision comes with the engine, and the reason for it.
     """
-    names = (*TRAINING, "gpus", "lora")
+    names = (*TRAINING, "gpus", "lora", "lora_experts")
     if not memory and (given := [name for name in names if is_given(name)]):
         raise click.UsageError(f"--{given[0].replace('_', '-')} changes no precision: add --memory, or leave it out")
     training = {name: options.pop(name) for name in names}

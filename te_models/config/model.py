@@ -41,6 +41,7 @@ GROUPS = {"linear_attention": DeltaNetConfig, "latent_attention": LatentConfig, 
 NOT_LATENT = {
     "attention_gate": "none",
     "qk_norm": False,
+    "attention_sinks": False,
     "attn_logit_softcapping": None,
     "query_scale_beta": None,
     "sliding_window": None,
@@ -103,6 +104,9 @@ class ModelConfig(NamedFields):
         None, "Factor on the products of queries and keys; default: head_dim ** -0.5 (Granite, Gemma)."
     )
     attn_logit_softcapping: float | None = documented(None, "Cap of the attention logits (Gemma 2).")
+    attention_sinks: bool = documented(
+        False, "A trained logit per query head in the denominator of attention's softmax (gpt-oss)."
+    )
     query_scale_beta: float | None = documented(
         None, "Scale queries by 1 + beta * log(1 + position // query_scale_length) (Ministral 3)."
     )
@@ -304,7 +308,9 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
     if "sparse" in (config.mlp_layer_types or ()) and config.moe is None:
         yield "mlp_layer_types asks for sparse layers: give moe, their experts"
     if config.moe is not None and (config.mlp_bias or not config.mlp_gate):
-        yield "experts have a gate and no bias: leave out mlp_bias and mlp_gate"
+        yield "experts have a gate, and a bias by moe.bias: leave out mlp_bias and mlp_gate"
+    if config.moe is not None and config.moe.swiglu_limit is not None and config.hidden_act != "silu":
+        yield f"moe.swiglu_limit clamps SwiGLU: leave out hidden_act={config.hidden_act!r}"
     ragged = config.hidden_size % config.num_attention_heads and config.latent_attention is None
     if config.head_dim is None and ragged:
         yield (

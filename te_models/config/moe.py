@@ -48,6 +48,11 @@ class MoEConfig(NamedFields):
     n_group: int = documented(1, "Groups of experts.")
     topk_group: int = documented(1, "Groups of which a token's experts may come.")
     group_scores: int = documented(2, "Scores of a group whose sum ranks it; 1 in DeepSeek-V2.")
+    bias: bool = documented(False, "Biases on the router and on the chosen experts' projections (gpt-oss).")
+    swiglu_limit: float | None = documented(
+        None, "Clamped SwiGLU (up + 1) * gate * sigmoid(alpha * gate): the bound of gate and of |up| (gpt-oss)."
+    )
+    swiglu_alpha: float = documented(1.702, "The alpha of clamped SwiGLU.")
     expert_bias: bool = documented(False, "A number per expert, added to its score for the choice (DeepSeek-V3).")
     router_aux_loss_coef: float = documented(0.001, "Factor of the load-balancing loss in training.")
     router_z_loss_coef: float = documented(0.0, "Factor of the mean squared logsumexp of the logits in training.")
@@ -92,8 +97,9 @@ class MoESpec(FeedforwardSpec):
     def linears(self) -> tuple[LinearSpec, ...]:
         """The router, the experts' projections, and those of the shared expert."""
         e, d = self.experts, self.hidden_size
-        found = [LinearSpec("router", d, (Section("experts", e.num_experts, e.num_experts, "gate"),), fp8=False)]
-        found += _projections("", d, e.moe_intermediate_size, e.num_experts // self.ranks)
+        logits = (Section("experts", e.num_experts, e.num_experts, "gate"),)
+        found = [LinearSpec("router", d, logits, bias=e.bias, fp8=False)]
+        found += _projections("", d, e.moe_intermediate_size, e.num_experts // self.ranks, e.bias)
         if e.shared_expert_intermediate_size:
             found += _projections("shared_", d, e.shared_expert_intermediate_size, 0)
         if e.shared_expert_gate:
@@ -111,8 +117,10 @@ class MoESpec(FeedforwardSpec):
 
     @property
     def obstacles(self) -> tuple[str, ...]:
-        """The activation, if the fused SwiGLU kernels do not compute it."""
-        return ("hidden_act",) if self.activation != "silu" else ()
+        """What the fused SwiGLU kernels do not compute: with a bias, they would not leave rows of padding zero."""
+        e = self.experts
+        found = {"hidden_act": self.activation != "silu", "moe.swiglu_limit": e.swiglu_limit, "moe.bias": e.bias}
+        return tuple(name for name, given in found.items() if given)
 
     @property
     def dynamic(self) -> str:
@@ -150,29 +158,36 @@ class MoESpec(FeedforwardSpec):
         scores, chosen = tape.tokens * e.num_experts * FP32, tape.tokens * e.num_experts_per_tok
         stream, width = tape.rows * self.hidden_size * element, rows * self.hidden_size * element
         choosing, widened = tape.linear(router), e.router_fp32 and element != FP32
+        saves_input = choosing.saved > 0  # a frozen router does not
         if widened:
-            choosing = choosing._replace(saved=(tape.rows + e.num_experts) * self.hidden_size * FP32)
+            choosing = choosing._replace(saved=(tape.rows * saves_input + e.num_experts) * self.hidden_size * FP32)
         # The logits, their softmax and the scores; logsumexp; the indices of the chosen, and what their division needs.
         kept = tape.rows * e.num_experts * FP32 + 2 * scores + tape.tokens * FP32 + chosen * INT64
         kept += (chosen + tape.tokens) * FP32 * e.norm_topk_prob
         first = [
             choosing,
-            Step("scores", kept, consumes=scores, produces=scores),
+            Step("scores", kept, consumes=chosen * FP32, produces=choosing.consumes, scratch=scores),
             Step("dispatch", consumes=width, produces=stream),
             tape.linear(into, rows=rows),
             self._swiglu(tape, rows, e.moe_intermediate_size),
         ]
         if shared:
             size = e.shared_expert_intermediate_size
-            first += [tape.linear(shared[0], shared=not widened), self._swiglu(tape, tape.rows, size)]
+            first += [tape.linear(shared[0], shared=saves_input and not widened), self._swiglu(tape, tape.rows, size)]
         if e.shared_expert_gate:
             first.append(tape.linear(shared[2], shared=True))
+        # Each of those that read the input but the last, which is the first in backward, adds its gradient to theirs.
+        added = [router.name, "dispatch", *(linear.name for linear in shared[::2])][:-1]
+        first = [step._replace(consumes=step.consumes + stream * (step.name in added)) for step in first]
         places = (rows + chosen) * INT64 + chosen * FP32  # of tokens and rows, and the weights
-        second = [tape.linear(out, rows=rows), Step("combine", width + places, consumes=stream, produces=width)]
+        consumed = stream * (not shared)  # else the shared expert's part needs it too
+        combine = Step("combine", width + places, consumes=consumed, produces=width + chosen * FP32)
+        second = [tape.linear(out, rows=rows), combine]
         if shared:
             second.append(tape.linear(shared[1]))
         if e.shared_expert_gate:
-            second.append(Step("shared gate", stream + tape.rows * element, consumes=stream, produces=stream))
+            both = stream + tape.rows * element
+            second.append(Step("shared gate", both, consumes=stream, produces=both))
         return first, second
 
     @staticmethod
@@ -216,10 +231,10 @@ def places_of_experts(layers: tuple[LayerSpec, ...], ranks: int) -> str:
     return f"{', '.join(shown)} of every {ranks}"
 
 
-def _projections(prefix: str, hidden: int, size: int, experts: int) -> list[LinearSpec]:
+def _projections(prefix: str, hidden: int, size: int, experts: int, bias: bool = False) -> list[LinearSpec]:
     into = (Section("gate", size, size), Section("up", size, size))
     out = (Section("down", hidden, hidden),)
     return [
-        LinearSpec(f"{prefix}gate_up_proj", hidden, into, experts=experts),
-        LinearSpec(f"{prefix}down_proj", size, out, residual=True, experts=experts),
+        LinearSpec(f"{prefix}gate_up_proj", hidden, into, bias=bias, experts=experts),
+        LinearSpec(f"{prefix}down_proj", size, out, bias=bias, residual=True, experts=experts),
     ]

@@ -51,10 +51,10 @@ def fp8_state(model: nn.Module, directions: tuple[str, ...] = DIRECTIONS) -> dic
 
 
 @torch.no_grad()
-def weight_scale(module: nn.Module) -> Tensor | None:
-    """Return the live scale of a te.Linear's weight under DelayedScaling, FP32 []; None without one."""
+def weight_scale(module: nn.Module, gemm: int = 0) -> Tensor | None:
+    """Return the live scale of a weight of a te module under DelayedScaling, FP32 []; None without one."""
     for state in delayed_states(module, ("scaling_fwd",)).values():
-        return state.scale[1]
+        return state.scale[WIDTHS["scaling_fwd"] * gemm + 1]
     return None
 
 

@@ -9,6 +9,7 @@ from te_models.interop.hf_experts import (
     DEEPSEEK_V2_EXPERTS,
     GLM_EXPERTS,
     GLM_LITE_EXPERTS,
+    GPT_OSS_EXPERTS,
     IGNORED,
     MIXTRAL_EXPERTS,
     OLMOE_EXPERTS,
@@ -19,7 +20,17 @@ from te_models.interop.hf_experts import (
 )  # fmt: skip
 from te_models.interop.hf_family import LENGTHS, NO_DROPOUT, UNGATED, Family, whole_heads
 from te_models.interop.hf_hybrid_parts import LATENT
-from te_models.interop.hf_parts import EVEN_SLIDE_BY_FLAG, PARTIAL_ROPE, ROPE, WINDOW, Fields, activation, biases
+from te_models.interop.hf_parts import (
+    EVEN_SLIDE_BY_FLAG,
+    GPT_OSS_ROPE,
+    PARTIAL_ROPE,
+    ROPE,
+    SECOND_IS_FULL,
+    WINDOW,
+    Fields,
+    activation,
+    biases,
+)
 from te_models.interop.hf_places import EXPERTS, LATENT_LAYER, LAYER, NORMED_LAYER
 
 ACT = activation()
@@ -113,5 +124,16 @@ EXPERT_FAMILIES = (
                   "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1, "topk_group": 1,
                   "routed_scaling_factor": 1.8},
         only=NO_DROPOUT, ignored=IGNORED | {"qk_head_dim"}, note="as DeepSeek-V3",
+    ),
+    Family(
+        model_type="gpt_oss", architecture="GptOssForCausalLM", models="gpt-oss-20b, gpt-oss-120b",
+        layer=places.GPT_OSS_LAYER, parts=(GPT_OSS_ROPE, SECOND_IS_FULL, biases(), GPT_OSS_EXPERTS),
+        constants={**UNGATED, "attention_sinks": True}, stacked=True,
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
+                  "rope_theta": 150000.0, "attention_bias": True, "sliding_window": 128, "num_local_experts": 128,
+                  "num_experts_per_tok": 4, "router_aux_loss_coef": 0.001, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+        only={**NO_DROPOUT, "hidden_act": ("silu",)},
+        ignored=IGNORED | {"experts_per_token", "initial_context_length"},
+        note="attention sinks; experts with biases and a clamped SwiGLU, in one tensor per projection, also of MXFP4",
     ),
 )  # fmt: skip

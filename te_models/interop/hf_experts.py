@@ -121,6 +121,12 @@ MIXTRAL_EXPERTS = experts(
     {**_CHOSEN, **_LOSS, **_SAME_SIZE, "router_jitter_noise": "router_jitter_noise"},
     number="num_local_experts",
 )
+GPT_OSS_EXPERTS = experts(
+    ALL_SPARSE,
+    {**_CHOSEN, **_LOSS, **_SAME_SIZE, "swiglu_limit": "swiglu_limit", "swiglu_alpha": "swiglu_alpha"},
+    number="num_local_experts",
+    bias=True,
+)
 OLMOE_EXPERTS = experts(ALL_SPARSE, {**_CHOSEN, **_LOSS, **_NORMED, **_SAME_SIZE})
 _SIGMOID: Fields = dict(router_scores="sigmoid", expert_bias=True)
 _GROUPED = {**_CHOSEN, **_NORMED, **_SIZE, **{key: key for key in ("routed_scaling_factor", "n_group", "topk_group")}}
@@ -129,14 +135,9 @@ _DEEPSEEK |= dict(router_fp32=True, router_aux_loss_coef=0.0)
 FIRST_DENSE = first_dense("first_k_dense_replace")
 GLM_EXPERTS = experts(FIRST_DENSE, _GROUPED, **_DEEPSEEK)
 DEEPSEEK_EXPERTS = experts(FIRST_DENSE, _GROUPED, without={}, **_DEEPSEEK)
-_V2_EXPERTS = experts(
-    FIRST_DENSE,
-    {**{ours: key for ours, key in _GROUPED.items() if ours != "norm_topk_prob"}},
-    **{**_DEEPSEEK, "router_scores": "softmax", "expert_bias": False},
-    without={},
-    norm_topk_prob=False,
-    group_scores=1,
-)
+_V2: Fields = {**_DEEPSEEK, "router_scores": "softmax", "expert_bias": False, "norm_topk_prob": False}
+_UNNORMED = {ours: key for ours, key in _GROUPED.items() if ours != "norm_topk_prob"}
+_V2_EXPERTS = experts(FIRST_DENSE, _UNNORMED, without={}, group_scores=1, **_V2)
 
 
 def _read_v2(theirs: Values) -> Fields:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from te_models.config.recipe import EngineRecipe
 from te_models.errors import unknown
 from te_models.kernels import elementwise, expert_rows, gated_attention, handover, lm_head
 from te_models.kernels.from_inputs import from_inputs
@@ -65,12 +66,15 @@ class Kernels:
     swiglu: SwiGLU = handover.swiglu
     mlp_activation: Callable[..., Tensor] = elementwise.mlp_activation
     mlp_activation_backward: Callable[..., Tensor] = elementwise.mlp_activation_backward
+    clamped_swiglu: Callable[..., Tensor] = elementwise.clamped_swiglu
+    clamped_swiglu_backward: Callable[..., Tensor] = elementwise.clamped_swiglu_backward
     mixed_parts: Callable[..., tuple[Tensor, ...]] = from_inputs(elementwise.mixed_parts)
     delta_gates: Callable[..., tuple[Tensor, Tensor]] = from_inputs(elementwise.delta_gates)
     silu_gate: Callable[[Tensor, Tensor], Tensor] = from_inputs(elementwise.silu_gate)
     expert_rows: expert_rows.RowKernels = expert_rows.PLAIN
     linear: Linear = handover.linear
     grouped: Callable[..., Tensor] = handover.grouped
+    counts_on_device: Callable[[nn.Module, EngineRecipe | None], bool] = handover.counts_on_device
     targets: Callable[[nn.Module | None, nn.Module | None], handover.Targets] = handover.targets
     attention: gated_attention.Operations | None = None  # None: attention is composed of the operations above
 
@@ -104,6 +108,8 @@ def compiled_kernels(mode: str) -> Kernels:
         swiglu=functools.partial(handover.swiglu, **both),
         mlp_activation=fused(elementwise.mlp_activation),
         mlp_activation_backward=fused(elementwise.mlp_activation_backward),
+        clamped_swiglu=fused(elementwise.clamped_swiglu),
+        clamped_swiglu_backward=fused(elementwise.clamped_swiglu_backward),
         mixed_parts=fused(elementwise.mixed_parts),
         delta_gates=fused(elementwise.delta_gates),
         silu_gate=fused(elementwise.silu_gate),

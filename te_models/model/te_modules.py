@@ -59,7 +59,7 @@ class Factory:
         recipe = self.fp8_weights.get(self.prefix + spec.name) if fp8_weight else None
         if recipe is None:
             return self._linear(spec)
-        quantized = self.te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True)
+        quantized = self.te.quantized_model_init(recipe=recipe)  # whoever gives values keeps them for a master
         with torch.enable_grad(), quantized:  # both copies, also under no_grad
             return self._linear(spec)
 

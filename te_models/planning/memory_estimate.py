@@ -128,7 +128,7 @@ def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory
         gathered = sum(p.numel for p in parameters if p.kind == "table") * element + 2 * block
         whole = gathered
         gathered -= 2 * fp8_saving(config, recipe, training) // config.num_hidden_layers
-    trained = trained_parameters(config, training.lora_rank)
+    trained = trained_parameters(config, training.lora_rank, training.lora_experts)
     own = sum(p.numel for p in trained) * element if training.lora_rank else 0
     state = 0
     if training.optimizer is not None and not training.optimizer_offload:

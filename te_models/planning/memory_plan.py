@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -94,7 +93,7 @@ class MemoryPlan(Printable):
 
         Of several GPUs, those of the one that has most.
         """
-        parameters = trained_parameters(self.config, self.training.lora_rank)
+        parameters = trained_parameters(self.config, self.training.lora_rank, self.training.lora_experts)
         own = self.training
         options = {own.optimizer: own.optimizer_options}
         return {
@@ -119,14 +118,14 @@ class MemoryPlan(Printable):
 
     def __rich__(self) -> Group:
         t, each = self.training, " per GPU" if self.training.gpus > 1 else ""
-        lora = f", LoRA of rank {t.lora_rank}" if t.lora_rank else ""
+        lora = f", LoRA of rank {t.lora_rank}{' on experts too' * t.lora_experts}" if t.lora_rank else ""
         host = f", {_gib(self.host)} GiB on the host" if self.host else ""
         about = (
             f"{self.config.num_parameters:,} parameters{lora}, recipe {self.recipe.name}, {t.batch_size} x "
             f"{t.seq_len:,} tokens{each}, {t.optimizer or 'no optimizer'}, activation "
             f"checkpointing {t.activation_checkpointing}, {t.gpus} GPU{'s (FSDP)' if each else ''}{host}"
         )
-        lines: list[Any] = [about, ""]
+        lines: list[RenderableType] = [about, ""]
         for title, table in (
             (f"memory of a training step{each}, GiB", self._parts_table()),
             (f"largest batch per GPU, in sequences of {t.seq_len:,} tokens", self._fit_table()),
@@ -159,7 +158,7 @@ class MemoryPlan(Printable):
         numbers = (Column(name, justify="right") for name in ("bytes per parameter", "GiB", "against adamw"))
         table = Table("optimizer", *numbers, "state", box=None, pad_edge=False)
         found = self.optimizers()
-        trained = trained_parameters(self.config, self.training.lora_rank)
+        trained = trained_parameters(self.config, self.training.lora_rank, self.training.lora_experts)
         elements = sum(p.numel for p in trained) / self.training.gpus
         for name, size in found.items():
             saved = f"{100 * (size / found['adamw'] - 1):+.0f} %" if name != "adamw" else ""
@@ -182,6 +181,7 @@ def plan_memory(
     optimizer_offload: bool = False,
     optimizer_options: Options = DEFAULTS,
     lora_rank: int = 0,
+    lora_experts: bool = False,
     activation_checkpointing: str | int = "none",
     activation_offload: bool = False,
     gpus: int = 1,
@@ -203,6 +203,7 @@ def plan_memory(
         optimizer_offload: whether masters and optimizer state are in host memory.
         optimizer_options: its options, as te_models.optim.resolve_options returns them; those left out are defaults.
         lora_rank: rank of LoRA adapters on all linears of blocks, which alone are trained; 0: all weights are.
+        lora_experts: whether experts have adapters of this rank too.
         activation_checkpointing: "none", "selective", "full", or an integer N for every N-th block.
         activation_offload: whether the saved tensors of blocks are moved to the host (te_models.model.offload).
         gpus: GPUs among which FSDP2 shares weights, gradients and optimizer state.
@@ -228,6 +229,8 @@ def plan_memory(
             yield f"seq_len={seq_len} is longer than max_position_embeddings={longest}: lower it or raise that field"
         if lora_rank < 0:
             yield f"lora_rank={lora_rank}: a rank is 1 or more, such as 16, or 0 to train all weights"
+        if lora_experts and not (lora_rank and config.moe):
+            yield "lora_experts=True is for adapters on a model with experts: give lora_rank, or leave it out"
         if fp8_params and not recipe.quantized:
             advice = "choose another, or leave fp8_params out"
             yield f"fp8_params=True needs an FP8 recipe, but {recipe.name!r} is not one: {advice}"
@@ -237,7 +240,7 @@ def plan_memory(
     refuse(mistakes())
     training = Training(
         batch_size=batch_size // gpus, seq_len=seq_len, optimizer=optimizer, optimizer_offload=optimizer_offload,
-        optimizer_options=dict(optimizer_options), lora_rank=lora_rank,
+        optimizer_options=dict(optimizer_options), lora_rank=lora_rank, lora_experts=lora_experts,
         activation_checkpointing=check_mode(activation_checkpointing),
         activation_offload=activation_offload, gpus=gpus, gradient_sums=gradient_accumulation > 1,
         cached_weights=gradient_accumulation > 1 and gpus == 1, fp8_params=fp8_params, logits=logits, compile=compile,

@@ -44,7 +44,8 @@ class Training:
 
     Under gradient accumulation, FP32 sums of all gradients exist, which FSDP2 does not shard (`gradient_sums`), and FP8
     copies of weights exist already (`cached_weights`). With `lora_rank`, all linears of blocks have an adapter of that
-    rank, and nothing else is trained. `compile`, `fused` and `cuda` say which kernels run.
+    rank, with `lora_experts` experts too, and nothing else is trained. `compile`, `fused` and `cuda` say which kernels
+    run.
     """
 
     batch_size: int = 8  # per GPU and micro-batch
@@ -53,6 +54,7 @@ class Training:
     optimizer_offload: bool = False
     optimizer_options: Mapping[str, object] = field(default_factory=dict)
     lora_rank: int = 0
+    lora_experts: bool = False
     activation_checkpointing: str | int = "none"
     activation_offload: bool = False
     gpus: int = 1
@@ -111,18 +113,7 @@ def _up(size: int, step: int) -> int:
 
 
 class Tape:
-    """The operations of a forward pass with the bytes of each; descriptions of layers read its attributes.
-
-    Attributes:
-        tokens: T = B*S.
-        rows: N, tokens padded to the recipe's row alignment.
-        seq_len: S.
-        alignment: of the rows of each GEMM.
-        element: bytes of an activation.
-        compiled: whether operations between the GEMMs are compiled.
-        fused: whether fused kernels run.
-        cuda: whether the step runs on a GPU.
-    """
+    """The operations of a forward pass with the bytes of each; te_models.config.layer.Tape explains its attributes."""
 
     def __init__(self, config: ModelConfig, recipe: Recipe, training: Training) -> None:
         self.config, self.recipe, self.training = config, recipe, training
@@ -150,15 +141,18 @@ class Tape:
         It has `rows` rows (None: N). A te.GroupedLinear is that for all experts together.
 
         With an adapter, the adapter alone saves the input, unquantized, and its product with A; backward computes two
-        gradients of the input, the linear's and the adapter's.
+        gradients of the input, the linear's and the adapter's. Experts' adapters also save B in another order. Frozen
+        linears without an adapter save no input.
         """
         name, inputs, outputs = linear.name, linear.inputs, linear.outputs
         recipe = self.precisions[self._part + name].recipe
         rows, element, gemms = rows or self.rows, self.element, linear.gemms
-        rank = self.training.lora_rank if linear.adapted and name != HEAD else 0
+        lora = self.training.lora_rank if name != HEAD else 0
+        rank = lora if linear.adapted or (linear.experts and self.training.lora_experts) else 0
+        frozen = bool(lora) and not rank
         step = Step(
             name,
-            saved=(0 if shared else rows * inputs * element) + rows * rank * element,
+            saved=(0 if shared or frozen else rows * inputs * element) + self.adapter_bytes(linear, rank, rows),
             scratch=rows * inputs * element if rank else 0,
             consumes=rows * outputs * element,
             produces=rows * inputs * element,
@@ -168,12 +162,12 @@ class Tape:
         if recipe is None or override == "high_precision":
             return step
         if override == "dequantized":
-            x = step.saved if rank else gemms * operand_bytes(recipe, rows // gemms, inputs, "x", "rowwise")
+            x = step.saved if lora else gemms * operand_bytes(recipe, rows // gemms, inputs, "x", "rowwise")
             return step._replace(saved=x, copies=gemms * operand_bytes(recipe, outputs, inputs, "w", "rowwise"))
-        x = step.saved if rank else gemms * operand_bytes(recipe, rows // gemms, inputs, "x", "columnwise")
+        x = step.saved if lora else gemms * operand_bytes(recipe, rows // gemms, inputs, "x", "columnwise")
         w = gemms * operand_bytes(recipe, outputs, inputs, "w")
         dy = gemms * operand_bytes(recipe, rows // gemms, outputs, "grad")
-        if rank:
+        if lora:
             dy = max(step.scratch, operand_bytes(recipe, rows, outputs, "grad", "rowwise"))
         if self.training.fp8_params:  # transposed data is freed before the larger weight gradient is allocated
             return step._replace(saved=x, scratch=dy)
@@ -184,6 +178,10 @@ class Tape:
         if handed and not self.training.cached_weights:
             w = gemms * operand_bytes(recipe, outputs, inputs, "w", "columnwise")
         return step._replace(saved=x, copies=w, scratch=dy)
+
+    def adapter_bytes(self, linear: LinearSpec, rank: int, rows: int) -> int:
+        """Return what an adapter of this rank saves beside its input: the product with A, and experts' B."""
+        return (rows + linear.experts * linear.outputs) * rank * self.element
 
     def block(self, depth: int) -> tuple[list[Step], list[Step], list[Step]]:
         """Return a block in three parts: the mixer, the MLP up to what recompute may discard, and the rest of it."""
@@ -280,7 +278,6 @@ class Tape:
     def regions(self) -> Iterator[Region]:
         """Yield the whole forward pass; te_models/config/recompute_modes.py decides what is recomputed."""
         mode, c, fp8_weights = self.training.activation_checkpointing, self.config, self.training.fp8_params
-        low = self.rows * self.training.lora_rank * self.element  # the adapter's product with A stays
         rotary = self.rotary_tables()
         table = c.vocab_size * c.hidden_size * self.element
         tied = c.tie_word_embeddings  # then its gradient is added to lm_head's
@@ -309,6 +306,7 @@ class Tape:
             mlp_input = self.stream if recomputes_mlp(mode, layer, c.num_hidden_layers, fp8, fp8_weights) else None
             hidden = hidden if mlp_input is None else [*first, *hidden]
             if recomputes_product(mode, last is not None, hands_over):  # the backward of down_proj starts the recompute
+                low = max(0, down[0].saved - down[0].produces)  # what the adapter saves beside its input stays
                 recomputed = down[0]._replace(saved=low, scratch=down[0].scratch + down[0].saved - low)
                 yield Region([*hidden, recomputed], mlp_input, *place)
                 yield Region(down[1:], None, *place)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from te_models.config.chunk_sizes import FP32
 from te_models.config.model import ModelConfig
-from te_models.config.owners import share_out
+from te_models.config.shares import share_out
 
 
 class Parameter(NamedTuple):
@@ -121,16 +121,19 @@ OPTIMIZERS: dict[str, OptimizerBytes] = {
 }
 
 
-def trained_parameters(config: ModelConfig, lora_rank: int) -> list[Parameter]:
-    """Return every parameter of a CausalLM; with `lora_rank`, the A and B of the adapters that `lora` makes."""
+def trained_parameters(config: ModelConfig, lora_rank: int, lora_experts: bool = False) -> list[Parameter]:
+    """Return every parameter of a CausalLM; with `lora_rank`, the A and B of the adapters that `lora` makes.
+
+    `lora_experts` says whether experts have some too, each of this rank.
+    """
     if not lora_rank:
         return model_parameters(config)
     return [
-        Parameter("vector", shape, count)
+        Parameter("vector", (lora_rank * linear.gemms, size), count)
         for layer, count in Counter(config.layers).items()
         for linear in layer.linears.values()
-        if linear.adapted
-        for shape in ((lora_rank, linear.inputs), (lora_rank, linear.outputs))
+        if linear.adapted or (linear.experts and lora_experts)
+        for size in (linear.inputs, linear.outputs)
     ]
 
 

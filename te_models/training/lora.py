@@ -14,7 +14,7 @@ import os
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
@@ -32,7 +32,7 @@ from te_models.interop.hub import local_folder
 from te_models.saving.folder import MANIFEST, Folder, load_folder, match, save_folder
 from te_models.saving.restore import read_recipe
 from te_models.training.lora_config import check_fields, read_config, wanted_adapters, whole_modules
-from te_models.training.lora_layer import LoraLinear
+from te_models.training.lora_layer import LoraExperts, LoraLinear
 from te_models.training.lora_targets import (
     Fused,
     Modules,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in an adapter's file
 # Modules that peft 0.21 treats as experts in any model of an architecture that can have them (convert_peft_config_moe).
-EXPERT_TARGETS = dict.fromkeys(("qwen3_next", "afmoe"), ("gate_proj", "up_proj", "down_proj"))
+EXPERT_TARGETS = dict.fromkeys(("qwen3_next", "afmoe", "glm4_moe", "qwen3_moe"), ("gate_proj", "up_proj", "down_proj"))
 PROJECTIONS = ("qkvg_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
@@ -146,14 +146,17 @@ def add_lora(model: CausalLM | TEModelsForCausalLM, config: LoraConfig | None = 
 
     Targets are our linears (`qkvg_proj`, `o_proj`, `gate_up_proj`, `down_proj`, `lm_head`) or those of transformers
     (`q_proj`, `k_proj`, `v_proj`, `gate_proj`, `up_proj` ..., or "all-linear" for all of these in the blocks), each
-    with its own rank, named in any way that LoraConfig supports.
+    with its own rank, named in any way that LoraConfig supports. Experts are named in target_modules or, as in
+    transformers, in target_parameters: `experts.gate_up_proj`, `experts.down_proj`, or `experts` for both; each expert
+    gets an A and a B of its own.
 
     Args:
         model: changed in place. A TEModelsForCausalLM gets peft's own adapters on the linears of transformers, also
             where ours are named: give it to trainers of transformers and TRL, or give those the LoraConfig.
         config: peft's LoraConfig; None: one with `fields`.
-        fields: fields of LoraConfig, such as r=8, lora_alpha=16, target_modules=["o_proj"]. Without target_modules,
-            every linear of every block gets an adapter, but no expert of a mixture and no router.
+        fields: fields of LoraConfig, such as r=8, lora_alpha=16, target_modules=["o_proj"]. Without target_modules
+            and target_parameters, every linear of every block gets an adapter, but no expert of a mixture and no
+            router.
 
     Raises:
         UsageError: a field that is not supported (DoRA and other kinds), or a target that matches nothing.
@@ -167,7 +170,7 @@ def add_lora(model: CausalLM | TEModelsForCausalLM, config: LoraConfig | None = 
                 raise UsageError("unknown field 'rank' of LoraConfig: write r, as peft does")
             raise unknown("field of LoraConfig", name, known, "help(peft.LoraConfig)")
         config = LoraConfig(**fields)
-    if isinstance(config, LoraConfig) and config.target_modules is None:
+    if isinstance(config, LoraConfig) and config.target_modules is None and not config.target_parameters:
         config = dataclasses.replace(config, target_modules=_linears_of_blocks(model))
     return AdaptedModel(model, config) if isinstance(model, CausalLM) else _add_to_linears(model, config)
 
@@ -188,6 +191,8 @@ def _add_to_linears(model: TEModelsForCausalLM, config: LoraConfig) -> PeftModel
         raise UsageError("modules_to_save needs a CausalLM: give add_lora the model inside (`.model`)")
     wanted: dict[str, Wanted] = {}
     for name, one in wanted_adapters(config, modules).items():
+        if module_of(one.place) in modules.counts:
+            raise UsageError("adapters on experts need a CausalLM: give add_lora the model inside (`.model`)")
         parts = [name] if name in modules.theirs else modules.parts_of(module_of(one.place))
         wanted |= dict.fromkeys(parts, one)
     if "lm_head" in wanted:
@@ -276,9 +281,9 @@ def _read_adapter(model: CausalLM, folder: Path, trainable: bool) -> _Adapter:
     names = ["adapter_config", "adapter_model"]
     saved = load_folder(folder, names, optional=["fp8_state", "recipe"] if listed else [], require_manifest=listed)
     tensors, path = saved.tensors["adapter_model"], folder / "adapter_config.json"
-    config = read_config(path, saved.documents["adapter_config"], tensors)
-    config.inference_mode = not trainable
     modules = adaptable_modules(model)
+    config = read_config(path, saved.documents["adapter_config"], tensors, modules)
+    config.inference_mode = not trainable
     headless = not any(name.startswith((f"{PREFIX}model.", f"{PREFIX}lm_head.")) for name in tensors)
     try:
         wanted = wanted_adapters(config, modules, headless)
@@ -287,15 +292,15 @@ def _read_adapter(model: CausalLM, folder: Path, trainable: bool) -> _Adapter:
     except UsageError as error:
         raise CheckpointError(f"{path}: {first_line(error)}") from None
     tensors = _without_head(model, tensors, folder)
-    match(_expected(model, wanted, whole), tensors, check_dtype=False)
+    match(_expected(model, wanted, whole, modules), tensors, check_dtype=False)
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tensor.itemsize == 1:
             raise CheckpointError(f"{folder}: {name} is {tensor.dtype}: save adapters in BF16, FP16 or FP32")
         if not all_finite(tensor):
             raise CheckpointError(f"{folder}: {name} has values that are not finite numbers")
     pairs = {
-        one.place: (tensors[f"{PREFIX}{name}.lora_A.weight"], tensors[f"{PREFIX}{name}.lora_B.weight"])
-        for name, one in wanted.items()
+        one.place: (tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"])
+        for key, one in _keys(wanted, modules).items()
     }
     values = {f"{ours}.weight": tensors[f"{PREFIX}{name}.weight"] for name, ours in whole.items()}
     for module, one in fused.items():
@@ -318,13 +323,28 @@ def _without_head(model: CausalLM, tensors: Mapping[str, Tensor], folder: Path) 
     return left
 
 
-def _expected(model: CausalLM, wanted: Mapping[str, Wanted], whole: Mapping[str, str]) -> dict[str, Tensor]:
+def _keys(wanted: Mapping[str, Wanted], modules: Modules) -> dict[str, Wanted]:
+    """Return the name in an adapter's file, without ".lora_A.weight", of each adapter of transformers' modules.
+
+    peft wraps the module of a parameter, once for each of its parameters in their order: that of gate_up_proj is inside
+    that of down_proj.
+    """
+    found = {}
+    for name, one in wanted.items():
+        parent, _, leaf = name.rpartition(".")
+        inside = leaf == "gate_up_proj" and f"{parent}.down_proj" in wanted
+        own = name if module_of(one.place) not in modules.counts else parent + ".base_layer" * inside
+        found[f"{PREFIX}{own}"] = one
+    return found
+
+
+def _expected(
+    model: CausalLM, wanted: Mapping[str, Wanted], whole: Mapping[str, str], modules: Modules
+) -> dict[str, Tensor]:
     """Return the names and shapes in the file of an adapter, on the meta device."""
     expected = {f"{PREFIX}{name}.weight": (model.config.vocab_size, model.config.hidden_size) for name in whole}
-    for name, one in wanted.items():
-        rows, inputs = one.place.shape
-        expected[f"{PREFIX}{name}.lora_A.weight"] = (one.rank, inputs)
-        expected[f"{PREFIX}{name}.lora_B.weight"] = (rows, one.rank)
+    for key, one in _keys(wanted, modules).items():
+        expected[f"{key}.lora_A.weight"], expected[f"{key}.lora_B.weight"] = modules.sizes(one)
     return {name: torch.empty(shape, device="meta") for name, shape in expected.items()}
 
 
@@ -342,7 +362,7 @@ def _resolved(
     if fused is None:
         fused = fuse(wanted_adapters(config, modules).values(), modules)
     alphas = {name: alpha_of(one.scaling, one.rank, config.use_rslora) for name, one in fused.items()}
-    config.target_modules = list(fused)
+    config.target_modules, config.target_parameters = list(fused), None
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
     config.modules_to_save = list(whole.values()) or None
     config.rank_pattern = {name: one.rank for name, one in fused.items() if one.rank != config.r}
@@ -351,7 +371,7 @@ def _resolved(
         config.base_model_name_or_path = str(model.origin.folder)
     # A task type would wrap the model in a class that passes it arguments that only models of transformers accept.
     config.task_type = None
-    config._register_custom_module({model.te.Linear: LoraLinear})
+    config._register_custom_module({model.te.Linear: LoraLinear, model.te.GroupedLinear: LoraExperts})
     return config, fused
 
 
@@ -394,18 +414,23 @@ def _file_content(adapted: AdaptedModel, adapter_name: str) -> tuple[dict[str, T
     modules, own = adaptable_modules(adapted.get_base_model()), adapted.peft_config[adapter_name]
     assert isinstance(own, LoraConfig)
     parameters = {name: p.detach() for name, p in _parameters(adapted, adapter_name).items()}
-    tensors, wanted = {}, {}
+    pairs, wanted = {}, {}
     for module, fused in _adapters(adapted, adapter_name).items():
         a, b = parameters[f"{module}.lora_A"], parameters[f"{module}.lora_B"]
-        for name, (one, their_a, their_b) in split(fused, modules.parts_of(module), a, b).items():
-            wanted[name] = one
-            tensors[f"{PREFIX}{name}.lora_A.weight"], tensors[f"{PREFIX}{name}.lora_B.weight"] = their_a, their_b
+        for name, (one, *pair) in split(fused, modules.parts_of(module), a, b).items():
+            wanted[name], pairs[one.place] = one, pair
+    tensors: dict[str, Tensor] = {}
+    for key, one in _keys(wanted, modules).items():
+        tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = pairs[one.place]
     whole = {theirs: ours for theirs, ours in modules.whole.items() if f"{ours}.weight" in parameters}
     tensors |= {f"{PREFIX}{theirs}.weight": parameters[f"{ours}.weight"].clone() for theirs, ours in whole.items()}
-    values = {**own.to_dict(), "task_type": "CAUSAL_LM", "inference_mode": True, "init_lora_weights": True}
+    values: dict[str, Any] = {**own.to_dict(), "task_type": "CAUSAL_LM", "inference_mode": True}
+    values["init_lora_weights"] = True
     values.pop("runtime_config", None)
+    if modules.counts.keys() & _adapters(adapted, adapter_name).keys():
+        values["lora_dropout"] = 0.0  # peft has none for experts, and only training uses it
     experts = EXPERT_TARGETS.get(modules.architecture, ())
-    if any(name.endswith(experts) for name in wanted if experts):
+    if any(name.endswith(experts) for name in wanted if experts and name not in modules.experts):
         warnings.warn(
             f"peft has no adapters on {', '.join(experts)} of {modules.architecture} in transformers and drops them "
             "there: load_lora reads them; for transformers merge them, or target only the attention",
@@ -417,18 +442,24 @@ def _file_content(adapted: AdaptedModel, adapter_name: str) -> tuple[dict[str, T
 
 def _their_targets(wanted: Mapping[str, Wanted], modules: Modules, rslora: bool) -> dict[str, Any]:
     """Return the shortest fields of LoraConfig that describe these adapters of transformers' modules."""
-    leaves: dict[str, list[str]] = {}
-    for name in modules.theirs:
-        leaves.setdefault(name.rsplit(".", 1)[-1], []).append(name)
-    targets: list[str] = []
-    for leaf, names in leaves.items():
-        present = [name for name in names if name in wanted]
-        targets += [leaf] if len(present) == len(names) else present
+
+    def targets(theirs: Iterable[str], parts: int) -> list[str]:
+        """Return the last `parts` of names that all are wanted, and others whole."""
+        ends: dict[str, list[str]] = {}
+        for name in theirs:
+            ends.setdefault(".".join(name.split(".")[-parts:]), []).append(name)
+        found: list[str] = []
+        for end, names in ends.items():
+            present = [name for name in names if name in wanted]
+            found += [end] if len(present) == len(names) else present
+        return found
+
     alphas = {name: alpha_of(one.scaling, one.rank, rslora) for name, one in wanted.items()}
     rank = Counter(one.rank for one in wanted.values()).most_common(1)[0][0]
     alpha = Counter(alphas.values()).most_common(1)[0][0]
     return {
-        "target_modules": targets, "exclude_modules": None, "layers_to_transform": None, "layers_pattern": None,
+        "target_modules": targets(modules.theirs, 1), "target_parameters": targets(modules.experts, 2) or None,
+        "exclude_modules": None, "layers_to_transform": None, "layers_pattern": None,
         "r": rank, "lora_alpha": alpha,
         "rank_pattern": {name: one.rank for name, one in wanted.items() if one.rank != rank},
         "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},

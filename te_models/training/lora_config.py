@@ -16,6 +16,7 @@ from te_models.errors import CheckpointError, UsageError, needs, refuse, unknown
 from te_models.files.atomic import first_line
 from te_models.interop.hf import Place
 from te_models.training.lora_targets import Modules, Wanted, module_of
+from te_models.training.settings import names_experts
 
 with needs("te_models.training.lora", "peft", "0.19", "lora"):
     from peft import LoraConfig, PeftType
@@ -28,6 +29,7 @@ ALL_LINEAR = "all-linear"
 SUPPORTED = frozenset((
     "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "modules_to_save",
     "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
+    "target_parameters",
 ))  # fmt: skip
 # Fields without effect on an adapter: bookkeeping, and settings of features that other fields switch on.
 HARMLESS = frozenset((
@@ -74,16 +76,26 @@ def _field_mistakes(values: Mapping[str, Any], init: bool) -> Iterator[str]:
 def wanted_adapters(config: LoraConfig, modules: Modules, headless: bool | None = None) -> dict[str, Wanted]:
     """Return the name of each module that `config` targets, by transformers' names or ours -> its adapter.
 
+    Experts are parameters in transformers, which `target_parameters` name; in a new adapter, `target_modules` may too.
     `headless` selects the model that the config's names refer to (`Modules.named`); None: any, and names that match
     nothing are refused.
 
     Raises:
         UsageError: a target, or a key of rank_pattern or alpha_pattern, matches nothing.
     """
-    if config.target_modules is None:
+    if config.target_modules is None and not config.target_parameters:
         raise UsageError(f"target_modules is missing: name the modules with adapters, or give {ALL_LINEAR!r}")
-    if isinstance(config.target_modules, str) and config.target_modules.lower() == ALL_LINEAR:
-        config.target_modules = sorted({name.rsplit(".", 1)[1] for name in modules.theirs if name != "lm_head"})
+    targets = config.target_modules
+    if not isinstance(targets, str) or targets.lower() == ALL_LINEAR:
+        given = {ALL_LINEAR} if isinstance(targets, str) else set(targets or ())
+        linears = {
+            name.rsplit(".", 1)[1]
+            for name, place in modules.theirs.items()
+            if name != "lm_head" and not module_of(place).endswith(".router")  # no linear in transformers
+        }
+        experts = {target for target in given if headless is None and names_experts(target)}
+        config.target_modules = sorted(given - experts - {ALL_LINEAR} | (linears if ALL_LINEAR in given else set()))
+        config.target_parameters = sorted(experts.union(config.target_parameters or ()))
     names = modules.named(False) | modules.named(True) if headless is None else modules.named(headless)
     found: dict[Place, str] = {}
     for name, place in names.items():
@@ -96,6 +108,12 @@ def wanted_adapters(config: LoraConfig, modules: Modules, headless: bool | None 
     if isinstance(config.target_modules, str):  # an expression for transformers' names may fit those of ours too
         divided = {module_of(place) for place in found if place != modules.ours[module_of(place)]}
         found = {p: name for p, name in found.items() if module_of(p) not in divided or p != modules.ours[module_of(p)]}
+    for target in config.target_parameters or ():
+        named = modules.experts_named([target], bool(headless))
+        if not named and headless is None:
+            able = {".".join(name.split(".")[-2:]) for name in modules.experts}
+            raise unknown("target parameter", target, able, advice="" if able else "the model has no experts")
+        found |= {place: name for name, place in named.items()}
     if not found:
         raise UsageError(f"target_modules={str(config.target_modules)[:120]} matches no linear of the model")
     for field, patterns in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
@@ -140,10 +158,11 @@ def whole_modules(config: LoraConfig, modules: Modules, model: CausalLM) -> dict
     return found
 
 
-def read_config(path: Path, values: Any, tensors: Mapping[str, Tensor]) -> LoraConfig:
+def read_config(path: Path, values: Any, tensors: Mapping[str, Tensor], modules: Modules) -> LoraConfig:
     """Return peft's config of a saved adapter from `values`, the content of adapter_config.json at `path`.
 
-    Its patterns are known to terminate, and its ranks are those of the adapter's `tensors`.
+    Its patterns are known to terminate, and its ranks are those of the adapter's `tensors`. Experts that the model,
+    which has `modules`, lacks are left out.
 
     Raises:
         CheckpointError: it is damaged, or asks for something that te-models does not support.
@@ -151,7 +170,7 @@ def read_config(path: Path, values: Any, tensors: Mapping[str, Tensor]) -> LoraC
     if not isinstance(values, dict) or not isinstance(values.get("peft_type"), str):
         raise CheckpointError(f"{path} is not the config of an adapter")
     try:
-        values = _without_experts(values)
+        values = _without_missing(values, modules)
         check_fields(values, init=False)
         refuse(_value_mistakes(values, tensors))
         config = LoraConfig(**{name: values[name] for name in PASSED & values.keys() if values[name] is not None})
@@ -161,18 +180,20 @@ def read_config(path: Path, values: Any, tensors: Mapping[str, Tensor]) -> LoraC
     return config
 
 
-def _without_experts(values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_missing(values: Mapping[str, Any], modules: Modules) -> dict[str, Any]:
     """Return the config without the experts' parameters that peft targets in any architecture that can have them.
 
     A model without experts has none of those, and an adapter that has tensors for them is refused for the tensors.
     """
-    experts = values.get("target_parameters")
-    if not isinstance(experts, list) or not all(isinstance(name, str) for name in experts):
+    given = values.get("target_parameters")
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
         return dict(values)
-    left = {name: value for name, value in values.items() if name != "target_parameters"}
+    known = [name for name in given if modules.experts_named([name])]
+    missing = tuple(name for name in given if name not in known)
+    left = {**values, "target_parameters": known}
     for field in ("rank_pattern", "alpha_pattern"):
         if isinstance(patterns := values.get(field), dict):
-            left[field] = {key: number for key, number in patterns.items() if not key.endswith(tuple(experts))}
+            left[field] = {key: number for key, number in patterns.items() if not key.endswith(missing)}
     return left
 
 
@@ -191,7 +212,7 @@ def _value_mistakes(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     for number in (values.get("lora_alpha", 8), *alphas.values()):
         if type(number) not in (int, float) or not abs(number) < 1e9:
             yield f"{str(number)[:40]!r} is no lora_alpha: give a number"
-    for field in ("target_modules", "exclude_modules", "modules_to_save"):
+    for field in ("target_modules", "target_parameters", "exclude_modules", "modules_to_save"):
         yield from _pattern_mistakes(values.get(field))
     for patterns in (values.get("layers_pattern"), [*ranks, *alphas]):
         yield from _pattern_mistakes(patterns, inner=True)

@@ -1,7 +1,8 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685) on one te.Linear: peft's layer, with merge and unmerge, on either engine.
+"""LoRA (Hu et al. 2021, arXiv 2106.09685) on one te.Linear or on the experts of a te.GroupedLinear: peft's layer, with
+merge and unmerge, on either engine.
 
 peft has adapters for Transformer Engine's layers, but cannot merge them and does not know the emulated engine's. The
-frozen te.Linear runs under the model's recipe, FP8 included; the two low-rank products run in high precision, since a
+frozen layer runs under the model's recipe, FP8 included; the two low-rank products run in high precision, since a
 rank such as 8 is not a multiple of the alignment that FP8 GEMMs need.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from te_models.engine.emulated.numerics import scale_from_amax
 from te_models.errors import UsageError, needs
 from te_models.fp8.primary_weights import E4M3_MAX, is_quantized, plain, restore_weight, saved_weight, write_weight
 from te_models.fp8.scaling_state import weight_scale
+from te_models.kernels.grouped_product import grouped_product
+from te_models.kernels.handover import grouped
 from te_models.training.lora_targets import Fused
 
 with needs("te_models.training.lora", "peft", "0.19", "lora"):
@@ -26,6 +30,8 @@ with needs("te_models.training.lora", "peft", "0.19", "lora"):
     from peft.tuners._buffer_dict import BufferDict
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import check_adapters_to_merge
+
+RANKS = 8  # a multiple of this is the rank of a product of experts in one launch, whose rows need 16 bytes
 
 
 class LoraLinear(nn.Module, LoraLayer):
@@ -47,8 +53,7 @@ class LoraLinear(nn.Module, LoraLayer):
         self.fused: dict[str, Fused] = {}
         self.factors = BufferDict({}, persistent=False)  # FP32 [out, rank], of adapters that have parts
         self._active_adapter = adapter_name
-        self._before_merge: dict[str, Tensor] | None = None
-        self._scale_before_merge: Tensor | None = None
+        self._before_merge: list[tuple[dict[str, Tensor], Tensor | None]] = []  # weight and scale of each GEMM
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -59,15 +64,21 @@ class LoraLinear(nn.Module, LoraLayer):
         """
         if self.disable_adapters and self.merged:
             self.unmerge()
-        result = self.base_layer(x, *args, **kwargs)
+        result = self._base(x, *args, **kwargs)
         if self.disable_adapters or self.merged:
             return result
-        dtype = result.dtype
         for name in self._active():
-            a: Any = self.lora_A[name]
-            low = F.linear(self.lora_dropout[name](x.to(dtype)), a.weight.to(dtype))
-            result = torch.addmm(result, low, self._b(name, dtype).t(), alpha=self.scaling[name])
+            result = self._updated(result, self.lora_dropout[name](x.to(result.dtype)), name, *args)
         return result
+
+    def _base(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.base_layer(x, *args, **kwargs)
+
+    def _updated(self, result: Tensor, x: Tensor, adapter: str) -> Tensor:
+        """Return the base layer's output with an adapter's update, of an x in its dtype."""
+        a: Any = self.lora_A[adapter]
+        low = F.linear(x, a.weight.to(x.dtype))
+        return torch.addmm(result, low, self._b(adapter, x.dtype).t(), alpha=self.scaling[adapter])
 
     def _active(self) -> list[str]:
         return [name for name in self.active_adapters if name in self.lora_A]
@@ -99,10 +110,15 @@ class LoraLinear(nn.Module, LoraLayer):
             elif init is False:
                 b.weight[:, part.ranks] *= math.sqrt(fused.rank / part.rank)
 
-    def get_delta_weight(self, adapter: str) -> Tensor:
-        """Return the adapter's update of the weight, FP32 [out, in]."""
+    def get_delta_weight(self, adapter: str, gemm: int = 0) -> Tensor:
+        """Return the adapter's update of the weight, or of an expert's, FP32 [out, in]."""
         a: Any = self.lora_A[adapter]
         return self.scaling[adapter] * (self._b(adapter, torch.float32) @ a.weight.float())
+
+    @property
+    def weights(self) -> list[Any]:
+        """The weight of each GEMM of the base layer [out, in]."""
+        return [self.base_layer.weight]
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -114,29 +130,83 @@ class LoraLinear(nn.Module, LoraLayer):
         names = [name for name in check_adapters_to_merge(self, adapter_names) or () if name in self.lora_A]
         if not names:
             return
-        weight: Any = self.base_layer.weight
-        merged: Any = plain(weight).float() + sum(self.get_delta_weight(name) for name in names)
-        if safe_merge and not bool(merged.isfinite().all()):
+        if safe_merge and not all(bool(self._sum(gemm, names).isfinite().all()) for gemm in range(len(self.weights))):
             raise UsageError(f"merging {', '.join(names)} gives values that are not finite: the adapter is broken")
-        scale = None if is_quantized(weight) else weight_scale(self.base_layer)
-        if self._before_merge is None:
-            self._before_merge = saved_weight(weight)
-            self._scale_before_merge = None if scale is None else scale.clone()
-        write_weight(weight, merged, for_master=False)
-        if scale is not None and (amax := merged.abs().amax().float()) > 0:
-            scale.copy_(
-                scale_from_amax(amax, E4M3_MAX)
-            )  # the sum may exceed what the scale of the last training step allows
+        first = not self._before_merge
+        for gemm, weight in enumerate(self.weights):
+            merged = self._sum(gemm, names)
+            scale = None if is_quantized(weight) else weight_scale(self.base_layer, gemm)
+            if first:
+                self._before_merge.append((saved_weight(weight), None if scale is None else scale.clone()))
+            write_weight(weight, merged, for_master=False)
+            if scale is not None and (amax := merged.abs().amax().float()) > 0:
+                # The sum may exceed what the scale of the last training step allows.
+                scale.copy_(scale_from_amax(amax, E4M3_MAX))
         self.merged_adapters += names
+
+    def _sum(self, gemm: int, adapters: list[str]) -> Tensor:
+        """Return the weight of a GEMM with the updates of adapters, FP32 [out, in]."""
+        updates: Any = sum(self.get_delta_weight(name, gemm) for name in adapters)
+        return plain(self.weights[gemm]).float() + updates
 
     @torch.no_grad()
     def unmerge(self) -> None:
         """Restore the weight from before the first merge, bit for bit."""
-        if self._before_merge is None:
-            return
-        weight: Any = self.base_layer.weight
-        restore_weight(weight, self._before_merge)
-        if self._scale_before_merge is not None and (scale := weight_scale(self.base_layer)) is not None:
-            scale.copy_(self._scale_before_merge)
-        self._before_merge = None
+        for gemm, (saved, before) in enumerate(self._before_merge):
+            restore_weight(self.weights[gemm], saved)
+            if before is not None and (scale := weight_scale(self.base_layer, gemm)) is not None:
+                scale.copy_(before)
+        self._before_merge.clear()
         self.merged_adapters.clear()
+
+
+class LoraExperts(LoraLinear):
+    """A frozen te.GroupedLinear of E experts, each with an update of its own.
+
+    An adapter's A and B are one tensor each, as in peft's files: A [E * r, in] has those of the experts one after the
+    other, and in B [out, r * E] column j * E + e is column j of expert e.
+    """
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **options: Any) -> None:
+        """Make an adapter of rank r; peft calls this."""
+        experts = len(self.weights)
+        super().update_layer(adapter_name, r * experts, lora_alpha, config, **options)
+        self.r[adapter_name] = r
+        self.scaling[adapter_name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)
+        for part in (self.lora_A[adapter_name], self.lora_B[adapter_name]):
+            part.to(self.weights[0].device)  # peft looks for a parameter called weight
+        if config.init_lora_weights == "gaussian":  # of which peft has divided the standard deviation by r * experts
+            with torch.no_grad():
+                self.lora_A[adapter_name].get_parameter("weight").mul_(experts)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the weight of an expert by its name, as peft's layers do for `weight`."""
+        if name.removeprefix("weight").isdigit():
+            return self.base_layer.get_parameter(name)
+        return super().__getattr__(name)
+
+    @property
+    def weights(self) -> list[Any]:
+        """The weight of each expert [out, in]."""
+        return [self.base_layer.get_parameter(f"weight{expert}") for expert in range(self.base_layer.num_gemms)]
+
+    def _base(self, x: Tensor, *args: Any, run: Callable[..., Tensor] = grouped, **kwargs: Any) -> Tensor:
+        return run(self.base_layer, x, *args, **kwargs)
+
+    def _updated(self, result: Tensor, x: Tensor, adapter: str, *rows: list[int]) -> Tensor:
+        a, b = self._factors(adapter, x.dtype)
+        if extra := -a.shape[1] % RANKS * x.is_cuda:
+            a, b = F.pad(a, (0, 0, 0, extra)), F.pad(b, (0, extra))
+        low = grouped_product(x, a, *rows) * self.scaling[adapter]
+        return result + grouped_product(low, b.contiguous(), *rows)
+
+    def _factors(self, adapter: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return A [E, r, in] and B [E, out, r] of an adapter."""
+        a, b = (part[adapter].get_parameter("weight").to(dtype) for part in (self.lora_A, self.lora_B))
+        rank = self.r[adapter]
+        return a.unflatten(0, (-1, rank)), b.unflatten(1, (rank, -1)).permute(2, 0, 1)
+
+    def get_delta_weight(self, adapter: str, gemm: int = 0) -> Tensor:
+        """Return the adapter's update of an expert's weight, FP32 [out, in]."""
+        a, b = self._factors(adapter, torch.float32)
+        return self.scaling[adapter] * (b[gemm] @ a[gemm])

@@ -3,7 +3,7 @@
 transformers has a linear for each of q, k, v, gate and up, and an adapter of peft names those. Here several of them are
 rows of one te.Linear. Their adapters become one adapter of it: the A's are stacked, and each B has its own rows and
 columns. An adapter of the whole te.Linear becomes one adapter for each of their linears, with the same A and its rows
-of B. Both conversions are exact.
+of B. Both conversions are exact. The experts of a layer are two parameters in transformers, each a te.GroupedLinear.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class Modules:
     """The adaptable modules of a model by name, each with its rows."""
 
     theirs: Mapping[str, Place]  # of transformers, by their names in its model with a head ("model.layers.0...")
-    ours: Mapping[str, Place]  # the te.Linear, whole
+    ours: Mapping[str, Place]  # the te.Linear, or each GEMM of a te.GroupedLinear, whole
+    experts: Mapping[str, Place]  # those of transformers' parameters ("model.layers.0.mlp.experts.down_proj")
+    counts: Mapping[str, int]  # the te.GroupedLinears with their numbers of experts
     whole: Mapping[str, str]  # their modules that may be fully trained (`modules_to_save`) -> the name of ours
     architecture: str  # the model_type of transformers that the names are of
 
@@ -77,11 +79,32 @@ class Modules:
         """Return the names in an adapter of transformers' model with a head, or without one, which are like ours."""
         if not headless:
             return dict(self.theirs)
-        return {name.removeprefix("model."): place for name, place in self.theirs.items()} | dict(self.ours)
+        own = {name: place for name, place in self.ours.items() if name not in self.counts}
+        return {name.removeprefix("model."): place for name, place in self.theirs.items()} | own
+
+    def experts_named(self, targets: Iterable[str], headless: bool = False) -> dict[str, Place]:
+        """Return the experts' parameters that peft's `target_parameters` name, by the end of their names.
+
+        The end of the name of their module, such as "experts", names all of its parameters.
+        """
+        names = {name.removeprefix("model.") if headless else name: place for name, place in self.experts.items()}
+        ends = tuple(f".{target}" for target in targets)
+        return {
+            name: place
+            for name, place in names.items()
+            if f".{name}".endswith(ends) or f".{name.rpartition('.')[0]}".endswith(ends)
+        }
 
     def parts_of(self, module: str) -> dict[str, Place]:
-        """Return their names of the rows of our te.Linear `module`."""
-        return {name: place for name, place in self.theirs.items() if module_of(place) == module}
+        """Return their names of the rows of our te.Linear, or of their parameter of our te.GroupedLinear."""
+        every = {**self.theirs, **self.experts}
+        return {name: place for name, place in every.items() if module_of(place) == module}
+
+    def sizes(self, one: Wanted) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the shapes of A and B in a file; those of experts are side by side (LoraExperts)."""
+        ranks = one.rank * self.counts.get(module_of(one.place), 1)
+        rows, inputs = one.place.shape
+        return (ranks, inputs), (rows, ranks)
 
 
 def module_of(place: Place) -> str:
@@ -96,16 +119,15 @@ def adaptable_modules(model: CausalLM) -> Modules:
     linears = [name for name, module in sketch.named_modules() if isinstance(module, sketch.te.Linear)]
     if model.config.tie_word_embeddings:
         linears.remove("lm_head")  # an update of it would be one of the embedding too
-    ours = {
-        name: Place(f"{name}.weight", ((0, shapes[f"{name}.weight"][0]),), 1, tuple(shapes[f"{name}.weight"]))
-        for name in linears
-    }
+    counts = {name: linear.experts for name, linear in model.config.linears.items() if linear.experts}
+    sizes = {name: tuple(shapes[f"{name}.weight{'0' if name in counts else ''}"]) for name in (*linears, *counts)}
+    ours = {name: Place(f"{name}.weight", ((0, shape[0]),), 1, shape) for name, shape in sizes.items()}
     config = model.origin.config
     try:
         family = family_for(model.config, family_of(config) if config else None)
     except ConfigError:  # transformers has no names for it
-        named = {name if name == "lm_head" else f"model.{name}": place for name, place in ours.items()}
-        return Modules(named, ours, {}, "te_models")
+        named = {name if name == "lm_head" else f"model.{name}": ours[name] for name in linears}
+        return Modules(named, ours, _experts("model.", ours, counts), counts, {}, "te_models")
     places = tensor_places(family, model.config, shapes)
     theirs = {
         name.removesuffix(".weight"): _in_one_piece(place)
@@ -114,9 +136,14 @@ def adaptable_modules(model: CausalLM) -> Modules:
     }
     tops = () if model.config.tie_word_embeddings else ("embed_tokens.weight", "lm_head.weight")
     whole = {name.removesuffix(".weight"): place.name for name, place in places.items() if place.name in tops}
-    return Modules(
-        theirs, ours, {name: ours.removesuffix(".weight") for name, ours in whole.items()}, family.model_type
-    )
+    whole = {name: own.removesuffix(".weight") for name, own in whole.items()}
+    return Modules(theirs, ours, _experts(family.root, ours, counts), counts, whole, family.model_type)
+
+
+def _experts(root: str, ours: Mapping[str, Place], counts: Iterable[str]) -> dict[str, Place]:
+    """Return the experts' parameters of transformers, which have the same names in every family."""
+    parents = {name: name.rpartition(".") for name in counts}
+    return {f"{root}{parent}.experts.{leaf}": ours[name] for name, (parent, _, leaf) in parents.items()}
 
 
 def _in_one_piece(place: Place) -> Place:
@@ -164,17 +191,21 @@ def alpha_of(scaling: float, rank: int, rslora: bool) -> float:
 def split(fused: Fused, theirs: Mapping[str, Place], a: Tensor, b: Tensor) -> dict[str, tuple[Wanted, Tensor, Tensor]]:
     """Return their name -> its rank and scaling, A and B, for the adapter `fused` of a te.Linear.
 
-    `theirs` are their names of its rows; `a` is [rank, in] and `b` [out, rank].
+    `theirs` are their names of its rows; `a` is [rank, in] and `b` [out, rank]. Experts' have E times as many ranks.
     """
+    if not fused.parts:
+        return {
+            name: (Wanted(place, fused.rank, fused.scaling), a.clone(), place.save(b).clone().contiguous())
+            for name, place in theirs.items()
+        }
     names = {place: name for name, place in theirs.items()}
-    parts = fused.parts or tuple(Part(place, 0, fused.rank, fused.scaling) for place in names)
     return {
         names[part.place]: (
             Wanted(part.place, part.rank, part.scaling),
             a[part.ranks].clone(),
             part.place.save(b[:, part.ranks]).clone().contiguous(),
         )
-        for part in parts
+        for part in fused.parts
     }
 
 

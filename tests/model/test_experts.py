@@ -13,16 +13,17 @@ from bits import assert_same_bits
 from torch import Tensor
 
 import te_models.model.moe as moe_module
-from te_models import CausalLM, ModelConfig
+from te_models import CausalLM, ModelConfig, get_recipe
 from te_models.config.moe import MoEConfig
 from te_models.config.training import TrainConfig
 from te_models.errors import ConfigError
 from te_models.fp8.primary_weights import is_quantized, plain, write_weight
 from te_models.fp8.scaling_state import fp8_state
 from te_models.kernels.expert_rows import combine, dispatch
+from te_models.kernels.groups import Groups
 from te_models.model.router import Routing, choose, describe, places, weights_of
 from te_models.optim.groups import parts
-from te_models.planning.memory_estimate import saved_bytes
+from te_models.planning.memory_estimate import Memory, _walk, saved_bytes
 from te_models.planning.operations import Tape, Training
 from te_models.training.metrics import read_metrics
 from te_models.training.trainer import Trainer
@@ -107,12 +108,26 @@ def test_padding_chooses_no_expert() -> None:
     logits = torch.randn(3, 5)
     chosen = choose(logits, None, real, settings())
     assert chosen[1].tolist() == [5, 5] and (chosen[[0, 2]] < 5).all()
-    found, alone = describe(logits, chosen, real), describe(logits[[0, 2]], chosen[[0, 2]], None)
+    where, those = places(chosen, 5, 4), places(chosen[[0, 2]], 5, 4)
+    found, alone = describe(logits, where.counts, real), describe(logits[[0, 2]], those.counts, None)
     for one, other in zip(found, alone, strict=True):
         torch.testing.assert_close(one, other)
-    where = places(chosen, 5, 4)
     assert where.row[1].tolist() == [len(where.token)] * 2
     assert sorted(where.token[where.token < 3].tolist()) == [0, 0, 2, 2]
+
+
+@pytest.mark.parametrize("alignment", [1, 8])
+def test_the_host_need_not_know_the_numbers_of_rows(alignment: int) -> None:
+    """The same places, with as many rows as there can be."""
+    chosen = torch.tensor([[2, 0], [6, 2], [7, 7], [2, 1], [6, 0]])  # 7: padding
+    known, found = (places(chosen, 7, alignment, on_device) for on_device in (False, True))
+    assert isinstance(known.rows, list) and isinstance(found.rows, Groups)
+    assert found.rows.first.tolist() == [0, *torch.tensor(known.rows).cumsum(0)]
+    most, used = found.rows.most, sum(known.rows)
+    assert most == len(found.token) == {1: 10, 8: 64}[alignment]
+    assert torch.equal(found.token[:used], known.token) and (found.token[used:] == 5).all()
+    assert torch.equal(found.row, torch.where(known.row < used, known.row, most))
+    assert torch.equal(found.counts, known.counts) and found.counts.tolist() == [2, 1, 3, 0, 0, 0, 2]
 
 
 # The way of the rows.
@@ -201,6 +216,21 @@ def test_padding_of_rows_moves_no_scale(length: int) -> None:
         assert (history[1::3] > 0).all()  # idle experts' weights too
 
 
+@pytest.mark.parametrize("limit", [None, 7.0])
+def test_a_bias_leaves_padding_of_rows_zero(limit: float | None) -> None:
+    model, rows = build("delayed", bias=True, swiglu_limit=limit), dict[str, Tensor]()
+    for name, module in model.named_modules():
+        if isinstance(module, model.te.GroupedLinear):
+            for bias in module.biases:
+                bias.data.fill_(0.5)
+            module.register_forward_pre_hook(lambda m, inputs, name=name: rows.update({name: inputs[0]}) and None)
+    model(tokens(1, 9))
+    for layer in range(3):
+        into, out = (rows[f"layers.{layer}.mlp.{name}"] for name in ("gate_up_proj", "down_proj"))
+        padding = ~into.any(1)
+        assert padding.any() and torch.equal(~out.any(1), padding)
+
+
 @pytest.mark.parametrize("mode", ["selective", "full"])
 @pytest.mark.parametrize("recipe", ["bf16", "current", "delayed"])
 def test_a_recompute_keeps_the_choice(recipe: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +292,8 @@ def test_losses_of_the_routers() -> None:
     assert_same_bits("loss in evaluation", evaluated.loss, plain.eval()(ids, labels=ids).loss)
     assert evaluated.routing is not None and model(ids).routing is None
     even = torch.eye(5).repeat(4, 1) * 3
-    where = describe(even, choose(even, None, None, settings(num_experts_per_tok=1)), None)
+    chosen = choose(even, None, None, settings(num_experts_per_tok=1))
+    where = describe(even, places(chosen, 5, 1).counts, None)
     routing = Routing()
     routing.layers.append(where)
     torch.testing.assert_close(routing.report().balance_loss, torch.tensor(1.0))
@@ -274,6 +305,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "not normalized": dict(norm_topk_prob=False),
     "shared": dict(shared_expert_intermediate_size=128, shared_expert_gate=True),
     "GLM": dict(router_fp32=True, router_scores="sigmoid", expert_bias=True, shared_expert_intermediate_size=64),
+    "gpt-oss": dict(bias=True, swiglu_limit=7.0),
 }
 
 
@@ -288,6 +320,16 @@ def test_the_memory_plan_is_what_autograd_keeps(name: str, recipe: str, mode: st
     if mode == "full":  # the rotary tables are held by the recomputes, not by autograd
         expected -= Tape(model.config, model.recipe, training).rotary_tables()
     assert autograd_bytes(model, tokens(2, 64)) == expected
+
+
+@pytest.mark.parametrize("position", ["pre", "post", "both"])
+@pytest.mark.parametrize("name", KINDS)
+def test_planned_gradients_are_freed_once(name: str, position: str) -> None:
+    """At the end of backward only the gradient of the embedding's output is left, however many layers there are."""
+    own = ModelConfig(**SHAPE, moe={**EXPERTS, **KINDS[name]}, norm_position=position)
+    regions = list(Tape(own, get_recipe("current"), Training(batch_size=2, seq_len=64)).regions())
+    *_, last = _walk(regions, Memory(), Training(batch_size=2, seq_len=64))
+    assert last.activation_gradients == regions[0].steps[0].consumes + regions[0].steps[0].scratch
 
 
 def test_parameters_and_their_roles() -> None:
@@ -311,12 +353,15 @@ def test_parameters_and_their_roles() -> None:
         (dict(num_experts=6, n_group=4), "n_group=4 must divide"),
         (dict(shared_expert_gate=True), "needs a shared expert"),
         (dict(norm_topk_prob=1), "not a valid bool"),
+        (dict(swiglu_limit=-1.0), "swiglu_limit=-1.0 is out of range"),
         (dict(experts=3), "unknown field 'experts'"),
     ],
 )
 def test_what_does_not_fit_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(**fields)
+    with pytest.raises(ConfigError, match="leave out hidden_act='gelu'"):
+        ModelConfig(**SHAPE, hidden_act="gelu", moe={**EXPERTS, "swiglu_limit": 7.0})
     with pytest.raises(ConfigError, match="give moe"):
         ModelConfig(**SHAPE, mlp_layer_types=("dense", "sparse", "dense"))
 

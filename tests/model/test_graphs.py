@@ -44,6 +44,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         latent_attention=dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12),
     ),
     "gemma3": {**GEMMA, "attn_logit_softcapping": None, "qk_norm": True, "sliding_rope": dict(rope_theta=500.0)},
+    "sinks": {**GEMMA, "attn_logit_softcapping": None, "attention_sinks": True},
 }
 QUICK = every(len(CONFIGS), CONFIGS)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from autograd_bytes import autograd_bytes
 from bits import assert_same_bits
-from fewer import every
+from fewer import every, slow
 from kinds import (
     EMULATED,
     KINDS,
@@ -207,8 +207,12 @@ def step_of(kind: Kind, recipe: str, mode: str | int, options: dict[str, Any]) -
     return gradients(model) | fp8_state(model)
 
 
-@pytest.mark.parametrize("mode", ("full", "selective", 2))
-@pytest.mark.parametrize("recipe, kind", each_kind(list_recipes()), indirect=["kind"])
+MODES = ("full", "selective", 2)
+RECOMPUTED = each_kind(list_recipes(), MODES)
+RECOMPUTED += slow(case for n in (1, 2) for case in each_kind(list_recipes(), MODES[n:] + MODES[:n]))
+
+
+@pytest.mark.parametrize("recipe, mode, kind", RECOMPUTED, indirect=["kind"])
 def test_recompute_changes_no_bit(kind: Kind, recipe: str, mode: str | int) -> None:
     assert_same(step_of(kind, recipe, mode, EMULATED), step_of(kind, recipe, "none", EMULATED))
 
@@ -341,9 +345,10 @@ def test_adapters_train_merge_and_come_back(kind: Kind, tmp_path: Path) -> None:
     model = build(kind, dtype=torch.float32)
     ids = tokens(model)
     plain = model(ids).logits.detach()
-    adapted = lora.add_lora(model, r=4, lora_alpha=8, target_modules="all-linear")
+    adapted = lora.add_lora(model, r=4, lora_alpha=8, target_modules=["all-linear"] + ["experts"] * kind.chooses)
     adapters = {name for name, p in adapted.named_parameters() if p.requires_grad}
-    linears = [name for name, m in build(kind).named_modules() if isinstance(m, model.te.Linear) and name != "lm_head"]
+    others = ("lm_head", ".router")
+    linears = [n for n, m in build(kind).named_modules() if isinstance(m, model.te.LINEARS) and not n.endswith(others)]
     assert len(adapters) == 2 * len(linears)
     optimizer = torch.optim.Adam([p for p in adapted.parameters() if p.requires_grad], 1e-2)
     for _ in range(3):

@@ -32,14 +32,19 @@ from te_models.training.metrics import read_metrics
 from te_models.training.settings import LoraSettings, run_settings
 
 TINY = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=1, num_key_value_heads=1)
+EXPERTS = dict(moe=dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32), qk_norm=True)
 TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(20)]
+
+
+ALL: dict[str, Any] = {"targets": ("all-linear", "experts")}
 
 
 def trainer(
     out: Path, recipe: str = "delayed", lora: dict[str, Any] | None = None, base: Path | None = None, **fields: Any
 ) -> Trainer:
     torch.manual_seed(5)
-    options = {name: fields.pop(name) for name in ("fp8_params", "activation_checkpointing") if name in fields}
+    names = ("fp8_params", "activation_checkpointing", *EXPERTS)
+    options = {name: fields.pop(name) for name in names if name in fields}
     if base is None:
         model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", **TINY, **options)
     else:
@@ -66,6 +71,13 @@ def losses(out: Path) -> list[float]:
         pytest.param("delayed", {"dropout": 0.3}, dict(activation_checkpointing="full"), marks=pytest.mark.slow),
         ("current", {"targets": ("o_proj", "down_proj")}, dict(fp8_params=True, activation_checkpointing="selective")),
         ("bf16", {"dropout": 0.5}, {}),
+        (
+            "delayed",
+            ALL,
+            dict(fp8_params=True, gradient_accumulation=2, activation_checkpointing="selective") | EXPERTS,
+        ),
+        ("current", {**ALL, "dropout": 0.3}, dict(fp8_params=True, activation_checkpointing="full") | EXPERTS),
+        pytest.param("bf16", {"targets": ("experts.down_proj",)}, EXPERTS, marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_run_has_the_same_bits(recipe: str, lora: Any, fields: dict[str, Any], tmp_path: Path) -> None:
@@ -81,7 +93,7 @@ def test_a_resumed_run_has_the_same_bits(recipe: str, lora: Any, fields: dict[st
     torch.manual_seed(99)
     resumed.run(resume=True)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole") and len(set(losses(tmp_path / "parts"))) == 4
-    assert len(state) == (32 if recipe == "delayed" else 0)
+    assert len(state) == (32 if recipe == "delayed" else 0)  # an expert's scales are those of its te.GroupedLinear
     again = fp8_state(resumed.model)
     assert state.keys() == again.keys() and all(torch.equal(state[name], again[name]) for name in state)
     for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
@@ -96,6 +108,12 @@ def test_recompute_changes_no_number(tmp_path: Path) -> None:
     trainer(tmp_path / "frozen", "current", learning_rate=0.0).run()
     assert losses(tmp_path / "none") == losses(tmp_path / "selective") == losses(tmp_path / "full")
     assert losses(tmp_path / "none") != losses(tmp_path / "frozen")
+
+
+def test_recompute_with_adapters_on_experts_changes_no_number(tmp_path: Path) -> None:
+    for mode in ("none", "selective", "full"):
+        trainer(tmp_path / mode, "current", ALL, activation_checkpointing=mode, fp8_params=True, **EXPERTS).run()
+    assert losses(tmp_path / "none") == losses(tmp_path / "selective") == losses(tmp_path / "full")
 
 
 @pytest.mark.parametrize("targets", [(), ("q_proj", "v_proj")])
@@ -267,11 +285,14 @@ def test_merged_adapters_have_the_recipe_that_they_were_trained_under(tmp_path: 
         pytest.param("delayed", {}, {}, marks=pytest.mark.slow),
         ("delayed", {}, dict(fp8_params=True)),
         pytest.param("current", {}, dict(fp8_params=True), marks=pytest.mark.slow),
+        ("delayed", ALL, dict(fp8_params=True) | EXPERTS),
     ],
 )
 def test_a_run_has_one_loss(recipe: str, lora: Any, fields: dict[str, Any], tmp_path: Path) -> None:
     """The reported one is that of its checkpoint and of its adapters, loaded by any function, to the last bit."""
-    base = saved_base(tmp_path)
+    shape = {name: value for name, value in fields.items() if name in EXPERTS}
+    fields = {name: value for name, value in fields.items() if name not in EXPERTS}
+    base = saved_base(tmp_path, **shape)
     run = trainer(tmp_path / "run", recipe, lora, base, **fields, learning_rate=0.02)
     result = run.run()
     assert result.eval_loss < result.first_eval_loss - 0.005
@@ -288,9 +309,9 @@ def test_a_run_has_one_loss(recipe: str, lora: Any, fields: dict[str, Any], tmp_
         assert (model.recipe.name, model.fp8_params) == (recipe, fields.get("fp8_params", False))
 
 
-def saved_base(folder: Path) -> Path:
+def saved_base(folder: Path, **shape: Any) -> Path:
     torch.manual_seed(3)
-    CausalLM.from_preset("gated-nano", device="cpu", **TINY).save_pretrained(folder / "base")
+    CausalLM.from_preset("gated-nano", device="cpu", **TINY, **shape).save_pretrained(folder / "base")
     return folder / "base"
 
 

@@ -1,0 +1,64 @@
+"""The products of rows with the matrix of their expert, in high precision: one launch on a GPU, one product per expert
+elsewhere. Adapters use them; experts themselves are te.GroupedLinear."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_models.device.autograd import Context
+
+BYTES = 16  # the rows of a matrix must be a multiple of this for the product in one launch
+
+
+class _Product(torch.autograd.Function):
+    """Saves x whole, not its parts, so that te_models.kernels.early_save may recompute it instead."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, weights: Tensor, rows: list[int]) -> Tensor:
+        ctx.rows = rows
+        ctx.save_for_backward(x, weights)
+        return _by_expert(x, weights.transpose(1, 2), rows)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dy = grads[0].contiguous()
+        x, weights = ctx.saved_tensors
+        dx = _by_expert(dy, weights, ctx.rows) if ctx.needs_input_grad[0] else None
+        return dx, _sums(dy, x, ctx.rows), None
+
+
+def grouped_product(x: Tensor, weights: Tensor, rows: list[int]) -> Tensor:
+    """Return each row of x [R, I] times the weight of its expert, of `weights` [E, O, I]: [R, O].
+
+    The first rows[0] rows belong to expert 0, and so on. An expert without rows gets zeros as its gradient.
+    """
+    return _Product.apply(x, weights, rows)
+
+
+def _by_expert(x: Tensor, matrices: Tensor, rows: list[int]) -> Tensor:
+    """Return the product of x [R, A] with the matrices [E, A, B], [R, B]."""
+    if _in_one_launch(x, matrices.shape[2]):
+        return F.grouped_mm(x, matrices, offs=_ends(rows, x.device))
+    return torch.cat([part @ matrix for part, matrix in zip(x.split(rows), matrices, strict=True)])
+
+
+def _sums(dy: Tensor, x: Tensor, rows: list[int]) -> Tensor:
+    """Return for each expert the sum of the outer products of its rows of dy [R, O] and x [R, I]: [E, O, I]."""
+    if not _in_one_launch(x, dy.shape[1]):
+        return torch.stack([a.t() @ b for a, b in zip(dy.split(rows), x.split(rows), strict=True)])
+    sums = F.grouped_mm(dy.t(), x, offs=_ends(rows, x.device))
+    if idle := [expert for expert, count in enumerate(rows) if not count]:
+        sums[idle] = 0  # a sum over no rows need not have been written
+    return sums
+
+
+def _in_one_launch(x: Tensor, width: int) -> bool:
+    """Return whether the products of x [R, I] with matrices of `width` columns or rows can be one launch."""
+    wide = all(size * x.element_size() % BYTES == 0 for size in (x.shape[1], width))
+    return x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0 and wide
+
+
+def _ends(rows: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(rows).cumsum(0).to(device, torch.int32, non_blocking=True)

@@ -1,0 +1,242 @@
+"""Adapters on experts: peft on transformers' models is the judge of values, gradients and files."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from autograd_bytes import autograd_bytes
+from bits import assert_same_bits
+from families import make_config
+from fewer import every, some
+from hf_models import randomize
+from judge import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from te_models import CausalLM
+from te_models.cli import main
+from te_models.errors import CheckpointError, UsageError
+from te_models.fp8.primary_weights import plain
+from te_models.planning.memory_estimate import saved_bytes
+from te_models.planning.operations import Tape, Training
+
+pytest.importorskip("peft")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import peft
+    from peft import LoraConfig, PeftModel
+
+    from te_models.huggingface.modeling import TEModelsForCausalLM
+    from te_models.training.lora import add_lora, load_lora, save_lora
+    from te_models.training.lora_layer import LoraExperts
+    from te_models.training.lora_run import LoraRun, load_adapted
+    from te_models.training.settings import LoraSettings
+
+SHAPE: dict[str, Any] = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ALL = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+TARGETS: dict[str, dict[str, Any]] = {
+    "experts and attention": dict(target_modules=["q_proj", "o_proj"], target_parameters=ALL, r=3),
+    "down alone": dict(target_modules=[], target_parameters=["experts.down_proj"], r=2, lora_alpha=5),
+    "a layer": dict(target_modules=["q_proj"], target_parameters=["layers.1.mlp.experts.gate_up_proj"], r=2),
+    "ranks": dict(target_modules=[], target_parameters=ALL, r=2, rank_pattern={".*gate_up_proj": 5}, use_rslora=True),
+}
+
+
+ROWS = [
+    ("mixtral-one-key", "experts and attention"),
+    ("qwen3_moe-steps", "experts and attention"),
+    ("qwen2_moe-all-keys", "experts and attention"),
+    ("mixtral-all-keys", "ranks"),
+    ("olmoe-keys", "experts and attention"),
+    ("glm4_moe-groups", "experts and attention"),
+    ("mixtral-one-key", "down alone"),
+    ("qwen3_next-steps", "experts and attention"),
+    ("qwen3_5_moe_text-full", "experts and attention"),
+    ("mixtral-one-key", "a layer"),
+    ("afmoe-experts", "experts and attention"),
+    ("laguna-experts", "experts and attention"),
+]
+
+
+def ids_of(config: Any) -> Tensor:
+    return torch.randint(1, config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def fill(adapted: Any) -> None:
+    torch.manual_seed(7)
+    for name, p in adapted.named_parameters():
+        if "lora_B" in name:
+            p.copy_(torch.randn_like(p) * 0.1)
+
+
+def ours(folder: Path, **options: Any) -> CausalLM:
+    return CausalLM.from_pretrained(
+        folder, **{"dtype": torch.float32, "device": "cpu", "engine": "emulated", **options}
+    )
+
+
+def theirs(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def gradients(model: Any, ids: Tensor) -> Any:
+    """The model with the gradient of each adapter in its place."""
+    model.eval()(ids, labels=ids).loss.backward()  # in training ours adds the loss of routers
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.grad
+    return model
+
+
+@pytest.mark.parametrize("case, targets", some(3, ROWS))
+def test_adapters_of_experts_are_those_of_peft(case: str, targets: str, tmp_path: Path) -> None:
+    """Values, gradients and files, both ways."""
+    torch.manual_seed(1)
+    config, base = make_config(case), tmp_path / "base"
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    randomize(model)
+    model.save_pretrained(base)
+    ids = ids_of(config)
+    judge = peft.get_peft_model(theirs(base), LoraConfig(task_type="CAUSAL_LM", **TARGETS[targets]))
+    fill(judge)
+    judge.save_pretrained(tmp_path / "start")
+
+    adapted = load_lora(ours(base), tmp_path / "start", trainable=True)
+    assert any(isinstance(module, LoraExperts) for module in adapted.modules())
+    with torch.no_grad():
+        plain, wanted, found = theirs(base)(ids).logits, judge.eval()(ids).logits, adapted.eval()(ids).logits
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert (wanted - plain).abs().max() > 1e-2
+    save_lora(adapted, tmp_path / "again")
+    a, b = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("start", "again"))
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert_same_bits(name, tensor, b[name])
+    back = PeftModel.from_pretrained(theirs(base), tmp_path / "again")
+    with torch.no_grad():
+        assert torch.equal(back(ids).logits, wanted)
+
+    gradients(judge, ids).save_pretrained(tmp_path / "theirs")
+    save_lora(gradients(adapted, ids), tmp_path / "ours")
+    first, second = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("theirs", "ours"))
+    for name, tensor in first.items():
+        assert (second[name] - tensor).norm() <= 1e-3 * tensor.norm() + 1e-7, name
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "shared": dict(shared_expert_intermediate_size=128, shared_expert_gate=True),
+    "GLM": dict(router_fp32=True, router_scores="sigmoid", expert_bias=True, shared_expert_intermediate_size=64),
+}
+
+
+@pytest.mark.parametrize(
+    "name, recipe, mode, experts",
+    every(3, KINDS, ["bf16", "delayed", "current, FP8 weights"], ["none", "selective", "full"], [True, False]),
+)
+def test_the_memory_plan_is_what_autograd_keeps(name: str, recipe: str, mode: str, experts: bool) -> None:
+    """To the byte where every expert gets every token, so that the rows are known."""
+    recipe, fp8_params = recipe.split(",")[0], "FP8 weights" in recipe
+    moe = dict(num_experts=3, num_experts_per_tok=3, moe_intermediate_size=64, **KINDS[name])
+    place = dict(recipe=recipe, fp8_params=fp8_params, device="cpu", activation_checkpointing=mode)
+    model = CausalLM.from_preset("gated-moe-nano", **SHAPE, moe=moe, **place)
+    targets = dict.fromkeys(linear.name for linear in model.config.linears.values() if linear.adapted)
+    LoraRun(model, LoraSettings(rank=4, alpha=8.0, targets=(*targets, *["experts"] * experts)), None)
+    size: dict[str, Any] = dict(batch_size=2, seq_len=64, logits=False, compile=False, cuda=False)
+    size |= dict(lora_rank=4, lora_experts=experts, fp8_params=fp8_params, activation_checkpointing=mode)
+    training = Training(**size)
+    tape = Tape(model.config, model.recipe, training)
+    expected = saved_bytes(model.config, model.recipe, training)
+    if mode == "full":
+        expected -= tape.rotary_tables()
+    for region in tape.regions():
+        down = [step.saved for step in region.steps if step.name == "down_proj" and step.saved < step.produces]
+        if region.recompute_input is None:  # the hooks that discard its input hide what its adapter saves beside it
+            expected -= sum(down)
+    assert autograd_bytes(model, torch.randint(0, 288, (2, 64)), logits=False) == expected
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "typo": (dict(target_modules=["experts.gate_up_prj"]), "did you mean 'experts.gate_up_proj'"),
+    "one expert": (dict(target_modules=["experts.0.gate_proj"]), "unknown target parameter 'experts.0.gate_proj'"),
+    "a parameter that is none": (dict(target_parameters=["q_proj.weight"]), "unknown target parameter"),
+    "a pattern": (dict(target_modules=["experts"], rank_pattern={"gate_proj": 2}), "matches no module that has an"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_expert_is_refused_in_one_line(case: str) -> None:
+    fields, message = WRONG[case]
+    with pytest.raises(UsageError, match=re.escape(message)) as caught:
+        add_lora(CausalLM.from_preset("gated-moe-nano", device="cpu", recipe="bf16"), **fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_experts_of_a_model_without_any(tmp_path: Path) -> None:
+    """Named for a new adapter they are a mistake; peft's files name them for models that could have had some."""
+    dense = CausalLM.from_preset("gated-nano", device="cpu", recipe="bf16")
+    with pytest.raises(UsageError, match="unknown target parameter 'experts': the model has no experts"):
+        add_lora(dense, target_modules=["experts"])
+    adapted = add_lora(CausalLM.from_preset("gated-moe-nano", device="cpu", recipe="bf16"), target_modules=["experts"])
+    save_lora(adapted, tmp_path)
+    with pytest.raises(CheckpointError, match="matches no linear of the model"):
+        load_lora(dense, tmp_path)
+    wrapped = TEModelsForCausalLM.wrap(CausalLM.from_preset("gated-moe-nano", device="cpu", recipe="bf16"))
+    with pytest.raises(UsageError, match="adapters on experts need a CausalLM"):
+        add_lora(wrapped, target_modules=["experts"])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_from_the_command_line_to_a_merged_model(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    for word in ("hello", "goodbye"):
+        Path(f"texts/{word}.txt").write_text(f"{word}, " * 600)
+    torch.manual_seed(3)
+    CausalLM.from_preset("gated-moe-nano", device="cpu", **SHAPE).save_pretrained("base")
+    flags = "finetune --model base --data texts --device cpu --seq-len 16 --batch-size 1 --steps 3 --sample-tokens 0"
+    lora = "--lora 4 --lora-targets qkvg_proj,experts --learning-rate 0.05 --recipe current --fp8-params --merge"
+    assert main([*flags.split(), *lora.split(), "--merge-dtype", dtype, "--out", "run"]) == 0
+    said = capsys.readouterr().out
+    assert f"in {dtype}, " in said and "with adapters" in said
+    config = json.loads(Path("run/adapter/adapter_config.json").read_text())
+    assert config["target_parameters"] == ["experts.gate_up_proj", "experts.down_proj"]
+    adapted = load_adapted(Path("run/adapter"), device="cpu", recipe="bf16", fp8_params=False, dtype=torch.float32)
+    ids = torch.arange(16)[None] % 250
+    with torch.no_grad():
+        wanted, found = adapted(ids).logits, ours(Path("run/merged"), recipe="bf16")(ids).logits
+    assert (found - wanted).norm() < (1e-5 if dtype == "float32" else 0.02) * wanted.norm()
+    assert main(["evaluate", "--model", "run", "--data", "texts", "--device", "cpu", "--seq-len", "16"]) == 0
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "current", "delayed"])
+def test_a_merge_of_experts_is_undone_to_the_bit(recipe: str) -> None:
+    torch.manual_seed(3)
+    moe = dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=64)
+    options: dict[str, Any] = dict(recipe=recipe, fp8_params=recipe != "bf16", device="cpu", **SHAPE, moe=moe)
+    model = CausalLM.from_preset("gated-moe-nano", **options)
+    before = {name: plain(parameter).clone() for name, parameter in model.named_parameters()}
+    adapted = add_lora(model, r=3, target_modules=["experts"], init_lora_weights=False)
+    ids = torch.randint(0, 288, (2, 16))
+    with torch.no_grad():
+        tuned = adapted.eval()(ids).logits
+        adapted.merge_adapter(safe_merge=True)
+        merged = adapted(ids).logits
+        adapted.unmerge_adapter()
+        assert torch.equal(adapted(ids).logits, tuned)
+        bound = 0.02 if recipe == "bf16" else 0.15  # a rounding to BF16; two FP8 noises of about 20 dB apart
+        assert (merged - tuned).norm() < bound * tuned.norm()
+        assert not torch.equal(merged, tuned)
+    for name, parameter in adapted.unload().named_parameters():
+        assert torch.equal(plain(parameter), before[name]), name
