@@ -346,7 +346,7 @@ def _expert_weights(module: GroupedLinear) -> Weights | None:
     """Return the weights of a te.GroupedLinear; None if the kernels cannot read them where they are."""
     weights = [module.get_parameter(f"weight{expert}") for expert in range(module.num_gemms)]
     addresses = [weight.data_ptr() for weight in weights]
-    known, places = _PLACES.get(module, (None, None))
+    known, places = _PLACES.get(module, ([], weights[0]))
     if known != addresses:
         behind = [address - addresses[0] for address in addresses]
         if any(distance % 16 for distance in behind):
