@@ -345,6 +345,7 @@ FAMILY_CASES["glm4_moe_lite"] = {
 }
 # transformers rotates complex numbers there, which are views of an even stride only.
 V2 = dict(groups=dict(topk_method="group_limited_greedy"), odd=dict(kv_lora_rank=6))
+V2 |= dict(tied=dict(n_group=5, topk_group=1))  # which its method ignores
 FAMILY_CASES["deepseek_v2"] = {
     name: {key: value for key, value in case.items() if key not in ("norm_topk_prob", "rope_interleave")} | more
     for name, case in _LATENT.items()

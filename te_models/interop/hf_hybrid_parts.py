@@ -67,8 +67,7 @@ MROPE = Part(
 
 def _read_latent(theirs: Values) -> Fields:
     sizes = {name: theirs[name] for name in LATENT_SIZES}
-    interleaved = theirs["rope_interleave"]
-    return {"latent_attention": sizes, "head_dim": sizes["qk_rope_head_dim"], "rope_interleaved": interleaved}
+    return {"latent_attention": sizes, "rope_interleaved": theirs["rope_interleave"]}
 
 
 def _write_latent(config: ModelConfig) -> Fields:

@@ -152,3 +152,8 @@ def test_the_cache_keeps_the_latent() -> None:
     config = ModelConfig(**sizes, attention_gate="none", latent_attention=latent)
     model = CausalLM(config, device="cpu", engine="emulated", dtype=torch.float32)
     assert model.new_cache(2, 16).nbytes == 3 * 2 * 16 * (18 + 8) * 4
+    (note,) = model.plan().notes
+    assert "keeps 26 numbers per token" in note and "heads of 136 channels (keys have 136, values 128)" in note
+    # A product of a query and a key, and of a weight and a value, for each of the keys of which it sees half.
+    attention = config.layers[0].flops(5, 10) - config.layers[0].flops(5, 0)
+    assert attention == 2 * 5 * 10 / 2 * 6 * (136 + 128)
