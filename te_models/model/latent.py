@@ -18,6 +18,15 @@ from te_models.model.part import Mixer
 from te_models.model.te_modules import Factory, pad_rows
 
 
+class LatentState(KVState):
+    """Latents and rotated keys. A projection reads all slots, whose largest number may be a scale in FP8."""
+
+    def clear(self) -> None:
+        """Forget all tokens, so that those of an earlier text change no scale."""
+        self.keys.zero_()
+        self.values.zero_()
+
+
 class LatentAttention(Mixer[LatentAttentionSpec]):
     """o_proj(attention(q, k, v)), with k and v of all heads from a normed latent of R channels and P rotated ones."""
 
@@ -34,10 +43,10 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         self.kv_b_proj = factory.linear(kv_b)
         self.o_proj = factory.linear(out)
 
-    def new_state(self, batch: int, slots: int, device: torch.device, dtype: torch.dtype) -> KVState:
+    def new_state(self, batch: int, slots: int, device: torch.device, dtype: torch.dtype) -> LatentState:
         """Return room for the latents and rotated keys, of one head, of `batch` rows of `slots` tokens."""
         sizes = (self.spec.sizes.kv_lora_rank, self.spec.sizes.qk_rope_head_dim)
-        return KVState(batch, 1, slots, sizes, device, dtype)
+        return LatentState(batch, 1, slots, sizes, device, dtype)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return attention of x [N, D]: [N, D]."""

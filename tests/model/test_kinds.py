@@ -164,6 +164,17 @@ def test_decoding_is_the_forward_pass(kind: Kind, where: Where, padded: bool) ->
     )
 
 
+@torch.no_grad()
+def test_a_cleared_cache_is_a_new_one(kind: Kind) -> None:
+    """In every bit, also in FP8, where a number that nothing else reads would change the scale of a tensor."""
+    model = build(kind, "current").eval()
+    used, new, ids = model.new_cache(1, 32), model.new_cache(1, 32), tokens(model, 1, 8, seed=1)
+    model(tokens(model, 1, 32), cache=used)
+    used.clear()
+    for part in ids.split((5, 1, 2), 1):
+        assert torch.equal(model(part, cache=used).logits, model(part, cache=new).logits)
+
+
 @pytest.mark.parametrize("where", WHERE)
 def test_generation_with_a_cache_is_that_without(kind: Kind, where: Where) -> None:
     """On a GPU the steps are a CUDA graph. Where two logits are equal up to rounding, either may be taken."""
