@@ -113,8 +113,8 @@ class CausalLM(Decoder):
         ]
         if any(isinstance(part, DeltaNetSpec) for part in self.config.parts):
             notes.append(f"{DeltaNetSpec.title}: {delta_rule_kernel(target_device(self), self.dtype)}")
-        if self.config.dynamic:
-            notes.append(f"no CUDA graph of a step: {self.config.dynamic}")
+        if self.dynamic:
+            notes.append(f"no CUDA graph of a step: {self.dynamic}")
         return PrecisionPlan(title, tuple(rows), tuple(notes))
 
     def plan_memory(self, batch_size: int, seq_len: int, **options: Any) -> MemoryPlan:

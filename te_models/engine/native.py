@@ -10,16 +10,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib.metadata import version
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import transformer_engine.pytorch as _te
 import transformer_engine_torch as tex
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from transformer_engine.common import recipe
 from transformer_engine.pytorch import (
     DType,
@@ -42,7 +42,6 @@ from transformer_engine.pytorch import (
     is_nvfp4_available,
 )
 from transformer_engine.pytorch.constants import TE_DType
-from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
 from transformer_engine.pytorch.optimizers import FusedAdam
 from transformer_engine.pytorch.quantization import (
     DelayedScalingRecipeState,
@@ -50,13 +49,12 @@ from transformer_engine.pytorch.quantization import (
     get_align_size_for_quantization,
     get_fp8_te_dtype,
 )
-from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
 import te_models.kernels.handover_triton as handover_triton
 from te_models.device.autograd import Context
-from te_models.engine.emulated.numerics import scale_from_amax
 from te_models.kernels.early_save import save_early, save_input, saved_input
-from te_models.kernels.expert_cast_triton import FP8Matrices, Matrices, cast
+from te_models.kernels.grouped_linear_triton import Casts, Weights, in_bf16, in_fp8
+from te_models.kernels.groups import Groups
 from te_models.kernels.handover_triton import FP8Data
 
 __version__ = version("transformer-engine")
@@ -317,97 +315,75 @@ def _cast_weight(module: Linear) -> Float8Tensor | None:
     return target.tensor(handover_triton.cast(module.weight.detach(), *target.place), module.weight.dtype)
 
 
-class _Grouped(torch.autograd.Function):
-    """A te.GroupedLinear under current scaling whose matrices are cast together.
-
-    With Transformer Engine's grouped GEMM of the same FP8 matrices, hence its bits. Its own casts take three launches
-    and a Python object for each expert, which keep a GPU waiting where experts are many.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Context, x: Tensor, rows: list[int], built: recipe.Float8CurrentScaling, *weights: Tensor
-    ) -> Tensor:
-        """Return [R, O], from x [R, I] and a weight [O, I] for each number of `rows`."""
-        form = get_fp8_te_dtype(built, fprop_tensor=True)
-        inputs, own = _cast(Matrices.of_rows(x.contiguous(), rows), form), _cast(Matrices.of_weights(weights), form)
-        ctx.rows, ctx.built, ctx.outputs = rows, built, len(weights[0])
-        ctx.save_for_backward(inputs.transposed, inputs.scale_inv, own.transposed, own.scale_inv)
-        out = x.new_empty(len(x), len(weights[0]))
-        general_grouped_gemm(
-            _storages(own.data, own.scale_inv, [ctx.outputs] * len(rows), form),
-            _storages(inputs.data, inputs.scale_inv, rows, form),
-            [out], [None] * len(rows), x.dtype, single_output=True, m_splits=rows,
-            use_split_accumulator=built.fp8_gemm_fprop.use_split_accumulator,
-        )  # fmt: skip
-        return out
-
-    @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | list[int] | None, ...]:
-        """Return the gradients of x and of the weights, whose storage is one; those of idle experts are zeros."""
-        (dy,) = grads
-        x, x_scale, weights, weights_scale = ctx.saved_tensors
-        rows, built, outputs = ctx.rows, ctx.built, [ctx.outputs] * len(ctx.rows)
-        form, slope = (get_fp8_te_dtype(built, fprop_tensor=forward) for forward in (True, False))
-        given = _cast(Matrices.of_rows(dy.contiguous(), rows), slope)
-        dx = dy.new_empty(len(dy), x.shape[1])
-        options = dict(m_splits=rows, grad=True)
-        general_grouped_gemm(
-            _transposed_storages(weights, weights_scale, outputs, form),
-            _storages(given.data, given.scale_inv, rows, slope),
-            [dx], [None] * len(rows), dy.dtype, layout="NN", single_output=True,
-            use_split_accumulator=built.fp8_gemm_dgrad.use_split_accumulator, **options,
-        )  # fmt: skip
-        dw = dy.new_empty(len(rows), ctx.outputs, x.shape[1])
-        general_grouped_gemm(
-            _transposed_storages(x, x_scale, rows, form),
-            _transposed_storages(given.transposed, given.scale_inv, rows, slope),
-            list(dw.unbind()), [None] * len(rows), dy.dtype, layout="NT",
-            use_split_accumulator=built.fp8_gemm_wgrad.use_split_accumulator, **options,
-        )  # fmt: skip
-        return dx, None, None, *dw.unbind()
+def _counts_on_device(module: Module, te_recipe: recipe.Recipe | None) -> bool:
+    """See te_models.kernels.handover.counts_on_device."""
+    if not isinstance(module, GroupedLinear) or issubclass(type(module), FSDPModule):
+        return False  # hooks around a sharded module's own forward gather its weights
+    weight = module.get_parameter("weight0")
+    plain = type(weight) in (Tensor, Parameter) and weight.is_cuda and weight.dtype == torch.bfloat16
+    if not plain or module.use_bias or _expert_weights(module) is None:
+        return False
+    return te_recipe is None or _joint_casts(te_recipe) is not None
 
 
-def _cast(given: Matrices, form: DType) -> FP8Matrices:
-    e5m2 = form == DType.kFloat8E5M2
-    largest = torch.finfo(torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn).max
-    return cast(given, e5m2, partial(scale_from_amax, fp8_max=largest))
+def _joint_casts(te_recipe: recipe.Recipe) -> Casts | None:
+    """Return how a recipe casts the operands of all experts; None if Transformer Engine does it, one by one."""
+    if not isinstance(te_recipe, recipe.Float8CurrentScaling):
+        return None
+    plans = (te_recipe.fp8_quant_fwd_inp, te_recipe.fp8_quant_fwd_weight, te_recipe.fp8_quant_bwd_grad)
+    if any(plan.power_2_scale or plan.amax_epsilon for plan in plans):
+        return None
+    wide = get_fp8_te_dtype(te_recipe, fprop_tensor=False) == DType.kFloat8E5M2
+    products = (te_recipe.fp8_gemm_fprop, te_recipe.fp8_gemm_dgrad, te_recipe.fp8_gemm_wgrad)
+    gradient = torch.float8_e5m2 if wide else torch.float8_e4m3fn
+    return Casts(gradient, *(product.use_split_accumulator for product in products))
 
 
-def _storages(data: Tensor, scale_inv: Tensor, rows: list[int], form: DType) -> list[Float8TensorStorage]:
-    """Return Transformer Engine's FP8 matrices [rows, K] that lie below each other in data [R, K]."""
-    options = dict(fp8_dtype=form, fake_dtype=torch.bfloat16)
-    parts = zip(data.split(rows), scale_inv.unbind(), strict=True)
-    return [Float8TensorStorage(data=part, fp8_scale_inv=inverse, **options) for part, inverse in parts]
+_PLACES: WeakKeyDictionary[Module, tuple[list[int], Tensor]] = WeakKeyDictionary()  # by the addresses of the weights
 
 
-def _transposed_storages(data: Tensor, scale_inv: Tensor, rows: list[int], form: DType) -> list[Float8TensorStorage]:
-    """Return those of the transposed copies [K, rows], which follow each other in the memory of data [R, K]."""
-    options = dict(data=None, fp8_dtype=form, fake_dtype=torch.bfloat16)
-    width = data.shape[1]
-    parts = zip(data.view(-1).split([count * width for count in rows]), rows, scale_inv.unbind(), strict=True)
-    return [
-        Float8TensorStorage(data_transpose=part.view(width, count), fp8_scale_inv=inverse, **options)
-        for part, count, inverse in parts
-    ]
+def _expert_weights(module: GroupedLinear) -> Weights | None:
+    """Return the weights of a te.GroupedLinear; None if the kernels cannot read them where they are."""
+    weights = [module.get_parameter(f"weight{expert}") for expert in range(module.num_gemms)]
+    addresses = [weight.data_ptr() for weight in weights]
+    known, places = _PLACES.get(module, (None, None))
+    if known != addresses:
+        behind = [address - addresses[0] for address in addresses]
+        if any(distance % 16 for distance in behind):
+            return None
+        places = torch.tensor(behind).div_(weights[0].element_size(), rounding_mode="floor").to(weights[0].device)
+        _PLACES[module] = addresses, places
+    return Weights(weights, places)
 
 
-def _grouped(module: GroupedLinear, x: Tensor, rows: list[int], is_first_microbatch: bool | None = None) -> Tensor:
+def _grouped(
+    module: GroupedLinear, x: Tensor, rows: list[int] | Groups, is_first_microbatch: bool | None = None
+) -> Tensor:
     """See te_models.kernels.handover.grouped."""
     if not isinstance(module, GroupedLinear):  # one with adapters
         return module(x, rows, is_first_microbatch=is_first_microbatch, run=_grouped)
-    weights = [module.get_parameter(f"weight{expert}") for expert in range(module.num_gemms)]
-    built = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
-    casts = isinstance(built, recipe.Float8CurrentScaling) and not any(
-        plan.power_2_scale or plan.amax_epsilon
-        for plan in (built.fp8_quant_fwd_inp, built.fp8_quant_fwd_weight, built.fp8_quant_bwd_grad)
-    )
-    trains = torch.is_grad_enabled() and x.requires_grad and weights[0].requires_grad
-    plain = is_first_microbatch is None and not module.use_bias and not isinstance(weights[0], QuantizedTensor)
-    sharded = issubclass(type(module), FSDPModule)  # whose weights are gathered by hooks around its own forward
-    if casts and trains and plain and not sharded and x.dtype == weights[0].dtype == torch.bfloat16:
-        return _Grouped.apply(x, rows, built, *weights)
-    return module(x, rows, is_first_microbatch=is_first_microbatch)
+    te_recipe = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
+    weights = _expert_weights(module) if _counts_on_device(module, te_recipe) else None
+    if weights is None:
+        return module(x, rows, is_first_microbatch=is_first_microbatch)
+    groups = rows if isinstance(rows, Groups) else Groups.of(rows, x.device)
+    casts = None if te_recipe is None else _joint_casts(te_recipe)
+    if casts is None:
+        return in_bf16(x, groups, weights)
+    cache = module._fp8_workspaces
+    own = cache.get("experts") if is_first_microbatch is False else None
+    if own is None:
+        own = weights.cast()
+    if is_first_microbatch is not None:
+        cache["experts"] = own
+    return in_fp8(x, groups, weights, casts, own)
 
 
-handover = {"norm": _norm, "swiglu": _swiglu, "linear": _linear, "targets": _targets, "grouped": _grouped}
+handover = {
+    "norm": _norm,
+    "swiglu": _swiglu,
+    "linear": _linear,
+    "targets": _targets,
+    "grouped": _grouped,
+    "counts_on_device": _counts_on_device,
+}

@@ -180,9 +180,13 @@ class Autocasts:
 
     def in_fp8(self, module: nn.Module) -> bool:
         """Return whether a te.Linear runs below BF16 where the pass is now."""
+        return self.te_recipe_of(module) is not None
+
+    def te_recipe_of(self, module: nn.Module) -> EngineRecipe | None:
+        """Return the engine's object of the recipe that a te.Linear runs under where the pass is now; None: BF16."""
         if module in self.others:
-            return self.others[module] is not None
-        return self.te.FP8GlobalStateManager.is_fp8_enabled()
+            return self.others[module]
+        return self.te_recipe if self.te.FP8GlobalStateManager.is_fp8_enabled() else None
 
     @contextlib.contextmanager
     def _autocast(self, te_recipe: EngineRecipe | None) -> Iterator[None]:

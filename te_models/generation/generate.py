@@ -184,9 +184,9 @@ def _with_graph(model: Decoder, settings: Settings) -> bool:
     on_cuda = model.device.type == "cuda"
     if settings.cuda_graph is True and not on_cuda:
         raise UsageError(f"cuda_graph=True needs a CUDA device and the model is on {model.device}: leave it at 'auto'")
-    if settings.cuda_graph is True and model.config.dynamic:
-        raise UsageError(f"cuda_graph=True is not possible: {model.config.dynamic}; leave it at 'auto'")
-    possible = settings.use_cache and on_cuda and not model.config.dynamic
+    if settings.cuda_graph is True and model.dynamic:
+        raise UsageError(f"cuda_graph=True is not possible: {model.dynamic}; leave it at 'auto'")
+    possible = settings.use_cache and on_cuda and not model.dynamic
     return possible if settings.cuda_graph == "auto" else bool(settings.cuda_graph)
 
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from te_models.config.recipe import EngineRecipe
 from te_models.errors import unknown
 from te_models.kernels import elementwise, expert_rows, gated_attention, handover, lm_head
 from te_models.kernels.from_inputs import from_inputs
@@ -71,6 +72,7 @@ class Kernels:
     expert_rows: expert_rows.RowKernels = expert_rows.PLAIN
     linear: Linear = handover.linear
     grouped: Callable[..., Tensor] = handover.grouped
+    counts_on_device: Callable[[nn.Module, EngineRecipe | None], bool] = handover.counts_on_device
     targets: Callable[[nn.Module | None, nn.Module | None], handover.Targets] = handover.targets
     attention: gated_attention.Operations | None = None  # None: attention is composed of the operations above
 

@@ -1,13 +1,12 @@
 """FP8 of many matrices below each other, each with a scale of its own, in three launches instead of three per matrix.
 
 The matrices are rows [R, K] of experts, or their weights. A scale is that of its matrix' largest magnitude (current
-scaling); the bits are those of Transformer Engine's casts, one matrix at a time. Matrix e has rows first[e] to
-first[e + 1], a multiple of 4. A program finds its matrix by the number of tiles of those before it.
+scaling); the bits are those of Transformer Engine's casts, one matrix at a time. Each has a multiple of 4 rows. A
+program finds its matrix by the number of tiles of those before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,59 +14,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_models.kernels.groups import Groups
 from te_models.kernels.handover_triton import raise_amax, store_fp8
 
 ROWS, COLUMNS = 64, 64  # of a tile
 
 
 class Matrices(NamedTuple):
-    """Matrices with `columns` columns: their rows, and where each begins.
+    """A matrix per expert, with as many columns as `data`, in which they lie below each other.
 
-    `first` and `tiles` are int64 [E + 1] and [E] on the device: the first row of each, and the tiles above each other
-    of it and those before it. `places` are int64 [E], the address of each; None: they lie below each other in `data`.
+    With `places`, int64 [E], `data` is one of them, and matrix e begins places[e] elements behind it, a multiple of 8.
     """
 
     data: Tensor
-    first: Tensor
-    tiles: Tensor
-    high: int  # tiles above each other, of all
-    columns: int
-    places: Tensor | None
-
-    @classmethod
-    def of_rows(cls, x: Tensor, rows: list[int]) -> Matrices:
-        """Return the experts' parts of contiguous x [R, K]."""
-        return cls._of(x, rows, None)
-
-    @classmethod
-    def of_weights(cls, weights: Sequence[Tensor]) -> Matrices:
-        """Return contiguous weights [O, K] of one dtype."""
-        places = torch.tensor([weight.data_ptr() for weight in weights]).to(weights[0].device, non_blocking=True)
-        return cls._of(weights[0], [len(weight) for weight in weights], places)
-
-    @classmethod
-    def _of(cls, data: Tensor, rows: list[int], places: Tensor | None) -> Matrices:
-        counts = torch.tensor([0, *rows])
-        both = torch.stack((counts.cumsum(0), ((counts + ROWS - 1) // ROWS).cumsum(0)))
-        first, tiles = both.to(data.device, non_blocking=True)
-        return cls(data, first, tiles[1:], int(both[1, -1]), data.shape[1], places)
+    groups: Groups
+    places: Tensor | None = None
 
 
 @triton.jit
 def _matrix(data, first, tiles, places, columns, count, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """Return this program's matrix: its number, address, first row among all, rows, and the first group of its tile."""
+    """Return this program's matrix: its number, address, first row among all, rows, and the first group of its tile.
+
+    A program behind the last tile gets no rows of the last matrix.
+    """
     own = tl.program_id(0)
     number = tl.arange(0, EXPERTS)
     ends = tl.load(tiles + number, number < count, 2**40)
-    e = tl.sum((ends <= own).to(tl.int32), 0)
+    found = tl.sum((ends <= own).to(tl.int32), 0)
+    e = tl.minimum(found, count - 1)
     begin = tl.load(first + e)
-    rows = tl.load(first + e + 1) - begin
-    before = tl.where(e > 0, tl.load(tiles + tl.maximum(e - 1, 0)), 0)
-    if places is not None:
-        address = tl.load(places + e).to(tl.pointer_type(data.dtype.element_ty))
-    else:
-        address = data + begin * columns
-    return e, address, begin, rows, (own - before) * (ROWS // 4)
+    rows = tl.where(found < count, tl.load(first + e + 1) - begin, 0)
+    before = tl.load(tiles + tl.maximum(e - 1, 0), e > 0, 0)
+    at = begin * columns if places is None else tl.multiple_of(tl.load(places + e), 8)
+    return e, data + at, begin, rows, (own - before) * (ROWS // 4)
 
 
 @triton.jit
@@ -88,24 +67,35 @@ def _amax_kernel(
 
 
 @triton.jit
+def _scale(amax, LARGEST: tl.constexpr):
+    """Return what brings `amax` to the largest number of the format: 1 for 0, infinity and NaN."""
+    counts = (amax > 0) & (amax < float("inf"))
+    scale = tl.div_rn(tl.full((), LARGEST, tl.float32), tl.where(counts, amax, LARGEST))
+    return tl.minimum(scale, 3.4028234663852886e38)
+
+
+@triton.jit
 def _cast_kernel(
-    data, first, tiles, places, scale, out, transposed, columns, count,
+    data, first, tiles, places, amax, scale_inv, out, transposed, columns, count,
     E5M2: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     e, address, begin, rows, group = _matrix(data, first, tiles, places, columns, count, EXPERTS, ROWS)
+    scale = _scale(tl.load(amax + e), 57344.0 if E5M2 else 448.0)
+    if (group == 0) & (rows > 0) & (tl.program_id(1) == 0):
+        tl.store(scale_inv + e, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
     group += tl.arange(0, ROWS // 4)
     i = 4 * group
     j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     a, b = _load_rows(address, i, j, rows, columns), _load_rows(address, i + 1, j, rows, columns)
     c, d = _load_rows(address, i + 2, j, rows, columns), _load_rows(address, i + 3, j, rows, columns)
     at = begin * columns
-    store_fp8(a, b, c, d, tl.load(scale + e), group, j, rows, columns, out + at, transposed + at, columns, E5M2)
+    store_fp8(a, b, c, d, scale, group, j, rows, columns, out + at, transposed + at, columns, E5M2)
 
 
 class FP8Matrices(NamedTuple):
     """FP8 of `Matrices`, uint8: data [R, K], and `transposed`, whose matrices [K, rows] follow each other in memory.
 
-    scale_inv FP32 [E, 1] are the factors from data to values, 16 bytes apart, since cuBLASLt reads no others.
+    scale_inv FP32 [E] are the factors from data to values.
     """
 
     data: Tensor
@@ -113,22 +103,17 @@ class FP8Matrices(NamedTuple):
     scale_inv: Tensor
 
 
-def cast(given: Matrices, e5m2: bool, scale_of: Callable[[Tensor], Tensor]) -> FP8Matrices:
-    """Cast matrices by the scales FP32 [E] that `scale_of` makes of their largest magnitudes."""
-    count, rows = len(given.tiles), int(given.data.shape[0]) if given.places is None else 0
-    device = given.data.device
-    if given.places is not None:
-        rows = count * len(given.data)
-    amax = torch.zeros(count, device=device)
-    data, transposed = (torch.empty(rows, given.columns, dtype=torch.uint8, device=device) for _ in range(2))
-    grid = (given.high, triton.cdiv(given.columns, COLUMNS))
+def cast(given: Matrices, form: torch.dtype) -> FP8Matrices:
+    """Cast matrices to torch.float8_e4m3fn or float8_e5m2, each by its own largest magnitude."""
+    (first, most), columns, device = given.groups, given.data.shape[1], given.data.device
+    count = given.groups.experts
+    amax, scale_inv = torch.zeros(count, device=device), torch.ones(count, device=device)
+    data, transposed = (torch.empty(most, columns, dtype=torch.uint8, device=device) for _ in range(2))
     sizes: dict[str, Any] = dict(EXPERTS=triton.next_power_of_2(count), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
-    table = (given.data, given.first, given.tiles, given.places)
+    table = (given.data, first, given.groups.tiles(ROWS), given.places, amax)
+    grid = (given.groups.high(ROWS), triton.cdiv(columns, COLUMNS))
     with torch.cuda.device_of(given.data):
-        if given.high:
-            _amax_kernel[grid](*table, amax, given.columns, count, **sizes)
-        scale = scale_of(amax)
-        if given.high:
-            _cast_kernel[grid](*table, scale, data, transposed, given.columns, count, E5M2=e5m2, **sizes)
-    inverse = scale.new_ones(count, 4)[:, :1]
-    return FP8Matrices(data, transposed, inverse.div_(scale[:, None]))
+        _amax_kernel[grid](*table, columns, count, **sizes)
+        e5m2 = form == torch.float8_e5m2
+        _cast_kernel[grid](*table, scale_inv, data, transposed, columns, count, E5M2=e5m2, **sizes)
+    return FP8Matrices(data, transposed, scale_inv)

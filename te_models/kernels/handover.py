@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
+from te_models.config.recipe import EngineRecipe
 from te_models.device.autograd import Context
 from te_models.kernels.early_save import save_early, save_input, saved_input
 from te_models.kernels.elementwise import swiglu as silu_times_up
 from te_models.kernels.elementwise import swiglu_backward
+from te_models.kernels.groups import Groups
 
 if TYPE_CHECKING:
     from te_models.kernels.handover_triton import FP8Data
@@ -79,9 +81,14 @@ def linear(module: nn.Module, x: Tensor, **options: bool | None) -> Tensor:
     return module(x, **options)
 
 
-def grouped(module: nn.Module, x: Tensor, rows: list[int], is_first_microbatch: bool | None = None) -> Tensor:
+def grouped(module: nn.Module, x: Tensor, rows: list[int] | Groups, is_first_microbatch: bool | None = None) -> Tensor:
     """Return a te.GroupedLinear of x [R, I], whose experts have these numbers of rows: [R, O]."""
     return module(x, rows, is_first_microbatch=is_first_microbatch)
+
+
+def counts_on_device(module: nn.Module, te_recipe: EngineRecipe | None) -> bool:
+    """Return whether `grouped` takes the numbers of rows as `Groups` under a recipe, None for BF16."""
+    return False
 
 
 Place = tuple[Tensor, Tensor, bool]  # a delayed scale and the amax to raise, FP32 [1] each; whether it is E5M2

@@ -14,6 +14,7 @@ from te_models.config.rope import Rope
 from te_models.fp8.region import Autocasts
 from te_models.kernels.dispatch import Kernels
 from te_models.kernels.gated_attention import Spans
+from te_models.kernels.groups import Groups
 from te_models.kernels.sdpa import attention_mask, masks_nothing
 from te_models.model.kv_cache import Cache
 from te_models.model.recompute import Recompute
@@ -74,7 +75,11 @@ class ForwardContext(NamedTuple):
         """Return a te.Linear for which a kernel beside it may write FP8; None if it has an autocast of its own."""
         return None if module in self.autocasts.others else module
 
-    def grouped(self, module: nn.Module, x: Tensor, rows: list[int]) -> Tensor:
+    def counts_on_device(self, *modules: nn.Module) -> bool:
+        """Return whether te.GroupedLinears need not know on the host how many rows each expert has."""
+        return all(self.kernels.counts_on_device(module, self.autocasts.te_recipe_of(module)) for module in modules)
+
+    def grouped(self, module: nn.Module, x: Tensor, rows: list[int] | Groups) -> Tensor:
         """Return a te.GroupedLinear of x [R, I], whose experts have these numbers of rows: [R, O]."""
         if module in self.autocasts.others:
             self.recompute.check_restored(self.autocasts.others[module])

@@ -68,24 +68,25 @@ class Experts(Feedforward[MoESpec]):
         logits = self._logits(x, context)[:count]  # FP32 [T, E]
 
         kernels = context.kernels.expert_rows
+        gate_up = self.get_submodule("gate_up_proj")
+        on_device = context.counts_on_device(gate_up, self.get_submodule("down_proj"))
 
         def route() -> tuple[Tensor, Places, Exchange | None]:
             bias = self.expert_bias if moe.expert_bias else None
             chosen = choose(logits, bias, context.real, moe)
             if self.ep.size == 1:
-                return chosen, places(chosen, moe.num_experts, context.alignment), None
+                return chosen, places(chosen, moe.num_experts, context.alignment, on_device), None
             where = places(chosen, moe.num_experts, 1)
             return chosen, where, self.ep.exchange(where, context.alignment, kernels)
 
         (chosen, where, exchange), first = context.recompute.kept(self.layer, route)
-        routing = describe(logits, chosen, context.real)  # a recompute has to save what the first pass did
+        routing = describe(logits, where.counts, context.real)  # a recompute has to save what the first pass did
         if first:
             context.routing.layers.append(routing)
         rows = dispatch(tokens, where.token, where.row, kernels)  # [R, D]
         rows = rows if exchange is None else exchange.to_experts(rows)
         sizes = (exchange.places if exchange else where).rows
-        gate_up = context.grouped(self.get_submodule("gate_up_proj"), rows, sizes)  # [R, 2F]
-        hidden = self._activated(gate_up, "", context)
+        hidden = self._activated(context.grouped(gate_up, rows, sizes), "", context)  # [R, F]
         return Routed(hidden, weights_of(logits, chosen, moe), where, exchange, len(x), *self._shared(x, context))
 
     def output(self, hidden: Routed, context: ForwardContext) -> Tensor:

@@ -10,9 +10,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.config.moe import MoEConfig
+from te_models.kernels.groups import Groups
 
 
 class LayerRouting(NamedTuple):
@@ -95,15 +97,13 @@ def _scores(logits: Tensor, moe: MoEConfig) -> Tensor:
     return logits.sigmoid() if moe.router_scores == "sigmoid" else logits.softmax(1)
 
 
-def describe(logits: Tensor, chosen: Tensor, real: Tensor | None) -> LayerRouting:
-    """Return what the losses and the metrics need of a layer."""
-    experts = logits.shape[1]
+def describe(logits: Tensor, counts: Tensor, real: Tensor | None) -> LayerRouting:
+    """Return what the losses and the metrics need of a layer whose experts got `counts` tokens."""
     probabilities, squares = logits.softmax(1), logits.logsumexp(1, keepdim=True).square()
-    tokens = torch.tensor(float(len(logits)), device=logits.device)
+    tokens = logits.new_full((), len(logits))
     if real is not None:
         probabilities, squares, tokens = probabilities * real, squares * real, real.sum().float()
-    counts = torch.bincount(chosen.flatten(), minlength=experts + 1)[:experts].float()
-    return LayerRouting(counts, probabilities.sum(0), squares.sum(), tokens)
+    return LayerRouting(counts.float(), probabilities.sum(0), squares.sum(), tokens)
 
 
 class Places(NamedTuple):
@@ -111,24 +111,29 @@ class Places(NamedTuple):
 
     token: Tensor  # int64 [R]: the token of each row; T for a row of padding
     row: Tensor  # int64 [T, k]: the rows of each token; R for a token of padding
-    rows: list[int]  # of each expert, padding included
+    rows: list[int] | Groups  # of each expert, padding included
+    counts: Tensor  # int64 [E]: the tokens of each expert
 
 
-def places(chosen: Tensor, experts: int, alignment: int) -> Places:
+def places(chosen: Tensor, experts: int, alignment: int, on_device: bool = False) -> Places:
     """Return the places of tokens whose experts are `chosen` [T, k]; each expert's rows are a multiple of `alignment`.
 
-    The host waits for the device to learn the numbers of rows.
+    The host waits for the device to learn the numbers of rows, or with `on_device` never does: R is then the most that
+    there can be, and the rows behind those of the last expert are padding too.
     """
     tokens, k = chosen.shape
-    flat = chosen.flatten()
-    counts = torch.bincount(flat, minlength=experts + 1)[:experts]
+    order = chosen.flatten().to(torch.int16).argsort(stable=True)  # by expert, then by token; padding last
+    expert = chosen.flatten()[order]
+    counts = torch.searchsorted(expert, torch.arange(experts + 1, device=expert.device)).diff()
     padded = (counts + alignment - 1) // alignment * alignment
-    shift = (padded - counts).cumsum(0) - (padded - counts)  # rows of padding before each expert's first row
-    order = flat.argsort(stable=True)  # by expert, then by token; padding last
-    host = counts.tolist()
-    rows = [-(-count // alignment) * alignment for count in host]
-    order = order[: sum(host)]
-    row = torch.arange(len(order), device=flat.device) + shift[flat[order]]
-    token = torch.full((sum(rows),), tokens, device=flat.device).index_copy(0, row, order // k)
-    own = torch.full_like(flat, sum(rows)).index_copy(0, order, row)
-    return Places(token, own.view(tokens, k), rows)
+    if on_device:
+        most = -(-(tokens * k + experts * (alignment - 1)) // alignment) * alignment
+        rows: list[int] | Groups = Groups(F.pad(padded.cumsum(0), (1, 0)), most)
+    else:
+        rows = padded.tolist()
+        most = sum(rows)
+    before = F.pad((padded - counts).cumsum(0), (1, 0))  # rows of padding before each expert's first row
+    row = torch.arange(len(order), device=order.device) + before[expert]
+    row = torch.where(expert < experts, row, most)
+    token = torch.full((most + 1,), tokens, device=order.device).index_copy(0, row, order // k)[:most].clone()
+    return Places(token, torch.empty_like(order).index_copy(0, order, row).view(tokens, k), rows, counts)

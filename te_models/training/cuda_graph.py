@@ -66,6 +66,7 @@ class GraphedStep:
         self.inputs: dict[str, Tensor] = {}
         self.gradients: list[Tensor | None] = []
         self.loss, self.weight = torch.empty(0), torch.ones((), device=model.device)
+        self.routing: Tensor | None = None  # what routers did in the newest step (RoutingReport.metrics)
 
     def __call__(self, weight: Tensor | float = 1.0, **batch: Tensor) -> Tensor:
         """Compute the gradients of `weight` times the loss; return that product.
@@ -124,9 +125,11 @@ class GraphedStep:
 
     def _run(self) -> None:
         """Run forward and backward eagerly; what is inside a capture is recorded."""
-        loss = self.model(**self.inputs, return_logits=False).loss * self.weight
+        output = self.model(**self.inputs, return_logits=False)
+        loss = output.loss * self.weight
         loss.backward()
         self.loss = loss.detach()
+        self.routing = None if output.routing is None else output.routing.metrics()
 
     def _take(self, batch: dict[str, Tensor]) -> None:
         """Copy the batch into the buffers that the graph reads."""
@@ -156,8 +159,8 @@ def obstacle(model: nn.Module) -> str | None:
         return "the model is wrapped (by LoRA or DDP)"
     if (place := target_device(model).type) != "cuda":
         return f"the model is on {place}"
-    if model.config.dynamic:
-        return model.config.dynamic
+    if model.dynamic:
+        return model.dynamic
     if model.activation_checkpointing != "none" and any(may_draw(block) for block in model.layers):
         return "activation checkpointing must restore the random state for a hook or a third-party module"
     if model.activation_offload:

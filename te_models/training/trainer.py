@@ -328,7 +328,10 @@ class Trainer(NamedFields):
         self._calibrate(micro_batches, weights)
         self._follow_recipe()
         if self.graphed is not None:
-            return self.graphed(weight=weights[0], **to_device(micro_batches[0], device))
+            loss = self.graphed(weight=weights[0], **to_device(micro_batches[0], device))
+            if self.graphed.routing is not None:
+                self.routed.append(self.graphed.routing)
+            return loss
         reuse = self.config.cache_fp8_weights and last > 0 and self.parallel.retains_weights
         total = torch.zeros((), device=device)
         with self.gradients.collecting():

@@ -20,6 +20,7 @@ from te_models.errors import ConfigError
 from te_models.fp8.primary_weights import is_quantized, plain, write_weight
 from te_models.fp8.scaling_state import fp8_state
 from te_models.kernels.expert_rows import combine, dispatch
+from te_models.kernels.groups import Groups
 from te_models.model.router import Routing, choose, describe, places, weights_of
 from te_models.optim.groups import parts
 from te_models.planning.memory_estimate import Memory, _walk, saved_bytes
@@ -107,12 +108,26 @@ def test_padding_chooses_no_expert() -> None:
     logits = torch.randn(3, 5)
     chosen = choose(logits, None, real, settings())
     assert chosen[1].tolist() == [5, 5] and (chosen[[0, 2]] < 5).all()
-    found, alone = describe(logits, chosen, real), describe(logits[[0, 2]], chosen[[0, 2]], None)
+    where, those = places(chosen, 5, 4), places(chosen[[0, 2]], 5, 4)
+    found, alone = describe(logits, where.counts, real), describe(logits[[0, 2]], those.counts, None)
     for one, other in zip(found, alone, strict=True):
         torch.testing.assert_close(one, other)
-    where = places(chosen, 5, 4)
     assert where.row[1].tolist() == [len(where.token)] * 2
     assert sorted(where.token[where.token < 3].tolist()) == [0, 0, 2, 2]
+
+
+@pytest.mark.parametrize("alignment", [1, 8])
+def test_the_host_need_not_know_the_numbers_of_rows(alignment: int) -> None:
+    """The same places, with as many rows as there can be."""
+    chosen = torch.tensor([[2, 0], [6, 2], [7, 7], [2, 1], [6, 0]])  # 7: padding
+    known, found = (places(chosen, 7, alignment, on_device) for on_device in (False, True))
+    assert isinstance(known.rows, list) and isinstance(found.rows, Groups)
+    assert found.rows.first.tolist() == [0, *torch.tensor(known.rows).cumsum(0)]
+    most, used = found.rows.most, sum(known.rows)
+    assert most == len(found.token) == {1: 10, 8: 64}[alignment]
+    assert torch.equal(found.token[:used], known.token) and (found.token[used:] == 5).all()
+    assert torch.equal(found.row, torch.where(known.row < used, known.row, most))
+    assert torch.equal(found.counts, known.counts) and found.counts.tolist() == [2, 1, 3, 0, 0, 0, 2]
 
 
 # The way of the rows.
@@ -262,7 +277,8 @@ def test_losses_of_the_routers() -> None:
     assert_same_bits("loss in evaluation", evaluated.loss, plain.eval()(ids, labels=ids).loss)
     assert evaluated.routing is not None and model(ids).routing is None
     even = torch.eye(5).repeat(4, 1) * 3
-    where = describe(even, choose(even, None, None, settings(num_experts_per_tok=1)), None)
+    chosen = choose(even, None, None, settings(num_experts_per_tok=1))
+    where = describe(even, places(chosen, 5, 1).counts, None)
     routing = Routing()
     routing.layers.append(where)
     torch.testing.assert_close(routing.report().balance_loss, torch.tensor(1.0))

@@ -1,0 +1,186 @@
+"""The matrix products of all experts in one launch each, in BF16 or FP8.
+
+The experts' numbers of rows are read on the device, so that the host waits for nothing and a step can be one CUDA
+graph. Shapes: E experts, R rows of all experts (te_models/kernels/groups.py); of a result's rows, those that belong to
+no expert are left as they are. Sums are FP32, in ascending order: the bits are cuBLAS' for the shapes of models.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_models.kernels.groups import Groups
+
+
+class Operand(NamedTuple):
+    """A matrix per expert, BF16, or FP8 with its factors from data to values, FP32 [E].
+
+    `data` holds them one below the other; with `places`, int64 [E], it is one of them, and matrix e begins places[e]
+    elements behind it, a multiple of 8.
+    """
+
+    data: Tensor
+    scale_inv: Tensor | None = None
+    places: Tensor | None = None
+
+
+class Tiles(NamedTuple):
+    """The tile of a product: rows, columns, and how much of the sum is read at a time."""
+
+    height: int
+    width: int
+    depth: int
+    stages: int
+    warps: int = 8
+
+
+BF16 = Tiles(128, 256, 64, 4)
+FP8 = Tiles(128, 256, 128, 4)
+PRECISE = Tiles(256, 128, 128, 3)  # with sums outside of the tensor cores, larger tiles spill registers
+ABREAST = 8  # tiles above each other whose programs follow each other, so that they share what the L2 cache holds
+
+
+@triton.jit
+def _corner(t, high, across, ABREAST: tl.constexpr):
+    """Return the row and the column of tile t, of `high` times `across`."""
+    before = t // (ABREAST * across) * ABREAST
+    size = tl.minimum(high - before, ABREAST)
+    t = t % (ABREAST * across)
+    return before + t % size, t // size
+
+
+@triton.jit
+def _rows_kernel(
+    a, b, places, first, tiles, a_scale, b_scale, out, width, depth, count,
+    DOWN: tl.constexpr, EVEN: tl.constexpr, PRECISE: tl.constexpr, EXPERTS: tl.constexpr,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, ABREAST: tl.constexpr,
+):  # fmt: skip
+    own, across = tl.program_id(0), tl.cdiv(width, WIDE)
+    number = tl.arange(0, EXPERTS)
+    ends = tl.load(tiles + number, number < count, 2**40) * across
+    e = tl.sum((ends <= own).to(tl.int32), 0)
+    if e >= count:
+        return
+    begin = tl.load(first + e)
+    rows = (tl.load(first + e + 1) - begin).to(tl.int32)
+    before = tl.load(tiles + tl.maximum(e - 1, 0), e > 0, 0).to(tl.int32)
+    m, n = _corner(own - before * across, tl.cdiv(rows, HIGH), across, ABREAST)
+    i, j, k = m * HIGH + tl.arange(0, HIGH), n * WIDE + tl.arange(0, WIDE), tl.arange(0, DEEP)
+    row, column = i % rows, j % width
+    x = a + begin * depth + row.to(tl.int64)[:, None] * depth + k[None, :]
+    at = e.to(tl.int64) * width * depth if places is None else tl.multiple_of(tl.load(places + e), 8)
+    matrix = b + at
+    if DOWN:  # the sum runs down the matrix [depth, width]
+        w = matrix + k.to(tl.int64)[:, None] * width + column[None, :]
+        step = DEEP * width
+    else:
+        w = matrix + column.to(tl.int64)[None, :] * depth + k[:, None]
+        step = DEEP
+    total = tl.zeros([HIGH, WIDE], tl.float32)
+    for start in range(0, depth, DEEP):
+        if EVEN:
+            left, right = tl.load(x), tl.load(w)
+        else:
+            left = tl.load(x, k[None, :] < depth - start, 0.0)
+            right = tl.load(w, k[:, None] < depth - start, 0.0)
+        total = tl.dot(left, right, total, max_num_imprecise_acc=DEEP if PRECISE else None)
+        x += DEEP
+        w += step
+    if a_scale is not None:
+        total *= tl.load(a_scale + e) * tl.load(b_scale + e)
+    y = out + begin * width + i.to(tl.int64)[:, None] * width + j[None, :]
+    tl.store(y, total.to(out.dtype.element_ty), (i < rows)[:, None] & (j < width)[None, :])
+
+
+@triton.jit
+def _weights_kernel(
+    a, b, first, a_scale, b_scale, out, height, width,
+    TURNED: tl.constexpr, PRECISE: tl.constexpr,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, ABREAST: tl.constexpr,
+):  # fmt: skip
+    high, across = tl.cdiv(height, HIGH), tl.cdiv(width, WIDE)
+    e = tl.program_id(0) // (high * across)
+    m, n = _corner(tl.program_id(0) % (high * across), high, across, ABREAST)
+    begin = tl.load(first + e)
+    rows = (tl.load(first + e + 1) - begin).to(tl.int32)
+    i, j, k = m * HIGH + tl.arange(0, HIGH), n * WIDE + tl.arange(0, WIDE), tl.arange(0, DEEP)
+    row, column = i % height, j % width
+    if TURNED:  # matrices [height, rows] and [width, rows], of FP8, whose rows are padded to 16
+        begin, rows = tl.multiple_of(begin, 16), tl.multiple_of(rows, 16)
+        x = a + begin * height + row.to(tl.int64)[:, None] * rows + k[None, :]
+        y = b + begin * width + column.to(tl.int64)[None, :] * rows + k[:, None]
+        down, right = DEEP, DEEP
+    else:
+        x = a + begin * height + k.to(tl.int64)[None, :] * height + row[:, None]
+        y = b + begin * width + k.to(tl.int64)[:, None] * width + column[None, :]
+        down, right = DEEP * height, DEEP * width
+    total = tl.zeros([HIGH, WIDE], tl.float32)
+    whole = rows // DEEP * DEEP
+    for _ in range(0, whole, DEEP):
+        total = tl.dot(tl.load(x), tl.load(y), total, max_num_imprecise_acc=DEEP if PRECISE else None)
+        x += down
+        y += right
+    if whole < rows:
+        one = tl.load(x, k[None, :] < rows - whole, 0.0)
+        other = tl.load(y, k[:, None] < rows - whole, 0.0)
+        total = tl.dot(one, other, total, max_num_imprecise_acc=DEEP if PRECISE else None)
+    if a_scale is not None:
+        total *= tl.load(a_scale + e) * tl.load(b_scale + e)
+    z = out + (e.to(tl.int64) * height + i[:, None]) * width + j[None, :]
+    tl.store(z, total.to(out.dtype.element_ty), (i < height)[:, None] & (j < width)[None, :])
+
+
+def rows_times(
+    a: Operand, b: Operand, groups: Groups, width: int, *, down: bool, precise: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return each expert's rows of a [R, D] times its matrix of b: [R, width] in `dtype`.
+
+    The matrix is [width, D], transposed, or with `down` [D, width], which FP8 does not allow.
+    `precise`: FP8 sums leave the tensor cores, which keep fewer bits, every 128 terms.
+    """
+    depth, tiles = a.data.shape[1], _tiles(a, precise)
+    out = torch.empty(len(a.data), width, dtype=dtype, device=a.data.device)
+    grid = (groups.high(tiles.height) * triton.cdiv(width, tiles.width),)
+    with torch.cuda.device_of(out):
+        _rows_kernel[grid](
+            a.data, b.data, b.places, groups.first, groups.tiles(tiles.height), a.scale_inv, b.scale_inv, out,
+            width, depth, groups.experts, DOWN=down, EVEN=depth % tiles.depth == 0,
+            EXPERTS=triton.next_power_of_2(groups.experts), **_options(tiles, a, precise),
+        )  # fmt: skip
+    return out
+
+
+def weights_from(
+    a: Operand, b: Operand, groups: Groups, height: int, width: int, *, precise: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return each expert's rows of a [R, height], transposed, times those of b [R, width]: [E, height, width].
+
+    In FP8 `data` holds the transposed matrices [height, rows] one after the other in memory.
+    """
+    tiles = _tiles(a, precise)
+    out = torch.empty(groups.experts, height, width, dtype=dtype, device=a.data.device)
+    grid = (groups.experts * triton.cdiv(height, tiles.height) * triton.cdiv(width, tiles.width),)
+    with torch.cuda.device_of(out):
+        _weights_kernel[grid](
+            a.data, b.data, groups.first, a.scale_inv, b.scale_inv, out, height, width,
+            TURNED=a.scale_inv is not None, **_options(tiles, a, precise),
+        )  # fmt: skip
+    return out
+
+
+def _tiles(a: Operand, precise: bool) -> Tiles:
+    if a.scale_inv is None:
+        return BF16
+    return PRECISE if precise else FP8
+
+
+def _options(tiles: Tiles, a: Operand, precise: bool) -> dict[str, Any]:
+    return dict(
+        HIGH=tiles.height, WIDE=tiles.width, DEEP=tiles.depth, ABREAST=ABREAST, num_stages=tiles.stages,
+        num_warps=tiles.warps, PRECISE=precise and a.scale_inv is not None,
+    )  # fmt: skip

@@ -1,0 +1,103 @@
+"""The products of all experts in one launch each, against FP64; run by test_triton_kernels.py.
+
+The interpreter multiplies no BF16, so that a CPU takes FP32 in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_models.engine.emulated.numerics import FP8_MAX, DType
+from te_models.engine.emulated.quantizers import Float8CurrentScalingQuantizer
+from te_models.kernels.grouped_linear_triton import E4M3, E5M2, Casts, Weights, in_bf16, in_fp8
+from te_models.kernels.groups import Groups
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+# A product of BF16 has FP32 sums and one rounding; FP8 sums of tensor cores keep 14 bits.
+BOUND = 2.0**-8 if DEVICE.type == "cuda" else 1e-6
+CASES = [([16, 0, 48, 144, 0], 80, 96), ([0, 16], 16, 272)]
+BEHIND = 32  # rows that belong to no expert
+
+
+def weights_of(count: int, inputs: int, outputs: int) -> tuple[list[Tensor], Weights]:
+    """Weights of different magnitudes in memory of their own."""
+    made = [torch.randn(outputs, inputs, device=DEVICE).mul_(2.0**e).to(DTYPE).requires_grad_() for e in range(count)]
+    size = made[0].element_size()
+    places = torch.tensor([(weight.data_ptr() - made[0].data_ptr()) // size for weight in made], device=DEVICE)
+    return made, Weights(made, places)
+
+
+def operands(rows: list[int], inputs: int, outputs: int) -> tuple[Tensor, Tensor, Groups]:
+    """x and the gradient, whose rows behind those of the experts are not finite, and the groups."""
+    x, dy = (torch.randn(sum(rows) + BEHIND, width, device=DEVICE).to(DTYPE) for width in (inputs, outputs))
+    for tensor in (x, dy):
+        for e, part in enumerate(tensor.split([*rows, BEHIND])):
+            part.mul_(torch.nan if e == len(rows) else 10.0**e)
+    return x.requires_grad_(), dy, Groups.of(rows, DEVICE)._replace(most=len(x))
+
+
+def pieces(rows: list[int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Each expert's rows of the tensors."""
+    parts = (tensor.detach().split([*rows, BEHIND])[:-1] for tensor in tensors)
+    return zip(*parts, strict=True)
+
+
+def check(found: Tensor, wanted: Tensor) -> None:
+    """Each row, by its own norm."""
+    scale = wanted.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+    assert ((found.double() - wanted).abs() <= BOUND * scale).all()
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), CASES)
+def test_bf16(rows: list[int], inputs: int, outputs: int) -> None:
+    torch.manual_seed(0)
+    made, weights = weights_of(len(rows), inputs, outputs)
+    x, dy, groups = operands(rows, inputs, outputs)
+    y = in_bf16(x, groups, weights)
+    grads = torch.autograd.grad(y, [x, *made], dy)
+    for (one, slope, out, dx), weight, dw in zip(pieces(rows, x, dy, y, grads[0]), made, grads[1:], strict=True):
+        check(out, one.double() @ weight.detach().double().T)
+        check(dx, slope.double() @ weight.detach().double())
+        check(dw, slope.double().T @ one.double())
+
+
+@pytest.mark.parametrize("gradient", [E4M3, E5M2], ids=["e4m3", "hybrid"])
+@pytest.mark.parametrize("precise", [False, True])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), CASES)
+def test_fp8(rows: list[int], inputs: int, outputs: int, gradient: torch.dtype, precise: bool) -> None:
+    """The operands are those of the emulated engine's quantizer, one matrix at a time."""
+    torch.manual_seed(1)
+    made, weights = weights_of(len(rows), inputs, outputs)
+    x, dy, groups = operands(rows, inputs, outputs)
+    y = in_fp8(x, groups, weights, Casts(gradient, precise, precise, precise), weights.cast())
+    grads = torch.autograd.grad(y, [x, *made], dy)
+
+    def rounded(value: Tensor, form: torch.dtype) -> Tensor:
+        kind = DType.kFloat8E5M2 if form == E5M2 else DType.kFloat8E4M3
+        assert FP8_MAX[kind] == torch.finfo(form).max
+        return Float8CurrentScalingQuantizer(kind, DEVICE)(value.detach()).dequantize().double()
+
+    for (one, slope, out, dx), weight, dw in zip(pieces(rows, x, dy, y, grads[0]), made, grads[1:], strict=True):
+        if not len(one):
+            assert not dw.any()
+            continue
+        one, slope, weight = rounded(one, E4M3), rounded(slope, gradient), rounded(weight, E4M3)
+        check(out, one @ weight.T)
+        check(dx, slope @ weight)
+        check(dw, slope.T @ one)
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    made, weights = weights_of(2, 16, 32)
+    x, dy, groups = operands([16, 32], 16, 32)
+    for weight in made:
+        weight.requires_grad_(False)
+    casts = Casts(E5M2, False, True, True)
+    for y in (in_bf16(x, groups, weights), in_fp8(x, groups, weights, casts, weights.cast())):
+        (dx,) = torch.autograd.grad(y, [x], dy)
+        assert dx[:48].isfinite().all() and dx[:48].any()
