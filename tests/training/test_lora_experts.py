@@ -19,6 +19,7 @@ from judge import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+import benchmarks.lora_experts as lora_experts
 from te_models import CausalLM
 from te_models.cli import main
 from te_models.errors import CheckpointError, UsageError
@@ -240,3 +241,15 @@ def test_a_merge_of_experts_is_undone_to_the_bit(recipe: str) -> None:
         assert not torch.equal(merged, tuned)
     for name, parameter in adapted.unload().named_parameters():
         assert torch.equal(plain(parameter), before[name]), name
+
+
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    """benchmarks/lora_experts.py, whose full size needs a GPU, from its plan to its result."""
+    arguments = ["--tiny", "--rank", "4", "--out", str(tmp_path / "result.json")]
+    lora_experts.main(arguments, standalone_mode=False)
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert found["losses"][-1] < found["losses"][0] - 0.1
+    assert (found["layers"], found["whole"], found["targets"][-1]) == (4, False, "experts")
+    sizes = [linear.gemms * (linear.inputs + linear.outputs) for linear in
+             lora_experts.shape_of(4, True).linears.values() if linear.adapted or linear.experts]  # fmt: skip
+    assert found["trained"] == 4 * sum(sizes)
