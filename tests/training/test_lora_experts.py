@@ -248,7 +248,7 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     arguments = ["--tiny", "--rank", "4", "--out", str(tmp_path / "result.json")]
     lora_experts.main(arguments, standalone_mode=False)
     found = json.loads((tmp_path / "result.json").read_text())
-    assert found["losses"][-1] < found["losses"][0] - 0.1
+    assert found["losses"] == sorted(found["losses"], reverse=True) and len(found["losses"]) == 6
     assert (found["layers"], found["whole"], found["targets"][-1]) == (4, False, "experts")
     sizes = [linear.gemms * (linear.inputs + linear.outputs) for linear in
              lora_experts.shape_of(4, True).linears.values() if linear.adapted or linear.experts]  # fmt: skip
