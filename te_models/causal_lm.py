@@ -19,7 +19,7 @@ from te_models.config.precision import HEAD
 from te_models.config.presets import get_preset
 from te_models.config.recipe import unknown_option
 from te_models.data.tokenizer import Tokenizer
-from te_models.errors import unknown
+from te_models.errors import check_known
 from te_models.files.formats import Document, Fields, parse_size
 from te_models.generation.generate import Prompts, generate, stream
 from te_models.generation.options import GenerationOptions
@@ -133,7 +133,9 @@ class CausalLM(Decoder):
 
     def attention_kernel(self) -> str:
         """Return the attention kernel that runs first on the model's device."""
-        return attention_kernel(self.device, self.config.attn_logit_softcapping is not None)
+        return attention_kernel(
+            self.device, self.config.attn_logit_softcapping is not None, self.config.attention_sinks
+        )
 
     @property
     def generation_values(self) -> Document:
@@ -228,8 +230,7 @@ class CausalLM(Decoder):
             UsageError: the package huggingface_hub is missing, an unknown keyword, or the hub refused it.
         """
         for name in options:
-            if name not in PushOptions.__annotations__:
-                raise unknown("keyword", name, PushOptions.__annotations__)
+            check_known("keyword", name, PushOptions.__annotations__)
         with tempfile.TemporaryDirectory() as temp:
             folder = Path(temp) / "model"
             write_pretrained(self, self.origin, folder, "hf", parse_size(max_shard_size), name=repo_id)

@@ -9,7 +9,7 @@ import importlib.metadata
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -131,6 +131,12 @@ def unknown(kind: str, given: object, choices: Iterable[str], listed: str = "", 
     return UsageError(f"{line}{hint}{rest}")
 
 
+def check_known(kind: str, given: object, choices: Collection[object], listed: str = "") -> None:
+    """Raise the error of `unknown` unless `given` is among `choices`."""
+    if given not in choices:
+        raise unknown(kind, given, map(str, choices), listed)
+
+
 def refuse(mistakes: Iterable[str], error: type[TeModelsError] = UsageError) -> None:
     """Raise `error` with the first of `mistakes`, lines that say what is wrong and what to do; without one, return."""
     for mistake in mistakes:
@@ -182,8 +188,7 @@ class NamedFields:
         known = list(parameters)[1:]
         takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
         for name in () if takes_any else fields:
-            if name not in known:
-                raise unknown(f"field of {cls.__name__}", name, known, f"help(te_models.{cls.__name__})")
+            check_known(f"field of {cls.__name__}", name, known, f"help(te_models.{cls.__name__})")
         return super().__new__(cls)
 
 

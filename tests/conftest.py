@@ -3,6 +3,7 @@
 import importlib.metadata
 import multiprocessing.forkserver
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -26,6 +27,8 @@ hypothesis.settings.load_profile("busy")
 if "PYTEST_XDIST_WORKER" in os.environ:  # the whole suite needs it: let it import while the first tests run
     multiprocessing.forkserver.ensure_running()
 torch.set_num_threads(1)  # tensors are small: a second thread only waits
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what it runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # of this process and of those that tests start
 
 
 @pytest.fixture(autouse=True)

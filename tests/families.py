@@ -287,6 +287,21 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
         normed=dict(norm_topk_prob=True, attention_bias=True),
         keys=dict(num_key_value_heads=3),
     ),
+    "gpt_oss": _experts(
+        dict(sliding_window=6, swiglu_limit=0.5, rope_parameters=DEFAULT),  # small values reach the limit
+        "num_local_experts",
+        "one-key",
+        "all-keys",
+        "tied",
+        "untied",
+        "linear",
+        "llama3",
+        untruncated=dict(rope_parameters={**YARN, "truncate": False}),
+        window=WINDOWS["window"],
+        full=dict(layer_types=[FULL] * 3),
+        gentle=dict(swiglu_limit=7.0, swiglu_alpha=1.1),
+        plain=dict(attention_bias=False, num_local_experts=1, num_experts_per_tok=1),
+    ),
     "glm4_moe": {
         name: {**case, "rope_parameters": {"partial_rotary_factor": 0.5, **case.get("rope_parameters", DEFAULT)}}
         for name, case in _experts(

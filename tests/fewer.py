@@ -24,3 +24,8 @@ def every(step: int, *axes: Iterable[Any]) -> list[Any]:
 def some(step: int, table: Iterable[Sequence[Any]]) -> list[Any]:
     """Return the rows of a table, of which only each `step`-th is not slow."""
     return [pytest.param(*row, marks=[pytest.mark.slow] if n % step else []) for n, row in enumerate(table)]
+
+
+def slow(cases: Iterable[Any]) -> list[Any]:
+    """Return the cases, all slow."""
+    return [pytest.param(*case.values, marks=pytest.mark.slow) for case in cases]

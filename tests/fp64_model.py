@@ -70,7 +70,9 @@ def _attention(config: ModelConfig, weights: Weights, name: str, layer: int, x: 
     for head in range(heads):
         own = head // (heads // keys)
         scores = _capped(q[:, head] @ k[:, own].T * factor, config.attn_logit_softcapping)
-        out.append(scores.masked_fill(~sees, -math.inf).softmax(1) @ v[:, own])
+        weights_of_keys = scores.masked_fill(~sees, -math.inf).exp()
+        extra = weights[f"{name}self_attn.sinks"][head].exp() if config.attention_sinks else 0.0
+        out.append(weights_of_keys / (weights_of_keys.sum(1, keepdim=True) + extra) @ v[:, own])
     mixed = torch.stack(out, dim=1)  # [S, A, H]
     if gates:
         gate = rest[:, :gates].reshape(length, heads, -1)

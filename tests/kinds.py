@@ -63,6 +63,20 @@ KINDS = {
     "shared expert": Kind(
         dict(attention_gate="none", moe=EXPERTS | SHARED, mlp_layer_types=("dense", "sparse", "sparse")), chooses=True
     ),
+    "sinks, biased experts": Kind(
+        dict(
+            attention_gate="none",
+            attention_sinks=True,
+            attention_bias=True,
+            attention_output_bias=True,
+            sliding_window=4,
+            layer_types=("sliding_attention", "full_attention", "sliding_attention"),
+            moe=EXPERTS | dict(num_experts=3, bias=True, swiglu_limit=1.5),
+            intermediate_size=64,
+            rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, truncate=False),
+        ),
+        chooses=True,
+    ),
     "linear attention": Kind(
         dict(
             layer_types=("linear_attention", "full_attention", "linear_attention"),
@@ -98,6 +112,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ),
     "AFM": dict(attention_gate="none", hidden_act="relu2", mlp_gate=False),
     "Laguna": dict(attention_gate="headwise", attention_gate_activation="softplus", qk_norm=True),
+    "sinks": dict(attention_sinks=True, qk_norm=True, **WINDOW),
     "Ministral 3": dict(query_scale_beta=0.3, query_scale_length=4),
     "biases": dict(attention_bias=True, attention_output_bias=True, mlp_bias=True, hidden_act="gelu"),
     "gated, capped, post": dict(
@@ -118,13 +133,13 @@ Where = tuple[dict[str, Any], float]
 
 
 def build(kind: Kind, recipe: str = "bf16", **options: Any) -> CausalLM:
-    """Return a model of the kind; its biases are those of any division, and not zero."""
+    """Return a model of the kind; its biases and sinks are those of any division, and not zero."""
     torch.manual_seed(0)
     edges = NO_EDGES if recipe != "bf16" else {}
     model = CausalLM(kind.config, recipe=recipe, **{**EMULATED, **edges, **options})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
+            if "bias" in name or name.endswith("sinks"):
                 parameter.fill_(0.2)
     return model
 

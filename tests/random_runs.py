@@ -62,9 +62,9 @@ def draw_config(rng: random.Random, aligned: bool = False) -> ModelConfig:
         all_heads=dict(qk_norm=True, qk_norm_scope="all_heads"), window=dict(sliding_window=rng.randint(1, 40)),
         no_rope=dict(no_rope_layers=tuple(rng.randint(0, 1) for _ in range(layers))),
         cap=dict(attn_logit_softcapping=3.0), final_cap=dict(final_logit_softcapping=5.0),
-        scale=dict(attention_multiplier=0.3), embedding=dict(embedding_multiplier=2.5),
-        residual=dict(residual_multiplier=0.6), logits=dict(logits_scaling=1.7),
-        query=dict(query_scale_beta=0.3, query_scale_length=5),
+        sinks=dict(attention_sinks=True), scale=dict(attention_multiplier=0.3),
+        embedding=dict(embedding_multiplier=2.5), residual=dict(residual_multiplier=0.6),
+        logits=dict(logits_scaling=1.7), query=dict(query_scale_beta=0.3, query_scale_length=5),
     )  # fmt: skip
     for name in rng.sample(sorted(some), rng.randint(0, 6)):
         fields |= some[name]

@@ -13,6 +13,7 @@ import click
 
 from te_models.cli.options import Command, build_model, model_options, option, setting_option
 from te_models.cli.sampling import input_line, sampling_options, show_piece, take_sampling, utf8_text
+from te_models.config.data import split_pair
 from te_models.errors import TeModelsError, UsageError, for_terminal, plural
 
 if TYPE_CHECKING:
@@ -169,9 +170,7 @@ def _read_line() -> str:
 
 def _variable(text: str) -> tuple[str, object]:
     """Return name and value of NAME=VALUE; a value that is JSON, such as false or 3, is read as such."""
-    name, found, value = text.partition("=")
-    if not name.isidentifier() or not found:
-        raise UsageError(f"--template-option {text}: write it as NAME=VALUE")
+    name, value = split_pair("--template-option", text, "NAME=VALUE")
     with contextlib.suppress(ValueError, RecursionError):
         return name, json.loads(value)
     return name, value

@@ -6,7 +6,7 @@ import click
 
 from te_models.cli.options import Command, build_model, option, out_option, show_line
 from te_models.config.presets import get_preset
-from te_models.errors import unknown
+from te_models.errors import check_known
 
 
 @click.command(cls=Command)
@@ -32,10 +32,9 @@ def convert(
     from te_models.saving.pretrained import FORMATS  # noqa: PLC0415
     from te_models.saving.restore import load_te_checkpoint  # noqa: PLC0415
 
-    if format not in FORMATS:
-        raise unknown("format", format, FORMATS)
-    if dtype not in (*DTYPES, None):
-        raise unknown("dtype", dtype, DTYPES)
+    check_known("format", format, FORMATS)
+    if dtype is not None:
+        check_known("dtype", dtype, DTYPES)
     if (preset is None) != (te_checkpoint is None):
         raise click.UsageError("--preset NAME and --te-checkpoint PATH go together")
     given = {**options, "engine": "emulated", "device": "cpu", "dtype": dtype and DTYPES[dtype]}

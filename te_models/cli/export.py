@@ -15,6 +15,7 @@ from te_models.cli.options import (
     show_line,
 )
 from te_models.config.settings import EVERYDAY
+from te_models.errors import check_known
 
 
 @click.command(cls=Command)
@@ -34,12 +35,10 @@ def export(
 
     transformers reads it too.
     """
-    from te_models.errors import unknown  # noqa: PLC0415
     from te_models.serving.formats import FORMATS  # noqa: PLC0415  imports torch
-    from te_models.serving.text import read_batches  # noqa: PLC0415
+    from te_models.serving.parity import read_batches  # noqa: PLC0415
 
-    if format not in FORMATS:
-        raise unknown("format", format, FORMATS)
+    check_known("format", format, FORMATS)
     built = build_trained_model(preset, model, options)
     calibration = None
     if data is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import click
 from rich.table import Column, Table
@@ -45,8 +44,8 @@ def _shapes(title: str, configs: Mapping[str, ModelConfig]) -> Table:
     names = ("size", "vocab", "hidden", "layers", "heads", "MLP")
     numbers = (Column(name, justify="right", no_wrap=True) for name in names)
     name, gate = (Column(name, no_wrap=True) for name in ("name", "gate"))
-    plain: dict[str, Any] = dict(box=None, pad_edge=False, collapse_padding=True)
-    table = Table(name, *numbers, gate, title=title, title_justify="left", **plain)
+    table = Table(name, *numbers, gate, title=title, title_justify="left", box=None, pad_edge=False)
+    table.collapse_padding = True
     for name, c in configs.items():
         count = c.num_parameters
         size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from te_models.config.recipe import AUTO
+from te_models.config.data import split_pair
+from te_models.config.recipe import AUTO, FIELDS
 from te_models.config.settings import EVERYDAY
 from te_models.errors import OutOfMemory, UsageError, for_terminal
 from te_models.files.atomic import first_line
 from te_models.planning.printable import Printable, Terminal
-from te_models.training.settings import FIELDS, SETTINGS, SHAPE, TABLES
+from te_models.training.settings import SETTINGS, SHAPE, TABLES
 
 if TYPE_CHECKING:
     from te_models.causal_lm import CausalLM
@@ -159,7 +160,7 @@ def setting_option(name: str, **attributes: Any) -> Decorator:
     one, kind = SETTINGS[name], SETTINGS[name].kinds[0]
     shown: bool | str = one.shown or one.default not in (None, "", ())
     own: dict[str, Any] = dict(help=one.help, group=one.group, default=one.default, show_default=shown)
-    own |= dict(metavar=one.metavar or (f"[{'|'.join(one.choices)}]" if one.choices else None))
+    own |= dict(metavar=one.metavar or (f"[{'|'.join(map(str, one.choices))}]" if one.choices else None))
     own |= {"callback": CALLBACKS[name]} if name in CALLBACKS else {}
     if kind in (tuple, dict):
         own |= dict(multiple=True, default=None, show_default=False)
@@ -177,11 +178,8 @@ def setting_options(*names: str, **attributes: Any) -> Decorator:
 
 def _table(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str] | None:
     """Return the table that a repeatable option NAME=VALUE gives; None without one."""
-    pairs = [value.partition("=") for value in values]
-    for name, equals, value in pairs:
-        if not (name and equals and value):
-            raise UsageError(f"{parameter.opts[0]} {name}{equals}{value}: write PATTERN=RECIPE, as in *.down_proj=bf16")
-    return {name: value for name, _, value in pairs} or None
+    form = "PATTERN=RECIPE, as in *.down_proj=bf16"
+    return dict(split_pair(parameter.opts[0], value, form) for value in values) or None
 
 
 def _real_device(ctx: click.Context, parameter: click.Parameter, device: str | None) -> str | None:

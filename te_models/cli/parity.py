@@ -41,7 +41,7 @@ def parity(
     Measures how far apart their probabilities are; serving is emulated.
     """
     from te_models.serving.parity import parity as run  # noqa: PLC0415  imports torch
-    from te_models.serving.text import read_batches  # noqa: PLC0415
+    from te_models.serving.parity import read_batches  # noqa: PLC0415
 
     built = build_trained_model(preset, model, options)
     read = read_batches(built, data, tokenizer or model, batches, seq_len, columns)

@@ -68,6 +68,7 @@ class AttentionSpec(MixerSpec):
     qk_norm: str = "none"  # "head", "all_heads" or "none"
     multiplier: float | None = None
     softcap: float | None = None
+    sinks: bool = False
     query_scale: tuple[float, int] | None = None
     window: int | None = None  # keys that a query sees, itself included; None: all before it
     rope: Rope | None = None  # None: queries and keys are not rotated
@@ -92,6 +93,7 @@ class AttentionSpec(MixerSpec):
             qk_norm=config.qk_norm_scope if config.qk_norm else "none",
             multiplier=config.attention_multiplier,
             softcap=config.attn_logit_softcapping,
+            sinks=config.attention_sinks,
             query_scale=None if beta is None or length is None else (beta, length),
             window=window,
             rope=rope if rotates else None,
@@ -107,12 +109,18 @@ class AttentionSpec(MixerSpec):
 
     @property
     def vectors(self) -> Mapping[str, int]:
-        """The norms of queries and keys."""
-        if self.qk_norm == "none":
-            return {}
+        """The sinks, and the norms of queries and keys."""
+        found = {"sinks": self.heads.query} if self.sinks else {}
         if self.qk_norm == "head":
-            return {"q_norm": self.heads.dim, "k_norm": self.heads.dim}
-        return {"q_norm": self.heads.q_size, "k_norm": self.heads.kv_size}
+            return found | {"q_norm": self.heads.dim, "k_norm": self.heads.dim}
+        if self.qk_norm == "all_heads":
+            return found | {"q_norm": self.heads.q_size, "k_norm": self.heads.kv_size}
+        return found
+
+    @property
+    def divided_vectors(self) -> Mapping[str, tuple[Section, ...]]:
+        """The sinks of the heads that a rank has."""
+        return {"sinks": (Section("heads", self.heads.query, self.heads.query),)} if self.sinks else {}
 
     @property
     def obstacles(self) -> tuple[str, ...]:
@@ -165,7 +173,7 @@ class AttentionSpec(MixerSpec):
         into, out = self.linears
         # Without a gate the input of o_proj is attention's output, unless rows are padded in between.
         unpadded = tape.rows == tape.tokens
-        shared = self.heads.gate == "none" and unpadded and not self._copies(tape) and self.softcap is None
+        shared = self.heads.gate == "none" and unpadded and not self._copies(tape) and not self._composes(tape)
         if self.fuses(tape):
             between = [self._fused(tape)]
         else:
@@ -179,12 +187,16 @@ class AttentionSpec(MixerSpec):
     def fuses(self, tape: Tape) -> bool:
         """Return whether attention, RoPE and gate are one operation, as kernels/gated_attention.py decides on GPUs."""
         cudnn = self.heads.dim in (64, 128) and tape.seq_len >= 128 and tape.element == 2
-        kernel = self._spans(tape) if self.slides(tape) else tape.fused and cudnn
+        kernel = self._spans(tape) if self.slides(tape) or self.sinks else tape.fused and cudnn
         return kernel and not self.obstacles
 
     def _spans(self, tape: Tape) -> bool:
         """Return whether windows are spans of keys, for kernels/span_attention_triton.py, rather than masks."""
         return tape.fused and tape.element == 2 and self.heads.dim <= 256 and self.softcap is None
+
+    def _composes(self, tape: Tape) -> bool:
+        """Return whether attention is kernels/composed_attention.py."""
+        return self.softcap is not None or (self.sinks and not self._spans(tape))
 
     @staticmethod
     def _copies(tape: Tape) -> bool:
@@ -229,7 +241,7 @@ class AttentionSpec(MixerSpec):
             own = q
         summed = tape.tokens * heads.q_size * FP32  # dq is summed in FP32
         grads = Step("attention", consumes=q, produces=q + 2 * kv, scratch=summed)
-        if self.softcap is not None:  # saves q, k and v; of one row of the batch it makes FP32 scores
+        if self._composes(tape):  # saves q, k and v; of one row of the batch it makes FP32 scores
             square = heads.query * tape.seq_len**2 * FP32
             return [*split, grads._replace(saved=whole + own, scratch=4 * square)]
         saved = tape.tokens * heads.query * FP32 + self._mask(tape)
@@ -253,7 +265,7 @@ class AttentionSpec(MixerSpec):
         saved = 0
         if not tape.compiled:
             saved += q if self.heads.gate == "elementwise" else tape.tokens * self.heads.query * tape.element
-        if self._copies(tape) or self.softcap is not None:
+        if self._copies(tape) or self._composes(tape):
             saved += q  # attention's output, which attention itself does not save, or not in this dtype
         consumed = tape.rows * self.heads.q_size * tape.element
         return Step("gate", saved, consumes=consumed, produces=q + gate)

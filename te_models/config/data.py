@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from te_models.config.settings import Settings, setting
-from te_models.errors import ConfigError, field_values, unknown
+from te_models.errors import ConfigError, check_known, field_values
 
 PACKINGS = ("stream", "documents", "none")
 TRUNCATIONS = ("drop", "prompt")
@@ -106,11 +106,8 @@ def parse_columns(text: str) -> Mapping[str, str]:
     """
     columns: dict[str, str] = {}
     for pair in split_names(text):
-        name, equals, yours = (part.strip() for part in pair.partition("="))
-        if not equals or not yours:
-            raise ConfigError(f'columns: {pair!r} is not of the form name=yours, as in "prompt=question"')
-        if name not in COLUMNS:
-            raise unknown("column", name, COLUMNS)
+        name, yours = split_pair("columns:", pair, 'name=yours, as in "prompt=question"')
+        check_known("column", name, COLUMNS)
         if yours in columns or name in columns.values():
             raise ConfigError(f"columns: {pair!r} names a column a second time")
         columns[yours] = name
@@ -120,6 +117,14 @@ def parse_columns(text: str) -> Mapping[str, str]:
 def split_names(text: str) -> list[str]:
     """Return the names in "name, name"."""
     return [name for name in (part.strip() for part in text.split(",")) if name]
+
+
+def split_pair(what: str, text: str, form: str) -> tuple[str, str]:
+    """Return name and value of "name=value"; a ConfigError shows its `form` where one of them is missing."""
+    name, _, value = (part.strip() for part in text.partition("="))
+    if not (name and value):
+        raise ConfigError(f"{what} {text!r} has no value or no name: write {form}")
+    return name, value
 
 
 def split_weight(text: str) -> tuple[str, float | None]:

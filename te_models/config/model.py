@@ -89,6 +89,9 @@ class ModelConfig(NamedFields):
         None, "Factor on the products of queries and keys; default: head_dim ** -0.5 (Granite, Gemma)."
     )
     attn_logit_softcapping: float | None = documented(None, "Cap of the attention logits (Gemma 2).")
+    attention_sinks: bool = documented(
+        False, "A trained logit per query head in the denominator of attention's softmax (gpt-oss)."
+    )
     query_scale_beta: float | None = documented(
         None, "Scale queries by 1 + beta * log(1 + position // query_scale_length) (Ministral 3)."
     )
@@ -289,7 +292,9 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
     if "sparse" in (config.mlp_layer_types or ()) and config.moe is None:
         yield "mlp_layer_types asks for sparse layers: give moe, their experts"
     if config.moe is not None and (config.mlp_bias or not config.mlp_gate):
-        yield "experts have a gate and no bias: leave out mlp_bias and mlp_gate"
+        yield "experts have a gate, and a bias by moe.bias: leave out mlp_bias and mlp_gate"
+    if config.moe is not None and config.moe.swiglu_limit is not None and config.hidden_act != "silu":
+        yield f"moe.swiglu_limit clamps SwiGLU: leave out hidden_act={config.hidden_act!r}"
     if config.head_dim is None and config.hidden_size % config.num_attention_heads:
         yield (
             f"hidden_size={config.hidden_size} is not a multiple of num_attention_heads={config.num_attention_heads}: "

@@ -46,6 +46,11 @@ class MoEConfig(NamedFields):
     routed_scaling_factor: float = documented(1.0, "Factor on these weights.")
     n_group: int = documented(1, "Groups of experts.")
     topk_group: int = documented(1, "Groups of which a token's experts may come.")
+    bias: bool = documented(False, "Biases on the router and on the chosen experts' projections (gpt-oss).")
+    swiglu_limit: float | None = documented(
+        None, "Clamped SwiGLU (up + 1) * gate * sigmoid(alpha * gate): the bound of gate and of |up| (gpt-oss)."
+    )
+    swiglu_alpha: float = documented(1.702, "The alpha of clamped SwiGLU.")
     expert_bias: bool = documented(False, "A number per expert, added to its score for the choice (DeepSeek-V3).")
     router_aux_loss_coef: float = documented(0.001, "Factor of the load-balancing loss in training.")
     router_z_loss_coef: float = documented(0.0, "Factor of the mean squared logsumexp of the logits in training.")
@@ -90,8 +95,9 @@ class MoESpec(FeedforwardSpec):
     def linears(self) -> tuple[LinearSpec, ...]:
         """The router, the experts' projections, and those of the shared expert."""
         e, d = self.experts, self.hidden_size
-        found = [LinearSpec("router", d, (Section("experts", e.num_experts, e.num_experts, "gate"),), fp8=False)]
-        found += _projections("", d, e.moe_intermediate_size, e.num_experts // self.ranks)
+        logits = (Section("experts", e.num_experts, e.num_experts, "gate"),)
+        found = [LinearSpec("router", d, logits, bias=e.bias, fp8=False)]
+        found += _projections("", d, e.moe_intermediate_size, e.num_experts // self.ranks, e.bias)
         if e.shared_expert_intermediate_size:
             found += _projections("shared_", d, e.shared_expert_intermediate_size, 0)
         if e.shared_expert_gate:
@@ -109,8 +115,10 @@ class MoESpec(FeedforwardSpec):
 
     @property
     def obstacles(self) -> tuple[str, ...]:
-        """The activation, if the fused SwiGLU kernels do not compute it."""
-        return ("hidden_act",) if self.activation != "silu" else ()
+        """What the fused SwiGLU kernels do not compute: with a bias, they would not leave rows of padding zero."""
+        e = self.experts
+        found = {"hidden_act": self.activation != "silu", "moe.swiglu_limit": e.swiglu_limit, "moe.bias": e.bias}
+        return tuple(name for name, given in found.items() if given)
 
     @property
     def dynamic(self) -> str:
@@ -221,10 +229,10 @@ def places_of_experts(layers: tuple[LayerSpec, ...], ranks: int) -> str:
     return f"{', '.join(shown)} of every {ranks}"
 
 
-def _projections(prefix: str, hidden: int, size: int, experts: int) -> list[LinearSpec]:
+def _projections(prefix: str, hidden: int, size: int, experts: int, bias: bool = False) -> list[LinearSpec]:
     into = (Section("gate", size, size), Section("up", size, size))
     out = (Section("down", hidden, hidden),)
     return [
-        LinearSpec(f"{prefix}gate_up_proj", hidden, into, experts=experts),
-        LinearSpec(f"{prefix}down_proj", size, out, residual=True, experts=experts),
+        LinearSpec(f"{prefix}gate_up_proj", hidden, into, bias=bias, experts=experts),
+        LinearSpec(f"{prefix}down_proj", size, out, bias=bias, residual=True, experts=experts),
     ]

@@ -74,6 +74,7 @@ class ConfigOptions(TypedDict, total=False):
     attention_output_bias: bool
     attention_multiplier: float | None
     attn_logit_softcapping: float | None
+    attention_sinks: bool
     query_scale_beta: float | None
     query_scale_length: int | None
     qk_norm: bool

@@ -7,7 +7,6 @@ BF16 by its nature (LinearSpec.fp8) stays so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -77,9 +76,5 @@ def _unknown_pattern(pattern: str, linears: dict[str, LinearSpec]) -> Exception:
         if leaf in parts and leaf != linear.name and fnmatchcase(name, fused):
             advice = f"its rows are part of {linear.name}, one GEMM: write {fused!r}"
             return unknown("te.Linear of precision", pattern, (), advice=advice)
-    return unknown("te.Linear of precision", pattern, _kinds(linears))
-
-
-def _kinds(names: Iterable[str]) -> list[str]:
-    """Return patterns of all te.Linears, one per kind, such as "*.self_attn.o_proj"."""
-    return [*dict.fromkeys(f"*.{name.split('.', 2)[2]}" for name in names), HEAD]
+    kinds = dict.fromkeys(f"*.{name.split('.', 2)[2]}" for name in linears)  # such as "*.self_attn.o_proj"
+    return unknown("te.Linear of precision", pattern, [*kinds, HEAD])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from te_models.config.model import ModelConfig, check_names
-from te_models.errors import unknown
+from te_models.errors import check_known
 
 Shape = dict[str, Any]  # fields of ModelConfig
 
@@ -271,7 +271,6 @@ def get_preset(name: str, **overrides: Any) -> ModelConfig:
     Raises:
         UsageError: an unknown preset or field; the message names the nearest.
     """
-    if name not in PRESETS:
-        raise unknown("preset", name, PRESETS, "`te-models list`")
+    check_known("preset", name, PRESETS, "`te-models list`")
     check_names(overrides)
     return ModelConfig(**{**PRESETS[name], **overrides})

@@ -18,20 +18,57 @@ from types import MappingProxyType, ModuleType
 from typing import Any, Protocol
 
 from te_models.config.checks import refuse
+from te_models.config.settings import Setting
 from te_models.config.toml import read_toml
 from te_models.errors import ConfigError, UsageError, unknown
 
-Check = type | tuple[object, ...]  # bool, int (any), dict (a table of names), or the allowed values
+FIELDS = "Recipe fields"  # heading of the help
+MOST_PATTERNS, LONGEST_PATTERN = 256, 200  # of a table `precision`
 
-HYBRID_OR_E4M3 = ("HYBRID", "E4M3")
-OVERRIDE = ("none", "high_precision", "dequantized")
+
+def _field(name: str, kind: type, text: str, **about: Any) -> tuple[str, Setting]:
+    """Return a field of recipes, whose class in Transformer Engine has the default."""
+    return name, Setting(name=name, kinds=(kind,), help=text, group=FIELDS, **about)
+
+
+_FORMAT: dict[str, Any] = dict(choices=("HYBRID", "E4M3"))
+_DIMENSIONS: dict[str, Any] = dict(choices=(1, 2))
+_LAYERS: dict[str, Any] = dict(below=2**20 + 1)
+# Every field of a recipe. An amax history takes 20 bytes per row and linear; FP32's exponent allows no larger margin.
+RECIPE_FIELDS: dict[str, Setting] = dict((
+    _field("margin", int, "Bits of headroom: scales are divided by 2**margin.", below=101),
+    _field("fp8_format", str, "HYBRID: E4M3 forward, E5M2 for gradients; E4M3: both.", **_FORMAT),
+    _field("amax_history_len", int, "Steps of amax history.", least=1, below=65537),
+    _field("amax_compute_algo", str, "Scale from the most recent amax or the maximum of the history.",
+           choices=("most_recent", "max")),
+    _field("reduce_amax", bool, "Reduce amaxes over all processes."),
+    _field("use_power_2_scales", bool, "Round scales down to powers of two."),
+    _field("backward_override", str,
+           "Operands of the backward GEMMs: those of the recipe (none), high_precision or dequantized.",
+           choices=("none", "high_precision", "dequantized")),
+    _field("use_f32_scales", bool, "FP32 scales instead of powers of two."),
+    _field("x_block_scaling_dim", int, "Blocks of activations: 1 x 128 (1) or 128 x 128 (2).", **_DIMENSIONS),
+    _field("w_block_scaling_dim", int, "Blocks of weights: 1 x 128 (1) or 128 x 128 (2).", **_DIMENSIONS),
+    _field("grad_block_scaling_dim", int, "Blocks of gradients: 1 x 128 (1) or 128 x 128 (2).", **_DIMENSIONS),
+    _field("enable_2d_quantization", bool, "Quantize weights in 32 x 32 blocks."),
+    _field("disable_rht", bool, "Leave out the random Hadamard transform."),
+    _field("disable_stochastic_rounding", bool, "Round gradients to nearest."),
+    _field("disable_2d_quantization", bool, "Quantize weights in 1 x 16 blocks instead of 16 x 16."),
+    _field("num_layers_at_start_in_bf16", int, "Blocks at the start that stay in BF16.", **_LAYERS),
+    _field("num_layers_at_end_in_bf16", int, "Blocks at the end that stay in BF16.", **_LAYERS),
+    _field("lm_head", str, "Precision of the output head: bf16 or fp8.", choices=("bf16", "fp8")),
+    _field("precision", dict, 'Recipe of linears by pattern, such as "*.down_proj=bf16"; repeatable, the last match '
+           "decides.", metavar="PATTERN=RECIPE"),
+))  # fmt: skip
+# Fields of te-models in every recipe: what stays out of FP8, or runs under another recipe.
+EDGES = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "lm_head", "precision")
 
 
 @dataclass(frozen=True)
 class Scheme:
     """Requirements of a Transformer Engine recipe class: `rows` and `features` of a GEMM must be multiples of these."""
 
-    fields: Mapping[str, Check] = field(default_factory=dict)
+    fields: tuple[str, ...] = ()
     rows: int = 16
     features: int = 16
     scattered_rows: int = 0  # of each rank under sequence parallelism, where quantized rows are sent; 0: `rows`
@@ -44,39 +81,27 @@ class Scheme:
 SCHEMES: dict[str, Scheme] = {
     "none": Scheme(rows=1, features=1, available="", forward="BF16"),
     "DelayedScaling": Scheme(
-        dict(margin=int, fp8_format=HYBRID_OR_E4M3, amax_history_len=int, amax_compute_algo=("most_recent", "max"),
-             reduce_amax=bool),
+        ("margin", "fp8_format", "amax_history_len", "amax_compute_algo", "reduce_amax"),
         stateful=True, fp8_format="HYBRID",
     ),
-    "Float8CurrentScaling": Scheme(
-        dict(fp8_format=HYBRID_OR_E4M3, use_power_2_scales=bool, backward_override=OVERRIDE), fp8_format="HYBRID",
-    ),
+    "Float8CurrentScaling": Scheme(("fp8_format", "use_power_2_scales", "backward_override"), fp8_format="HYBRID"),
     "Float8BlockScaling": Scheme(
-        dict(fp8_format=HYBRID_OR_E4M3, use_f32_scales=bool, x_block_scaling_dim=(1, 2), w_block_scaling_dim=(1, 2),
-             grad_block_scaling_dim=(1, 2), backward_override=OVERRIDE),
+        ("fp8_format", "use_f32_scales", "x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim",
+         "backward_override"),
         scattered_rows=128, available="is_fp8_block_scaling_available", fp8_format="E4M3",
     ),
     "MXFP8BlockScaling": Scheme(
-        dict(fp8_format=HYBRID_OR_E4M3, enable_2d_quantization=bool, backward_override=OVERRIDE),
+        ("fp8_format", "enable_2d_quantization", "backward_override"),
         rows=32, features=32, available="is_mxfp8_available", fp8_format="E4M3",
     ),
     "NVFP4BlockScaling": Scheme(
-        dict(disable_rht=bool, disable_stochastic_rounding=bool, disable_2d_quantization=bool,
-             backward_override=OVERRIDE),
+        ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization", "backward_override"),
         rows=128, features=32, available="is_nvfp4_available", forward="E2M1",
     ),
 }  # fmt: skip
 
 AUTO = "auto"  # in place of a recipe's name: the model's own, else what te_models.model.recipe_fit chooses
 FP8_WEIGHTS = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling")  # can have them
-
-# A history takes 20 bytes per row and linear layer; FP32's exponent allows no larger margin.
-LARGEST = dict(amax_history_len=65536, margin=100)
-MOST_PATTERNS, LONGEST_PATTERN = 256, 200  # of a table `precision`
-# Fields of te-models in every recipe: what stays out of FP8, or runs under another recipe.
-EDGES: dict[str, Check] = dict(
-    num_layers_at_start_in_bf16=int, num_layers_at_end_in_bf16=int, lm_head=("bf16", "fp8"), precision=dict
-)
 
 # What to do with names that Megatron-LM, older releases of Transformer Engine and guides to FP8 use.
 ELSEWHERE = {
@@ -96,28 +121,6 @@ RECIPES_ELSEWHERE = {
     "tensorwise": "give 'current'",
     "hybrid": "give a recipe such as 'delayed', and fp8_format='HYBRID'",
     "e4m3": "give a recipe such as 'delayed', and fp8_format='E4M3'",
-}
-
-FIELD_HELP = {  # of every field that is a flag of the command line
-    "margin": "Bits of headroom: scales are divided by 2**margin.",
-    "fp8_format": "HYBRID: E4M3 forward, E5M2 for gradients; E4M3: both.",
-    "amax_history_len": "Steps of amax history.",
-    "amax_compute_algo": "Scale from the most recent amax or the maximum of the history.",
-    "reduce_amax": "Reduce amaxes over all processes.",
-    "use_power_2_scales": "Round scales down to powers of two.",
-    "backward_override": "Operands of the backward GEMMs: those of the recipe (none), high_precision or dequantized.",
-    "use_f32_scales": "FP32 scales instead of powers of two.",
-    "x_block_scaling_dim": "Blocks of activations: 1 x 128 (1) or 128 x 128 (2).",
-    "w_block_scaling_dim": "Blocks of weights: 1 x 128 (1) or 128 x 128 (2).",
-    "grad_block_scaling_dim": "Blocks of gradients: 1 x 128 (1) or 128 x 128 (2).",
-    "enable_2d_quantization": "Quantize weights in 32 x 32 blocks.",
-    "disable_rht": "Leave out the random Hadamard transform.",
-    "disable_stochastic_rounding": "Round gradients to nearest.",
-    "disable_2d_quantization": "Quantize weights in 1 x 16 blocks instead of 16 x 16.",
-    "num_layers_at_start_in_bf16": "Blocks at the start that stay in BF16.",
-    "num_layers_at_end_in_bf16": "Blocks at the end that stay in BF16.",
-    "lm_head": "Precision of the output head: bf16 or fp8.",
-    "precision": 'Recipe of linears by pattern, such as "*.down_proj=bf16"; repeatable, the last match decides.',
 }
 
 
@@ -170,12 +173,16 @@ class Recipe:
             yield unknown("scheme", self.scheme, SCHEMES)
         if (given := f"{fields.get('fp8_format')}".lower()) in _shipped():
             yield f"fp8_format={given!r} is a recipe, not a format: use recipe={given!r}"
-        checks = {**SCHEMES[self.scheme].fields, **EDGES}
-        yield from _mistakes("precision", self.precision, dict)
+        patterns = list(self.precision) if isinstance(self.precision, Mapping) else [None]
+        if len(patterns) > MOST_PATTERNS or not all(
+            isinstance(pattern, str) and 0 < len(pattern) <= LONGEST_PATTERN for pattern in patterns
+        ):
+            yield f'precision={self.precision!r:.60}: give a table of patterns, such as {{"*.down_proj": "bf16"}}'
+        known = (*SCHEMES[self.scheme].fields, *EDGES)
         for name, value in {**fields, **self.edges}.items():
-            if name not in checks:
-                yield unknown_option(f"field of recipe {self.name!r}", name, checks)
-            yield from _mistakes(name, value, checks[name])
+            if name not in known:
+                yield unknown_option(f"field of recipe {self.name!r}", name, known)
+            RECIPE_FIELDS[name].check(value)
         for pattern, value in self.precision.items():
             if not isinstance(value, str) or value not in (self.name, *_shipped()):
                 choices = dict.fromkeys((*_shipped(), self.name))
@@ -345,12 +352,6 @@ def recipe_from_dict(values: Mapping[str, Any]) -> Recipe:
     return Recipe(fields={k: v for k, v in values.items() if k not in about}, **about)
 
 
-def recipe_fields() -> dict[str, Check]:
-    """Return name -> check of every field of every scheme, the BF16 edges included."""
-    merged = {name: check for scheme in SCHEMES.values() for name, check in scheme.fields.items()}
-    return {**merged, **EDGES}
-
-
 @functools.cache
 def _shipped() -> dict[str, Path]:
     """Return name -> file. In a wheel the files are inside the package, in a checkout beside it."""
@@ -397,27 +398,3 @@ def _other_fields(recipe: object, taken: dict[str, Any]) -> Iterator[str]:
             allowed.append(dataclasses.replace(default, power_2_scale=power_of_two))
         if value not in allowed:
             yield f"{type(recipe).__name__}.{name}={value!r} is not supported: leave it at {default!r}"
-
-
-def _mistakes(name: str, value: object, check: Check) -> Iterator[str]:
-    """Yield a line if the value of a field does not pass its check."""
-    if isinstance(check, tuple):
-        if value not in check or isinstance(value, bool):
-            yield f"{name}={value!r}: choose one of {', '.join(map(repr, check))}"
-    elif check is bool:
-        if not isinstance(value, bool):
-            yield f"{name}={value!r}: give true or false"
-    elif check is dict:
-        patterns = list(value) if isinstance(value, Mapping) else [None]
-        if len(patterns) > MOST_PATTERNS or not all(
-            isinstance(pattern, str) and 0 < len(pattern) <= LONGEST_PATTERN for pattern in patterns
-        ):
-            yield f'{name}={value!r:.60}: give a table of patterns, such as {{"*.down_proj": "bf16"}}'
-    elif not isinstance(value, int) or isinstance(value, bool):
-        yield f"{name}={value!r}: give a whole number"
-    else:
-        least, most = 1 if name == "amax_history_len" else 0, LARGEST.get(name, 2**20)
-        if value < least:
-            yield f"{name}={value!r} is too small: give {least} or more"
-        if value > most:
-            yield f"{name}={value!r} is too large: give {most} or less"

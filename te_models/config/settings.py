@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
-from te_models.errors import ConfigError, NamedFields, field_values, mistyped, unknown
+from te_models.errors import ConfigError, NamedFields, check_known, field_values, mistyped
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -50,7 +50,7 @@ class Setting:
     default: Value = None
     field: str = ""
     group: str = EVERYDAY
-    choices: tuple[str, ...] = ()
+    choices: tuple[str | int, ...] = ()
     least: float = 0
     below: float = MOST
     above: bool = False
@@ -82,8 +82,6 @@ class Setting:
 
     def wrong_type(self, value: Value) -> str:
         """Return what a value of this setting is, such as "a whole number", if this is none; else an empty text."""
-        if value is None and self.default is None:
-            return ""
         if self.several:
             texts = [value] if isinstance(value, str) else value
             good = isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts)
@@ -94,11 +92,11 @@ class Setting:
 
     def check(self, value: Value) -> None:
         """Raise a ConfigError for a value of a wrong type or out of range."""
-        given = f"{self.name}={value!r}" if self.name == self.field else f"{self.flag} {value!r}"
+        given = f"{self.name}={value!r}" if self.field in (self.name, "") else f"{self.flag} {value!r}"
         if wanted := self.wrong_type(value):
             raise ConfigError(f"{given} is of a wrong type: give {wanted}")
-        if self.choices and value not in (*self.choices, None):
-            raise unknown(self.name, value, self.choices)
+        if self.choices:
+            check_known(self.name, value, self.choices)
         if isinstance(value, (int, float)):
             enough = value > self.least if self.above else value >= self.least
             if not (enough and value < self.below):
@@ -163,4 +161,5 @@ class Settings(NamedFields):
     def __post_init__(self) -> None:
         values = vars(self)
         for one in settings_of(type(self)):
-            one.check(values[one.field])
+            if not (one.default is None and values[one.field] is None):
+                one.check(values[one.field])

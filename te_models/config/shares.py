@@ -1,10 +1,23 @@
-"""Shares of a whole as they are written: 0.07 of 100 is 7, where the product of floating-point numbers is above 7."""
+"""Shares of a whole as they are written, and whole tensors shared out among ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 
 
 def share_of(share: float, whole: int) -> Fraction:
-    """Return `share` times `whole`, where `share` is the shortest decimal number that gives this float."""
+    """Return `share` times `whole`, where `share` is the shortest decimal number that gives this float.
+
+    0.07 of 100 is 7, where the product of floating-point numbers is above 7.
+    """
     return Fraction(str(float(share))) * whole
+
+
+def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Return the owner of each tensor of these sizes, a number below `ranks`: the largest first, to whom has least."""
+    owners, owned = [0] * len(sizes), [0] * ranks
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        owners[place] = owned.index(min(owned))
+        owned[owners[place]] += sizes[place]
+    return owners

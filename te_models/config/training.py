@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from te_models.config.recipe import list_recipes
 from te_models.config.settings import MOST, Settings, setting
 from te_models.config.shares import share_of
-from te_models.errors import ConfigError, unknown
+from te_models.errors import ConfigError, check_known
 
 PARALLEL = ("auto", "none", "ddp", "fsdp", "tp", "fsdp+tp", "fsdp+ep")
 SCHEDULES = ("cosine", "linear", "constant", "warmup-stable-decay")
@@ -157,8 +157,7 @@ class TrainConfig(Settings):
                     f"recipe_schedule={self.recipe_schedule!r}: write RECIPE@PLACE, a name and a share of the steps or "
                     'a number of them, such as "bf16@0.9"'
                 )
-            if name not in list_recipes():
-                raise unknown(f"recipe of recipe_schedule={self.recipe_schedule!r}", name, list_recipes())
+            check_known(f"recipe of recipe_schedule={self.recipe_schedule!r}", name, list_recipes())
             found.append((self._count(place), name))
         if [done for done, _ in found] != sorted({done for done, _ in found}):
             raise ConfigError(f"recipe_schedule={self.recipe_schedule!r}: give the changes in the order of their steps")

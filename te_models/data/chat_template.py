@@ -11,10 +11,11 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from te_models.data.json_files import read_file, read_json_object
 from te_models.errors import DataError, UsageError
+from te_models.files.formats import Document, Value
 
 SECONDS = 10
 BESIDE = "chat_template.jinja"
@@ -130,7 +131,7 @@ class _Process:
         if "error" in answer:
             raise DataError(f"the chat template is not valid Jinja: {answer['error']}")
 
-    def ask(self, request: Mapping[str, Any]) -> Any:
+    def ask(self, request: Document) -> Value:
         """Return the answer to a request; the process ends if it takes too long."""
         try:
             line = json.dumps({**request, "seconds": SECONDS}).encode() + b"\n"

@@ -19,14 +19,13 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from te_models.config.shares import share_of
-from te_models.data.encoding import Encoded, encode_documents, fit_records
+from te_models.data.encoding import Encoded, encode_documents, keep_fitting
 from te_models.data.formats import Document
 from te_models.data.packing import CutEpoch, Epoch, RecordEpoch, check_windows, repeats, stack_windows
 from te_models.data.tokenizer import Tokenizer, end_of_text
@@ -110,7 +109,9 @@ class TokenDataset:
         self._sources = list(sources or [])
         self.whole = packing == "none" or (packing == "documents" and bool(documents.records.any()))
         if self.whole:
-            documents = self._fitted(documents, tokenizer, truncate, limit)
+            kept, documents, lines = keep_fitting(documents, tokenizer, seq_len, truncate, limit)
+            self.weights = None if weights is None else weights[kept]
+            self.remarks += lines
         self._encoded = documents
         self._pad = end_of_text(tokenizer) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         if shuffle and not self.whole and self.num_tokens < seq_len:
@@ -214,17 +215,6 @@ class TokenDataset:
         self.seed, self._cached = state["seed"], (-1, self._in_order)
         self._epoch, self._position = state["epoch"], state["position"]
 
-    def _fitted(self, encoded: Encoded, tokenizer: Tokenizer, truncate: str, limit: int | None) -> Encoded:
-        """Return the documents without records that do not fit, and say so in the remarks."""
-        kept, fitted, fit = fit_records(encoded, self.seq_len, truncate, tokenizer.bos_token_id)
-        how = (self.seq_len, truncate, limit)
-        if not len(kept):
-            raise DataError(f"no record is left: {'; '.join(fit.describe(len(encoded), *how))}")
-        if self.weights is not None:
-            self.weights = self.weights[kept]
-        self.remarks += fit.describe(int(encoded.records.sum()), *how)
-        return fitted
-
     def _hash_data(self) -> int:
         """Hash everything that a position depends on: tokens, ends of documents and prompts, windows, shuffle."""
         encoded, kind = self._encoded, f"{self.seq_len} {self.shuffle}"
@@ -242,7 +232,7 @@ class TokenDataset:
         return int.from_bytes(digest.digest(), "big")
 
     def _lay(self, order: NDArray[np.int64], random: np.random.Generator | None) -> Epoch:
-        kind: Any = RecordEpoch if self.whole else CutEpoch
+        kind = RecordEpoch if self.whole else CutEpoch
         return kind(self._encoded, order, self.seq_len, self.packing, self._pad, random)
 
     def _shuffled(self, epoch: int) -> Epoch:

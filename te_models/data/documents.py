@@ -17,7 +17,7 @@ from te_models.config.shares import share_of
 from te_models.data.files import HELP, find_files, walk
 from te_models.data.formats import Document
 from te_models.data.rows import file_ranges, read_range
-from te_models.errors import DataError, UsageError, plural
+from te_models.errors import DataError, plural
 
 _NOT_CORPUS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "pydoc_data"}
 
@@ -64,10 +64,9 @@ def split_documents(
     cut at a line break, and its end is for evaluation.
 
     Raises:
-        UsageError: `eval_fraction` is not between 0 and 1.
         DataError: one side would be empty.
     """
-    if len(documents) == 1 and 0 < eval_fraction < 1:
+    if len(documents) == 1:
         return _cut(documents[0], eval_fraction)
     sides: tuple[list[Document], list[Document]] = ([], [])
     for document, aside in zip(documents, in_evaluation(documents, eval_fraction, seed).tolist(), strict=True):
@@ -79,11 +78,8 @@ def in_evaluation(documents: Sequence[Document], eval_fraction: float, seed: int
     """Return which documents `split_documents` evaluates on, bool [D]; it cuts a single one itself.
 
     Raises:
-        UsageError: `eval_fraction` is not between 0 and 1.
         DataError: one side would be empty.
     """
-    if not 0 < eval_fraction < 1:
-        raise UsageError(f"eval_fraction={eval_fraction} is out of range: give a share between 0 and 1, such as 0.05")
     hashes = [hash_document(seed, document) for document in documents]
     distinct = sorted(set(hashes))
     if len(distinct) < 2:

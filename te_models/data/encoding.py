@@ -21,6 +21,7 @@ from te_models.data.chat_template import ChatTemplate, Rendered
 from te_models.data.formats import THOUGHTS, Document
 from te_models.data.tokenizer import Tokenizer, end_of_text
 from te_models.errors import DataError, plural
+from te_models.files.formats import Fields
 
 _BATCH = 32  # conversations rendered at once
 _BATCH_CHARACTERS = 2**20
@@ -210,6 +211,21 @@ def fit_records(
     return kept, fitted if keep.all() and not cut else fitted.select(kept), Fit(too_long, longest, cut, unanswered)
 
 
+def keep_fitting(
+    encoded: Encoded, tokenizer: Tokenizer, seq_len: int, truncate: str, limit: int | None = None
+) -> tuple[NDArray[np.int64], Encoded, list[str]]:
+    """Return the indices of the documents that `fit_records` keeps, these documents, and lines about the others.
+
+    Raises:
+        DataError: none is left.
+    """
+    kept, fitted, fit = fit_records(encoded, seq_len, truncate, tokenizer.bos_token_id)
+    if not len(kept):
+        lines = fit.describe(len(encoded), seq_len, truncate, limit)
+        raise DataError(f"no record is left: {'; '.join(lines)}")
+    return kept, fitted, fit.describe(int(encoded.records.sum()), seq_len, truncate, limit)
+
+
 def _encode_conversations(
     documents: Sequence[Document], tokenizer: Tokenizer
 ) -> Iterator[tuple[NDArray[np.integer], NDArray[np.bool_]]]:
@@ -273,7 +289,7 @@ def _render(template: ChatTemplate, documents: Sequence[Document]) -> list[Rende
     return found
 
 
-def _prefixes(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _prefixes(record: Fields) -> Iterator[Fields]:
     """Yield a conversation, and for each answer the turns before it with the generation prompt, and those up to it."""
     yield record
     for number, message in enumerate(record["messages"]):
@@ -299,7 +315,7 @@ def _answer(whole: str, before: str, after: str, turn: int, document: Document) 
     return len(before), len(after)
 
 
-def _check_calls(rendered: Rendered, messages: Sequence[Mapping[str, Any]], document: Document) -> None:
+def _check_calls(rendered: Rendered, messages: Sequence[Fields], document: Document) -> None:
     """Raise DataError if a template leaves out tool calls: an answer of nothing else would teach to end at once."""
     turns = [(number, message) for number, message in enumerate(messages, 1) if message["role"] == "assistant"]
     places = rendered.answers if len(rendered.answers) == len(turns) else [(0, len(rendered.text))] * len(turns)

@@ -13,9 +13,10 @@ import stat
 from collections.abc import Collection, Iterator
 from fnmatch import fnmatch
 from pathlib import PurePosixPath
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import fsspec
+from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from te_models.errors import DataError, DataUnavailable, TeModelsError, UsageError, needs
@@ -35,7 +36,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(#[\w.-]+(/[\w.-]+
 _ABOUT_DATA = ("readme", "license", "licence", "dataset_info", "dataset_infos", "state", "changelog")
 
 
-def find_files(path: str) -> tuple[object, list[str]]:
+def find_files(path: str) -> tuple[AbstractFileSystem | None, list[str]]:
     """Find the files of a corpus: a file, a folder (recursive, without hidden files), a glob, a URL or a Hub dataset.
 
     In a folder with JSONL, JSON, CSV or Parquet files, those that are about the data (README, LICENSE,
@@ -80,7 +81,7 @@ def is_hub_name(path: str) -> bool:
     return _HUB_NAME.fullmatch(path) is not None and not known and not os.path.lexists(name.split("/")[0])
 
 
-def text_bytes(system: Any, file: str) -> int:
+def text_bytes(system: AbstractFileSystem, file: str) -> int:
     """Return the size of a file, or if it is compressed an estimate of the size of its text."""
     return (_EXPANSION if compression_of(file) else 1) * (system.size(file) or 0)
 
@@ -179,7 +180,7 @@ def _refuse(error: OSError) -> None:
     raise error
 
 
-def _find(system: Any, root: str) -> list[str]:
+def _find(system: AbstractFileSystem, root: str) -> list[str]:
     """Return the files below a remote folder, without hidden ones and __pycache__, or matching a glob; sorted."""
     if system.isfile(root):
         return [root]
@@ -189,7 +190,7 @@ def _find(system: Any, root: str) -> list[str]:
     return sorted(file for file, parts in below.items() if not any(p[0] == "." or p == "__pycache__" for p in parts))
 
 
-def _matching(system: Any, pattern: str) -> list[str]:
+def _matching(system: AbstractFileSystem, pattern: str) -> list[str]:
     """Return the files that match a glob, sorted; hidden ones only where the glob names them."""
     named = [part for part in PurePosixPath(pattern).parts if part.startswith(".")]
 

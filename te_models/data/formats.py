@@ -15,7 +15,6 @@ import difflib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from te_models.errors import DataError
 
@@ -36,7 +35,7 @@ _ANSWERED = ("completion", "answer", "response", "output", "reply")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # of a turn; templates know it by one of these names
 _TURN_FIELDS = ("tool_calls", "tool_call_id", "name", *THOUGHTS, "weight")
 _ANSWER_FIELDS = ("content", "tool_calls", *THOUGHTS)
-_KINDS = {
+_KINDS: Mapping[type, str] = {
     type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a string", list: "a list",
     dict: "an object",
 }  # fmt: skip
@@ -105,7 +104,9 @@ def row_document(row: Mapping[str, object], columns: Mapping[str, str], place: s
     if kind == TEXT:
         return Document(_text(renamed, "text", place), None, place, source)
     if kind == PAIRS and not _has_turns(renamed["prompt"], columns):
-        return Document(_answer(renamed, "completion", place), _text(renamed, "prompt", place), place, source)
+        return Document(
+            _text(renamed, "completion", place, answer=True), _text(renamed, "prompt", place), place, source
+        )
     messages = [_unlearned_if_empty(message) for message in _conversation(renamed, kind, columns, place)]
     variables: dict[str, object] = {"messages": messages}
     tools, older = _parsed(renamed.get("tools")), _parsed(renamed.get("functions"))
@@ -178,7 +179,9 @@ def misspelled(columns: Mapping[str, str], row: Collection[str], place: str) -> 
     return None
 
 
-def _conversation(row: Mapping[str, Any], kind: str, columns: Mapping[str, str], place: str) -> list[dict[str, Any]]:
+def _conversation(
+    row: Mapping[str, object], kind: str, columns: Mapping[str, str], place: str
+) -> list[dict[str, object]]:
     """Return the messages of a row, checked and in OpenAI's form."""
     if kind == ALPACA:
         return _alpaca(row, place)
@@ -189,14 +192,16 @@ def _conversation(row: Mapping[str, Any], kind: str, columns: Mapping[str, str],
     messages = _turns(row, name, columns, place)
     system = row.get("system")
     if isinstance(system, str) and system and (not messages or messages[0]["role"] != "system"):
-        messages = [{"role": "system", "content": system}, *messages]
+        messages.insert(0, {"role": "system", "content": system})
     return messages
 
 
-def _alpaca(row: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
-    texts = {"instruction": _text(row, "instruction", place), "output": _answer(row, "output", place)}
+def _alpaca(row: Mapping[str, object], place: str) -> list[dict[str, object]]:
+    texts = {"instruction": _text(row, "instruction", place), "output": _text(row, "output", place, answer=True)}
     extra = {name: _text(row, name, place) for name in ("input", "system") if row.get(name) is not None}
-    messages = [{"role": "system", "content": extra["system"]}] if extra.get("system") else []
+    messages: list[dict[str, object]] = []
+    if extra.get("system"):
+        messages.append({"role": "system", "content": extra["system"]})
     history = _parsed(row.get("history")) or []
     for turn in history if isinstance(history, list) else [None]:
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
@@ -236,7 +241,7 @@ def _message(turn: object, columns: Mapping[str, str], place: str) -> dict[str, 
     calls = _tool_calls(kept.pop("tool_calls", None) or turn.get("function_call"), place)
     content = turn.get(found[1])
     if role.lower() == "function_call":
-        calls, content = calls or _called(content, place), ""
+        calls, content = calls or _tool_calls(content, place), ""
     if content is None and not calls and found[1] not in turn:
         raise DataError(f"{place} has no {found[1]!r}: fill it in")
     return {
@@ -288,14 +293,6 @@ def _tool_calls(calls: object, place: str) -> list[dict[str, object]]:
     return found
 
 
-def _called(content: object, place: str) -> list[dict[str, object]]:
-    """Return the tool calls in the text of ShareGPT's function_call."""
-    called = _parsed(content)
-    if not isinstance(called, dict | list):
-        raise DataError(f"{place} is a function_call without a JSON object of name and arguments: write it so")
-    return _tool_calls(called if isinstance(called, list) else [called], place)
-
-
 def _parsed(value: object) -> object:
     """Return a list or object that is written as JSON, as in a cell of a table; any other value as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
@@ -314,13 +311,9 @@ def _has_turns(prompt: object, columns: Mapping[str, str]) -> bool:
     return written if isinstance(prompt, str) else isinstance(turns, list)
 
 
-def _answer(row: Mapping[str, object], name: str, place: str) -> str:
-    """Return the text of an answer; one that is null is empty, as in a message."""
-    return "" if row[name] is None else _text(row, name, place)
-
-
-def _text(row: Mapping[str, object], name: str, place: str) -> str:
-    value = row[name]
+def _text(row: Mapping[str, object], name: str, place: str, answer: bool = False) -> str:
+    """Return the text of a column; an `answer` that is null is empty, as in a message."""
+    value = "" if answer and row[name] is None else row[name]
     if not isinstance(value, str):
         raise DataError(f"{place}: {name!r} is {_kind(value)}, not a string: write it as one, or leave the record out")
     return _encodable(value, f"{place}: {name!r}")
@@ -346,7 +339,7 @@ def _rendered(variables: Mapping[str, object], place: str) -> str:
         ) from None
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "an empty list" if value == [] else _KINDS.get(type(value), type(value).__name__)
 
 

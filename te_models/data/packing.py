@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,41 +15,29 @@ from torch import Tensor
 
 from te_models.config.data import PACKINGS
 from te_models.data.encoding import Encoded
-from te_models.errors import UsageError, unknown
+from te_models.errors import UsageError, check_known
 from te_models.model.targets import IGNORED
 
 GROUP = 4096  # records that are packed together: the fuller windows, the larger
 
 Window = dict[str, NDArray[np.int64]]
+# The ids of a window, which of them the loss counts, and which begin a document, [seq_len] each.
+Marked = tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]
 
 
-class Epoch(Protocol):
-    """The windows of an epoch."""
-
-    num_windows: int
-
-    def window(self, index: int) -> Window:
-        """Return one window, which has a counted label."""
-        ...
-
-    def padding(self) -> float:
-        """Return the share of padding among all tokens."""
-        ...
-
-
-class CutEpoch:
-    """Documents back to back, cut into windows of `seq_len` tokens; the last one is filled up with padding.
-
-    Windows with nothing to predict are left out: a last one of one token, or one inside a long prompt.
+class Epoch(ABC):
+    """The windows of an epoch; each has a counted label after its first token.
 
     Args:
         encoded: the documents.
         order: int64, the documents in the order of the epoch.
         seq_len: tokens per window.
-        packing: "stream", or "documents" to keep attention inside each document.
+        packing: "stream", "documents" to keep attention inside each document, or "none".
         pad: id of padding.
         random: draws the order of the windows; None keeps it.
     """
+
+    num_tokens: int
 
     def __init__(
         self,
@@ -60,22 +49,45 @@ class CutEpoch:
         random: np.random.Generator | None,
     ) -> None:
         self.encoded, self.order, self.seq_len, self.packing, self.pad = encoded, order, seq_len, packing, pad
-        lengths = encoded.lengths[order]
-        self.starts, self.num_tokens = np.cumsum(lengths) - lengths, int(lengths.sum())
-        windows = math.ceil(self.num_tokens / seq_len)
-        self.windows = np.arange(windows) if random is None else random.permutation(windows)
-        self.windows = self.windows[[self._counts(int(place)) for place in self.windows]]
-        self.num_windows = len(self.windows)
+        count = self._lay()
+        self.windows = np.arange(count) if random is None else random.permutation(count)
+        self.num_windows = count
 
     def window(self, index: int) -> Window:
-        """Return one window; positions after the last token are padding, as a document of its own."""
-        return self._window(int(self.windows[index]))
+        """Return one window; its padding is a document of its own."""
+        return pack_window(*self.marked_window(index), self.packing)
 
     def padding(self) -> float:
         """Return the share of padding among all tokens."""
         return max(0.0, 1 - self.num_tokens / max(1, self.num_windows * self.seq_len))
 
-    def _window(self, place: int) -> Window:
+    @abstractmethod
+    def _lay(self) -> int:
+        """Lay the documents into windows; return how many."""
+
+    @abstractmethod
+    def marked_window(self, index: int) -> Marked:
+        """Return one window before it is packed."""
+
+
+class CutEpoch(Epoch):
+    """Documents back to back, cut into windows of `seq_len` tokens; the last one is filled up with padding.
+
+    Windows with nothing to predict are left out: a last one of one token, or one inside a long prompt.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.windows = self.windows[[self._counts(index) for index in range(self.num_windows)]]
+        self.num_windows = len(self.windows)
+
+    def _lay(self) -> int:
+        lengths = self.encoded.lengths[self.order]
+        self.starts, self.num_tokens = np.cumsum(lengths) - lengths, int(lengths.sum())
+        return math.ceil(self.num_tokens / self.seq_len)
+
+    def marked_window(self, index: int) -> Marked:
+        place = int(self.windows[index])
         positions = np.arange(place * self.seq_len, (place + 1) * self.seq_len)
         slots = np.searchsorted(self.starts, positions, side="right") - 1
         document, offset = self.order[slots], positions - self.starts[slots]
@@ -87,48 +99,34 @@ class CutEpoch:
         if self.encoded.counted is not None:
             counted[inside] = self.encoded.counted[at]
         firsts = np.where(inside, offset == 0, positions == self.num_tokens)
-        return pack_window(ids, counted, firsts, self.packing)
+        return ids, counted, firsts
 
-    def _counts(self, place: int) -> bool:
+    def _counts(self, index: int) -> bool:
         """Return whether a window has a counted label after its first token."""
-        whole = (place + 1) * self.seq_len <= self.num_tokens
+        whole = (int(self.windows[index]) + 1) * self.seq_len <= self.num_tokens
         if self.encoded.counted is None and whole and self.seq_len > 2:
             return True  # a document has two tokens or more
-        return bool((self._window(place)["labels"][1:] != IGNORED).any())
+        return bool((self.window(index)["labels"][1:] != IGNORED).any())
 
 
-class RecordEpoch:
+class RecordEpoch(Epoch):
     """Whole records, several to a window where they fit; texts among them are cut at `seq_len` tokens.
 
-    Takes CutEpoch's arguments; the packing "none" gives each record a window of its own. Every record must fit into a
-    window and have a counted label after its first token (te_models.data.encoding.fit_records).
+    The packing "none" gives each record a window of its own. Every record must fit into a window and have a counted
+    label after its first token (te_models.data.encoding.fit_records).
     """
 
-    def __init__(
-        self,
-        encoded: Encoded,
-        order: NDArray[np.int64],
-        seq_len: int,
-        packing: str,
-        pad: int,
-        random: np.random.Generator | None,
-    ) -> None:
-        self.encoded, self.seq_len, self.packing, self.pad = encoded, seq_len, packing, pad
-        starts, lengths = cut_texts(encoded.starts[order], encoded.lengths[order], seq_len)
-        if packing == "none":
+    def _lay(self) -> int:
+        starts, lengths = cut_texts(self.encoded.starts[self.order], self.encoded.lengths[self.order], self.seq_len)
+        if self.packing == "none":
             pieces, self.bounds = np.arange(len(lengths)), np.arange(len(lengths) + 1)
         else:
-            pieces, self.bounds = pack_records(lengths, seq_len)
+            pieces, self.bounds = pack_records(lengths, self.seq_len)
         self.starts, self.lengths = starts[pieces], lengths[pieces]
-        self.num_windows = len(self.bounds) - 1
-        self.windows = np.arange(self.num_windows) if random is None else random.permutation(self.num_windows)
+        self.num_tokens = int(lengths.sum())
+        return len(self.bounds) - 1
 
-    def window(self, index: int) -> Window:
-        """Return one window; its padding is a document of its own."""
-        return pack_window(*self.marked_window(index), self.packing)
-
-    def marked_window(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return the ids of one window, which of them the loss counts, and which begin a document, [seq_len] each."""
+    def marked_window(self, index: int) -> Marked:
         pieces = slice(self.bounds[self.windows[index]], self.bounds[self.windows[index] + 1])
         starts, lengths = self.starts[pieces], self.lengths[pieces]
         total, begins = int(lengths.sum()), np.cumsum(lengths) - lengths
@@ -140,10 +138,6 @@ class RecordEpoch:
         firsts[begins] = True
         firsts[total : total + 1] = True
         return ids, counted, firsts
-
-    def padding(self) -> float:
-        """Return the share of padding among all tokens."""
-        return 1 - int(self.lengths.sum()) / max(1, self.num_windows * self.seq_len)
 
 
 def cut_texts(
@@ -207,8 +201,7 @@ def check_windows(seq_len: int, batch_size: int, packing: str) -> None:
         raise UsageError(
             f"seq_len={seq_len} and batch_size={batch_size} are out of range: give at least 2 tokens and 1 window"
         )
-    if packing not in PACKINGS:
-        raise unknown("packing", packing, PACKINGS)
+    check_known("packing", packing, PACKINGS)
 
 
 def repeats(weights: NDArray[np.float64], epoch: int) -> NDArray[np.int64]:

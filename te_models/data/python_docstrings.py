@@ -8,13 +8,13 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
-import os
 import sysconfig
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from te_models.data.documents import Document
+from te_models.data.files import walk
+from te_models.data.formats import Document
 from te_models.errors import DataError
 
 PYTHON_DOCSTRINGS = "python-docstrings"  # its name in --data
@@ -24,7 +24,7 @@ EVAL_FRACTION = 0.08
 MAX_EVAL_SHARE = 0.01  # of all pairs, that a module held out may have: none makes up most of the evaluation
 
 _NOT_READ = {  # tests, generated tables, programs, and code of other projects
-    "__phello__", "__pycache__", "ctypes/macholib", "dist-packages", "encodings", "ensurepip", "idlelib", "lib-dynload",
+    "__phello__", "__pycache__", "dist-packages", "encodings", "ensurepip", "idlelib", "lib-dynload",
     "lib2to3", "msilib", "pydoc_data", "site-packages", "test", "tests", "turtledemo",
 }  # fmt: skip
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -114,10 +114,6 @@ def _top_level(pair: Document) -> str:
 
 def _source_files(root: Path) -> list[Path]:
     """Return the modules of the standard library that are read, sorted."""
-    found = []
-    for folder, subfolders, names in os.walk(root):
-        below = Path(folder).relative_to(root)
-        subfolders[:] = [n for n in subfolders if n not in _NOT_READ and (below / n).as_posix() not in _NOT_READ]
-        subfolders[:] = [name for name in subfolders if not name.startswith((".", "config-"))]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(found)
+    found = [Path(file) for file in walk(str(root), _NOT_READ) if file.endswith(".py")]
+    names = ((file, file.relative_to(root).as_posix()) for file in found)
+    return sorted(file for file, name in names if not name.startswith(("config-", "ctypes/macholib/")))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 from te_models.config.data import MAX_WEIGHT, split_weight
 from te_models.data.files import file_format, find_files, open_bytes, readable_errors, text_bytes
-from te_models.data.formats import TEXT, Document, misspelled, recognize, rename, row_document
+from te_models.data.formats import TEXT, Document, misspelled, recognize, rename, row_document, without_nulls
 from te_models.data.rows import TEXT as TEXT_FILE
 from te_models.data.rows import FileRange, file_ranges, first_row
 from te_models.errors import DataError, UsageError
@@ -74,10 +75,9 @@ def open_sources(paths: Sequence[str], columns: Mapping[str, str], required: boo
         if weight is not None and not 0 < weight <= MAX_WEIGHT:
             raise UsageError(f"{given}: the weight {weight:g} is out of range: give above 0 and at most {MAX_WEIGHT:,}")
         system, files = find_files(path)
-        found = _first_rows(system, files, path, columns)
-        for row in found.rows:
-            renamed = renamed or not columns.keys().isdisjoint((*row, *_turn_fields(row)))
-        sources.append(Source(path, weight or 1.0, tuple(files), system, found.format, found.talks))
+        kind, row, talks = _first_row(system, files, path, columns)
+        renamed = renamed or not columns.keys().isdisjoint((*row, *_turn_fields(row)))
+        sources.append(Source(path, weight or 1.0, tuple(files), system, kind, talks))
     if required and columns and not renamed:
         shown = ", ".join(map(repr, columns))
         raise UsageError(
@@ -86,17 +86,10 @@ def open_sources(paths: Sequence[str], columns: Mapping[str, str], required: boo
     return sources
 
 
-@dataclass(frozen=True)
-class _Found:
-    """The format of a source, and the first rows that were read to recognize it."""
-
-    format: str
-    rows: Sequence[Mapping[str, object]] = ()
-    talks: bool = False
-
-
-def _first_rows(system: object, files: Sequence[str], path: str, columns: Mapping[str, str]) -> _Found:
-    """Recognise the format of a source by its first row, which is checked as a whole.
+def _first_row(
+    system: object, files: Sequence[str], path: str, columns: Mapping[str, str]
+) -> tuple[str, Mapping[str, object], bool]:
+    """Return the format of a source, its first row, which is checked as a whole, and whether that is a conversation.
 
     Files whose suffix says that they hold rows come first; without any, the first file that is not empty decides.
     """
@@ -106,7 +99,7 @@ def _first_rows(system: object, files: Sequence[str], path: str, columns: Mappin
         if part is None or (part.group == TEXT_FILE and not _has_text(part)):
             continue
         if part.group == TEXT_FILE:
-            return _Found("text files")
+            break
         if (first := first_row(part, columns)) is None:
             continue
         row, place = first
@@ -121,8 +114,8 @@ def _first_rows(system: object, files: Sequence[str], path: str, columns: Mappin
                     f"{other.path}: a text file among records of the format {kind}, which would be trained on as raw "
                     "text: choose files with a glob, or give it as --data of its own"
                 )
-        return _Found(kind, [row], document.conversation is not None)
-    return _Found("text files")
+        return kind, row, document.conversation is not None
+    return "text files", {}, False
 
 
 def _first_range(system: object, file: str) -> FileRange | None:
@@ -140,3 +133,61 @@ def _turn_fields(row: Mapping[str, object]) -> list[str]:
     """Return the names of the fields that the turns of a conversation have."""
     lists = [value for value in row.values() if isinstance(value, list)]
     return [name for turns in lists for turn in turns if isinstance(turn, dict) for name in turn]
+
+
+Formatting = Callable[
+    [Mapping[str, object]], object
+]  # a record -> its text, its messages, or a dict with a format's fields
+
+
+def is_records(data: object) -> TypeGuard[Iterable[object]]:
+    """Return whether `data` is records rather than a path or a list of paths."""
+    if data is None or isinstance(data, str | os.PathLike) or not isinstance(data, Iterable):
+        return False
+    return not isinstance(data, list | tuple) or not all(isinstance(member, str | os.PathLike) for member in data)
+
+
+def read_records(data: Iterable[Any], columns: Mapping[str, str], formatting: Formatting | None, name: str) -> Source:
+    """Return the source of records, which has their documents and no files.
+
+    Args:
+        data: the records; read once, as a whole.
+        columns: your column names -> those of the formats (te_models.config.data.parse_columns).
+        formatting: makes of each record a text, a list of messages, or a dict with the fields of a format.
+        name: of the data, in messages.
+
+    Raises:
+        DataError: there is no record, one is of no known format, or texts are among records.
+        UsageError: `formatting` returns something else.
+    """
+    if isinstance(data, Mapping):
+        raise UsageError(f"{name} is a {type(data).__name__}: give a list of records, or one split of a DatasetDict")
+    documents, first = [], None
+    for number, record in enumerate(data, start=1):
+        place = f"{name}, record {number}"
+        row = _formatted(record if formatting is None else formatting(record), place, formatting is not None)
+        if first is None:
+            if (wrong := misspelled(columns, row, place)) is not None:
+                raise UsageError(wrong)
+            first = row
+        documents.append(row_document(row, columns, place, name))
+    if first is None:
+        raise DataError(f"{name} has no record: give at least one")
+    kind, talks = str(recognize(rename(first, columns))), documents[0].conversation is not None
+    return Source(name, 1.0, (), None, kind, talks, documents)
+
+
+def _formatted(made: object, place: str, by_function: bool) -> dict[str, object]:
+    """Return the fields of a record; a list of messages, and a text that a function made, get the names of theirs."""
+    if isinstance(made, Mapping):
+        return {name: without_nulls(value) for name, value in made.items()}
+    if isinstance(made, list):
+        return {"messages": made}
+    if isinstance(made, str) and by_function:
+        return {"text": made}
+    if by_function:
+        raise UsageError(
+            f"{place}: formatting returned a {type(made).__name__}: return a text, a list of messages, or a dict such "
+            "as {'prompt': ..., 'completion': ...}"
+        )
+    raise DataError(f"{place} is a {type(made).__name__}: give a dict, such as {{'text': ...}}, or a list of messages")

@@ -31,7 +31,6 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import lru_cache, partial
 from multiprocessing import resource_tracker
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +47,7 @@ from te_models.data.sources import Source
 from te_models.data.tokenizer import Tokenizer
 from te_models.distributed.control import Ranks
 from te_models.errors import DataError, DataUnavailable, UsageError, plural
+from te_models.files.formats import Fields
 
 MAX_LANES = 64
 LANE_BYTES = 2**30  # limit of the text in all lanes of one process, which bounds their number where chunks are large
@@ -83,7 +83,7 @@ class StreamingDataset:
         chunk_bytes: approximate text per chunk.
 
     Raises:
-        UsageError: an argument is out of range.
+        UsageError: sizes out of range.
         DataError: no files, or files that cannot be read.
     """
 
@@ -109,13 +109,6 @@ class StreamingDataset:
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         check_windows(seq_len, batch_size, packing)
-        some_lanes = num_lanes is None or num_lanes > 0
-        if not (0 <= rank < world_size and 0 <= eval_fraction < 1 and num_workers >= 0 and some_lanes):
-            raise UsageError(
-                f"rank={rank}, world_size={world_size}, eval_fraction={eval_fraction}, num_workers={num_workers} or "
-                f"num_lanes={num_lanes} is out of range: give 0 <= rank < world_size, a share below 1, "
-                "0 or more workers and 1 or more lanes"
-            )
         self.seq_len, self.batch_size, self.seed, self.packing = seq_len, batch_size, seed, packing
         self.shuffle, self.rank, self.world_size, self.num_workers = shuffle, rank, world_size, num_workers
         self.ranks = ranks or Ranks()
@@ -188,7 +181,7 @@ class StreamingDataset:
         state = {"windows": self._next_window, "fingerprint": self.fingerprint, "lanes": positions}
         return merge_states(self.ranks.gather(state))
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Fields) -> None:
         """Continue with the batch that would have followed when `state` was taken, on any number of ranks.
 
         Raises:
@@ -383,7 +376,7 @@ class Lane:
         return self.data.next_place(self.number, self.epoch, self.place + 1)
 
 
-def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
+def merge_states(states: list[Fields]) -> Fields:
     """Combine the states of all ranks into one."""
     return {**states[0], "lanes": {lane: at for state in states for lane, at in state["lanes"].items()}}
 

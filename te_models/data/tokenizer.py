@@ -18,7 +18,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +35,7 @@ from te_models.data.json_files import read_json_object
 from te_models.data.tokenizer_conversion import convert_tokenizer
 from te_models.errors import DataError, needs
 from te_models.files.atomic import first_line
+from te_models.files.formats import Fields
 from te_models.interop.hf import hugging_face_documents
 from te_models.interop.hf_writing import tokenizer_files
 from te_models.interop.hub import local_folder
@@ -92,7 +92,7 @@ class Tokenizer(ABC):
         """Return the text of `ids`; special and unknown ids are skipped, invalid UTF-8 becomes U+FFFD."""
 
     @abstractmethod
-    def _documents(self) -> dict[str, Any]:
+    def _documents(self) -> Fields:
         """Return the JSON of its files, by name without suffix, with a chat template only if they came with one."""
 
     def documents(self) -> dict[str, object]:
@@ -299,7 +299,7 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
-    def _documents(self) -> dict[str, Any]:
+    def _documents(self) -> Fields:
         vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
         special = {f"{role}_token": f"<{role}>" for role in _ROLES}
         model = {"type": "BPE", "byte_fallback": True, "merges": []}
@@ -391,7 +391,7 @@ class HuggingFaceTokenizer(Tokenizer):
         with _library_errors(self._file, "decoding failed"):
             return self._backend.decode([i for i in ids if i not in special], skip_special_tokens=True)
 
-    def _documents(self) -> dict[str, Any]:
+    def _documents(self) -> Fields:
         """Return tokenizer as it was read, and tokenizer_config with the special tokens in use."""
         ids = {"bos": self.bos_token_id, "eos": self.eos_token_id, "pad": self.pad_token_id}
         special = {f"{role}_token": self._backend.id_to_token(i) for role, i in ids.items() if i is not None}
@@ -399,7 +399,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return {"tokenizer": self._document, "tokenizer_config": config}
 
 
-def _special_id(role: str, documents: Iterable[dict[str, Any]], token_to_id: Callable[[str], int | None]) -> int | None:
+def _special_id(role: str, documents: Iterable[Fields], token_to_id: Callable[[str], int | None]) -> int | None:
     """Return the id of a role's token from the first document that names the token or its id.
 
     Ids that no vocabulary has, such as -1, count as none.

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,17 +17,17 @@ from te_models.config.data import DataConfig, parse_columns
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.documents import in_evaluation, load_documents, refuse_mixture, split_documents
-from te_models.data.encoding import Encoded, encode_documents, fit_records
+from te_models.data.encoding import Encoded, encode_documents, keep_fitting
 from te_models.data.files import COMPRESSIONS
 from te_models.data.formats import Document
 from te_models.data.json_files import read_file
-from te_models.data.own_records import Formatting, is_records, read_records
 from te_models.data.python_docstrings import PYTHON_DOCSTRINGS, python_docstrings
-from te_models.data.sources import Source, open_sources
+from te_models.data.sources import Formatting, Source, is_records, open_sources, read_records
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer, load_tokenizer
 from te_models.distributed.control import Ranks
 from te_models.errors import DataError, UsageError, plural
+from te_models.files.formats import Fields
 
 OWN, OWN_EVALUATION = "the data in memory", "the evaluation data in memory"
 STREAMED_BYTES = 2**30  # larger corpora are streamed by default
@@ -139,7 +139,7 @@ class _Opening:
     ranks: Ranks | None
 
     @property
-    def share(self) -> dict[str, Any]:
+    def share(self) -> Fields:
         """The arguments that all datasets of the run have in common."""
         return dict(
             batch_size=self.config.batch_size,
@@ -159,14 +159,14 @@ class _Opening:
     def in_memory(self) -> tuple[TokenDataset, list[dict[str, Tensor]]]:
         """Read all documents, leave out what does not fit, and split them."""
         documents, weights, held_out = self._load()
-        remarks = self._describe_sources() + self._template()
+        remarks = [source.describe() for source in self.sources] + self._template()
         refuse_mixture(documents, self.records(self.sources))
         if len(documents) == 1 and not held_out and not documents[0].is_record:
             documents, held_out = split_documents(documents, self._eval_split(EVAL_SPLIT), self.config.seed)
         whole = any(document.is_record for document in documents)
         encoded = encode_documents(documents, self.tokenizer, begin_prompts=whole)
         if whole:
-            encoded, kept, lines = self._fit(encoded)
+            kept, encoded, lines = keep_fitting(encoded, self.tokenizer, self.config.seq_len, self.settings.truncate)
             documents, weights = [documents[i] for i in kept], weights[kept]
             remarks += lines
         if held_out:
@@ -190,7 +190,8 @@ class _Opening:
         """Index the corpus, and read as much of it as evaluation needs."""
         settings = self.settings
         share = 0.0 if settings.eval_data else self._eval_split(STREAMED_EVAL_SPLIT)
-        remarks = self._describe_sources() + self._template()  # before the dataset, whose position depends on it
+        remarks = [source.describe() for source in self.sources]
+        remarks += self._template()  # before the dataset, whose position depends on it
         dataset = StreamingDataset(
             self.sources,
             self.tokenizer,
@@ -254,19 +255,9 @@ class _Opening:
         marks = self.tokenizer.chat_template().marks_answers
         return [f"answers found by {'the marks in' if marks else 'prefixes of'} the chat template's text"]
 
-    def _fit(self, encoded: Encoded) -> tuple[Encoded, NDArray[np.int64], list[str]]:
-        """Return the records that fit a window, their indices, and lines about the others."""
-        kept, fitted, fit = fit_records(
-            encoded, self.config.seq_len, self.settings.truncate, self.tokenizer.bos_token_id
-        )
-        lines = fit.describe(int(encoded.records.sum()), self.config.seq_len, self.settings.truncate)
-        if not len(kept):
-            raise DataError(f"no record is left: {'; '.join(lines)}")
-        return fitted, kept, lines
-
     def _evaluation(self, encoded: Encoded) -> TokenDataset:
         """Return the dataset to evaluate on, whose remarks describe it."""
-        options: dict[str, Any] = dict(**self.share, shuffle=False, truncate=self.settings.truncate)
+        options: Fields = dict(**self.share, shuffle=False, truncate=self.settings.truncate)
         try:
             held = TokenDataset(encoded, self.tokenizer, self.config.seq_len, **options)
         except DataError as error:
@@ -281,9 +272,6 @@ class _Opening:
 
     def _eval_split(self, default: float) -> float:
         return default if self.settings.eval_split is None else self.settings.eval_split
-
-    def _describe_sources(self) -> list[str]:
-        return [source.describe() for source in self.sources]
 
     def _shortage(self, windows: int) -> list[str]:
         """Say if the data does not fill a step."""

@@ -20,7 +20,7 @@ import torch
 
 from te_models.config.recipe import SCHEMES, Recipe
 from te_models.device.cudnn import load_torchs_cudnn
-from te_models.errors import UsageError, unknown
+from te_models.errors import UsageError, check_known
 
 ENGINES = ("auto", "native", "emulated")
 OLDEST = (2, 20)  # version of Transformer Engine that was tested; 2.16 already has the names that native.py uses
@@ -43,8 +43,7 @@ def get_engine(name: str = "auto", device: torch.device | str | None = None) -> 
     Raises:
         UsageError: for an unknown name, and for "native" where it cannot run.
     """
-    if name not in ENGINES:
-        raise unknown("engine", name, ENGINES)
+    check_known("engine", name, ENGINES)
     missing = _native_missing(device)
     if name == "native" and missing:
         raise UsageError(

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from te_models.errors import SaveError
+from te_models.errors import CheckpointError, SaveError, TeModelsError
 
 CHUNK_BYTES = 4 * 2**20
 
@@ -24,6 +24,17 @@ CHUNK_BYTES = 4 * 2**20
 def first_line(error: BaseException) -> str:
     """Return the message of an exception as one line of bounded length."""
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+@contextlib.contextmanager
+def explained(
+    place: str | Path, *kinds: type[Exception], error: type[TeModelsError] = CheckpointError
+) -> Iterator[None]:
+    """Turn exceptions of these kinds in the block into an `error` of one line, which begins with the place."""
+    try:
+        yield
+    except kinds as problem:
+        raise error(f"{place}: {first_line(problem)}") from None
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from te_models.errors import CheckpointError, TeModelsError, UsageError
-from te_models.files.atomic import first_line
+from te_models.files.atomic import explained, first_line
 
 Value = Any  # of JSON, or of nested state
 Document = Mapping[str, Value]  # a JSON object
@@ -243,10 +243,8 @@ def unflatten_state(tensors: Mapping[str, Tensor], document: Value) -> Value:
             return float(value)
         raise CheckpointError(f"there is no {tag} {str(value)[:40]!r}")
 
-    try:
+    with explained("the saved state is damaged", TypeError, ValueError, RecursionError):
         state = decode(document)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"the saved state is damaged: {first_line(error)}") from None
     if unused:
         raise CheckpointError(f"the saved state does not refer to {list_some(sorted(unused))}")
     return state

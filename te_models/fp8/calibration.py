@@ -83,12 +83,11 @@ class Measurement:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Measure what runs inside, in high precision."""
-        probes = [Probe(m, amaxes, self.starts) for m, amaxes in zip(self.modules, self.amaxes, strict=True)]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for module, amaxes in zip(self.modules, self.amaxes, strict=True):
+                for hook in Probe(module, amaxes, self.starts).hooks:
+                    hooks.enter_context(hook)
             yield
-        finally:
-            for hook in [hook for probe in probes for hook in probe.hooks]:
-                hook.remove()
 
     def backward(self, loss: Tensor) -> None:
         """Propagate gradients from `loss` to the first module's input.

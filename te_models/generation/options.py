@@ -8,7 +8,7 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
-from te_models.errors import UsageError, field_values, mistyped, unknown
+from te_models.errors import UsageError, check_known, field_values, mistyped, unknown
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -58,8 +58,7 @@ class Settings:
     cuda_graph: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.cuda_graph not in ("auto", True, False):
-            raise unknown("cuda_graph", self.cuda_graph, ("auto", "True", "False"))
+        check_known("cuda_graph", str(self.cuda_graph), ("auto", "True", "False"))
         if problem := next(self._problems(), ""):
             raise UsageError(problem)
 

@@ -434,13 +434,12 @@ def _hidden_states(before: list[nn.Module], after: list[nn.Module], shape: torch
     def keep_output(module: nn.Module, args: object, output: Tensor) -> None:
         keep(output)
 
-    hooks = [module.register_forward_pre_hook(keep_input) for module in before]
-    hooks += [module.register_forward_hook(keep_output) for module in after]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in before:
+            hooks.enter_context(module.register_forward_pre_hook(keep_input))
+        for module in after:
+            hooks.enter_context(module.register_forward_hook(keep_output))
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class Backbone(nn.Module):

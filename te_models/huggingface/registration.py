@@ -11,7 +11,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -51,19 +51,11 @@ class _Finder(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenRegister(spec.loader)
+            execute = spec.loader.exec_module
+
+            def then_register(module: ModuleType) -> None:
+                execute(module)
+                _register()
+
+            spec.loader.exec_module = then_register  # of this loader alone
         return spec
-
-
-class _ThenRegister(Loader):
-    """A loader that registers our classes when the module is there."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self.loader.exec_module(module)
-        _register()

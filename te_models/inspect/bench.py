@@ -18,9 +18,10 @@ import torch
 
 from te_models.causal_lm import CausalLM
 from te_models.config.model import ModelConfig
-from te_models.config.recipe import EDGES, SCHEMES, get_recipe, recipe_fields
+from te_models.config.recipe import EDGES, RECIPE_FIELDS, SCHEMES, get_recipe
 from te_models.engine import get_engine
-from te_models.errors import unknown
+from te_models.errors import check_known, unknown
+from te_models.files.formats import Fields
 from te_models.inspect.environment import environment
 from te_models.inspect.peers import PEERS, Step, peer_step
 from te_models.inspect.roofline import Roofline, model_flops, roofline, timed
@@ -50,7 +51,7 @@ class Measured:
     peak_gib: float | None = None
     ms: list[float] = field(default_factory=list)
 
-    def row(self, tokens: int, floor: Roofline | None, reference: Measured) -> dict[str, Any]:
+    def row(self, tokens: int, floor: Roofline | None, reference: Measured) -> Fields:
         """Return the row of the table and of the JSON; a `speed` above 1 is faster than `reference` at equal FLOPs."""
         middle = statistics.median(self.ms)
         low, _, high = statistics.quantiles(self.ms, n=4) if len(self.ms) > 1 else (middle, middle, middle)
@@ -64,12 +65,11 @@ class Measured:
         return found
 
 
-def parse(recipe: str) -> tuple[str, dict[str, Any]]:
+def parse(recipe: str) -> tuple[str, Fields]:
     """Split "delayed+fused" into ("delayed", {"fused": True})."""
     name, *ways = recipe.split("+")
     for way in ways:
-        if way not in WAYS:
-            raise unknown("way to run a recipe", way, WAYS)
+        check_known("way to run a recipe", way, WAYS)
     return name, {key: value for way in ways for key, value in WAYS[way].items()}
 
 
@@ -106,7 +106,7 @@ def builders(
     for text in recipes:
         recipe, ways = parse(text)
         own = {name: value for name, value in options.items() if _applies(name, recipe)}
-        given: dict[str, Any] = {**own, **ways, "device": ids.device, "recipe": recipe}
+        given: Fields = {**own, **ways, "device": ids.device, "recipe": recipe}
         made[f"te-models {text}"] = lambda given=given: model_step(ids, config, **given)
     return made
 
@@ -117,8 +117,8 @@ def _applies(option: str, recipe: str) -> bool:
     The table `precision` is for recipes in FP8: BF16 stays what they are compared with.
     """
     scheme = get_recipe(recipe).scheme
-    own = EDGES.keys() - {"precision"} if scheme == "none" else EDGES.keys()
-    return option not in recipe_fields() or option in {*own, *SCHEMES[scheme].fields}
+    own = {*EDGES} - ({"precision"} if scheme == "none" else set())
+    return option not in RECIPE_FIELDS or option in {*own, *SCHEMES[scheme].fields}
 
 
 def bench(
@@ -192,7 +192,7 @@ def _prepared(build: Callable[[], Step], result: Measured, warm_up: int, device:
 
 
 def _floor(
-    config: ModelConfig, batch: int, seq: int, recipes: Sequence[str], device: torch.device, options: dict[str, Any]
+    config: ModelConfig, batch: int, seq: int, recipes: Sequence[str], device: torch.device, options: Fields
 ) -> Roofline | None:
     """Return the roofline of the first FP8 recipe; None on a CPU or if every recipe is BF16."""
     quantized = [(name, ways) for name, ways in map(parse, recipes) if name != "bf16"]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.table import Column, Table
 
 from te_models.files.atomic import replace_text
+from te_models.files.formats import Document, Fields
 from te_models.training.plots import new_figure, save_figure, try_drawing
 
 
-def bench_table(result: dict[str, Any]) -> Table:
+def bench_table(result: Fields) -> Table:
     """Return a result of te_models.inspect.bench as a table."""
     settings = result["settings"]
     where = result["environment"].get("gpu", "CPU: the emulated engine's numbers, not a GPU's speed")
@@ -47,7 +46,7 @@ def write_bench(result: dict[str, object], out: str, title: str) -> str:
     return try_drawing(plot, functools.partial(plot_bench, plot, result, title))
 
 
-def plot_bench(path: Path, result: Mapping[str, Any], title: str) -> None:
+def plot_bench(path: Path, result: Document, title: str) -> None:
     """Draw a result of te_models.inspect.bench: milliseconds per step with quartiles, and peak memory where known."""
     rows = result["rows"]
     memory = [row["peak_gib"] for row in rows]

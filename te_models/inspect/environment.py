@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import platform
 import subprocess
 
 import torch
 
+from te_models.training.run_file import versions
+
 
 def environment() -> dict[str, str]:
     """Return date, GPU with driver or CPU, and package versions of this process."""
-    found = {"date": datetime.date.today().isoformat(), "python": platform.python_version(), "torch": torch.__version__}
-    for package in ("transformer-engine", "torchao", "triton"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    found = {"date": datetime.date.today().isoformat(), **versions()}
     if torch.cuda.is_available():
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         found["gpu"] = torch.cuda.get_device_name()

@@ -145,6 +145,7 @@ MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling", 
 def _check(config: ModelConfig) -> None:
     """Raise for features that the peers lack, rather than time another model."""
     own = {"attention_bias": config.attention_bias, "sliding_window": config.sliding_window}
+    own |= {"attention_sinks": config.attention_sinks}
     own |= {f"{part.name} of its kind": type(part) not in (AttentionSpec, MLPSpec) for part in config.parts}
     own |= {name: True for part in config.parts for name in part.obstacles}
     own |= {"norm_position": config.norm_position != "pre", "attention_output_bias": config.attention_output_bias}

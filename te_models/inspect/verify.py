@@ -8,6 +8,7 @@ BF16 cannot pass as FP8, since its results equal BF16's in every bit.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -228,7 +229,6 @@ def _met_in_training(
     Of several linears with one name, take the first in each recipe, or one in BF16 if there is no other.
     """
     met: dict[str, tuple[bool, nn.Module]] = {}
-    hooks = []
     linears = [module for module in model.modules() if isinstance(module, model.te.LINEARS)]
     for (label, high), linear in zip(_labels(model.plan()), linears, strict=True):
         if label not in met or met[label][0] > high:
@@ -240,18 +240,15 @@ def _met_in_training(
         output.register_hook(lambda gradient: found[linear].append(gradient.detach().clone()))
 
     ids = torch.randint(0, model.config.vocab_size, (batch_size, seq_len), device=model.device)
-    training, mode = model.training, model.activation_checkpointing
-    try:
+    with contextlib.ExitStack() as stack:
+        for _, linear in met.values():
+            stack.enter_context(linear.register_forward_hook(keep))
+        stack.callback(model.train, model.training)
+        stack.callback(setattr, model, "activation_checkpointing", model.activation_checkpointing)
+        stack.enter_context(model.unfused())  # with fused kernels the input of a linear may be quantized already
         model.activation_checkpointing = "none"  # a recompute would be a second forward
-        hooks = [linear.register_forward_hook(keep) for _, linear in met.values()]
-        with model.unfused():  # with fused kernels the input of a linear may be quantized already
-            loss = model.train()(ids, labels=ids).loss
-            torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
-    finally:
-        model.train(training)
-        model.activation_checkpointing = mode
-        for hook in hooks:
-            hook.remove()
+        loss = model.train()(ids, labels=ids).loss
+        torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
     return {label: (linear, found[linear][0], found[linear][1]) for label, (_, linear) in met.items()}
 
 

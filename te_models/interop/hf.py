@@ -18,13 +18,14 @@ from torch import Tensor
 
 from te_models.config.model import ModelConfig
 from te_models.errors import CheckpointError
-from te_models.files.atomic import first_line
+from te_models.files.atomic import explained
 from te_models.files.formats import Document, Fields, list_some, parse_index, read_json
 from te_models.files.tensors import SafetensorsFile, check_finite
 from te_models.interop.hf_families import Family, family_of, text_part
 from te_models.interop.hf_places import TOP
 from te_models.interop.origin import MODEL_TYPE, Opened, Origin, check_sizes, saved_dtype
-from te_models.interop.quantized import CONFIG_KEYS, StoredWeights, dequantize, open_weights, read_scheme
+from te_models.interop.quantized import CONFIG_KEYS, MXFP4, StoredWeights, dequantize, open_weights, read_scheme
+from te_models.interop.stacked_experts import STACK, experts_of
 from te_models.interop.stored_weights import keep_stored_weights
 from te_models.model.decoder import Decoder
 
@@ -70,13 +71,13 @@ def describe(folder: Path, documents: Document, tensors: Mapping[str, Tensor] | 
     if tensors is not None:
         check_sizes(file, text, tensors, root)
     document = {key: value for key, value in document.items() if key not in CONFIG_KEYS}
-    try:
+    with explained(file, AttributeError, LookupError, ArithmeticError, TypeError, ValueError):
         family = family_of(document)
         config = family.read(document)
-    except (AttributeError, LookupError, ArithmeticError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file}: {first_line(error)}") from None
     named = [part.get(key) for part in (document, text) for key in ("dtype", "torch_dtype")]
-    dtype = saved_dtype(file, next(filter(None, named), "float32"))
+    embedding = (tensors or {}).get(f"{root}embed_tokens.weight")
+    stored = "float32" if embedding is None else str(embedding.dtype).removeprefix("torch.")
+    dtype = saved_dtype(file, next(filter(None, named), stored))
     return Description(family, config, dtype, Origin(folder, document, documents.get("generation")))
 
 
@@ -133,23 +134,35 @@ class HuggingFaceFolder(Opened):
         """Yield each parameter once all its rows were read, dequantized; rows that no tensor fills are zeros."""
         left = Counter(place.name for place in self.places.values())
         begun: dict[str, Tensor] = {}
+        for file, name, values in self._values():
+            check_finite({name: values}, file.path)
+            place = self.places[name]
+            whole, shape = values, self.shapes[place.name]
+            if len(place.blocks) > 1 or place.groups > 1 or values.shape != shape:
+                whole = begun.setdefault(place.name, like.new_zeros(shape))
+                place.load(whole, values)
+            left[place.name] -= 1
+            if not left[place.name]:
+                begun.pop(place.name, None)
+                yield place.name, whole
+
+    def _values(self) -> Iterator[tuple[SafetensorsFile, str, Tensor]]:
+        """Yield the file, the name and the dequantized values of each tensor that has a place."""
         for file in self.files:
             for data in file.tensors:
-                place = self.places.get(name := self.stored.data.get(data, data))
-                if place is None:
-                    continue
-                values = file.read(data)
-                if data in self.stored.data and self.stored.scheme is not None:
-                    values = dequantize(self.stored.scheme, values, self.stored.scales[name])
-                check_finite({name: values}, file.path)
-                whole, shape = values, self.shapes[place.name]
-                if len(place.blocks) > 1 or place.groups > 1 or values.shape != shape:
-                    whole = begun.setdefault(place.name, like.new_zeros(shape))
-                    place.load(whole, values)
-                left[place.name] -= 1
-                if not left[place.name]:
-                    begun.pop(place.name, None)
-                    yield place.name, whole
+                name = self.stored.data.get(data, data)
+                if name in self.places:
+                    values = file.read(data)
+                    if data in self.stored.data and self.stored.scheme is not None:
+                        values = dequantize(self.stored.scheme, values, self.stored.scales[name])
+                    yield file, name, values
+                elif self.family.stacked and STACK.fullmatch(data):
+                    for expert, values in experts_of(data, file.read(data), self._read):
+                        yield file, expert, values
+
+    def _read(self, name: str) -> Tensor:
+        """Return a stored tensor, from whichever file has it."""
+        return next(file for file in self.files if name in file.tensors).read(name)
 
     def fitting_fp8(self, model: Decoder) -> dict[str, Tensor]:
         """Return nothing: `restore_fp8` reads the data again, one weight after the other."""
@@ -177,8 +190,25 @@ def open_hugging_face(folder: Path, documents: Document) -> Iterator[HuggingFace
                 raise CheckpointError(f"{folder}: tensor {min(twice)} is both in {file.path.name} and before it")
             found |= file.tensors
         told = describe(folder, documents, found)
-        stored = open_weights(folder, read_scheme(folder, documents["config"]), found, files)
+        scheme = read_scheme(folder, documents["config"])
+        if told.family.stacked:
+            found = _alone(folder, found)
+        if scheme is MXFP4:
+            log.warning("%s: its experts are MXFP4, and are read as BF16 of the same values", folder)
+            scheme = None
+        stored = open_weights(folder, scheme, found, files)
         yield HuggingFaceFolder(path=folder, **vars(told), files=files, stored=stored)
+
+
+def _alone(folder: Path, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors on the meta device with those of single experts in place of stacks."""
+
+    def scales(name: str) -> Tensor:
+        if name not in found:
+            raise CheckpointError(f"{folder}: it lacks {name}")
+        return found[name]
+
+    return {own: part for name, tensor in found.items() for own, part in experts_of(name, tensor, scales)}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -259,7 +289,7 @@ def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torc
             blocks = [ranges.get(block, (0, 0)) for block in rows.blocks]
             if rows.blocks and not any(used for _, used in blocks):
                 continue  # a model without a gate, or a layer of another kind
-            groups = 1 if rows.per is None else counts[rows.per]
+            groups = 1 if rows.per is None else blocks[0][1] if rows.per == "row" else counts[rows.per]
             for expert in range(linear.experts) if linear and linear.experts else ("",):
                 theirs, ours = f"{family.root}layers.{depth}.{name.format(expert)}", f"layers.{depth}.{rows.module}"
                 place(theirs, ours, blocks, groups, str(expert))

@@ -6,6 +6,7 @@ from te_models.interop import hf_places as places
 from te_models.interop.hf_experts import (
     ALL_SLIDE_BY_FLAG,
     GLM_EXPERTS,
+    GPT_OSS_EXPERTS,
     IGNORED,
     MIXTRAL_EXPERTS,
     OLMOE_EXPERTS,
@@ -15,7 +16,16 @@ from te_models.interop.hf_experts import (
     QWEN3_EXPERTS,
 )  # fmt: skip
 from te_models.interop.hf_family import LENGTHS, NO_DROPOUT, UNGATED, Family, whole_heads
-from te_models.interop.hf_parts import EVEN_SLIDE_BY_FLAG, PARTIAL_ROPE, ROPE, WINDOW, activation, biases
+from te_models.interop.hf_parts import (
+    EVEN_SLIDE_BY_FLAG,
+    GPT_OSS_ROPE,
+    PARTIAL_ROPE,
+    ROPE,
+    SECOND_IS_FULL,
+    WINDOW,
+    activation,
+    biases,
+)
 from te_models.interop.hf_places import EXPERTS, LAYER, NORMED_LAYER
 
 ACT = activation()
@@ -65,5 +75,16 @@ EXPERT_FAMILIES = (
                   "routed_scaling_factor": 1.0, "first_k_dense_replace": 1, "use_qk_norm": False},
         only=NO_DROPOUT, ignored=IGNORED,
         note="experts and one for all tokens; sigmoid scores with a bias for the choice; the first layers are dense",
+    ),
+    Family(
+        model_type="gpt_oss", architecture="GptOssForCausalLM", models="gpt-oss-20b, gpt-oss-120b",
+        layer=places.GPT_OSS_LAYER, parts=(GPT_OSS_ROPE, SECOND_IS_FULL, biases(), GPT_OSS_EXPERTS),
+        constants={**UNGATED, "attention_sinks": True}, stacked=True,
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
+                  "rope_theta": 150000.0, "attention_bias": True, "sliding_window": 128, "num_local_experts": 128,
+                  "num_experts_per_tok": 4, "router_aux_loss_coef": 0.001, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+        only={**NO_DROPOUT, "hidden_act": ("silu",)},
+        ignored=IGNORED | {"experts_per_token", "initial_context_length"},
+        note="attention sinks; experts with biases and a clamped SwiGLU, in one tensor per projection, also of MXFP4",
     ),
 )  # fmt: skip

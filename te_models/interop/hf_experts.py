@@ -121,6 +121,12 @@ MIXTRAL_EXPERTS = experts(
     {**_CHOSEN, **_LOSS, **_SAME_SIZE, "router_jitter_noise": "router_jitter_noise"},
     number="num_local_experts",
 )
+GPT_OSS_EXPERTS = experts(
+    ALL_SPARSE,
+    {**_CHOSEN, **_LOSS, **_SAME_SIZE, "swiglu_limit": "swiglu_limit", "swiglu_alpha": "swiglu_alpha"},
+    number="num_local_experts",
+    bias=True,
+)
 OLMOE_EXPERTS = experts(ALL_SPARSE, {**_CHOSEN, **_LOSS, **_NORMED, **_SAME_SIZE})
 _SIGMOID: Fields = dict(router_scores="sigmoid", expert_bias=True)
 GLM_EXPERTS = experts(

@@ -32,6 +32,7 @@ class Family:
         root: the prefix of their names of embedding, layers and last norm.
         head: their name of the head.
         aside: prefixes of tensors of other models in the folder, which are written back unchanged.
+        stacked: whether its experts are one tensor per projection (te_models.interop.stacked_experts).
         code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
         sign: these marks, for people.
         note: what sets it apart, for people.
@@ -54,6 +55,7 @@ class Family:
     root: str = "model."
     head: str = "lm_head"
     aside: tuple[str, ...] = ()
+    stacked: bool = False
     code: bool = False
     sign: str = ""
     note: str = ""

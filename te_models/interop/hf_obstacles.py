@@ -16,7 +16,6 @@ MODELS = {
     "falcon": (_BESIDE, "llama"),
     "gemma3n": ("embeddings of their own per layer, and several residual streams (AltUp)", "gemma3_text"),
     "gemma3n_text": ("embeddings of their own per layer, and several residual streams (AltUp)", "gemma3_text"),
-    "gpt_oss": ("attention sinks, and experts with a bias", "qwen3_moe"),
     "hunyuan_v1_dense": ("norms of queries and keys after RoPE instead of before", "qwen3"),
     "minimax": ("experts behind lightning attention, a recurrence", "qwen3_next"),
     "olmo": (_NORM, "olmo2"),

@@ -313,6 +313,17 @@ def _write_su_rope(config: ModelConfig) -> Fields:
     return {**found, "original_max_position_embeddings": original}
 
 
+# The default of transformers where a config.json has no RoPE.
+_GPT_OSS = dict(
+    rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096,
+)  # fmt: skip
+
+
+def _read_gpt_oss_rope(theirs: Values) -> Fields:
+    given = theirs.get("rope_scaling") or theirs.get("rope_parameters")
+    return _read_whole_rope(theirs if given else {**theirs, "rope_parameters": _GPT_OSS})
+
+
 def same(*names: str) -> Part:
     """Return the part of keys that have the names of our fields."""
     return Part(
@@ -390,6 +401,7 @@ GEMMA_ACT = activation(aliases={**ALIASES, "gelu": "gelu_pytorch_tanh"})  # whic
 ROPE = Part(("rope_theta", "rope_scaling", "rope_parameters"), _read_whole_rope, _write_rope)
 PARTIAL_ROPE = Part((*ROPE.keys, "partial_rotary_factor"), read_rope, _write_partial_rope)
 SU_ROPE = Part((*PARTIAL_ROPE.keys, "original_max_position_embeddings"), _read_su_rope, _write_su_rope)
+GPT_OSS_ROPE = Part(ROPE.keys, _read_gpt_oss_rope, lambda config: {"rope_parameters": rope_parameters(config.rope)})
 QUERY_SCALE_ROPE = Part(ROPE.keys, _read_query_scale, _write_query_scale)
 WINDOW = Part(
     ("sliding_window",),
@@ -438,7 +450,7 @@ EMBEDDING_ROOT = Part((), lambda theirs: {"embedding_multiplier": theirs["hidden
 OWN_OPTIONS = (
     "rope_theta", "rope_scaling", "sliding_rope", "rope_interleaved", "partial_rotary_factor", "no_rope_layers",
     "sliding_window", "layer_types", "attention_gate", "attention_gate_activation", "attention_bias",
-    "attention_output_bias", "attention_multiplier", "attn_logit_softcapping", "query_scale_beta",
+    "attention_output_bias", "attention_multiplier", "attn_logit_softcapping", "attention_sinks", "query_scale_beta",
     "query_scale_length", "qk_norm", "qk_norm_scope", "norm_position", "zero_centered_norm", "hidden_act", "mlp_gate",
     "mlp_bias", "embedding_multiplier", "residual_multiplier", "logits_scaling", "final_logit_softcapping",
 )  # fmt: skip

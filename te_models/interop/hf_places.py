@@ -12,13 +12,13 @@ class Rows:
     """The place of a tensor of theirs in ours: these blocks of rows of `module`, or all of it.
 
     Several blocks alternate in their tensor, once per unit of `per` (a count in ModelConfig): for instance, the gate
-    of each head after the queries of that head. With `experts`, `module` is a te.GroupedLinear, and {} in the name of
-    their tensor the number of the expert.
+    of each head after the queries of that head; "row" is one row of each block. With `experts`, `module` is a
+    te.GroupedLinear, and {} in the name of their tensor the number of the expert.
     """
 
     module: str
     blocks: tuple[str, ...] = ()
-    per: Literal["num_attention_heads", "num_key_value_heads", "linear_attention.num_key_heads"] | None = None
+    per: Literal["num_attention_heads", "num_key_value_heads", "linear_attention.num_key_heads", "row"] | None = None
     experts: bool = False
 
 
@@ -73,6 +73,7 @@ LAGUNA_LAYER = {**NORMED_LAYER, "self_attn.g_proj": Rows("self_attn.qkvg_proj", 
 # That of remote_code/modeling_te_models.py: rows that a model has not are left out.
 OWN_LAYER = {
     **LAGUNA_LAYER,
+    "self_attn.sinks": Rows("self_attn.sinks"),
     "attention_output_norm": Rows("attention_output_norm"),
     "mlp_output_norm": Rows("mlp_output_norm"),
 }
@@ -112,6 +113,13 @@ LAGUNA_EXPERTS = {
     "mlp.experts.e_score_correction_bias": Rows("mlp.expert_bias"),
 }
 MIXTRAL_EXPERTS = _experts(("block_sparse_moe.experts.{}", "w1", "w3", "w2"), "block_sparse_moe.gate")
+GPT_OSS_LAYER = {
+    **{name: rows for name, rows in LAYER.items() if "mlp" not in name},
+    "self_attn.sinks": Rows("self_attn.sinks"),
+    "mlp.router": Rows("mlp.router"),
+    "mlp.experts.{}.gate_up_proj": Rows("mlp.gate_up_proj", ("gate", "up"), "row", experts=True),
+    "mlp.experts.{}.down_proj": Rows("mlp.down_proj", experts=True),
+}
 UNGATED_MLP_LAYER = {name: rows for name, rows in LAYER.items() if name != "mlp.gate_proj"}
 # The gate comes out of q_proj: after the queries of each group of heads that share a key, or of each head.
 GATED_BY_GROUP = {**NORMED_LAYER, "self_attn.q_proj": Rows("self_attn.qkvg_proj", ("q", "g"), "num_key_value_heads")}

@@ -19,6 +19,7 @@ from te_models.interop.hf_families import Family, family_for, family_of
 from te_models.interop.model_card import CARD, model_card, user_card
 from te_models.interop.origin import Origin
 from te_models.interop.quantized import MODELOPT_FILE
+from te_models.interop.stacked_experts import stacked
 from te_models.model.decoder import Decoder
 
 CODE = Path(__file__).parent / "remote_code"  # code for transformers, for models of which it has no architecture
@@ -74,7 +75,8 @@ def write_hugging_face(
         SaveError: writing failed; the previous content of `folder` is intact.
     """
     folder = Path(os.path.realpath(folder))
-    if strangers := [path.name for path in _entries(folder) if not _replaceable(path.name)]:
+    present = sorted(os.listdir(folder)) if folder.is_dir() else [folder.name] if folder.exists() else []
+    if strangers := [name for name in present if not _replaceable(name)]:
         raise UsageError(f"{folder} holds {list_some(strangers)}, which saving would delete; choose another folder")
     preferred = family_of(origin.config) if origin.config else None
     aside = _tensors_beside(origin, preferred) if quantize is None and preferred is not None else {}
@@ -93,6 +95,8 @@ def write_hugging_face(
         tensors = {name: place.save(parameters[place.name]) for name, place in places.items()}
     else:
         tensors, config = quantize(places, parameters, config)
+    if family.stacked:
+        tensors = stacked(tensors)
     files = {
         "config.json": render_json(config, "config.json"),
         "generation_config.json": render_json(_generation_document(model, origin), "generation_config.json"),
@@ -166,12 +170,6 @@ def tokenizer_files(folder: Path | None) -> list[str]:
         return []
     others = (*folder.glob("*.tiktoken"), *folder.glob(f"{TEMPLATES}/*.jinja"))
     return [*TOKENIZER_FILES, *sorted(str(path.relative_to(folder)) for path in others)]
-
-
-def _entries(folder: Path) -> list[Path]:
-    if folder.exists() and not folder.is_dir():
-        return [folder]
-    return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
 def _replaceable(name: str) -> bool:

@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +71,7 @@ TENSOR = Scheme((0, 0), "static", scales=BOTH)
 CHANNEL = Scheme((1, 0), "token")
 MXFP8 = Scheme((1, 32), "mxfp8", scale_dtypes=(torch.uint8,))
 NVFP4 = Scheme((1, 16), "nvfp4", data="weight_packed", scale_dtypes=(E4M3,))
+MXFP4 = Scheme((1, 32), "none", data="blocks", scales=("scales",), scale_dtypes=(torch.uint8,))  # of stacked experts
 GLOBAL_SCALE, INPUT_GLOBAL_SCALE = "weight_global_scale", "input_global_scale"
 INPUT_SCALES = ("input_scale", "activation_scale")
 UNREAD = ("k_scale", "v_scale", "q_scale", "output_scale")  # of a quantized cache of keys and values
@@ -93,6 +93,7 @@ def read_scheme(folder: Path, config: Document) -> Scheme | None:
     if values is None and source.name == "config.json":
         return None
     readers = {"fp8": _fp8_scheme, "compressed-tensors": _compressed_scheme, "modelopt": _modelopt_scheme}
+    readers |= {"mxfp4": _mxfp4_scheme}
     method = values.get("quant_method") if isinstance(values, dict) else None
     read = readers.get(method) if isinstance(method, str) else None
     problem = f"quantization_config={_shown(values)} is not supported: te-models reads {', '.join(readers)}"
@@ -122,7 +123,7 @@ def _refuse_unknown(values: Document, known: Iterable[str]) -> None:
         _check(name in known or value in (None, False, [], {}), f"{name}={_shown(value)} is not known")
 
 
-def _require(values: Document, name: str, *allowed: object) -> Any:
+def _require(values: Document, name: str, *allowed: object) -> Value:
     """Return values[name]; raise a ValueError unless it is one of `allowed`."""
     value = values.get(name)
     found = any(type(value) is type(choice) and value == choice for choice in allowed)
@@ -181,6 +182,11 @@ def _compressed_group(group: Document, format: object) -> Scheme:
         activations = "block" if inputs and inputs.get("strategy") == "group" else activations
         return dataclasses.replace(BLOCK, block=block, activations=activations)
     return dataclasses.replace(TENSOR if strategy == "tensor" else CHANNEL, activations=activations)
+
+
+def _mxfp4_scheme(values: Document) -> Scheme:
+    _refuse_unknown(values, ("quant_method", "modules_to_not_convert", "dequantize"))
+    return MXFP4
 
 
 def _modelopt_scheme(values: Document) -> Scheme:

@@ -8,7 +8,7 @@ under one scale per weight, the weight stays as the loader made it: quantized fr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,29 +25,10 @@ from te_models.fp8.primary_weights import (
 from te_models.interop.quantized import StoredWeights
 from te_models.model.decoder import Decoder
 
+if TYPE_CHECKING:
+    from te_models.interop.hf import Place
+
 BLOCK = 128
-
-
-class Place(Protocol):
-    """The rows of a parameter that hold one tensor of theirs: te_models.interop.hf.Place."""
-
-    @property
-    def name(self) -> str:
-        """The parameter."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of their tensor."""
-        ...
-
-    def load(self, parameter: Tensor, tensor: Tensor) -> None:
-        """Copy their tensor into its rows."""
-        ...
-
-    def save(self, parameter: Tensor) -> Tensor:
-        """Return their tensor."""
-        ...
 
 
 def blocks_of(recipe: Recipe) -> tuple[int, int] | None:

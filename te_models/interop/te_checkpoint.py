@@ -20,7 +20,7 @@ from torch import Tensor
 
 from te_models.config.recipe import SCHEMES, Recipe, get_recipe
 from te_models.errors import CheckpointError
-from te_models.files.atomic import CHUNK_BYTES, first_line
+from te_models.files.atomic import CHUNK_BYTES, explained, first_line
 from te_models.files.formats import Fields, list_some, open_regular
 from te_models.files.tensors import SafetensorsFile, check_finite, read_safetensors
 from te_models.fp8.extra_state import EXTRA, read_extra_tensor
@@ -61,12 +61,8 @@ class TECheckpoint:
         ] or [0]
         head = "fp8" if any(part[0] == "lm_head" for part in parts) else "bf16"
         edges = dict(num_layers_at_start_in_bf16=min(inside), num_layers_at_end_in_bf16=layers - 1 - max(inside))
-        try:
+        with explained("the checkpoint's FP8 state is of a recipe that cannot be", TypeError, ValueError):
             return get_recipe("delayed", **self.fields, **edges, lm_head=head)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"the checkpoint's FP8 state is of a recipe that cannot be: {first_line(error)}"
-            ) from None
 
 
 def te_files(folder: Path) -> list[Path]:

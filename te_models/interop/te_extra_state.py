@@ -20,6 +20,7 @@ from torch import Tensor
 
 from te_models.errors import CheckpointError
 from te_models.files.atomic import first_line
+from te_models.files.formats import Fields
 
 MAX_BYTES = 64 * 2**20
 MAX_OPCODES = 4096  # a real state has about 200
@@ -79,7 +80,7 @@ class _Lazy:
     shape: tuple[int, ...]
 
 
-def read_extra_state(payload: Tensor | bytes) -> dict[str, Any]:
+def read_extra_state(payload: Tensor | bytes) -> Fields:
     """Read the `_extra_state` of one Transformer Engine module.
 
     Args:
@@ -116,11 +117,11 @@ def _require(good: bool, problem: str) -> None:
         raise ValueError(problem)
 
 
-def _checked(state: Loaded) -> dict[str, Any]:
+def _checked(state: Loaded) -> Fields:
     """Convert the three forms of a state into one."""
     state = _expect(dict, state)
     parts = [state[mode] for mode in ("forward", "backward") if mode in state] or ([state] if state else [])
-    found: dict[str, Any] = {}
+    found: Fields = {}
     for part in parts:
         recipe = _expect(_Inert, part.get("recipe", _Inert("DelayedScaling", ())))
         found["recipe"] = {"recipe_type": recipe.kind, **_fields(recipe.fields)}

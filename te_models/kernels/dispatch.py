@@ -66,6 +66,8 @@ class Kernels:
     swiglu: SwiGLU = handover.swiglu
     mlp_activation: Callable[..., Tensor] = elementwise.mlp_activation
     mlp_activation_backward: Callable[..., Tensor] = elementwise.mlp_activation_backward
+    clamped_swiglu: Callable[..., Tensor] = elementwise.clamped_swiglu
+    clamped_swiglu_backward: Callable[..., Tensor] = elementwise.clamped_swiglu_backward
     mixed_parts: Callable[..., tuple[Tensor, ...]] = from_inputs(elementwise.mixed_parts)
     delta_gates: Callable[..., tuple[Tensor, Tensor]] = from_inputs(elementwise.delta_gates)
     silu_gate: Callable[[Tensor, Tensor], Tensor] = from_inputs(elementwise.silu_gate)
@@ -106,6 +108,8 @@ def compiled_kernels(mode: str) -> Kernels:
         swiglu=functools.partial(handover.swiglu, **both),
         mlp_activation=fused(elementwise.mlp_activation),
         mlp_activation_backward=fused(elementwise.mlp_activation_backward),
+        clamped_swiglu=fused(elementwise.clamped_swiglu),
+        clamped_swiglu_backward=fused(elementwise.clamped_swiglu_backward),
         mixed_parts=fused(elementwise.mixed_parts),
         delta_gates=fused(elementwise.delta_gates),
         silu_gate=fused(elementwise.silu_gate),

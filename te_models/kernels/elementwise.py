@@ -75,6 +75,26 @@ def mlp_activation_backward(dy: Tensor, gate_up: Tensor, activation: str, gated:
     return torch.cat((backward(dy * up, gate_half), dy * forward(gate_half)), dim=-1)
 
 
+def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+    """Return (up + 1) * gate * sigmoid(alpha * gate) [..., F] of gate_up [..., 2F] = [gate | up], gate at most `limit`.
+
+    And up between -limit and limit: the MLP of gpt-oss (arXiv 2508.10925, section 2.3). Computed in FP32.
+    """
+    gate_half, up = gate_up.float().chunk(2, dim=-1)
+    gate_half, up = gate_half.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * gate_half * torch.sigmoid(alpha * gate_half)).to(gate_up.dtype)
+
+
+def clamped_swiglu_backward(dy: Tensor, gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+    """Return the gradient of clamped_swiglu's input [..., 2F] from that of its output `dy` [..., F]."""
+    gate_half, up = gate_up.float().chunk(2, dim=-1)
+    inside = gate_half <= limit, up.abs() <= limit
+    gate_half, up, dy = gate_half.clamp(max=limit), up.clamp(-limit, limit), dy.float()
+    opening = torch.sigmoid(alpha * gate_half)
+    dgate = dy * (up + 1) * opening * (1 + alpha * gate_half * (1 - opening)) * inside[0]
+    return torch.cat((dgate, dy * gate_half * opening * inside[1]), dim=-1).to(gate_up.dtype)
+
+
 def causal_conv(
     x: Tensor, tail: Tensor | None, taps: Tensor, documents: Tensor | None, activation: str = "silu"
 ) -> Tensor:

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 def can_fuse(spec: AttentionSpec, tokens: int, device: torch.device, dtype: torch.dtype, spans: bool = False) -> bool:
     """Return whether attention_core supports this attention of `tokens` tokens per row, in `spans` or causal.
 
-    It does not with QK-norm, RoPE on a part of the channels or another of AttentionSpec.obstacles. On CUDA
-    devices, it supports causal attention only where cuDNN's kernel would run.
+    It does not with QK-norm, RoPE on a part of the channels or another of AttentionSpec.obstacles, and with sinks only
+    in spans. On CUDA devices, it supports causal attention only where cuDNN's kernel would run.
     """
     if spec.obstacles:
         return False
-    return spans or device.type != "cuda" or suits_cudnn(tokens, spec.heads.dim, dtype)
+    return spans or (not spec.sinks and (device.type != "cuda" or suits_cudnn(tokens, spec.heads.dim, dtype)))
 
 
 def split_heads(heads: Heads, qkvg: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -53,11 +53,13 @@ def split_heads(heads: Heads, qkvg: Tensor, batch: int) -> tuple[Tensor, Tensor,
 class Spans(Protocol):
     """Attention of q [B, N, S, H] over one span of keys per query (te_models.kernels.span_attention_triton.Spans)."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor: ...
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor: ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None) -> tuple[Tensor, Tensor]: ...
     def backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor
-    ) -> tuple[Tensor, ...]: ...
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, *, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]: ...
 
 
 class Operations(NamedTuple):
@@ -127,6 +129,7 @@ class _AttentionCore(torch.autograd.Function):
         qkvg: Tensor,
         cos: Tensor | None,
         sin: Tensor | None,
+        sinks: Tensor | None,
         batch: int,
         rows: int,
         heads: Heads,
@@ -142,7 +145,7 @@ class _AttentionCore(torch.autograd.Function):
         if cos is not None and sin is not None:
             ops.rotate(q, q, cos, sin, False)
             ops.rotate(k, k, cos, sin, False)
-        out, *kept = _attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spans)
+        out, *kept = _attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spans, sinks)
         # FP8 is written for all rows and columns, and a headwise gate's gradient would need a sum over channels that
         # several programs of the kernel share.
         whole = ops.fp8 is not None and not _has_filling(qkvg, rows, heads) and heads.gate != "headwise"
@@ -150,7 +153,7 @@ class _AttentionCore(torch.autograd.Function):
         ctx.setting = (batch, rows, heads, ops, gradient, spans)
         ctx.plain = [value for value in kept if not isinstance(value, Tensor)]
         ctx.places = [isinstance(value, Tensor) for value in kept]
-        ctx.save_for_backward(qkvg, cos, sin, out, *(value for value in kept if isinstance(value, Tensor)))
+        ctx.save_for_backward(qkvg, cos, sin, sinks, out, *(value for value in kept if isinstance(value, Tensor)))
         mixed = out.transpose(1, 2)
         if target is not None and ops.fp8 is not None:
             fp8 = ops.fp8.new(rows, heads.query * heads.dim, qkvg.device)
@@ -160,23 +163,26 @@ class _AttentionCore(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of qkvg, made in one buffer."""
+        """Return the gradients of qkvg, made in one buffer, and of the sinks."""
         dy = grads[0].contiguous()  # that of a sum, for example, is one number with strides of 0
         batch, rows, heads, ops, target, spans = ctx.setting
-        qkvg, cos, sin, out, *tensors = ctx.saved_tensors
+        qkvg, cos, sin, sinks, out, *tensors = ctx.saved_tensors
+        dsinks: Tensor | None = None
         plain, tensors = iter(ctx.plain), iter(tensors)
         kept = [next(tensors) if place else next(plain) for place in ctx.places]
         q, k, v, logits = split_heads(heads, qkvg[:rows], batch)
         dy, mixed = dy.view(batch, -1, heads.query, heads.dim), out.transpose(1, 2)
 
         def slopes(dmixed: Tensor) -> list[Tensor]:
-            own = (dmixed.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out, kept, spans)
-            return [t.transpose(1, 2) for t in _attention_backward(*own)]
+            nonlocal dsinks
+            own = (dmixed.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out, kept)
+            *found, dsinks = _attention_backward(*own, spans, sinks)
+            return [t.transpose(1, 2) for t in found]
 
         if target is not None:
             fp8 = ops.fp8.new(*qkvg.shape, qkvg.device)
             _write_fp8(fp8, target.place, heads, ops.fp8, dy, mixed, logits, cos, sin, slopes)
-            return target.tensor(fp8, qkvg.dtype), *[None] * 9
+            return target.tensor(fp8, qkvg.dtype), None, None, dsinks, *[None] * 6
         grad = torch.zeros_like(qkvg) if _has_filling(qkvg, rows, heads) else torch.empty_like(qkvg)
         gq, gk, gv, glogits = split_heads(heads, grad[:rows], batch)
         dq, dk, dv = slopes(dy if logits is None else ops.gate_backward(dy, mixed, logits, glogits))
@@ -186,7 +192,7 @@ class _AttentionCore(torch.autograd.Function):
             else:
                 ops.rotate(slope, place, cos, sin, True)
         ops.copy(dv, gv)
-        return grad, *[None] * 9
+        return grad, None, None, dsinks, *[None] * 6
 
 
 def _write_fp8(
@@ -210,10 +216,10 @@ def _has_filling(qkvg: Tensor, rows: int, heads: Heads) -> bool:
     return len(qkvg) != rows or any(section.used != section.stored for section in heads.sections)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans | None) -> tuple[Any, ...]:
+def _attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans | None, sinks: Tensor | None) -> tuple[Any, ...]:
     """Return the output of attention of [B, heads, S, H], in `spans` or causal, and what its backward needs."""
     if spans is not None:
-        return spans.forward(q, k, v)
+        return spans.forward(q, k, v, sinks=sinks)
     if q.is_cuda:
         return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False)
     group = q.shape[1] // k.shape[1]
@@ -223,33 +229,34 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans | None) -> tuple[An
 
 
 def _attention_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: list[Any], spans: Spans | None
-) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k and v."""
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: list[Any], spans: Spans | None,
+    sinks: Tensor | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return the gradients of q, k and v, and of sinks, None where there are none."""
     if spans is not None:
-        return spans.backward(dy, q, k, v, out, *kept)
+        return spans.backward(dy, q, k, v, out, *kept, sinks=sinks)
     if q.is_cuda:
         log_sum, cum_q, cum_k, max_q, max_k, seed, offset, _ = kept
-        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        return *torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             dy, q, k, v, out, log_sum, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, True
-        )
+        ), None  # fmt: skip
     group = q.shape[1] // k.shape[1]
     wide = [t.float().repeat_interleave(group, 1) for t in (k, v)]
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dy.float(), q.float(), *wide, out.float(), kept[0], 0.0, True
     )
-    return dq, *(t.unflatten(1, (-1, group)).sum(2) for t in (dk, dv))
+    return dq, *(t.unflatten(1, (-1, group)).sum(2) for t in (dk, dv)), None
 
 
 def attention_core(
     qkvg: Tensor, cos: Tensor | None, sin: Tensor | None, batch: int, seq: int, heads: Heads, ops: Operations = PLAIN,
-    targets: Targets = (None, None), spans: Spans | None = None,
+    targets: Targets = (None, None), spans: Spans | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return gate(attention(rope(q), rope(k), v)) [B*S, A*H] of the projection qkvg [N, Q], N >= B*S.
 
     cos, sin [S, H] or [B, S, H], None for a layer without RoPE. **Overwrites q and k in qkvg**, which nothing else
     may use: te.Linear does not save its output. `targets` (kernels.handover.targets): where the gradient of
     qkvg and the result may be written as FP8. `spans` (Operations.spans): the keys that each query sees; None: all
-    before it.
+    before it. `sinks` [A]: logits in the denominators of its softmax, only with spans.
     """
-    return _AttentionCore.apply(qkvg, cos, sin, batch, batch * seq, heads, ops, targets, spans)
+    return _AttentionCore.apply(qkvg, cos, sin, sinks, batch, batch * seq, heads, ops, targets, spans)

@@ -39,9 +39,9 @@ class Tiles(NamedTuple):
     warps: int = 8
 
 
-BF16 = Tiles(128, 256, 64, 4)
-FP8 = Tiles(128, 256, 128, 4)
-PRECISE = Tiles(256, 128, 128, 3)  # with sums outside of the tensor cores, larger tiles spill registers
+BF16 = Tiles(128, 256, 64, 3)
+FP8 = Tiles(128, 256, 128, 3)
+PRECISE = Tiles(128, 128, 128, 3, 4)  # two programs per multiprocessor: one adds while the other multiplies
 ABREAST = 8  # tiles above each other whose programs follow each other, so that they share what the L2 cache holds
 
 

@@ -89,8 +89,10 @@ def masks_nothing(mask: Tensor) -> bool:
     return not torch.compiler.is_compiling() and bool(mask.all())
 
 
-def attention_kernel(device: torch.device, capped: bool = False) -> str:
-    """Return the name of the kernel that runs first on this device; `capped` is for capped logits."""
-    if capped:
-        return "composed in FP32, for its capped logits"
-    return "cuDNN (PyTorch SDPA), Triton for documents" if device.type == "cuda" else "PyTorch SDPA (CPU)"
+def attention_kernel(device: torch.device, capped: bool = False, sinks: bool = False) -> str:
+    """Return the name of the kernel that runs first on this device, for capped logits or with sinks."""
+    if capped or (sinks and device.type != "cuda"):
+        return f"composed in FP32, for its {'capped logits' if capped else 'sinks'}"
+    if device.type != "cuda":
+        return "PyTorch SDPA (CPU)"
+    return "Triton, for its sinks" if sinks else "cuDNN (PyTorch SDPA), Triton for documents"

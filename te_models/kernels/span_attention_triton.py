@@ -2,9 +2,9 @@
 
 Query i sees the keys `first[i]` to i. As `first` never decreases along a row, a block of queries reads the key blocks
 from its first query's `first` to its own end and no others, so that the work is that of the documents, not of the row,
-and no mask of [S, S] exists. The online softmax and its backward are those of FlashAttention-2 (Dao 2023, arXiv
-2307.08691), without atomic additions: the gradients are the same in every run. Tested through Triton's interpreter on a
-CPU (TRITON_INTERPRET=1).
+and no mask of [S, S] exists. With sinks, the softmax of a head begins with a logit of its own. The online softmax and
+its backward are those of FlashAttention-2 (Dao 2023, arXiv 2307.08691), without atomic additions: the gradients are the
+same in every run. Tested through Triton's interpreter on a CPU (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _scores(q, k, start, query, key, factor):
 
 @triton.jit
 def _forward_kernel(
-    q, k, v, out, log_sum, first,
+    q, k, v, sinks, out, log_sum, first,
     q_batch, q_head, q_seq, k_batch, k_head, k_seq, v_batch, v_head, v_seq, o_batch, o_head, o_seq, first_batch,
     seq, heads, group, factor,
     dim: tl.constexpr, width: tl.constexpr, queries: tl.constexpr, keys: tl.constexpr,
@@ -76,6 +76,9 @@ def _forward_kernel(
     start = tl.load(first + query, query < seq, 0)
     top = tl.full([queries], float("-inf"), tl.float32)
     total = tl.zeros([queries], tl.float32)
+    if sinks is not None:  # a key that every query sees, whose value is zero
+        top = tl.zeros([queries], tl.float32) + tl.load(sinks + head)
+        total += 1.0
     sums = tl.zeros([queries, width], tl.float32)
     for place in range(tl.load(first + begin) // keys * keys, tl.minimum(begin + queries, seq), keys):
         key = place + tl.arange(0, keys)
@@ -181,26 +184,30 @@ class Spans(NamedTuple):
     first: Tensor
     last: Tensor
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return attention's output [B, N, S, H] and the log2 of each query's sum of weights, FP32 [B, N, S].
 
         q [B, N, S, H]; k, v [B, K, S, H], N a multiple of K, with contiguous channels and any other strides. `scale`
-        is the factor on the products of q and k; None: H ** -0.5.
+        is the factor on the products of q and k; None: H ** -0.5. `sinks` [N] are logits in each softmax's denominator.
         """
         batch, heads, seq, dim = q.shape
         out = torch.empty(batch, seq, heads, dim, dtype=q.dtype, device=q.device).transpose(1, 2)
         log_sum = torch.empty(batch, heads, seq, dtype=torch.float32, device=q.device)
+        sinks = None if sinks is None else sinks.float() * LOG2E
         block, options = _options(FORWARD, dim)
         _forward_kernel[(triton.cdiv(seq, block[0]) * batch * heads,)](
-            q, k, v, out, log_sum, self.first, *_strides(q, k, v, out), self._stride, seq, heads, heads // k.shape[1],
-            _scale(scale, dim) * LOG2E, **options,
+            q, k, v, sinks, out, log_sum, self.first, *_strides(q, k, v, out), self._stride, seq, heads,
+            heads // k.shape[1], _scale(scale, dim) * LOG2E, **options,
         )  # fmt: skip
         return out, log_sum
 
     def backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, scale: float | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v, given that of `out`, [B, N, S, H], and what `forward` returned."""
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """Return the gradients of q, k, v and sinks, given that of `out`, [B, N, S, H], and what `forward` returned."""
         (batch, heads, seq, dim), shared = q.shape, k.shape[1]
         dq, dk, dv = (torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
                       for t in (q, k, v))  # fmt: skip
@@ -219,11 +226,16 @@ class Spans(NamedTuple):
         _grad_key_kernel[(triton.cdiv(seq, block[1]) * batch * shared,)](
             q, k, v, dy, log_sum, dots, self.first, self.last, dk, dv, *common, *_strides(dk), *tail, **options
         )
-        return dq, dk, dv
+        if sinks is None:
+            return dq, dk, dv, None
+        weight = torch.exp2(sinks.float()[:, None] * LOG2E - log_sum)  # of the sink, whose value is zero
+        return dq, dk, dv, -(weight * dots).sum((0, 2)).to(sinks.dtype)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Return the output of `forward`, differentiable."""
-        return _SpanAttention.apply(q, k, v, *self, scale)
+        return _SpanAttention.apply(q, k, v, sinks, *self, scale)
 
     @property
     def _stride(self) -> int:
@@ -236,19 +248,20 @@ class _SpanAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float | None
-    ) -> Tensor:
+        ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, first: Tensor, last: Tensor,
+        scale: float | None,
+    ) -> Tensor:  # fmt: skip
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-        out, log_sum = Spans(first, last).forward(q, k, v, scale)
-        ctx.save_for_backward(q, k, v, out, log_sum, first, last)
+        out, log_sum = Spans(first, last).forward(q, k, v, scale, sinks)
+        ctx.save_for_backward(q, k, v, out, log_sum, first, last, sinks)
         ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, first, last = ctx.saved_tensors
+        *tensors, first, last, sinks = ctx.saved_tensors
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-        return *Spans(first, last).backward(dy, *tensors, ctx.scale), None, None, None
+        return *Spans(first, last).backward(dy, *tensors, ctx.scale, sinks), None, None, None
 
 
 def spans(seq: int, window: int | None, documents: Tensor | None, device: torch.device) -> Spans:

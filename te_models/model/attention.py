@@ -7,9 +7,9 @@ from einops import rearrange
 from torch import Tensor
 
 from te_models.config.attention import AttentionSpec
+from te_models.kernels.composed_attention import composed_attention
 from te_models.kernels.gated_attention import attention_core, can_fuse
 from te_models.kernels.sdpa import causal_attention
-from te_models.kernels.softcap_attention import softcap_attention
 from te_models.model.forward_context import ForwardContext, Visible
 from te_models.model.kv_cache import KVState
 from te_models.model.part import Mixer
@@ -34,6 +34,14 @@ class GatedAttention(Mixer[AttentionSpec]):
         if spec.qk_norm != "none":
             self.q_norm = factory.norm(spec.vectors["q_norm"])
             self.k_norm = factory.norm(spec.vectors["k_norm"])
+        self.sinks = factory.vector(spec.heads.query) if spec.sinks else None
+
+    def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
+        """As in the base class; sinks are logits of the size of a new model's."""
+        if name == "sinks":
+            values.normal_(0.0, std)
+        else:
+            super().initialize(name, values, std, residual_std)
 
     def new_state(self, batch: int, slots: int, device: torch.device, dtype: torch.dtype) -> KVState:
         """Return room for the keys and values of `batch` rows of `slots` tokens."""
@@ -62,16 +70,17 @@ class GatedAttention(Mixer[AttentionSpec]):
         targets = context.kernels.targets(context.neighbour(self.qkvg_proj), context.neighbour(self.o_proj))
         spans = context.masks[self.spec.window]
         assert not isinstance(spans, Tensor)
-        return attention_core(qkvg, cos, sin, context.batch, context.seq, self.spec.heads, operations, targets, spans)
+        tokens = (context.batch, context.seq)
+        return attention_core(qkvg, cos, sin, *tokens, self.spec.heads, operations, targets, spans, self.sinks)
 
     def _composed(self, qkvg: Tensor, context: ForwardContext) -> Tensor:
         """Return the input of o_proj [B*S, A*H] from qkvg [N, Q]."""
         spec = self.spec
-        qkvg = qkvg[: context.batch * context.seq].unflatten(0, (context.batch, context.seq))
+        qkvg = qkvg[: context.batch * context.seq].view(context.batch, context.seq, -1)
         q, k, v, g = qkvg.split(self.rows, dim=-1)  # each [B, S, its rows]
         if spec.qk_norm == "all_heads":
             q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())  # not saving all of qkvg
-        q, k, v = (t.unflatten(-1, (-1, spec.heads.dim)) for t in (q, k, v))
+        q, k, v = (t.view(*t.shape[:2], -1, spec.heads.dim) for t in (q, k, v))
         if spec.qk_norm == "head":
             q = self.tp.norm(self.q_norm, q, partial=True)
             k = self.tp.norm(self.k_norm, k, partial=True)
@@ -91,10 +100,10 @@ class GatedAttention(Mixer[AttentionSpec]):
         """Return attention; shapes as in te_models.kernels.sdpa.causal_attention."""
         scale, cap = self.spec.multiplier, self.spec.softcap
         if not (mask is None or isinstance(mask, Tensor)):
-            return mask(q, k, v, scale)
-        if cap is None:
+            return mask(q, k, v, scale, self.sinks)
+        if cap is None and self.sinks is None:
             return causal_attention(q, k, v, mask, scale=scale)
-        return softcap_attention(q, k, v, mask, self.spec.heads.dim**-0.5 if scale is None else scale, cap)
+        return composed_attention(q, k, v, mask, self.spec.heads.dim**-0.5 if scale is None else scale, cap, self.sinks)
 
     def _rotated(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return x [B, S, heads, H] with RoPE on the first channels of each head, as many as the tables have.

@@ -28,6 +28,7 @@ from te_models.config.recompute_modes import check_mode, offload_allows_fused
 from te_models.device.choice import choose_device
 from te_models.device.cpu_threads import TOO_SMALL_TO_SHARE, one_thread
 from te_models.engine import check_support, engine_module, get_engine
+from te_models.engine.emulated.autocast import FEWEST_ROWS, short_rows
 from te_models.errors import OutOfMemory, UsageError
 from te_models.fp8.precision import ModelPrecision, model_precision, take_scales
 from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, relink
@@ -304,9 +305,12 @@ class Decoder(nn.Module):
         passed = (cache, attention_mask, document_ids, recompute, self.kernels, self.fp8_layers)
         others = {self.get_submodule(name): self.precision.te_recipes[name] for name in self.precision.others}
         autocasts = Autocasts(self.te, self.te_recipe, self.amax_group, others)
-        context = forward_context(self.specs, tokens, *passed, self.dtype, autocasts, self.recipe.row_alignment)
+        alignment = self._row_alignment(tokens)
+        context = forward_context(self.specs, tokens, *passed, self.dtype, autocasts, alignment)
         wanted = Wanted(labels, attention_mask, document_ids, return_logits, logits_to_keep)
-        with one_thread(self._too_small_to_share(tokens)), forward_pass(self, self.te, self.recipe, self.te_recipe):
+        full, one = self.recipe.row_alignment, one_thread(self._too_small_to_share(tokens))
+        short = contextlib.nullcontext() if alignment == full else short_rows(full)
+        with one, short, forward_pass(self, self.te, self.recipe, self.te_recipe):
             evaluated = not self.training
             output = self._with_routing(self._decode(tokens, context, wanted), context)
         if output.loss is not None and unknown is not None:
@@ -329,6 +333,16 @@ class Decoder(nn.Module):
             return False
         return tokens.shape[0] * tokens.shape[1] * self._largest_weight <= TOO_SMALL_TO_SHARE
 
+    def _row_alignment(self, tokens: Tensor) -> int:
+        """Return the multiple to which the rows of a pass over `tokens` [B, S, ...] are padded.
+
+        It is the recipe's, but in a step of generation on a CPU, which spares the work on most zeros (`short_rows`).
+        """
+        full, rows = self.recipe.row_alignment, tokens.shape[0] * tokens.shape[1]
+        emulated = self.engine == "emulated" and tokens.device.type == "cpu" and self.tp.size == 1
+        tracked = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        return min(full, FEWEST_ROWS) if emulated and not tracked and rows < full else full
+
     @functools.cached_property
     def _largest_weight(self) -> int:
         """The elements of the largest parameter."""
@@ -337,7 +351,7 @@ class Decoder(nn.Module):
     def _decode(self, tokens: Tensor, context: ForwardContext, wanted: Wanted) -> Output:
         """Pass ids [B, S] or vectors [B, S, D] through all blocks and the head."""
         fp8 = self.fp8_layers
-        x = self.tp.scatter(self._padded(self._embedded(tokens, context)))
+        x = self.tp.scatter(self._padded(self._embedded(tokens, context), context))
         x = self._run(range(fp8.start), x, context)
         with context.autocasts.layers() if fp8 else contextlib.nullcontext():
             x = self._run(fp8, x, context)
@@ -406,11 +420,11 @@ class Decoder(nn.Module):
         if count == context.seq:
             return h
         h = h[: context.batch * context.seq].unflatten(0, (context.batch, context.seq))[:, -count:]
-        return self._padded(h.flatten(0, 1))
+        return self._padded(h.flatten(0, 1), context)
 
-    def _padded(self, x: Tensor) -> Tensor:
-        """Return x [n, D] with rows of zeros up to a multiple of the recipe's alignment, on each rank."""
-        alignment = self.recipe.scattered_row_alignment if self.tp.scatters else self.recipe.row_alignment
+    def _padded(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return x [n, D] with rows of zeros up to a multiple of the pass's alignment, on each rank."""
+        alignment = self.recipe.scattered_row_alignment if self.tp.scatters else context.alignment
         return pad_rows(x, self.tp.rows(x.shape[0], alignment))
 
     def new_cache(self, batch: int, max_length: int) -> DecodingCache:

@@ -151,7 +151,7 @@ def _mask(
     if padded is not None or spec.softcap is not None or dtype.itemsize != 2 or spec.heads.dim > 256:
         spans = None
     slides = spec.window is not None and spec.window < seq
-    if spans is not None and (documents is not None or slides):
+    if spans is not None and (documents is not None or slides or spec.sinks):
         return spans(seq, spec.window, documents, device)
     return attention_mask(seq, spec.window, padded, documents, device)
 

@@ -85,8 +85,10 @@ class Experts(Feedforward[MoESpec]):
             context.routing.layers.append(routing)
         rows = dispatch(tokens, where.token, where.row, kernels)  # [R, D]
         rows = rows if exchange is None else exchange.to_experts(rows)
-        sizes = (exchange.places if exchange else where).rows
-        hidden = self._activated(context.grouped(gate_up, rows, sizes), "", context)  # [R, F]
+        own = exchange.places if exchange else where
+        # A bias makes rows of padding nonzero, which would enter the next amax.
+        real = (own.token < len(own.row))[:, None] if moe.bias and context.alignment > 1 else None
+        hidden = self._activated(context.grouped(gate_up, rows, own.rows), "", context, real)  # [R, F]
         return Routed(hidden, weights_of(logits, chosen, moe), where, exchange, len(x), *self._shared(x, context))
 
     def output(self, hidden: Routed, context: ForwardContext) -> Tensor:
@@ -106,21 +108,32 @@ class Experts(Feedforward[MoESpec]):
         """Return the router's logits of x [N, D], FP32 [N, E]; it never runs in FP8."""
         router = self.get_submodule("router")
         if self.spec.experts.router_fp32:
-            return F.linear(x.float(), router.get_parameter("weight").float())
+            bias = router.get_parameter("bias").float() if self.spec.experts.bias else None
+            return F.linear(x.float(), router.get_parameter("weight").float(), bias)
         return context.linear(router, x).float()
 
-    def _activated(self, gate_up: Tensor, prefix: str, context: ForwardContext) -> Tensor:
-        """Return the input [n, F] of the projection down, from the output [n, 2F] of gate and up."""
+    def _activated(self, gate_up: Tensor, prefix: str, context: ForwardContext, real: Tensor | None = None) -> Tensor:
+        """Return the input [n, F] of the projection down, from the output [n, 2F] of gate and up.
+
+        Zeros where `real`, bool [n, 1], is False.
+        """
         producer = context.neighbour(self.get_submodule(f"{prefix}gate_up_proj"))
         consumer = context.neighbour(self.get_submodule(f"{prefix}down_proj"))
         if not self.spec.obstacles:
             return context.kernels.swiglu(gate_up, producer, consumer)
-        kernels, activation = context.kernels, self.spec.activation
-        return handover.swiglu(
-            gate_up, producer, consumer,
-            lambda both: kernels.mlp_activation(both, activation, True),
-            lambda dy, both: kernels.mlp_activation_backward(dy, both, activation, True),
-        )  # fmt: skip
+        kernels, e = context.kernels, self.spec.experts
+        if e.swiglu_limit is None:
+            forward, backward = kernels.mlp_activation, kernels.mlp_activation_backward
+            how = (self.spec.activation, True)
+        else:
+            forward, backward = kernels.clamped_swiglu, kernels.clamped_swiglu_backward
+            how = (e.swiglu_limit, e.swiglu_alpha)
+
+        def activation(both: Tensor) -> Tensor:
+            out = forward(both, *how)
+            return out if real is None else out * real
+
+        return handover.swiglu(gate_up, producer, consumer, activation, lambda dy, both: backward(dy, both, *how))
 
     def _shared(self, x: Tensor, context: ForwardContext) -> tuple[Tensor | None, Tensor | None]:
         """Return the input of the shared expert's projection down [N, Fs] and its gate [N, 1], from x [N, D]."""

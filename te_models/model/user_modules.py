@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from te_models.config.recipe import RecipeLike, get_recipe
 from te_models.engine import engine_module
-from te_models.errors import UsageError, unknown
+from te_models.errors import UsageError, check_known
 from te_models.fp8 import scaling_state
 from te_models.model.recompute import Recompute
 
@@ -51,8 +51,7 @@ def checkpoint(
     Raises:
         UsageError: an unknown mode, or a function under delayed scaling that uses te layers which are not known.
     """
-    if mode not in ("none", "full"):
-        raise unknown("mode", mode, ("none", "full"))
+    check_known("mode", mode, ("none", "full"))
     owner = _owner(function, modules)
     te = _engine(owner)
     if recipe is not None:
@@ -123,11 +122,8 @@ def _refusing_others(function: Callable[..., T], owner: nn.Module, te: ModuleTyp
                     "uses, and hold layers in nn.ModuleList rather than in a list"
                 )
 
-        hook = nn.modules.module.register_module_forward_pre_hook(check)
-        try:
+        with nn.modules.module.register_module_forward_pre_hook(check):
             return function(*args, **kwargs)
-        finally:
-            hook.remove()
 
     return watched
 

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from te_models.config.data import split_names, split_pair
 from te_models.engine import engine_module
-from te_models.errors import UsageError, needs, unknown
+from te_models.errors import UsageError, check_known, needs, unknown
 from te_models.optim.galore import GaLore
 from te_models.optim.gradients import Gradients, Norm, gradient_norm
 from te_models.optim.groups import groups
@@ -160,26 +161,18 @@ def resolve_options(name: str, options: str | Mapping[str, object]) -> Options:
     Raises:
         ValueError: an unknown name or option, or a value out of range.
     """
-    if name not in OPTIMIZERS:
-        raise unknown("optimizer", name, OPTIMIZERS)
+    check_known("optimizer", name, OPTIMIZERS)
     known = OPTIMIZERS[name].options
     values = {key: default[0] if isinstance(default, tuple) else default for key, default in known.items()}
-    given = options if isinstance(options, Mapping) else dict(_pairs(options))
+    if isinstance(options, Mapping):
+        given = dict(options)
+    else:
+        pairs = (split_pair("optimizer option", text, "name=value,name=value") for text in split_names(options))
+        given = {key.replace("-", "_"): value for key, value in pairs}
     for key, value in given.items():
-        if key not in known:
-            raise unknown(f"option of optimizer {name!r}", key, known)
+        check_known(f"option of optimizer {name!r}", key, known)
         values[key] = _checked(key, value, known[key])
     return values
-
-
-def _pairs(text: str) -> list[tuple[str, str]]:
-    pairs = []
-    for item in filter(None, (piece.strip() for piece in text.split(","))):
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise UsageError(f"optimizer option {item!r} has no value: write name=value,name=value")
-        pairs.append((key.strip().replace("-", "_"), value.strip()))
-    return pairs
 
 
 def _checked(key: str, value: Any, default: object) -> object:

@@ -8,7 +8,7 @@ therefore adds the gradients of each micro-batch to FP32 buffers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import torch
@@ -85,12 +85,10 @@ class GradientSums(Gradients):
         torch._foreach_zero_(self._buckets)
         self._used.clear()
         self._waiting, self._works = [], []
-        hooks = [parameter.register_post_accumulate_grad_hook(self._add) for parameter in self.parameters]
-        try:
+        with ExitStack() as hooks:
+            for parameter in self.parameters:
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(self._add))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
         self._reduce(len(self._buckets))
         for work in self._works:
             work.wait()

@@ -16,7 +16,6 @@ from itertools import accumulate
 from torch import Tensor, nn
 
 from te_models.config.layer import Role
-from te_models.errors import UsageError
 from te_models.model.part import BlockPart
 from te_models.optim.state_tensors import Group
 
@@ -89,6 +88,4 @@ def _split(parameter: nn.Parameter, rows: list[tuple[Role, int]]) -> list[Part]:
     if len(rows) == 1:
         return [Part(parameter, rows[0][0])]
     ends = list(accumulate(size for _, size in rows))
-    if ends[-1] != len(parameter):
-        raise UsageError(f"a fused weight has {len(parameter)} rows, not the {ends[-1]} of its parts")
     return [Part(parameter, role, end - size, end) for (role, size), end in zip(rows, ends, strict=True)]

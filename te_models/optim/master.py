@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import compress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,11 @@ class MasterWeights:
             self.masters = [_master(p, keep, offload) for p in self.parameters]
         else:
             self.masters = [_owned_master(p, keep, self.owners) for p in self.parameters]
-        self._copied = [_is_copy(p, m, self.owners) for p, m in zip(self.parameters, self.masters, strict=True)]
+        # Which masters have bits that their parameters lack, so that both are saved.
+        self._copied = [
+            m is not p if self.owners is None else is_quantized(p) or m.dtype != p.dtype
+            for p, m in zip(self.parameters, self.masters, strict=True)
+        ]
         masters = dict(zip(map(id, self.parameters), self.masters, strict=True))
         views = {part: part.of(masters[id(part.parameter)]) for part in parts}
         self._views: dict[int, list[tuple[Part, Tensor]]] = {id(p): [] for p in self.parameters}
@@ -211,7 +215,7 @@ class MasterWeights:
         for master, saved in self._own(compress(self.masters, self._copied), state["masters"], "masters"):
             master.copy_(saved)
 
-    def check_state_dict(self, state: Any) -> None:
+    def check_state_dict(self, state: State) -> None:
         """Raise ValueError unless `load_state_dict` can load `state`; nothing is written.
 
         Names, shapes and dtypes of all tensors are compared, and all values are finite.
@@ -284,11 +288,6 @@ def _master(parameter: nn.Parameter, keep: bool, offload: bool) -> Tensor:
         master = parameter.detach().to("cpu", dtype, copy=True)
         return master.pin_memory() if parameter.is_cuda else master
     return parameter if parameter.dtype == dtype else parameter.detach().to(dtype)
-
-
-def _is_copy(parameter: nn.Parameter, master: Tensor, owners: Owners | None) -> bool:
-    """Return whether the master has bits that the parameter lacks, so that both are saved."""
-    return master is not parameter if owners is None else is_quantized(parameter) or master.dtype != parameter.dtype
 
 
 def _owned_master(parameter: nn.Parameter, keep: bool, owners: Owners) -> Tensor:

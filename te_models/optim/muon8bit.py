@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_models.errors import UsageError
 from te_models.optim.state_tensors import Group, State, like
 
 BLOCK = 128
@@ -49,8 +48,6 @@ class Muon8bit(torch.optim.Optimizer):
         adjust_lr_fn: str = "match_rms_adamw",
         compile: bool = True,
     ) -> None:
-        if not 0 <= momentum < 1:
-            raise UsageError(f"momentum={momentum} is out of range: give 0 or more and less than 1")
         fields = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps)
         super().__init__(params, dict(**fields, adjust_lr_fn=adjust_lr_fn))
         self._compile = compile

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_models.config.chunk_sizes import EXCHANGE_CHUNK
-from te_models.config.owners import share_out
+from te_models.config.shares import share_out
 from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local, shares
 

@@ -127,7 +127,7 @@ class TEAdam:
         for group, step in zip(self.param_groups, state["steps"], strict=True):
             group["step"] = step
 
-    def check_state_dict(self, state: Any) -> None:
+    def check_state_dict(self, state: State) -> None:
         """Raise ValueError unless `load_state_dict` can load `state`; nothing is written."""
         check_kind(self.kind, state, state=len(self.parameters), steps=len(self.param_groups))
         for number, (parameter, saved) in enumerate(zip(self.parameters, state["state"], strict=True)):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -126,7 +125,7 @@ class MemoryPlan(Printable):
             f"{t.seq_len:,} tokens{each}, {t.optimizer or 'no optimizer'}, activation "
             f"checkpointing {t.activation_checkpointing}, {t.gpus} GPU{'s (FSDP)' if each else ''}{host}"
         )
-        lines: list[Any] = [about, ""]
+        lines: list[RenderableType] = [about, ""]
         for title, table in (
             (f"memory of a training step{each}, GiB", self._parts_table()),
             (f"largest batch per GPU, in sequences of {t.seq_len:,} tokens", self._fit_table()),

@@ -113,18 +113,7 @@ def _up(size: int, step: int) -> int:
 
 
 class Tape:
-    """The operations of a forward pass with the bytes of each; descriptions of layers read its attributes.
-
-    Attributes:
-        tokens: T = B*S.
-        rows: N, tokens padded to the recipe's row alignment.
-        seq_len: S.
-        alignment: of the rows of each GEMM.
-        element: bytes of an activation.
-        compiled: whether operations between the GEMMs are compiled.
-        fused: whether fused kernels run.
-        cuda: whether the step runs on a GPU.
-    """
+    """The operations of a forward pass with the bytes of each; te_models.config.layer.Tape explains its attributes."""
 
     def __init__(self, config: ModelConfig, recipe: Recipe, training: Training) -> None:
         self.config, self.recipe, self.training = config, recipe, training

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from te_models.config.chunk_sizes import FP32
 from te_models.config.model import ModelConfig
-from te_models.config.owners import share_out
+from te_models.config.shares import share_out
 
 
 class Parameter(NamedTuple):

@@ -88,18 +88,12 @@ def _levers(options: Options, quantized: bool, processes: int, own_options: str)
         yield [(("--activation-checkpointing", m), dict(activation_checkpointing=m)) for m in stronger]
     batch, gpus, parts = options["batch_size"], options["gpus"], options["gradient_accumulation"]
     if smaller := _divisors(batch // gpus)[1:]:
-        yield [
-            (
-                (
-                    "--batch-size",
-                    str(size * gpus * processes),
-                    "--gradient-accumulation",
-                    str(parts * (batch // gpus // size)),
-                ),
-                dict(batch_size=size * gpus, gradient_accumulation=parts * (batch // gpus // size)),
-            )
-            for size in smaller
-        ]
+        values: list[Value] = []
+        for size in smaller:
+            own = dict(batch_size=size * gpus, gradient_accumulation=parts * (batch // gpus // size))
+            shared = str(own["batch_size"] * processes), str(own["gradient_accumulation"])
+            values.append((("--batch-size", shared[0], "--gradient-accumulation", shared[1]), own))
+        yield values
     masters = has_masters(options["optimizer_options"])
     if not options["fp8_params"] and quantized and (masters or options["lora_rank"]):
         yield [(("--fp8-params",), dict(fp8_params=True))]

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +31,7 @@ from te_models.files.atomic import first_line, readable, replacing_folder, write
 from te_models.files.formats import (
     Document,
     Fields,
+    Value,
     json_limit,
     list_some,
     parse_index,
@@ -108,7 +108,7 @@ class _Source:
             raise CheckpointError(f"{path} is damaged: {found.st_size} bytes where {size} were saved")
         return path
 
-    def read(self, file: str, parsed: bool = True) -> Any:
+    def read(self, file: str, parsed: bool = True) -> Value:
         """Return the content of a small listed file, which is what was saved: JSON, or bytes that are not `parsed`."""
         path, sha256 = self.locate(file), self.files[file].sha256
         data = read_bytes(path, json_limit(file), links=self.links)
@@ -307,7 +307,7 @@ def refuse_strangers(path: Path) -> None:
         raise UsageError(f"{path} holds what te-models did not save ({list_some(strangers)}); choose another folder")
 
 
-def _is_file(name: str, document: Any) -> bool:
+def _is_file(name: str, document: object) -> bool:
     """Return whether a document is the content of the file of this name, rather than JSON, whose name gets a suffix."""
     return isinstance(document, bytes) and "." in name and _FILE.fullmatch(name) is not None
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from te_models.config.model import ModelConfig, config_fields
-from te_models.config.recipe import AUTO, Recipe, recipe_fields
-from te_models.errors import CheckpointError, UsageError, unknown
+from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe
+from te_models.errors import CheckpointError, UsageError, check_known
 from te_models.files.atomic import first_line, readable
 from te_models.files.formats import Document, Fields, read_json
 from te_models.fp8.extra_state import extra_states
@@ -99,8 +99,7 @@ def write_pretrained(
     In our format model.safetensors includes the FP8 state, as a state_dict does, for programs that read only that file
     (accelerate's load_checkpoint_in_model). `name` is the model's name in its card.
     """
-    if format not in FORMATS:
-        raise unknown("format", format, FORMATS)
+    check_known("format", format, FORMATS)
     with saving(model):
         tensors, documents = model_content(model, origin)
         if model.tp.rank == model.ep.rank == 0:
@@ -182,7 +181,7 @@ def _with_saved_recipe(source: Opened, options: Document, shape: Document) -> Fi
     """Return the options of the model: those given, without fields of the config, over what the folder says."""
     found = {"dtype": source.dtype, **{name: value for name, value in options.items() if name not in shape}}
     if source.recipe is not None and found.get("recipe", AUTO) == AUTO:
-        fields = {name: found.pop(name) for name in list(found) if name in recipe_fields()}
+        fields = {name: found.pop(name) for name in list(found) if name in RECIPE_FIELDS}
         found["recipe"] = source.recipe.replace(**fields)
         found.setdefault("fp8_params", source.in_fp8)
     return found

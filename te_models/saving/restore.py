@@ -14,7 +14,7 @@ from te_models.config.model import ModelConfig
 from te_models.config.precision import precisions
 from te_models.config.recipe import Recipe, recipe_from_dict
 from te_models.errors import CheckpointError, ConfigError
-from te_models.files.atomic import first_line
+from te_models.files.atomic import explained, first_line
 from te_models.files.formats import Fields, unflatten_state
 from te_models.files.tensors import all_finite, check_finite
 from te_models.fp8.extra_state import EXTRA
@@ -64,10 +64,8 @@ class OwnFolder(Opened):
         if not self.fp8_weights or self.recipe is None:
             return {}
         now, live = model.precision, quantized_weights(model)
-        try:
+        with explained(self.path / "recipe.json", ConfigError):
             then = precisions(self.recipe, model.specs)
-        except ConfigError as error:
-            raise CheckpointError(f"{self.path / 'recipe.json'}: {first_line(error)}") from None
         alike = {name for name in then if quantize_weights_alike(then[name].recipe, now.linears[name].recipe)}
         saved = self.fp8_weights.items()
         fitting = {name: tensor for name, tensor in saved if name in live and now.known(name) in alike}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from te_models.device.cuda_capture import outside_captures
-from te_models.errors import CheckpointError, DataError, SaveError, UsageError
+from te_models.errors import CheckpointError, DataError, SaveError
 from te_models.files.atomic import discard, readable, replace_text, sweep
 from te_models.files.formats import Document, read_bytes
 from te_models.saving.folder import MAX_SHARD_BYTES, Content, Groups, load_folder, prepare, write_content
@@ -43,8 +43,6 @@ class Checkpoints:
         max_shard_bytes: int = MAX_SHARD_BYTES,
         retry_pauses: Sequence[float] = (),
     ) -> None:
-        if keep_last is not None and keep_last < 1:
-            raise UsageError(f"keep_last is {keep_last}; it must be at least 1, or None to keep all")
         self.root = Path(root)
         self.keep_last = keep_last
         self.max_shard_bytes = max_shard_bytes

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local, shard_like, whole
-from te_models.errors import CheckpointError, SaveError, UsageError
-from te_models.files.atomic import first_line, replacing_folder
+from te_models.errors import SaveError, UsageError
+from te_models.files.atomic import explained, first_line, replacing_folder
 from te_models.files.formats import Document, Fields, Value
 from te_models.files.tensors import write_safetensors
 from te_models.fp8.scaling_state import fp8_state
@@ -199,11 +199,11 @@ def cut_optimizer_state(state: Fields, masters: Sequence[Tensor], model: Decoder
         return shard_like(shard(own_names[index], value, model.config, model.tp), masters[index])
 
     own_names = kept(names)
-    try:
+    with explained(
+        "the optimizer's state is of other parameters", AttributeError, LookupError, RuntimeError, TypeError, ValueError
+    ):
         found = [{key: own(i, value) for key, value in values.items()} for i, values in enumerate(kept(state["state"]))]
         return {**state, "state": found, "masters": [own(i, value) for i, value in enumerate(kept(state["masters"]))]}
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the optimizer's state is of other parameters: {first_line(error)}") from None
 
 
 def whole_optimizer_state(state: Fields, model: Decoder, names: Sequence[str]) -> Fields:

@@ -8,6 +8,7 @@ gate and up) are one weight here too, so their per-tensor scales are one number.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from te_models.config.precision import HEAD
 from te_models.distributed.dtensor import local
-from te_models.errors import UsageError, unknown
+from te_models.errors import UsageError, check_known
 from te_models.files.formats import Document, Fields, list_some
 from te_models.fp8.primary_weights import quantized_weights
 from te_models.fp8.region import saving
@@ -65,8 +66,7 @@ def export(
     calibration: Tensor | Iterable[Tensor] | None = None,
 ) -> Export:
     """Write `model` into `folder`, atomically; see te_models.causal_lm.CausalLM.export for arguments and errors."""
-    if format not in FORMATS:
-        raise unknown("format", format, FORMATS)
+    check_known("format", format, FORMATS)
     if any(local(p) is not p for p in model.parameters()):
         raise UsageError("a sharded model cannot be exported: save it, and export the saved folder")
     if any(".lora_" in name for name, _ in model.named_parameters()):
@@ -281,17 +281,13 @@ def input_amaxes(model: Decoder, modules: Mapping[str, nn.Module], batches: Iter
 
         return hook
 
-    hooks = [module.register_forward_pre_hook(watch(name)) for name, module in modules.items()]
-    was_training = model.training
-    try:
-        model.eval()
-        with model.unfused():
-            for batch in batches:
-                model(batch.to(model.device))
-    finally:
-        model.train(was_training)
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            stack.enter_context(module.register_forward_pre_hook(watch(name)))
+        stack.callback(model.train, model.training)
+        stack.enter_context(model.eval().unfused())
+        for batch in batches:
+            model(batch.to(model.device))
     if not found and modules:
         raise UsageError("calibration has no batches: give token ids, int64 [B, S]")
     return {name: amax.item() for name, amax in found.items()}

@@ -169,19 +169,11 @@ def global_scale(amax: Tensor) -> Tensor:
     return torch.where(amax > 0, scale, 1.0).reshape(1)
 
 
-def _plain_config(ignored: list[str]) -> Fields:
-    return {}
-
-
 def _block_config(ignored: list[str]) -> Fields:
     """Return the keys of DeepSeek and Qwen; vLLM reads ignored_layers, transformers modules_to_not_convert."""
     lists = {"ignored_layers": ignored, "modules_to_not_convert": ignored}
     kind = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": list(BLOCK.block)}
     return {"quant_method": "fp8", **kind, **lists}
-
-
-def _tensor_config(ignored: list[str]) -> Fields:
-    return {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ignored}
 
 
 def _compressed_config(format: str, weights: Document, inputs: Document) -> Callable[[list[str]], Fields]:
@@ -212,7 +204,12 @@ _GROUP_32 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"
 _GROUP_16 = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
 FORMATS: dict[str, Format] = {
     "fp8-block": Format(BLOCK, _block_config),
-    "fp8-tensor": Format(TENSOR, _tensor_config, static="input_scale", encode=encode_tensor),
+    "fp8-tensor": Format(
+        TENSOR,
+        lambda ignored: {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ignored},
+        static="input_scale",
+        encode=encode_tensor,
+    ),
     "fp8-channel": Format(
         CHANNEL,
         _compressed_config("float-quantized", {"strategy": "channel"}, {"strategy": "token"}),
@@ -228,7 +225,7 @@ FORMATS: dict[str, Format] = {
         static="input_global_scale",
         encode=encode_nvfp4,
     ),
-    "bf16": Format(None, _plain_config),
+    "bf16": Format(None, lambda ignored: {}),
 }
 
 

@@ -101,6 +101,8 @@ class GatedAttention(nn.Module):
     def __init__(self, spec: AttentionSpec, build: Builder, prefix: str) -> None:
         super().__init__()
         self.spec, width, heads = spec, spec.hidden_size, spec.heads
+        if spec.sinks:
+            raise UsageError("attention_sinks are served only in the families of Hugging Face that have them: gpt_oss")
         if build.ranks > 1 and (reason := spec.parallel_obstacle(sequence=False)):
             raise UsageError(f"--tensor-parallel-size {build.ranks}: {reason}")
         self.qkv_proj = build.linear(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -62,14 +63,12 @@ def first_bad_module(model: CausalLM, batch: Batch) -> str | None:
 
         return hook
 
-    hooks = [m.register_forward_hook(check(name)) for name, m in model.named_modules() if not list(m.children())]
-    was_training = model.training
-    try:
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if not list(module.children()):
+                stack.enter_context(module.register_forward_hook(check(name)))
+        stack.callback(model.train, model.training)
         model.eval()(**to_device(batch, model.device))
-    finally:
-        model.train(was_training)
-        for hook in hooks:
-            hook.remove()
     return found[0] if found else None
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -15,13 +15,14 @@ from rich.console import Console
 from te_models.causal_lm import CausalLM
 from te_models.config.model import config_fields
 from te_models.config.presets import get_preset
-from te_models.config.recipe import AUTO, Recipe, recipe_fields
+from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset, check_vocabulary
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer, load_tokenizer
 from te_models.data.training_data import open_data, steps_of
 from te_models.errors import UsageError
+from te_models.files.formats import Fields
 from te_models.generation.options import GenerationOptions
 from te_models.model.recipe_fit import auto_recipe
 from te_models.optim import resolve_options
@@ -99,7 +100,7 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         record = {**(read_record(folder) if newest is not None else {})}
         record["id"] = shared.ranks.from_first(lambda: run_id(record))
         run_file = run_document(settings, model, dataset, eval_batches, shared, record, first)
-        parts: dict[str, Any] = dict(run_file=run_file, parallel=shared, saved=adapters, recipe=first)
+        parts: Fields = dict(run_file=run_file, parallel=shared, saved=adapters, recipe=first)
         trainer = Trainer(model, dataset, eval_batches, config, folder, words.files(), **parts)
         logged = dataclasses.asdict(config) | {"model": settings.label, **model.recipe.to_dict()}
         names, run = loggers if shared.ranks.first else [], Run(folder, record["id"], logged)
@@ -148,7 +149,7 @@ def _with_recipe(settings: RunSettings, console: Console) -> RunSettings:
         shape, recipe, dtype, _ = read_shape(settings.model or "", fields)
     reason = "the model's own"
     if recipe is None:
-        names = ("engine", "device", "fp8_params", *recipe_fields())
+        names = ("engine", "device", "fp8_params", *RECIPE_FIELDS)
         own = {name: value for name, value in settings.build.items() if name in names}
         recipe, reason = auto_recipe(shape, dtype=dtype, **own)
     console.print(f"recipe auto: {recipe.name} ({reason})")
@@ -191,7 +192,7 @@ def _open_data(
 
 def _build(settings: RunSettings, shared: Parallel, newest: Path | None) -> CausalLM:
     """Return the model to train, split over the processes: a new one, a loaded one, or that in the checkpoint."""
-    options: dict[str, Any] = {**settings.build, "recipe": settings.recipe}
+    options: Fields = {**settings.build, "recipe": settings.recipe}
     if newest is not None:
         options = resumed_options(settings, saved_choices(newest))
     if settings.preset is not None:

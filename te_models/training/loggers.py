@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from te_models.config.data import split_names
-from te_models.errors import needs, unknown
+from te_models.errors import check_known, needs
 from te_models.training.trainer import Callback, Row, Trainer
 
 PROJECT = "te-models"  # where Weights & Biases and trackio file the run
@@ -86,8 +86,7 @@ def check_loggers(names: str) -> list[str]:
     """
     wanted = split_names(names)
     for name in wanted:
-        if name not in LOGGERS:
-            raise unknown("logger", name, LOGGERS)
+        check_known("logger", name, LOGGERS)
         _library(name)
     return wanted
 

@@ -7,10 +7,10 @@ may have lost part of what the adapters learned. Its loss is measured on the sam
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from te_models.causal_lm import CausalLM
 from te_models.data.tokenizer import Tokenizer
+from te_models.files.formats import Fields
 from te_models.interop.origin import DTYPES
 from te_models.saving.folder import save_folder
 from te_models.saving.pretrained import model_content
@@ -45,12 +45,12 @@ def save_adapters(
     if not lora.merge:
         return written
     dtype = DTYPES[lora.merge_dtype] if lora.merge_dtype else model.dtype
-    options: dict[str, Any] = dict(recipe=model.recipe, engine="emulated", device="cpu", dtype=dtype)
+    options: Fields = dict(recipe=model.recipe, engine="emulated", device="cpu", dtype=dtype)
     merged = load_merged(folder / "adapter", base=adapters.base, **options)  # into weights that FP8 has not rounded
     tensors, documents = model_content(merged, merged.origin)
     save_folder(folder / "merged", tensors, {**documents, **words.files()})
     del merged, tensors  # before it is loaded once more, where the run computes
-    place: dict[str, Any] = dict(engine=model.engine, device=model.device)
+    place: Fields = dict(engine=model.engine, device=model.device)
     loss = evaluate(CausalLM.from_pretrained(folder / "merged", **place), batches)
     trained = evaluate(model, batches)  # the run's last evaluation may be of several processes
     said = merged_loss(loss, trained, result.first_eval_loss, str(dtype).removeprefix("torch."))

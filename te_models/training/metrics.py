@@ -7,11 +7,11 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from te_models.errors import DataError
 from te_models.files.formats import open_regular, parse_json
 from te_models.training.restore import COUNT_LIMIT
+from te_models.training.timing import Row
 
 MAX_LINE_BYTES = 2**16
 PLOTTED = ("loss", "learning_rate", "tokens_per_second")  # numbers that each row has
@@ -47,7 +47,7 @@ class MetricsLog:
             self.file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[Row]:
     """Return all rows of a metrics.jsonl, except an incomplete last line after a kill.
 
     Raises:

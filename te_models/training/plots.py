@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from te_models.errors import MissingPackage, needs
+from te_models.training.timing import Row
 
 INK, MUTED, TRAIN, EVAL, RATE, SPEED = "#111827", "#4b5563", "#2563eb", "#d9480f", "#7c3aed", "#0f766e"
 
 
 def plot_run(
-    path: Path, rows: Sequence[Mapping[str, Any]], title: str, subtitle: str = "", first_eval_loss: float = math.nan
+    path: Path, rows: Sequence[Row], title: str, subtitle: str = "", first_eval_loss: float = math.nan
 ) -> None:
     """Draw a run into a PNG: raw and smoothed loss with the evaluations, with learning rate and tokens/s below.
 

@@ -13,11 +13,12 @@ import torch
 
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.presets import get_preset
-from te_models.config.recipe import FP8_WEIGHTS, Recipe, get_recipe, recipe_fields
+from te_models.config.recipe import FP8_WEIGHTS, RECIPE_FIELDS, Recipe, get_recipe
 from te_models.config.training import TrainConfig
 from te_models.device.choice import choose_device
 from te_models.distributed.environment import number
 from te_models.errors import UsageError
+from te_models.files.formats import Fields
 from te_models.fp8.primary_weights import SHARDED_SCHEMES
 from te_models.optim import resolve_options
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
@@ -125,9 +126,9 @@ def available_memory(device: torch.device) -> int:
     return max(0, free)
 
 
-def _model(settings: RunSettings, newest: Path | None) -> tuple[ModelConfig, Recipe, dict[str, Any]]:
+def _model(settings: RunSettings, newest: Path | None) -> tuple[ModelConfig, Recipe, Fields]:
     """Return shape, recipe and other keywords of plan_memory."""
-    build: dict[str, Any] = {**settings.build, "recipe": settings.recipe}
+    build: Fields = {**settings.build, "recipe": settings.recipe}
     if newest is not None:
         build = resumed_options(settings, saved_choices(newest))
     fields = {name: value for name, value in build.items() if name in config_fields()}
@@ -138,7 +139,7 @@ def _model(settings: RunSettings, newest: Path | None) -> tuple[ModelConfig, Rec
         trained = newest if settings.lora is None else None  # a checkpoint of adapters has no model
         saved = read_shape(trained or settings.model or "", {} if trained else fields)
         shape, dtype = saved.config, saved.dtype
-    recipe = get_recipe(build["recipe"], **{name: build[name] for name in recipe_fields() if name in build})
+    recipe = get_recipe(build["recipe"], **{name: build[name] for name in RECIPE_FIELDS if name in build})
     names = ("activation_checkpointing", "activation_offload", "fp8_params", "compile")
     own = {name: build[name] for name in names if build.get(name) is not None}
     defaults: dict[str, object] = dict(activation_checkpointing="none", activation_offload=False, fp8_params=fp8_params)
@@ -151,7 +152,7 @@ class _Refusal:
 
     check: MemoryCheck
     plan: Callable[..., MemoryPlan]
-    options: dict[str, Any]
+    options: Fields
     settings: RunSettings
     config: TrainConfig
     shared: Parallel
@@ -167,7 +168,7 @@ class _Refusal:
             return f"{line}: {advice} {anyway}"
         return f"{line}: no option of this run makes it fit; choose a smaller model, or more GPUs {anyway}"
 
-    def _change(self, plan: Any, options: dict[str, Any], fixed: set[str], processes: int = 1) -> Change | None:
+    def _change(self, plan: Any, options: Fields, fixed: set[str], processes: int = 1) -> Change | None:
         given = self.config.optimizer_options
         text = given if isinstance(given, str) else ",".join(f"{name}={value}" for name, value in given.items())
         return smallest_change(plan, options, self.check.available, fixed, processes, text)

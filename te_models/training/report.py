@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -32,6 +31,7 @@ from te_models.training.preflight import MemoryCheck
 from te_models.training.result import Result
 from te_models.training.samples import Prompt
 from te_models.training.settings import RUN_FILE
+from te_models.training.timing import Row
 
 PROMPT = 60  # characters of a prompt in a suggested command
 
@@ -123,7 +123,7 @@ def speed_rows(model: CausalLM, config: TrainConfig) -> dict[str, str]:
 
 
 @contextmanager
-def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Callable[[Row], None]]:
     """Show a progress bar with loss, tokens/s and time left; yield the function that takes each step's metrics.
 
     If the output is not a terminal, print only evaluations, one per line.
@@ -136,7 +136,7 @@ def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Call
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("train", total=config.steps, completed=start, loss="-", speed="-")
 
-        def show(row: dict[str, Any]) -> None:
+        def show(row: Row) -> None:
             bar.update(task, completed=row["step"], loss=f"{row['loss']:.3f}", speed=f"{row['tokens_per_second']:,.0f}")
             if line := time_left.line(row):
                 console.print(line)
@@ -161,7 +161,7 @@ class TimeLeft:
         self.config, self.start = config, start
         self.seconds: list[float] = []
 
-    def line(self, row: Mapping[str, Any]) -> str:
+    def line(self, row: Row) -> str:
         """Record the metrics of a step; return the line to print after it, or ""."""
         config, step, due = self.config, row["step"], self.start + self.SKIPPED + self.MEASURED
         if step > due or config.steps < due:
@@ -192,8 +192,8 @@ def duration(seconds: float) -> str:
 
 def table_of(rows: Mapping[str, str], title: str | None = None) -> Table:
     """Return names and values as a table; a long path is wrapped rather than cut."""
-    style: dict[str, Any] = dict(title_justify="left", title_style="bold", box=None, show_header=False)
-    table = Table("", Column(overflow="fold"), title=title, **style)
+    columns = "", Column(overflow="fold")
+    table = Table(*columns, title=title, title_justify="left", title_style="bold", box=None, show_header=False)
     for name, value in rows.items():
         table.add_row(Text(name, "dim"), value)
     return table

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from te_models.causal_lm import CausalLM
-from te_models.config.recipe import AUTO, Recipe, get_recipe, recipe_fields
+from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe, get_recipe
 from te_models.errors import CheckpointError, UsageError, plural
 from te_models.files.atomic import readable
+from te_models.files.formats import Document, Fields
 from te_models.interop.origin import DTYPES
 from te_models.saving.folder import load_folder
 from te_models.saving.restore import read_recipe
@@ -42,17 +41,17 @@ def run_folder(settings: RunSettings, restarted: bool = False) -> Path:
     return last if restarted else candidate
 
 
-def resumed_options(settings: RunSettings, saved: Mapping[str, Any]) -> dict[str, Any]:
+def resumed_options(settings: RunSettings, saved: Document) -> Fields:
     """Return the keywords of CausalLM of a resumed run: the choices in its checkpoint, then those of the user.
 
     The engine is the one that was asked for, so that "auto" is native on a GPU wherever the run began.
     """
     given = {name: value for name, value in settings.build.items() if name in settings.given}
-    options = {name: value for name, value in settings.build.items() if name not in recipe_fields()}
+    options = {name: value for name, value in settings.build.items() if name not in RECIPE_FIELDS}
     options |= {**{name: value for name, value in saved.items() if name != "engine"}, **given}
     if settings.recipe != AUTO and "recipe" in settings.given:
         if saved["recipe"].to_dict() in [recipe.to_dict() for recipe in scheduled_recipes(settings)[1:]]:
-            return {name: value for name, value in options.items() if name not in recipe_fields()}
+            return {name: value for name, value in options.items() if name not in RECIPE_FIELDS}
         options["recipe"] = settings.recipe
         options["fp8_params"] = settings.build.get("fp8_params", False)  # another recipe may have no such weights
     return options
@@ -60,12 +59,12 @@ def resumed_options(settings: RunSettings, saved: Mapping[str, Any]) -> dict[str
 
 def scheduled_recipes(settings: RunSettings) -> list[Recipe]:
     """Return the recipe of a run's first step, which is not "auto", and those that follow it in its schedule."""
-    fields = {name: value for name, value in settings.build.items() if name in recipe_fields()}
+    fields = {name: value for name, value in settings.build.items() if name in RECIPE_FIELDS}
     first = get_recipe(settings.recipe, **fields)
     return [first, *(first.followed_by(name) for _, name in settings.train.recipe_changes)]
 
 
-def run_choices(model: CausalLM) -> dict[str, Any]:
+def run_choices(model: CausalLM) -> Fields:
     """Return the choices that a checkpoint records besides config and recipe, as JSON."""
     return {
         "engine": model.engine,
@@ -75,7 +74,7 @@ def run_choices(model: CausalLM) -> dict[str, Any]:
     }
 
 
-def saved_choices(newest: Path) -> dict[str, Any]:
+def saved_choices(newest: Path) -> Fields:
     """Return the recipe, dtype, engine, kind of weights and recompute mode of a checkpoint, as keywords of CausalLM.
 
     The engine is the one that ran, where it is known, and not the one that was asked for.

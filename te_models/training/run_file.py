@@ -111,7 +111,7 @@ def eval_fingerprint(batches: Iterable[Batch], shared: Parallel) -> str:
 def versions() -> Mapping[str, str]:
     """Return the versions of Python, te-models and the packages that numbers depend on."""
     found = {"python": platform.python_version(), "te-models": te_models.__version__, "torch": torch.__version__}
-    for package in ("transformer-engine", "triton", "tokenizers", "safetensors", "numpy"):
+    for package in ("transformer-engine", "triton", "torchao", "tokenizers", "safetensors", "numpy"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -19,19 +19,18 @@ from te_models.config.data import DataConfig, split_names, split_weight
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.presets import PRESETS
 from te_models.config.recipe import (
-    FIELD_HELP,
     FP8_WEIGHTS,
+    RECIPE_FIELDS,
     Recipe,
     get_recipe,
     list_recipes,
-    recipe_fields,
     recipe_from_dict,
 )
 from te_models.config.settings import Setting, Settings, as_fields, by_name, kinds_of, setting, settings_of
 from te_models.config.shipped import no_weights
 from te_models.config.toml import read_toml
 from te_models.config.training import EVALUATION, TRAINING, TrainConfig
-from te_models.errors import ConfigError, UsageError, refuse, unknown
+from te_models.errors import ConfigError, UsageError, check_known, refuse, unknown
 
 RUN_FILE = "run.toml"
 COMMANDS = ("pretrain", "finetune")
@@ -39,7 +38,7 @@ RECORD = "record"  # table of run.toml with facts of the run rather than setting
 MERGE_DTYPES = ("bfloat16", "float16", "float32")
 LEARNING_RATE = {"pretrain": 1e-3, "finetune": 2e-5, "lora": 2e-4}
 # Headings of the help.
-MODEL, LORA, FIELDS, SHAPE = "Model", "LoRA", "Recipe fields", "Model shape"
+MODEL, LORA, SHAPE = "Model", "LoRA", "Model shape"
 RECIPE_HELP = (
     f"Scheme of te.Linear: {', '.join(list_recipes())}, a TOML file, or auto (the default): the model's own; a new one "
     "runs in FP8 where that saves time (mxfp8 on Blackwell, current on Hopper and Ada, from a hidden size of 2048), "
@@ -224,19 +223,6 @@ def _named(*found: Setting) -> dict[str, Setting]:
     return {one.name: one for one in found}
 
 
-def _recipe_settings() -> list[Setting]:
-    """Return the fields of recipes, which Recipe checks."""
-    found = []
-    for name, check in recipe_fields().items():
-        kinds = (type(check[0]),) if isinstance(check, tuple) else (check,)
-        choices = tuple(map(str, check)) if isinstance(check, tuple) else ()
-        written = "PATTERN=RECIPE" if check is dict else ""
-        found.append(
-            Setting(name=name, help=FIELD_HELP[name], kinds=kinds, choices=choices, group=FIELDS, metavar=written)
-        )
-    return found
-
-
 def _shape_settings() -> list[Setting]:
     """Return the fields of ModelConfig, which checks them; those with a list or a group of values have no option."""
     return [
@@ -252,7 +238,7 @@ _OWN = _named(*settings_of(RunSettings))
 TABLES: dict[str, dict[str, Setting]] = {
     "run": {name: _OWN[name] for name in ("command", "preset", "model", "out", "sample_tokens", "log")},
     "model": _named(*settings_of(BuildSettings)),
-    "recipe": _named(_OWN["recipe"], *_recipe_settings()),
+    "recipe": _named(_OWN["recipe"], *RECIPE_FIELDS.values()),
     "shape": _named(*_shape_settings()),
     "data": _named(*settings_of(DataConfig), _OWN["tokenizer"]),
     "training": _named(*settings_of(TrainConfig)),
@@ -358,16 +344,14 @@ def read_run_file(path: Path) -> dict[str, Any]:
     for title, values in read_toml(path).items():
         if title == RECORD:
             continue
-        if title not in TABLES:
-            raise unknown(f"table of {path}", title, TABLES)
+        check_known(f"table of {path}", title, TABLES)
         if not isinstance(values, Mapping):
             raise ConfigError(f"{path}: {title} is a table: write [{title}] and its settings below")
         if title == "recipe":
             flat["recipe"] = dict(values)
             continue
         for name, value in values.items():
-            if name not in TABLES[title]:
-                raise unknown(f"setting of [{title}] in {path}", name, TABLES[title], "`te-models finetune --help-all`")
+            check_known(f"setting of [{title}] in {path}", name, TABLES[title], "`te-models finetune --help-all`")
             if title != "shape" and (wanted := TABLES[title][name].wrong_type(value)):  # ModelConfig checks the shape
                 raise ConfigError(f"{path}: {name} = {value!r}: give {wanted}")
             flat[name] = value

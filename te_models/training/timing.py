@@ -1,12 +1,15 @@
-"""Device times, and copies of device values to the host, without waiting for queued work."""
+"""Steps in the queue of a device: their times, and copies of their values to the host, without waiting for them."""
 
 from __future__ import annotations
 
 import time
-from typing import cast
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+from te_models.training.evaluation import Batch
 
 Timestamp = torch.cuda.Event | float  # on a CUDA device an event in its queue, elsewhere seconds
 
@@ -37,3 +40,23 @@ def copy_to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     host.copy_(values, non_blocking=True)
     ready.record()
     return host, ready
+
+
+Row = dict[str, Any]  # of metrics.jsonl: step, loss, grad_norm, learning_rate, tokens_per_second, perhaps eval_loss
+
+
+@dataclass
+class QueuedStep:
+    """A step that the device may still be computing.
+
+    `values` are loss, gradient norm, number of processes asked to stop, and RoutingReport.metrics with experts; the
+    host may read them once `ready` is reached. `end` follows the optimizer's update; `row` then has the values.
+    """
+
+    step: int
+    start: Timestamp
+    micro_batches: list[Batch]
+    values: Tensor
+    ready: torch.cuda.Event | None
+    end: Timestamp = 0.0
+    row: Row = field(default_factory=dict)

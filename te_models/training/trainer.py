@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from te_models.data.streaming import StreamingDataset
 from te_models.device.determinism import deterministic
 from te_models.errors import CheckpointError, Diverged, NamedFields, OutputInUse, SaveError, UsageError, plural, refuse
 from te_models.files.atomic import replace_text
-from te_models.files.formats import flatten_state, render_json
+from te_models.files.formats import Fields, flatten_state, render_json
 from te_models.files.lock import locked
 from te_models.fp8.primary_weights import drop_initial_values
 from te_models.fp8.region import saving
@@ -44,7 +44,6 @@ from te_models.training.cuda_graph import GraphedStep, step_obstacle
 from te_models.training.evaluation import Batch, count_targets, diagnosis, evaluate, to_device
 from te_models.training.metrics import MetricsLog
 from te_models.training.parallel import Parallel, reshard
-from te_models.training.queued_step import QueuedStep, Row
 from te_models.training.recipe_schedule import RecipeSchedule
 from te_models.training.restore import position_mistakes, read_random_states, result_mistakes
 from te_models.training.result import Result
@@ -52,7 +51,7 @@ from te_models.training.resume import run_choices
 from te_models.training.routers import mean_of_routers, router_row, weigh_losses
 from te_models.training.settings import RUN_FILE
 from te_models.training.stop_signals import stop_signals
-from te_models.training.timing import copy_to_host, elapsed, timestamp
+from te_models.training.timing import QueuedStep, Row, copy_to_host, elapsed, timestamp
 
 RECENT = 100  # steps whose median speed is the speed of the run
 SAVE_RETRY_PAUSES = (1.0, 5.0)  # seconds before a failed save is tried again
@@ -63,7 +62,7 @@ log = logging.getLogger(__name__)
 class Saved(Protocol):
     """The part of a model that a run saves, if it does not save all of it (te_models.training.lora_run)."""
 
-    def content(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    def content(self) -> tuple[dict[str, dict[str, Tensor]], Fields]:
         """Return the tensors and documents of a checkpoint, without the training state."""
         ...
 
@@ -117,7 +116,7 @@ class Trainer(NamedFields):
     eval_batches: Iterable[Mapping[str, Tensor]] | None
     config: TrainConfig
     out: Path
-    documents: dict[str, Any] = field(default_factory=dict)
+    documents: Fields = field(default_factory=dict)
     run_file: str = ""
     on_step: Callable[[Row], None] = lambda row: None
     callbacks: Sequence[Callback] = ()
@@ -394,7 +393,7 @@ class Trainer(NamedFields):
     def _checkpoints(self, folder: Path, keep_last: int) -> Checkpoints:
         """Return a writer of checkpoints of this run in `folder`."""
         ranks = self.parallel.ranks
-        options: dict[str, Any] = dict(keep_last=keep_last, retry_pauses=SAVE_RETRY_PAUSES)
+        options: Fields = dict(keep_last=keep_last, retry_pauses=SAVE_RETRY_PAUSES)
         if ranks.world == 1:
             return Checkpoints(folder, **options)
         whose = dict(ranks=ranks, model=self.model, names=self._optimizer_names(), fetch=self.optimizer.fetch)
@@ -412,7 +411,7 @@ class Trainer(NamedFields):
         for callback in self.callbacks:
             callback.on_save(self, folder)
 
-    def _model_content(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    def _model_content(self) -> tuple[dict[str, dict[str, Tensor]], Fields]:
         """Return the part of a checkpoint that is a saved model."""
         reshard(self.model)
         shared_amaxes(self.model, self.parallel.ranks.world)
@@ -420,7 +419,7 @@ class Trainer(NamedFields):
             return self.saved.content()
         return model_content(self.model, self.model.origin, self.optimizer.masters_by_id(), parts=self.parallel.sharded)
 
-    def _content(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    def _content(self) -> tuple[dict[str, dict[str, Tensor]], Fields]:
         """Return the tensors and documents of a checkpoint."""
         tensors, documents = self._model_content()
         cuda = self.device.type == "cuda"
@@ -473,7 +472,7 @@ class Trainer(NamedFields):
                 f"{self.out} already holds a run of {steps}: continue it with run(resume=True), or give another out"
             )
 
-    def _refuse_to_wait_on(self, result: dict[str, Any]) -> None:
+    def _refuse_to_wait_on(self, result: Fields) -> None:
         """Raise UsageError if the saved run ended early and nothing has changed that would let it continue."""
         since, patience = result.get("evaluations_since_best", 0), self.config.patience
         if result.get("stopped_early") and patience and since >= patience:
@@ -487,7 +486,7 @@ class Trainer(NamedFields):
         names = self._own_names()
         return [name for name, _ in self.model.ep.every(zip(names, names, strict=True), str)]
 
-    def _optimizer_state(self) -> dict[str, Any]:
+    def _optimizer_state(self) -> Fields:
         state = self.optimizer.state_dict()
         return state if self.model.ep.size == 1 else whole_optimizer_state(state, self.model, self._own_names())
 

@@ -141,7 +141,7 @@ def test_an_error_ends_the_line_and_not_the_chat(chat: Callable) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--template-option", "enable_thinking"), "write it as NAME=VALUE"),
+        (("--template-option", "enable_thinking"), "has no value or no name: write NAME=VALUE"),
         (("--tokenizer", "PLAIN"), "no chat template"),
     ],
 )

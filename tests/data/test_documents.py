@@ -75,8 +75,6 @@ def test_split_of_one_document_cuts_it_at_a_line() -> None:
         ([Document("a\nb\nc\n", prompt="p")], 0.1, "only document cannot be cut .* give more documents"),
         ([Document("a"), Document("a", name="b")], 0.1, "2 equal documents cannot be split"),
         ([], 0.1, "0 documents"),
-        ([Document("a"), Document("b")], 0.0, "eval_fraction=0.0 is out of range"),
-        ([Document("a"), Document("b")], 1.0, "eval_fraction=1.0 is out of range"),
     ],
 )
 def test_impossible_splits(documents: list[Document], fraction: float, message: str) -> None:

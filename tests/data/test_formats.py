@@ -236,7 +236,7 @@ REFUSED: list[tuple[Row, str]] = [
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "message 1 of 'messages' holds half of a surrogate pair"),
     ({"messages": [{**REPLY, "tool_calls": [{"id": "1"}]}]}, "has a tool call without the name of a function"),
     ({"messages": TALK, "tools": "f"}, "'tools' is not a list of JSON schemas"),
-    ({"conversations": [{"from": "function_call", "value": "f()"}]}, "is a function_call without a JSON object"),
+    ({"conversations": [{"from": "function_call", "value": "f()"}]}, "has a tool call without the name of a function"),
     ({"instruction": None, "output": "a"}, "'instruction' is null, not a string"),
     ({"instruction": "q", "output": "a", "history": "x"}, "'history' is not a list of .question, answer. pairs"),
     ({"prompt": [USER], "completion": "a"}, "'completion' is a string, not a list of messages"),
@@ -255,8 +255,8 @@ def test_rows_that_are_no_records_are_refused(row: Row, message: str) -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ("prompt", "'prompt' is not of the form name=yours"),
-        ("prompt=", "'prompt=' is not of the form name=yours"),
+        ("prompt", "'prompt' has no value or no name: write name=yours"),
+        ("prompt=", "'prompt=' has no value or no name: write name=yours"),
         ("promt=q", "unknown column 'promt': did you mean 'prompt'"),
         ("prompt=q,completion=q", "'completion=q' names a column a second time"),
         ("prompt=q,prompt=r", "'prompt=r' names a column a second time"),

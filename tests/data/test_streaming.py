@@ -510,9 +510,6 @@ def test_unreadable_data_is_one_line(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 2, "world_size": 2}, "rank=2, world_size=2"),
-        ({"num_lanes": 0}, "num_lanes=0 is out of range"),
-        ({"num_workers": -1}, "num_workers=-1"),
         ({"seq_len": 1}, "seq_len=1 and batch_size=1"),
         ({"packing": "document"}, "unknown packing 'document': did you mean 'documents'"),
     ],

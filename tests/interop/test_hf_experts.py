@@ -17,11 +17,13 @@ from torch import Tensor
 from te_models import CausalLM
 from te_models.interop.hf import tensor_places
 from te_models.interop.hf_families import family_of
+from te_models.interop.stacked_experts import experts_of
 
 # The families whose loss transformers computes, with a case of each kind of choice.
 ROUTED = [
     "qwen3_moe-one-key", "qwen3_moe-all-keys", "qwen3_moe-tied", "qwen3_moe-normed", "qwen2_moe-odd",
     "qwen2_moe-normed", "qwen2_moe-steps", "mixtral-all-keys", "mixtral-window", "olmoe-all-keys", "olmoe-normed",
+    "gpt_oss-odd", "gpt_oss-all-keys", "gpt_oss-untied", "gpt_oss-untruncated", "gpt_oss-window", "gpt_oss-plain",
 ]  # fmt: skip
 OTHERS = ["glm4_moe-groups", "glm4_moe-normed", "glm4_moe-sparse", "afmoe-experts", "laguna-all-sparse"]
 HYBRIDS = ["qwen3_next-mixed", "qwen3_next-plain", "qwen3_5_moe_text-one-key"]
@@ -92,6 +94,9 @@ def theirs_by_expert(judge: Any) -> dict[str, Tensor]:
     for name, parameter in judge.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         before, experts, kind = name.partition(".mlp.experts.")
+        if judge.config.model_type == "gpt_oss":
+            found |= experts_of(name, gradient, torch.Tensor)  # no scales
+            continue
         if not experts:
             name = name.replace(".mlp.gate.", f".{block}.gate.")
             if judge.config.model_type == "laguna":

@@ -164,6 +164,26 @@ def test_phi_35_wrote_longrope_under_other_names() -> None:
     assert found[0].rope_scaling["original_max_position_embeddings"] == 4096
 
 
+@pytest.mark.parametrize(("layers", "experts", "parameters"), [(24, 32, 20.91), (36, 128, 116.83)])
+def test_gpt_oss_has_the_parameters_that_its_paper_counts(layers: int, experts: int, parameters: float) -> None:
+    """In billions (arXiv 2508.10925, table 1)."""
+    document = dict(
+        model_type="gpt_oss", architectures=["GptOssForCausalLM"], hidden_act="silu", attention_dropout=0.0,
+        attention_bias=True, **sizes(2880, 2880, layers, 64, 8, 201088, 131072), eos_token_id=200002, head_dim=64,
+        pad_token_id=199999, experts_per_token=4, num_experts_per_tok=4, num_local_experts=experts, sliding_window=128,
+        initial_context_length=4096, layer_types=[FULL if layer % 2 else SLIDING for layer in range(layers)],
+        output_router_logits=False, router_aux_loss_coef=0.9, rms_norm_eps=1e-5, rope_theta=150000, swiglu_limit=7.0,
+        rope_scaling=dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+                          original_max_position_embeddings=4096),
+    )  # fmt: skip
+    family = family_of(document)
+    config = family.read(document)
+    assert round(config.num_parameters / 1e9, 2) == parameters
+    for name in ("rope_scaling", "layer_types", "sliding_window", "swiglu_limit", "attention_bias", "rope_theta"):
+        del document[name]
+    assert family.read(document) == config, "the defaults of transformers"
+
+
 @pytest.mark.parametrize(
     "name, change, message",
     [

@@ -60,6 +60,8 @@ CASES: dict[str, dict[str, Any]] = {
     "post-norm": dict(norm_position="post", qk_norm=True, qk_norm_scope="all_heads"),
     "four-norms": dict(norm_position="both", zero_centered_norm=True, hidden_act="gelu_pytorch_tanh"),
     "caps": dict(attn_logit_softcapping=3.0, final_logit_softcapping=5.0, sliding_window=4, layer_types=MIXED),
+    "sinks": dict(attention_sinks=True, sliding_window=4, layer_types=MIXED),
+    "sinks-caps": dict(attention_sinks=True, attn_logit_softcapping=3.0, attention_gate="none"),
     "two-ropes": dict(sliding_window=4, layer_types=MIXED, rope_theta=500.0, sliding_rope=TWO),
     "interleaved": dict(rope_interleaved=True, partial_rotary_factor=0.5),
     "query-scale": dict(query_scale_beta=0.3, query_scale_length=4, attention_multiplier=0.2),

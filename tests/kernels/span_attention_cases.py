@@ -55,6 +55,34 @@ def distance(name: str, found: Tensor, expected: Tensor) -> None:
     assert gap < BOUND, f"{name}: {gap:.2g} off, {BOUND:.2g} allowed"
 
 
+def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention whose scores have a column of sinks beside them, which leaves the softmax again."""
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril() if mask is None else mask
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~mask, float("-inf"))
+    column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1] @ v
+
+
+@pytest.mark.parametrize(("batch", "heads", "shared", "seq", "dim", "window", "lengths"), CASES, ids=str)
+def test_sinks_are_a_column_of_scores(
+    batch: int, heads: int, shared: int, seq: int, dim: int, window: int | None, lengths: list[list[int]] | None
+) -> None:
+    seq, dim, window = seq * GROW, dim * GROW, window and window * GROW
+    ids = document_ids(lengths)
+    sizes = ((batch, heads, seq, dim), (batch, shared, seq, dim), (batch, shared, seq, dim), (heads,))
+    inputs = [torch.randn(size, dtype=DTYPE, device=DEVICE).requires_grad_() for size in sizes]
+    *qkv, sinks = inputs
+    out = spans(seq, window, ids, DEVICE)(*qkv, sinks=sinks)
+    dy = torch.randn_like(out)
+    found = (out, *torch.autograd.grad(out, inputs, dy))
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    wanted = with_sinks(*exact, attention_mask(seq, window, None, ids, DEVICE))
+    expected = (wanted, *torch.autograd.grad(wanted, exact, dy.double()))
+    for name, one, other in zip(("output", "dq", "dk", "dv", "dsinks"), found, expected, strict=True):
+        distance(name, one, other)
+
+
 @pytest.mark.parametrize(("batch", "heads", "shared", "seq", "dim", "window", "lengths"), CASES, ids=str)
 def test_output_and_gradients_are_those_under_the_mask(
     batch: int, heads: int, shared: int, seq: int, dim: int, window: int | None, lengths: list[list[int]] | None
@@ -84,7 +112,8 @@ def test_the_gradients_are_the_same_in_every_run() -> None:
         assert_same_bits(name, *both)
 
 
-def test_attention_as_one_operation() -> None:
+@pytest.mark.parametrize("sunk", [False, True])
+def test_attention_as_one_operation(sunk: bool) -> None:
     """RoPE, attention in spans and the gate equal the three written out in FP64."""
     heads, seq = Heads(2, 1, 16, "elementwise"), 40 * GROW
     ids = document_ids([[30, 10], [40]])
@@ -93,12 +122,20 @@ def test_attention_as_one_operation() -> None:
     qkvg = torch.randn(2 * seq, 6 * 16, device=DEVICE, dtype=DTYPE)
     one, other = qkvg.clone().requires_grad_(), qkvg.double().requires_grad_()
     operations = gated_attention_triton.TRITON._replace(fp8=None)
-    mine = attention_core(one * 1.0, cos, sin, 2, seq, heads, operations, spans=spans(seq, 7, ids, DEVICE))
+    sinks = torch.tensor([0.5, 2.0], device=DEVICE, requires_grad=True)
+    how = dict(spans=spans(seq, 7, ids, DEVICE), sinks=sinks if sunk else None)
+    mine = attention_core(one * 1.0, cos, sin, 2, seq, heads, operations, **how)
     q, k, v, gate = split_heads(heads, other, 2)
     q, k = (t * cos[:, :, None] + torch.cat((-t[..., 8:], t[..., :8]), -1) * sin[:, :, None] for t in (q, k))
     mask = attention_mask(seq, 7, None, ids, DEVICE)
-    mixed = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), attn_mask=mask, enable_gqa=True)
+    turned = [t.transpose(1, 2) for t in (q, k, v)]
+    mixed = F.scaled_dot_product_attention(*turned, attn_mask=mask, enable_gqa=True)
+    exact = sinks.detach().double().requires_grad_()
+    mixed = with_sinks(*turned, exact, mask) if sunk else mixed
     theirs = (mixed.transpose(1, 2) * torch.sigmoid(gate)).reshape(2 * seq, -1)
     dy = torch.randn_like(mine)
     distance("output", mine, theirs)
-    distance("gradient", torch.autograd.grad(mine, one, dy)[0], torch.autograd.grad(theirs, other, dy.double())[0])
+    found = torch.autograd.grad(mine, [one, sinks][: 1 + sunk], dy)
+    expected = torch.autograd.grad(theirs, [other, exact][: 1 + sunk], dy.double())
+    for name, *both in zip(("gradient", "dsinks"), found, expected, strict=False):
+        distance(name, *both)

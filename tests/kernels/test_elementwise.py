@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from te_models.config.model import CHOICES
 from te_models.kernels.elementwise import (
     ACTIVATIONS,
+    clamped_swiglu,
+    clamped_swiglu_backward,
     mlp_activation,
     mlp_activation_backward,
     scaled_logits,
@@ -38,6 +40,17 @@ def test_activations_and_their_gradients(name: str, gated: bool) -> None:
 def test_silu_is_swiglu() -> None:
     x = torch.randn(5, 8, dtype=torch.bfloat16)
     assert torch.equal(mlp_activation(x, "silu", True), swiglu(x))
+
+
+def test_clamped_swiglu_and_its_gradient() -> None:
+    """That of gpt-oss in transformers, which interleaves gate and up; a third of the values are beyond the limit."""
+    modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    config = modeling.GptOssConfig(hidden_size=4, intermediate_size=6, num_local_experts=1, swiglu_limit=1.0)
+    x = torch.randn(50, 12, requires_grad=True)
+    y = modeling.GptOssExperts(config)._apply_gate(x.unflatten(1, (2, 6)).transpose(1, 2).flatten(1))
+    torch.testing.assert_close(clamped_swiglu(x, 1.0, 1.702), y)
+    dy = torch.randn_like(y)
+    torch.testing.assert_close(clamped_swiglu_backward(dy, x, 1.0, 1.702), torch.autograd.grad(y, x, dy)[0])
 
 
 def test_the_softplus_gate() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import te_models
 from te_models.engine import emulated
-from te_models.kernels import early_save, elementwise, gated_attention, handover, lm_head, softcap_attention
+from te_models.kernels import composed_attention, early_save, elementwise, gated_attention, handover, lm_head
 from te_models.kernels.expert_rows import combine, dispatch
 from te_models.kernels.from_inputs import from_inputs
 from te_models.model import router
@@ -64,9 +64,9 @@ def _attention(x: Tensor) -> Tensor:
     return gated_attention.attention_core(x * 1.0, angle.cos(), angle.sin(), 2, 8, heads)
 
 
-def _softcap(x: Tensor) -> Tensor:
+def _composed(x: Tensor) -> Tensor:
     q, k, v = x.view(2, 8, 4, 16).transpose(1, 2).split([2, 1, 1], dim=1)
-    return softcap_attention.softcap_attention(q, k, v, None, 0.3, 5.0)
+    return composed_attention.composed_attention(q, k, v, None, 0.3, 5.0, torch.tensor([0.3, -1.0]))
 
 
 def _swiglu(x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ OPERATIONS: dict[str, Operation] = {
     "engine/emulated/rmsnorm.py": _norm(),
     "engine/emulated/tensors.py": _quantized,
     "kernels/gated_attention.py": _attention,
-    "kernels/softcap_attention.py": _softcap,
+    "kernels/composed_attention.py": _composed,
     "kernels/handover.py": _swiglu,
     "kernels/early_save.py": early_save.save_early,
     "kernels/lm_head.py": _loss,
@@ -160,7 +160,7 @@ def test_a_gradient_of_any_strides_gives_that_of_a_contiguous_one(name: str, str
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_input_of_any_strides_gives_the_gradient_of_a_contiguous_one(name: str) -> None:
-    if name == "kernels/softcap_attention.py":
+    if name == "kernels/composed_attention.py":
         pytest.skip("views its input itself")
     _, plain = GRADIENTS["transposed"]
     wide = torch.linspace(-2, 2, 16 * 128).sin().view(16, 128)

@@ -32,7 +32,7 @@ def test_the_plan_says_what_fused_kernels_do_not_compute() -> None:
 FUSED = ("attention", "headwise gate", "experts")  # of which attention is one operation
 
 
-@pytest.mark.parametrize("name", [*FUSED, *OPTIONS, "sliding", "linear attention"])
+@pytest.mark.parametrize("name", [*FUSED, *OPTIONS, "sliding", "sinks, biased experts", "linear attention"])
 @pytest.mark.parametrize("recipe", ["bf16", pytest.param("delayed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_model_with_fused_kernels_is_the_model_without(name: str, recipe: str, mode: str) -> None:

@@ -40,14 +40,15 @@ CASES: dict[str, dict[str, Any]] = {
     "recomputed": dict(activation_checkpointing="full"),
     "partly recomputed": dict(activation_checkpointing="selective", **FP8),
     "padding": {},
+    "biases": dict(config=ModelConfig(**SHAPE, moe=MOE | dict(bias=True, swiglu_limit=1.0)), **FP8),
     "idle rank": {},  # all tokens go to experts of rank 0
 }
 
 
 def build(mesh: DeviceMesh | None = None, **options: Any) -> CausalLM:
     torch.manual_seed(0)
-    options = {"recipe": "bf16", "dtype": torch.float32, **options}
-    return CausalLM(CONFIG, device="cpu", engine="emulated", ep_mesh=mesh, **options)
+    options = {"config": CONFIG, "recipe": "bf16", "dtype": torch.float32, **options}
+    return CausalLM(device="cpu", engine="emulated", ep_mesh=mesh, **options)
 
 
 def batch(name: str) -> dict[str, Tensor]:

@@ -216,6 +216,21 @@ def test_padding_of_rows_moves_no_scale(length: int) -> None:
         assert (history[1::3] > 0).all()  # idle experts' weights too
 
 
+@pytest.mark.parametrize("limit", [None, 7.0])
+def test_a_bias_leaves_padding_of_rows_zero(limit: float | None) -> None:
+    model, rows = build("delayed", bias=True, swiglu_limit=limit), dict[str, Tensor]()
+    for name, module in model.named_modules():
+        if isinstance(module, model.te.GroupedLinear):
+            for bias in module.biases:
+                bias.data.fill_(0.5)
+            module.register_forward_pre_hook(lambda m, inputs, name=name: rows.update({name: inputs[0]}) and None)
+    model(tokens(1, 9))
+    for layer in range(3):
+        into, out = (rows[f"layers.{layer}.mlp.{name}"] for name in ("gate_up_proj", "down_proj"))
+        padding = ~into.any(1)
+        assert padding.any() and torch.equal(~out.any(1), padding)
+
+
 @pytest.mark.parametrize("mode", ["selective", "full"])
 @pytest.mark.parametrize("recipe", ["bf16", "current", "delayed"])
 def test_a_recompute_keeps_the_choice(recipe: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,6 +305,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "not normalized": dict(norm_topk_prob=False),
     "shared": dict(shared_expert_intermediate_size=128, shared_expert_gate=True),
     "GLM": dict(router_fp32=True, router_scores="sigmoid", expert_bias=True, shared_expert_intermediate_size=64),
+    "gpt-oss": dict(bias=True, swiglu_limit=7.0),
 }
 
 
@@ -337,12 +353,15 @@ def test_parameters_and_their_roles() -> None:
         (dict(num_experts=6, n_group=4), "n_group=4 must divide"),
         (dict(shared_expert_gate=True), "needs a shared expert"),
         (dict(norm_topk_prob=1), "not a valid bool"),
+        (dict(swiglu_limit=-1.0), "swiglu_limit=-1.0 is out of range"),
         (dict(experts=3), "unknown field 'experts'"),
     ],
 )
 def test_what_does_not_fit_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(**fields)
+    with pytest.raises(ConfigError, match="leave out hidden_act='gelu'"):
+        ModelConfig(**SHAPE, hidden_act="gelu", moe={**EXPERTS, "swiglu_limit": 7.0})
     with pytest.raises(ConfigError, match="give moe"):
         ModelConfig(**SHAPE, mlp_layer_types=("dense", "sparse", "dense"))
 

@@ -38,6 +38,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),  # norms of 512 have their own kernel
     "gemma2": GEMMA,
     "gemma3": {**GEMMA, "attn_logit_softcapping": None, "qk_norm": True, "sliding_rope": dict(rope_theta=500.0)},
+    "sinks": {**GEMMA, "attn_logit_softcapping": None, "attention_sinks": True},
 }
 QUICK = every(len(CONFIGS), CONFIGS)
 

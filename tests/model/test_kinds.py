@@ -15,7 +15,7 @@ import pytest
 import torch
 from autograd_bytes import autograd_bytes
 from bits import assert_same_bits
-from fewer import every
+from fewer import every, slow
 from kinds import (
     EMULATED,
     KINDS,
@@ -206,8 +206,12 @@ def step_of(kind: Kind, recipe: str, mode: str | int, options: dict[str, Any]) -
     return gradients(model) | fp8_state(model)
 
 
-@pytest.mark.parametrize("mode", ("full", "selective", 2))
-@pytest.mark.parametrize("recipe, kind", each_kind(list_recipes()), indirect=["kind"])
+MODES = ("full", "selective", 2)
+RECOMPUTED = each_kind(list_recipes(), MODES)
+RECOMPUTED += slow(case for n in (1, 2) for case in each_kind(list_recipes(), MODES[n:] + MODES[:n]))
+
+
+@pytest.mark.parametrize("recipe, mode, kind", RECOMPUTED, indirect=["kind"])
 def test_recompute_changes_no_bit(kind: Kind, recipe: str, mode: str | int) -> None:
     assert_same(step_of(kind, recipe, mode, EMULATED), step_of(kind, recipe, "none", EMULATED))
 

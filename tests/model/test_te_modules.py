@@ -1,6 +1,6 @@
 """Every parameter belongs to a te.Linear, a te.RMSNorm or the embedding, and their own `forward` computes with it.
 
-Except the taps and decays of linear attention, with which the mixer itself computes.
+Except the taps and decays of linear attention, and attention's sinks, with which the mixer itself computes.
 """
 
 from __future__ import annotations

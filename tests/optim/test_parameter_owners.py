@@ -33,6 +33,7 @@ BUFFER = 2**15  # bytes, a small one for small tables
 MUON = dict(FSDP, optimizer="muon")
 RUNS["muon-bf16"] = dict(MUON, recipe="bf16")
 RUNS["muon-fp8"] = dict(MUON, recipe="current", fp8_params=True)
+RUNS = {name: dict(case, save_every=3) for name, case in RUNS.items()}  # their states are compared
 # How far two processes may be from one, relative. They sum in another order, which changes FP32's last bit. Muon
 # multiplies BF16 matrices five times over, which makes of such a bit the last one of BF16, 2^-9, in some entries of an
 # update; the update is small beside the weights, so that 1e-4 holds without FP8. With FP8 weights some then take

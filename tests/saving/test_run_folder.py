@@ -339,12 +339,6 @@ def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
     assert [step_of(path) for path in run.all()] == [3, 99_999_999, 100_000_000]
 
 
-@pytest.mark.parametrize("keep", [0, -1])
-def test_keeps_at_least_one(keep: int, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        Checkpoints(tmp_path, keep_last=keep)
-
-
 # Background
 
 

@@ -46,7 +46,7 @@ RUNS |= {
         parallel="fsdp", recipe="delayed", gradient_accumulation=2, reshard_after_forward=False, prefetch_blocks=0
     ),
     "tp-bf16": dict(parallel="tp", recipe="bf16", save_every=2, tied=False),
-    "tp-delayed": dict(parallel="tp", recipe="delayed", sequence_parallel=True),
+    "tp-delayed": dict(parallel="tp", recipe="delayed", sequence_parallel=True, save_every=3),
     # Every micro-batch of every process counts another number of tokens.
     "ddp-answers": dict(parallel="ddp", recipe="bf16", answers=True, gradient_accumulation=3),
     "fsdp-answers": dict(parallel="fsdp", recipe="bf16", answers=True, gradient_accumulation=3),
@@ -74,7 +74,7 @@ SPECIAL = {
     "resharded": dict(parallel="fsdp", recipe="delayed"),
     "resharded-full": dict(parallel="fsdp", recipe="delayed", mode="full"),
     "resharded-offload": dict(parallel="fsdp", recipe="delayed", offload=True),
-    "stopped": dict(parallel="fsdp", stop=1, steps=50),
+    "stopped": dict(parallel="fsdp", stop=1, steps=50, save_every=50),
     "poisoned-ddp": dict(parallel="ddp", recipe="delayed", poison=1),
     "poisoned-fsdp": dict(parallel="fsdp", recipe="current", poison=1, gradient_accumulation=2),
 }

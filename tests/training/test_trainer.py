@@ -6,10 +6,7 @@ import io
 import itertools
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
 import time
 from itertools import islice
 from pathlib import Path
@@ -22,6 +19,7 @@ from fewer import every, some
 from rich.console import Console
 
 from te_models import CausalLM, list_recipes
+from te_models.cli import main
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.documents import Document
@@ -33,7 +31,7 @@ from te_models.model.targets import next_token_targets
 from te_models.saving.folder import load_folder
 from te_models.saving.pretrained import saved_folder
 from te_models.training.evaluation import evaluate
-from te_models.training.metrics import read_metrics
+from te_models.training.metrics import MetricsLog, read_metrics
 from te_models.training.parallel import Parallel
 from te_models.training.report import print_outcome
 from te_models.training.trainer import Trainer
@@ -438,30 +436,29 @@ def test_a_save_that_fails_once_is_tried_again(
     assert checkpoints.latest().name == "step-00000002"
 
 
-@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow)])
-def test_a_signal_saves_and_ends_cleanly(sent: int, code: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "te_models", "pretrain", "--preset", "gated-nano", "--hidden-size", "64"]
-    command += [
-        "--intermediate-size", "96", "--num-hidden-layers", "3", "--num-attention-heads", "2", "--recipe", "current",
-    ]  # fmt: skip
-    command += [
-        "--num-key-value-heads", "1", "--device", "cpu", "--steps", "100000", "--seq-len", "32", "--batch-size", "2",
-    ]  # fmt: skip
-    (tmp_path / "text.txt").write_text("hello world, " * 400)
-    (tmp_path / "more.txt").write_text("goodbye world, " * 400)
-    command += ["--data", str(tmp_path), "--out", str(tmp_path / "run"), "--eval-every", "0", "--device", "cpu"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
-    log = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.time() + 60
-    while time.time() < deadline and not (log.exists() and len(log.read_text().splitlines()) > 3):
-        time.sleep(0.05)
-    process.send_signal(sent)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == code, err
-    assert "continues from it" in " ".join(out.split())
+@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_saves_and_ends_cleanly(
+    sent: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    write = MetricsLog.write
+
+    def ask_to_stop(self: MetricsLog, row: dict[str, Any]) -> None:
+        write(self, row)
+        if row["step"] == 3:
+            signal.raise_signal(sent)
+
+    monkeypatch.setattr(MetricsLog, "write", ask_to_stop)
+    for name in ("hello", "goodbye"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} world, " * 400)
+    words = "pretrain --preset gated-nano --hidden-size 64 --intermediate-size 96 --num-hidden-layers 3"
+    words += " --num-attention-heads 2 --num-key-value-heads 1 --recipe current --device cpu --steps 100000"
+    words += " --seq-len 32 --batch-size 2 --eval-every 0"
+    assert main([*words.split(), "--data", str(tmp_path), "--out", str(tmp_path / "run")]) == code
+    assert "continues from it" in " ".join(capsys.readouterr().out.split())
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
     newest = saved_folder(tmp_path / "run")
-    step = json.loads((newest / "training.json").read_text())["result"]["step"]
-    assert newest.name == f"step-{step:08d}" and step == len(log.read_text().splitlines())
+    assert json.loads((newest / "training.json").read_text())["result"]["step"] == 4
+    assert newest.name == "step-00000004"
 
 
 def test_a_misspelled_argument_names_the_nearest() -> None:

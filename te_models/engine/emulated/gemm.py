@@ -17,11 +17,10 @@ from torch import Tensor
 
 from te_models.device.cpu_matmul import matmul
 from te_models.engine.emulated import fused
+from te_models.engine.emulated.autocast import FP8GlobalStateManager, full_rows
 from te_models.engine.emulated.tensor_core import PROMOTION_K, Factor, hopper_matmul
-from te_models.engine.emulated.tensors import Float8TensorStorage, FP8Matrix, Operand, QuantizedTensorStorage
+from te_models.engine.emulated.tensors import Float8TensorStorage, FP8Matrix, Operand, QuantizedTensorStorage, pad_to
 
-# A product of fewer rows may take another way through a CPU's library, in which sums differ in the last bit.
-_FEWEST_ROWS = 4
 # The largest M*N*K that is computed as the tensor cores do, by default a millisecond or two on a CPU core.
 _EXACT_PRODUCTS: ContextVar[float] = ContextVar("exact_products", default=2**20)
 
@@ -47,49 +46,45 @@ def gemm(
     bias: Tensor | None,
     dtype: torch.dtype,
     split_accumulator: bool,
+    rows: int | None = None,
 ) -> Tensor:
     """Return the product [M, N] of two quantized matrices, plus `bias` [N], rounded to `dtype`.
 
     A rowwise copy is contracted over its last dimension, a columnwise one over its first, as `columnwise` says of both.
+    `rows` asks for the first of them only.
     """
     per_tensor = isinstance(a, Float8TensorStorage) and isinstance(b, Float8TensorStorage)
     on_tensor_cores = per_tensor and _tensor_cores(a._scale_inv.device)
-    if on_tensor_cores or a._shape.numel() * b._matrix[columnwise[1]] <= _EXACT_PRODUCTS.get():
+    if on_tensor_cores or is_exact(*a._matrix, b._matrix[columnwise[1]]):
         left = a.fp8_matrix(columnwise[0])
         right = b.kept("fp8", columnwise[1], lambda: b.fp8_matrix(columnwise[1]))
         if left is not None and right is not None:
             if on_tensor_cores:
                 return _on_tensor_cores(left, right, bias, dtype, split_accumulator)
             factor = b.kept("factor", columnwise[1], lambda: Factor.of(right.data.float(), right.floor))
-            rows = _rows_before_padding(left.data.view(torch.uint8), b, factor.values)
-            out = _exact(left.first(rows), right, factor, split_accumulator)
-            return _finish(_with_rows(out, len(left.data)), None, bias, dtype)
+            out = _exact(left.first(_rows_before_padding(left.data)), right, factor, split_accumulator)
+            return finish(pad_to(out, len(left.data), 1), None, bias, dtype)
     x, y = _operands(a, b, columnwise, bf16=bias is None and dtype == torch.bfloat16)
-    rows = _rows_before_padding(x.values, b, y.values)
-    first = x._replace(values=x.values[: max(rows, _FEWEST_ROWS)])
+    x = x if rows is None else x._replace(values=x.values[:rows])
     scale = y.scale if x.scale is None else x.scale if y.scale is None else x.scale * y.scale
     if scale is None and bias is None:
-        return _with_rows(_product(first, y, dtype), len(x.values))
-    return _finish(_with_rows(_product(first, y, torch.float32), len(x.values)), scale, bias, dtype)
+        return _product(x, y, dtype)
+    return finish(_product(x, y, torch.float32), scale, bias, dtype)
 
 
-def _rows_before_padding(a: Tensor, weight: QuantizedTensorStorage, values: Tensor) -> int:
-    """Return how many rows of a [M, K] have to be multiplied by `values`, those of `weight`.
+def is_exact(m: int, k: int, n: int) -> bool:
+    """Return whether a product [m, k] x [k, n] is computed as tensor cores do; the rule knows sizes alone."""
+    return full_rows(m) * k * n <= _EXACT_PRODUCTS.get()
 
-    The zeros that pad a step of generation give zeros, unless the weight holds NaN or infinity. That is looked up once,
-    so this serves only a weight that later products use too; for any other one it is all rows.
-    """
-    if not weight.keeps or not weight.kept("finite", False, lambda: bool(values.isfinite().all())):
+
+def _rows_before_padding(a: Tensor) -> int:
+    """Return how many rows of a [M, K] have to be multiplied: the zeros that end a step of generation give zeros."""
+    if FP8GlobalStateManager.quantization_state.row_multiple == 1:
         return len(a)
-    nonzero = a.any(1).tolist()
-    while nonzero and not nonzero[-1]:
+    nonzero = a.view(torch.uint8).any(1).tolist()
+    while len(nonzero) > 1 and not nonzero[-1]:
         nonzero.pop()
     return len(nonzero)
-
-
-def _with_rows(out: Tensor, rows: int) -> Tensor:
-    """Return [m, N] with rows of zeros appended up to [rows, N]."""
-    return out if len(out) == rows else torch.nn.functional.pad(out, (0, 0, 0, rows - len(out)))
 
 
 def _operands(
@@ -140,7 +135,7 @@ def _exact(a: FP8Matrix, b: FP8Matrix, right: Factor, split_accumulator: bool) -
     return total
 
 
-def _finish(out: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def finish(out: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Apply the scale and add the bias in FP32, and round once."""
     if bias is not None:
         out = out if scale is None else out.mul_(scale)

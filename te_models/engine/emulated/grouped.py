@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from te_models.device.autograd import Context
-from te_models.engine.emulated.autocast import FP8GlobalStateManager
+from te_models.engine.emulated.autocast import FP8GlobalStateManager, full_rows
 from te_models.engine.emulated.linear import Call, fp8_weight, gradients, new_calls, product, save
 from te_models.engine.emulated.module import TransformerEngineBaseModule
 from te_models.engine.emulated.parallel import MODES, Parallelism
@@ -189,7 +189,7 @@ class GroupedLinear(TransformerEngineBaseModule):
                 f"FP8 execution requires in_features and out_features in 16s, not {sizes[0]} and {sizes[1]}"
             )
         step = 16 if tracked else 8 * recipe.float8_block_scaling()  # 0: any number of rows will do
-        wrong = [f"{i} has {count}" for i, count in enumerate(rows) if step and count % step]
+        wrong = [f"{i} has {count}" for i, count in enumerate(rows) if step and full_rows(count) % step]
         if wrong:
             raise ValueError(
                 f"FP8 execution requires m_splits in {step}s: expert {wrong[0]} rows; pad each expert's rows"

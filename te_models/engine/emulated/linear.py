@@ -19,7 +19,8 @@ from torch.distributed import ProcessGroup
 
 from te_models.device.autograd import Context
 from te_models.device.cpu_matmul import matmul
-from te_models.engine.emulated.autocast import FP8GlobalStateManager
+from te_models.engine.emulated import few_rows
+from te_models.engine.emulated.autocast import FP8GlobalStateManager, full_rows
 from te_models.engine.emulated.delayed_scaling import ScaleRegistry
 from te_models.engine.emulated.gemm import gemm
 from te_models.engine.emulated.module import SLOTS, TransformerEngineBaseModule
@@ -27,7 +28,7 @@ from te_models.engine.emulated.numerics import device_type
 from te_models.engine.emulated.parallel import MODES, Parallelism
 from te_models.engine.emulated.quantizers import Quantizer
 from te_models.engine.emulated.recipe import Recipe, refuse_options, require
-from te_models.engine.emulated.tensors import QuantizedTensorStorage, Value, as_matrix
+from te_models.engine.emulated.tensors import QuantizedTensorStorage, Value, as_matrix, pad_to
 
 
 class Quantizers(NamedTuple):
@@ -87,11 +88,17 @@ def product(
     parallel = call.parallel
     with no_autocast(inp):
         if call.fp8 is not None:
-            x, w = _fp8_operands(inp, weight, call, call.fp8, wgrad, dgrad)
             if bias is not None:
                 bias = bias.to(torch.bfloat16 if call.dtype == torch.float32 else call.dtype)
+            short = full_rows(1) > 1
+            few = few_rows.cast(inp, call.fp8.input) if short else None
+            if few is not None:
+                w = fp8_weight(weight, call, call.fp8, dgrad)
+                return few_rows.product(few, w, bias, call.dtype, call.splits[0]), inp, w
+            x, w = _fp8_operands(inp, weight, call, call.fp8, wgrad, dgrad)
             total = parallel.gather_input(x, call.fp8.input)
-            return gemm(total, w, (False, False), bias, call.dtype, call.splits[0]), x, w
+            rows = inp.shape[:-1].numel() if short else None  # without those that `_fp8_operands` adds
+            return gemm(total, w, (False, False), bias, call.dtype, call.splits[0], rows), x, w
         x, w = _high_precision(inp, call.dtype), _high_precision(weight, call.dtype)
         x = as_matrix(x)
         return matmul(parallel.gather_input(x), w.t(), None if bias is None else bias.to(call.dtype)), x, w
@@ -143,7 +150,10 @@ def _fp8_operands(
         return inp, fp8_weight(weight, call, how, dgrad)
     columnwise = wgrad and call.override is None and not call.parallel.rowwise_only(how.input)
     how.input.set_usage(rowwise=True, columnwise=columnwise)
-    return how.input(as_matrix(inp)), fp8_weight(weight, call, how, dgrad)
+    x = as_matrix(inp)
+    if not how.input.is_quantizable(x):
+        x = pad_to(x, full_rows(len(x)), 1)
+    return how.input(x), fp8_weight(weight, call, how, dgrad)
 
 
 def fp8_weight(weight: Tensor, call: Call, how: Quantizers, dgrad: bool) -> QuantizedTensorStorage:
@@ -290,12 +300,13 @@ class Linear(TransformerEngineBaseModule):
         try:
             given, wanted = inp.shape[-1], self.in_features
             require(given == wanted, f"GEMM not possible: the input has {given} features, not {wanted}", AssertionError)
-            call = self._call(parallel, inp, bias if fused else None, is_first_microbatch, (fp8_output, fp8_grad))
+            weight, added = self.weight, bias if fused else None
+            call = self._call(parallel, inp, weight, added, is_first_microbatch, (fp8_output, fp8_grad))
             if call.grad:
-                out = _Linear.apply(self.weight, inp, bias if fused else None, call)
+                out = _Linear.apply(weight, inp, added, call)
             else:  # without autograd's share, a tenth of a small layer's time
-                values, _, _ = product(self.weight, inp, bias if fused else None, call, False, False)
-                out = _result(values, self.weight, inp, call)
+                values, _, _ = product(weight, inp, added, call, False, False)
+                out = _result(values, weight, inp, call)
         finally:
             self.end_forward()
         if self.return_bias:
@@ -303,16 +314,16 @@ class Linear(TransformerEngineBaseModule):
         return out if bias is None or fused else out + bias.to(self.activation_dtype)
 
     def _call(
-        self, parallel: Parallelism, inp: Tensor, bias: Tensor | None, first: bool | None, results: tuple[bool, bool]
-    ) -> Call:
+        self, parallel: Parallelism, inp: Tensor, weight: Tensor, bias: Tensor | None, first: bool | None,
+        results: tuple[bool, bool],
+    ) -> Call:  # fmt: skip
         """Check and collect the arguments of one pass."""
-        trained = any(t is not None and t.requires_grad for t in (inp, self.weight, bias))
-        tracked = torch.is_grad_enabled() and trained
+        tracked = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (inp, weight, bias))
         if self.fp8:
             parallel.check(True, self.fp8_meta["recipe"])
             parallel.check_quantized_results(*results)
             parallel.configure(self.quantizers["scaling_fwd"][0], self.quantizers["scaling_bwd"][0])
-            _check_dims(inp.shape, self.weight.shape, tracked)
+            _check_dims(inp.shape, weight.shape, tracked)
         (call,) = new_calls(self, parallel, first, tracked, results)
         return call
 
@@ -335,7 +346,7 @@ def new_calls(
     if not module.fp8:
         return [Call(module, parallel, dtype, grad, first, None, name) for name in module.weight_names]
     recipe: Recipe = module.fp8_meta["recipe"]
-    override, context = recipe.backward_override, contextvars.copy_context()
+    override, context = recipe.backward_override, contextvars.copy_context() if tracked else None
     updates = registry_to_update() if tracked and override is None else None
     forward, backward = (module.quantizers[direction] for direction in SLOTS)
     found = []
@@ -353,8 +364,8 @@ def new_calls(
 def _check_dims(inp: torch.Size, weight: torch.Size, grad: bool) -> None:
     """Check the alignment that the FP8 GEMMs of forward and backward need, before any of them runs."""
     leading_step = 16 if grad else 8
-    for shape in (inp, weight):
-        leading, last = shape[:-1].numel(), shape[-1]
+    for shape, leading in ((inp, full_rows(inp[:-1].numel())), (weight, weight[0])):
+        last = shape[-1]
         if leading % leading_step or last % 16:
             raise ValueError(
                 "FP8 execution requires the product of all dimensions except the last to be divisible by "

@@ -46,6 +46,11 @@ def device_type(x: Tensor) -> str:
     return "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
 
 
+def on_host(x: Tensor) -> bool:
+    """Return whether NumPy may work on x: it is on a CPU, and no compiler or mode records the operations of torch."""
+    return x.is_cpu and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+
+
 def row_tiles(x: Tensor, multiple: int = 1) -> list[slice]:
     """Return slices of the rows of x `[M, K]`, each a multiple of `multiple`, that fit a CPU's cache; one on a GPU.
 

@@ -16,8 +16,7 @@ weight's amax is not reduced: under current scaling and NVFP4 each shard has a s
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,8 +47,7 @@ T = TypeVar("T", bound=Value)
 _PER_TENSOR = (Float8Quantizer, Float8CurrentScalingQuantizer)
 
 
-@dataclass(frozen=True)
-class Parallelism:
+class Parallelism(NamedTuple):
     """The split of one te.Linear: `mode` None, "row" or "column" over the `size` ranks of `group`."""
 
     mode: str | None = None

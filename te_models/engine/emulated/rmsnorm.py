@@ -12,6 +12,7 @@ from te_models.device.autograd import Context
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.delayed_scaling import ScaleRegistry
 from te_models.engine.emulated.module import EmptyExtraState
+from te_models.engine.emulated.numerics import device_type
 from te_models.engine.emulated.rmsnorm_kernels import input_gradient, reciprocal_rms, weight_gradient
 
 
@@ -47,9 +48,9 @@ class _RMSNorm(torch.autograd.Function):
 
 def _normalized(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
     """Return `gamma * r * x` of x `[T, H]` and weight `[H]`, of one dtype, and r FP32 `[T, 1]`."""
-    r = reciprocal_rms(x, eps)
-    gamma = weight.float() + 1 if zero_centered else weight.float()
     wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)  # which a traced graph can view
+    r = reciprocal_rms(x, wide, eps)
+    gamma = weight.float() + 1 if zero_centered else weight.float()
     return wide.mul_(r).mul_(gamma).to(x.dtype), r
 
 
@@ -101,21 +102,24 @@ class RMSNorm(EmptyExtraState):
     def forward(self, input_: Tensor) -> Tensor:
         """Normalize a tensor whose trailing dimensions are the weight's."""
         weight, shape = self.weight, input_.shape
-        if tuple(shape[len(shape) - weight.ndim :]) != tuple(weight.shape):
+        if shape[len(shape) - weight.ndim :] != weight.shape:
             raise ValueError(
                 f"Input tensor (shape={tuple(shape)}) and weight tensor (shape={tuple(weight.shape)}) "
                 "are not compatible"
             )
-        device = input_.device.type
+        device = device_type(input_)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        x, how = input_.to(dtype).reshape(-1, weight.numel()), (self.eps, self.zero_centered_gamma)
+        x, gamma, how = input_.to(dtype), weight.to(dtype), (self.eps, self.zero_centered_gamma)
+        if (x.ndim, gamma.ndim) != (2, 1):
+            x, gamma = x.reshape(-1, gamma.numel()), gamma.reshape(-1)
         if not torch.is_grad_enabled():
-            return _normalized(x, weight.to(dtype).reshape(-1), *how)[0].view(shape)
+            y, _ = _normalized(x, gamma, *how)
+            return y if y.ndim == len(shape) else y.view(shape)
         # Without FP8 of its own, the module still takes the "first module" flag and with it the backward update.
         tracked = input_.requires_grad or weight.requires_grad
         first = tracked and FP8GlobalStateManager.is_first_fp8_module()
         updates = FP8GlobalStateManager.quantization_state.scales if first else None
-        return _RMSNorm.apply(x, weight.to(dtype).reshape(-1), *how, updates).view(shape)
+        return _RMSNorm.apply(x, gamma, *how, updates).view(shape)
 
     def extra_repr(self) -> str:
         """Return the shape and the options."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from te_models.device.measured import once
+from te_models.engine.emulated.numerics import on_host
 
 LANES = 32
 _FEW = 2**13  # elements of a step of generation
@@ -97,15 +98,15 @@ class Kernel:
         return self.rows * (most if self.tuned else min(-(-rows // self.rows), most))
 
 
-def reciprocal_rms(x: Tensor, eps: float) -> Tensor:
-    """Return `rsqrt(mean(x^2) + eps)` of x [T, H] as FP32 [T, 1].
+def reciprocal_rms(x: Tensor, wide: Tensor, eps: float) -> Tensor:
+    """Return `rsqrt(mean(x^2) + eps)` of x [T, H] as FP32 [T, 1]; `wide` is x in FP32.
 
     The rsqrt is the device's: a GPU's approximation and a CPU's differ in the last bit of one in five numbers. A graph
     for other programs (torch.export) adds in their order, for any number of rows.
     """
     if torch.compiler.is_exporting():
-        return torch.rsqrt(x.float().square().mean(dim=1, keepdim=True) + eps)
-    kernel, cols, wide = Kernel.of("forward", x), x.shape[1], x.float()
+        return torch.rsqrt(wide.square().mean(dim=1, keepdim=True) + eps)
+    kernel, cols = Kernel.of("forward", x), x.shape[1]
     if not kernel.tuned:
         sums = _squares_of_few_rows(kernel, wide) if _is_few(kernel, x) else kernel.row_sum(_dot(kernel, wide, wide))
         return torch.rsqrt(_fma(sums, _reciprocal(cols, x), sums.new_full((), eps)))
@@ -175,9 +176,7 @@ def _dot(kernel: Kernel, a: Tensor, b: Tensor) -> Tensor:
 def _is_few(kernel: Kernel, x: Tensor) -> bool:
     """Return whether the calls of torch would cost more than the numbers: in a step of generation on a CPU."""
     one_warp = kernel.warps * kernel.blocks == 1
-    # A compiler, and a mode that records operations, would not see those of NumPy.
-    seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    return one_warp and x.numel() <= _FEW and x.dtype != torch.float32 and x.is_cpu and not seen
+    return one_warp and x.numel() <= _FEW and x.dtype != torch.float32 and on_host(x)
 
 
 def _squares_of_few_rows(kernel: Kernel, wide: Tensor) -> Tensor:
@@ -187,10 +186,10 @@ def _squares_of_few_rows(kernel: Kernel, wide: Tensor) -> Tensor:
     not; eps hides them.)
     """
     rows, cols = wide.shape
-    squares = np.zeros((rows, kernel.size), np.float32)
-    np.square(wide.numpy(), out=squares[:, :cols])
-    steps = squares.reshape(rows, -1, LANES, kernel.width).transpose(1, 3, 0, 2).reshape(-1, rows, LANES)
-    sums = np.add.accumulate(steps)[-1]
+    squares = np.zeros((rows, -(-cols // (LANES * kernel.width)), LANES, kernel.width), np.float32)
+    np.square(wide.numpy(), out=squares.reshape(rows, -1)[:, :cols])
+    steps = np.ascontiguousarray(squares.transpose(1, 3, 0, 2)).reshape(-1, rows, LANES)
+    sums = np.add.reduce(steps, axis=0)  # one after the other: NumPy adds in pairs along the last axis only
     while sums.shape[-1] > 1:
         sums = sums[:, ::2] + sums[:, 1::2]
     return torch.from_numpy(sums)

@@ -24,6 +24,7 @@ DEFAULTS: dict[str, Any] = {
     "attention_output_bias": False,
     "attention_multiplier": None,  # of the products of queries and keys; None: head_dim ** -0.5
     "attn_logit_softcapping": None,
+    "attention_sinks": False,  # a trained logit per head in the denominator of the softmax
     "query_scale_beta": None,  # queries times 1 + beta * log(1 + position // query_scale_length)
     "query_scale_length": None,
     "qk_norm": False,

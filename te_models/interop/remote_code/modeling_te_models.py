@@ -242,6 +242,7 @@ class TEModelsAttention(nn.Module):
             self.k_norm = norm(config, kv if scope else config.head_dim)
         scale = self.options["attention_multiplier"]
         self.scale = config.head_dim**-0.5 if scale is None else scale
+        self.sinks = nn.Parameter(torch.zeros(config.num_attention_heads)) if self.options["attention_sinks"] else None
 
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], query_scale: Tensor | None, masks: Masks, cache: Any,
@@ -272,13 +273,16 @@ class TEModelsAttention(nn.Module):
         groups = q.shape[1] // k.shape[1]
         k, v = (t.repeat_interleave(groups, dim=1) if groups > 1 else t for t in (k, v))
         cap = self.options["attn_logit_softcapping"]
-        if cap is None:
+        if cap is None and self.sinks is None:
             return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=self.scale)
-        logits = torch.tanh(q @ k.transpose(-1, -2) * self.scale / cap) * cap
+        logits = q @ k.transpose(-1, -2) * self.scale
+        logits = logits if cap is None else torch.tanh(logits / cap) * cap
         if mask is None:
             mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).tril()
         logits = logits.float() + mask if mask.is_floating_point() else logits.float().masked_fill(~mask, -math.inf)
-        return logits.softmax(-1).to(v.dtype) @ v
+        if self.sinks is not None:
+            logits = torch.cat((logits, self.sinks.float()[:, None, None].expand(*logits.shape[:-1], 1)), dim=-1)
+        return logits.softmax(-1)[..., : k.shape[-2]].to(v.dtype) @ v
 
 
 class TEModelsMLP(nn.Module):

@@ -1,0 +1,84 @@
+"""Experts stored as one tensor per projection, as gpt-oss has them, under names that each expert would have alone.
+
+    <layer>.mlp.experts.<projection>         [E, inputs, outputs]
+    <layer>.mlp.experts.<projection>_bias    [E, outputs]
+
+are the tensors `<layer>.mlp.experts.<e>.<projection>.weight`, [outputs, inputs], and `.bias` of E experts. In OpenAI's
+own folders the first is MXFP4 (OCP Microscaling Formats 1.0), dequantized when it is read:
+
+    <projection>_blocks    uint8 [E, outputs, inputs / 32, 16], two E2M1 per byte, the lower half first
+    <projection>_scales    uint8 [E, outputs, inputs / 32], an E8M0 per 32 values
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from te_models.engine.emulated import numerics, nvfp4
+from te_models.errors import CheckpointError, UsageError
+
+STACK = re.compile(r"(.+\.experts\.)([a-z_]+?)(_bias|_blocks|_scales|)")
+DIMENSIONS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
+ALONE = re.compile(r"(.+\.experts\.)(\d+)\.([a-z_]+)\.(weight|bias)")
+
+
+def experts_of(name: str, tensor: Tensor, scales: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and values of each expert's part of a stored tensor, or the tensor itself if it is no stack.
+
+    Nothing for scales, which `scales` reads by their name. Tensors on the meta device give the shapes.
+
+    Raises:
+        CheckpointError: MXFP4 with other dtypes or shapes than above.
+    """
+    found = STACK.fullmatch(name)
+    if found is None or tensor.dim() != DIMENSIONS[found[3]]:
+        yield name, tensor
+        return
+    prefix, projection, kind = found.groups()
+    if kind == "_blocks":
+        parts = _dequantized(name, tensor, scales(f"{prefix}{projection}_scales"))
+    else:
+        parts = {"": tensor.mT, "_bias": tensor, "_scales": ()}[kind]
+    for expert, part in enumerate(parts):
+        yield f"{prefix}{expert}.{projection}.{'bias' if kind == '_bias' else 'weight'}", part
+
+
+def _dequantized(name: str, blocks: Tensor, scales: Tensor) -> Iterator[Tensor]:
+    """Yield the values [outputs, inputs] of each expert, FP32 that BF16 holds exactly; on the meta device BF16."""
+    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or blocks.shape != (*scales.shape, 16):
+        raise CheckpointError(
+            f"{name} is {blocks.dtype} {list(blocks.shape)} with scales {scales.dtype} {list(scales.shape)}: MXFP4 "
+            "has two values per byte, and a scale for each 16 bytes"
+        )
+    for data, exponents in zip(blocks, scales, strict=True):
+        if data.is_meta:
+            yield torch.empty(len(data), 32 * data.shape[1], dtype=torch.bfloat16, device="meta")
+        else:
+            yield nvfp4.unpack(data).mul_(numerics.e8m0_to_float(exponents)[..., None]).flatten(1)
+
+
+def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors by name with those of single experts stacked, in the order of the first of each stack.
+
+    Raises:
+        UsageError: an expert is quantized.
+    """
+    members: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        found = ALONE.fullmatch(name)
+        if ".experts." in name and (found is None or tensor.dtype.itemsize < 2):
+            raise UsageError(
+                f"{name} would be quantized, and the experts of this architecture are stacked in BF16: choose the "
+                "format bf16, or keep them in BF16 (precision)"
+            )
+        if found is None:
+            members[name] = [tensor]
+        else:
+            prefix, _, projection, kind = found.groups()
+            stack = f"{prefix}{projection}" if kind == "weight" else f"{prefix}{projection}_bias"
+            members.setdefault(stack, []).append(tensor.mT if kind == "weight" else tensor)
+    return {name: torch.stack(own) if STACK.fullmatch(name) else own[0] for name, own in members.items()}
