@@ -127,7 +127,7 @@ def adaptable_modules(model: CausalLM) -> Modules:
         family = family_for(model.config, family_of(config) if config else None)
     except ConfigError:  # transformers has no names for it
         named = {name if name == "lm_head" else f"model.{name}": ours[name] for name in linears}
-        return Modules(named, ours, _experts("model.", ours, counts), counts, {}, "te_models")
+        return Modules(named, ours, _experts("model.", ours, counts, {}), counts, {}, "te_models")
     places = tensor_places(family, model.config, shapes)
     theirs = {
         name.removesuffix(".weight"): _in_one_piece(place)
@@ -137,13 +137,22 @@ def adaptable_modules(model: CausalLM) -> Modules:
     tops = () if model.config.tie_word_embeddings else ("embed_tokens.weight", "lm_head.weight")
     whole = {name.removesuffix(".weight"): place.name for name, place in places.items() if place.name in tops}
     whole = {name: own.removesuffix(".weight") for name, own in whole.items()}
-    return Modules(theirs, ours, _experts(family.root, ours, counts), counts, whole, family.model_type)
+    return Modules(theirs, ours, _experts(family.root, ours, counts, places), counts, whole, family.model_type)
 
 
-def _experts(root: str, ours: Mapping[str, Place], counts: Iterable[str]) -> dict[str, Place]:
-    """Return the experts' parameters of transformers, which have the same names in every family."""
-    parents = {name: name.rpartition(".") for name in counts}
-    return {f"{root}{parent}.experts.{leaf}": ours[name] for name, (parent, _, leaf) in parents.items()}
+def _experts(
+    root: str, ours: Mapping[str, Place], counts: Iterable[str], places: Mapping[str, Place]
+) -> dict[str, Place]:
+    """Return the experts' parameters of transformers, which have the same names in every family.
+
+    Their rows have our order, or that of `places`, where such a parameter of one expert is.
+    """
+    found = {}
+    for name in counts:
+        parent, _, leaf = name.rpartition(".")
+        place = places.get(f"{root}{parent}.experts.0.{leaf}.weight", ours[name])
+        found[f"{root}{parent}.experts.{leaf}"] = dataclasses.replace(place, name=ours[name].name)
+    return found
 
 
 def _in_one_piece(place: Place) -> Place:
@@ -167,11 +176,12 @@ def fuse(wanted: Iterable[Wanted], modules: Modules) -> dict[str, Fused]:
     groups: dict[str, list[Wanted]] = {}
     for one in wanted:
         groups.setdefault(module_of(one.place), []).append(one)
-    return {module: _fused(members, modules.ours[module], module) for module, members in groups.items()}
+    return {module: _fused(members, modules, module) for module, members in groups.items()}
 
 
-def _fused(members: Sequence[Wanted], whole: Place, module: str) -> Fused:
-    if members[0].place == whole and len(members) == 1:
+def _fused(members: Sequence[Wanted], modules: Modules, module: str) -> Fused:
+    whole = modules.ours[module]
+    if len(members) == 1 and (members[0].place == whole or module in modules.counts):
         return Fused(members[0].rank, members[0].scaling, ())
     if any(member.place == whole for member in members):
         raise UsageError(f"the targets have {module} and a part of it: choose one of the two")
@@ -215,7 +225,7 @@ def join(fused: Fused, whole: Place, tensors: Mapping[Place, tuple[Tensor, Tenso
         if whole in tensors:
             return tensors[whole]
         first = next(iter(tensors.values()))
-        b = torch.zeros(whole.shape[0], fused.rank, dtype=first[1].dtype)
+        b = torch.zeros(whole.shape[0], first[1].shape[1], dtype=first[1].dtype)
         for place, (_, rows) in tensors.items():
             place.load(b, rows)
         return first[0], b
