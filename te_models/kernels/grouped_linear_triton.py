@@ -43,7 +43,7 @@ class Weights(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The experts' frozen weights [O, I] in E4M3: the bytes of the first, where all are, and their factors, FP32 [E]."""
+    """The experts' frozen weights [O, I] in E4M3: the bytes of the first, where all are, and FP32 factors [E]."""
 
     data: Tensor
     places: Tensor
