@@ -353,7 +353,7 @@ def _expert_places(module: GroupedLinear) -> tuple[list[Tensor], Tensor] | None:
     weights = [module.get_parameter(f"weight{expert}") for expert in range(module.num_gemms)]
     data = [weight._data if isinstance(weight, Float8Tensor) else weight for weight in weights]
     addresses = [one.data_ptr() for one in data]
-    known, places = _PLACES.get(module, (None, None))
+    known, places = _PLACES.get(module, ([], data[0]))
     if known != addresses:
         behind = [address - addresses[0] for address in addresses]
         if any(distance % 16 for distance in behind):

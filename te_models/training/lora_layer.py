@@ -189,7 +189,8 @@ class LoraExperts(LoraLinear):
     @property
     def weights(self) -> list[Any]:
         """The weight of each expert [out, in]."""
-        return [self.base_layer.get_parameter(f"weight{expert}") for expert in range(self.base_layer.num_gemms)]
+        base: Any = self.base_layer
+        return [base.get_parameter(f"weight{expert}") for expert in range(base.num_gemms)]
 
     def _base(self, x: Tensor, *args: Any, run: Callable[..., Tensor] = grouped, **kwargs: Any) -> Tensor:
         return run(self.base_layer, x, *args, **kwargs)
