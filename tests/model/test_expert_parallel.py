@@ -93,9 +93,12 @@ def save_and_load(mesh: DeviceMesh, folder: Path) -> None:
     model = build(mesh)
     for form in ("te", "hf"):
         model.save_pretrained(folder / form, format=form)
-        again = CausalLM.from_pretrained(folder / form, device="cpu", engine="emulated", ep_mesh=mesh)
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, again.get_parameter(name)), name
+        place: dict[str, Any] = dict(device="cpu", engine="emulated")
+        ways: list[dict[str, Any]] = [dict(ep_mesh=mesh), dict(build=partial(CausalLM, ep_mesh=mesh))]  # a run's build
+        for way in ways:
+            again = CausalLM.from_pretrained(folder / form, **place, **way)
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter, again.get_parameter(name)), name
 
 
 def payload(mesh: DeviceMesh) -> dict[str, Any]:
@@ -130,6 +133,9 @@ def refusals(mesh: DeviceMesh) -> list[str]:
         with pytest.raises(ValueError) as caught:
             CausalLM(config, **{"recipe": "bf16", **options}, device="cpu", engine="emulated", ep_mesh=mesh)
         said.append(str(caught.value))
+    lora = pytest.importorskip("te_models.training.lora")
+    with pytest.raises(ValueError, match="adapters on experts need all experts on each process"):
+        lora.add_lora(build(mesh), target_modules=["experts"])
     return said
 
 
