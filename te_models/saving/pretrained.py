@@ -140,11 +140,11 @@ def open_model(build: Callable[..., Model], folder: Path, options: Document) -> 
         else:
             source = opened(load_folder(folder, ["config", "model", "recipe"], optional=EXTRAS))
         try:
-            sketch = Decoder(source.config, **SKETCH)  # whole, on however many processes `build` divides a model
+            sketch: Decoder = build(source.config, **SKETCH)
         except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder / 'config.json'}: {first_line(error)}") from None
         source.fit({name: p.shape for name, p in sketch.named_parameters(remove_duplicate=False)})
-        config = _reshaped(source, shape) if shape else source.config
+        config = _reshaped(build, source, shape) if shape else source.config
         model = build(config, **_with_saved_recipe(source, options, shape), initialize=False)
         tensors = source.parameters(model.embed_tokens.weight)
         if config == source.config:
@@ -203,7 +203,7 @@ def _gated(config: ModelConfig, overrides: Document) -> ModelConfig:
     return wanted
 
 
-def _reshaped(source: Opened, overrides: Document) -> ModelConfig:
+def _reshaped(build: Callable[..., Decoder], source: Opened, overrides: Document) -> ModelConfig:
     """Return the config of an opened folder with `overrides`, if its weights fit: a gate and a larger vocabulary, of
     zeros, may be added."""
     config, wanted = source.config, _gated(source.config, overrides)
@@ -214,7 +214,7 @@ def _reshaped(source: Opened, overrides: Document) -> ModelConfig:
     allowed = {name: after[name] for name in ("attention_gate", "attention_gate_activation")}
     allowed["vocab_size"] = max(config.vocab_size, wanted.vocab_size)
     shapes = [
-        {name: tuple(p.shape) for name, p in Decoder(shape, **SKETCH).named_parameters()}
+        {name: tuple(p.shape) for name, p in build(shape, **SKETCH).named_parameters()}
         for shape in (dataclasses.replace(config, **allowed), wanted)
     ]
     if shapes[0] != shapes[1]:

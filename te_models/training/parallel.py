@@ -122,7 +122,9 @@ class Parallel:
         return batch_size // self.data_world
 
     def build(self, config: ModelConfig, *, initialize: bool = True, **options: Any) -> CausalLM:
-        """Build a CausalLM, with CausalLM's arguments, split over the processes."""
+        """Build a CausalLM, with CausalLM's arguments, split over the processes; on the meta device it is whole."""
+        if options.get("device") == "meta":  # whose shapes are compared with those of a folder
+            return CausalLM(config, **options, initialize=initialize)
         if self.device is not None:
             options["device"] = self.device
         if self.ranks.world > 1 and options.get("fp8_params") and self.kind != "fsdp" and not self.frozen:

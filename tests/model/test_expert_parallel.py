@@ -23,6 +23,7 @@ from te_models.model.expert_parallel import ExpertParallel, packed
 from te_models.model.router import places
 from te_models.saving.folder import load_folder
 from te_models.training.launch import meshes, parallel
+from te_models.training.parallel import Parallel
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -94,7 +95,7 @@ def save_and_load(mesh: DeviceMesh, folder: Path) -> None:
     for form in ("te", "hf"):
         model.save_pretrained(folder / form, format=form)
         place: dict[str, Any] = dict(device="cpu", engine="emulated")
-        ways: list[dict[str, Any]] = [dict(ep_mesh=mesh), dict(build=partial(CausalLM, ep_mesh=mesh))]  # a run's build
+        ways: list[dict[str, Any]] = [dict(ep_mesh=mesh), dict(build=Parallel(ep=mesh).build)]
         for way in ways:
             again = CausalLM.from_pretrained(folder / form, **place, **way)
             for name, parameter in model.named_parameters():
