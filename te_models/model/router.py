@@ -126,12 +126,9 @@ def places(chosen: Tensor, experts: int, alignment: int, on_device: bool = False
     expert = chosen.flatten()[order]
     counts = torch.searchsorted(expert, torch.arange(experts + 1, device=expert.device)).diff()
     padded = (counts + alignment - 1) // alignment * alignment
-    if on_device:
-        most = -(-(tokens * k + experts * (alignment - 1)) // alignment) * alignment
-        rows: list[int] | Groups = Groups(F.pad(padded.cumsum(0), (1, 0)), most)
-    else:
-        rows = padded.tolist()
-        most = sum(rows)
+    host = [] if on_device else padded.tolist()
+    most = -(-(tokens * k + experts * (alignment - 1)) // alignment) * alignment if on_device else sum(host)
+    rows = Groups(F.pad(padded.cumsum(0), (1, 0)), most) if on_device else host
     before = F.pad((padded - counts).cumsum(0), (1, 0))  # rows of padding before each expert's first row
     row = torch.arange(len(order), device=order.device) + before[expert]
     row = torch.where(expert < experts, row, most)

@@ -137,20 +137,22 @@ def adaptable_modules(model: CausalLM) -> Modules:
     tops = () if model.config.tie_word_embeddings else ("embed_tokens.weight", "lm_head.weight")
     whole = {name.removesuffix(".weight"): place.name for name, place in places.items() if place.name in tops}
     whole = {name: own.removesuffix(".weight") for name, own in whole.items()}
-    return Modules(theirs, ours, _experts(family.root, ours, counts, places), counts, whole, family.model_type)
+    entire = {place.name: place for place in places.values() if place.shape == tuple(shapes[place.name])}
+    experts = _experts(family.root, ours, counts, entire)
+    return Modules(theirs, ours, experts, counts, whole, family.model_type)
 
 
 def _experts(
-    root: str, ours: Mapping[str, Place], counts: Iterable[str], places: Mapping[str, Place]
+    root: str, ours: Mapping[str, Place], counts: Iterable[str], entire: Mapping[str, Place]
 ) -> dict[str, Place]:
     """Return the experts' parameters of transformers, which have the same names in every family.
 
-    Their rows have our order, or that of `places`, where such a parameter of one expert is.
+    Their rows are in the order of ours, or of a place in `entire`, which fills all of an expert's weight.
     """
     found = {}
     for name in counts:
         parent, _, leaf = name.rpartition(".")
-        place = places.get(f"{root}{parent}.experts.0.{leaf}.weight", ours[name])
+        place = entire.get(f"{name}.weight0", ours[name])
         found[f"{root}{parent}.experts.{leaf}"] = dataclasses.replace(place, name=ours[name].name)
     return found
 
@@ -176,12 +178,11 @@ def fuse(wanted: Iterable[Wanted], modules: Modules) -> dict[str, Fused]:
     groups: dict[str, list[Wanted]] = {}
     for one in wanted:
         groups.setdefault(module_of(one.place), []).append(one)
-    return {module: _fused(members, modules, module) for module, members in groups.items()}
+    return {module: _fused(members, modules.ours[module], module) for module, members in groups.items()}
 
 
-def _fused(members: Sequence[Wanted], modules: Modules, module: str) -> Fused:
-    whole = modules.ours[module]
-    if len(members) == 1 and (members[0].place == whole or module in modules.counts):
+def _fused(members: Sequence[Wanted], whole: Place, module: str) -> Fused:
+    if members[0].place.shape == whole.shape and len(members) == 1:
         return Fused(members[0].rank, members[0].scaling, ())
     if any(member.place == whole for member in members):
         raise UsageError(f"the targets have {module} and a part of it: choose one of the two")

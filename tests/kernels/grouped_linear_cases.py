@@ -38,7 +38,7 @@ def operands(rows: list[int], inputs: int, outputs: int) -> tuple[Tensor, Tensor
     for tensor in (x, dy):
         for e, part in enumerate(tensor.split([*rows, BEHIND])):
             part.mul_(torch.nan if e == len(rows) else 10.0**e)
-    return x.requires_grad_(), dy, Groups.of(rows, DEVICE)._replace(most=len(x))
+    return x.requires_grad_(), dy, Groups(Groups.of(rows, DEVICE).first, len(x))
 
 
 def pieces(rows: list[int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -66,12 +66,16 @@ def test_bf16(rows: list[int], inputs: int, outputs: int) -> None:
         check(dw, slope.double().T @ one.double())
 
 
-@pytest.mark.parametrize("gradient", [E4M3, E5M2], ids=["e4m3", "hybrid"])
-@pytest.mark.parametrize("precise", [False, True])
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), CASES)
-def test_fp8(rows: list[int], inputs: int, outputs: int, gradient: torch.dtype, precise: bool) -> None:
+QUICK = [(CASES[0], E5M2, True), (CASES[1], E4M3, False)]
+OTHERS = [(case, form, precise) for case in CASES for form in (E4M3, E5M2) for precise in (False, True)]
+SLOW = [pytest.param(*combination, marks=pytest.mark.slow) for combination in OTHERS if combination not in QUICK]
+
+
+@pytest.mark.parametrize(("case", "gradient", "precise"), QUICK + SLOW)
+def test_fp8(case: tuple[list[int], int, int], gradient: torch.dtype, precise: bool) -> None:
     """The operands are those of the emulated engine's quantizer, one matrix at a time."""
     torch.manual_seed(1)
+    rows, inputs, outputs = case
     made, weights = weights_of(len(rows), inputs, outputs)
     x, dy, groups = operands(rows, inputs, outputs)
     y = in_fp8(x, groups, weights, Casts(gradient, precise, precise, precise), weights.cast())

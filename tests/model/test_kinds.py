@@ -206,7 +206,7 @@ def step_of(kind: Kind, recipe: str, mode: str | int, options: dict[str, Any]) -
     return gradients(model) | fp8_state(model)
 
 
-MODES = ("full", "selective", 2)
+MODES = ("selective", "full", 2)
 RECOMPUTED = each_kind(list_recipes(), MODES)
 RECOMPUTED += slow(case for n in (1, 2) for case in each_kind(list_recipes(), MODES[n:] + MODES[:n]))
 

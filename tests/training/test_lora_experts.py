@@ -68,6 +68,8 @@ ROWS = [
     ("mixtral-one-key", "a layer"),
     ("afmoe-experts", "experts and attention"),
     ("laguna-experts", "experts and attention"),
+    ("gpt_oss-all-keys", "experts and attention"),
+    ("gpt_oss-window", "ranks"),
 ]
 
 
@@ -209,7 +211,8 @@ def test_from_the_command_line_to_a_merged_model(
     for word in ("hello", "goodbye"):
         Path(f"texts/{word}.txt").write_text(f"{word}, " * 600)
     torch.manual_seed(3)
-    CausalLM.from_preset("gated-moe-nano", device="cpu", **SHAPE).save_pretrained("base")
+    moe = dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=64)
+    CausalLM.from_preset("gated-moe-nano", device="cpu", **SHAPE, moe=moe).save_pretrained("base")
     flags = "finetune --model base --data texts --device cpu --seq-len 16 --batch-size 1 --steps 3 --sample-tokens 0"
     lora = "--lora 4 --lora-targets qkvg_proj,experts --learning-rate 0.05 --recipe current --fp8-params --merge"
     assert main([*flags.split(), *lora.split(), "--merge-dtype", dtype, "--out", "run"]) == 0
