@@ -24,6 +24,7 @@ from te_models.data.training_data import open_data, steps_of
 from te_models.errors import UsageError
 from te_models.files.formats import Fields
 from te_models.generation.options import GenerationOptions
+from te_models.interop.hf_families import family_of
 from te_models.model.recipe_fit import auto_recipe
 from te_models.optim import resolve_options
 from te_models.planning.printable import Terminal
@@ -111,7 +112,7 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         if sampler and bounded:
             sampler.take_at_most(SHARE / 2 * seconds)
         if not result.interrupted:
-            _show_samples(console, sampler, folder, words)
+            _show_samples(console, sampler, folder, words, model)
         return result
 
 
@@ -260,11 +261,13 @@ def _check_model(model: CausalLM, words: Tokenizer, config: TrainConfig) -> None
         )
 
 
-def _show_samples(console: Console, sampler: Sampler | None, folder: Path, words: Tokenizer) -> None:
+def _show_samples(console: Console, sampler: Sampler | None, folder: Path, words: Tokenizer, model: CausalLM) -> None:
     """Print the trained model's answers, and the commands to run next."""
     if sampler:
         sampler.show(console)
-    print_next(console, folder, words, sampler.prompts if sampler else [])
+    family = family_of(model.origin.config) if model.origin.config else None
+    stacked = family is not None and family.stacked
+    print_next(console, folder, words, sampler.prompts if sampler else [], stacked)
 
 
 def _sampler(tokens: int, model: CausalLM, words: Tokenizer, batches: list[Batch], shared: Parallel) -> Sampler | None:
