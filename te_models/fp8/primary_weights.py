@@ -106,7 +106,8 @@ def write_weight(parameter: Tensor, value: Tensor, for_master: bool = True) -> N
     if fp8 is None:
         write_shard(parameter, value)
         return
-    value = value.detach().to(parameter.dtype)
+    # A fused optimizer steps through memory, whatever the strides: a transposed master would get others' gradients.
+    value = value.detach().to(parameter.dtype).contiguous()
     for part, tensor in _parts(fp8).items():
         if part.endswith("scale_inv"):
             tensor.zero_()  # the padding of block scales would otherwise be uninitialized

@@ -259,6 +259,21 @@ def test_a_delayed_weight_that_is_not_finite_keeps_its_place() -> None:
     assert plain(parameter)[0, 0] == 448 and plain(parameter).flatten()[1:].eq(1).all()
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_weight_from_transposed_values_gets_its_own_gradients(recipe: str) -> None:
+    """As gpt_oss stores its experts: the first step of AdamW moves every element against its own gradient."""
+    model = build(recipe, dtype=torch.float32)
+    parameter = next(p for p in quantized(model).values() if p.shape[0] != p.shape[1])
+    value = torch.linspace(-1, 1, parameter.numel()).view(parameter.shape).mT.contiguous().mT
+    write_weight(parameter, value)
+    optimizer = build_optimizer("adamw", model, lr=1e-2, weight_decay=0.0)
+    gradient = torch.randn(parameter.shape)
+    parameter.grad = gradient.clone()
+    optimizer.step()
+    master = optimizer.masters_by_id()[id(parameter)]
+    torch.testing.assert_close(master, value - 1e-2 * gradient.sign(), atol=1e-4, rtol=0)
+
+
 def test_a_swap_that_needs_other_codes_is_refused() -> None:
     model = build("delayed")
     for recipe, fields in (("current", {}), ("bf16", {}), ("delayed", dict(num_layers_at_start_in_bf16=2))):
