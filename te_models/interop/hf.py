@@ -75,9 +75,8 @@ def describe(folder: Path, documents: Document, tensors: Mapping[str, Tensor] | 
         family = family_of(document)
         config = family.read(document)
     named = [part.get(key) for part in (document, text) for key in ("dtype", "torch_dtype")]
-    embedding = (tensors or {}).get(f"{root}embed_tokens.weight")
-    stored = "float32" if embedding is None else str(embedding.dtype).removeprefix("torch.")
-    dtype = saved_dtype(file, next(filter(None, named), stored))
+    quantized = any(documents["config"].get(key) for key in CONFIG_KEYS)  # gpt-oss names no dtype
+    dtype = saved_dtype(file, next(filter(None, named), "bfloat16" if quantized else "float32"))
     return Description(family, config, dtype, Origin(folder, document, documents.get("generation")))
 
 

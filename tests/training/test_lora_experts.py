@@ -63,6 +63,8 @@ ROWS = [
     ("mixtral-one-key", "a layer"),
     ("afmoe-experts", "experts and attention"),
     ("laguna-experts", "experts and attention"),
+    ("gpt_oss-all-keys", "experts and attention"),
+    ("gpt_oss-window", "ranks"),
 ]
 
 

@@ -1,0 +1,87 @@
+"""Few rows without the zeros that pad them: the bits are those of te.Linear with the zeros."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_models.engine import emulated as te
+from te_models.engine.emulated import few_rows, recipe
+from te_models.engine.emulated.autocast import full_rows, short_rows
+
+
+class PowersOfTwo(recipe.Float8CurrentScaling):
+    """Current scaling whose operands have scales that are powers of two."""
+
+    fp8_quant_fwd_inp = recipe.QParams(power_2_scale=True, amax_epsilon=1e-3)
+    fp8_quant_fwd_weight = recipe.QParams(power_2_scale=True)
+
+
+RECIPES = {
+    "delayed": recipe.DelayedScaling(),
+    "current": recipe.Float8CurrentScaling(),
+    "powers": PowersOfTwo(),
+    "blocks": recipe.Float8BlockScaling(),
+    "mxfp8": recipe.MXFP8BlockScaling(),
+    "nvfp4": recipe.NVFP4BlockScaling(),
+}
+# Factor on a normal distribution, and numbers among its values.
+VALUES: dict[str, tuple[float, list[float]]] = {
+    "normal": (1.0, []),
+    "zeros": (0.0, []),
+    "nan": (1.0, [torch.nan]),
+    "infinite": (1.0, [torch.inf, -torch.inf, torch.nan]),
+    "small": (1e-5, []),
+    "tiny": (1e-36, [1e-38]),
+    "wide": (1.0, [3e38, 1e-30, 448.0]),
+}
+ROWS, MULTIPLE, OUTPUTS = 4, 128, 128
+LIMITS = {"inexact": 0, "exact if short": ROWS, "exact": MULTIPLE}  # of rows whose product is exact
+
+
+def inputs(kind: str, columns: int) -> Tensor:
+    """Three rows [4, columns], of which the second has zeros for an instruction, and one of zeros."""
+    factor, values = VALUES[kind]
+    x = torch.randn(ROWS, columns, generator=torch.Generator().manual_seed(0)) * factor
+    x[0, : len(values)] = torch.tensor(values)
+    x[1, : columns // 2] = 0.0
+    x[3:] = 0.0
+    return x
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize("name", RECIPES)
+@torch.no_grad()
+def test_short_rows_give_the_bits_of_padded_ones(name: str, kind: str, limit: str) -> None:
+    dtype = torch.bfloat16 if name == "nvfp4" else torch.float32  # FP32 shows every rounding
+    x = inputs(kind, 48 if name == "powers" else 256).to(dtype)  # 48: one and a half instructions
+    linear = te.Linear(x.shape[1], OUTPUTS, bias=kind == "normal", params_dtype=dtype)
+    if kind == "normal":
+        linear.bias.normal_()
+    exact = te.exact_gemm(LIMITS[limit] * x.shape[1] * OUTPUTS)
+    with exact, te.autocast(enabled=True, recipe=RECIPES[name]):
+        padded = linear(torch.nn.functional.pad(x, (0, 0, 0, MULTIPLE - ROWS)), is_first_microbatch=True)
+        with short_rows(MULTIPLE):
+            assert full_rows(ROWS) == MULTIPLE
+            short = [linear(x, is_first_microbatch=reused) for reused in (False, None)]
+    for found in short:
+        assert found.shape == (ROWS, OUTPUTS)
+        assert torch.equal(found[:3].nan_to_num(nan=7.0), padded[:3].nan_to_num(nan=7.0))
+
+
+@torch.no_grad()
+def test_few_rows_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = te.Linear(64, 64)
+    calls: list[torch.Size] = []
+    plain = few_rows.product
+    monkeypatch.setattr(few_rows, "product", lambda x, *args: calls.append(x.data.shape) or plain(x, *args))
+    with te.autocast(enabled=True, recipe=RECIPES["current"]):
+        with short_rows(16):
+            linear(inputs("normal", 64))
+            linear(inputs("nan", 64))
+        linear(torch.nn.functional.pad(inputs("normal", 64), (0, 0, 0, 12)))
+        with pytest.raises(ValueError, match="divisible by 8"):
+            linear(inputs("normal", 64))
+    assert calls == [(ROWS, 64)]
