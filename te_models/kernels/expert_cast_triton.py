@@ -95,6 +95,27 @@ def _cast_kernel(
     store_fp8(a, b, c, d, scale, group, j, rows, columns, out, transposed, columns, E5M2, apart)
 
 
+@triton.jit
+def _transpose_kernel(data, places, out, rows, columns, SIZE: tl.constexpr):
+    e = tl.program_id(2).to(tl.int64)
+    i, j = tl.program_id(0) * SIZE + tl.arange(0, SIZE), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    inside = (i < rows)[:, None] & (j < columns)[None, :]
+    matrix = data + tl.multiple_of(tl.load(places + e), 8)
+    values = tl.load(matrix + i[:, None] * columns + j[None, :], inside)
+    at = out + e * rows * columns + j[:, None] * rows + i[None, :]
+    tl.store(at, tl.trans(values), (j < columns)[:, None] & (i < rows)[None, :])
+
+
+def transposed(data: Tensor, places: Tensor) -> Tensor:
+    """Return bytes of equal matrices [O, K], the first of which is `data`, transposed: uint8 [E, K, O]."""
+    (rows, columns), count = data.shape, len(places)
+    out = torch.empty(count, columns, rows, dtype=torch.uint8, device=data.device)
+    grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, ROWS), count)
+    with torch.cuda.device_of(data):
+        _transpose_kernel[grid](data, places, out, rows, columns, SIZE=ROWS)
+    return out
+
+
 class FP8Matrices(NamedTuple):
     """FP8 of `Matrices`, uint8: data [R, K], and `transposed`, whose matrices [K, rows] follow each other in memory.
 

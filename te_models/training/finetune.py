@@ -58,6 +58,8 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
     """
     recorded = settings.file is not None and "parallel" not in settings.given
     config = choose_parallel(settings.train, recorded, lora=settings.lora is not None)
+    if settings.lora is not None and settings.lora.merge and config.parallel.startswith("fsdp"):
+        raise UsageError("--merge needs the whole model in one process: leave it out, and merge with te-models convert")
     resolve_options(config.optimizer, config.optimizer_options)  # fail before reading data
     loggers = check_loggers(settings.log)
     with parallel(config, settings.build.get("device")) as shared, contextlib.ExitStack() as stack:

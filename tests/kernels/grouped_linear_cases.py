@@ -13,7 +13,7 @@ from torch import Tensor
 
 from te_models.engine.emulated.numerics import FP8_MAX, DType
 from te_models.engine.emulated.quantizers import Float8CurrentScalingQuantizer
-from te_models.kernels.grouped_linear_triton import E4M3, E5M2, Casts, Weights, in_bf16, in_fp8
+from te_models.kernels.grouped_linear_triton import E4M3, E5M2, Casts, Stored, Weights, in_bf16, in_fp8, in_stored_fp8
 from te_models.kernels.groups import Groups
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -94,6 +94,27 @@ def test_fp8(case: tuple[list[int], int, int], gradient: torch.dtype, precise: b
         check(out, one @ weight.T)
         check(dx, slope @ weight)
         check(dw, slope.T @ one)
+
+
+@pytest.mark.parametrize("precise", [False, True])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), CASES)
+def test_weights_in_fp8(rows: list[int], inputs: int, outputs: int, precise: bool) -> None:
+    """The bits of weights that are cast to the same FP8."""
+    torch.manual_seed(2)
+    made, weights = weights_of(len(rows), inputs, outputs)
+    for weight in made:
+        weight.requires_grad_(False)
+    x, dy, groups = operands(rows, inputs, outputs)
+    own, casts = weights.cast(), Casts(E5M2, precise, precise, precise)
+    data = [part.clone() for part in own.data.split(outputs)]  # each in memory of its own
+    places = torch.tensor([part.data_ptr() - data[0].data_ptr() for part in data], device=DEVICE)
+    results = []
+    for y in (in_fp8(x, groups, weights, casts, own),
+              in_stored_fp8(x, groups, Stored(data[0], places, own.scale_inv), casts)):  # fmt: skip
+        (dx,) = torch.autograd.grad(y, [x], dy)
+        results.append((y[: sum(rows)], dx[: sum(rows)]))
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found, wanted) and (wanted.any() or not sum(rows))
 
 
 def test_frozen_weights_get_no_gradient() -> None:

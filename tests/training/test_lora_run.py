@@ -243,12 +243,17 @@ def test_defaults_fit_adapters() -> None:
     assert settings.lora == LoraSettings(rank=8, alpha=16.0, targets=("q_proj", "v_proj"))
 
 
-@pytest.mark.parametrize("kind, world, chosen", [("auto", 4, "ddp"), ("auto", 0, "none"), ("ddp", 4, "ddp")])
-def test_adapters_run_on_whole_models(kind: str, world: int, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind, world, chosen", [("auto", 4, "ddp"), ("auto", 0, "none"), ("fsdp+ep", 4, "fsdp+ep")])
+def test_adapters_run_on_whole_layers(kind: str, world: int, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(world))
     assert choose_parallel(TrainConfig(parallel=kind), lora=True).parallel == chosen
-    with pytest.raises(UsageError, match="--lora needs the whole model on each process: use --parallel ddp, not fsdp"):
-        choose_parallel(TrainConfig(parallel="fsdp"), lora=True)
+    with pytest.raises(UsageError, match="--lora adapts whole layers: use --parallel ddp, fsdp or fsdp.ep, not tp"):
+        choose_parallel(TrainConfig(parallel="tp"), lora=True)
+
+
+def test_a_sharded_model_is_not_merged(start: list[str], capsys: Any) -> None:
+    assert main([*start, "--merge", "--parallel", "fsdp", "--out", "run"]) == 2
+    assert "--merge needs the whole model in one process: leave it out" in capsys.readouterr().err
 
 
 def test_a_folder_of_adapters_says_what_to_do_with_it(start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
