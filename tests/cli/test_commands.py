@@ -199,6 +199,7 @@ def test_plan_as_json_has_the_rows_of_the_table_and_of_the_step(capsys: pytest.C
     assert f"CUDA graph: {graph['reason']}" in capsys.readouterr().out
 
 
+@pytest.mark.drawn
 def test_finetune_resume_and_generate(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "run"
     assert main(finetune(out, corpus, "--recipe", "delayed", "--amax-history-len", "4")) == 0

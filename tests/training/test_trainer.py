@@ -464,7 +464,7 @@ def test_a_signal_saves_and_ends_cleanly(
     for name in ("hello", "goodbye"):
         (tmp_path / f"{name}.txt").write_text(f"{name} world, " * 400)
     words = "pretrain --preset gated-nano --hidden-size 64 --intermediate-size 96 --num-hidden-layers 3"
-    words += " --num-attention-heads 2 --num-key-value-heads 1 --recipe current --device cpu --steps 100000"
+    words += " --num-attention-heads 2 --num-key-value-heads 1 --recipe current --device cpu --steps 20"
     words += " --seq-len 32 --batch-size 2 --eval-every 0"
     assert main([*words.split(), "--data", str(tmp_path), "--out", str(tmp_path / "run")]) == code
     assert "continues from it" in " ".join(capsys.readouterr().out.split())
