@@ -58,7 +58,7 @@ class Decoder(nn.Module):
         config: the shape.
         recipe: a name (`list_recipes()`), the path of a TOML file, a Recipe, or a Transformer Engine recipe object;
             "auto": FP8 where it saves time (te_models.model.recipe_fit.auto_recipe), which is logged with the reason.
-        engine: "auto" (native where there are a CUDA device and Transformer Engine, else emulated), "native" or
+        engine: "auto" or None (native where a CUDA device and Transformer Engine are, else emulated), "native" or
             "emulated".
         device: the device of the parameters; None is the first CUDA device if there is one, else the CPU.
         dtype: the dtype of parameters and activations.
@@ -91,7 +91,7 @@ class Decoder(nn.Module):
         config: ModelConfig,
         *,
         recipe: RecipeLike = AUTO,
-        engine: str = "auto",
+        engine: str | None = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
         activation_checkpointing: str | int = "none",

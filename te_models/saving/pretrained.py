@@ -43,7 +43,7 @@ from te_models.saving.restore import (
     opened,
     read_recipe,
 )
-from te_models.saving.run_folder import Checkpoints, offering_older
+from te_models.saving.run_folder import LATEST, Checkpoints, offering_older
 
 Model = TypeVar("Model", bound=Decoder)
 
@@ -246,8 +246,8 @@ def _double_output_projections(model: nn.Module) -> None:
 
 
 def saved_folder(folder: str | Path) -> Path:
-    """Return `folder` itself, or the newest checkpoint in it if it is the folder of a training run."""
-    runs = Path(folder) / "checkpoints"
+    """Return `folder` itself, or the newest checkpoint in it if it is the folder of a run or of its checkpoints."""
+    runs = Path(folder) if (Path(folder) / LATEST).is_file() else Path(folder) / "checkpoints"
     if runs.is_dir() and not (Path(folder) / "config.json").exists():
         return readable(Checkpoints(runs).latest() or Path(folder))
     return Path(folder)
