@@ -78,7 +78,7 @@ def main(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not tiny:
         raise click.UsageError("there is no CUDA device here: use --tiny to try the program")
-    batch, seq = (2, 64) if tiny else (batch, seq)
+    batch, seq = (1, 32) if tiny else (batch, seq)
     fp8 = get_recipe(recipe).quantized
 
     def planned(layers: int) -> MemoryPlan:
@@ -88,7 +88,7 @@ def main(
         )  # fmt: skip
 
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else 2**40
-    fitting = [layers for layers in range(8 if tiny else LAYERS, 0, -4) if planned(layers).peak.total < SPARE * free]
+    fitting = [layers for layers in range(4 if tiny else LAYERS, 0, -4) if planned(layers).peak.total < SPARE * free]
     if not fitting:
         raise click.UsageError(f"not even four layers fit into {free / 2**30:.0f} GiB: lower --batch or --rank")
     plan, config = planned(fitting[0]), shape_of(fitting[0], tiny)

@@ -29,6 +29,7 @@ from te_models.kernels.delta_rule import delta_rule_kernel
 from te_models.kernels.sdpa import attention_kernel
 from te_models.model.calibration import calibrate
 from te_models.model.decoder import Decoder, target_device
+from te_models.model.dynamic import dynamic
 from te_models.model.options import BuildOptions, LoadOptions, ModelOptions, PushOptions
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.precision_plan import PlanRow, PrecisionPlan
@@ -113,8 +114,9 @@ class CausalLM(Decoder):
         ]
         if any(isinstance(part, DeltaNetSpec) for part in self.config.parts):
             notes.append(f"{DeltaNetSpec.title}: {delta_rule_kernel(target_device(self), self.dtype)}")
-        if self.dynamic:
-            notes.append(f"no CUDA graph of a step: {self.dynamic}")
+        notes += [f"{part.title}: {part.remark}" for part in self.config.parts if part.remark]
+        if self.engine == "native" and (reason := dynamic(self)):
+            notes.append(f"no CUDA graph of a step: {reason}")
         return PrecisionPlan(title, tuple(rows), tuple(notes))
 
     def plan_memory(self, batch_size: int, seq_len: int, **options: Any) -> MemoryPlan:

@@ -1,5 +1,6 @@
 """Shared by all tests: one seed, one thread, a clean engine, and the reason why a GPU test is skipped."""
 
+import functools
 import importlib.metadata
 import multiprocessing.forkserver
 import os
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import hypothesis
 import places
+import plain_numbers
 import pytest
 import ranks  # noqa: F401  sets what the server of processes imports
 import seeds
@@ -16,6 +18,7 @@ import torch
 from small_model import small  # noqa: F401  a fixture
 
 import te_models.engine.emulated as emulated
+from te_models.data import chat_template
 from te_models.training import plots
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -41,9 +44,9 @@ def fresh_state():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def plain_gemms() -> Iterator[None]:
-    """Outside tests/engine FP8 products are plain ones: emulating tensor cores takes most of a tiny model's time."""
-    with emulated.exact_gemm(0):
+def plain_sums() -> Iterator[None]:
+    """Outside tests/engine FP8 products and norms are plain ones."""
+    with plain_numbers.plain():
         yield
 
 
@@ -55,6 +58,16 @@ def plain_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Drawing the plot of a run takes as long as a short run itself: only tests that look at plots have them drawn."""
     if request.path.stem not in DRAWN:
         monkeypatch.setattr(plots, "save_figure", lambda figure, path: path.touch())
+
+
+_shared_process = functools.lru_cache(maxsize=8)(lambda source, owner, start=chat_template._Process: start(source))
+
+
+@pytest.fixture(autouse=True)
+def shared_templates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting the process of a chat template takes longer than most tests with one: those of equal source share it."""
+    if request.path.stem != "test_chat_template":
+        monkeypatch.setattr(chat_template, "_Process", lambda source: _shared_process(source, os.getpid()))
 
 
 @pytest.fixture

@@ -31,8 +31,10 @@ from te_models.fp8.scaling_state import fp8_state
 from te_models.model import offload
 from te_models.optim import gradients, master
 from te_models.training.launch import meshes, parallel
+from te_models.training.lora_run import LoraRun
 from te_models.training.metrics import read_metrics
 from te_models.training.parallel import Parallel, reshard
+from te_models.training.settings import LoraSettings
 from te_models.training.trainer import Result, Trainer
 
 Case = dict[str, Any] | Callable[[Parallel, Path], Any]
@@ -54,9 +56,10 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     options = dict(fp8_params=case.pop("fp8_params", False))
     experts = dict(moe=EXPERTS) if case.pop("experts", False) else {}
     documents = ANSWERS if case.pop("answers", False) else TEXT
+    lora = case.pop("lora", None)
     fields = dict(steps=3, batch_size=4, seq_len=48, warmup_steps=2, eval_every=0, learning_rate=3e-3)
     config = TrainConfig(**{**fields, **case})
-    shared = replace(shared, kind=config.parallel, config=config)
+    shared = replace(shared, kind=config.parallel, config=config, frozen=lora is not None)
     if config.parallel in ("tp", "fsdp+tp"):
         shared.dp, shared.tp, *_ = meshes(config, torch.device("cpu"))
     elif config.parallel == "fsdp+ep":
@@ -71,7 +74,8 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     sizes: dict[str, Any] = dict(batch_size=shared.rows(config.batch_size), seed=0, **share)
     data = TokenDataset(documents[:30], words, config.seq_len, **sizes)
     held_out = TokenDataset(documents[30:], words, config.seq_len, shuffle=False, **sizes)
-    run = Trainer(model, data, held_out.eval_batches(2), config, out, parallel=shared)
+    saved = None if lora is None else LoraRun(model, LoraSettings(**lora))
+    run = Trainer(model, data, held_out.eval_batches(2), config, out, parallel=shared, saved=saved)
     if not config.save_every:  # the last checkpoint, which is a third of so short a run, is nobody's
         run.save = lambda blocking=True: None
     return run

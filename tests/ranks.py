@@ -13,13 +13,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import plain_numbers
 import pytest
 import seeds  # noqa: F401  processes of a test move their seeds too
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-import te_models.engine.emulated as emulated
 
 multiprocessing.set_forkserver_preload(
     ["torch.distributed.tensor", "torch._dynamo", "einops._torch_specific", "te_models.causal_lm", "pytest"]
@@ -33,8 +32,9 @@ def run_ranks(
     """Run `function(rank, folder)` in each of `ranks` processes, which share a process group.
 
     Without a backend the function makes the group itself, from the variables that torchrun sets, and in the store that
-    this process serves, as torchrun does. `exact` emulates tensor cores in FP8 products, which takes most of a tiny
-    model's time. If a rank fails, the test fails with the traceback of the one that failed first, as that rank saw it.
+    this process serves, as torchrun does. `exact` emulates a GPU's sums in FP8 products and norms, which takes most
+    of a tiny model's time. If a rank fails, the test fails with the traceback of the one that failed first, as that
+    rank saw it.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if backend is None else None
     arguments = (function, str(folder), ranks, backend, store.port if store else 0, exact)
@@ -46,6 +46,15 @@ def run_ranks(
         for path in failures:
             path.unlink()
         pytest.fail(said, pytrace=False)
+
+
+def run_once(function: Callable[[], None]) -> None:
+    """Run the function in a process of its own, without a group; if it does not end well, the test fails."""
+    mp.start_processes(_alone, (function,), nprocs=1, start_method="forkserver")
+
+
+def _alone(_: int, function: Callable[[], None]) -> None:
+    function()
 
 
 def run_process(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -69,7 +78,7 @@ def _run(
     else:
         dist.init_process_group(backend, init_method=f"file://{folder}/init", rank=rank, world_size=ranks)
     try:
-        with nullcontext() if exact else emulated.exact_gemm(0):
+        with nullcontext() if exact else plain_numbers.plain():
             function(rank, folder)
     except BaseException:
         Path(folder, f"failure-{rank}").write_text(f"rank {rank} of {ranks}\n{traceback.format_exc()}")

@@ -302,20 +302,21 @@ def experts_speed() -> str:
     """Slices of models with experts, beside transformers."""
     result = load("kinds_h100")
     rows = {row["name"]: row for row in result["rows"]}
-    theirs = rows["a3b-layers 4x4096 transformers"]["ms"]
-    names = {
-        "transformers": "transformers BF16, compiled, `grouped_mm`",
+    labels = {
+        "transformers": "transformers BF16, compiled",
         "bf16": "te-models `bf16`",
         "current": "te-models `current`",
-        "current, casts of te.GroupedLinear": "te-models `current`, `fused=False`",
-        "delayed": "te-models `delayed`",
     }
+    slices = {"a3b-layers": "128 experts of 768", "mixtral-layers": "8 experts of 14,336"}
     lines = []
-    for name, label in names.items():
-        row = rows[f"a3b-layers 4x4096 {name}"]
-        lines.append([label, f"{row['ms']:.0f}", f"{theirs / row['ms']:.2f}x", f"{row['peak_gib']:.1f} GiB"])
+    for shape, experts in slices.items():
+        for name, label in labels.items():
+            row, theirs = (rows[f"{shape} 4x4096 {one}"] for one in (name, "transformers"))
+            speed = f"{theirs['ms'] / row['ms']:.2f}x"
+            lines.append([experts, label, f"{row['ms']:.0f}", speed, f"{row['peak_gib']:.1f} GiB"])
     about = (
-        "Four layers of the width of Qwen3-30B-A3B (128 experts of 768 channels, 8 per token, a vocabulary of 1,024), "
-        f"4 x 4,096 tokens, forward and backward. {measured_on(result)}"
+        "Four layers of the width of Qwen3-30B-A3B (8 of 128 experts per token) and two of Mixtral (2 of 8), with a "
+        "vocabulary of 1,024: 4 x 4,096 tokens, forward and backward, beside transformers' `grouped_mm`. "
+        f"{measured_on(result)}"
     )
-    return f"{prose(about)}\n\n{markdown('variant | ms | speed | peak memory', lines)}"
+    return f"{prose(about)}\n\n{markdown('experts | variant | ms | speed | peak memory', lines)}"

@@ -1,4 +1,4 @@
-"""The command line: one module per command, from te-models list and plan to finetune, generate, chat and convert.
+"""The command line, from te-models list and plan to finetune, generate, chat and convert.
 
 A user's mistake ends with exit code 2 and one line on stderr; set TE_MODELS_DEBUG=1 for the traceback. Commands import
 torch when they run, so that `--help` is fast.
@@ -22,12 +22,11 @@ from te_models.cli.chat import chat
 from te_models.cli.convert import convert
 from te_models.cli.evaluate import evaluate
 from te_models.cli.export import export
-from te_models.cli.finetune import finetune
 from te_models.cli.generate import generate
 from te_models.cli.list import list_command
 from te_models.cli.parity import parity
 from te_models.cli.plan import plan
-from te_models.cli.pretrain import pretrain
+from te_models.cli.training import finetune, pretrain
 from te_models.cli.verify import verify
 from te_models.config.recipe import ELSEWHERE
 from te_models.errors import TeModelsError, one_line, unknown

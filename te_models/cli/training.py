@@ -1,4 +1,4 @@
-"""Options that `te-models pretrain` and `te-models finetune` share, and the run that they describe."""
+"""`te-models pretrain`, which trains a preset from random weights, and `te-models finetune`, for an existing model."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import click
 
 from te_models.cli.options import (
     SHAPE_NAMES,
+    Command,
     Decorator,
     chained,
     given_options,
     is_given,
+    model_option,
     option,
     out_option,
+    preset_option,
     setting_option,
 )
 from te_models.errors import UsageError
@@ -65,3 +68,33 @@ def run_training(command: str, file: str | None, resume: str | None, options: Ma
     from te_models.training.finetune import finetune  # noqa: PLC0415  imports torch
 
     return INTERRUPTED if finetune(settings, resume=resume is not None).signal == signal.SIGINT else 0
+
+
+@click.command(cls=Command)
+@click.argument("file", required=False, metavar="[RUN.TOML]")
+@preset_option
+@option("--model", hidden=True, help="Refused: finetune starts from a model.")
+@training_options("pretrain")
+def pretrain(file: str | None, resume: str | None, **options: object) -> int:
+    """Train a preset from random weights.
+
+    Evaluates, saves, draws the loss curve, and continues three openings of held-out texts.
+
+    RUN.TOML is the record of an earlier run, or a file of your own like it; options override its settings.
+    """
+    return run_training("pretrain", file, resume, options)
+
+
+@click.command(cls=Command)
+@click.argument("file", required=False, metavar="[RUN.TOML]")
+@model_option
+@option("--preset", hidden=True, help="Refused: a preset has no weights.")
+@training_options("finetune")
+def finetune(file: str | None, resume: str | None, **options: object) -> int:
+    """Fine-tune a model on your data, in full or with --lora.
+
+    Evaluates, saves, draws the loss curve, and prints answers to held-out prompts before and after.
+
+    RUN.TOML is the record of an earlier run, or a file of your own like it; options override its settings.
+    """
+    return run_training("finetune", file, resume, options)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from te_models.config.settings import Settings, setting
+from te_models.config.settings import EVERYDAY, Settings, setting
 from te_models.errors import ConfigError, check_known, field_values
 
 PACKINGS = ("stream", "documents", "none")
@@ -29,19 +29,20 @@ class DataConfig(Settings):
         ValueError: a field is unknown (the message names the nearest) or its value out of range.
     """
 
+    heading = DATA
     data: tuple[str, ...] = setting(
         (),
         "File, folder, glob, URL or Hub dataset; a:2 twice per epoch. May be repeated; default: Python's own docs.",
+        group=EVERYDAY,
         path=True,
         metavar="PATH[:WEIGHT]",
     )
     eval_data: tuple[str, ...] = setting(
-        (), "Data to evaluate on, as --data; default: a part of --data.", group=DATA, path=True, metavar="PATH"
+        (), "Data to evaluate on, as --data; default: a part of --data.", path=True, metavar="PATH"
     )
     eval_split: float | None = setting(
         None,
         "Share of --data that is held out for evaluation; default: 0.05, streamed 0.01.",
-        group=DATA,
         above=True,
         below=1,
         fixed=True,
@@ -50,14 +51,12 @@ class DataConfig(Settings):
     columns: str = setting(
         "",
         'Your names for a format\'s columns, such as "prompt=question,completion=answer".',
-        group=DATA,
         fixed=True,
         metavar="NAMES",
     )
     truncate: str = setting(
         "drop",
         "Records longer than --seq-len: drop, or prompt to cut the prompt from the left. Answers stay whole.",
-        group=DATA,
         choices=TRUNCATIONS,
         fixed=True,
         metavar="WAY",
@@ -66,7 +65,6 @@ class DataConfig(Settings):
         None,
         "stream: whole windows of text; documents: attend only within each document or record; none: one record per "
         "window. Default: stream for text, documents for records.",
-        group=DATA,
         choices=PACKINGS,
         fixed=True,
         metavar="NAME",
@@ -74,7 +72,6 @@ class DataConfig(Settings):
     chat_template: str | None = setting(
         None,
         "Jinja file to use, and save, in place of the tokenizer's chat template.",
-        group=DATA,
         fixed=True,
         path=True,
         metavar="FILE",
@@ -82,10 +79,9 @@ class DataConfig(Settings):
     streaming: bool | None = setting(
         None,
         "Read the data during training; default: for more than 1 GiB, URLs, and text in globs or compressed files.",
-        group=DATA,
         fixed=True,
     )
-    num_workers: int = setting(2, "Processes that encode streamed data ahead.", group=DATA, name="data_workers")
+    num_workers: int = setting(2, "Processes that encode streamed data ahead.", name="data_workers")
 
     def __post_init__(self) -> None:
         for name in ("data", "eval_data"):

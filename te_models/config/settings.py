@@ -11,12 +11,9 @@ import math
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 from te_models.errors import ConfigError, NamedFields, check_known, field_values, mistyped
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 Value = object  # of a setting: a bool, number, text, tuple of texts, table or None
 MOST = 2**63  # which no setting needs, and PyTorch's seeds do not reach
@@ -118,12 +115,13 @@ def setting(default: Value, text: str, **about: Any) -> Any:
 
 
 @functools.cache
-def settings_of(owner: type[DataclassInstance]) -> tuple[Setting, ...]:
+def settings_of(owner: type[Settings]) -> tuple[Setting, ...]:
     """Return the settings that a dataclass declares, in its order."""
     hints, found = get_type_hints(owner), []
     for one in fields(owner):
         if "about" in one.metadata:
-            about: dict[str, Any] = {"name": one.name, "default": one.default, **one.metadata["about"]}
+            shared = {"name": one.name, "default": one.default, "group": owner.heading}
+            about: dict[str, Any] = {**shared, **one.metadata["about"]}
             found.append(Setting(field=one.name, help=one.metadata["help"], kinds=kinds_of(hints[one.name]), **about))
     return tuple(found)
 
@@ -134,12 +132,12 @@ def kinds_of(hint: Any) -> tuple[type, ...]:
     return tuple(get_origin(member) or member for member in members if member is not types.NoneType)
 
 
-def as_fields(owner: type[DataclassInstance], flat: Mapping[str, Value]) -> dict[str, Any]:
+def as_fields(owner: type[Settings], flat: Mapping[str, Value]) -> dict[str, Any]:
     """Return the settings of `owner` in `flat`, name -> value, as keywords of its constructor."""
     return {one.field: flat[one.name] for one in settings_of(owner) if one.name in flat}
 
 
-def by_name(owner: DataclassInstance) -> dict[str, Value]:
+def by_name(owner: Settings) -> dict[str, Value]:
     """Return name -> value of the settings of `owner`, as run.toml has them: texts that are one option as one text."""
     found: dict[str, Value] = {}
     for one in settings_of(type(owner)):
@@ -154,9 +152,13 @@ def by_name(owner: DataclassInstance) -> dict[str, Value]:
 class Settings(NamedFields):
     """Base of dataclasses of settings: it checks each when an instance is made.
 
+    `heading` is the group in the help of the settings that name no other.
+
     Raises:
         ConfigError: a setting has a wrong type or is out of range.
     """
+
+    heading: ClassVar[str] = EVERYDAY
 
     def __post_init__(self) -> None:
         values = vars(self)

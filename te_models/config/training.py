@@ -55,15 +55,10 @@ class TrainConfig(Settings):
         None, "Factor of the z-loss of experts' routers; default: the model's.", group=TRAINING
     )
     optimizer: str = setting(
-        "adamw",
-        "One of adamw, adamw8bit, adamwfp8, te-adam, muon, muon8bit or galore.",
-        group=OPTIMIZER,
-        fixed=True,
+        "adamw", "One of adamw, adamw8bit, adamwfp8, te-adam, muon, muon8bit or galore.", group=OPTIMIZER, fixed=True
     )
     optimizer_options: str | Mapping[str, object] = setting(
-        "",
-        'Written "name=value,name=value"; in Python also a dict. See docs/guide/optimizers.md.',
-        group=OPTIMIZER,
+        "", 'Written "name=value,name=value"; in Python also a dict. See docs/guide/optimizers.md.', group=OPTIMIZER
     )
     optimizer_offload: bool = setting(False, "Store master weights and optimizer state in CPU memory.", group=OPTIMIZER)
     learning_rate: float = setting(1e-3, "The peak learning rate, reached after warm-up.")
@@ -116,9 +111,7 @@ class TrainConfig(Settings):
         False, "With tp: also split the tokens between tensor-parallel layers.", group=PROCESSES
     )
     reshard_after_forward: bool = setting(
-        True,
-        "With fsdp: free gathered weights after forward and gather them again in backward.",
-        group=PROCESSES,
+        True, "With fsdp: free gathered weights after forward and gather them again in backward.", group=PROCESSES
     )
     prefetch_blocks: int = setting(1, "With fsdp: number of blocks whose weights are gathered ahead.", group=PROCESSES)
     reduce_dtype: str = setting(

@@ -186,7 +186,7 @@ def _find(system: AbstractFileSystem, root: str) -> list[str]:
         return [root]
     if not system.isdir(root):
         return _matching(system, root)
-    below = {file: PurePosixPath(file.removeprefix(root).lstrip("/")).parts for file in system.find(root)}
+    below = {file: PurePosixPath(file.removeprefix(root).lstrip("/")).parts for file in map(str, system.find(root))}
     return sorted(file for file, parts in below.items() if not any(p[0] == "." or p == "__pycache__" for p in parts))
 
 

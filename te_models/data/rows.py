@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
+from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from te_models.data.files import (
@@ -69,7 +70,7 @@ class FileRange(NamedTuple):
     stop: int
 
 
-def file_ranges(system: object, file: str, range_bytes: int) -> Iterator[tuple[FileRange, int]]:
+def file_ranges(system: AbstractFileSystem | None, file: str, range_bytes: int) -> Iterator[tuple[FileRange, int]]:
     """Yield the ranges of a file, of about `range_bytes` each, and an estimate of the bytes of text in each.
 
     A compressed file, a JSON array and a table cannot be entered in the middle, so they are one range. A binary file
@@ -86,6 +87,7 @@ def file_ranges(system: object, file: str, range_bytes: int) -> Iterator[tuple[F
         for i in range(count):
             yield FileRange(file, HUB_ROWS, i * len(rows) // count, (i + 1) * len(rows) // count), size // count
         return
+    assert system is not None  # of a Hub dataset only
     size = text_bytes(system, file)
     if not size and isinstance(system, LocalFileSystem):
         return  # an empty file, or one of /proc, which may never answer

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from fsspec import AbstractFileSystem
+
 from te_models.config.data import MAX_WEIGHT, split_weight
 from te_models.data.files import file_format, find_files, open_bytes, readable_errors, text_bytes
 from te_models.data.formats import TEXT, Document, misspelled, recognize, rename, row_document, without_nulls
@@ -33,7 +35,7 @@ class Source:
     path: str
     weight: float
     files: tuple[str, ...]
-    system: object
+    system: AbstractFileSystem | None
     format: str
     talks: bool
     documents: Sequence[Document] | None = None
@@ -87,7 +89,7 @@ def open_sources(paths: Sequence[str], columns: Mapping[str, str], required: boo
 
 
 def _first_row(
-    system: object, files: Sequence[str], path: str, columns: Mapping[str, str]
+    system: AbstractFileSystem | None, files: Sequence[str], path: str, columns: Mapping[str, str]
 ) -> tuple[str, Mapping[str, object], bool]:
     """Return the format of a source, its first row, which is checked as a whole, and whether that is a conversation.
 
@@ -118,7 +120,7 @@ def _first_row(
     return "text files", {}, False
 
 
-def _first_range(system: object, file: str) -> FileRange | None:
+def _first_range(system: AbstractFileSystem | None, file: str) -> FileRange | None:
     with readable_errors(file):
         return next((found for found, _ in file_ranges(system, file, sys.maxsize)), None)
 

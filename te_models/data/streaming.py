@@ -61,13 +61,9 @@ class StreamingDataset:
 
     Args:
         corpus: sources, or a file, folder, glob or URL (te_models.data.files.find_files).
-        tokenizer: must have an end-of-text token.
-        seq_len: tokens per window.
-        batch_size: windows per batch and rank.
-        seed: of the order, together with the epoch.
+        tokenizer, seq_len, batch_size, seed, truncate, rank, world_size: as for TokenDataset.
         packing: "stream", "documents" to keep attention inside each document, or "none". Under the last two, documents
             that are records stay whole if any source has them; "none" gives each a window of its own.
-        truncate: records longer than seq_len are left out ("drop") or their prompts cut from the left ("prompt").
         columns: your column names -> those of the formats (te_models.config.data.parse_columns).
         records: True or False refuses a document that is no record with an answer, or one that is.
         shuffle: False keeps the order of the files, in one lane.
@@ -76,8 +72,6 @@ class StreamingDataset:
             chunks or where so many would take more than 1 GiB of text. Ranks read disjoint lanes if world_size divides
             it.
         num_workers: processes that encode ahead; 0 encodes when a chunk is needed. No batch depends on it.
-        rank: number of this process.
-        world_size: number of processes that share the data.
         ranks: the processes that exchange positions in `state_dict`; None: no exchange (`merge_states` combines
             states).
         chunk_bytes: approximate text per chunk.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import json
 import os
 import re
@@ -337,6 +338,7 @@ class HuggingFaceTokenizer(Tokenizer):
         with needs(str(file), "tokenizers", "0.20", "train"):
             from tokenizers import Tokenizer as Backend  # noqa: PLC0415
         self._file, self.folder = file, file.parent
+        self._encoding = functools.partial(_library_errors, file, "encoding failed")
         _check_charsmaps(document, file)
         with _library_errors(file, "not a tokenizer.json of Hugging Face's tokenizers library"), _without_panics():
             self._backend = Backend.from_str(json.dumps(document))
@@ -381,9 +383,6 @@ class HuggingFaceTokenizer(Tokenizer):
                 (np.array(e.ids, dtype=np.int32), np.array(e.offsets, dtype=np.int64).reshape(-1, 2)) for e in part
             ]
         return encoded
-
-    def _encoding(self) -> contextlib.AbstractContextManager[None]:
-        return _library_errors(self._file, "encoding failed")
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, also without special tokens that tokenizer.json does not mark as special."""

@@ -53,7 +53,7 @@ from transformer_engine.pytorch.quantization import (
 import te_models.kernels.handover_triton as handover_triton
 from te_models.device.autograd import Context
 from te_models.kernels.early_save import save_early, save_input, saved_input
-from te_models.kernels.grouped_linear_triton import Casts, Weights, in_bf16, in_fp8
+from te_models.kernels.grouped_linear_triton import Casts, Stored, Weights, in_bf16, in_fp8, in_stored_fp8
 from te_models.kernels.groups import Groups
 from te_models.kernels.handover_triton import FP8Data
 
@@ -317,13 +317,16 @@ def _cast_weight(module: Linear) -> Float8Tensor | None:
 
 def _counts_on_device(module: Module, te_recipe: recipe.Recipe | None) -> bool:
     """See te_models.kernels.handover.counts_on_device."""
+    if not isinstance(module, GroupedLinear):  # one with adapters
+        module = module.get_submodule("base_layer")
     if not isinstance(module, GroupedLinear) or issubclass(type(module), FSDPModule):
         return False  # hooks around a sharded module's own forward gather its weights
     weight = module.get_parameter("weight0")
-    plain = type(weight) in (Tensor, Parameter) and weight.is_cuda and weight.dtype == torch.bfloat16
-    if not plain or module.use_bias or _expert_weights(module) is None:
+    plain = type(weight) in (Tensor, Parameter) and weight.dtype == torch.bfloat16
+    stored = isinstance(weight, Float8Tensor) and not weight.requires_grad
+    if not (plain or stored) or not weight.is_cuda or module.use_bias or _expert_places(module) is None:
         return False
-    return te_recipe is None or _joint_casts(te_recipe) is not None
+    return plain if te_recipe is None else _joint_casts(te_recipe) is not None
 
 
 def _joint_casts(te_recipe: recipe.Recipe) -> Casts | None:
@@ -342,18 +345,22 @@ def _joint_casts(te_recipe: recipe.Recipe) -> Casts | None:
 _PLACES: WeakKeyDictionary[Module, tuple[list[int], Tensor]] = WeakKeyDictionary()  # by the addresses of the weights
 
 
-def _expert_weights(module: GroupedLinear) -> Weights | None:
-    """Return the weights of a te.GroupedLinear; None if the kernels cannot read them where they are."""
+def _expert_places(module: GroupedLinear) -> tuple[list[Tensor], Tensor] | None:
+    """Return the weights of a te.GroupedLinear, those in FP8 as bytes, and where they are (`Matrices.places`).
+
+    None if the kernels cannot read them there.
+    """
     weights = [module.get_parameter(f"weight{expert}") for expert in range(module.num_gemms)]
-    addresses = [weight.data_ptr() for weight in weights]
-    known, places = _PLACES.get(module, (None, None))
+    data = [weight._data if isinstance(weight, Float8Tensor) else weight for weight in weights]
+    addresses = [one.data_ptr() for one in data]
+    known, places = _PLACES.get(module, ([], data[0]))
     if known != addresses:
         behind = [address - addresses[0] for address in addresses]
         if any(distance % 16 for distance in behind):
             return None
-        places = torch.tensor(behind).div_(weights[0].element_size(), rounding_mode="floor").to(weights[0].device)
+        places = torch.tensor(behind).div_(data[0].element_size(), rounding_mode="floor").to(data[0].device)
         _PLACES[module] = addresses, places
-    return Weights(weights, places)
+    return data, places
 
 
 def _grouped(
@@ -363,11 +370,16 @@ def _grouped(
     if not isinstance(module, GroupedLinear):  # one with adapters
         return module(x, rows, is_first_microbatch=is_first_microbatch, run=_grouped)
     te_recipe = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
-    weights = _expert_weights(module) if _counts_on_device(module, te_recipe) else None
-    if weights is None:
+    found = _expert_places(module) if _counts_on_device(module, te_recipe) else None
+    if found is None:
         return module(x, rows, is_first_microbatch=is_first_microbatch)
+    data, places = found
     groups = rows if isinstance(rows, Groups) else Groups.of(rows, x.device)
     casts = None if te_recipe is None else _joint_casts(te_recipe)
+    if casts is not None and data[0].dtype == torch.uint8:
+        inverses = [module.get_parameter(f"weight{expert}")._scale_inv for expert in range(len(data))]
+        return in_stored_fp8(x, groups, Stored(data[0], places, torch.cat(inverses)), casts)
+    weights = Weights(data, places)
     if casts is None:
         return in_bf16(x, groups, weights)
     cache = module._fp8_workspaces

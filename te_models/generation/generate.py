@@ -24,6 +24,7 @@ from te_models.generation.decode_loop import cached_tokens, recomputed_tokens
 from te_models.generation.options import GenerationOptions, Settings, complete
 from te_models.generation.sampling import sample
 from te_models.model.decoder import Decoder
+from te_models.model.dynamic import dynamic
 
 Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
@@ -184,9 +185,10 @@ def _with_graph(model: Decoder, settings: Settings) -> bool:
     on_cuda = model.device.type == "cuda"
     if settings.cuda_graph is True and not on_cuda:
         raise UsageError(f"cuda_graph=True needs a CUDA device and the model is on {model.device}: leave it at 'auto'")
-    if settings.cuda_graph is True and model.dynamic:
-        raise UsageError(f"cuda_graph=True is not possible: {model.dynamic}; leave it at 'auto'")
-    possible = settings.use_cache and on_cuda and not model.dynamic
+    reason = dynamic(model)
+    if settings.cuda_graph is True and reason:
+        raise UsageError(f"cuda_graph=True is not possible: {reason}; leave it at 'auto'")
+    possible = settings.use_cache and on_cuda and not reason
     return possible if settings.cuda_graph == "auto" else bool(settings.cuda_graph)
 
 

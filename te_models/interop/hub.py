@@ -134,16 +134,13 @@ def split_options(options: Document) -> tuple[Fields, Fields]:
         elif name not in known:
             raise unknown_option("keyword", name, known, "te_models.model.options.LoadOptions")
     hub = {name: rest.pop(name) for name in of_hub if name in rest}
-    for name, word in (("torch_dtype", "dtype"), ("device_map", "device")):
-        if (value := rest.pop(name, None)) is not None:
-            if rest.get(word) is not None and name == "device_map":
-                raise UsageError("give either device= or device_map=")
-            rest.setdefault(word, value)
-            rest |= {} if word == "dtype" else {word: _device(value)}
-    if "dtype" in rest:
-        rest |= {"dtype": _dtype(rest["dtype"])}
-        if rest["dtype"] is None:
-            del rest["dtype"]
+    if (place := rest.pop("device_map", None)) is not None:
+        if rest.get("device") is not None:
+            raise UsageError("give either device= or device_map=")
+        rest["device"] = _device(place)
+    other = rest.pop("torch_dtype", None)
+    if (dtype := _dtype(rest.pop("dtype", other))) is not None:
+        rest["dtype"] = dtype
     kernel = rest.pop("attn_implementation", None)
     if kernel not in (None, "sdpa"):
         raise UsageError(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from te_models.engine.emulated import numerics, nvfp4
 from te_models.engine.emulated.numerics import DType
-from te_models.errors import CheckpointError
+from te_models.errors import CheckpointError, refuse
 from te_models.files.formats import Document, Value, read_json
 from te_models.files.tensors import SafetensorsFile
 
@@ -247,20 +247,14 @@ def open_weights(
             not finite.
     """
     if scheme is None:
-        narrow = [name for name, tensor in found.items() if tensor.dtype in NARROW]
-        _must(
-            not narrow, folder, f"{''.join(narrow[:1])} is FP8, and config.json has no quantization_config with scales"
+        narrow = (f"{folder}: {name} is FP8" for name, tensor in found.items() if tensor.dtype in NARROW)
+        refuse(
+            (f"{found}, and config.json has no quantization_config with scales" for found in narrow), CheckpointError
         )
         return StoredWeights(None, dict(found))
     weights = _Weights(folder, scheme, found)
     names = weights.wanted()
     return weights.checked({name: file.read(name) for file in files for name in names & file.tensors.keys()})
-
-
-def _must(good: bool, folder: Path, problem: str) -> None:
-    """Raise a CheckpointError unless all is well."""
-    if not good:
-        raise CheckpointError(f"{folder}: {problem}")
 
 
 class _Weights:
@@ -290,7 +284,8 @@ class _Weights:
         return names[0]
 
     def _must(self, good: bool, problem: str) -> None:
-        _must(good, self.folder, problem)
+        """Raise a CheckpointError unless all is well."""
+        refuse([] if good else [f"{self.folder}: {problem}"], CheckpointError)
 
     def shape(self, module: str) -> tuple[int, int]:
         """Return the shape of a weight."""

@@ -76,7 +76,7 @@ def _scale(amax, LARGEST: tl.constexpr):
 
 @triton.jit
 def _cast_kernel(
-    data, first, tiles, places, amax, scale_inv, out, transposed, columns, count,
+    data, first, tiles, places, amax, scale_inv, out, transposed, turned, columns, count,
     E5M2: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     e, address, begin, rows, group = _matrix(data, first, tiles, places, columns, count, EXPERTS, ROWS)
@@ -88,13 +88,38 @@ def _cast_kernel(
     j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     a, b = _load_rows(address, i, j, rows, columns), _load_rows(address, i + 1, j, rows, columns)
     c, d = _load_rows(address, i + 2, j, rows, columns), _load_rows(address, i + 3, j, rows, columns)
-    at = begin * columns
-    store_fp8(a, b, c, d, scale, group, j, rows, columns, out + at, transposed + at, columns, E5M2)
+    here = tl.multiple_of(tl.load(turned + e), 4)
+    apart = tl.multiple_of(tl.load(turned + e + 1) - here, 4)
+    out += begin * columns
+    transposed += here * columns
+    store_fp8(a, b, c, d, scale, group, j, rows, columns, out, transposed, columns, E5M2, apart)
+
+
+@triton.jit
+def _transpose_kernel(data, places, out, rows, columns, SIZE: tl.constexpr):
+    e = tl.program_id(2).to(tl.int64)
+    i, j = tl.program_id(0) * SIZE + tl.arange(0, SIZE), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    inside = (i < rows)[:, None] & (j < columns)[None, :]
+    matrix = data + tl.multiple_of(tl.load(places + e), 8)
+    values = tl.load(matrix + i[:, None] * columns + j[None, :], inside)
+    at = out + e * rows * columns + j[:, None] * rows + i[None, :]
+    tl.store(at, tl.trans(values), (j < columns)[:, None] & (i < rows)[None, :])
+
+
+def transposed(data: Tensor, places: Tensor) -> Tensor:
+    """Return bytes of equal matrices [O, K], the first of which is `data`, transposed: uint8 [E, K, O]."""
+    (rows, columns), count = data.shape, len(places)
+    out = torch.empty(count, columns, rows, dtype=torch.uint8, device=data.device)
+    grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, ROWS), count)
+    with torch.cuda.device_of(data):
+        _transpose_kernel[grid](data, places, out, rows, columns, SIZE=ROWS)
+    return out
 
 
 class FP8Matrices(NamedTuple):
     """FP8 of `Matrices`, uint8: data [R, K], and `transposed`, whose matrices [K, rows] follow each other in memory.
 
+    Those of rows are [K, rows of `Groups.apart`], of which only the rows that there are have been written.
     scale_inv FP32 [E] are the factors from data to values.
     """
 
@@ -105,15 +130,16 @@ class FP8Matrices(NamedTuple):
 
 def cast(given: Matrices, form: torch.dtype) -> FP8Matrices:
     """Cast matrices to torch.float8_e4m3fn or float8_e5m2, each by its own largest magnitude."""
-    (first, most), columns, device = given.groups, given.data.shape[1], given.data.device
-    count = given.groups.experts
+    turned = given.groups.apart if given.places is None else given.groups
+    groups, columns, device = given.groups, given.data.shape[1], given.data.device
+    count = groups.experts
     amax, scale_inv = torch.zeros(count, device=device), torch.ones(count, device=device)
-    data, transposed = (torch.empty(most, columns, dtype=torch.uint8, device=device) for _ in range(2))
+    data, transposed = (torch.empty(n, columns, dtype=torch.uint8, device=device) for n in (groups.most, turned.most))
     sizes: dict[str, Any] = dict(EXPERTS=triton.next_power_of_2(count), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
-    table = (given.data, first, given.groups.tiles(ROWS), given.places, amax)
-    grid = (given.groups.high(ROWS), triton.cdiv(columns, COLUMNS))
+    table = (given.data, groups.first, groups.tiles(ROWS), given.places, amax)
+    grid = (groups.high(ROWS), triton.cdiv(columns, COLUMNS))
     with torch.cuda.device_of(given.data):
         _amax_kernel[grid](*table, columns, count, **sizes)
         e5m2 = form == torch.float8_e5m2
-        _cast_kernel[grid](*table, scale_inv, data, transposed, columns, count, E5M2=e5m2, **sizes)
+        _cast_kernel[grid](*table, scale_inv, data, transposed, turned.first, columns, count, E5M2=e5m2, **sizes)
     return FP8Matrices(data, transposed, scale_inv)

@@ -99,8 +99,8 @@ def _rows_kernel(
 
 @triton.jit
 def _weights_kernel(
-    a, b, first, a_scale, b_scale, out, height, width,
-    TURNED: tl.constexpr, PRECISE: tl.constexpr,
+    a, b, first, turned, a_scale, b_scale, out, height, width,
+    PRECISE: tl.constexpr,
     HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
     high, across = tl.cdiv(height, HIGH), tl.cdiv(width, WIDE)
@@ -110,10 +110,11 @@ def _weights_kernel(
     rows = (tl.load(first + e + 1) - begin).to(tl.int32)
     i, j, k = m * HIGH + tl.arange(0, HIGH), n * WIDE + tl.arange(0, WIDE), tl.arange(0, DEEP)
     row, column = i % height, j % width
-    if TURNED:  # matrices [height, rows] and [width, rows], of FP8, whose rows are padded to 16
-        begin, rows = tl.multiple_of(begin, 16), tl.multiple_of(rows, 16)
-        x = a + begin * height + row.to(tl.int64)[:, None] * rows + k[None, :]
-        y = b + begin * width + column.to(tl.int64)[None, :] * rows + k[:, None]
+    if turned is not None:  # FP8 matrices [height, apart] and [width, apart], of which `rows` are there
+        rows, here = tl.multiple_of(rows, 16), tl.multiple_of(tl.load(turned + e), 128)
+        apart = tl.multiple_of(tl.load(turned + e + 1) - here, 128)
+        x = a + here * height + row.to(tl.int64)[:, None] * apart + k[None, :]
+        y = b + here * width + column.to(tl.int64)[None, :] * apart + k[:, None]
         down, right = DEEP, DEEP
     else:
         x = a + begin * height + k.to(tl.int64)[None, :] * height + row[:, None]
@@ -160,15 +161,15 @@ def weights_from(
 ) -> Tensor:
     """Return each expert's rows of a [R, height], transposed, times those of b [R, width]: [E, height, width].
 
-    In FP8 `data` holds the transposed matrices [height, rows] one after the other in memory.
+    In FP8 `data` holds the transposed matrices (FP8Matrices.transposed).
     """
     tiles = _tiles(a, precise)
     out = torch.empty(groups.experts, height, width, dtype=dtype, device=a.data.device)
     grid = (groups.experts * triton.cdiv(height, tiles.height) * triton.cdiv(width, tiles.width),)
     with torch.cuda.device_of(out):
         _weights_kernel[grid](
-            a.data, b.data, groups.first, a.scale_inv, b.scale_inv, out, height, width,
-            TURNED=a.scale_inv is not None, **_options(tiles, a, precise),
+            a.data, b.data, groups.first, None if a.scale_inv is None else groups.apart.first, a.scale_inv, b.scale_inv,
+            out, height, width, **_options(tiles, a, precise),
         )  # fmt: skip
     return out
 

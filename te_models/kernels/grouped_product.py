@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.device.autograd import Context
+from te_models.kernels.groups import Groups
 
 BYTES = 16  # the rows of a matrix must be a multiple of this for the product in one launch
 
@@ -16,7 +17,7 @@ class _Product(torch.autograd.Function):
     """Saves x whole, not its parts, so that te_models.kernels.early_save may recompute it instead."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, weights: Tensor, rows: list[int]) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weights: Tensor, rows: list[int] | Groups) -> Tensor:
         ctx.rows = rows
         ctx.save_for_backward(x, weights)
         return _by_expert(x, weights.transpose(1, 2), rows)
@@ -29,29 +30,30 @@ class _Product(torch.autograd.Function):
         return dx, _sums(dy, x, ctx.rows), None
 
 
-def grouped_product(x: Tensor, weights: Tensor, rows: list[int]) -> Tensor:
+def grouped_product(x: Tensor, weights: Tensor, rows: list[int] | Groups) -> Tensor:
     """Return each row of x [R, I] times the weight of its expert, of `weights` [E, O, I]: [R, O].
 
-    The first rows[0] rows belong to expert 0, and so on. An expert without rows gets zeros as its gradient.
+    The first rows[0] rows belong to expert 0, and so on; of rows that belong to no expert, nothing is known. An expert
+    without rows gets zeros as its gradient.
     """
     return _Product.apply(x, weights, rows)
 
 
-def _by_expert(x: Tensor, matrices: Tensor, rows: list[int]) -> Tensor:
+def _by_expert(x: Tensor, matrices: Tensor, rows: list[int] | Groups) -> Tensor:
     """Return the product of x [R, A] with the matrices [E, A, B], [R, B]."""
-    if _in_one_launch(x, matrices.shape[2]):
+    if isinstance(rows, Groups) or _in_one_launch(x, matrices.shape[2]):
         return F.grouped_mm(x, matrices, offs=_ends(rows, x.device))
     return torch.cat([part @ matrix for part, matrix in zip(x.split(rows), matrices, strict=True)])
 
 
-def _sums(dy: Tensor, x: Tensor, rows: list[int]) -> Tensor:
+def _sums(dy: Tensor, x: Tensor, rows: list[int] | Groups) -> Tensor:
     """Return for each expert the sum of the outer products of its rows of dy [R, O] and x [R, I]: [E, O, I]."""
-    if not _in_one_launch(x, dy.shape[1]):
+    if isinstance(rows, list) and not _in_one_launch(x, dy.shape[1]):
         return torch.stack([a.t() @ b for a, b in zip(dy.split(rows), x.split(rows), strict=True)])
-    sums = F.grouped_mm(dy.t(), x, offs=_ends(rows, x.device))
-    if idle := [expert for expert, count in enumerate(rows) if not count]:
-        sums[idle] = 0  # a sum over no rows need not have been written
-    return sums
+    ends = _ends(rows, x.device)
+    sums = F.grouped_mm(dy.t(), x, offs=ends)
+    idle = ends.diff(prepend=ends.new_zeros(1)) == 0  # a sum over no rows need not have been written
+    return sums.masked_fill_(idle[:, None, None], 0)
 
 
 def _in_one_launch(x: Tensor, width: int) -> bool:
@@ -60,5 +62,6 @@ def _in_one_launch(x: Tensor, width: int) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0 and wide
 
 
-def _ends(rows: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(rows).cumsum(0).to(device, torch.int32, non_blocking=True)
+def _ends(rows: list[int] | Groups, device: torch.device) -> Tensor:
+    groups = rows if isinstance(rows, Groups) else Groups.of(rows, device)
+    return groups.first[1:].to(torch.int32)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LINE = 128  # bytes that a GPU reads at once
 
-class Groups(NamedTuple):
+
+@dataclass(eq=False)
+class Groups:
     """Where the rows of each of E experts are: those of expert e are rows first[e] to first[e + 1].
 
     `first` is int64 [E + 1] on the device. Rows from first[E] to `most` belong to no expert.
@@ -17,11 +21,12 @@ class Groups(NamedTuple):
 
     first: Tensor
     most: int
+    _tiles: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rows: list[int], device: torch.device) -> Groups:
         """Return groups of these numbers of rows."""
-        return cls(F.pad(torch.tensor(rows).cumsum(0), (1, 0)).to(device, non_blocking=True), sum(rows))
+        return cls(_ends(torch.tensor(rows)).to(device, non_blocking=True), sum(rows))
 
     @classmethod
     def equal(cls, count: int, rows: int, device: torch.device) -> Groups:
@@ -33,10 +38,22 @@ class Groups(NamedTuple):
         """The number of experts."""
         return len(self.first) - 1
 
+    @cached_property
+    def apart(self) -> Groups:
+        """The same rows, with those of each expert from a multiple of LINE on."""
+        return Groups(_ends(-(-self.first.diff() // LINE) * LINE), self.most + self.experts * (LINE - 1))
+
     def tiles(self, height: int) -> Tensor:
         """Return the number of tiles of `height` rows of each expert and those before it, int64 [E]."""
-        return ((self.first.diff() + (height - 1)) // height).cumsum(0)
+        if height not in self._tiles:
+            self._tiles[height] = (-(-self.first.diff() // height)).cumsum(0)
+        return self._tiles[height]
 
     def high(self, height: int) -> int:
         """Return a number of tiles of `height` rows that all experts together do not exceed."""
         return -(-self.most // height) + self.experts
+
+
+def _ends(rows: Tensor) -> Tensor:
+    """Return 0 and the sums of rows up to each expert."""
+    return F.pad(rows.cumsum(0), (1, 0))

@@ -215,17 +215,6 @@ class Decoder(nn.Module):
         return self.precision.layers
 
     @property
-    def dynamic(self) -> str:
-        """Why no CUDA graph can contain a pass; "" if one can."""
-        experts = [name for name, linear in self.config.linears.items() if linear.experts]
-        if self.ep.size == 1 and all(
-            self.kernels.counts_on_device(self.get_submodule(name), self.precision.te_recipe_of(name))
-            for name in experts
-        ):
-            return ""
-        return self.config.dynamic
-
-    @property
     def dtype(self) -> torch.dtype:
         """The dtype of parameters and activations."""
         return self._table.dtype

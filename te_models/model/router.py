@@ -76,7 +76,7 @@ def choose(logits: Tensor, bias: Tensor | None, real: Tensor | None, moe: MoECon
         scores = scores if bias is None else scores + bias
     if moe.n_group > 1:
         groups = scores.unflatten(1, (moe.n_group, -1))  # [T, groups, E / groups]
-        best = groups.topk(2, dim=2).values.sum(2).sort(dim=1, descending=True, stable=True).indices
+        best = groups.topk(moe.group_scores, dim=2).values.sum(2).sort(dim=1, descending=True, stable=True).indices
         allowed = torch.zeros_like(best, dtype=torch.bool).scatter(1, best[:, : moe.topk_group], True)
         scores = groups.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
     chosen = scores.sort(dim=1, descending=True, stable=True).indices[:, : moe.num_experts_per_tok]
@@ -126,12 +126,9 @@ def places(chosen: Tensor, experts: int, alignment: int, on_device: bool = False
     expert = chosen.flatten()[order]
     counts = torch.searchsorted(expert, torch.arange(experts + 1, device=expert.device)).diff()
     padded = (counts + alignment - 1) // alignment * alignment
-    if on_device:
-        most = -(-(tokens * k + experts * (alignment - 1)) // alignment) * alignment
-        rows: list[int] | Groups = Groups(F.pad(padded.cumsum(0), (1, 0)), most)
-    else:
-        rows = padded.tolist()
-        most = sum(rows)
+    host = [] if on_device else padded.tolist()
+    most = -(-(tokens * k + experts * (alignment - 1)) // alignment) * alignment if on_device else sum(host)
+    rows = Groups(F.pad(padded.cumsum(0), (1, 0)), most) if on_device else host
     before = F.pad((padded - counts).cumsum(0), (1, 0))  # rows of padding before each expert's first row
     row = torch.arange(len(order), device=order.device) + before[expert]
     row = torch.where(expert < experts, row, most)

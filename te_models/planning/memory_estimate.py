@@ -132,8 +132,10 @@ def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory
     own = sum(p.numel for p in trained) * element if training.lora_rank else 0
     state = 0
     if training.optimizer is not None and not training.optimizer_offload:
-        state = OPTIMIZERS[training.optimizer].per_gpu(trained, element, training.optimizer_options, gpus)
-    sums = training.gradient_sums * FP32 * sum(p.numel for p in trained)
+        sharing = 1 if training.lora_rank else gpus  # each GPU has all adapters
+        state = OPTIMIZERS[training.optimizer].per_gpu(trained, element, training.optimizer_options, sharing)
+    summed = training.gradient_sums or (training.lora_rank > 0 and gpus > 1)
+    sums = summed * FP32 * sum(p.numel for p in trained)
     return Memory(
         weights=share + gathered + own,
         gradients=(own if training.lora_rank else whole) + sums,

@@ -12,7 +12,7 @@ from rich.text import Text
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.config.recompute_modes import MODES, check_mode
-from te_models.errors import refuse
+from te_models.errors import check_known, refuse
 from te_models.planning.memory_estimate import Memory, memory_moments, saved_bytes
 from te_models.planning.operations import Training
 from te_models.planning.parameter_bytes import DEFAULTS, OPTIMIZERS, Options, has_masters, trained_parameters
@@ -218,7 +218,7 @@ def plan_memory(
     """
 
     def mistakes() -> Iterator[str]:
-        counts = dict(batch_size=batch_size, gpus=gpus, gradient_accumulation=gradient_accumulation)
+        counts = dict(batch_size=batch_size, seq_len=seq_len, gpus=gpus, gradient_accumulation=gradient_accumulation)
         for name, number in counts.items():
             if number < 1:
                 yield f"{name}={number} is out of range: give 1 or more"
@@ -237,6 +237,8 @@ def plan_memory(
         if fp8_params and not lora_rank and not has_masters(optimizer_options):
             yield "fp8_params=True needs FP32 masters: leave stochastic_rounding out, or fp8_params"
 
+    if optimizer is not None:
+        check_known("optimizer", optimizer, OPTIMIZERS)
     refuse(mistakes())
     training = Training(
         batch_size=batch_size // gpus, seq_len=seq_len, optimizer=optimizer, optimizer_offload=optimizer_offload,

@@ -11,20 +11,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from te_models.config.attention import AttentionSpec
+from te_models.config.attention import SoftmaxAttentionSpec
 from te_models.config.chunk_sizes import head_rows
 from te_models.config.layer import LayerSpec, LinearSpec, Step, distinct
 from te_models.config.model import ModelConfig
 from te_models.config.precision import HEAD, precisions
 from te_models.config.recipe import Recipe
-from te_models.config.recompute_modes import (
-    offload_allows_fused,
-    recomputes_block,
-    recomputes_mlp,
-    recomputes_product,
-)
-from te_models.errors import UsageError, unknown
-from te_models.planning.parameter_bytes import FP32, OPTIMIZERS
+from te_models.config.recompute_modes import offload_allows_fused, recomputes_block, recomputes_mlp, recomputes_product
+from te_models.planning.parameter_bytes import FP32
 
 INT64 = 8
 
@@ -72,13 +66,6 @@ class Training:
         """Return whether fused kernels run, as model/decoder.py decides."""
         allowed = not self.activation_offload or offload_allows_fused(self.activation_checkpointing)
         return self.fused and self.cuda and allowed
-
-    def __post_init__(self) -> None:
-        if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
-            raise unknown("optimizer", self.optimizer, OPTIMIZERS)
-        for name, value in dict(batch_size=self.batch_size, seq_len=self.seq_len, gpus=self.gpus).items():
-            if value < 1:
-                raise UsageError(f"{name}={value} is out of range: give 1 or more")
 
 
 PER_TENSOR = ("DelayedScaling", "Float8CurrentScaling")  # one scale per tensor, so the data can be transposed later
@@ -270,7 +257,7 @@ class Tape:
 
     def rotary_tables(self) -> int:
         """Return the bytes of cos and sin for each kind of layer that has RoPE, and of the scale of queries."""
-        mixers = [layer.mixer for layer in self.config.layers if isinstance(layer.mixer, AttentionSpec)]
+        mixers = [layer.mixer for layer in self.config.layers if isinstance(layer.mixer, SoftmaxAttentionSpec)]
         size = self.seq_len * self.element
         tables = sum(2 * size * rope.size for rope in distinct(mixer.rope for mixer in mixers))
         return tables + size * len(distinct(mixer.query_scale for mixer in mixers))

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from te_models.config.shares import share_out
 from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local, shard_like, whole
 from te_models.errors import SaveError, UsageError
@@ -126,11 +127,7 @@ class ShardedCheckpoints(Checkpoints):
         for group, members in tensors.items():
             own = {name: t.numel() * t.itemsize for name, t in members.items() if name not in aliases.get(group, {})}
             count = max(min(self.ranks.world, len(own)), -(-sum(own.values()) // self.max_shard_bytes), 1)
-            full, files = [0] * count, {}
-            for name in sorted(own, key=lambda name: -own[name]):
-                files[name] = full.index(min(full))
-                full[files[name]] += own[name]
-            plan[group] = {name: files[name] for name in own}
+            plan[group] = dict(zip(own, share_out(list(own.values()), count), strict=True))
         return plan
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:

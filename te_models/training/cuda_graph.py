@@ -22,6 +22,7 @@ from te_models.config.training import TrainConfig
 from te_models.device.cuda_capture import capture, failed_capture
 from te_models.errors import UsageError, refuse
 from te_models.model.decoder import target_device
+from te_models.model.dynamic import dynamic
 from te_models.model.recompute import may_draw
 
 WARM_UP = 3  # eager steps before the capture, for compilers, workspaces of libraries and FP8 state created on first use
@@ -66,7 +67,7 @@ class GraphedStep:
         self.inputs: dict[str, Tensor] = {}
         self.gradients: list[Tensor | None] = []
         self.loss, self.weight = torch.empty(0), torch.ones((), device=model.device)
-        self.routing: Tensor | None = None  # what routers did in the newest step (RoutingReport.metrics)
+        self.routing: list[Tensor] = []  # what routers did in the newest step (RoutingReport.metrics)
 
     def __call__(self, weight: Tensor | float = 1.0, **batch: Tensor) -> Tensor:
         """Compute the gradients of `weight` times the loss; return that product.
@@ -129,7 +130,7 @@ class GraphedStep:
         loss = output.loss * self.weight
         loss.backward()
         self.loss = loss.detach()
-        self.routing = None if output.routing is None else output.routing.metrics()
+        self.routing = [] if output.routing is None else [output.routing.metrics()]
 
     def _take(self, batch: dict[str, Tensor]) -> None:
         """Copy the batch into the buffers that the graph reads."""
@@ -159,8 +160,8 @@ def obstacle(model: nn.Module) -> str | None:
         return "the model is wrapped (by LoRA or DDP)"
     if (place := target_device(model).type) != "cuda":
         return f"the model is on {place}"
-    if model.dynamic:
-        return model.dynamic
+    if reason := dynamic(model):
+        return reason
     if model.activation_checkpointing != "none" and any(may_draw(block) for block in model.layers):
         return "activation checkpointing must restore the random state for a hook or a third-party module"
     if model.activation_offload:

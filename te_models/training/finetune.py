@@ -35,13 +35,7 @@ from te_models.training.loggers import Run, check_loggers, open_loggers
 from te_models.training.parallel import Parallel
 from te_models.training.preflight import check_memory
 from te_models.training.report import draw_run, print_next, print_outcome, progress, summary
-from te_models.training.resume import (
-    resumed_options,
-    run_folder,
-    saved_choices,
-    scheduled_recipes,
-    starting_step,
-)
+from te_models.training.resume import resumed_options, run_folder, saved_choices, scheduled_recipes, starting_step
 from te_models.training.run_file import read_record, run_document, run_id
 from te_models.training.samples import SHARE, Prompt, Sampler, held_out_prompts
 from te_models.training.settings import RUN_FILE, SETTINGS, RunSettings, changed_settings, read_run_file, resolved_path
@@ -64,6 +58,8 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
     """
     recorded = settings.file is not None and "parallel" not in settings.given
     config = choose_parallel(settings.train, recorded, lora=settings.lora is not None)
+    if settings.lora is not None and settings.lora.merge and config.parallel.startswith("fsdp"):
+        raise UsageError("--merge needs the whole model in one process: leave it out, and merge with te-models convert")
     resolve_options(config.optimizer, config.optimizer_options)  # fail before reading data
     loggers = check_loggers(settings.log)
     with parallel(config, settings.build.get("device")) as shared, contextlib.ExitStack() as stack:

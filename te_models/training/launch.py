@@ -84,8 +84,8 @@ def choose_parallel(config: TrainConfig, recorded: bool = False, lora: bool = Fa
     if recorded and (config.parallel == "none") == (world > 1):
         config = dataclasses.replace(config, parallel="auto", tensor_parallel_size=0, sequence_parallel=False)
         config = dataclasses.replace(config, expert_parallel_size=0, fp8_dispatch=False)
-    if lora and config.parallel not in ("auto", "none", "ddp"):
-        raise UsageError(f"--lora needs the whole model on each process: use --parallel ddp, not {config.parallel}")
+    if lora and config.parallel in ("tp", "fsdp+tp"):
+        raise UsageError(f"--lora adapts whole layers: use --parallel ddp, fsdp or fsdp+ep, not {config.parallel}")
     if config.parallel != "auto":
         return config
     whole = lora or config.optimizer == "te-adam" or config.optimizer_offload

@@ -361,6 +361,8 @@ def _resolved(
     whole = whole_modules(config, modules, model)
     if fused is None:
         fused = fuse(wanted_adapters(config, modules).values(), modules)
+    if model.ep.size > 1 and modules.counts.keys() & fused.keys():
+        raise UsageError("adapters on experts need all experts on each process: use --parallel fsdp, not fsdp+ep")
     alphas = {name: alpha_of(one.scaling, one.rank, config.use_rslora) for name, one in fused.items()}
     config.target_modules, config.target_parameters = list(fused), None
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None

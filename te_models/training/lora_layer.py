@@ -22,6 +22,7 @@ from te_models.errors import UsageError, needs
 from te_models.fp8.primary_weights import E4M3_MAX, is_quantized, plain, restore_weight, saved_weight, write_weight
 from te_models.fp8.scaling_state import weight_scale
 from te_models.kernels.grouped_product import grouped_product
+from te_models.kernels.groups import Groups
 from te_models.kernels.handover import grouped
 from te_models.training.lora_targets import Fused
 
@@ -188,12 +189,13 @@ class LoraExperts(LoraLinear):
     @property
     def weights(self) -> list[Any]:
         """The weight of each expert [out, in]."""
-        return [self.base_layer.get_parameter(f"weight{expert}") for expert in range(self.base_layer.num_gemms)]
+        base: Any = self.base_layer
+        return [base.get_parameter(f"weight{expert}") for expert in range(base.num_gemms)]
 
     def _base(self, x: Tensor, *args: Any, run: Callable[..., Tensor] = grouped, **kwargs: Any) -> Tensor:
         return run(self.base_layer, x, *args, **kwargs)
 
-    def _updated(self, result: Tensor, x: Tensor, adapter: str, *rows: list[int]) -> Tensor:
+    def _updated(self, result: Tensor, x: Tensor, adapter: str, *rows: list[int] | Groups) -> Tensor:
         a, b = self._factors(adapter, x.dtype)
         if extra := -a.shape[1] % RANKS * x.is_cuda:
             a, b = F.pad(a, (0, 0, 0, extra)), F.pad(b, (0, extra))

@@ -127,7 +127,7 @@ def adaptable_modules(model: CausalLM) -> Modules:
         family = family_for(model.config, family_of(config) if config else None)
     except ConfigError:  # transformers has no names for it
         named = {name if name == "lm_head" else f"model.{name}": ours[name] for name in linears}
-        return Modules(named, ours, _experts("model.", ours, counts), counts, {}, "te_models")
+        return Modules(named, ours, _experts("model.", ours, counts, {}), counts, {}, "te_models")
     places = tensor_places(family, model.config, shapes)
     theirs = {
         name.removesuffix(".weight"): _in_one_piece(place)
@@ -137,13 +137,24 @@ def adaptable_modules(model: CausalLM) -> Modules:
     tops = () if model.config.tie_word_embeddings else ("embed_tokens.weight", "lm_head.weight")
     whole = {name.removesuffix(".weight"): place.name for name, place in places.items() if place.name in tops}
     whole = {name: own.removesuffix(".weight") for name, own in whole.items()}
-    return Modules(theirs, ours, _experts(family.root, ours, counts), counts, whole, family.model_type)
+    entire = {place.name: place for place in places.values() if place.shape == tuple(shapes[place.name])}
+    experts = _experts(family.root, ours, counts, entire)
+    return Modules(theirs, ours, experts, counts, whole, family.model_type)
 
 
-def _experts(root: str, ours: Mapping[str, Place], counts: Iterable[str]) -> dict[str, Place]:
-    """Return the experts' parameters of transformers, which have the same names in every family."""
-    parents = {name: name.rpartition(".") for name in counts}
-    return {f"{root}{parent}.experts.{leaf}": ours[name] for name, (parent, _, leaf) in parents.items()}
+def _experts(
+    root: str, ours: Mapping[str, Place], counts: Iterable[str], entire: Mapping[str, Place]
+) -> dict[str, Place]:
+    """Return the experts' parameters of transformers, which have the same names in every family.
+
+    Their rows are in the order of ours, or of a place in `entire`, which fills all of an expert's weight.
+    """
+    found = {}
+    for name in counts:
+        parent, _, leaf = name.rpartition(".")
+        place = entire.get(f"{name}.weight0", ours[name])
+        found[f"{root}{parent}.experts.{leaf}"] = dataclasses.replace(place, name=ours[name].name)
+    return found
 
 
 def _in_one_piece(place: Place) -> Place:
@@ -171,7 +182,7 @@ def fuse(wanted: Iterable[Wanted], modules: Modules) -> dict[str, Fused]:
 
 
 def _fused(members: Sequence[Wanted], whole: Place, module: str) -> Fused:
-    if members[0].place == whole and len(members) == 1:
+    if members[0].place.shape == whole.shape and len(members) == 1:
         return Fused(members[0].rank, members[0].scaling, ())
     if any(member.place == whole for member in members):
         raise UsageError(f"the targets have {module} and a part of it: choose one of the two")
@@ -215,7 +226,7 @@ def join(fused: Fused, whole: Place, tensors: Mapping[Place, tuple[Tensor, Tenso
         if whole in tensors:
             return tensors[whole]
         first = next(iter(tensors.values()))
-        b = torch.zeros(whole.shape[0], fused.rank, dtype=first[1].dtype)
+        b = torch.zeros(whole.shape[0], first[1].shape[1], dtype=first[1].dtype)
         for place, (_, rows) in tensors.items():
             place.load(b, rows)
         return first[0], b

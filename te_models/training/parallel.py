@@ -122,7 +122,9 @@ class Parallel:
         return batch_size // self.data_world
 
     def build(self, config: ModelConfig, *, initialize: bool = True, **options: Any) -> CausalLM:
-        """Build a CausalLM, with CausalLM's arguments, split over the processes."""
+        """Build a CausalLM, with CausalLM's arguments, split over the processes; on the meta device it is whole."""
+        if options.get("device") == "meta":  # whose shapes are compared with those of a folder
+            return CausalLM(config, **options, initialize=initialize)
         if self.device is not None:
             options["device"] = self.device
         if self.ranks.world > 1 and options.get("fp8_params") and self.kind != "fsdp" and not self.frozen:
@@ -150,16 +152,20 @@ class Parallel:
 
     def owners(self) -> Callable[[list[nn.Parameter]], Owners] | None:
         """Return a function that assigns owners to parameters, for optimizers that need whole tensors; else None."""
-        if self.kind != "fsdp" or self.config.optimizer == "adamw":
+        if self.kind != "fsdp" or self.config.optimizer == "adamw" or self.frozen:
             return None
         return lambda parameters: Owners(parameters, self.data_group, self.ranks)
 
     def gradients(self, model: CausalLM, micro_batches: int) -> Gradients:
-        """Return the source of a step's gradients: FP32 sums for several micro-batches, except under FSDP2."""
-        if micro_batches == 1 or self.uses_fsdp:
+        """Return the source of a step's gradients: FP32 sums for several micro-batches, except under FSDP2.
+
+        FSDP2 has no part in adapters, which are made after it has sharded the model, and whole on each process.
+        """
+        adapters = self.uses_fsdp and self.frozen
+        if not adapters and (micro_batches == 1 or self.uses_fsdp):
             return Gradients()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return GradientSums(trained, self.data_group if self.kind == "ddp" else None)
+        return GradientSums(trained, self.data_group if adapters or self.kind == "ddp" else None)
 
     @property
     def norm(self) -> Norm:

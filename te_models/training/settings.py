@@ -18,15 +18,8 @@ from typing import Any
 from te_models.config.data import DataConfig, split_names, split_weight
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.presets import PRESETS
-from te_models.config.recipe import (
-    FP8_WEIGHTS,
-    RECIPE_FIELDS,
-    Recipe,
-    get_recipe,
-    list_recipes,
-    recipe_from_dict,
-)
-from te_models.config.settings import Setting, Settings, as_fields, by_name, kinds_of, setting, settings_of
+from te_models.config.recipe import FP8_WEIGHTS, RECIPE_FIELDS, Recipe, get_recipe, list_recipes, recipe_from_dict
+from te_models.config.settings import EVERYDAY, Setting, Settings, as_fields, by_name, kinds_of, setting, settings_of
 from te_models.config.shipped import no_weights
 from te_models.config.toml import read_toml
 from te_models.config.training import EVALUATION, TRAINING, TrainConfig
@@ -50,22 +43,13 @@ RECIPE_HELP = (
 class BuildSettings(Settings):
     """Keywords of CausalLM; None: its default, or what the saved model or the checkpoint has."""
 
+    heading = MODEL
     engine: str | None = setting(
-        None,
-        "auto, native (Transformer Engine) or emulated (its numbers on any device).",
-        group=MODEL,
-        metavar="NAME",
-        shown="auto",
+        None, "auto, native (Transformer Engine) or emulated (its numbers on any device).", metavar="NAME", shown="auto"
     )
-    device: str | None = setting(
-        None, "Device, such as cpu or cuda:1; default: the first GPU, else the CPU.", group=MODEL
-    )
-    fp8_params: bool | None = setting(
-        None, "Store the weights of FP8 layers in FP8 only, without a BF16 copy.", group=MODEL
-    )
-    compile: bool | None = setting(
-        None, "Fuse elementwise operations with torch.compile (on a GPU).", group=MODEL, shown="compile"
-    )
+    device: str | None = setting(None, "Device, such as cpu or cuda:1; default: the first GPU, else the CPU.")
+    fp8_params: bool | None = setting(None, "Store the weights of FP8 layers in FP8 only, without a BF16 copy.")
+    compile: bool | None = setting(None, "Fuse elementwise operations with torch.compile (on a GPU).", shown="compile")
     activation_checkpointing: str | int | None = setting(
         None,
         "Recompute activations: none, selective (most of each MLP), full, or N for every N-th block.",
@@ -74,10 +58,7 @@ class BuildSettings(Settings):
         shown="none",
     )
     activation_offload: bool | None = setting(
-        None,
-        "Store the activations that backward needs in host memory.",
-        group=TRAINING,
-        shown="no-activation-offload",
+        None, "Store the activations that backward needs in host memory.", group=TRAINING, shown="no-activation-offload"
     )
 
 
@@ -94,10 +75,12 @@ class LoraSettings(Settings):
         ConfigError: a value is out of range.
     """
 
+    heading = LORA
     rank: int = setting(
         None,
         "Train low-rank adapters of this rank, such as 16, and freeze the model's weights.",
         name="lora",
+        group=EVERYDAY,
         least=1,
         fixed=True,
         metavar="RANK",
@@ -107,7 +90,6 @@ class LoraSettings(Settings):
         "Modules with adapters, such as q_proj,v_proj or all-linear,experts; default: all linears of every block but "
         "routers and experts.",
         name="lora_targets",
-        group=LORA,
         fixed=True,
         metavar="NAMES",
     )
@@ -115,27 +97,20 @@ class LoraSettings(Settings):
         None,
         "Updates are multiplied by alpha / rank; default: twice the rank.",
         name="lora_alpha",
-        group=LORA,
         above=True,
         below=math.inf,
         fixed=True,
     )
     dropout: float = setting(
-        0.0,
-        "Probability with which an adapter's input is dropped.",
-        name="lora_dropout",
-        group=LORA,
-        below=1,
-        fixed=True,
+        0.0, "Probability with which an adapter's input is dropped.", name="lora_dropout", below=1, fixed=True
     )
     merge: bool = setting(
-        False, "At the end, also save the model with the adapters in its weights, in the folder merged/.", group=LORA
+        False, "At the end, also save the model with the adapters in its weights, in the folder merged/."
     )
     merge_dtype: str | None = setting(
         None,
         "Dtype of these weights: bfloat16, float16 or float32, in which no small update vanishes; default: the "
         "model's.",
-        group=LORA,
         choices=MERGE_DTYPES,
         metavar="DTYPE",
     )
@@ -168,10 +143,7 @@ class RunSettings(Settings):
 
     command: str = setting("finetune", "The command: pretrain or finetune.", choices=COMMANDS, fixed=True)
     preset: str | None = setting(
-        None,
-        "Model shape with random weights: `te-models list` has the names.",
-        fixed=True,
-        metavar="NAME",
+        None, "Model shape with random weights: `te-models list` has the names.", fixed=True, metavar="NAME"
     )
     model: str | None = setting(
         None,

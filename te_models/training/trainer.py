@@ -332,8 +332,7 @@ class Trainer(NamedFields):
         self._follow_recipe()
         if self.graphed is not None:
             loss = self.graphed(weight=weights[0], **to_device(micro_batches[0], device))
-            if self.graphed.routing is not None:
-                self.routed.append(self.graphed.routing)
+            self.routed += self.graphed.routing
             return loss
         reuse = self.config.cache_fp8_weights and last > 0 and self.parallel.retains_weights
         total = torch.zeros((), device=device)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fewer import every
 
 from te_models.data.chat_template import PLAIN
 from te_models.data.encoding import Encoded, Fit, encode_documents, fit_records
@@ -183,9 +184,8 @@ def test_a_template_that_leaves_out_tool_calls_is_refused(template: str) -> None
         encode(tokenizer, CONVERSATIONS["tool calls"])
 
 
-@pytest.mark.parametrize("name", THOUGHTS)
-@pytest.mark.parametrize("template", [MARKED, PREFIXED])
-def test_a_template_that_leaves_out_reasoning_is_refused(template: str, name: str) -> None:
+@pytest.mark.parametrize(("name", "template"), every(2, THOUGHTS, [MARKED, PREFIXED]))
+def test_a_template_that_leaves_out_reasoning_is_refused(name: str, template: str) -> None:
     tokenizer, thinking = ByteTokenizer(), {**REPLY, name: "2 and 3 are 5"}
     tokenizer.set_chat_template(template)
     says = rf"a.jsonl:1: the chat template does not write the reasoning of message 2 \({name}\): give --chat-template"

@@ -333,7 +333,7 @@ def test_workers_outlive_a_request_to_stop_but_not_their_parent(begin: str, corp
         worker = int(run.stdout.readline())
         os.kill(worker, 0)
         run.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while _is_running(worker):
         assert time.monotonic() < deadline, "a worker was left behind"
         time.sleep(0.05)

@@ -1,13 +1,12 @@
-"""Products of the engine's own tests are those of tensor cores, as by default."""
+"""Products and norms of the engine's own tests are those of a GPU, as by default."""
 
 from collections.abc import Iterator
 
+import plain_numbers
 import pytest
-
-import te_models.engine.emulated as emulated
 
 
 @pytest.fixture(autouse=True, scope="package")
-def exact_gemms() -> Iterator[None]:
-    with emulated.exact_gemm(2**20):
+def exact_sums() -> Iterator[None]:
+    with plain_numbers.exact():
         yield

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from te_models.fp8.primary_weights import drop_transposed
 from te_models.kernels.groups import Groups
 
 pytestmark = pytest.mark.gpu
@@ -62,3 +63,21 @@ def test_weights_are_cast_once_for_several_micro_batches() -> None:
             weight.neg_()
         assert torch.equal(te.handover["grouped"](module, x, ROWS, False), first)
         assert torch.equal(te.handover["grouped"](module, x, ROWS, True), -first)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("form", ["HYBRID", "E4M3"])
+def test_frozen_weights_in_fp8(form: str, on_device: bool) -> None:
+    """Read where they are, and transposed together in backward, which leaves no copy behind."""
+    te = pytest.importorskip("te_models.engine.native")
+    torch.manual_seed(0)
+    built = te.recipe.Float8CurrentScaling(fp8_format=getattr(te.recipe.Format, form))
+    with te.quantized_model_init(recipe=built):
+        module = te.GroupedLinear(len(ROWS), 256, 512, bias=False, params_dtype=torch.bfloat16).requires_grad_(False)
+    drop_transposed(module)
+    x, dy = (torch.randn(sum(ROWS), width, device="cuda").bfloat16() for width in (256, 512))
+    assert te.handover["counts_on_device"](module, built)
+    with te.autocast(enabled=True, recipe=built):
+        wanted = step(lambda module, x, rows: module(x, rows), module, x, dy, ROWS)
+        found = step(te.handover["grouped"], module, x, dy, Groups.of(ROWS, x.device) if on_device else ROWS)
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])

@@ -15,6 +15,7 @@ BENCHMARK = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "engin
     os.environ.get("ATEN_CPU_CAPABILITY") == "default",
     reason="without vector instructions casts take longer, and nn.Linear does not",
 )
+@pytest.mark.slow
 def test_linear_takes_at_most_three_times_nn_linear() -> None:
     """1024 x 1024, 512 rows, forward and backward, BF16 parameters; in turns, the best of 7, for a busy machine."""
     best = {

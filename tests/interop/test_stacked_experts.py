@@ -16,6 +16,7 @@ from torch import Tensor
 
 from te_models import CausalLM
 from te_models.errors import CheckpointError, UsageError
+from te_models.saving.pretrained import read_shape
 
 mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
 SHAPE: dict[str, Any] = SIZES | dict(hidden_size=64, intermediate_size=32, num_hidden_layers=2, sliding_window=5)
@@ -66,7 +67,7 @@ def test_mxfp4_is_read_as_transformers_dequantizes_it(tmp_path: Path, caplog: py
     ids = torch.randint(1, SHAPE["vocab_size"], (2, 13))
     torch.testing.assert_close(model(ids).logits, judge(ids).logits, atol=1e-4, rtol=0)
     model = CausalLM.from_pretrained(tmp_path / "published", device="cpu", recipe="bf16")
-    assert model.dtype == torch.bfloat16, "that of the tensors that are not quantized"
+    assert model.dtype == read_shape(tmp_path / "published").dtype == torch.bfloat16
     model.save_pretrained(tmp_path / "back", format="hf")
     saved, config = load_file(tmp_path / "back" / "model.safetensors"), tmp_path / "back" / "config.json"
     assert "quantization_config" not in json.loads(config.read_text())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from te_models.engine.emulated.numerics import FP8_MAX, DType
 from te_models.engine.emulated.quantizers import Float8CurrentScalingQuantizer
-from te_models.kernels.grouped_linear_triton import E4M3, E5M2, Casts, Weights, in_bf16, in_fp8
+from te_models.kernels.grouped_linear_triton import E4M3, E5M2, Casts, Stored, Weights, in_bf16, in_fp8, in_stored_fp8
 from te_models.kernels.groups import Groups
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -38,7 +38,7 @@ def operands(rows: list[int], inputs: int, outputs: int) -> tuple[Tensor, Tensor
     for tensor in (x, dy):
         for e, part in enumerate(tensor.split([*rows, BEHIND])):
             part.mul_(torch.nan if e == len(rows) else 10.0**e)
-    return x.requires_grad_(), dy, Groups.of(rows, DEVICE)._replace(most=len(x))
+    return x.requires_grad_(), dy, Groups(Groups.of(rows, DEVICE).first, len(x))
 
 
 def pieces(rows: list[int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -66,12 +66,16 @@ def test_bf16(rows: list[int], inputs: int, outputs: int) -> None:
         check(dw, slope.double().T @ one.double())
 
 
-@pytest.mark.parametrize("gradient", [E4M3, E5M2], ids=["e4m3", "hybrid"])
-@pytest.mark.parametrize("precise", [False, True])
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), CASES)
-def test_fp8(rows: list[int], inputs: int, outputs: int, gradient: torch.dtype, precise: bool) -> None:
+QUICK = [(CASES[0], E5M2, True), (CASES[1], E4M3, False)]
+OTHERS = [(case, form, precise) for case in CASES for form in (E4M3, E5M2) for precise in (False, True)]
+SLOW = [pytest.param(*combination, marks=pytest.mark.slow) for combination in OTHERS if combination not in QUICK]
+
+
+@pytest.mark.parametrize(("case", "gradient", "precise"), QUICK + SLOW)
+def test_fp8(case: tuple[list[int], int, int], gradient: torch.dtype, precise: bool) -> None:
     """The operands are those of the emulated engine's quantizer, one matrix at a time."""
     torch.manual_seed(1)
+    rows, inputs, outputs = case
     made, weights = weights_of(len(rows), inputs, outputs)
     x, dy, groups = operands(rows, inputs, outputs)
     y = in_fp8(x, groups, weights, Casts(gradient, precise, precise, precise), weights.cast())
@@ -90,6 +94,27 @@ def test_fp8(rows: list[int], inputs: int, outputs: int, gradient: torch.dtype, 
         check(out, one @ weight.T)
         check(dx, slope @ weight)
         check(dw, slope.T @ one)
+
+
+@pytest.mark.parametrize("precise", [False, True])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), CASES)
+def test_weights_in_fp8(rows: list[int], inputs: int, outputs: int, precise: bool) -> None:
+    """The bits of weights that are cast to the same FP8."""
+    torch.manual_seed(2)
+    made, weights = weights_of(len(rows), inputs, outputs)
+    for weight in made:
+        weight.requires_grad_(False)
+    x, dy, groups = operands(rows, inputs, outputs)
+    own, casts = weights.cast(), Casts(E5M2, precise, precise, precise)
+    data = [part.clone() for part in own.data.split(outputs)]  # each in memory of its own
+    places = torch.tensor([part.data_ptr() - data[0].data_ptr() for part in data], device=DEVICE)
+    results = []
+    for y in (in_fp8(x, groups, weights, casts, own),
+              in_stored_fp8(x, groups, Stored(data[0], places, own.scale_inv), casts)):  # fmt: skip
+        (dx,) = torch.autograd.grad(y, [x], dy)
+        results.append((y[: sum(rows)], dx[: sum(rows)]))
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found, wanted) and (wanted.any() or not sum(rows))
 
 
 def test_frozen_weights_get_no_gradient() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fewer import every
 from judge import transformers
 from places import DEVICE, ON_GPU
 from torch import Tensor
@@ -91,9 +92,7 @@ def test_outputs_are_those_of_transformers(heads: tuple[int, ...]) -> None:
                 close(ours, wanted)
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("length", [5, 64, 70])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("heads", "length", "packed"), every(3, HEADS, [5, 64, 70], [False, True]))
 def test_gradients_are_those_of_the_recurrence(heads: tuple[int, ...], length: int, packed: bool) -> None:
     documents = (torch.arange(length) // 3).expand(2, -1) if packed else None
     leaves, others = ([x.clone().requires_grad_() for x in inputs(length, heads)] for _ in range(2))

@@ -23,6 +23,7 @@ from te_models.model.expert_parallel import ExpertParallel, packed
 from te_models.model.router import places
 from te_models.saving.folder import load_folder
 from te_models.training.launch import meshes, parallel
+from te_models.training.parallel import Parallel
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -93,9 +94,12 @@ def save_and_load(mesh: DeviceMesh, folder: Path) -> None:
     model = build(mesh)
     for form in ("te", "hf"):
         model.save_pretrained(folder / form, format=form)
-        again = CausalLM.from_pretrained(folder / form, device="cpu", engine="emulated", ep_mesh=mesh)
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, again.get_parameter(name)), name
+        place: dict[str, Any] = dict(device="cpu", engine="emulated")
+        ways: list[dict[str, Any]] = [dict(ep_mesh=mesh), dict(build=Parallel(ep=mesh).build)]
+        for way in ways:
+            again = CausalLM.from_pretrained(folder / form, **place, **way)
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter, again.get_parameter(name)), name
 
 
 def payload(mesh: DeviceMesh) -> dict[str, Any]:
@@ -130,6 +134,9 @@ def refusals(mesh: DeviceMesh) -> list[str]:
         with pytest.raises(ValueError) as caught:
             CausalLM(config, **{"recipe": "bf16", **options}, device="cpu", engine="emulated", ep_mesh=mesh)
         said.append(str(caught.value))
+    lora = pytest.importorskip("te_models.training.lora")
+    with pytest.raises(ValueError, match="adapters on experts need all experts on each process"):
+        lora.add_lora(build(mesh), target_modules=["experts"])
     return said
 
 

@@ -19,10 +19,13 @@ from judge import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+import benchmarks.lora_experts as lora_experts
 from te_models import CausalLM
 from te_models.cli import main
 from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import plain
+from te_models.kernels.grouped_product import grouped_product
+from te_models.kernels.groups import Groups
 from te_models.planning.memory_estimate import saved_bytes
 from te_models.planning.operations import Tape, Training
 
@@ -52,9 +55,11 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 ROWS = [
     ("mixtral-one-key", "experts and attention"),
+    ("gpt_oss-window", "ranks"),
     ("qwen3_moe-steps", "experts and attention"),
     ("qwen2_moe-all-keys", "experts and attention"),
     ("mixtral-all-keys", "ranks"),
+    ("gpt_oss-one-key", "experts and attention"),
     ("olmoe-keys", "experts and attention"),
     ("glm4_moe-groups", "experts and attention"),
     ("mixtral-one-key", "down alone"),
@@ -63,6 +68,8 @@ ROWS = [
     ("mixtral-one-key", "a layer"),
     ("afmoe-experts", "experts and attention"),
     ("laguna-experts", "experts and attention"),
+    ("gpt_oss-all-keys", "experts and attention"),
+    ("gpt_oss-window", "ranks"),
 ]
 
 
@@ -204,7 +211,8 @@ def test_from_the_command_line_to_a_merged_model(
     for word in ("hello", "goodbye"):
         Path(f"texts/{word}.txt").write_text(f"{word}, " * 600)
     torch.manual_seed(3)
-    CausalLM.from_preset("gated-moe-nano", device="cpu", **SHAPE).save_pretrained("base")
+    moe = dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=64)
+    CausalLM.from_preset("gated-moe-nano", device="cpu", **SHAPE, moe=moe).save_pretrained("base")
     flags = "finetune --model base --data texts --device cpu --seq-len 16 --batch-size 1 --steps 3 --sample-tokens 0"
     lora = "--lora 4 --lora-targets qkvg_proj,experts --learning-rate 0.05 --recipe current --fp8-params --merge"
     assert main([*flags.split(), *lora.split(), "--merge-dtype", dtype, "--out", "run"]) == 0
@@ -240,3 +248,62 @@ def test_a_merge_of_experts_is_undone_to_the_bit(recipe: str) -> None:
         assert not torch.equal(merged, tuned)
     for name, parameter in adapted.unload().named_parameters():
         assert torch.equal(plain(parameter), before[name]), name
+
+
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    """benchmarks/lora_experts.py, whose full size needs a GPU, from its plan to its result."""
+    arguments = ["--tiny", "--rank", "4", "--out", str(tmp_path / "result.json")]
+    lora_experts.main(arguments, standalone_mode=False)
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert found["losses"] == sorted(found["losses"], reverse=True) and len(found["losses"]) == 6
+    assert (found["layers"], found["whole"], found["targets"][-1]) == (4, False, "experts")
+    sizes = [linear.gemms * (linear.inputs + linear.outputs) for linear in
+             lora_experts.shape_of(4, True).linears.values() if linear.adapted or linear.experts]  # fmt: skip
+    assert found["trained"] == 4 * sum(sizes)
+
+
+def products(x: Tensor, weights: Tensor, dy: Tensor, rows: Any) -> list[Tensor]:
+    """The product, and the gradients of both, in FP32."""
+    leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
+    y = grouped_product(*leaves, rows)
+    return [part.float() for part in (y, *torch.autograd.grad(y, leaves, dy))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_product_in_one_launch(on_device: bool) -> None:
+    torch.manual_seed(0)
+    rows = [5, 0, 33, 128, 0, 7, 0]
+    x, dy = (torch.randn(sum(rows), width).bfloat16() for width in (256, 16))
+    weights = torch.randn(len(rows), 16, 256).bfloat16()
+    wanted = products(*(tensor.float() for tensor in (x, weights, dy)), rows)
+    cuda = [tensor.cuda() for tensor in (x, weights, dy)]
+    found = products(*cuda, Groups.of(rows, cuda[0].device) if on_device else rows)
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.cpu() - other).norm() < 2**-8 * other.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [4, 16])
+@pytest.mark.parametrize("fp8_params", [False, True])
+@pytest.mark.parametrize("recipe", ["bf16", "current", "delayed"])
+def test_adapters_on_transformer_engine_itself(recipe: str, fp8_params: bool, rank: int) -> None:
+    """The fast path learns what the plain one does, also from FP8 weights and with ranks that need padding."""
+    if fp8_params and recipe == "bf16":
+        pytest.skip("BF16 has no FP8 weights")
+    losses = []
+    for fused in (True, False):
+        torch.manual_seed(3)
+        options: dict[str, Any] = dict(recipe=recipe, fp8_params=fp8_params, fused=fused, device="cuda")
+        model = CausalLM.from_preset("gated-moe-nano", **options, **SHAPE)
+        adapted = add_lora(model, r=rank, target_modules=["all-linear", "experts"])
+        optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=0.01)
+        ids = torch.randint(0, 288, (4, 64), generator=torch.Generator().manual_seed(0)).cuda()
+        for _ in range(8):
+            loss = adapted.train()(ids, labels=ids, return_logits=False).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[7] < losses[0] - 0.3
+    torch.testing.assert_close(losses[:8], losses[8:], atol=0.05, rtol=0)

@@ -67,9 +67,14 @@ def losses(out: Path) -> list[float]:
     "recipe, lora, fields",
     [
         pytest.param("delayed", {}, {}, marks=pytest.mark.slow),
-        ("delayed", {}, dict(fp8_params=True, gradient_accumulation=2)),
+        pytest.param("delayed", {}, dict(fp8_params=True, gradient_accumulation=2), marks=pytest.mark.slow),
         pytest.param("delayed", {"dropout": 0.3}, dict(activation_checkpointing="full"), marks=pytest.mark.slow),
-        ("current", {"targets": ("o_proj", "down_proj")}, dict(fp8_params=True, activation_checkpointing="selective")),
+        pytest.param(
+            "current",
+            {"targets": ("o_proj", "down_proj")},
+            dict(fp8_params=True, activation_checkpointing="selective"),
+            marks=pytest.mark.slow,
+        ),
         ("bf16", {"dropout": 0.5}, {}),
         (
             "delayed",
@@ -102,18 +107,12 @@ def test_a_resumed_run_has_the_same_bits(recipe: str, lora: Any, fields: dict[st
 
 
 def test_recompute_changes_no_number(tmp_path: Path) -> None:
-    """The first block's input needs no gradient, its adapters do."""
-    for mode in ("none", "selective", "full"):
-        trainer(tmp_path / mode, "current", activation_checkpointing=mode).run()
-    trainer(tmp_path / "frozen", "current", learning_rate=0.0).run()
-    assert losses(tmp_path / "none") == losses(tmp_path / "selective") == losses(tmp_path / "full")
-    assert losses(tmp_path / "none") != losses(tmp_path / "frozen")
-
-
-def test_recompute_with_adapters_on_experts_changes_no_number(tmp_path: Path) -> None:
+    """The first block's input needs no gradient, its adapters do, those of experts too."""
     for mode in ("none", "selective", "full"):
         trainer(tmp_path / mode, "current", ALL, activation_checkpointing=mode, fp8_params=True, **EXPERTS).run()
+    trainer(tmp_path / "frozen", "current", ALL, fp8_params=True, learning_rate=0.0, **EXPERTS).run()
     assert losses(tmp_path / "none") == losses(tmp_path / "selective") == losses(tmp_path / "full")
+    assert losses(tmp_path / "none") != losses(tmp_path / "frozen")
 
 
 @pytest.mark.parametrize("targets", [(), ("q_proj", "v_proj")])
@@ -244,12 +243,17 @@ def test_defaults_fit_adapters() -> None:
     assert settings.lora == LoraSettings(rank=8, alpha=16.0, targets=("q_proj", "v_proj"))
 
 
-@pytest.mark.parametrize("kind, world, chosen", [("auto", 4, "ddp"), ("auto", 0, "none"), ("ddp", 4, "ddp")])
-def test_adapters_run_on_whole_models(kind: str, world: int, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind, world, chosen", [("auto", 4, "ddp"), ("auto", 0, "none"), ("fsdp+ep", 4, "fsdp+ep")])
+def test_adapters_run_on_whole_layers(kind: str, world: int, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(world))
     assert choose_parallel(TrainConfig(parallel=kind), lora=True).parallel == chosen
-    with pytest.raises(UsageError, match="--lora needs the whole model on each process: use --parallel ddp, not fsdp"):
-        choose_parallel(TrainConfig(parallel="fsdp"), lora=True)
+    with pytest.raises(UsageError, match="--lora adapts whole layers: use --parallel ddp, fsdp or fsdp.ep, not tp"):
+        choose_parallel(TrainConfig(parallel="tp"), lora=True)
+
+
+def test_a_sharded_model_is_not_merged(start: list[str], capsys: Any) -> None:
+    assert main([*start, "--merge", "--parallel", "fsdp", "--out", "run"]) == 2
+    assert "--merge needs the whole model in one process: leave it out" in capsys.readouterr().err
 
 
 def test_a_folder_of_adapters_says_what_to_do_with_it(start: list[str], capsys: pytest.CaptureFixture[str]) -> None:

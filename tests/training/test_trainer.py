@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import signal
+import threading
 import time
 from itertools import islice
 from pathlib import Path
@@ -368,16 +369,28 @@ def test_resuming_another_shape_or_nothing_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_background_save_holds_what_the_weights_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy is slower than the next step's forward and backward: the update waits for it."""
+    """The copy begins when the next step is ready for its update, and takes a while, for which the update waits."""
     run = trainer(tmp_path, "delayed", shape=TINY, steps=3, seq_len=16, save_every=1, keep_last=9)
-    copy, masters = run.checkpoints._snapshot, []
+    copy, compute, masters, computed = run.checkpoints._snapshot, run._forward_backward, [], threading.Event()
 
-    def slow(*args: Any) -> Any:
-        time.sleep(0.5)
+    def late(*args: Any) -> Any:
+        if run.result.step < 3:
+            assert computed.wait(60)
+            time.sleep(0.2)
         return copy(*args)
 
-    monkeypatch.setattr(run.checkpoints, "_snapshot", slow)
-    run.on_step = lambda row: masters.append([master.clone() for master in run.optimizer.masters])
+    def forward_backward(micro_batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        loss = compute(micro_batches)
+        computed.set()
+        return loss
+
+    def note(row: dict[str, Any]) -> None:
+        computed.clear()
+        masters.append([master.clone() for master in run.optimizer.masters])
+
+    monkeypatch.setattr(run.checkpoints, "_snapshot", late)
+    monkeypatch.setattr(run, "_forward_backward", forward_backward)
+    run.on_step = note
     run.run()
     for step, (path, wanted) in enumerate(zip(run.checkpoints.all(), masters, strict=True), 1):
         saved = load_folder(path).tensors["training"]
