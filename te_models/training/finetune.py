@@ -111,7 +111,11 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         if sampler and bounded:
             sampler.take_at_most(SHARE / 2 * seconds)
         if not result.interrupted:
-            _show_samples(console, sampler, folder, words)
+            if sampler:
+                sampler.show(console)
+            longest = model.config.longest_sequence
+            prompts = sampler.prompts if sampler else held_out_prompts(eval_batches, words, longest)
+            print_next(console, folder, words, prompts)
         return result
 
 
@@ -258,13 +262,6 @@ def _check_model(model: CausalLM, words: Tokenizer, config: TrainConfig) -> None
             f"--seq-len {config.seq_len} is longer than the model's max_position_embeddings="
             f"{model.config.max_position_embeddings}: lower it or raise --max-position-embeddings"
         )
-
-
-def _show_samples(console: Console, sampler: Sampler | None, folder: Path, words: Tokenizer) -> None:
-    """Print the trained model's answers, and the commands to run next."""
-    if sampler:
-        sampler.show(console)
-    print_next(console, folder, words, sampler.prompts if sampler else [])
 
 
 def _sampler(tokens: int, model: CausalLM, words: Tokenizer, batches: list[Batch], shared: Parallel) -> Sampler | None:

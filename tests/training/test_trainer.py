@@ -233,7 +233,7 @@ def test_the_trainer_learns_and_logs_every_step(tmp_path: Path) -> None:
     assert [row["step"] for row in rows if "eval_loss" in row] == [*range(3, 31, 3)]
     assert result.first_eval_loss - result.eval_loss > 1.0
     assert result.eval_loss == evaluate(run.model, run.eval_batches)
-    assert saved_folder(tmp_path).name == "step-00000030"
+    assert saved_folder(tmp_path).name == saved_folder(tmp_path / "checkpoints").name == "step-00000030"
     assert CausalLM.from_pretrained(tmp_path, device="cpu").recipe.name == "current"
 
 
