@@ -114,6 +114,7 @@ class CausalLM(Decoder):
         ]
         if any(isinstance(part, DeltaNetSpec) for part in self.config.parts):
             notes.append(f"{DeltaNetSpec.title}: {delta_rule_kernel(target_device(self), self.dtype)}")
+        notes += [f"{part.title}: {part.remark}" for part in self.config.parts if part.remark]
         if self.engine == "native" and (reason := dynamic(self)):
             notes.append(f"no CUDA graph of a step: {reason}")
         return PrecisionPlan(title, tuple(rows), tuple(notes))

@@ -26,7 +26,11 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dynamic": dict(rope_scaling=dict(rope_type="dynamic", factor=3.0), max_position_embeddings=32),
     "yarn": dict(rope_scaling=YARN),
     "longrope": dict(rope_scaling=LONG),
-}
+    "deepseek_v3": dict(
+        attention_gate="none", num_key_value_heads=4, head_dim=16, rope_interleaved=True, rope_scaling=YARN,
+        latent_attention=dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16),
+    ),
+}  # fmt: skip
 PROMPTS = [list(b"the quick brown fox"), list(b"jumps"), list(b"over the dog")]
 
 

@@ -82,6 +82,28 @@ _HYBRID = dict(**_QWEN, **_DELTANET, shared_expert_intermediate_size=28, layer_t
 _HYBRID |= dict(rope_parameters=dict(DEFAULT, partial_rotary_factor=0.5))
 _ONE_LAYER = dict(layer_types=[FULL], num_hidden_layers=1, tie_word_embeddings=True)
 _WHOLE = dict(num_attention_heads=3, num_key_value_heads=1, head_dim=16)
+# Latent attention: queries with a latent or without, values narrower or wider than keys, and as wide.
+LATENT_SIZES: dict[str, Any] = dict(num_key_value_heads=6, q_lora_rank=14, kv_lora_rank=18, qk_nope_head_dim=12)
+LATENT_SIZES |= dict(qk_rope_head_dim=8, head_dim=8, v_head_dim=10, moe_intermediate_size=20, first_k_dense_replace=1)
+LATENT_SIZES |= dict(n_routed_experts=5, num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1)
+MIXED = dict(plain=["sparse", "dense", "sparse"], dense=["dense"] * 3)
+_LATENT: dict[str, dict[str, Any]] = {
+    name: {**LATENT_SIZES, **case}
+    for name, case in dict(
+        plain={},
+        odd=dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=36, kv_lora_rank=7, q_lora_rank=5),
+        direct=dict(q_lora_rank=None, v_head_dim=24),
+        width=dict(v_head_dim=20),
+        groups=dict(n_routed_experts=6, n_group=3, topk_group=2, num_experts_per_tok=3, n_shared_experts=2),
+        one=dict(num_experts_per_tok=1, first_k_dense_replace=0, norm_topk_prob=False),
+        all=dict(num_experts_per_tok=5, routed_scaling_factor=1.0, first_k_dense_replace=2),
+        tied=dict(tie_word_embeddings=True, rope_interleave=False, num_hidden_layers=2),
+        biases=dict(attention_bias=True, hidden_act="gelu"),
+        yarn=dict(rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}),
+        mscale=dict(rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}, q_lora_rank=None),
+        dense=dict(first_k_dense_replace=3, rope_parameters=LINEAR),
+    ).items()
+}
 FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
         "biases": BIASED,
@@ -287,6 +309,7 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
         normed=dict(norm_topk_prob=True, attention_bias=True),
         keys=dict(num_key_value_heads=3),
     ),
+    "deepseek_v3": _LATENT,
     "gpt_oss": _experts(
         dict(sliding_window=6, swiglu_limit=0.5, rope_parameters=DEFAULT),  # small values reach the limit
         "num_local_experts",
@@ -314,6 +337,19 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
             normed=dict(use_qk_norm=True, norm_topk_prob=False, routed_scaling_factor=2.5, attention_bias=True),
         ).items()
     },
+}
+FAMILY_CASES["glm4_moe_lite"] = {
+    name: {key: value for key, value in case.items() if key != "first_k_dense_replace"} | more
+    for name, case in _LATENT.items()
+    for more in [dict(mlp_layer_types=MIXED[name]) if name in MIXED else {}]
+}
+# transformers rotates complex numbers there, which are views of an even stride only.
+V2 = dict(groups=dict(topk_method="group_limited_greedy"), odd=dict(kv_lora_rank=6))
+V2 |= dict(tied=dict(n_group=5, topk_group=1))  # which its method ignores
+FAMILY_CASES["deepseek_v2"] = {
+    name: {key: value for key, value in case.items() if key not in ("norm_topk_prob", "rope_interleave")} | more
+    for name, case in _LATENT.items()
+    for more in [V2.get(name, {})]
 }
 CASES = {f"{family}-{name}": (family, case) for family, cases in FAMILY_CASES.items() for name, case in cases.items()}
 

@@ -43,6 +43,7 @@ class Kind(NamedTuple):
 # Without the loss of their routers, which is not a mean over tokens.
 EXPERTS: dict[str, Any] = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=64, router_aux_loss_coef=0.0)
 SHARED: dict[str, Any] = dict(shared_expert_intermediate_size=96, shared_expert_gate=True, norm_topk_prob=False)
+LATENT: dict[str, Any] = dict(attention_gate="none", num_key_value_heads=4, head_dim=16)
 KINDS = {
     "attention": Kind(dict(qk_norm=True)),
     "headwise gate": Kind(
@@ -84,6 +85,32 @@ KINDS = {
             attention_gate="elementwise",
             qk_norm=True,
             zero_centered_norm=True,
+        )
+    ),
+    "latent attention": Kind(  # its values are narrower than its keys, and rows of the first projection are padded
+        dict(
+            **LATENT,
+            attention_bias=True,
+            attention_output_bias=True,
+            rope_interleaved=True,
+            latent_attention=dict(
+                q_lora_rank=32, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32
+            ),
+        )
+    ),
+    "latent attention, wide values": Kind(  # as wide as keys in the next
+        dict(
+            **LATENT,
+            latent_attention=dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=64),
+            rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, mscale_all_dim=1.0),
+        )
+    ),
+    "latent attention, one width": Kind(
+        dict(
+            **LATENT,
+            latent_attention=dict(
+                q_lora_rank=64, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32
+            ),
         )
     ),
     "short convolution": Kind(dict(layer_types=("short_conv", "full_attention", "short_conv")), registered),

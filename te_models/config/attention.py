@@ -58,14 +58,12 @@ class Heads(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AttentionSpec(MixerSpec):
-    """Gated attention. Fields are those of ModelConfig for one layer, which documents them."""
+class SoftmaxAttentionSpec(MixerSpec):
+    """A mixer with queries, keys and values, of whatever origin. Fields are those of ModelConfig for one layer."""
 
-    heads: Heads
-    gate_activation: str = "sigmoid"
+    heads: Heads  # on which attention runs
     bias: bool = False
     output_bias: bool = False
-    qk_norm: str = "none"  # "head", "all_heads" or "none"
     multiplier: float | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -75,6 +73,14 @@ class AttentionSpec(MixerSpec):
 
     name: ClassVar[str] = "self_attn"
     title: ClassVar[str] = "attention"
+
+
+@dataclass(frozen=True)
+class AttentionSpec(SoftmaxAttentionSpec):
+    """Gated attention."""
+
+    gate_activation: str = "sigmoid"
+    qk_norm: str = "none"  # "head", "all_heads" or "none"
 
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> AttentionSpec:
@@ -273,4 +279,4 @@ class AttentionSpec(MixerSpec):
 
 def window(layer: LayerSpec) -> int | None:
     """Return the number of keys that a query of this layer sees, itself included; None for all, or no attention."""
-    return layer.mixer.window if isinstance(layer.mixer, AttentionSpec) else None
+    return layer.mixer.window if isinstance(layer.mixer, SoftmaxAttentionSpec) else None

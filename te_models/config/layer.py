@@ -173,6 +173,11 @@ class PartSpec(ABC):
         return ()
 
     @property
+    def remark(self) -> str:
+        """Return what `plan` says about how it runs; "" for nothing."""
+        return ""
+
+    @property
     def dynamic(self) -> str:
         """Return why no CUDA graph can contain it; "" if one can."""
         return ""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from te_models.config.attention import AttentionSpec
 from te_models.config.deltanet import DeltaNetSpec
+from te_models.config.latent import LatentAttentionSpec
 from te_models.config.layer import FeedforwardSpec, LayerSpec, MixerSpec
 from te_models.config.mlp import MLPSpec
 from te_models.config.moe import MoESpec
@@ -23,6 +24,7 @@ MIXERS: dict[str, Callable[[ModelConfig, int], MixerSpec]] = {
     "full_attention": AttentionSpec.of,
     "sliding_attention": AttentionSpec.of,
     "linear_attention": DeltaNetSpec.of,
+    "latent_attention": LatentAttentionSpec.of,
 }
 
 # The same for `mlp_layer_types` and the MLP.
@@ -32,7 +34,8 @@ MLPS: dict[str, Callable[[ModelConfig, int], FeedforwardSpec]] = {"dense": MLPSp
 def describe_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """Return the layers of a model, from its first to its last."""
     count = config.num_hidden_layers
-    mixers = config.layer_types or ("full_attention",) * count
+    attention = "full_attention" if config.latent_attention is None else "latent_attention"
+    mixers = config.layer_types or (attention,) * count
     mlps = config.mlp_layer_types or ("dense" if config.moe is None else "sparse",) * count
     return tuple(
         LayerSpec(MIXERS[mixer](config, layer), MLPS[mlp](config, layer), config.norm_position)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from te_models.config.checks import refuse, wrong_values
 from te_models.config.deltanet import DeltaNetConfig
+from te_models.config.latent import LatentConfig
 from te_models.config.layer import LayerSpec, LinearSpec, PartSpec, Section, distinct, named_linears
 from te_models.config.layers import MIXERS, MLPS, describe_layers
 from te_models.config.moe import MoEConfig
@@ -35,7 +36,18 @@ MAX_PARAMETERS = 2**60  # PyTorch counts bytes in 64 bits
 MAX_LAYERS = 10_000  # planning a model loops over its layers
 PER_LAYER = ("no_rope_layers", "layer_types", "mlp_layer_types")  # fields with one entry per layer
 # Fields that are groups of fields; a file has the values of each by name.
-GROUPS = {"linear_attention": DeltaNetConfig, "moe": MoEConfig}
+GROUPS = {"linear_attention": DeltaNetConfig, "latent_attention": LatentConfig, "moe": MoEConfig}
+# Fields of attention that latent attention does not compute -> the value that leaves them out.
+NOT_LATENT = {
+    "attention_gate": "none",
+    "qk_norm": False,
+    "attention_sinks": False,
+    "attn_logit_softcapping": None,
+    "query_scale_beta": None,
+    "sliding_window": None,
+    "no_rope_layers": None,
+    "partial_rotary_factor": 1.0,
+}
 
 
 @dataclass(kw_only=True, unsafe_hash=True)  # frozen by __setattr__ below
@@ -75,11 +87,14 @@ class ModelConfig(NamedFields):
     sliding_window: int | None = documented(None, "Number of keys that a query sees, itself included (Mistral).")
     layer_types: tuple[str, ...] | None = documented(
         None,
-        'One entry per layer, "full_attention", "sliding_attention" or "linear_attention"; None: the window applies to '
-        "all.",
+        'One entry per layer, "full_attention", "sliding_attention", "linear_attention" or "latent_attention"; None: '
+        "the window applies to all, or all are latent.",
     )
     linear_attention: DeltaNetConfig | None = documented(
         None, "Sizes of the linear_attention layers, Gated DeltaNet (Qwen3.5, Qwen3-Next)."
+    )
+    latent_attention: LatentConfig | None = documented(
+        None, "Sizes of multi-head latent attention, whose keys and values come from a latent (DeepSeek-V3)."
     )
     attention_gate: str = documented("elementwise", "Gate of the attention output: elementwise, headwise or none.")
     attention_gate_activation: str = documented("sigmoid", "Function of the gate: sigmoid or softplus (Laguna).")
@@ -128,7 +143,8 @@ class ModelConfig(NamedFields):
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         if self.head_dim is None:
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+            latent, filled = self.latent_attention, self.hidden_size // self.num_attention_heads
+            object.__setattr__(self, "head_dim", filled if latent is None else latent.qk_rope_head_dim)
         refuse(_mistakes(self))
         if self.rope_scaling is not None:
             pairs = int(self.head_dim * self.partial_rotary_factor) // 2
@@ -285,7 +301,7 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
         for value in own:
             if value not in allowed[name]:
                 yield f"{name} holds {value!r}, which is not supported: choose from {allowed[name]}"
-    needs = {"sliding_attention": "sliding_window", "linear_attention": "linear_attention"}
+    needs = {kind: kind for kind in ("linear_attention", "latent_attention")} | {"sliding_attention": "sliding_window"}
     for kind, field in needs.items():
         if kind in (config.layer_types or ()) and values[field] is None:
             yield f"layer_types asks for {kind}: give {field}"
@@ -295,7 +311,8 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
         yield "experts have a gate, and a bias by moe.bias: leave out mlp_bias and mlp_gate"
     if config.moe is not None and config.moe.swiglu_limit is not None and config.hidden_act != "silu":
         yield f"moe.swiglu_limit clamps SwiGLU: leave out hidden_act={config.hidden_act!r}"
-    if config.head_dim is None and config.hidden_size % config.num_attention_heads:
+    ragged = config.hidden_size % config.num_attention_heads and config.latent_attention is None
+    if config.head_dim is None and ragged:
         yield (
             f"hidden_size={config.hidden_size} is not a multiple of num_attention_heads={config.num_attention_heads}: "
             "change one of them or give head_dim"
@@ -310,6 +327,8 @@ def _mistakes(config: ModelConfig) -> Iterator[str | Exception]:
     heads, shared, gate = config.num_attention_heads, config.num_key_value_heads, config.attention_gate_activation
     if heads % shared:
         yield f"num_attention_heads={heads} is not a multiple of num_key_value_heads={shared}"
+    if config.latent_attention is not None:
+        yield from _latent_mistakes(config, config.latent_attention)
     if config.head_dim % 2:
         yield f"head_dim={config.head_dim} is odd: rotary embeddings rotate pairs of channels"
     yield from rotary_mistakes(config.head_dim, config.partial_rotary_factor)
@@ -321,3 +340,16 @@ def _mistakes(config: ModelConfig) -> Iterator[str | Exception]:
         yield f"qk_norm_scope={config.qk_norm_scope!r} norms nothing without qk_norm=True"
     if gate != "sigmoid" and config.attention_gate == "none":
         yield f"attention_gate_activation={gate!r} without a gate: give attention_gate"
+
+
+def _latent_mistakes(config: ModelConfig, sizes: LatentConfig) -> Iterator[str]:
+    """Yield lines about values that do not fit latent attention."""
+    for name, value in NOT_LATENT.items():
+        if (own := field_values(config)[name]) != value:
+            yield f"latent_attention computes no {name}={own!r}: give {value!r}"
+    if config.num_key_value_heads != config.num_attention_heads:
+        yield f"latent_attention has a key per query head: give num_key_value_heads={config.num_attention_heads}"
+    if config.head_dim != sizes.qk_rope_head_dim:
+        yield f"head_dim={config.head_dim} is not qk_rope_head_dim={sizes.qk_rope_head_dim}: leave it out"
+    if config.attention_bias and sizes.q_lora_rank is None:
+        yield "latent_attention without q_lora_rank has no attention_bias: give one of them, or neither"

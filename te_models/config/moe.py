@@ -29,7 +29,8 @@ class MoEConfig(NamedFields):
 
     The router's scores are the softmax, or the sigmoid, of its logits. The experts with the highest scores are chosen,
     of equal ones that of the lowest number; with `n_group` groups only from the `topk_group` groups with the highest
-    sums of two scores. With `expert_bias` each expert has a number that is added to its score for the choice alone.
+    sums of their best `group_scores` scores. With `expert_bias` each expert has a number that is added to its score for
+    the choice alone.
 
     Raises:
         ConfigError: an unknown keyword, or values that do not fit each other.
@@ -46,6 +47,7 @@ class MoEConfig(NamedFields):
     routed_scaling_factor: float = documented(1.0, "Factor on these weights.")
     n_group: int = documented(1, "Groups of experts.")
     topk_group: int = documented(1, "Groups of which a token's experts may come.")
+    group_scores: int = documented(2, "Scores of a group whose sum ranks it; 1 in DeepSeek-V2.")
     bias: bool = documented(False, "Biases on the router and on the chosen experts' projections (gpt-oss).")
     swiglu_limit: float | None = documented(
         None, "Clamped SwiGLU (up + 1) * gate * sigmoid(alpha * gate): the bound of gate and of |up| (gpt-oss)."
@@ -65,8 +67,8 @@ class MoEConfig(NamedFields):
             yield unknown("moe.router_scores", self.router_scores, SCORES)
         if self.num_experts % self.n_group or self.topk_group > self.n_group:
             yield f"moe.n_group={self.n_group} must divide num_experts and be at least topk_group"
-        if self.n_group > 1 and self.num_experts < 2 * self.n_group:
-            yield f"moe.n_group={self.n_group}: the score of a group is that of its best two experts"
+        if self.n_group > 1 and self.num_experts < self.group_scores * self.n_group:
+            yield f"moe.group_scores={self.group_scores} is more than the experts of one of {self.n_group} groups"
         choice = self.num_experts // self.n_group * self.topk_group
         if self.num_experts_per_tok > choice:
             yield f"moe.num_experts_per_tok={self.num_experts_per_tok} is more than the {choice} experts to choose from"

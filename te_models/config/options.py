@@ -11,6 +11,7 @@ from typing import Literal
 from typing_extensions import TypedDict
 
 from te_models.config.deltanet import DeltaNetConfig
+from te_models.config.latent import LatentConfig
 from te_models.config.moe import MoEConfig
 from te_models.config.rope import Scaling
 
@@ -68,6 +69,7 @@ class ConfigOptions(TypedDict, total=False):
     sliding_window: int | None
     layer_types: tuple[str, ...] | None
     linear_attention: DeltaNetConfig | None
+    latent_attention: LatentConfig | Mapping[str, float | None] | None
     attention_gate: str
     attention_gate_activation: str
     attention_bias: bool

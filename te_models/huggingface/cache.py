@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from te_models.config.attention import AttentionSpec
+from te_models.config.attention import SoftmaxAttentionSpec
 from te_models.config.deltanet import DeltaNetSpec
 from te_models.config.layer import MixerSpec
 from te_models.config.model import ModelConfig
@@ -26,7 +26,7 @@ from te_models.model.kv_cache import RecurrentState
 def refuse_other_states(config: ModelConfig) -> None:
     """Raise a UsageError if a layer keeps something while decoding for which transformers has no kind of layer."""
     for part in config.parts:
-        if isinstance(part, MixerSpec) and not isinstance(part, (AttentionSpec, DeltaNetSpec)):
+        if isinstance(part, MixerSpec) and not isinstance(part, (SoftmaxAttentionSpec, DeltaNetSpec)):
             raise UsageError(
                 f"a cache of transformers has no place for what a {part.title} keeps: give use_cache=False, or call "
                 "generate of the CausalLM inside (`.model`)"
@@ -109,6 +109,6 @@ class CacheView:
         depth = next(
             depth
             for depth, layer in enumerate(self.config.layers)
-            if isinstance(layer.mixer, AttentionSpec) and layer.mixer.window == window
+            if isinstance(layer.mixer, SoftmaxAttentionSpec) and layer.mixer.window == window
         )
         return self.past.get_mask_sizes(seq, depth)

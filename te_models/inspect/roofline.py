@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from te_models.config.attention import AttentionSpec, Heads
+from te_models.config.attention import Heads, SoftmaxAttentionSpec
 from te_models.config.deltanet import DeltaNetConfig, DeltaNetSpec
 from te_models.config.model import ModelConfig
 from te_models.config.precision import Precision
@@ -63,7 +63,7 @@ def roofline(
             gemm += sum(measure_gemm(*shape, fp8) for shape in ((rows, i, o), (rows, o, i), (o, rows, i)))
             # BF16 input and output of each GEMM: once in the forward, and twice in the backward with their gradients.
             moved += 2 * 3 * rows * (i + o)
-        if isinstance(layer.mixer, AttentionSpec):
+        if isinstance(layer.mixer, SoftmaxAttentionSpec):
             attention += measure_attention(layer.mixer.heads)
         if isinstance(layer.mixer, DeltaNetSpec):
             recurrence += measure_recurrence(layer.mixer.sizes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,11 +98,16 @@ class HuggingFaceFolder(Opened):
     places: dict[str, Place] = field(default_factory=dict)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
 
+    @property
+    def aside(self) -> tuple[str, ...]:
+        """The prefixes of the tensors that are not of the text model."""
+        return self.family.prefixes_aside(self.origin.config or {})
+
     def fit(self, shapes: Mapping[str, torch.Size]) -> None:
         """Find the place of each tensor; raise a CheckpointError for one that has none, or is missing."""
         self.shapes.update(shapes)
         self.places.update(tensor_places(self.family, self.config, shapes))
-        own = {name: tensor for name, tensor in self.stored.tensors.items() if not name.startswith(self.family.aside)}
+        own = {name: tensor for name, tensor in self.stored.tensors.items() if not name.startswith(self.aside)}
         # A tied head may be there too.
         optional = {f"{self.family.head}.weight"} if self.config.tie_word_embeddings else set()
         unread = {name for name in own if name in optional or name.endswith("rotary_emb.inv_freq")}
@@ -125,15 +130,16 @@ class HuggingFaceFolder(Opened):
                 )
         if others := len(self.stored.tensors) - len(own):
             log.warning(
-                "%s: the text model is read; %s tensors of other parts (%s) are not, and save_pretrained(format='hf') "
-                "copies them from there", self.path, others, ", ".join(f"{prefix}*" for prefix in self.family.aside),
+                "%s: the text model is read; %s tensors of other parts (%s) are not: save_pretrained(format='hf') "
+                "copies them from there, and exports for servers leave them out",
+                self.path, others, ", ".join(f"{prefix}*" for prefix in self.aside),
             )  # fmt: skip
 
     def parameters(self, like: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter once all its rows were read, dequantized; rows that no tensor fills are zeros."""
         left = Counter(place.name for place in self.places.values())
         begun: dict[str, Tensor] = {}
-        for file, name, values in self._values():
+        for file, name, values in self._values(self.places):
             check_finite({name: values}, file.path)
             place = self.places[name]
             whole, shape = values, self.shapes[place.name]
@@ -145,12 +151,17 @@ class HuggingFaceFolder(Opened):
                 begun.pop(place.name, None)
                 yield place.name, whole
 
-    def _values(self) -> Iterator[tuple[SafetensorsFile, str, Tensor]]:
-        """Yield the file, the name and the dequantized values of each tensor that has a place."""
+    def tensors_aside(self) -> dict[str, Tensor]:
+        """Return the tensors that are not of the text model as they are, dequantized to BF16 where they are FP8."""
+        wanted = {name: tensor.dtype for name, tensor in self.stored.tensors.items() if name.startswith(self.aside)}
+        return {name: values.to(wanted[name]) for _, name, values in self._values(wanted)} if wanted else {}
+
+    def _values(self, names: Container[str]) -> Iterator[tuple[SafetensorsFile, str, Tensor]]:
+        """Yield the file, the name and the dequantized values of each tensor among `names`, and of stacked experts."""
         for file in self.files:
             for data in file.tensors:
                 name = self.stored.data.get(data, data)
-                if name in self.places:
+                if name in names:
                     values = file.read(data)
                     if data in self.stored.data and self.stored.scheme is not None:
                         values = dequantize(self.stored.scheme, values, self.stored.scales[name])

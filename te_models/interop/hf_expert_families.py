@@ -5,7 +5,10 @@ from __future__ import annotations
 from te_models.interop import hf_places as places
 from te_models.interop.hf_experts import (
     ALL_SLIDE_BY_FLAG,
+    DEEPSEEK_EXPERTS,
+    DEEPSEEK_V2_EXPERTS,
     GLM_EXPERTS,
+    GLM_LITE_EXPERTS,
     GPT_OSS_EXPERTS,
     IGNORED,
     MIXTRAL_EXPERTS,
@@ -16,6 +19,7 @@ from te_models.interop.hf_experts import (
     QWEN3_EXPERTS,
 )  # fmt: skip
 from te_models.interop.hf_family import LENGTHS, NO_DROPOUT, UNGATED, Family, whole_heads
+from te_models.interop.hf_hybrid_parts import LATENT
 from te_models.interop.hf_parts import (
     EVEN_SLIDE_BY_FLAG,
     GPT_OSS_ROPE,
@@ -23,12 +27,28 @@ from te_models.interop.hf_parts import (
     ROPE,
     SECOND_IS_FULL,
     WINDOW,
+    Fields,
     activation,
     biases,
 )
-from te_models.interop.hf_places import EXPERTS, LAYER, NORMED_LAYER
+from te_models.interop.hf_places import EXPERTS, LATENT_LAYER, LAYER, NORMED_LAYER
 
 ACT = activation()
+_SIZES = {
+    "rope_interleave": True, "bos_token_id": 0, "eos_token_id": 1, "n_shared_experts": 1, "norm_topk_prob": True,
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+}  # fmt: skip
+_DEEPSEEK_KEYS = IGNORED | {"qk_head_dim", "auto_map", "ep_size", "seq_aux", "aux_loss_alpha"}
+_DEEPSEEK_V3: Fields = dict(
+    architecture="DeepseekV3ForCausalLM", layer={**LATENT_LAYER, **places.GLM_EXPERTS},
+    parts=(ROPE, LATENT, ACT, biases(), DEEPSEEK_EXPERTS), constants=UNGATED,
+    defaults={**_SIZES, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "n_routed_experts": 256,
+              "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
+              "q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_group": 8, "topk_group": 4,
+              "routed_scaling_factor": 2.5},
+    only={**NO_DROPOUT, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
+    ignored=_DEEPSEEK_KEYS,
+)  # fmt: skip
 
 EXPERT_FAMILIES = (
     Family(
@@ -75,6 +95,35 @@ EXPERT_FAMILIES = (
                   "routed_scaling_factor": 1.0, "first_k_dense_replace": 1, "use_qk_norm": False},
         only=NO_DROPOUT, ignored=IGNORED,
         note="experts and one for all tokens; sigmoid scores with a bias for the choice; the first layers are dense",
+    ),
+    Family(
+        model_type="deepseek_v3", models="DeepSeek-V3, V3.1, R1, Moonlight", **_DEEPSEEK_V3,
+        note="multi-head latent attention; experts as in GLM-4.5, chosen by groups",
+    ),
+    Family(
+        model_type="kimi_k2", models="Kimi K2", **_DEEPSEEK_V3, written=False, note="as DeepSeek-V3",
+    ),
+    Family(
+        model_type="deepseek_v2", architecture="DeepseekV2ForCausalLM", models="DeepSeek-V2, V2-Lite, V2.5",
+        layer={**LATENT_LAYER, **places.DEEPSEEK_V2_EXPERTS}, parts=(ROPE, LATENT, ACT, biases(), DEEPSEEK_V2_EXPERTS),
+        constants=UNGATED,
+        defaults={**_SIZES, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "n_routed_experts": 64,
+                  "num_experts_per_tok": None, "moe_intermediate_size": 1407, "first_k_dense_replace": 0,
+                  "q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_shared_experts": 2,
+                  "routed_scaling_factor": 1.0, "topk_method": "greedy", "bos_token_id": 1, "eos_token_id": 2},
+        only={**NO_DROPOUT, "rope_interleave": (True,), "norm_topk_prob": (False,), "mlp_bias": (False,),
+              "scoring_func": ("softmax",), "topk_method": ("greedy", "group_limited_greedy"), "moe_layer_freq": (1,)},
+        ignored=_DEEPSEEK_KEYS, note="multi-head latent attention; softmax scores, the best expert of each group",
+    ),
+    Family(
+        model_type="glm4_moe_lite", architecture="Glm4MoeLiteForCausalLM", models="GLM-4.7-Flash",
+        layer={**LATENT_LAYER, **places.GLM_EXPERTS}, parts=(ROPE, LATENT, ACT, biases(), GLM_LITE_EXPERTS),
+        constants=UNGATED,
+        defaults={**_SIZES, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "n_routed_experts": 64,
+                  "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "q_lora_rank": 768,
+                  "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1, "topk_group": 1,
+                  "routed_scaling_factor": 1.8},
+        only=NO_DROPOUT, ignored=IGNORED | {"qk_head_dim"}, note="as DeepSeek-V3",
     ),
     Family(
         model_type="gpt_oss", architecture="GptOssForCausalLM", models="gpt-oss-20b, gpt-oss-120b",

@@ -129,15 +129,30 @@ GPT_OSS_EXPERTS = experts(
 )
 OLMOE_EXPERTS = experts(ALL_SPARSE, {**_CHOSEN, **_LOSS, **_NORMED, **_SAME_SIZE})
 _SIGMOID: Fields = dict(router_scores="sigmoid", expert_bias=True)
-GLM_EXPERTS = experts(
-    first_dense("first_k_dense_replace"),
-    {**_CHOSEN, **_NORMED, **_SIZE, **{key: key for key in ("routed_scaling_factor", "n_group", "topk_group")}},
-    number="n_routed_experts",
-    shared="n_shared_experts",
-    router_fp32=True,
-    router_aux_loss_coef=0.0,
-    **_SIGMOID,
-)
+_GROUPED = {**_CHOSEN, **_NORMED, **_SIZE, **{key: key for key in ("routed_scaling_factor", "n_group", "topk_group")}}
+_DEEPSEEK: Fields = dict(number="n_routed_experts", shared="n_shared_experts", **_SIGMOID)
+_DEEPSEEK |= dict(router_fp32=True, router_aux_loss_coef=0.0)
+FIRST_DENSE = first_dense("first_k_dense_replace")
+GLM_EXPERTS = experts(FIRST_DENSE, _GROUPED, **_DEEPSEEK)
+DEEPSEEK_EXPERTS = experts(FIRST_DENSE, _GROUPED, without={}, **_DEEPSEEK)
+_V2: Fields = {**_DEEPSEEK, "router_scores": "softmax", "expert_bias": False, "norm_topk_prob": False}
+_UNNORMED = {ours: key for ours, key in _GROUPED.items() if ours != "norm_topk_prob"}
+_V2_EXPERTS = experts(FIRST_DENSE, _UNNORMED, without={}, group_scores=1, **_V2)
+
+
+def _read_v2(theirs: Values) -> Fields:
+    """Read the experts of DeepSeek-V2, whose groups mean nothing unless `topk_method` asks for them."""
+    grouped = theirs["topk_method"] == "group_limited_greedy"
+    return _V2_EXPERTS.read(theirs if grouped else {**theirs, "n_group": 1, "topk_group": 1})
+
+
+def _write_v2(config: ModelConfig) -> Fields:
+    grouped = config.moe is not None and config.moe.n_group > 1
+    return {**_V2_EXPERTS.write(config), "topk_method": "group_limited_greedy" if grouped else "greedy"}
+
+
+DEEPSEEK_V2_EXPERTS = Part((*_V2_EXPERTS.keys, "topk_method"), _read_v2, _write_v2)
+GLM_LITE_EXPERTS = experts(TYPES, _GROUPED, without={}, **_DEEPSEEK)
 NEXT_EXPERTS = experts(STEPS, {**_QWEN, **_SHARED}, without={"num_experts": 0}, shared_expert_gate=True)
 QWEN3_5_EXPERTS = experts(ALL_SPARSE, {**_CHOSEN, **_LOSS, **_SIZE, **_SHARED}, shared_expert_gate=True)
 AFMOE_EXPERTS = experts(

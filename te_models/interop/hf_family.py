@@ -31,7 +31,7 @@ class Family:
         text_type: the model_type below that key, where families of one outer model_type differ in it.
         root: the prefix of their names of embedding, layers and last norm.
         head: their name of the head.
-        aside: prefixes of tensors of other models in the folder, which are written back unchanged.
+        aside: prefixes of tensors of other models in the folder, which are written back.
         stacked: whether its experts are one tensor per projection (te_models.interop.stacked_experts).
         code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
         sign: these marks, for people.
@@ -86,6 +86,16 @@ class Family:
         # Both state whether the embeddings are tied; transformers follows the outer one.
         outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         return {**found, **outer}
+
+    def prefixes_aside(self, config: Values) -> tuple[str, ...]:
+        """Return the prefixes of tensors in a folder with this config.json that are not of the text model.
+
+        They are those of other models, and of the layers after the last that predict later tokens.
+        """
+        text = self.text(config)
+        given, last = text.get("num_nextn_predict_layers"), text["num_hidden_layers"]
+        later = min(given, last) if isinstance(given, int) else 0
+        return (*self.aside, *(f"{self.root}layers.{last + n}." for n in range(later)))
 
     def write(self, config: ModelConfig) -> Fields:
         """The config.json of a model, without its dtype."""
@@ -144,7 +154,7 @@ COPIED = (
 )  # fmt: skip
 
 # Keys whose null means "none" rather than the default.
-NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 import dataclasses
 
 from te_models.config.deltanet import DeltaNetConfig
+from te_models.config.latent import LatentConfig
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError
 from te_models.interop.hf_parts import PARTIAL_ROPE, Fields, Part, Values, read_rope, rope_parameters
 
 DELTANET_SIZES = tuple(field.name for field in dataclasses.fields(DeltaNetConfig))
+# All but norm_eps, which is the same in all models.
+LATENT_SIZES = tuple(field.name for field in dataclasses.fields(LatentConfig) if field.name != "norm_eps")
 
 
 _LINEAR = "linear_"  # the prefix of the sizes of Gated DeltaNet
@@ -60,3 +63,17 @@ HYBRID = Part(
 MROPE = Part(
     PARTIAL_ROPE.keys, _read_mrope, lambda config: {"rope_parameters": rope_parameters(config.rope, partial=True)}
 )
+
+
+def _read_latent(theirs: Values) -> Fields:
+    sizes = {name: theirs[name] for name in LATENT_SIZES}
+    return {"latent_attention": sizes, "rope_interleaved": theirs["rope_interleave"]}
+
+
+def _write_latent(config: ModelConfig) -> Fields:
+    sizes = {} if config.latent_attention is None else vars(config.latent_attention)
+    found = {name: size for name, size in sizes.items() if name in LATENT_SIZES}
+    return {**found, "rope_interleave": config.rope_interleaved}
+
+
+LATENT = Part((*LATENT_SIZES, "rope_interleave"), _read_latent, _write_latent)

@@ -34,6 +34,16 @@ LAYER = {
     "mlp.down_proj": Rows("mlp.down_proj"),
 }
 NORMED_LAYER = {**LAYER, "self_attn.q_norm": Rows("self_attn.q_norm"), "self_attn.k_norm": Rows("self_attn.k_norm")}
+LATENT_LAYER = {
+    **{name: rows for name, rows in LAYER.items() if name[:12] not in ("self_attn.q_", "self_attn.k_", "self_attn.v_")},
+    "self_attn.q_proj": Rows("self_attn.qkv_a_proj", ("q",)),
+    "self_attn.q_a_proj": Rows("self_attn.qkv_a_proj", ("q_a",)),
+    "self_attn.q_a_layernorm": Rows("self_attn.q_a_layernorm"),
+    "self_attn.q_b_proj": Rows("self_attn.q_b_proj"),
+    "self_attn.kv_a_proj_with_mqa": Rows("self_attn.qkv_a_proj", ("kv_a", "k_rope")),
+    "self_attn.kv_a_layernorm": Rows("self_attn.kv_a_layernorm"),
+    "self_attn.kv_b_proj": Rows("self_attn.kv_b_proj"),
+}
 POST_NORMED_LAYER = {
     **{name: rows for name, rows in NORMED_LAYER.items() if "layernorm" not in name},
     "post_attention_layernorm": Rows("attention_output_norm"),
@@ -100,8 +110,9 @@ def _experts(names: tuple[str, str, str, str], router: str = "mlp.gate", shared:
 _ONE_EXPERT = ("mlp.experts.{}", "gate_proj", "up_proj", "down_proj")
 EXPERTS = _experts(_ONE_EXPERT)
 QWEN2_EXPERTS = {**_experts(_ONE_EXPERT, shared="mlp.shared_expert"), "mlp.shared_expert_gate": Rows("mlp.shared_gate")}
+DEEPSEEK_V2_EXPERTS = _experts(_ONE_EXPERT, shared="mlp.shared_experts")
 GLM_EXPERTS = {
-    **_experts(_ONE_EXPERT, shared="mlp.shared_experts"),
+    **DEEPSEEK_V2_EXPERTS,
     "mlp.gate.e_score_correction_bias": Rows("mlp.expert_bias"),
 }
 AFMOE_EXPERTS = {

@@ -13,8 +13,15 @@ from torch import Tensor
 from te_models.errors import UsageError
 from te_models.files.atomic import replacing_folder, write_file
 from te_models.files.formats import Document, Fields, list_some, render_index, render_json
-from te_models.files.tensors import SafetensorsFile, split_by_size, write_safetensors
-from te_models.interop.hf import INDEX, WEIGHTS, Place, tensor_places, weight_files
+from te_models.files.tensors import split_by_size, write_safetensors
+from te_models.interop.hf import (
+    INDEX,
+    WEIGHTS,
+    Place,
+    hugging_face_documents,
+    open_hugging_face,
+    tensor_places,
+)
 from te_models.interop.hf_families import Family, family_for, family_of
 from te_models.interop.model_card import CARD, model_card, user_card
 from te_models.interop.origin import Origin
@@ -79,15 +86,18 @@ def write_hugging_face(
     if strangers := [name for name in present if not _replaceable(name)]:
         raise UsageError(f"{folder} holds {list_some(strangers)}, which saving would delete; choose another folder")
     preferred = family_of(origin.config) if origin.config else None
-    aside = _tensors_beside(origin, preferred) if quantize is None and preferred is not None else {}
-    if preferred is not None and preferred.aside and not aside:
-        preferred = None
-        if quantize is None:
+    aside: Mapping[str, Tensor] = {}
+    if preferred is not None:
+        found = _tensors_beside(origin) if quantize is None else {}
+        aside, nested = found or {}, bool(preferred.aside)
+        gone = found is None and preferred.prefixes_aside(origin.config or {})
+        if quantize is None and (gone or (nested and not aside)):
             warnings.warn(
                 f"{folder} gets the text model alone: name the folder of the whole release (beside=, --beside) to have "
                 "the other tensors copied from there",
                 stacklevel=5,
             )
+        preferred = None if nested and not aside else preferred
     family = family_for(model.config, preferred)
     places = tensor_places(family, model.config, {name: p.shape for name, p in parameters.items()})
     config = _config_document(model, origin, family)
@@ -121,17 +131,19 @@ def write_hugging_face(
     _say_what_loads(model, family, str(name or folder))
 
 
-def _tensors_beside(origin: Origin, family: Family) -> dict[str, Tensor]:
-    """Return the tensors of other models in the folder of the origin, or in its `beside`; none where there are none.
+def _tensors_beside(origin: Origin) -> dict[str, Tensor] | None:
+    """Return the tensors beside the text model in the folder of the origin, or in its `beside`.
+
+    None: it is not, or no longer, a folder of Hugging Face.
 
     Raises:
         UsageError: `beside` was given and has none.
     """
-    folder, found = origin.beside or origin.folder, dict[str, Tensor]()
-    if family.aside and folder is not None and any(folder.glob("*.safetensors")):
-        for shard in weight_files(folder):
-            with SafetensorsFile(shard) as file:
-                found |= {name: file.read(name) for name in file.tensors if name.startswith(family.aside)}
+    folder, found = origin.beside or origin.folder, None
+    documents = None if folder is None else hugging_face_documents(folder)
+    if folder is not None and documents is not None:
+        with open_hugging_face(folder, documents) as opened:
+            found = opened.tensors_aside()
     if origin.beside is not None and not found:
         raise UsageError(f"{origin.beside} has no tensors that belong beside this model: leave out beside")
     return found

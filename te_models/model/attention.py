@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from te_models.config.attention import AttentionSpec
@@ -45,7 +44,7 @@ class GatedAttention(Mixer[AttentionSpec]):
 
     def new_state(self, batch: int, slots: int, device: torch.device, dtype: torch.dtype) -> KVState:
         """Return room for the keys and values of `batch` rows of `slots` tokens."""
-        return KVState(batch, self.spec.heads.key, slots, self.spec.heads.dim, device, dtype)
+        return KVState(batch, self.spec.heads.key, slots, (self.spec.heads.dim,) * 2, device, dtype)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return attention of x [N, D]: [N, D]."""
@@ -85,8 +84,8 @@ class GatedAttention(Mixer[AttentionSpec]):
             q = self.tp.norm(self.q_norm, q, partial=True)
             k = self.tp.norm(self.k_norm, k, partial=True)
         if spec.rope is not None:
-            q = self._rotated(q, context)
-            k = self._rotated(k, context)
+            q = context.rotated(q, spec.rope)
+            k = context.rotated(k, spec.rope)
         if spec.query_scale is not None:
             q = q * context.query_scales[spec.query_scale][..., None, None]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, S, H]
@@ -104,21 +103,6 @@ class GatedAttention(Mixer[AttentionSpec]):
         if cap is None and self.sinks is None:
             return causal_attention(q, k, v, mask, scale=scale)
         return composed_attention(q, k, v, mask, self.spec.heads.dim**-0.5 if scale is None else scale, cap, self.sinks)
-
-    def _rotated(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return x [B, S, heads, H] with RoPE on the first channels of each head, as many as the tables have.
-
-        Interleaved pairs of channels become halves and stay so: products of queries and keys ignore the order.
-        """
-        rope = self.spec.rope
-        assert rope is not None
-        cos, sin = context.rotary[rope]
-        whole = rope.size == self.spec.heads.dim
-        turned = x if whole else x[..., : rope.size]
-        if rope.interleaved:
-            turned = rearrange(turned, "b s a (r two) -> b s a (two r)", two=2)
-        turned = context.kernels.rope(turned, cos, sin)
-        return turned if whole else torch.cat((turned, x[..., rope.size :]), dim=-1)
 
     def _gated(self, out: Tensor, g: Tensor, context: ForwardContext) -> Tensor:
         """Apply the gate g [B*S, gate_size] to out [B*S, A, H]: [B*S, A*H]."""

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
-from te_models.config.attention import AttentionSpec
+from te_models.config.attention import SoftmaxAttentionSpec
 from te_models.config.layer import LayerSpec, distinct
 from te_models.config.rope import Rope
 from te_models.fp8.region import Autocasts
@@ -34,7 +35,7 @@ class ForwardContext(NamedTuple):
     positions: Tensor  # int64 [S] or [B, S]: tokens of the same row, or document, before each token
     rotary: dict[Rope, tuple[Tensor, Tensor]]  # cos and sin [S, R] or [B, S, R], R channels rotated, in the dtype of
     # the activations
-    query_scales: dict[tuple[float, int], Tensor]  # AttentionSpec.query_scale -> factors [S] or [B, S]
+    query_scales: dict[tuple[float, int], Tensor]  # SoftmaxAttentionSpec.query_scale -> factors [S] or [B, S]
     cache: Cache | None
     masks: dict[int | None, Visible]  # sliding window -> which keys are seen
     real: Tensor | None  # bool [B*S, 1], False at padding inside the batch; None where there is none
@@ -52,6 +53,19 @@ class ForwardContext(NamedTuple):
         if x.shape[0] != count:
             x = pad_rows(x[:count], x.shape[0])
         return x if self.real is None else x * pad_rows(self.real.to(x.dtype), x.shape[0])
+
+    def rotated(self, x: Tensor, rope: Rope) -> Tensor:
+        """Return x [B, S, heads, H] with RoPE on the first channels of each head, as many as the tables have.
+
+        Interleaved pairs of channels become halves and stay so: products of queries and keys ignore the order.
+        """
+        cos, sin = self.rotary[rope]
+        whole = rope.size == x.shape[-1]
+        turned = x if whole else x[..., : rope.size]
+        if rope.interleaved:
+            turned = rearrange(turned, "b s a (r two) -> b s a (two r)", two=2)
+        turned = self.kernels.rope(turned, cos, sin)
+        return turned if whole else torch.cat((turned, x[..., rope.size :]), dim=-1)
 
     def tokens_first(self) -> tuple[Tensor, Tensor] | None:
         """Return the order of each row's tokens with padding at its end, int64 [B, S], and their count [B].
@@ -108,7 +122,7 @@ def forward_context(
     batch, seq = ids.shape[:2]
     padded = None if real is None or masks_nothing(real) else real.to(ids.device, torch.bool)
     documents = None if documents is None else documents.to(ids.device)
-    attentions = distinct(layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec))
+    attentions = distinct(layer.mixer for layer in layers if isinstance(layer.mixer, SoftmaxAttentionSpec))
     positions = cache.extend(seq, padded) if cache else None
     masks: dict[int | None, Visible] = {}
     for spec in attentions:
@@ -142,7 +156,7 @@ def forward_context(
 
 
 def _mask(
-    spec: AttentionSpec, seq: int, padded: Tensor | None, documents: Tensor | None, kernels: Kernels,
+    spec: SoftmaxAttentionSpec, seq: int, padded: Tensor | None, documents: Tensor | None, kernels: Kernels,
     device: torch.device, dtype: torch.dtype,
 ) -> Visible:  # fmt: skip
     """Return which keys the queries of `spec` see in a pass without a cache."""

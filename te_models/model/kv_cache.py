@@ -45,37 +45,36 @@ class State(Protocol):
 
 
 class KVState:
-    """Keys and values of one attention layer, [2, B, K, slots, H].
+    """Keys and values of one attention layer, each [B, K, slots, its channels].
 
     Zeros at first, since a slot that the mask hides still takes part in a product, and NaN times 0 is NaN.
     """
 
     def __init__(
-        self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device, dtype: torch.dtype
+        self, batch: int, heads: int, slots: int, channels: tuple[int, int], device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.buffer = torch.zeros(2, batch, heads, slots, head_dim, device=device, dtype=dtype)
+        self.keys, self.values = (torch.zeros(batch, heads, slots, n, device=device, dtype=dtype) for n in channels)
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
-        return self.buffer.nbytes
+        return self.keys.nbytes + self.values.nbytes
 
     def clear(self) -> None:
         """Do nothing: slots beyond the fill level are hidden."""
 
     def append(self, k: Tensor, v: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Store k, v [B, K, S, H] in `slots` (None: the first S); return the keys and values to attend to.
+        """Store k, v [B, K, S, its channels] in `slots` (None: the first S); return the keys and values to attend to.
 
-        In the first forward those are their own, afterwards those of all slots, [B, K, slots, H].
+        In the first forward those are their own, afterwards those of all slots.
         """
-        keys, values = self.buffer
         if slots is None:
-            keys[:, :, : k.shape[2]] = k
-            values[:, :, : v.shape[2]] = v
+            self.keys[:, :, : k.shape[2]] = k
+            self.values[:, :, : v.shape[2]] = v
             return k, v
-        keys.index_copy_(2, slots, k)
-        values.index_copy_(2, slots, v)
-        return keys, values
+        self.keys.index_copy_(2, slots, k)
+        self.values.index_copy_(2, slots, v)
+        return self.keys, self.values
 
 
 class RecurrentState:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from te_models.config.attention import AttentionSpec
 from te_models.config.deltanet import DeltaNetSpec
+from te_models.config.latent import LatentAttentionSpec
 from te_models.config.layer import FeedforwardSpec, MixerSpec
 from te_models.config.mlp import MLPSpec
 from te_models.config.moe import MoESpec
 from te_models.model.attention import GatedAttention
 from te_models.model.deltanet import GatedDeltaNet
+from te_models.model.latent import LatentAttention
 from te_models.model.mlp import MLP
 from te_models.model.moe import Experts
 from te_models.model.part import Feedforward, Mixer
@@ -16,5 +18,6 @@ from te_models.model.part import Feedforward, Mixer
 MIXERS: dict[type[MixerSpec], type[Mixer]] = {
     AttentionSpec: GatedAttention,
     DeltaNetSpec: GatedDeltaNet,
+    LatentAttentionSpec: LatentAttention,
 }
 MLPS: dict[type[FeedforwardSpec], type[Feedforward]] = {MLPSpec: MLP, MoESpec: Experts}

@@ -76,7 +76,7 @@ def choose(logits: Tensor, bias: Tensor | None, real: Tensor | None, moe: MoECon
         scores = scores if bias is None else scores + bias
     if moe.n_group > 1:
         groups = scores.unflatten(1, (moe.n_group, -1))  # [T, groups, E / groups]
-        best = groups.topk(2, dim=2).values.sum(2).sort(dim=1, descending=True, stable=True).indices
+        best = groups.topk(moe.group_scores, dim=2).values.sum(2).sort(dim=1, descending=True, stable=True).indices
         allowed = torch.zeros_like(best, dtype=torch.bool).scatter(1, best[:, : moe.topk_group], True)
         scores = groups.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
     chosen = scores.sort(dim=1, descending=True, stable=True).indices[:, : moe.num_experts_per_tok]

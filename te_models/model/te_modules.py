@@ -77,11 +77,11 @@ class Factory:
             **(self.tp.linear(spec.split) if spec.split is not None else {}),
         )  # fmt: skip
 
-    def norm(self, size: int, zero_centered: bool | None = None) -> nn.Module:
-        """Return a te.RMSNorm of this many channels; `zero_centered` None: as the model's others."""
+    def norm(self, size: int, zero_centered: bool | None = None, eps: float | None = None) -> nn.Module:
+        """Return a te.RMSNorm of this many channels; `zero_centered` and `eps` None: as the model's others."""
         zero_centered = self.zero_centered if zero_centered is None else zero_centered
         return self.te.RMSNorm(
-            size, eps=self.eps, zero_centered_gamma=zero_centered, device=self.device, dtype=self.dtype
+            size, eps=eps or self.eps, zero_centered_gamma=zero_centered, device=self.device, dtype=self.dtype
         )
 
     def vector(self, *shape: int) -> nn.Parameter:

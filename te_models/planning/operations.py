@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from te_models.config.attention import AttentionSpec
+from te_models.config.attention import SoftmaxAttentionSpec
 from te_models.config.chunk_sizes import head_rows
 from te_models.config.layer import LayerSpec, LinearSpec, Step, distinct
 from te_models.config.model import ModelConfig
@@ -257,7 +257,7 @@ class Tape:
 
     def rotary_tables(self) -> int:
         """Return the bytes of cos and sin for each kind of layer that has RoPE, and of the scale of queries."""
-        mixers = [layer.mixer for layer in self.config.layers if isinstance(layer.mixer, AttentionSpec)]
+        mixers = [layer.mixer for layer in self.config.layers if isinstance(layer.mixer, SoftmaxAttentionSpec)]
         size = self.seq_len * self.element
         tables = sum(2 * size * rope.size for rope in distinct(mixer.rope for mixer in mixers))
         return tables + size * len(distinct(mixer.query_scale for mixer in mixers))

@@ -39,6 +39,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sinks": ("gpt_oss", dict(sliding_window=48, num_local_experts=3, num_experts_per_tok=3, swiglu_limit=1.0,
                               rope_parameters=DEFAULT)),  # all experts, since a rounding may choose others
     "partial-rotary": ("glm4", dict(rope_parameters=dict(rope_theta=10000.0, partial_rotary_factor=0.5))),
+    # Heads of 192 channels, with values of 128.
+    "latent": ("deepseek_v3", dict(num_key_value_heads=4, q_lora_rank=128, kv_lora_rank=128, first_k_dense_replace=4)),
     "fused-rows": ("phi3", dict(rope_parameters=HALF)),
 }  # fmt: skip
 IDS = torch.randint(0, 512, (2, 160), generator=torch.Generator().manual_seed(4))
@@ -123,7 +125,7 @@ def test_a_native_step_is_as_near_to_fp32_as_an_emulated_one(
     assert apart(found, wanted) <= 1.2 * apart(expected, wanted) < 0.6
 
 
-@pytest.mark.parametrize("size", ["gemma2", "olmo2"])
+@pytest.mark.parametrize("size", ["gemma2", "olmo2", "deepseek_v3"])
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
 def test_memory_is_as_planned(size: str, recipe: str, tmp_path: Path) -> None:
     """Peaks of real widths, within the 5 % that the plan's verdict leaves."""
@@ -133,6 +135,8 @@ def test_memory_is_as_planned(size: str, recipe: str, tmp_path: Path) -> None:
     fields |= dict(num_key_value_heads=8, max_position_embeddings=2048)
     if DEVICE == "cpu":
         fields |= dict(hidden_size=256, intermediate_size=512, num_attention_heads=2, num_key_value_heads=1)
+    if size == "deepseek_v3":
+        fields |= dict(num_key_value_heads=fields["num_attention_heads"], head_dim=64, first_k_dense_replace=4)
     config = transformers.AutoConfig.for_model(size, **fields)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import CASES, make_config
+from families import CASES, FAMILY_CASES, make_config
 from hf_models import load, randomize
 from judge import AutoModelForCausalLM
 from safetensors.torch import load_file, save_file
@@ -26,6 +26,10 @@ ROUTED = [
     "gpt_oss-odd", "gpt_oss-all-keys", "gpt_oss-untied", "gpt_oss-untruncated", "gpt_oss-window", "gpt_oss-plain",
 ]  # fmt: skip
 OTHERS = ["glm4_moe-groups", "glm4_moe-normed", "glm4_moe-sparse", "afmoe-experts", "laguna-all-sparse"]
+LATENT = [f"deepseek_v3-{name}" for name in FAMILY_CASES["deepseek_v3"]]
+LATENT += [f"deepseek_v2-{name}" for name in ("plain", "groups", "direct", "mscale")]
+LATENT += ["glm4_moe_lite-plain", "glm4_moe_lite-width"]
+OTHERS += LATENT
 HYBRIDS = ["qwen3_next-mixed", "qwen3_next-plain", "qwen3_5_moe_text-one-key"]
 
 
@@ -110,7 +114,7 @@ def theirs_by_expert(judge: Any) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("case", [*ROUTED[::4], ROUTED[9], *OTHERS[::2], *HYBRIDS])
+@pytest.mark.parametrize("case", [*ROUTED[::4], ROUTED[9], *OTHERS[:5:2], *LATENT[::2], *HYBRIDS])
 def test_generation_is_that_of_transformers_token_for_token(case: str, tmp_path: Path) -> None:
     judge, model = pair(case, tmp_path)
     ids = torch.randint(1, 131, (2, 7))

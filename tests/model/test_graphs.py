@@ -37,6 +37,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         attention_gate="none", sliding_window=5, hidden_size=512
     ),  # norms of 512 have their own kernel
     "gemma2": GEMMA,
+    "deepseek_v3": dict(
+        attention_gate="none",
+        num_key_value_heads=4,
+        rope_interleaved=True,
+        latent_attention=dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12),
+    ),
     "gemma3": {**GEMMA, "attn_logit_softcapping": None, "qk_norm": True, "sliding_rope": dict(rope_theta=500.0)},
     "sinks": {**GEMMA, "attn_logit_softcapping": None, "attention_sinks": True},
 }

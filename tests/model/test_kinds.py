@@ -46,6 +46,7 @@ from te_models.training.trainer import Trainer
 
 # In slow tests; random pairs and the tests of families draw such options too.
 RARER = ("headwise gate", "no gate", "no attention", "shared expert", *OPTIONS)
+RARER += ("latent attention, wide values", "latent attention, one width")
 
 
 def each_kind(*axes: Sequence[Any]) -> list[Any]:
@@ -161,6 +162,17 @@ def test_decoding_is_the_forward_pass(kind: Kind, where: Where, padded: bool) ->
     assert cache.nbytes == sum(
         spec.mixer.state_bytes(2, cache.real.shape[1], model.dtype.itemsize) for spec in model.specs
     )
+
+
+@torch.no_grad()
+def test_a_cleared_cache_is_a_new_one(kind: Kind) -> None:
+    """In every bit, also in FP8, where a number that nothing else reads would change the scale of a tensor."""
+    model = build(kind, "current").eval()
+    used, new, ids = model.new_cache(1, 32), model.new_cache(1, 32), tokens(model, 1, 8, seed=1)
+    model(tokens(model, 1, 32), cache=used)
+    used.clear()
+    for part in ids.split((5, 1, 2), 1):
+        assert torch.equal(model(part, cache=used).logits, model(part, cache=new).logits)
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -309,11 +321,12 @@ def test_a_folder_keeps_every_bit(kind: Kind, tmp_path: Path) -> None:
         assert not (tmp_path / "hf").exists()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])  # attention runs on FP32 copies of the first
 @pytest.mark.parametrize("recipe, mode", every(3, ("bf16", "current", "delayed"), ("none", "selective", "full")))
-def test_the_memory_plan_is_what_autograd_keeps(kind: Kind, recipe: str, mode: str) -> None:
-    model = build(kind, recipe, activation_checkpointing=mode)
+def test_the_memory_plan_is_what_autograd_keeps(kind: Kind, recipe: str, mode: str, dtype: torch.dtype) -> None:
+    model = build(kind, recipe, activation_checkpointing=mode, dtype=dtype)
     size = dict(batch_size=2, seq_len=64, compile=False, cuda=False)  # whole blocks of 128 rows
-    training = Training(**size, activation_checkpointing=mode)
+    training = Training(**size, activation_checkpointing=mode, dtype_bytes=dtype.itemsize)
     expected = saved_bytes(model.config, model.recipe, training)
     if mode == "full":  # the rotary tables are held by the recomputes, not by autograd
         expected -= Tape(model.config, model.recipe, training).rotary_tables()

@@ -61,6 +61,24 @@ SHAPES: dict[str, dict[str, Any]] = {
     "afmoe": dict(**GATED, **TYPES, norm_position="both", no_rope_layers=(1, 0, 1)),
     "laguna": dict(GATED, attention_gate="headwise", attention_gate_activation="softplus"),
     "qwen3_moe": dict(qk_norm=True, moe=dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=128)),
+    "deepseek_v3": dict(
+        num_key_value_heads=2,
+        head_dim=64,
+        latent_attention=dict(q_lora_rank=192, kv_lora_rank=64, qk_nope_head_dim=64, qk_rope_head_dim=64),
+        moe=dict(
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=128,
+            shared_expert_intermediate_size=128,
+            router_scores="sigmoid",
+            router_fp32=True,
+            expert_bias=True,
+            n_group=2,
+            topk_group=1,
+            router_aux_loss_coef=0.0,
+        ),
+        mlp_layer_types=("dense", "sparse", "sparse"),
+    ),
     "te_models_decoder": dict(attention_gate="elementwise"),  # with code of its own in the folder
 }
 QUANTIZED = [name for name in FORMATS if name != "bf16"]
@@ -533,7 +551,7 @@ def test_adapters_are_merged_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("format", "recipe"), [("fp8-block", "blockwise"), ("fp8-tensor", "delayed"), ("fp8-channel", "current")]
 )
-@pytest.mark.parametrize("shape", ["phi3", "gemma2"])
+@pytest.mark.parametrize("shape", ["phi3", "gemma2", "deepseek_v3"])
 def test_a_checkpoint_in_fp8_is_trained_and_served_again(shape: str, format: str, recipe: str, tmp_path: Path) -> None:
     trained(shape).export(tmp_path / "hub", format=format)
     model = CausalLM.from_pretrained(tmp_path / "hub", device="cpu", recipe=recipe, fp8_params=True)

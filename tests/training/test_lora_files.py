@@ -418,15 +418,19 @@ def test_adapters_of_every_family(family: str, tmp_path: Path) -> None:
     config = make_config(case)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     ids = token_ids() % config.vocab_size
-    experts = ours(tmp_path / "base").config.moe is not None  # parameters of transformers, no linears
+    shape = ours(tmp_path / "base").config
+    experts = shape.moe is not None  # parameters of transformers, no linears
     named: Any = ["q_proj", "k_proj", "v_proj", "o_proj"] if experts else "all-linear"
+    targets = ["qkvg_proj", "o_proj"] if family != "afmoe" else ["q_proj", "k_proj", "v_proj", "o_proj"]
+    if shape.latent_attention is not None:
+        targets = ["qkv_a_proj", "q_b_proj", "kv_b_proj", "o_proj"]
+        named = ["q_a_proj", "kv_a_proj_with_mqa", *targets[1:]]
     judge = trained_by_transformers(tmp_path / "base", tmp_path / "theirs", target_modules=named, r=2)
     adapted = load_lora(ours(tmp_path / "base"), tmp_path / "theirs")
     with torch.no_grad():
         assert_equal_but_for_rounding(adapted(ids).logits, judge(ids).logits, limit=1e-4)  # norms enlarge small values
     save_lora(adapted, tmp_path / "ours")
     assert_same_files(tmp_path / "theirs", tmp_path / "ours")
-    targets = ["qkvg_proj", "o_proj"] if family != "afmoe" else ["q_proj", "k_proj", "v_proj", "o_proj"]
     targets += ["gate_up_proj", "down_proj"] if family != "afmoe" and not experts else []  # where peft expects experts
     fused = add_lora(ours(tmp_path / "base"), r=3, init_lora_weights=False, target_modules=targets).eval()
     save_lora(fused, tmp_path / "fused")

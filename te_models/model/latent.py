@@ -1,0 +1,103 @@
+"""Multi-head latent attention, built only from te.Linear and te.RMSNorm. Shapes: te_models/config/latent.py, block.py.
+
+While decoding, a token is its latent and the rotated part of its key; kv_b_proj makes keys and values of all of them
+anew in each step, so that they are those of a pass without a cache under any recipe.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_models.config.latent import LatentAttentionSpec
+from te_models.kernels.sdpa import causal_attention
+from te_models.model.forward_context import ForwardContext
+from te_models.model.kv_cache import KVState
+from te_models.model.part import Mixer
+from te_models.model.te_modules import Factory, pad_rows
+
+
+class LatentState(KVState):
+    """Latents and rotated keys. A projection reads all slots, whose largest number may be a scale in FP8."""
+
+    def clear(self) -> None:
+        """Forget all tokens, so that those of an earlier text change no scale."""
+        self.keys.zero_()
+        self.values.zero_()
+
+
+class LatentAttention(Mixer[LatentAttentionSpec]):
+    """o_proj(attention(q, k, v)), with k and v of all heads from a normed latent of R channels and P rotated ones."""
+
+    entry = "qkv_a_proj"
+
+    def __init__(self, spec: LatentAttentionSpec, layer: int, factory: Factory) -> None:
+        super().__init__(spec, layer, factory)
+        into, *queries, kv_b, out = spec.linears
+        self.rows = [section.used for section in into.sections]
+        self.qkv_a_proj = factory.linear(into)
+        for name, size in spec.vectors.items():
+            self.add_module(name, factory.norm(size, eps=spec.sizes.norm_eps))
+        self.q_b_proj = factory.linear(queries[0]) if queries else None
+        self.kv_b_proj = factory.linear(kv_b)
+        self.o_proj = factory.linear(out)
+
+    def new_state(self, batch: int, slots: int, device: torch.device, dtype: torch.dtype) -> LatentState:
+        """Return room for the latents and rotated keys, of one head, of `batch` rows of `slots` tokens."""
+        sizes = (self.spec.sizes.kv_lora_rank, self.spec.sizes.qk_rope_head_dim)
+        return LatentState(batch, 1, slots, sizes, device, dtype)
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return attention of x [N, D]: [N, D]."""
+        latents = context.linear(self.qkv_a_proj, x)  # [N, Rq + R + P, and padding]
+        latents = context.without_padding(latents) if self.spec.bias else latents
+        q, kv, k_rope = latents[:, : sum(self.rows)].split(self.rows, dim=-1)
+        if self.q_b_proj is not None:
+            q = context.linear(self.q_b_proj, self.get_submodule("q_a_layernorm")(q.contiguous()))
+        out = self._attention(self._queries(q, context), *self._keys_and_values(kv, k_rope, context), context)
+        out = out if context.real is None else out * context.real
+        out = context.linear(self.o_proj, pad_rows(out, x.shape[0]))
+        return context.without_padding(out) if self.spec.output_bias else out
+
+    def _queries(self, q: Tensor, context: ForwardContext) -> Tensor:
+        """Return queries [B, S, A, M + P], rotated, from q [N, A*(M + P)]."""
+        sizes, rope = self.spec.sizes, self.spec.rope
+        assert rope is not None
+        q = q[: context.batch * context.seq].unflatten(0, (context.batch, context.seq))
+        plain, turned = q.unflatten(-1, (self.spec.heads.query, -1)).split(
+            (sizes.qk_nope_head_dim, sizes.qk_rope_head_dim), dim=-1
+        )
+        return torch.cat((plain, context.rotated(turned, rope)), dim=-1)
+
+    def _keys_and_values(self, kv: Tensor, k_rope: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        """Return keys [B, M', A, M + P] and values [B, M', A, V] of M' tokens, from kv [N, R] and k_rope [N, P]."""
+        sizes, rope, count = self.spec.sizes, self.spec.rope, context.batch * context.seq
+        assert rope is not None
+        kv = self.get_submodule("kv_a_layernorm")(kv[:count].contiguous())
+        kv, k_rope = (t[:count].unflatten(0, (context.batch, context.seq)) for t in (kv, k_rope))
+        k_rope = context.rotated(k_rope[:, :, None], rope).transpose(1, 2)  # [B, 1, S, P]
+        kv = kv[:, None]  # [B, 1, S, R]
+        if context.cache is not None:
+            kv, k_rope = context.cache.append(self.layer, kv, k_rope)
+        rows = kv.flatten(0, 2)
+        count = rows.shape[0]  # `len` would make a constant of it in a traced graph
+        padded = -(-count // context.alignment) * context.alignment
+        both = context.linear(self.kv_b_proj, pad_rows(rows, padded))[:count]
+        both = both.unflatten(-1, (self.spec.heads.query, -1)).unflatten(0, (context.batch, -1))
+        k, v = both.split((sizes.qk_nope_head_dim, sizes.v_head_dim), dim=-1)
+        return torch.cat((k, k_rope.transpose(1, 2).expand(-1, -1, k.shape[2], -1)), dim=-1), v
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
+        """Return attention [B*S, A*V]; kernels get heads of one width, filled with channels of zeros.
+
+        PyTorch's FlashAttention takes no others, and math, which does, makes all scores.
+        """
+        width, mask, scale = self.spec.sizes.width, context.masks[self.spec.window], self.spec.multiplier
+        q, k, v = (t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        if mask is None or isinstance(mask, Tensor):
+            out = causal_attention(q, k, v, mask, scale=scale)
+        else:
+            out = mask(q, k, v, scale)
+        return out[..., : self.spec.sizes.v_head_dim].transpose(1, 2).flatten(2).flatten(0, 1)
