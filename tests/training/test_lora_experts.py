@@ -68,6 +68,8 @@ ROWS = [
     ("laguna-experts", "experts and attention"),
     ("gpt_oss-all-keys", "experts and attention"),
     ("gpt_oss-window", "ranks"),
+    ("deepseek_v3-groups", "down alone"),
+    ("deepseek_v2-plain", "ranks"),
 ]
 
 
