@@ -317,8 +317,10 @@ def _cast_weight(module: Linear) -> Float8Tensor | None:
 
 def _counts_on_device(module: Module, te_recipe: recipe.Recipe | None) -> bool:
     """See te_models.kernels.handover.counts_on_device."""
-    if not isinstance(module, GroupedLinear):  # one with adapters
+    if not isinstance(module, GroupedLinear):  # one with adapters, whose products in one launch need rows of 16 bytes
         module = module.get_submodule("base_layer")
+        if module.in_features % 8 or module.out_features % 8:
+            return False
     if not isinstance(module, GroupedLinear) or issubclass(type(module), FSDPModule):
         return False  # hooks around a sharded module's own forward gather its weights
     weight = module.get_parameter("weight0")
