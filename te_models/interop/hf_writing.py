@@ -90,11 +90,11 @@ def write_hugging_face(
     if preferred is not None:
         found = _tensors_beside(origin) if quantize is None else {}
         aside, nested = found or {}, bool(preferred.aside)
-        gone = found is None and preferred.prefixes_aside(origin.config or {})
-        if quantize is None and (gone or (nested and not aside)):
+        others = preferred.prefixes_aside(origin.config or {})
+        if quantize is None and ((found is None and others) or (nested and not aside)):
             warnings.warn(
-                f"{folder} gets the text model alone: name the folder of the whole release (beside=, --beside) to have "
-                "the other tensors copied from there",
+                f"{folder} gets the text model alone, without the {list_some(f'{name}*' for name in others)} that a "
+                "release has: name its folder (beside=, --beside) to have them copied from there",
                 stacklevel=5,
             )
         preferred = None if nested and not aside else preferred

@@ -73,7 +73,7 @@ def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if ".experts." in name and (found is None or tensor.dtype.itemsize < 2):
             raise UsageError(
                 f"{name} would be quantized, and the experts of this architecture are stacked in BF16: choose the "
-                "format bf16, or keep them in BF16 (precision)"
+                "format bf16, or keep them in BF16 (precision *.mlp.gate_up_proj=bf16 and *.mlp.down_proj=bf16)"
             )
         if found is None:
             members[name] = [tensor]

@@ -108,8 +108,7 @@ class Experts(Feedforward[MoESpec]):
         """Return the router's logits of x [N, D], FP32 [N, E]; it never runs in FP8."""
         router = self.get_submodule("router")
         if self.spec.experts.router_fp32:
-            bias = router.get_parameter("bias").float() if self.spec.experts.bias else None
-            return F.linear(x.float(), router.get_parameter("weight").float(), bias)
+            return _in_fp32(router, x.float())
         return context.linear(router, x).float()
 
     def _activated(self, gate_up: Tensor, prefix: str, context: ForwardContext, real: Tensor | None = None) -> Tensor:
@@ -144,3 +143,11 @@ class Experts(Feedforward[MoESpec]):
         if not moe.shared_expert_gate:
             return hidden, None
         return hidden, torch.sigmoid(context.linear(self.get_submodule("shared_gate"), x))
+
+
+def _in_fp32(linear: nn.Module, x: Tensor) -> Tensor:
+    """Return a te.Linear, perhaps with adapters, of x FP32 [N, I], with its weights in FP32: [N, O]."""
+    if hasattr(linear, "base_layer"):  # one with adapters
+        return linear(x, run=_in_fp32)
+    bias = linear.get_parameter("bias").float() if linear.use_bias else None
+    return F.linear(x, linear.get_parameter("weight").float(), bias)

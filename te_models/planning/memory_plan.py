@@ -229,8 +229,10 @@ def plan_memory(
             yield f"seq_len={seq_len} is longer than max_position_embeddings={longest}: lower it or raise that field"
         if lora_rank < 0:
             yield f"lora_rank={lora_rank}: a rank is 1 or more, such as 16, or 0 to train all weights"
-        if lora_experts and not (lora_rank and config.moe):
-            yield "lora_experts=True is for adapters on a model with experts: give lora_rank, or leave it out"
+        if lora_experts and not lora_rank:
+            yield "lora_experts=True is for adapters: give lora_rank, or leave it out"
+        if lora_experts and not config.moe:
+            yield "the model has no experts to adapt: leave out lora_experts, or experts among the targets of adapters"
         if fp8_params and not recipe.quantized:
             advice = "choose another, or leave fp8_params out"
             yield f"fp8_params=True needs an FP8 recipe, but {recipe.name!r} is not one: {advice}"

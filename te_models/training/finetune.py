@@ -24,6 +24,7 @@ from te_models.data.training_data import open_data, steps_of
 from te_models.errors import UsageError
 from te_models.files.formats import Fields
 from te_models.generation.options import GenerationOptions
+from te_models.interop.hf_families import family_of
 from te_models.model.recipe_fit import auto_recipe
 from te_models.optim import resolve_options
 from te_models.planning.printable import Terminal
@@ -111,11 +112,7 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         if sampler and bounded:
             sampler.take_at_most(SHARE / 2 * seconds)
         if not result.interrupted:
-            if sampler:
-                sampler.show(console)
-            longest = model.config.longest_sequence
-            prompts = sampler.prompts if sampler else held_out_prompts(eval_batches, words, longest)
-            print_next(console, folder, words, prompts)
+            _show_samples(console, sampler, folder, words, model, eval_batches)
         return result
 
 
@@ -262,6 +259,17 @@ def _check_model(model: CausalLM, words: Tokenizer, config: TrainConfig) -> None
             f"--seq-len {config.seq_len} is longer than the model's max_position_embeddings="
             f"{model.config.max_position_embeddings}: lower it or raise --max-position-embeddings"
         )
+
+
+def _show_samples(console: Console, sampler: Sampler | None, folder: Path, words: Tokenizer, model: CausalLM,
+                  eval_batches: list[Batch]) -> None:  # fmt: skip
+    """Print the trained model's answers, and the commands to run next."""
+    if sampler:
+        sampler.show(console)
+    prompts = sampler.prompts if sampler else held_out_prompts(eval_batches, words, model.config.longest_sequence)
+    family = family_of(model.origin.config) if model.origin.config else None
+    stacked = family is not None and family.stacked
+    print_next(console, folder, words, prompts, stacked)
 
 
 def _sampler(tokens: int, model: CausalLM, words: Tokenizer, batches: list[Batch], shared: Parallel) -> Sampler | None:

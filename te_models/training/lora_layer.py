@@ -72,8 +72,9 @@ class LoraLinear(nn.Module, LoraLayer):
             result = self._updated(result, self.lora_dropout[name](x.to(result.dtype)), name, *args)
         return result
 
-    def _base(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self.base_layer(x, *args, **kwargs)
+    def _base(self, x: Tensor, *args: Any, run: Callable[..., Tensor] | None = None, **kwargs: Any) -> Tensor:
+        """Return the frozen layer's output; `run` computes it in place of the layer's own forward."""
+        return self.base_layer(x, *args, **kwargs) if run is None else run(self.base_layer, x, *args, **kwargs)
 
     def _updated(self, result: Tensor, x: Tensor, adapter: str) -> Tensor:
         """Return the base layer's output with an adapter's update, of an x in its dtype."""
@@ -192,8 +193,8 @@ class LoraExperts(LoraLinear):
         base: Any = self.base_layer
         return [base.get_parameter(f"weight{expert}") for expert in range(base.num_gemms)]
 
-    def _base(self, x: Tensor, *args: Any, run: Callable[..., Tensor] = grouped, **kwargs: Any) -> Tensor:
-        return run(self.base_layer, x, *args, **kwargs)
+    def _base(self, x: Tensor, *args: Any, run: Callable[..., Tensor] | None = grouped, **kwargs: Any) -> Tensor:
+        return super()._base(x, *args, run=run, **kwargs)
 
     def _updated(self, result: Tensor, x: Tensor, adapter: str, *rows: list[int] | Groups) -> Tensor:
         a, b = self._factors(adapter, x.dtype)

@@ -254,8 +254,13 @@ def draw_run(result: Result, label: str, data: Sequence[str], folder: Path, abou
     return try_drawing(path, functools.partial(plot_run, path, rows, title, subtitle, result.first_eval_loss))
 
 
-def print_next(console: Console, folder: Path, tokenizer: Tokenizer, prompts: list[Prompt]) -> None:
-    """Print the next two commands: talk to the model or continue a prompt, and export it."""
+def print_next(
+    console: Console, folder: Path, tokenizer: Tokenizer, prompts: list[Prompt], stacked: bool = False
+) -> None:
+    """Print the next two commands: talk to the model or continue a prompt, and export it.
+
+    `stacked` experts are exported in BF16 only.
+    """
     first = ["te-models", "generate", "--model", str(folder), "--prompt", _example(tokenizer, prompts)]
     try:
         tokenizer.chat_template()
@@ -264,8 +269,10 @@ def print_next(console: Console, folder: Path, tokenizer: Tokenizer, prompts: li
     else:
         first = ["te-models", "chat", "--model", str(folder)]
     export = ["te-models", "export", "--model", str(folder), "--out", str(folder / "export")]
+    export += ["--format", "bf16"] if stacked else []
+    write = f"write it for vLLM, SGLang or transformers, in {'BF16' if stacked else 'FP8'}"
     console.print(Text("\nnext", "bold"))
-    for command, purpose in ((first, "try the model"), (export, "write it for vLLM, SGLang or transformers, in FP8")):
+    for command, purpose in ((first, "try the model"), (export, write)):
         console.print(f"  {shlex.join(command)}", Text(f"  # {purpose}", "dim"), soft_wrap=True, sep="")
 
 

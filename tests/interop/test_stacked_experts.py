@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,10 @@ def test_an_export_keeps_experts_in_bf16_or_is_refused(tmp_path: Path) -> None:
     saved = load_file(tmp_path / "bf16" / "model.safetensors")
     assert saved[STACKS[0]].shape == (3, 64, 64)
     model.set_recipe("current", num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
-    with pytest.raises(UsageError, match=r"experts.* would be quantized.*are stacked"):
+    with pytest.raises(UsageError, match=r"experts.* would be quantized.*are stacked") as refused:
         model.export(tmp_path / "fp8", "fp8-channel")
     assert not (tmp_path / "fp8").exists()
+    edges = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+    advised = dict(item.split("=") for item in re.findall(r"\*\S+=bf16", str(refused.value)))
+    model.set_recipe("current", precision=advised, **edges)
+    assert model.export(tmp_path / "fp8", "fp8-channel").quantized

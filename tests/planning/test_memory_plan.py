@@ -418,6 +418,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         (["--memory", "--batch-size", "0"], "batch_size=0 is out of range: give 1 or more"),
         (["--memory", "--gpus", "0"], "gpus=0 is out of range: give 1 or more"),
         (["--memory", "--lora", "-1"], "lora_rank=-1: a rank is 1 or more"),
+        (["--memory", "--lora", "4", "--lora-experts"], "the model has no experts to adapt: leave out lora_experts"),
         (["--lora", "16"], "add --memory"),
         (["--batch-size", "4"], "--memory"),
     ],

@@ -172,6 +172,32 @@ def test_the_memory_plan_is_what_autograd_keeps(name: str, recipe: str, mode: st
     assert autograd_bytes(model, torch.randint(0, 288, (2, 64)), logits=False) == expected
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_an_adapter_on_the_router(name: str) -> None:
+    """Logits and gradients are those of a model whose router has the update in its weight, also where it is FP32."""
+    moe = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, **KINDS[name])
+    model, plain_model = (
+        CausalLM.from_preset("gated-moe-nano", **SHAPE, moe=moe, recipe="bf16", device="cpu", dtype=torch.float32)
+        for _ in range(2)
+    )
+    plain_model.load_state_dict(model.state_dict())
+    adapted = add_lora(model, target_modules=["router"], r=4, init_lora_weights=False)
+    names = [f"layers.{layer}.mlp.router" for layer in range(SHAPE["num_hidden_layers"])]
+    routers = [(model.get_submodule(name), plain_model.get_submodule(name)) for name in names]
+    with torch.no_grad():
+        for adapter, router in routers:
+            router.weight += adapter.get_delta_weight("default")
+    ids = torch.randint(0, 288, (2, 16))
+    found, expected = (m.eval()(ids, labels=ids) for m in (adapted, plain_model))
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
+    found.loss.backward()
+    expected.loss.backward()
+    for adapter, router in routers:
+        a = adapter.lora_A["default"].weight.detach()
+        wanted = adapter.scaling["default"] * router.weight.grad @ a.t()
+        torch.testing.assert_close(adapter.lora_B["default"].weight.grad, wanted, rtol=1e-3, atol=1e-6)
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "typo": (dict(target_modules=["experts.gate_up_prj"]), "did you mean 'experts.gate_up_proj'"),
     "one expert": (dict(target_modules=["experts.0.gate_proj"]), "unknown target parameter 'experts.0.gate_proj'"),

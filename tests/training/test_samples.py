@@ -155,6 +155,14 @@ def test_next_commands(tmp_path: Path) -> None:
     assert second.startswith(f"  te-models export --model '{tmp_path}/my run' --out ")
 
 
+def test_the_next_command_is_an_export_that_stacked_experts_have() -> None:
+    out = io.StringIO()
+    print_next(Console(file=out, width=200), Path("run"), WORDS, [], stacked=True)
+    assert (
+        out.getvalue().splitlines()[-1].endswith("--format bf16  # write it for vLLM, SGLang or transformers, in BF16")
+    )
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.0412, "41 ms"), (3.24, "3.2 s"), (59.7, "60 s"), (100, "2 min"), (5300, "88 min"), (9000, "2 h 30 min")],
