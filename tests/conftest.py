@@ -50,13 +50,13 @@ def plain_sums() -> Iterator[None]:
         yield
 
 
-DRAWN = ("test_plots", "test_metrics", "test_commands", "test_docs", "test_bench")
+DRAWN = ("test_plots", "test_metrics", "test_docs", "test_bench")
 
 
 @pytest.fixture(autouse=True)
 def plain_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing the plot of a run takes as long as a short run itself: only tests that look at plots have them drawn."""
-    if request.path.stem not in DRAWN:
+    if request.path.stem not in DRAWN and request.node.get_closest_marker("drawn") is None:
         monkeypatch.setattr(plots, "save_figure", lambda figure, path: path.touch())
 
 

@@ -43,13 +43,18 @@ FILES = {_name(path): path for path in sorted(ROOT.rglob("*.py")) if path.parent
 
 
 @functools.cache
+def _nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
 def _imports(path: Path, at_run_time: bool = False) -> set[str]:
     """Return the modules that a file imports, inside functions too; `at_run_time`: not those for type checkers."""
     found: set[str] = set()
-    tree = ast.parse(path.read_text())
-    nodes = list(ast.walk(tree))
+    nodes = _nodes(path)
     if at_run_time:
-        checked = [node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+        tests = ((node, node.test) for node in nodes if isinstance(node, ast.If))
+        checked = [node for node, test in tests if isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"]
         left_out = {id(inner) for node in checked for inner in ast.walk(node)}
         nodes = [node for node in nodes if id(node) not in left_out]
     for node in nodes:

@@ -58,6 +58,17 @@ class Command(click.Command):
                        help="Show every option and exit.")
             )  # fmt: skip
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the words of the command line; a name without its option is answered with the options that take one."""
+        ctx.allow_extra_args = True
+        rest = super().parse_args(ctx, args)
+        if not ctx.args or ctx.resilient_parsing:
+            return rest
+        takers = {"preset": "--preset NAME", "model": "--model DIR", "data": "--data PATH"}
+        own = [taker for name, taker in takers.items() if any(name == parameter.name for parameter in self.params)]
+        option = " or ".join(own) or "those of --help"
+        raise click.UsageError(f"unexpected {ctx.args[0]!r}: give it to an option, such as {option}")
+
     def invoke(self, ctx: click.Context) -> object:
         """Run the command."""
         try:

@@ -6,6 +6,11 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 
+def is_count_or_share(number: float) -> bool:
+    """Return whether a number is a share below 1, or whole."""
+    return number < 1 or float(number).is_integer()
+
+
 def share_of(share: float, whole: int) -> Fraction:
     """Return `share` times `whole`, where `share` is the shortest decimal number that gives this float.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from te_models.config.recipe import list_recipes
 from te_models.config.settings import MOST, Settings, setting
-from te_models.config.shares import share_of
+from te_models.config.shares import is_count_or_share, share_of
 from te_models.errors import ConfigError, check_known
 
 PARALLEL = ("auto", "none", "ddp", "fsdp", "tp", "fsdp+tp", "fsdp+ep")
@@ -127,6 +127,9 @@ class TrainConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.recipe_changes  # noqa: B018  raises if it cannot be read
+        for name, value in (("warmup_steps", self.warmup_steps), ("decay_steps", self.decay_steps)):
+            if not is_count_or_share(value):
+                raise ConfigError(f"{name}={value} is neither: give a share of the steps below 1, or a whole number")
         if self.patience and not self.eval_every:
             raise ConfigError(f"patience={self.patience} counts evaluations, and eval_every=0 makes none: give both")
 
@@ -145,10 +148,10 @@ class TrainConfig(Settings):
                 place = float(at)
             except ValueError:
                 place = 0.0
-            if not name or not 0 < place < MOST:
+            if not name or not 0 < place < MOST or not is_count_or_share(place):
                 raise ConfigError(
-                    f"recipe_schedule={self.recipe_schedule!r}: write RECIPE@PLACE, a name and a share of the steps or "
-                    'a number of them, such as "bf16@0.9"'
+                    f"recipe_schedule={self.recipe_schedule!r}: write RECIPE@PLACE, a name and a share of the steps "
+                    'below 1 or a whole number of them, such as "bf16@0.9" or "bf16@900"'
                 )
             check_known(f"recipe of recipe_schedule={self.recipe_schedule!r}", name, list_recipes())
             found.append((self._count(place), name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -28,16 +29,19 @@ class OwnBatches:
         batches: dicts of REQUIRED and perhaps OPTIONAL tensors [B, S], this process's share of each micro-batch.
         seed: of the randomness of PyTorch in the data.
         ranks: the processes of the run, of which the first one's batch is compared.
+        said: the batch_size and seq_len that the config asks for; a warning names what the first batch does not have.
 
     Raises:
         UsageError: `batches` cannot be iterated over.
     """
 
-    def __init__(self, batches: Iterable[Mapping[str, Tensor]], seed: int, ranks: Ranks) -> None:
+    def __init__(
+        self, batches: Iterable[Mapping[str, Tensor]], seed: int, ranks: Ranks, said: Mapping[str, int] | None = None
+    ) -> None:
         if not isinstance(batches, Iterable) or isinstance(batches, Mapping | str):
             kind = type(batches).__name__
             raise UsageError(f"the dataset is a {kind}: give what open_data returns, or a list of batches")
-        self.batches, self.seed, self.ranks = batches, seed, ranks
+        self.batches, self.seed, self.ranks, self.said = batches, seed, ranks, said or {}
         self.once = isinstance(batches, Iterator)
         self._epoch, self._position, self._digest = 0, 0, 0  # the batches so far of this epoch, and the last one
         self._random = torch.get_rng_state()
@@ -68,7 +72,17 @@ class OwnBatches:
         self._position += 1
         batch = checked_batch(found, f"batch {self._position}")
         self._digest = _digest(batch)
+        self._compare(batch["input_ids"].shape)
         return batch
+
+    def _compare(self, shape: torch.Size) -> None:
+        """Warn once of sizes that the config asks for and the batches do not have."""
+        sizes = {"batch_size": shape[0], "seq_len": shape[1]}
+        other = [f"{name}={size}" for name, size in self.said.items() if size != sizes[name]]
+        self.said = {}
+        if other:
+            found = f"the first batch of your own has {shape[0]} x {shape[1]} tokens, and its size counts"
+            warnings.warn(f"{' and '.join(other)} has no effect: {found}", stacklevel=4)
 
     def state_dict(self) -> dict[str, int]:
         """Return the position."""

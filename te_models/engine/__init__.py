@@ -30,11 +30,11 @@ OLDEST = (2, 20)  # version of Transformer Engine that was tested; 2.16 already 
 load_torchs_cudnn()
 
 
-def get_engine(name: str = "auto", device: torch.device | str | None = None) -> tuple[ModuleType, str, str]:
+def get_engine(name: str | None = "auto", device: torch.device | str | None = None) -> tuple[ModuleType, str, str]:
     """Choose the engine for modules on `device` (None: the default device).
 
     Args:
-        name: "auto" (native where a CUDA device and Transformer Engine are available), "native" or "emulated".
+        name: "auto" or None (native where a CUDA device and Transformer Engine are available), "native" or "emulated".
         device: the modules' device; None: the first CUDA device if there is one, else the CPU.
 
     Returns:
@@ -43,6 +43,7 @@ def get_engine(name: str = "auto", device: torch.device | str | None = None) -> 
     Raises:
         UsageError: for an unknown name, and for "native" where it cannot run.
     """
+    name = "auto" if name is None else name
     check_known("engine", name, ENGINES)
     missing = _native_missing(device)
     if name == "native" and missing:

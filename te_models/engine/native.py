@@ -317,10 +317,13 @@ def _cast_weight(module: Linear) -> Float8Tensor | None:
 
 def _counts_on_device(module: Module, te_recipe: recipe.Recipe | None) -> bool:
     """See te_models.kernels.handover.counts_on_device."""
-    if not isinstance(module, GroupedLinear):  # one with adapters
+    adapted = not isinstance(module, GroupedLinear)
+    if adapted:
         module = module.get_submodule("base_layer")
     if not isinstance(module, GroupedLinear) or issubclass(type(module), FSDPModule):
         return False  # hooks around a sharded module's own forward gather its weights
+    if adapted and (module.in_features % 8 or module.out_features % 8):
+        return False  # adapters' products in one launch need rows of 16 bytes
     weight = module.get_parameter("weight0")
     plain = type(weight) in (Tensor, Parameter) and weight.dtype == torch.bfloat16
     stored = isinstance(weight, Float8Tensor) and not weight.requires_grad

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from te_models.config.recipe import EngineRecipe, Recipe
+from te_models.engine.emulated.short_rows import are_short
 from te_models.errors import EngineError
 from te_models.fp8.primary_weights import is_quantized
 from te_models.fp8.scaling_state import WIDTHS, delayed_states, fp8_state, frozen_fp8_state, overwrite
@@ -53,7 +54,7 @@ def forward_pass(model: nn.Module, te: ModuleType, recipe: Recipe, te_recipe: En
                 "autocast around it: leave that out, or call model.set_recipe",
                 stacklevel=4,
             )
-        if not recipe.stateful:
+        if not recipe.stateful or are_short():  # nothing is recorded in either
             yield
         elif not (model.training and torch.is_grad_enabled()):
             with frozen_fp8_state(model, ("scaling_fwd",)):  # another thread's backward may change the others

@@ -58,6 +58,7 @@ class Description:
     config: ModelConfig
     dtype: torch.dtype
     origin: Origin
+    aside: tuple[str, ...]
 
 
 def describe(folder: Path, documents: Document, tensors: Mapping[str, Tensor] | None = None) -> Description:
@@ -77,7 +78,8 @@ def describe(folder: Path, documents: Document, tensors: Mapping[str, Tensor] | 
     named = [part.get(key) for part in (document, text) for key in ("dtype", "torch_dtype")]
     quantized = any(documents["config"].get(key) for key in CONFIG_KEYS)  # gpt-oss names no dtype
     dtype = saved_dtype(file, next(filter(None, named), "bfloat16" if quantized else "float32"))
-    return Description(family, config, dtype, Origin(folder, document, documents.get("generation")))
+    origin = Origin(folder, document, documents.get("generation"))
+    return Description(family, config, dtype, origin, family.prefixes_aside(document))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,7 @@ class HuggingFaceFolder(Opened):
 
     Attributes:
         family: its architecture.
+        aside: the prefixes of the tensors that are not of the text model.
         files: its safetensors files.
         stored: the tensors in them.
         places: name of each of their tensors -> its rows in ours, once `fit` was told the shapes of ours.
@@ -93,15 +96,11 @@ class HuggingFaceFolder(Opened):
     """
 
     family: Family
+    aside: tuple[str, ...]
     files: tuple[SafetensorsFile, ...]
     stored: StoredWeights
     places: dict[str, Place] = field(default_factory=dict)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
-
-    @property
-    def aside(self) -> tuple[str, ...]:
-        """The prefixes of the tensors that are not of the text model."""
-        return self.family.prefixes_aside(self.origin.config or {})
 
     def fit(self, shapes: Mapping[str, torch.Size]) -> None:
         """Find the place of each tensor; raise a CheckpointError for one that has none, or is missing."""

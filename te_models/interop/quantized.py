@@ -247,10 +247,11 @@ def open_weights(
             not finite.
     """
     if scheme is None:
-        narrow = (f"{folder}: {name} is FP8" for name, tensor in found.items() if tensor.dtype in NARROW)
-        refuse(
-            (f"{found}, and config.json has no quantization_config with scales" for found in narrow), CheckpointError
-        )
+        for name, tensor in found.items():
+            if tensor.dtype in NARROW:
+                raise CheckpointError(
+                    f"{folder}: {name} is FP8, and config.json has no quantization_config with scales"
+                )
         return StoredWeights(None, dict(found))
     weights = _Weights(folder, scheme, found)
     names = weights.wanted()

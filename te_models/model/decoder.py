@@ -26,9 +26,9 @@ from te_models.config.precision import precisions
 from te_models.config.recipe import AUTO, EngineRecipe, Recipe, RecipeLike, get_recipe
 from te_models.config.recompute_modes import check_mode, offload_allows_fused
 from te_models.device.choice import choose_device
-from te_models.device.cpu_threads import TOO_SMALL_TO_SHARE, one_thread
+from te_models.device.cpu_threads import TOO_SMALL_TO_SHARE, one_thread, untracked_on_cpu
 from te_models.engine import check_support, engine_module, get_engine
-from te_models.engine.emulated.autocast import FEWEST_ROWS, short_rows
+from te_models.engine.emulated.short_rows import FEWEST_ROWS, short_rows
 from te_models.errors import OutOfMemory, UsageError
 from te_models.fp8.precision import ModelPrecision, model_precision, take_scales
 from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, relink
@@ -58,7 +58,7 @@ class Decoder(nn.Module):
         config: the shape.
         recipe: a name (`list_recipes()`), the path of a TOML file, a Recipe, or a Transformer Engine recipe object;
             "auto": FP8 where it saves time (te_models.model.recipe_fit.auto_recipe), which is logged with the reason.
-        engine: "auto" (native where there are a CUDA device and Transformer Engine, else emulated), "native" or
+        engine: "auto" or None (native where a CUDA device and Transformer Engine are, else emulated), "native" or
             "emulated".
         device: the device of the parameters; None is the first CUDA device if there is one, else the CPU.
         dtype: the dtype of parameters and activations.
@@ -91,7 +91,7 @@ class Decoder(nn.Module):
         config: ModelConfig,
         *,
         recipe: RecipeLike = AUTO,
-        engine: str = "auto",
+        engine: str | None = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
         activation_checkpointing: str | int = "none",
@@ -298,8 +298,7 @@ class Decoder(nn.Module):
         context = forward_context(self.specs, tokens, *passed, self.dtype, autocasts, alignment)
         wanted = Wanted(labels, attention_mask, document_ids, return_logits, logits_to_keep)
         full, one = self.recipe.row_alignment, one_thread(self._too_small_to_share(tokens))
-        short = contextlib.nullcontext() if alignment == full else short_rows(full)
-        with one, short, forward_pass(self, self.te, self.recipe, self.te_recipe):
+        with one, short_rows(full if alignment < full else 1), forward_pass(self, self.te, self.recipe, self.te_recipe):
             evaluated = not self.training
             output = self._with_routing(self._decode(tokens, context, wanted), context)
         if output.loss is not None and unknown is not None:
@@ -318,19 +317,13 @@ class Decoder(nn.Module):
 
     def _too_small_to_share(self, tokens: Tensor) -> bool:
         """Return whether no product of a pass over `tokens` [B, S, ...] is worth a second thread of the CPU."""
-        if tokens.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return False
-        return tokens.shape[0] * tokens.shape[1] * self._largest_weight <= TOO_SMALL_TO_SHARE
+        return untracked_on_cpu(tokens) and tokens.shape[:2].numel() * self._largest_weight <= TOO_SMALL_TO_SHARE
 
     def _row_alignment(self, tokens: Tensor) -> int:
-        """Return the multiple to which the rows of a pass over `tokens` [B, S, ...] are padded.
-
-        It is the recipe's, but in a step of generation on a CPU, which spares the work on most zeros (`short_rows`).
-        """
-        full, rows = self.recipe.row_alignment, tokens.shape[0] * tokens.shape[1]
-        emulated = self.engine == "emulated" and tokens.device.type == "cpu" and self.tp.size == 1
-        tracked = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        return min(full, FEWEST_ROWS) if emulated and not tracked and rows < full else full
+        """Return the recipe's multiple of rows, but for a step of generation on a CPU that of `short_rows`."""
+        full, alone = self.recipe.row_alignment, self.engine == "emulated" and self.tp.size == 1
+        few = alone and untracked_on_cpu(tokens) and tokens.shape[:2].numel() < full
+        return min(full, FEWEST_ROWS) if few else full
 
     @functools.cached_property
     def _largest_weight(self) -> int:

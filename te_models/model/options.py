@@ -18,7 +18,7 @@ class BuildOptions(RecipeOptions, total=False):
     """How a model of a given shape is built; Decoder documents each."""
 
     recipe: RecipeLike
-    engine: Literal["auto", "native", "emulated"]
+    engine: Literal["auto", "native", "emulated"] | None
     device: torch.device | str | None
     dtype: torch.dtype
     activation_checkpointing: str | int

@@ -38,7 +38,7 @@ from te_models.model.options import SKETCH
 from te_models.model.tensor_parallel import gather_state
 from te_models.saving.folder import MANIFEST, MAX_SHARD_BYTES, load_folder, read_listed, save_folder
 from te_models.saving.restore import load_weights, open_te_folder, opened, read_recipe
-from te_models.saving.run_folder import Checkpoints, offering_older
+from te_models.saving.run_folder import LATEST, Checkpoints, offering_older
 
 Model = TypeVar("Model", bound=Decoder)
 
@@ -241,8 +241,8 @@ def _double_output_projections(model: nn.Module) -> None:
 
 
 def saved_folder(folder: str | Path) -> Path:
-    """Return `folder` itself, or the newest checkpoint in it if it is the folder of a training run."""
-    runs = Path(folder) / "checkpoints"
+    """Return `folder` itself, or the newest checkpoint in it if it is the folder of a run or of its checkpoints."""
+    runs = Path(folder) if (Path(folder) / LATEST).is_file() else Path(folder) / "checkpoints"
     if runs.is_dir() and not (Path(folder) / "config.json").exists():
         return readable(Checkpoints(runs).latest() or Path(folder))
     return Path(folder)

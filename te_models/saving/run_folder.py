@@ -19,7 +19,7 @@ from te_models.files.atomic import discard, readable, replace_text, sweep
 from te_models.files.formats import Document, read_bytes
 from te_models.saving.folder import MAX_SHARD_BYTES, Content, Groups, load_folder, prepare, write_content
 
-_LATEST = "latest"
+LATEST = "latest"
 _STEP = re.compile(r"step-(\d{8,18})")
 MAX_FAILED_SAVES = 2  # in a row, in the background, before the next save raises
 _HIDDEN_STEP = re.compile(r"\.(step-\d{8,18})\.replaced")
@@ -141,7 +141,7 @@ class Checkpoints:
         """Return the newest complete checkpoint, or None."""
         name = ""
         with contextlib.suppress(CheckpointError):
-            name = read_bytes(self.root / _LATEST, 64).decode("ascii", "replace").strip()
+            name = read_bytes(self.root / LATEST, 64).decode("ascii", "replace").strip()
         if _STEP.fullmatch(name) and readable(self.root / name).is_dir():
             return self.root / name
         return next(reversed(self.all()), None)
@@ -208,11 +208,11 @@ class Checkpoints:
     def sweep(self) -> None:
         """Clean up after a save that was killed."""
         sweep(self.root, "step-*")
-        sweep(self.root, _LATEST)
+        sweep(self.root, LATEST)
 
     def publish(self, path: Path) -> None:
         """Name `path`, which is complete, in `latest`, and delete checkpoints beyond `keep_last`."""
-        replace_text(self.root / _LATEST, f"{path.name}\n")
+        replace_text(self.root / LATEST, f"{path.name}\n")
         if self.keep_last is not None:
             for old in self.all()[: -self.keep_last]:
                 if old != path:

@@ -112,7 +112,7 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         if sampler and bounded:
             sampler.take_at_most(SHARE / 2 * seconds)
         if not result.interrupted:
-            _show_samples(console, sampler, folder, words, model)
+            _show_samples(console, sampler, folder, words, model, eval_batches)
         return result
 
 
@@ -261,13 +261,15 @@ def _check_model(model: CausalLM, words: Tokenizer, config: TrainConfig) -> None
         )
 
 
-def _show_samples(console: Console, sampler: Sampler | None, folder: Path, words: Tokenizer, model: CausalLM) -> None:
+def _show_samples(console: Console, sampler: Sampler | None, folder: Path, words: Tokenizer, model: CausalLM,
+                  eval_batches: list[Batch]) -> None:  # fmt: skip
     """Print the trained model's answers, and the commands to run next."""
     if sampler:
         sampler.show(console)
+    prompts = sampler.prompts if sampler else held_out_prompts(eval_batches, words, model.config.longest_sequence)
     family = family_of(model.origin.config) if model.origin.config else None
     stacked = family is not None and family.stacked
-    print_next(console, folder, words, sampler.prompts if sampler else [], stacked)
+    print_next(console, folder, words, prompts, stacked)
 
 
 def _sampler(tokens: int, model: CausalLM, words: Tokenizer, batches: list[Batch], shared: Parallel) -> Sampler | None:

@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in an adapter's file
 # Modules that peft 0.21 treats as experts in any model of an architecture that can have them (convert_peft_config_moe).
-EXPERT_TARGETS = dict.fromkeys(("qwen3_next", "afmoe", "glm4_moe", "qwen3_moe"), ("gate_proj", "up_proj", "down_proj"))
+_CONVERTED = ("qwen3_next", "afmoe", "glm4_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+EXPERT_TARGETS = dict.fromkeys(_CONVERTED, ("gate_proj", "up_proj", "down_proj"))
 PROJECTIONS = ("qkvg_proj", "o_proj", "gate_up_proj", "down_proj")
 
 

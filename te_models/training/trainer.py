@@ -23,6 +23,7 @@ from torch import Tensor
 
 from te_models.causal_lm import CausalLM
 from te_models.config.recipe import Recipe
+from te_models.config.settings import by_name
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.own_batches import OwnBatches, checked_batch
@@ -131,7 +132,10 @@ class Trainer(NamedFields):
         if isinstance(self.dataset, TokenDataset | StreamingDataset):
             self.data = self.dataset
         else:
-            self.data = OwnBatches(self.dataset, config.seed, parallel.ranks)
+            share = {"batch_size": config.batch_size // parallel.data_world, "seq_len": config.seq_len}
+            given, usual = by_name(config), by_name(TrainConfig())
+            asked = {name: size for name, size in share.items() if given[name] != usual[name]}
+            self.data = OwnBatches(self.dataset, config.seed, parallel.ranks, asked)
         evaluated = () if self.eval_batches is None else self.eval_batches
         self.evaluation = [checked_batch(batch, f"evaluation batch {n}") for n, batch in enumerate(evaluated, 1)]
         if config.patience and self.eval_batches is None:

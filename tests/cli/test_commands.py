@@ -199,6 +199,7 @@ def test_plan_as_json_has_the_rows_of_the_table_and_of_the_step(capsys: pytest.C
     assert f"CUDA graph: {graph['reason']}" in capsys.readouterr().out
 
 
+@pytest.mark.drawn
 def test_finetune_resume_and_generate(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "run"
     assert main(finetune(out, corpus, "--recipe", "delayed", "--amax-history-len", "4")) == 0
@@ -290,6 +291,10 @@ def test_equal_seeds_give_equal_weights_and_losses(corpus: Path, tmp_path: Path)
         (["plan", "--preset", "gated-nano", "--hidden-size", "100"], "not a multiple of num_attention_heads"),
         (["plan", "--preset", "gated-nano", "--intermediate-size", str(2**62)], "parameters: choose smaller ones"),
         (["plane"], "plan"),
+        (["plan", "gated-nano"], "give it to an option, such as --preset NAME or --model DIR"),
+        (["plan", "--presett", "gated-nano"], "did you mean '--preset'?"),
+        (["pretrain", "--preset", "gated-nano", "--recipe-schedule", "bf16@1.5"], "below 1 or a whole number"),
+        (["pretrain", "--preset", "gated-nano", "--warmup-steps", "1.5"], "warmup_steps=1.5 is neither"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

@@ -36,3 +36,7 @@ def test_an_old_transformer_engine_is_named_and_not_imported(
             engine.get_engine("native")
     else:
         assert engine.get_engine("native")[1] == "native"
+
+
+def test_no_engine_is_the_default() -> None:
+    assert engine.get_engine(None, "cpu")[1:] == engine.get_engine("auto", "cpu")[1:]

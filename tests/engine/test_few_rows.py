@@ -8,7 +8,7 @@ from torch import Tensor
 
 from te_models.engine import emulated as te
 from te_models.engine.emulated import few_rows, recipe
-from te_models.engine.emulated.autocast import full_rows, short_rows
+from te_models.engine.emulated.short_rows import full_rows, short_rows
 
 
 class PowersOfTwo(recipe.Float8CurrentScaling):
@@ -85,3 +85,11 @@ def test_few_rows_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match="divisible by 8"):
             linear(inputs("normal", 64))
     assert calls == [(ROWS, 64)]
+
+
+@torch.no_grad()
+def test_short_rows_record_no_amax() -> None:
+    linear = te.Linear(64, 64)
+    with te.autocast(enabled=True, recipe=RECIPES["delayed"]), short_rows(16):
+        linear(inputs("normal", 64), is_first_microbatch=True)
+    assert not linear.fp8_meta["scaling_fwd"].amax_history.any()

@@ -19,6 +19,7 @@ from te_models.engine import emulated
 from te_models.kernels import composed_attention, early_save, elementwise, gated_attention, handover, lm_head
 from te_models.kernels.expert_rows import combine, dispatch
 from te_models.kernels.from_inputs import from_inputs
+from te_models.kernels.grouped_product import grouped_product
 from te_models.model import router
 
 ROOT = Path(te_models.__file__).parent
@@ -52,6 +53,11 @@ def _routed(x: Tensor) -> Tensor:
     places = router.places(chosen, 3, 8)
     rows = dispatch(x, places.token, places.row)
     return combine(rows, torch.linspace(0, 1, 32).view(16, 2), places.token, places.row)
+
+
+def _divided(x: Tensor) -> Tensor:
+    weights = torch.linspace(-1, 1, 3 * 24 * 64).view(3, 24, 64).requires_grad_()
+    return grouped_product(x, weights, [5, 0, 11])
 
 
 def _norm() -> Operation:
@@ -98,6 +104,7 @@ OPERATIONS: dict[str, Operation] = {
     "kernels/lm_head.py": _loss,
     "kernels/from_inputs.py": lambda x: from_inputs(elementwise.silu_gate)(x, x * 0.5),
     "kernels/expert_rows.py": _routed,
+    "kernels/grouped_product.py": _divided,
 }
 # Tested by the file named, in Triton's interpreter, by several processes or on a GPU.
 ELSEWHERE = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from pathlib import Path
@@ -19,13 +20,18 @@ ROOT = Path(te_models.__file__).parent
 FOLLOWED = ("causal_lm", "files", "interop", "saving")
 SHAPE: dict[str, Any] = dict(
     hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1,
-    engine="emulated", device="cpu",
 )  # fmt: skip
+PLACE: dict[str, Any] = dict(engine="emulated", device="cpu")
 
 
 def module(code: CodeType) -> str:
     """The module of te_models with this code; "" for any other."""
-    path = Path(code.co_filename)
+    return module_of(code.co_filename)
+
+
+@functools.cache
+def module_of(file: str) -> str:
+    path = Path(file)
     return ".".join(path.relative_to(ROOT).with_suffix("").parts) if path.is_relative_to(ROOT) else ""
 
 
@@ -55,7 +61,7 @@ def calls_between_files(folder: Path, recipe: str) -> set[tuple[str, str]]:
     threading.setprofile(note)
     sys.setprofile(note)
     try:
-        CausalLM.from_pretrained(folder, recipe=recipe, engine="emulated", device="cpu")
+        CausalLM.from_pretrained(folder, recipe=recipe, **PLACE)
     finally:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
@@ -67,12 +73,12 @@ def calls_between_files(folder: Path, recipe: str) -> set[tuple[str, str]]:
 def test_loading_is_at_most_20_calls_between_files_and_4_climbs(format: str, tmp_path: Path) -> None:
     """Of a folder of ours with FP8 state, and of a family of Hugging Face."""
     options: dict[str, Any] = dict(attention_gate="none", recipe="bf16") if format == "hf" else dict(recipe="delayed")
-    model = CausalLM.from_preset("gated-nano", **SHAPE, **options)
+    model = CausalLM.from_preset("gated-nano", **SHAPE, **PLACE, **options)
     if format == "te":
         ids = model.embed_tokens.weight.new_ones((1, 16)).long()
         model(ids, labels=ids).loss.backward()
     model.save_pretrained(tmp_path / "m", format=format)
-    calls_between_files(tmp_path / "m", options["recipe"])  # imports are no part of the walk
+    CausalLM.from_pretrained(tmp_path / "m", recipe=options["recipe"], **PLACE)  # imports are no part of the walk
     calls = calls_between_files(tmp_path / "m", options["recipe"])
     climbs = [call for call in calls if ORDER.index(call[1].split(".")[0]) > ORDER.index(call[0].split(".")[0])]
     listing = "\n".join(f"{one} -> {other}" for one, other in sorted(calls))

@@ -55,11 +55,9 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 ROWS = [
     ("mixtral-one-key", "experts and attention"),
-    ("gpt_oss-window", "ranks"),
     ("qwen3_moe-steps", "experts and attention"),
     ("qwen2_moe-all-keys", "experts and attention"),
     ("mixtral-all-keys", "ranks"),
-    ("gpt_oss-one-key", "experts and attention"),
     ("olmoe-keys", "experts and attention"),
     ("glm4_moe-groups", "experts and attention"),
     ("mixtral-one-key", "down alone"),
@@ -70,6 +68,8 @@ ROWS = [
     ("laguna-experts", "experts and attention"),
     ("gpt_oss-all-keys", "experts and attention"),
     ("gpt_oss-window", "ranks"),
+    ("deepseek_v3-groups", "down alone"),
+    ("deepseek_v2-plain", "ranks"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,8 @@ DATA = {
 def run(out: Path, data: Any, evaluated: Any = None, steps: int = 8, resume: bool = False, **fields: Any) -> Trainer:
     torch.manual_seed(5)
     model = CausalLM(ModelConfig(**SHAPE), device="cpu", engine="emulated", recipe="bf16")
-    config = TrainConfig(steps=steps, seq_len=16, batch_size=2, learning_rate=1e-2, schedule="constant", **fields)
+    usual: dict[str, Any] = dict(learning_rate=1e-2, schedule="constant")
+    config = TrainConfig(steps=steps, **{**usual, **fields})
     trainer = Trainer(model, data, evaluated, config, out)
     trainer.run(resume=resume)
     return trainer
@@ -182,3 +184,13 @@ def test_subclasses_of_trainer_and_config(tmp_path: Path) -> None:
         loaded = CausalLM.from_pretrained(tmp_path / "saved" / kind.__name__, device="cpu", engine="emulated")
         ids = GOOD["input_ids"]
         assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_a_size_that_the_batches_do_not_have_is_named(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"seq_len=32 has no effect: .* has 2 x 16 tokens") as said:
+        run(tmp_path / "other", batches(), steps=2, batch_size=2, seq_len=32)
+    assert len(said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(tmp_path / "same", batches(), steps=2, batch_size=2, seq_len=16)
+        run(tmp_path / "usual", batches(), steps=2)

@@ -205,6 +205,9 @@ def test_a_run_shows_the_same_prompts_before_and_after(tmp_path: Path, capsys: p
     assert "free on cpu" in " ".join(out.split())
     assert main(["finetune", "--resume", str(tmp_path / "run"), "--steps", "14", "--sample-tokens", "6"]) == 0
     assert "\nbefore\n" not in capsys.readouterr().out
+    assert main(["finetune", "--resume", str(tmp_path / "run"), "--steps", "15", "--sample-tokens", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "sample 1" not in out and "--prompt 'number " in out
 
 
 def test_an_answer_out_of_time_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

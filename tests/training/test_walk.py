@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from pathlib import Path
@@ -25,7 +26,12 @@ class Arrived(BaseException):
 
 def place(frame: FrameType) -> str | None:
     """The file of a function in te_models, such as "training/finetune.py"."""
-    path = Path(frame.f_code.co_filename)
+    return file_of(frame.f_code.co_filename)
+
+
+@functools.cache
+def file_of(name: str) -> str | None:
+    path = Path(name)
     return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else None
 
 

@@ -46,11 +46,6 @@ def get_align_size_for_quantization(recipe: Recipe) -> int:
     return 128 if recipe.nvfp4() else 16
 
 
-# Products of fewer rows may take another way through a CPU's library, in which sums differ in the last bit; and
-# RMSNorm's kernels depend on whether the rows are a multiple of 4.
-FEWEST_ROWS = 4
-
-
 class FP8GlobalState(threading.local):
     """The FP8 state of a thread: each thread that reads it has its own, initially as here."""
 
@@ -68,7 +63,6 @@ class FP8GlobalState(threading.local):
         # Above 0, recomputes in the backward pass are allowed: their caller restores autocast and scales.
         self.restored_recomputes = 0
         self.scales = ScaleRegistry()
-        self.row_multiple = 1  # see `short_rows`
 
 
 class FP8GlobalStateManager:
@@ -192,27 +186,6 @@ def outside_autocast() -> Iterator[Recipe | None]:
     finally:
         _set_autocast_fields(state, saved)
         state.autocast_depth = depth
-
-
-@contextmanager
-def short_rows(multiple: int) -> Iterator[None]:
-    """Inside, te modules take rows as if zeros followed them up to `multiple`, with the same results: a step of
-    generation on a CPU leaves out the zeros that pad its few rows.
-
-    The rows are a multiple of `FEWEST_ROWS`, and no pass inside has a backward.
-    """
-    state = FP8GlobalStateManager.quantization_state
-    before, state.row_multiple = state.row_multiple, multiple
-    try:
-        yield
-    finally:
-        state.row_multiple = before
-
-
-def full_rows(rows: int) -> int:
-    """Return the rows that `rows` stand for."""
-    multiple = FP8GlobalStateManager.quantization_state.row_multiple
-    return -(-rows // multiple) * multiple
 
 
 _LOCKS: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.WeakKeyDictionary()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from te_models.device.cpu_matmul import matmul
 from te_models.engine.emulated import fused
-from te_models.engine.emulated.autocast import FP8GlobalStateManager, full_rows
+from te_models.engine.emulated.short_rows import are_short, full_rows
 from te_models.engine.emulated.tensor_core import PROMOTION_K, Factor, hopper_matmul
 from te_models.engine.emulated.tensors import Float8TensorStorage, FP8Matrix, Operand, QuantizedTensorStorage, pad_to
 
@@ -79,7 +79,7 @@ def is_exact(m: int, k: int, n: int) -> bool:
 
 def _rows_before_padding(a: Tensor) -> int:
     """Return how many rows of a [M, K] have to be multiplied: the zeros that end a step of generation give zeros."""
-    if FP8GlobalStateManager.quantization_state.row_multiple == 1:
+    if not are_short():
         return len(a)
     nonzero = a.view(torch.uint8).any(1).tolist()
     while len(nonzero) > 1 and not nonzero[-1]:

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from te_models.device.autograd import Context
 from te_models.device.cpu_matmul import matmul
 from te_models.engine.emulated import few_rows
-from te_models.engine.emulated.autocast import FP8GlobalStateManager, full_rows
+from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.delayed_scaling import ScaleRegistry
 from te_models.engine.emulated.gemm import gemm
 from te_models.engine.emulated.module import SLOTS, TransformerEngineBaseModule
@@ -28,6 +28,7 @@ from te_models.engine.emulated.numerics import device_type
 from te_models.engine.emulated.parallel import MODES, Parallelism
 from te_models.engine.emulated.quantizers import Quantizer
 from te_models.engine.emulated.recipe import Recipe, refuse_options, require
+from te_models.engine.emulated.short_rows import are_short, full_rows
 from te_models.engine.emulated.tensors import QuantizedTensorStorage, Value, as_matrix, pad_to
 
 
@@ -90,7 +91,7 @@ def product(
         if call.fp8 is not None:
             if bias is not None:
                 bias = bias.to(torch.bfloat16 if call.dtype == torch.float32 else call.dtype)
-            short = full_rows(1) > 1
+            short = are_short()
             few = few_rows.cast(inp, call.fp8.input) if short else None
             if few is not None:
                 w = fp8_weight(weight, call, call.fp8, dgrad)

@@ -26,6 +26,7 @@ from te_models.engine.emulated.recipe import (
     Recipe,
     require,
 )
+from te_models.engine.emulated.short_rows import are_short
 from te_models.engine.emulated.tensors import (
     BLOCK,
     MX_BLOCK,
@@ -193,7 +194,7 @@ class Float8Quantizer(_PerTensorQuantizer):
             return fused.cast_delayed(tensor, self.scale, self.amax, self.dtype)
         # Detached: autograd must not see the history change.
         amax, scale = self.amax.detach(), self.scale.detach().reshape(1)
-        if tensor.numel():
+        if tensor.numel() and not are_short():
             torch.maximum(amax, numerics.amax(tensor).to(amax.device), out=amax)
         return numerics.cast_fp8(tensor, scale, self.dtype), scale.reciprocal()
 
