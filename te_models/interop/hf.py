@@ -143,7 +143,7 @@ class HuggingFaceFolder(Opened):
             place = self.places[name]
             whole, shape = values, self.shapes[place.name]
             if len(place.blocks) > 1 or place.groups > 1 or values.shape != shape:
-                whole = begun.setdefault(place.name, like.new_zeros(shape))
+                whole = begun.setdefault(place.name, torch.zeros(shape, dtype=like.dtype, device=like.device))
                 place.load(whole, values)
             left[place.name] -= 1
             if not left[place.name]:

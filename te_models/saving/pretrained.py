@@ -20,7 +20,6 @@ from torch.nn.functional import pad
 
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe
-from te_models.distributed.dtensor import local
 from te_models.errors import CheckpointError, UsageError, check_known
 from te_models.files.atomic import first_line, readable
 from te_models.files.formats import Document, Fields, read_json
@@ -142,7 +141,7 @@ def open_model(build: Callable[..., Model], folder: Path, options: Document) -> 
         source.fit({name: p.shape for name, p in sketch.named_parameters(remove_duplicate=False)})
         config = _reshaped(build, source, shape) if shape else source.config
         model = build(config, **_with_saved_recipe(source, options, shape), initialize=False)
-        tensors = source.parameters(local(model.embed_tokens.weight))
+        tensors = source.parameters(model.embed_tokens.weight)
         if config == source.config:
             load_weights(model, tensors, source.fitting_fp8(model))
         else:

@@ -26,12 +26,13 @@ HEADS |= dict(llama=64, qwen2=64, granite=64, exaone4=64, phi3=96, qwen3_next=25
 # Sizes of heads that other models have.
 OWN = {"stablelm": (80, "none"), "kimi": (112, "elementwise"), "mla": (192, "elementwise"), "head": (96, "headwise")}
 # Heads of 192 channels with values of 128, and of 256 with as many; dense layers.
-LATENT = dict(num_key_value_heads=4, q_lora_rank=128, kv_lora_rank=128, first_k_dense_replace=LAYERS)
+RANKS = dict(num_key_value_heads=4, head_dim=64, q_lora_rank=128, kv_lora_rank=128)
+LATENT = RANKS | dict(first_k_dense_replace=LAYERS)
 NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "kimi_k2": LATENT,
     "deepseek_v2": LATENT,
-    "glm4_moe_lite": dict(num_key_value_heads=4, q_lora_rank=96, kv_lora_rank=128, mlp_layer_types=["dense"] * LAYERS),
+    "glm4_moe_lite": {**RANKS, "q_lora_rank": 96, "mlp_layer_types": ["dense"] * LAYERS},
     "qwen3_next": dict(num_experts=0, layer_types=[FULL] * LAYERS),
     "afmoe": DENSE_AFMOE,
     "granite": dict(
