@@ -298,7 +298,8 @@ class Decoder(nn.Module):
         context = forward_context(self.specs, tokens, *passed, self.dtype, autocasts, alignment)
         wanted = Wanted(labels, attention_mask, document_ids, return_logits, logits_to_keep)
         full, one = self.recipe.row_alignment, one_thread(self._too_small_to_share(tokens))
-        with one, short_rows(full if alignment < full else 1), forward_pass(self, self.te, self.recipe, self.te_recipe):
+        short = short_rows(full) if alignment < full else contextlib.nullcontext()  # no compiler traces its variable
+        with one, short, forward_pass(self, self.te, self.recipe, self.te_recipe):
             evaluated = not self.training
             output = self._with_routing(self._decode(tokens, context, wanted), context)
         if output.loss is not None and unknown is not None:
