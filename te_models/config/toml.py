@@ -62,7 +62,7 @@ def _leaves(value: Any) -> Iterator[object]:
 
 
 def render_toml(sections: Mapping[str, Mapping[str, Any]], comment: str) -> str:
-    """Return a TOML document: `comment`, then one table per section. A value of None is left out."""
+    """Return a TOML document: `comment`, then one table per section. Values of None are left out, also inside."""
     lines = [f"# {line}" for line in comment.splitlines()]
     for title, values in sections.items():
         given = {name: value for name, value in values.items() if value is not None}
@@ -78,7 +78,8 @@ def _key(name: str) -> str:
 def _value(value: Any) -> str:
     """Return a value as TOML: JSON's strings, numbers and lists are also TOML's, but for DEL."""
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(name)} = {_value(item)}" for name, item in value.items()) + " }"
+        given = {name: item for name, item in value.items() if item is not None}
+        return "{ " + ", ".join(f"{_key(name)} = {_value(item)}" for name, item in given.items()) + " }"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, str):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from te_models import ModelConfig, get_preset, list_presets
 from te_models.config.toml import MAX_BYTES, read_toml, render_toml
 from te_models.errors import ConfigError
 
@@ -72,3 +73,12 @@ def test_unreadable_files_are_refused_in_one_line(content: bytes | None, message
         read_toml(path)
     assert time.process_time() - start < 5
     assert "\n" not in str(error.value) and str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("preset", list_presets())
+def test_a_run_of_every_preset_is_written(preset: str, tmp_path: Path) -> None:
+    """The groups of fields, such as `moe`, are inline tables; what is not given in them is left out."""
+    config = get_preset(preset)
+    path = tmp_path / "run.toml"
+    path.write_text(render_toml({"model": config.to_dict()}, "a run"))
+    assert ModelConfig.from_dict(read_toml(path)["model"]) == config
