@@ -117,7 +117,7 @@ class MoESpec(FeedforwardSpec):
 
     @property
     def obstacles(self) -> tuple[str, ...]:
-        """What the fused SwiGLU kernels do not compute: with a bias, they would not leave rows of padding zero."""
+        """The fields that rule out the fused SwiGLU kernels: with a bias, those would write into rows of padding."""
         e = self.experts
         found = {"hidden_act": self.activation != "silu", "moe.swiglu_limit": e.swiglu_limit, "moe.bias": e.bias}
         return tuple(name for name, given in found.items() if given)

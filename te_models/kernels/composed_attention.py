@@ -16,7 +16,7 @@ from te_models.device.autograd import Context
 
 
 class Softmax(NamedTuple):
-    """What makes probabilities of the products of queries and keys: the factor on them, the cap and the sinks [N]."""
+    """How scores become probabilities: the factor on the products of queries and keys, the cap, the sinks [N]."""
 
     scale: float
     cap: float | None

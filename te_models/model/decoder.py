@@ -43,7 +43,7 @@ from te_models.model.forward_context import ForwardContext, forward_context
 from te_models.model.inputs import check_inputs, checked_tokens, known_ids, refuse_one_graph
 from te_models.model.kv_cache import Cache, DecodingCache, slots_for
 from te_models.model.offload import HostMemory, Offload
-from te_models.model.output import Output, Wanted
+from te_models.model.output import Output, Wanted, with_routing
 from te_models.model.recipe_fit import auto_recipe, check_layers, check_sizes, say
 from te_models.model.recompute import Recompute, refuse_foreign_recompute
 from te_models.model.targets import nan_if, next_token_targets
@@ -301,20 +301,13 @@ class Decoder(nn.Module):
         short = short_rows(full) if alignment < full else contextlib.nullcontext()  # no compiler traces its variable
         with one, short, forward_pass(self, self.te, self.recipe, self.te_recipe):
             evaluated = not self.training
-            output = self._with_routing(self._decode(tokens, context, wanted), context)
+            decoded = self._decode(tokens, context, wanted)
+            output = with_routing(decoded, context.routing, self.router_losses, self.training)
         if output.loss is not None and unknown is not None:
             output = output._replace(loss=nan_if(output.loss, unknown))
         if self.recipe.stateful and evaluated:
             preserve_scales_in_backward(self, output.tensors)
         return output
-
-    def _with_routing(self, output: Output, context: ForwardContext) -> Output:
-        """Return the output with what routers did, and in training with their losses."""
-        if self.router_losses is None or not context.routing.layers or output.loss is None:
-            return output
-        report = context.routing.report()
-        loss = output.loss + report.loss(self.router_losses) if self.training else output.loss
-        return Output(loss, output.logits, report)
 
     def _too_small_to_share(self, tokens: Tensor) -> bool:
         """Return whether no product of a pass over `tokens` [B, S, ...] is worth a second thread of the CPU."""

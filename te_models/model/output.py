@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import _register_namedtuple
 
-from te_models.model.router import RoutingReport
+from te_models.config.moe import MoEConfig
+from te_models.model.router import Routing, RoutingReport
 
 
 class Wanted(NamedTuple):
@@ -37,3 +38,11 @@ class Output(NamedTuple):
 
 
 _register_namedtuple(Output, serialized_type_name="te_models.Output")  # for torch.export.save
+
+
+def with_routing(output: Output, routing: Routing, moe: MoEConfig | None, training: bool) -> Output:
+    """Return the output with what routers did, and in training with their losses by the factors of `moe`."""
+    if moe is None or not routing.layers or output.loss is None:
+        return output
+    report = routing.report()
+    return Output(output.loss + report.loss(moe) if training else output.loss, output.logits, report)
