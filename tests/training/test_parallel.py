@@ -41,6 +41,7 @@ RUNS |= {f"ddp-{recipe}": dict(parallel="ddp", recipe=recipe) for recipe in ("bf
 RUNS |= {
     "fsdp-full": dict(parallel="fsdp", recipe="current", mode="full", gradient_accumulation=2),
     "fsdp-selective": dict(parallel="fsdp", recipe="mxfp8", mode="selective", tied=False),
+    "fsdp-folder": dict(parallel="fsdp", recipe="current", folder=True),
     "ddp-accumulating": dict(parallel="ddp", recipe="delayed", mode="full", gradient_accumulation=2),
     "fsdp-accumulating": dict(
         parallel="fsdp", recipe="delayed", gradient_accumulation=2, reshard_after_forward=False, prefetch_blocks=0
@@ -57,6 +58,7 @@ EXPERTS = dict(parallel="fsdp+ep", experts=True, balance_loss=0.0)
 RUNS |= {
     "experts-bf16": dict(EXPERTS, recipe="bf16", clip_grad_norm=0.5, save_every=2),
     "experts-current": dict(EXPERTS, recipe="current", mode="selective"),
+    "experts-folder": dict(EXPERTS, recipe="bf16", folder=True),
     "experts-answers": dict(EXPERTS, recipe="bf16", answers=True, gradient_accumulation=2, mode="full"),
 }
 SPECIAL = {
