@@ -352,7 +352,7 @@ def test_parameters_and_their_roles() -> None:
         (dict(router_scores="tanh"), "router_scores"),
         (dict(num_experts=6, n_group=4), "n_group=4 must divide"),
         (dict(shared_expert_gate=True), "needs a shared expert"),
-        (dict(norm_topk_prob=1), "not a valid bool"),
+        (dict(norm_topk_prob=1), "norm_topk_prob=1 is of a wrong type"),
         (dict(swiglu_limit=-1.0), "swiglu_limit=-1.0 is out of range"),
         (dict(experts=3), "unknown field 'experts'"),
     ],
