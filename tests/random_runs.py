@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from te_models.config.model import ModelConfig
+from te_models.config.model import NOT_LATENT, ModelConfig
 
 HEAD_DIMS = (32, 40, 48, 64, 72, 80, 96, 112, 128, 160, 192, 256)
 VOCAB = 61
@@ -108,18 +108,49 @@ class Life(NamedTuple):
     kills: tuple[int, ...]
 
 
-def other_kinds(rng: random.Random, config: ModelConfig) -> ModelConfig:
-    """Return the same model, perhaps with layers of linear attention, or with experts."""
-    kind, layers = rng.choice(("attention", "attention", "linear attention", "experts")), config.num_hidden_layers
+def other_kinds(rng: random.Random, config: ModelConfig, linear: bool = True, width: int = 32) -> ModelConfig:
+    """Return the same model, perhaps with latent attention, or layers of linear attention, and with experts.
+
+    Their sizes are multiples of `width`.
+    """
+    layers, kinds = config.num_hidden_layers, ("attention", "attention", "latent attention", "linear attention")
+    kind = rng.choice(kinds if linear else kinds[:3])
     if kind == "linear attention" and config.norm_position == "pre":
         sizes = dict(num_key_heads=2, num_value_heads=rng.choice((2, 4)), key_head_dim=16, value_head_dim=16)
         types = tuple(rng.choice(("linear_attention", "full_attention")) for _ in range(layers))
-        return dataclasses.replace(config, layer_types=types, sliding_window=None, linear_attention=sizes)
-    if kind == "experts" and config.mlp_gate and config.hidden_act == "silu" and not config.mlp_bias:
-        count = rng.randint(2, 5)
-        sizes = dict(num_experts=count, num_experts_per_tok=rng.randint(1, count), moe_intermediate_size=32)
-        return dataclasses.replace(config, moe=sizes | dict(norm_topk_prob=rng.random() < 0.5))
+        config = dataclasses.replace(config, layer_types=types, sliding_window=None, linear_attention=sizes)
+    if kind == "latent attention":
+        config = with_latents(rng, config, width)
+    if rng.random() < 0.7 and config.mlp_gate and config.hidden_act == "silu" and not config.mlp_bias:
+        config = with_experts(rng, config, width)
     return config
+
+
+def with_latents(rng: random.Random, config: ModelConfig, width: int) -> ModelConfig:
+    """Return the model with latents for queries, or none, and for keys and values; values narrower or wider."""
+    turned = rng.choice((16, 32))
+    sizes = dict(q_lora_rank=rng.choice((None, width, 2 * width)), kv_lora_rank=rng.choice((width, 3 * width)))
+    sizes |= dict(qk_nope_head_dim=rng.choice((16, 48)), qk_rope_head_dim=turned, v_head_dim=rng.choice((32, 96)))
+    biased = config.attention_bias and sizes["q_lora_rank"] is not None
+    changes = NOT_LATENT | dict(num_key_value_heads=config.num_attention_heads, head_dim=turned, attention_bias=biased)
+    changes |= dict(qk_norm_scope="head", query_scale_length=None, attention_gate_activation="sigmoid")
+    return dataclasses.replace(config, latent_attention=sizes, layer_types=None, **changes)
+
+
+def with_experts(rng: random.Random, config: ModelConfig, width: int) -> ModelConfig:
+    """Return the model with experts in some layers, of the kinds of several families."""
+    groups = rng.choice((1, 1, 2))
+    count = groups * rng.randint(2, 4)
+    chosen = rng.randint(1, count // groups)
+    sizes: dict[str, Any] = dict(num_experts=count, num_experts_per_tok=chosen, moe_intermediate_size=width)
+    sizes |= dict(n_group=groups, router_scores=rng.choice(("softmax", "sigmoid")), router_aux_loss_coef=0.01)
+    sizes |= dict(norm_topk_prob=rng.random() < 0.5, expert_bias=rng.random() < 0.4, router_fp32=rng.random() < 0.5)
+    if rng.random() < 0.4:
+        sizes |= dict(shared_expert_intermediate_size=2 * width, shared_expert_gate=rng.random() < 0.5)
+    if rng.random() < 0.3:
+        sizes |= dict(bias=True, swiglu_limit=rng.choice((0.5, 7.0)), routed_scaling_factor=1.5)
+    types = tuple(rng.choice(("sparse", "sparse", "dense")) for _ in range(config.num_hidden_layers))
+    return dataclasses.replace(config, moe=sizes, mlp_layer_types=types)
 
 
 def draw_life(rng: random.Random, recipes: list[str]) -> Life:
@@ -134,6 +165,7 @@ def draw_life(rng: random.Random, recipes: list[str]) -> Life:
         build |= edges if sum(edges.values()) < config.num_hidden_layers else dict.fromkeys(edges, 0)
     if recipe in ("delayed", "current", "blockwise", "mxfp8") and rng.random() < 0.3:
         build |= dict(fp8_params=True)
+    later = [] if "fp8_params" in build else rng.sample(recipes, rng.choice((0, 0, 1, 2)))
     build |= dict(activation_checkpointing=rng.choice(("none", "none", "selective", "full", 2)))
     build |= dict(activation_offload=rng.random() < 0.2)
     accumulation = rng.choice((1, 1, 2, 3))
@@ -143,10 +175,13 @@ def draw_life(rng: random.Random, recipes: list[str]) -> Life:
         schedule=rng.choice(("cosine", "linear", "constant")), keep_best=rng.random() < 0.3,
         cache_fp8_weights=rng.random() < 0.7, calibrate=rng.random() < 0.7, optimizer_offload=rng.random() < 0.2,
         clip_grad_norm=rng.choice((0.0, 1.0)),
+        recipe_schedule=",".join(f"{name}@{done}" for done, name in enumerate(later[: steps - 1], 1)),
     )  # fmt: skip
     lora = None
     if rng.random() < 0.35:
-        targets = rng.sample(("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"), rng.randint(1, 3))
+        names = ("o_proj", "o_proj", "all-linear", *(("all-linear", "experts") if config.moe else ("down_proj",)))
+        names += ("q_b_proj",) if config.latent_attention else ("q_proj", "v_proj")
+        targets = rng.sample(names, rng.randint(1, 3))
         lora = dict(rank=rng.choice((2, 4)), targets=tuple(targets), dropout=rng.choice((0.0, 0.2)))
     fields |= dict(optimizer="adamw" if lora else rng.choice(("adamw", "adamw", "muon", "muon8bit", "galore")))
     batches = [

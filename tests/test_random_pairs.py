@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from bits import assert_same_bits
 from fp64_model import logits_of
-from random_runs import Life, Tokens, draw_config, draw_life, draw_tokens
+from random_runs import Life, Tokens, draw_config, draw_life, draw_tokens, other_kinds
 from torch import Tensor
 
 from te_models import CausalLM, list_recipes
@@ -54,9 +54,10 @@ def relative(found: Tensor, expected: Tensor) -> float:
 def test_a_random_model_is_the_fp64_model(number: int) -> None:
     """Logits of every document, the loss, and the gradient of every parameter, in FP32."""
     rng = random.Random(number)
-    config, tokens = draw_config(rng), draw_tokens(rng)
+    config, tokens = other_kinds(rng, draw_config(rng), linear=False, width=rng.choice((12, 32))), draw_tokens(rng)
     torch.manual_seed(number)
     model = CausalLM(config, recipe="bf16", engine="emulated", device="cpu", dtype=torch.float32)
+    model.train(config.moe is None)  # the losses of routers have tests of their own
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
@@ -77,9 +78,12 @@ def test_a_random_model_is_the_fp64_model(number: int) -> None:
     loss.backward()
     whole = torch.stack([w.grad.norm() for w in weights.values() if w.grad is not None]).norm()
     for parameter in model.parameters():
+        if not parameter.requires_grad:  # a bias of the choice of experts
+            continue
         expected = weights[names[id(parameter)]].grad
         found = parameter.grad
-        assert found is not None and expected is not None, about
+        assert found is not None, about
+        expected = torch.zeros_like(found) if expected is None else expected  # an expert that no token chose
         assert (found.double() - expected).norm() < 1e-4 * expected.norm() + 1e-6 * whole, (names[id(parameter)], about)
 
 
@@ -109,6 +113,7 @@ def everything(run: Trainer) -> dict[str, Tensor]:
     return {**{name: p.detach() for name, p in model.named_parameters()}, **fp8_state(model), **masters}
 
 
+@pytest.mark.filterwarnings("ignore:peft has no adapters on")  # of some families, in transformers
 @pytest.mark.parametrize("number", cases(6, 300))
 def test_a_random_life_ends_as_if_nothing_had_happened(number: int, tmp_path: Path) -> None:
     """A run that saves in the background, is killed after random steps and resumed each time, ends in the same bits as

@@ -156,7 +156,11 @@ class TrainConfig(Settings):
             check_known(f"recipe of recipe_schedule={self.recipe_schedule!r}", name, list_recipes())
             found.append((self._count(place), name))
         if [done for done, _ in found] != sorted({done for done, _ in found}):
-            raise ConfigError(f"recipe_schedule={self.recipe_schedule!r}: give the changes in the order of their steps")
+            steps = " and ".join(f"{done:,}" for done, _ in found)
+            raise ConfigError(
+                f"recipe_schedule={self.recipe_schedule!r}: give the changes in the order of their steps; of "
+                f"{self.steps:,} steps these follow {steps}"
+            )
         return found
 
     def learning_rate_at(self, step: int) -> float:

@@ -136,10 +136,14 @@ def test_a_misspelled_recipe_of_a_schedule_names_the_nearest() -> None:
         TrainConfig(recipe_schedule="curent@0.9")
 
 
-@pytest.mark.parametrize("schedule", ["bf16@0.9,current@0.5", "bf16@0.5,current@0.5"])
-def test_changes_come_in_order(schedule: str) -> None:
-    with pytest.raises(ConfigError, match="in the order of their steps"):
-        TrainConfig(recipe_schedule=schedule)
+@pytest.mark.parametrize(
+    "schedule, steps",
+    [("bf16@0.9,current@0.5", "9 and 5"), ("bf16@0.5,current@0.5", "5 and 5"), ("bf16@0.5,current@4", "5 and 4")],
+)
+def test_changes_come_in_order(schedule: str, steps: str) -> None:
+    """A share and a number may be in order until a run resumes with more steps, so the steps are in the message."""
+    with pytest.raises(ConfigError, match=f"in the order of their steps; of 10 steps these follow {steps}$"):
+        TrainConfig(recipe_schedule=schedule, steps=10)
 
 
 def test_a_change_that_the_model_cannot_make_is_refused_before_the_run(tmp_path: Path) -> None:
