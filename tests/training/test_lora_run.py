@@ -75,7 +75,6 @@ def losses(out: Path) -> list[float]:
             dict(fp8_params=True, activation_checkpointing="selective"),
             marks=pytest.mark.slow,
         ),
-        ("bf16", {"dropout": 0.5}, {}),
         (
             "delayed",
             ALL,
@@ -285,9 +284,8 @@ def test_merged_adapters_have_the_recipe_that_they_were_trained_under(tmp_path: 
 @pytest.mark.parametrize(
     "recipe, lora, fields",
     [
-        ("bf16", {"targets": ("q_proj", "down_proj")}, {}),
         pytest.param("delayed", {}, {}, marks=pytest.mark.slow),
-        ("delayed", {}, dict(fp8_params=True)),
+        ("delayed", {"targets": ("q_proj", "down_proj")}, dict(fp8_params=True)),
         pytest.param("current", {}, dict(fp8_params=True), marks=pytest.mark.slow),
         ("delayed", ALL, dict(fp8_params=True) | EXPERTS),
     ],
