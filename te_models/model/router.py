@@ -73,7 +73,7 @@ def choose(logits: Tensor, bias: Tensor | None, real: Tensor | None, moe: MoECon
     scores = logits.detach()
     if bias is not None or moe.n_group > 1:  # otherwise the logits have the order of the scores, without their rounding
         scores = _scores(scores, moe)
-        scores = scores if bias is None else scores + bias
+        scores = scores if bias is None else scores + bias.detach()
     if moe.n_group > 1:
         groups = scores.unflatten(1, (moe.n_group, -1))  # [T, groups, E / groups]
         best = groups.topk(moe.group_scores, dim=2).values.sum(2).sort(dim=1, descending=True, stable=True).indices
