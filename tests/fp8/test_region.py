@@ -309,10 +309,3 @@ def test_a_copy_evaluates_and_trains_like_the_original(
     train(model, ids)
     assert_same_state("the copy", model, trained)
     assert any(not torch.equal(before[name], tensor) for name, tensor in trained.items())
-
-
-@pytest.mark.parametrize("method", ["double", "half"])
-def test_another_dtype_is_one_line(method: str) -> None:
-    with pytest.raises(ValueError, match="dtype=") as raised:
-        getattr(build("bf16"), method)()
-    assert "\n" not in str(raised.value)

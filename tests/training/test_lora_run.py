@@ -176,14 +176,6 @@ def test_a_finished_run_can_be_merged(start: list[str], capsys: Any) -> None:
     assert CausalLM.from_pretrained("run/merged", device="cpu").dtype == torch.float32
 
 
-def test_the_head_can_have_adapters(start: list[str], capsys: Any) -> None:
-    CausalLM.from_preset("gated-nano", device="cpu", tie_word_embeddings=False, **TINY).save_pretrained("base")
-    assert main([*start, "--lora-targets", "lm_head,q_proj", "--out", "run"]) == 0
-    model = load_lora(CausalLM.from_pretrained("base", device="cpu"), "run/adapter")
-    rows = model.base_model.model.plan().rows
-    assert [(row.layer, row.module) for row in rows][-2:] == [("3", "mlp.down_proj"), ("head", "lm_head")]
-
-
 @pytest.mark.parametrize("choices", every(2, [["--recipe", "current", "--fp8-params"], ["--recipe", "bf16"]]))
 def test_from_the_command_line_to_a_merged_model(choices: list[str], start: list[str], capsys: Any) -> None:
     assert main([*start, *choices, "--merge", "--out", "run"]) == 0
