@@ -49,6 +49,15 @@ def fresh_state():
     emulated.FP8GlobalStateManager.reset()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def freed() -> Iterator[None]:
+    """Several workers share a GPU: none keeps the memory of tests that are over."""
+    yield
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def plain_sums() -> Iterator[None]:
     """Outside tests/engine FP8 products and norms are plain ones."""

@@ -419,7 +419,8 @@ def test_help_and_import_need_no_heavy_package() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the OpenMP of other systems has no such variable")
 def test_idle_threads_of_openmp_sleep_soon() -> None:
     code = "import sys, time; from te_models.cli import main; main(['--help']); import torch; x = torch.ones(10**6)\n"
-    code += "def spun():\n    x + 1; begun = time.process_time(); time.sleep(0.01); return time.process_time() - begun\n"
+    code += "def spun():\n    x + 1; begun = time.process_time(); time.sleep(0.01)\n"
+    code += "    return time.process_time() - begun\n"
     code += "print(sorted(spun() for _ in range(30))[15])"
     env = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     out = run_process([sys.executable, "-c", code], env=env | {"OMP_NUM_THREADS": "2"})
