@@ -35,6 +35,20 @@ def matmul(
     return (a @ b).to(dtype)
 
 
+def packed(weight: Tensor) -> Tensor | None:
+    """Return weight [N, K] as `packed_matmul` takes it; None where this CPU has no products of packed weights.
+
+    A product in BF16 instructions lays its weight out anew, which for a few rows takes as long as the rest.
+    """
+    usable = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and _has_units(weight.dtype)
+    return torch.ops.mkldnn._reorder_linear_weight(weight, 1) if usable else None
+
+
+def packed_matmul(a: Tensor, weight: Tensor) -> Tensor:
+    """Return a [M, K] @ weight [N, K] transposed, of a `packed` weight, as `matmul` does."""
+    return torch.ops.mkldnn._linear_pointwise(a, weight, None, "none", [], "")
+
+
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a [M, K] @ b [K, N] to `total` [M, N] in FP32; on a GPU the GEMM itself accumulates."""
     if a.is_cuda and a.dtype != torch.float32:
