@@ -265,7 +265,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
         return cached
 
     def packed_weight(self, name: str, weight: Tensor, first_microbatch: bool | None) -> Tensor | None:
-        """Return the weight `name` as `packed_matmul` takes it, if passes without a backward use it again; else None."""
+        """Return the weight `name` as `packed_matmul` takes it if passes without a backward use it again, else None."""
         if first_microbatch is None or self._is_fsdp2 or weight.numel() > KEPT_VALUES:
             return None
         version = 0 if weight.is_inference() else weight._version
