@@ -418,9 +418,10 @@ def test_help_and_import_need_no_heavy_package() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the OpenMP of other systems has no such variable")
 def test_idle_threads_of_openmp_sleep_soon() -> None:
-    code = "import time; from te_models.cli import main; main(['--help']); import torch; x = torch.ones(10**6)\n"
-    code += "def spun():\n    x + 1\n    begun = time.process_time()\n    time.sleep(0.01)\n"
-    code += "    return time.process_time() - begun\nprint(sorted(spun() for _ in range(30))[15])"
+    code = "import sys, time; from te_models.cli import main; main(['--help']); import torch; x = torch.ones(10**6)\n"
+    code += "def spun():\n    x + 1; begun = time.process_time(); time.sleep(0.01)\n"
+    code += "    return time.process_time() - begun\n"
+    code += "print(sorted(spun() for _ in range(30))[15])"
     env = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     out = run_process([sys.executable, "-c", code], env=env | {"OMP_NUM_THREADS": "2"})
     assert float(out.stdout.splitlines()[-1]) < 1e-3  # seconds; libgomp's own is 4e-3
