@@ -298,7 +298,6 @@ class Linear(TransformerEngineBaseModule):
         and caches nothing. `fp8_output` and `fp8_grad` quantize the output and the input gradient.
         """
         parallel = self.parallelism
-        parallel.check(self.tp_group_initialized, None)
         self.prepare_forward(inp)
         bias: Tensor | None = self.bias if self.use_bias else None
         # A row-parallel bias is added once, after the sum over the ranks.
@@ -325,8 +324,8 @@ class Linear(TransformerEngineBaseModule):
     ) -> Call:  # fmt: skip
         """Check and collect the arguments of one pass."""
         tracked = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (inp, weight, bias))
+        parallel.check(self.tp_group_initialized, self.fp8_meta["recipe"] if self.fp8 else None)
         if self.fp8:
-            parallel.check(True, self.fp8_meta["recipe"])
             parallel.check_quantized_results(*results)
             parallel.configure(self.quantizers["scaling_fwd"][0], self.quantizers["scaling_bwd"][0])
             _check_dims(inp.shape, weight.shape, tracked)
