@@ -40,7 +40,7 @@ def packed(weight: Tensor) -> Tensor | None:
 
     A product in BF16 instructions lays its weight out anew, which for a few rows takes as long as the rest.
     """
-    usable = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and _has_units(weight.dtype)
+    usable = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and _packing_is_exact()
     return torch.ops.mkldnn._reorder_linear_weight(weight, 1) if usable else None
 
 
@@ -55,6 +55,19 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total += matmul(a, b, dtype=torch.float32)
+
+
+@once
+def _packing_is_exact() -> bool:
+    """Return whether this CPU has products of packed weights, with the bits of `matmul`."""
+    if not _has_units(torch.bfloat16):
+        return False
+    generator, equal = torch.Generator().manual_seed(0), []
+    for rows, inputs, outputs in ((1, 192, 512), (4, 512, 192), (12, 2048, 40)):
+        x, weight = (torch.randn(n, inputs, generator=generator).bfloat16() for n in (rows, outputs))
+        product = packed_matmul(x, torch.ops.mkldnn._reorder_linear_weight(weight, 1))
+        equal.append(torch.equal(product, matmul(x, weight.t())))
+    return all(equal)
 
 
 @once

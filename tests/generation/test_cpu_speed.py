@@ -79,7 +79,7 @@ def test_each_weight_is_quantized_once(recipe: str, monkeypatch: pytest.MonkeyPa
 def test_packed_weights_change_no_bit(outputs: int, inputs: int, rows: int) -> None:
     weight, x = torch.randn(outputs, inputs).bfloat16(), torch.randn(rows, inputs).bfloat16()
     if (kept := packed(weight)) is None:
-        pytest.skip("this CPU has no instructions for BF16")
+        pytest.skip("this CPU has no exact products of packed weights")
     assert torch.equal(packed_matmul(x, kept), matmul(x, weight.t()))
 
 
@@ -89,7 +89,7 @@ def test_a_kept_weight_is_that_of_the_module(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(te_linear, "packed_matmul", lambda x, w: calls.append(w) or packed_matmul(x, w))
     linear = te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, device="cpu")
     if packed(linear.weight) is None:
-        pytest.skip("this CPU has no instructions for BF16")
+        pytest.skip("this CPU has no exact products of packed weights")
     x = torch.randn(2, 64).bfloat16()
     assert torch.equal(linear(x, is_first_microbatch=True), linear(x))
     assert torch.equal(linear(x, is_first_microbatch=False), linear(x))
@@ -109,7 +109,7 @@ def test_steps_use_packed_weights_and_drop_them(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(te_linear, "packed_matmul", lambda x, w: calls.append(w) or packed_matmul(x, w))
     model = CausalLM.from_preset("gated-nano", recipe="bf16", num_hidden_layers=2, **PLACE).eval()
     if packed(model.lm_head.weight) is None:
-        pytest.skip("this CPU has no instructions for BF16")
+        pytest.skip("this CPU has no exact products of packed weights")
     model.generate(IDS, max_new_tokens=5)
     assert len(calls) == 5 * (2 * 4 + 1) and len({id(w) for w in calls}) == 2 * 4 + 1
     assert not any(module._packed for module in model.modules() if isinstance(module, te.LINEARS))
