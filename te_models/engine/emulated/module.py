@@ -404,7 +404,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
 
     def _check_weight_recipe(self) -> None:
         """Check that a quantized weight suits the recipe; without FP8 it is dequantized, with a warning."""
-        weight = self._parameters.get(self.weight_names[0])  # a parametrized one is computed, in high precision
+        weight: Tensor | None = self._parameters.get(self.weight_names[0])  # None: it is computed, in high precision
         if not isinstance(weight, QuantizedTensor):
             return
         if not FP8GlobalStateManager.is_fp8_enabled():
