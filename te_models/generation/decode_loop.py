@@ -6,7 +6,8 @@ them. The same function runs eagerly everywhere else, with the same results. The
 computes the next one.
 
 Under an FP8 recipe the weights are quantized with the prompt and the FP8 data is reused in every step (one byte per
-parameter).
+parameter). The emulated engine also keeps what its products on a CPU take, of weights that are not too large (2 to 4
+bytes per parameter).
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from te_models.engine.emulated.tensor_core import HostFactor, row_product
 from te_models.engine.emulated.tensors import Float8TensorStorage, FP8Matrix, QuantizedTensorStorage, Value, as_matrix
 
 _TINY = 2.0**-64  # of smaller amaxes scales may overflow
+_CACHED = 2**18  # the largest weight, in elements, whose FP32 values stay in a core's cache until the product
 
 
 class FewRows(NamedTuple):
@@ -69,12 +70,14 @@ def _scale(x: Tensor, quantizer: Float8Quantizer | Float8CurrentScalingQuantizer
 
 
 def _columns(weight: Float8TensorStorage) -> Tensor:
-    """Return the numbers of a weight in FP32, [K, N]. Kept ones are BF16, which is exact: there is less to read."""
+    """Return the numbers of a weight in FP32, [K, N]: from BF16, which is exact, where reading them costs the most."""
 
-    def values() -> Tensor:
-        return weight.operand(False).values.t()
+    def numbers() -> Tensor:
+        return weight.operand(False).values.t().bfloat16().contiguous()
 
-    return weight.kept("columns", False, lambda: values().bfloat16().contiguous()).float() if weight.keeps else values()
+    if weight.keeps and weight._shape.numel() <= _CACHED:
+        return weight.kept("columns", False, numbers).float()
+    return weight.kept("operand", False, lambda: weight.operand(False)).values.t()
 
 
 def _exact(data: Tensor, weight: Float8TensorStorage, split_accumulator: bool) -> Tensor:
