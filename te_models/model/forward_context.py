@@ -85,7 +85,7 @@ class ForwardContext(NamedTuple):
         with self.autocasts.linear(module):
             return self.kernels.linear(module, x, is_first_microbatch=self.recompute.first_microbatch)
 
-    def neighbour(self, module: nn.Module) -> nn.Module | None:
+    def neighbour(self, module: nn.Module | None) -> nn.Module | None:
         """Return a te.Linear for which a kernel beside it may write FP8; None if it has an autocast of its own."""
         return None if module in self.autocasts.others else module
 
