@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils._pytree import _register_namedtuple
 
 from te_models.config.moe import MoEConfig
 from te_models.model.router import Routing, RoutingReport
+from te_models.model.targets import IGNORED, shifted
 
 
 class Wanted(NamedTuple):
@@ -40,9 +42,17 @@ class Output(NamedTuple):
 _register_namedtuple(Output, serialized_type_name="te_models.Output")  # for torch.export.save
 
 
-def with_routing(output: Output, routing: Routing, moe: MoEConfig | None, training: bool) -> Output:
-    """Return the output with what routers did, and in training with their losses by the factors of `moe`."""
-    if moe is None or not routing.layers or output.loss is None:
+def with_routing(
+    output: Output, wanted: Wanted, routing: Routing, moe: MoEConfig | None, group: ProcessGroup | None
+) -> Output:
+    """Return the output with what routers did, and in training with their losses by the factors of `moe`, else None.
+
+    `group`: the processes that train together.
+    """
+    if not routing.layers or output.loss is None or wanted.labels is None:
         return output
-    report = routing.report()
-    return Output(output.loss + report.loss(moe) if training else output.loss, output.logits, report)
+    if moe is None:
+        return output._replace(routing=routing.report())
+    targets = shifted(wanted.labels, wanted.attention_mask, wanted.document_ids)
+    report = routing.report(group, (targets != IGNORED).sum())
+    return Output(output.loss + report.loss(moe), output.logits, report)

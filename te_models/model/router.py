@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -55,14 +56,24 @@ class Routing:
     def __init__(self) -> None:
         self.layers: list[LayerRouting] = []
 
-    def report(self) -> RoutingReport:
-        """Return the losses and shares of the pass."""
+    def report(self, group: dist.ProcessGroup | None = None, counted: Tensor | None = None) -> RoutingReport:
+        """Return the losses and shares of the pass; with `group`, of processes that train together, a collective.
+
+        The losses are then such that their mean over the processes, weighted by the tokens that the loss of each
+        counts (`counted`, a scalar), is that of one process with the tokens of all.
+        """
         counts, probabilities, squares, tokens = (torch.stack(values) for values in zip(*self.layers, strict=True))
         total = tokens.sum().clamp(min=1)
-        mean = probabilities.sum(0) / total
-        balance = counts.shape[1] * ((counts.sum(0) / total) * mean).sum()
+        chosen, factor = counts.sum(0) / total, 1.0
+        if group is not None and counted is not None:
+            own = torch.cat((counts.sum(0), torch.stack((tokens.sum(), counted.to(tokens)))))
+            everywhere = own.clone()
+            dist.all_reduce(everywhere, group=group)
+            chosen = everywhere[:-2] / everywhere[-2].clamp(min=1)
+            factor = (own[-2] / everywhere[-2].clamp(min=1)) * (everywhere[-1] / own[-1].clamp(min=1))
+        balance = factor * counts.shape[1] * (chosen * (probabilities.sum(0) / total)).sum()
         shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
-        return RoutingReport(balance, squares.sum() / total, shares)
+        return RoutingReport(balance, factor * squares.sum() / total, shares)
 
 
 def choose(logits: Tensor, bias: Tensor | None, real: Tensor | None, moe: MoEConfig) -> Tensor:

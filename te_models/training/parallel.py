@@ -12,7 +12,7 @@ a batch this process gets, and over which ranks to sum. Its default is a single 
 * "tp", "fsdp+tp": te_models.model.tensor_parallel splits each layer; FSDP shards the result over the other dimension.
 
 FP8: delayed scaling reduces the amaxes of all processes (`CausalLM.amax_group`), so scales are equal everywhere, as
-gathering FP8 shards needs. The other recipes scale each process's own activations, and weights after they are gathered,
+gathering FP8 shards needs; those of an expert, of the processes that have it. The other recipes scale each process's own activations, and weights after they are gathered,
 so nothing has to be reduced.
 """
 
@@ -134,7 +134,7 @@ class Parallel:
         if self.tp is not None:
             options |= dict(tp_mesh=self.tp, sequence_parallel=self.config.sequence_parallel)
         if self.ep is not None:
-            options |= dict(ep_mesh=self.ep, ep_fp8=self.config.fp8_dispatch)
+            options |= dict(ep_mesh=self.ep, ep_fp8=self.config.fp8_dispatch, ep_replicas=self.replicas)
         fsdp = self.uses_fsdp
         if self.ranks.world > 1:
             options["amax_group"] = dist.group.WORLD

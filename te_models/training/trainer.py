@@ -141,6 +141,7 @@ class Trainer(NamedFields):
         if config.patience and self.eval_batches is None:
             raise UsageError(f"patience={config.patience} counts evaluations: give eval_batches too")
         weigh_losses(self.model, config)
+        self.model.router_group = parallel.data_group if parallel.data_world > 1 else None
         self.gradients = parallel.gradients(self.model, config.gradient_accumulation)
         chosen = (config.learning_rate, config.weight_decay, config.optimizer_options, config.optimizer_offload)
         shared = (parallel.owners(), self.gradients, parallel.norm)
@@ -417,7 +418,7 @@ class Trainer(NamedFields):
     def _model_content(self) -> tuple[dict[str, dict[str, Tensor]], Fields]:
         """Return the part of a checkpoint that is a saved model."""
         reshard(self.model)
-        shared_amaxes(self.model, self.parallel.ranks.world)
+        shared_amaxes(self.model)
         if self.saved is not None:
             return self.saved.content()
         return model_content(self.model, self.model.origin, self.optimizer.masters_by_id(), parts=self.parallel.sharded)
