@@ -137,10 +137,10 @@ def check_known(kind: str, given: object, choices: Collection[object], listed: s
         raise unknown(kind, given, map(str, choices), listed)
 
 
-def refuse(mistakes: Iterable[str], error: type[TeModelsError] = UsageError) -> None:
-    """Raise `error` with the first of `mistakes`, lines that say what is wrong and what to do; without one, return."""
+def refuse(mistakes: Iterable[str | Exception], error: type[TeModelsError] = UsageError) -> None:
+    """Raise the first of the mistakes: `error` with a line that says what is wrong, or one that is an error already."""
     for mistake in mistakes:
-        raise error(mistake)
+        raise mistake if isinstance(mistake, Exception) else error(mistake)
 
 
 def plural(number: int, noun: str, nouns: str = "") -> str:
@@ -163,15 +163,10 @@ def _initials(name: str) -> str:
     return "".join(word[:1] for word in name.split("_"))
 
 
-def documented(default: Any, text: str, **options: Any) -> Any:
-    """Return a dataclass field with a help text in its metadata, which the command line and `help` show."""
-    return dataclasses.field(default=default, metadata={"help": text}, **options)
-
-
 class NamedFields:
     """Base of dataclasses whose constructor names the nearest field when it is given an unknown one.
 
-    The docstring of a subclass lists the fields that `documented` made.
+    The docstring of a subclass lists the fields that have a help text (te_models.config.settings).
     """
 
     def __init_subclass__(cls) -> None:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
-from te_models.config.checks import refuse, wrong_values
 from te_models.config.chunk_sizes import FP32
 from te_models.config.layer import LinearSpec, MixerSpec, Section, Step, Tape
-from te_models.errors import ConfigError, NamedFields, documented
+from te_models.config.settings import Settings, count
+from te_models.errors import ConfigError
 
 if TYPE_CHECKING:
     from te_models.config.model import ModelConfig
@@ -28,21 +28,22 @@ CHUNK = 64  # tokens that te_models.kernels.delta_rule computes at once
 
 
 @dataclass(frozen=True)
-class DeltaNetConfig(NamedFields):
+class DeltaNetConfig(Settings):
     """The sizes of Gated DeltaNet layers, under Hugging Face's names without their prefix `linear_`.
 
     Raises:
         ConfigError: a size is no positive whole number, or the value heads are no multiple of the key heads.
     """
 
-    num_key_heads: int = documented(16, "Heads of queries and keys.")
-    num_value_heads: int = documented(32, "Heads of values, a multiple of the key heads.")
-    key_head_dim: int = documented(128, "Channels per head of queries and keys.")
-    value_head_dim: int = documented(128, "Channels per head of values.")
-    conv_kernel_dim: int = documented(4, "Tokens that the causal convolution sees.")
+    prefix = "linear_attention."
+    num_key_heads: int = count(16, "Heads of queries and keys.")
+    num_value_heads: int = count(32, "Heads of values, a multiple of the key heads.")
+    key_head_dim: int = count(128, "Channels per head of queries and keys.")
+    value_head_dim: int = count(128, "Channels per head of values.")
+    conv_kernel_dim: int = count(4, "Tokens that the causal convolution sees.")
 
     def __post_init__(self) -> None:
-        refuse(wrong_values(self, DeltaNetConfig, "linear_attention."))
+        super().__post_init__()
         if self.num_value_heads % self.num_key_heads:
             raise ConfigError(
                 f"linear_attention.num_value_heads={self.num_value_heads} is not a multiple of "

@@ -17,32 +17,29 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 from te_models.config.attention import Heads, SoftmaxAttentionSpec
-from te_models.config.checks import refuse, wrong_values
 from te_models.config.chunk_sizes import FP32
 from te_models.config.layer import FEATURE_ALIGNMENT, LinearSpec, Section, Step, Tape
-from te_models.errors import NamedFields, documented
+from te_models.config.settings import Settings, count, positive
 
 if TYPE_CHECKING:
     from te_models.config.model import ModelConfig
 
 
 @dataclass(frozen=True)
-class LatentConfig(NamedFields):
+class LatentConfig(Settings):
     """The sizes of latent attention, under Hugging Face's names.
 
     Raises:
         ConfigError: a size is no positive whole number.
     """
 
-    q_lora_rank: int | None = documented(None, "Channels of the latent of queries; None: they have none.")
-    kv_lora_rank: int = documented(512, "Channels of the latent of keys and values.")
-    qk_nope_head_dim: int = documented(128, "Channels per head of queries and keys without RoPE.")
-    qk_rope_head_dim: int = documented(64, "Channels per head of queries and keys with RoPE.")
-    v_head_dim: int = documented(128, "Channels per head of values.")
-    norm_eps: float = documented(1e-6, "Epsilon of the norms of the latents.")
-
-    def __post_init__(self) -> None:
-        refuse(wrong_values(self, LatentConfig, "latent_attention."))
+    prefix = "latent_attention."
+    q_lora_rank: int | None = count(None, "Channels of the latent of queries; None: they have none.")
+    kv_lora_rank: int = count(512, "Channels of the latent of keys and values.")
+    qk_nope_head_dim: int = count(128, "Channels per head of queries and keys without RoPE.")
+    qk_rope_head_dim: int = count(64, "Channels per head of queries and keys with RoPE.")
+    v_head_dim: int = count(128, "Channels per head of values.")
+    norm_eps: float = positive(1e-6, "Epsilon of the norms of the latents.")
 
     @property
     def qk_head_dim(self) -> int:

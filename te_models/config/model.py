@@ -6,37 +6,27 @@ import copy
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, FrozenInstanceError, dataclass, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from te_models.config.checks import refuse, wrong_values
 from te_models.config.deltanet import DeltaNetConfig
 from te_models.config.latent import LatentConfig
 from te_models.config.layer import LayerSpec, LinearSpec, PartSpec, Section, distinct, named_linears
 from te_models.config.layers import MIXERS, MLPS, describe_layers
 from te_models.config.moe import MoEConfig
 from te_models.config.rope import Rope, Scaling, checked_scaling, checked_sliding_rope, frozen, rotary_mistakes
-from te_models.errors import ConfigError, NamedFields, documented, field_values, unknown
+from te_models.config.settings import Settings, count, from_table, positive, setting, take_settings
+from te_models.errors import ConfigError, field_values, refuse
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+    pass
 
-# Field -> its values.
-CHOICES = {
-    "attention_gate": ("elementwise", "headwise", "none"),
-    "attention_gate_activation": ("sigmoid", "softplus"),
-    "qk_norm_scope": ("head", "all_heads"),
-    "norm_position": ("pre", "post", "both"),
-    "hidden_act": ("silu", "gelu", "gelu_pytorch_tanh", "relu2"),
-}
-
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")
 MAX_PARAMETERS = 2**60  # PyTorch counts bytes in 64 bits
 MAX_LAYERS = 10_000  # planning a model loops over its layers
 PER_LAYER = ("no_rope_layers", "layer_types", "mlp_layer_types")  # fields with one entry per layer
-# Fields that are groups of fields; a file has the values of each by name.
-GROUPS = {"linear_attention": DeltaNetConfig, "latent_attention": LatentConfig, "moe": MoEConfig}
 # Fields of attention that latent attention does not compute -> the value that leaves them out.
 NOT_LATENT = {
     "attention_gate": "none",
@@ -51,7 +41,7 @@ NOT_LATENT = {
 
 
 @dataclass(kw_only=True, unsafe_hash=True)  # frozen by __setattr__ below
-class ModelConfig(NamedFields):
+class ModelConfig(Settings):
     """Shape of a gated-attention decoder. Sizes are counts of elements.
 
     `num_key_value_heads` defaults to `num_attention_heads` and `head_dim` to `hidden_size / num_attention_heads`. The
@@ -67,85 +57,101 @@ class ModelConfig(NamedFields):
         ConfigError: an unknown keyword (the message names the nearest field), or values that do not fit each other.
     """
 
-    vocab_size: int = documented(MISSING, "Number of token ids.")
-    hidden_size: int = documented(MISSING, "Width of the residual stream.")
-    intermediate_size: int = documented(MISSING, "Width of the MLP.")
-    num_hidden_layers: int = documented(MISSING, "Number of blocks.")
-    num_attention_heads: int = documented(MISSING, "Number of query heads.")
-    num_key_value_heads: int = documented(None, "Number of key and value heads; default: one per query head.")
-    head_dim: int = documented(None, "Channels per head; default: hidden size / query heads.")
-    max_position_embeddings: int = documented(4096, "Longest sequence.")
-    rms_norm_eps: float = documented(1e-5, "Epsilon of every RMSNorm.")
-    rope_theta: float = documented(10000.0, "Base of the RoPE frequencies.")
-    rope_scaling: Scaling | None = documented(None, "Scaling of RoPE beyond the trained length.", hash=False)
-    sliding_rope: Scaling | None = documented(
+    vocab_size: int = count(MISSING, "Number of token ids.")
+    hidden_size: int = count(MISSING, "Width of the residual stream.")
+    intermediate_size: int = count(MISSING, "Width of the MLP.")
+    num_hidden_layers: int = count(MISSING, "Number of blocks.", below=MAX_LAYERS + 1)
+    num_attention_heads: int = count(MISSING, "Number of query heads.")
+    num_key_value_heads: int = count(None, "Number of key and value heads; default: one per query head.")
+    head_dim: int = count(None, "Channels per head; default: hidden size / query heads.")
+    max_position_embeddings: int = count(4096, "Longest sequence.")
+    rms_norm_eps: float = positive(1e-5, "Epsilon of every RMSNorm.")
+    rope_theta: float = positive(10000.0, "Base of the RoPE frequencies.")
+    rope_scaling: Scaling | None = setting(None, "Scaling of RoPE beyond the trained length.", hash=False)
+    sliding_rope: Scaling | None = setting(
         None, "RoPE of the layers with a window, where it differs (Gemma 3, OLMo 3).", hash=False
     )
-    rope_interleaved: bool = documented(False, "RoPE rotates neighboring channels instead of the two halves (GLM-4).")
-    partial_rotary_factor: float = documented(1.0, "Share of a head's channels that RoPE rotates (Qwen3-Next).")
-    no_rope_layers: tuple[int, ...] | None = documented(None, "One entry per layer: 1 with RoPE, 0 without (SmolLM3).")
-    sliding_window: int | None = documented(None, "Number of keys that a query sees, itself included (Mistral).")
-    layer_types: tuple[str, ...] | None = documented(
+    rope_interleaved: bool = setting(False, "RoPE rotates neighboring channels instead of the two halves (GLM-4).")
+    partial_rotary_factor: float = positive(1.0, "Share of a head's channels that RoPE rotates (Qwen3-Next).")
+    no_rope_layers: tuple[int, ...] | None = setting(
+        None, "One entry per layer: 1 with RoPE, 0 without (SmolLM3).", choices=(0, 1)
+    )
+    sliding_window: int | None = count(None, "Number of keys that a query sees, itself included (Mistral).")
+    layer_types: tuple[str, ...] | None = setting(
         None,
         'One entry per layer, "full_attention", "sliding_attention", "linear_attention" or "latent_attention"; None: '
         "the window applies to all, or all are latent.",
+        choices=MIXERS,
     )
-    linear_attention: DeltaNetConfig | None = documented(
+    linear_attention: DeltaNetConfig | None = setting(
         None, "Sizes of the linear_attention layers, Gated DeltaNet (Qwen3.5, Qwen3-Next)."
     )
-    latent_attention: LatentConfig | None = documented(
+    latent_attention: LatentConfig | None = setting(
         None, "Sizes of multi-head latent attention, whose keys and values come from a latent (DeepSeek-V3)."
     )
-    attention_gate: str = documented("elementwise", "Gate of the attention output: elementwise, headwise or none.")
-    attention_gate_activation: str = documented("sigmoid", "Function of the gate: sigmoid or softplus (Laguna).")
-    attention_bias: bool = documented(False, "Bias on q, k and v (Qwen2).")
-    attention_output_bias: bool = documented(False, "Bias on o_proj.")
-    attention_multiplier: float | None = documented(
+    attention_gate: str = setting(
+        "elementwise",
+        "Gate of the attention output: elementwise, headwise or none.",
+        choices=("elementwise", "headwise", "none"),
+    )
+    attention_gate_activation: str = setting(
+        "sigmoid", "Function of the gate: sigmoid or softplus (Laguna).", choices=("sigmoid", "softplus")
+    )
+    attention_bias: bool = setting(False, "Bias on q, k and v (Qwen2).")
+    attention_output_bias: bool = setting(False, "Bias on o_proj.")
+    attention_multiplier: float | None = positive(
         None, "Factor on the products of queries and keys; default: head_dim ** -0.5 (Granite, Gemma)."
     )
-    attn_logit_softcapping: float | None = documented(None, "Cap of the attention logits (Gemma 2).")
-    attention_sinks: bool = documented(
+    attn_logit_softcapping: float | None = positive(None, "Cap of the attention logits (Gemma 2).")
+    attention_sinks: bool = setting(
         False, "A trained logit per query head in the denominator of attention's softmax (gpt-oss)."
     )
-    query_scale_beta: float | None = documented(
+    query_scale_beta: float | None = positive(
         None, "Scale queries by 1 + beta * log(1 + position // query_scale_length) (Ministral 3)."
     )
-    query_scale_length: int | None = documented(None, "Positions that query_scale_beta leaves as they are.")
-    qk_norm: bool = documented(False, "RMSNorm on q and k (Qwen3).")
-    qk_norm_scope: str = documented("head", "Scope of qk_norm: each head, or all_heads together (OLMo 2).")
-    norm_position: str = documented(
-        "pre", "RMSNorm of attention and MLP: pre (their input), post (their output) or both."
+    query_scale_length: int | None = count(None, "Positions that query_scale_beta leaves as they are.")
+    qk_norm: bool = setting(False, "RMSNorm on q and k (Qwen3).")
+    qk_norm_scope: str = setting(
+        "head", "Scope of qk_norm: each head, or all_heads together (OLMo 2).", choices=("head", "all_heads")
     )
-    zero_centered_norm: bool = documented(False, "Store gamma - 1 in every norm (Qwen3-Next).")
-    hidden_act: str = documented("silu", "Activation of the MLP: silu, gelu, gelu_pytorch_tanh or relu2.")
-    mlp_gate: bool = documented(True, "Gate the MLP, act(gate) * up; without, act(up) (Arcee).")
-    mlp_bias: bool = documented(False, "Bias on the projections of the MLP.")
-    moe: MoEConfig | None = documented(None, "Experts in place of MLPs.")
-    mlp_layer_types: tuple[str, ...] | None = documented(
-        None, 'One entry per layer, "dense" or "sparse" (experts); None: all sparse with moe, else all dense.'
+    norm_position: str = setting(
+        "pre",
+        "RMSNorm of attention and MLP: pre (their input), post (their output) or both.",
+        choices=("pre", "post", "both"),
     )
-    embedding_multiplier: float = documented(1.0, "Factor on the embeddings (Granite, Gemma).")
-    residual_multiplier: float = documented(
+    zero_centered_norm: bool = setting(False, "Store gamma - 1 in every norm (Qwen3-Next).")
+    hidden_act: str = setting(
+        "silu", "Activation of the MLP: silu, gelu, gelu_pytorch_tanh or relu2.", choices=ACTIVATIONS
+    )
+    mlp_gate: bool = setting(True, "Gate the MLP, act(gate) * up; without, act(up) (Arcee).")
+    mlp_bias: bool = setting(False, "Bias on the projections of the MLP.")
+    moe: MoEConfig | None = setting(None, "Experts in place of MLPs.")
+    mlp_layer_types: tuple[str, ...] | None = setting(
+        None,
+        'One entry per layer, "dense" or "sparse" (experts); None: all sparse with moe, else all dense.',
+        choices=MLPS,
+    )
+    embedding_multiplier: float = positive(1.0, "Factor on the embeddings (Granite, Gemma).")
+    residual_multiplier: float = positive(
         1.0, "Factor on the outputs of attention and MLP before the residual addition (Granite)."
     )
-    logits_scaling: float = documented(1.0, "Divisor of the logits (Granite).")
-    final_logit_softcapping: float | None = documented(None, "Cap of the logits (Gemma 2).")
-    tie_word_embeddings: bool = documented(False, "Share one table between embedding and head.")
-    initializer_range: float = documented(0.02, "Standard deviation of initial weights.")
-    bos_token_id: int | None = documented(None, "Token id that begins a text.")
-    eos_token_id: int | tuple[int, ...] | None = documented(None, "Token id that ends a text; may be several.")
-    pad_token_id: int | None = documented(None, "Token id of padding.")
+    logits_scaling: float = positive(1.0, "Divisor of the logits (Granite).")
+    final_logit_softcapping: float | None = positive(None, "Cap of the logits (Gemma 2).")
+    tie_word_embeddings: bool = setting(False, "Share one table between embedding and head.")
+    initializer_range: float = positive(0.02, "Standard deviation of initial weights.")
+    bos_token_id: int | None = setting(None, "Token id that begins a text.")
+    eos_token_id: int | tuple[int, ...] | None = setting(None, "Token id that ends a text; may be several.")
+    pad_token_id: int | None = setting(None, "Token id of padding.")
 
     def __post_init__(self) -> None:
-        self._take_groups()
-        refuse(wrong_values(self, ModelConfig))  # those of a subclass are its own to check
-        refuse(_layer_mistakes(self))
+        take_settings(self, ModelConfig)  # those of a subclass are its own to check
+        refuse(_layer_mistakes(self), ConfigError)
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         if self.head_dim is None:
             latent, filled = self.latent_attention, self.hidden_size // self.num_attention_heads
             object.__setattr__(self, "head_dim", filled if latent is None else latent.qk_rope_head_dim)
-        refuse(_mistakes(self))
+        refuse(_mistakes(self), ConfigError)
         if self.rope_scaling is not None:
             pairs = int(self.head_dim * self.partial_rotary_factor) // 2
             object.__setattr__(self, "rope_scaling", checked_scaling(self.rope_scaling, pairs))
@@ -153,17 +159,6 @@ class ModelConfig(NamedFields):
             object.__setattr__(self, "sliding_rope", checked_sliding_rope(self.sliding_rope, self.head_dim))
         if self.num_parameters > MAX_PARAMETERS:
             raise ConfigError("these sizes make more than 2**60 parameters: choose smaller ones")
-
-    def _take_groups(self) -> None:
-        """Make tuples of lists, and groups of the dicts that stand for them."""
-        values = field_values(self)
-        for name in (*PER_LAYER, "eos_token_id"):
-            if isinstance(values[name], list):
-                object.__setattr__(self, name, tuple(values[name]))
-        for name, group in GROUPS.items():
-            if isinstance(values[name], Mapping):
-                refuse(_missing(group, values[name], f"{name} lacks {{}}: give all that has no default"))
-                object.__setattr__(self, name, group(**values[name]))
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set a field once. Other names are allowed: transformers.Trainer sets `use_cache` on any model's config."""
@@ -253,16 +248,14 @@ class ModelConfig(NamedFields):
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, resolved, as plain JSON values; those that a subclass adds are not saved with a model."""
         values = field_values(self)
-        values |= {name: dataclasses.asdict(values[name]) for name in GROUPS if values[name] is not None}
+        values |= {name: field_values(value) for name, value in values.items() if isinstance(value, Settings)}
         plain = {name: copy.deepcopy(values[name]) for name in config_fields()}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
         """Return the config with these fields; an unknown or missing one is a ConfigError."""
-        check_names(values)
-        refuse(_missing(cls, values, "the config lacks {}"))
-        return cls(**values)
+        return from_table(cls, values, "the config")
 
 
 @functools.cache
@@ -272,35 +265,13 @@ def config_fields() -> Mapping[str, object]:
     return MappingProxyType({f.name: hints[f.name] for f in fields(ModelConfig)})
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Raise a UsageError, which names the nearest, for a name that is no field of ModelConfig."""
-    known = config_fields()
-    refuse(unknown("config field", n, known, "help(te_models.ModelConfig)") for n in names if n not in known)
-
-
-def _missing(kind: type[DataclassInstance], values: Mapping[str, object], line: str) -> Iterator[str]:
-    """Yield `line` with the fields of `kind` that have no default and are not given."""
-    if missing := [f.name for f in fields(kind) if f.default is MISSING and f.name not in values]:
-        yield line.format(", ".join(missing))
-
-
 def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
-    """Yield lines about groups and fields per layer: too many layers to plan, or an unknown kind of layer."""
+    """Yield lines about fields per layer: too many layers to plan, or a kind of layer without its group of fields."""
     values = field_values(config)
-    for name, group in GROUPS.items():
-        if values[name] is not None and not isinstance(values[name], group):
-            yield f"{name}={values[name]!r} is no group of fields: give a {group.__name__} or a dict"
-    count = config.num_hidden_layers
-    if count > MAX_LAYERS:
-        yield f"num_hidden_layers={count} is too large: give {MAX_LAYERS} or fewer"
-    allowed = {"no_rope_layers": (0, 1), "layer_types": tuple(MIXERS), "mlp_layer_types": tuple(MLPS)}
+    layers = config.num_hidden_layers
     for name in PER_LAYER:
-        own = values[name] or ()
-        if values[name] is not None and len(own) != count:
-            yield f"{name} has {len(own)} entries for num_hidden_layers={count}"
-        for value in own:
-            if value not in allowed[name]:
-                yield f"{name} holds {value!r}, which is not supported: choose from {allowed[name]}"
+        if values[name] is not None and len(values[name]) != layers:
+            yield f"{name} has {len(values[name])} entries for num_hidden_layers={layers}"
     needs = {kind: kind for kind in ("linear_attention", "latent_attention")} | {"sliding_attention": "sliding_window"}
     for kind, field in needs.items():
         if kind in (config.layer_types or ()) and values[field] is None:
@@ -319,11 +290,8 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
         )
 
 
-def _mistakes(config: ModelConfig) -> Iterator[str | Exception]:
-    """Yield lines about values that are not allowed, alone or together."""
-    for name, choices in CHOICES.items():
-        if field_values(config)[name] not in choices:
-            yield unknown(name, field_values(config)[name], choices)
+def _mistakes(config: ModelConfig) -> Iterator[str]:
+    """Yield lines about values that do not fit each other."""
     heads, shared, gate = config.num_attention_heads, config.num_key_value_heads, config.attention_gate_activation
     if heads % shared:
         yield f"num_attention_heads={heads} is not a multiple of num_key_value_heads={shared}"

@@ -10,21 +10,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from te_models.config.checks import refuse, wrong_values
 from te_models.config.layer import FeedforwardSpec, LayerSpec, LinearSpec, Section, Step, Tape, distinct
-from te_models.errors import ConfigError, NamedFields, documented, unknown
+from te_models.config.settings import Settings, count, positive, setting
+from te_models.errors import ConfigError, refuse
 
 if TYPE_CHECKING:
     from te_models.config.model import ModelConfig
 
 MISSING = dataclasses.MISSING
-SCORES = ("softmax", "sigmoid")
 FP32, INT64 = 4, 8
 MANY_RANKS = 8  # whose experts are not all listed
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig(NamedFields):
+class MoEConfig(Settings):
     """The experts of a model, of which a router chooses `num_experts_per_tok` for each token.
 
     The router's scores are the softmax, or the sigmoid, of its logits. The experts with the highest scores are chosen,
@@ -36,35 +35,36 @@ class MoEConfig(NamedFields):
         ConfigError: an unknown keyword, or values that do not fit each other.
     """
 
-    num_experts: int = documented(MISSING, "Experts per layer.")
-    num_experts_per_tok: int = documented(MISSING, "Experts that each token goes through.")
-    moe_intermediate_size: int = documented(MISSING, "Width of an expert.")
-    shared_expert_intermediate_size: int = documented(0, "Width of the expert that all tokens go through; 0: none.")
-    shared_expert_gate: bool = documented(False, "Multiply the shared expert by a sigmoid gate (Qwen2-MoE).")
-    router_scores: str = documented("softmax", "Function of the router's logits: softmax or sigmoid.")
-    router_fp32: bool = documented(False, "Compute the router's logits in FP32 (GLM-4.5, DeepSeek-V3).")
-    norm_topk_prob: bool = documented(True, "Divide the weights of a token's experts by their sum.")
-    routed_scaling_factor: float = documented(1.0, "Factor on these weights.")
-    n_group: int = documented(1, "Groups of experts.")
-    topk_group: int = documented(1, "Groups of which a token's experts may come.")
-    group_scores: int = documented(2, "Scores of a group whose sum ranks it; 1 in DeepSeek-V2.")
-    bias: bool = documented(False, "Biases on the router and on the chosen experts' projections (gpt-oss).")
-    swiglu_limit: float | None = documented(
+    prefix = "moe."
+    num_experts: int = count(MISSING, "Experts per layer.")
+    num_experts_per_tok: int = count(MISSING, "Experts that each token goes through.")
+    moe_intermediate_size: int = count(MISSING, "Width of an expert.")
+    shared_expert_intermediate_size: int = setting(0, "Width of the expert that all tokens go through; 0: none.")
+    shared_expert_gate: bool = setting(False, "Multiply the shared expert by a sigmoid gate (Qwen2-MoE).")
+    router_scores: str = setting(
+        "softmax", "Function of the router's logits: softmax or sigmoid.", choices=("softmax", "sigmoid")
+    )
+    router_fp32: bool = setting(False, "Compute the router's logits in FP32 (GLM-4.5, DeepSeek-V3).")
+    norm_topk_prob: bool = setting(True, "Divide the weights of a token's experts by their sum.")
+    routed_scaling_factor: float = positive(1.0, "Factor on these weights.")
+    n_group: int = count(1, "Groups of experts.")
+    topk_group: int = count(1, "Groups of which a token's experts may come.")
+    group_scores: int = count(2, "Scores of a group whose sum ranks it; 1 in DeepSeek-V2.")
+    bias: bool = setting(False, "Biases on the router and on the chosen experts' projections (gpt-oss).")
+    swiglu_limit: float | None = positive(
         None, "Clamped SwiGLU (up + 1) * gate * sigmoid(alpha * gate): the bound of gate and of |up| (gpt-oss)."
     )
-    swiglu_alpha: float = documented(1.702, "The alpha of clamped SwiGLU.")
-    expert_bias: bool = documented(False, "A number per expert, added to its score for the choice (DeepSeek-V3).")
-    router_aux_loss_coef: float = documented(0.001, "Factor of the load-balancing loss in training.")
-    router_z_loss_coef: float = documented(0.0, "Factor of the mean squared logsumexp of the logits in training.")
-    router_jitter_noise: float = documented(0.0, "Training multiplies the MLP's input by up to 1 +- this.")
+    swiglu_alpha: float = positive(1.702, "The alpha of clamped SwiGLU.")
+    expert_bias: bool = setting(False, "A number per expert, added to its score for the choice (DeepSeek-V3).")
+    router_aux_loss_coef: float = setting(0.001, "Factor of the load-balancing loss in training.")
+    router_z_loss_coef: float = setting(0.0, "Factor of the mean squared logsumexp of the logits in training.")
+    router_jitter_noise: float = setting(0.0, "Training multiplies the MLP's input by up to 1 +- this.")
 
     def __post_init__(self) -> None:
-        refuse(self._mistakes())
+        super().__post_init__()
+        refuse(self._mistakes(), ConfigError)
 
-    def _mistakes(self) -> Iterator[str | Exception]:
-        yield from wrong_values(self, MoEConfig, "moe.")
-        if self.router_scores not in SCORES:
-            yield unknown("moe.router_scores", self.router_scores, SCORES)
+    def _mistakes(self) -> Iterator[str]:
         if self.num_experts % self.n_group or self.topk_group > self.n_group:
             yield f"moe.n_group={self.n_group} must divide num_experts and be at least topk_group"
         if self.n_group > 1 and self.num_experts < self.group_scores * self.n_group:

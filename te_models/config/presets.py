@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from te_models.config.model import ModelConfig, check_names
+from te_models.config.model import ModelConfig
 from te_models.errors import check_known
 
 Shape = dict[str, Any]  # fields of ModelConfig
@@ -272,5 +272,4 @@ def get_preset(name: str, **overrides: Any) -> ModelConfig:
         UsageError: an unknown preset or field; the message names the nearest.
     """
     check_known("preset", name, PRESETS, "`te-models list`")
-    check_names(overrides)
     return ModelConfig(**{**PRESETS[name], **overrides})

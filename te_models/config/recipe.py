@@ -17,10 +17,9 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Protocol
 
-from te_models.config.checks import refuse
 from te_models.config.settings import Setting
 from te_models.config.toml import read_toml
-from te_models.errors import ConfigError, UsageError, unknown
+from te_models.errors import ConfigError, UsageError, refuse, unknown
 
 FIELDS = "Recipe fields"  # heading of the help
 MOST_PATTERNS, LONGEST_PATTERN = 256, 200  # of a table `precision`
@@ -159,7 +158,7 @@ class Recipe:
         fields = dict(self.fields)
         if isinstance(given := fields.get("fp8_format"), str):
             fields["fp8_format"] = given.upper()  # as Transformer Engine spells it
-        refuse(self._mistakes(fields))
+        refuse(self._mistakes(fields), ConfigError)
         object.__setattr__(self, "fields", MappingProxyType(fields))
         object.__setattr__(self, "precision", MappingProxyType(dict(self.precision)))
         used = [self.called(name) for name in dict.fromkeys((self.name, *self.precision.values()))]
@@ -377,7 +376,7 @@ def _from_object(recipe: EngineRecipe) -> Recipe:
         names = ", ".join(_shipped())
         raise ConfigError(f"recipe={recipe!r}: give a name ({names}), a .toml file or a TE recipe object")
     values = {name: getattr(recipe, name) for name in SCHEMES[scheme].fields}
-    refuse(_other_fields(recipe, values))
+    refuse(_other_fields(recipe, values), ConfigError)
     if "fp8_format" in values:
         values["fp8_format"] = values["fp8_format"].name
     if "backward_override" in values:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from te_models.config.checks import is_positive, refuse
+from te_models.config.settings import Setting
+from te_models.errors import ConfigError, refuse
 
 Scaling = Mapping[str, Any]  # fields of `rope_scaling` or `sliding_rope`
 Items = tuple[tuple[str, Any], ...]
@@ -23,6 +24,18 @@ ROPE_SCALINGS = {
     ),
     "longrope": (("short_factor", "long_factor"), ("original_max_position_embeddings", "factor", "attention_factor")),
 }  # fmt: skip
+
+
+def _field(name: str, *kinds: type, group: str = "rope_scaling", **about: Any) -> Setting:
+    """Return a field of `rope_scaling` or `sliding_rope`; numbers are above 0."""
+    return Setting(name=f"{group}.{name}", help="", kinds=kinds or (float,), members=float, above=True, **about)
+
+
+SEVERAL = ("short_factor", "long_factor")  # have one number for each pair of rotated channels
+_NUMBERS = dict.fromkeys(name for fields in ROPE_SCALINGS.values() for group in fields for name in group)
+_FIELDS = {name: _field(name, *([tuple] if name in SEVERAL else [])) for name in _NUMBERS}
+_FIELDS["truncate"] = _field("truncate", bool)
+_SLIDING = {name: _field(name, group="sliding_rope") for name in ("rope_theta", "partial_rotary_factor")}
 
 
 @dataclass(frozen=True)
@@ -92,15 +105,16 @@ def rotary_mistakes(head_dim: int, factor: float) -> Iterator[str]:
 def checked_sliding_rope(rope: Scaling, head_dim: int) -> Scaling:
     """Return `sliding_rope` with a base, if needed a share of rotated channels, and a row of ROPE_SCALINGS or none."""
     scaling = dict(rope)
-    own = {name: scaling.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in scaling}
-    refuse(() if "rope_theta" in own else ["sliding_rope lacks rope_theta"])
-    refuse(f"sliding_rope: {name}={v!r} is not a positive number" for name, v in own.items() if not is_positive(v))
+    own = {name: scaling.pop(name) for name in _SLIDING if name in scaling}
+    refuse(() if "rope_theta" in own else ["sliding_rope lacks rope_theta"], ConfigError)
+    for name, value in own.items():
+        _SLIDING[name].check(value)
     if own.get("partial_rotary_factor") == 1.0:
         del own["partial_rotary_factor"]
     if _kind(scaling) == "default":
         scaling = {name: value for name, value in scaling.items() if name not in KIND}
     share = own.get("partial_rotary_factor", 1.0)
-    refuse(rotary_mistakes(head_dim, share))
+    refuse(rotary_mistakes(head_dim, share), ConfigError)
     return {**own, **(checked_scaling(scaling, int(head_dim * share) // 2) if scaling else {})}
 
 
@@ -109,7 +123,7 @@ def checked_scaling(scaling: Scaling, pairs: int) -> Scaling:
     given = {name: value for name, value in scaling.items() if name not in KIND and value is not None}
     given = {name: value for name, value in given.items() if not (name.startswith("mscale") and value == 0)}  # as None
     kind = _kind(scaling)
-    refuse(_scaling_mistakes(kind, given, pairs))
+    refuse(_scaling_mistakes(kind, given, pairs), ConfigError)
     required, optional = ROPE_SCALINGS[kind]
     return {"rope_type": kind, **{name: given[name] for name in required + optional if name in given}}
 
@@ -131,15 +145,8 @@ def _scaling_mistakes(kind: object, given: Scaling, pairs: int) -> Iterator[str]
     for name, value in given.items():
         if name not in known:
             yield f"rope_scaling of type {kind!r} with {name}={value!r} is not supported: it takes {known}"
-        several = name in ("short_factor", "long_factor")
-        if several and (not isinstance(value, (list, tuple)) or len(value) != pairs):
-            yield f"rope_scaling: {name} is not a list of {pairs} numbers, one for each pair of rotated channels"
-        if name == "truncate":
-            if not isinstance(value, bool):
-                yield f"rope_scaling: truncate={value!r} is not true or false"
-            continue
-        for number in value if several else (value,):
-            if not is_positive(number):
-                yield f"rope_scaling: {name}={number!r} is not a positive number"
+        _FIELDS[name].check(value)
+        if name in SEVERAL and len(value) != pairs:
+            yield f"rope_scaling.{name} has {len(value)} numbers: give {pairs}, one for each pair of rotated channels"
     if missing := [name for name in required if name not in given]:
         yield f"rope_scaling of type {kind!r} lacks {', '.join(missing)}"

@@ -6,18 +6,20 @@ the command line with help, its line in run.toml, its check, and its entry in th
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import types
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, dataclass
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from te_models.errors import ConfigError, NamedFields, check_known, field_values, mistyped
+from te_models.errors import SAID, ConfigError, NamedFields, check_known, mistyped
 
-Value = object  # of a setting: a bool, number, text, tuple of texts, table or None
+Value = object  # of a setting: a bool, number, text, several of them, table, group of settings or None
 MOST = 2**63  # which no setting needs, and PyTorch's seeds do not reach
 EVERYDAY = "Options"  # the group of the options that --help lists; --help-all lists the others too
+Made = TypeVar("Made", bound="Settings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +29,8 @@ class Setting:
     Attributes:
         name: its name in run.toml, and in kebab case on the command line.
         field: its name in the dataclass.
-        kinds: the types of its values besides None, the first one that of the command line; a tuple is of texts.
+        kinds: the types of its values besides None, the first one that of the command line.
+        members: the type of the entries, where one of `kinds` is a tuple.
         default: the value if it is not given.
         help: one line for the help and the reference.
         group: the heading of its option in the help.
@@ -44,10 +47,11 @@ class Setting:
     name: str
     help: str
     kinds: tuple[type, ...]
+    members: type = str
     default: Value = None
     field: str = ""
     group: str = EVERYDAY
-    choices: tuple[str | int, ...] = ()
+    choices: Collection[str | int] = ()
     least: float = 0
     below: float = MOST
     above: bool = False
@@ -64,7 +68,7 @@ class Setting:
 
     @property
     def several(self) -> bool:
-        """Return True if it holds several texts."""
+        """Return True if it always holds several values."""
         return self.kinds[0] is tuple
 
     @property
@@ -79,25 +83,33 @@ class Setting:
 
     def wrong_type(self, value: Value) -> str:
         """Return what a value of this setting is, such as "a whole number", if this is none; else an empty text."""
-        if self.several:
-            texts = [value] if isinstance(value, str) else value
-            good = isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts)
-            return "" if good else "a path, or a list of paths"
-        if any(isinstance(value, kind) and not mistyped(value, kind) for kind in self.kinds):
+        if any(self._is_one(value, kind) for kind in self.kinds):
             return ""
-        return mistyped(value, self.kinds[0])
+        if self.several:
+            return "a path, or a list of paths" if self.path else "a list"
+        return SAID.get(self.kinds[0], "a table")
+
+    def _is_one(self, value: Value, kind: type) -> bool:
+        if kind is tuple:
+            entries = value if isinstance(value, (list, tuple)) else [value] if self.path else [None]
+            return all(isinstance(entry, self.members) and not mistyped(entry, self.members) for entry in entries)
+        if issubclass(kind, (Mapping, Settings)):
+            return isinstance(value, (kind, Mapping))
+        return isinstance(value, (int, float) if kind is float else kind) and not mistyped(value, kind)
 
     def check(self, value: Value) -> None:
         """Raise a ConfigError for a value of a wrong type or out of range."""
-        given = f"{self.name}={value!r}" if self.field in (self.name, "") else f"{self.flag} {value!r}"
+        renamed = self.field and not self.name.endswith(f".{self.field}") and self.field != self.name
+        given = f"{self.flag} {value!r}" if renamed else f"{self.name}={value!r}"
         if wanted := self.wrong_type(value):
             raise ConfigError(f"{given} is of a wrong type: give {wanted}")
-        if self.choices:
-            check_known(self.name, value, self.choices)
-        if isinstance(value, (int, float)):
-            enough = value > self.least if self.above else value >= self.least
-            if not (enough and value < self.below):
-                raise ConfigError(f"{given} is out of range: give {self._range(enough)}")
+        for entry in value if isinstance(value, (list, tuple)) else [value]:
+            if self.choices:
+                check_known(self.name, entry, self.choices)
+            if isinstance(entry, (int, float)) and not isinstance(entry, bool):
+                enough = entry > self.least if self.above else entry >= self.least
+                if not (enough and entry < self.below):
+                    raise ConfigError(f"{given} is out of range: give {self._range(enough)}")
 
     def _range(self, enough: bool) -> str:
         """Return the range of a number in words; of one that has no limit above, only the limit that it broke."""
@@ -108,28 +120,56 @@ class Setting:
             f"{least.removesuffix(' or more')} and below {self.below}" if self.above else f"{least}, below {self.below}"
         )
 
+    def taken(self, value: Value) -> Value:
+        """Return a checked value as the dataclass has it: lists as tuples, the table of a group as the group."""
+        self.check(value)
+        if isinstance(value, list) and tuple in self.kinds:
+            return tuple(value)
+        if isinstance(value, Mapping) and issubclass(self.kinds[0], Settings):
+            return from_table(self.kinds[0], value, self.name)
+        return value
 
-def setting(default: Value, text: str, **about: Any) -> Any:
+
+def setting(default: Value, text: str, hash: bool | None = None, **about: Any) -> Any:
     """Return a dataclass field with this default and help text; `about` are other attributes of Setting."""
-    return field(default=default, metadata={"help": text, "about": about})
+    return dataclasses.field(default=default, hash=hash, metadata={"help": text, "about": about})
+
+
+count = functools.partial(setting, least=1)  # a whole number of 1 or more
+positive = functools.partial(setting, above=True)  # a number above 0
 
 
 @functools.cache
 def settings_of(owner: type[Settings]) -> tuple[Setting, ...]:
     """Return the settings that a dataclass declares, in its order."""
     hints, found = get_type_hints(owner), []
-    for one in fields(owner):
+    for one in dataclasses.fields(owner):
         if "about" in one.metadata:
-            shared = {"name": one.name, "default": one.default, "group": owner.heading}
+            kinds, members = kinds_of(hints[one.name])
+            shared = {"name": owner.prefix + one.name, "default": one.default, "group": owner.heading}
             about: dict[str, Any] = {**shared, **one.metadata["about"]}
-            found.append(Setting(field=one.name, help=one.metadata["help"], kinds=kinds_of(hints[one.name]), **about))
+            found.append(Setting(field=one.name, help=one.metadata["help"], kinds=kinds, members=members, **about))
     return tuple(found)
 
 
-def kinds_of(hint: Any) -> tuple[type, ...]:
-    """Return the types in an annotation such as `int | None` or `tuple[str, ...]`, None left out."""
-    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return tuple(get_origin(member) or member for member in members if member is not types.NoneType)
+def kinds_of(hint: Any) -> tuple[tuple[type, ...], type]:
+    """Return the types in an annotation such as `int | None` or `tuple[str, ...]`, None left out, and of entries."""
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    members = [get_args(option)[0] for option in options if get_origin(option) is tuple]
+    kinds = tuple(get_origin(option) or option for option in options if option is not types.NoneType)
+    return kinds, (*members, str)[0]
+
+
+def from_table(owner: type[Made], values: Mapping[str, Any], title: str) -> Made:
+    """Return the settings of `owner` in a table, such as that of a file; `title` names it in errors.
+
+    Raises:
+        UsageError: a setting is unknown (the message names the nearest), missing, or has a wrong value.
+    """
+    lacking = [one.name for one in dataclasses.fields(owner) if one.default is MISSING and one.name not in values]
+    if lacking:
+        raise ConfigError(f"{title} lacks {', '.join(lacking)}: give all that has no default")
+    return owner(**values)
 
 
 def as_fields(owner: type[Settings], flat: Mapping[str, Value]) -> dict[str, Any]:
@@ -141,27 +181,33 @@ def by_name(owner: Settings) -> dict[str, Value]:
     """Return name -> value of the settings of `owner`, as run.toml has them: texts that are one option as one text."""
     found: dict[str, Value] = {}
     for one in settings_of(type(owner)):
-        value = field_values(owner)[one.field]
+        value = vars(owner)[one.field]
         if isinstance(value, tuple):
             value = (value or None) if one.several else ",".join(value)
         found[one.name] = value
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(NamedFields):
     """Base of dataclasses of settings: it checks each when an instance is made.
 
-    `heading` is the group in the help of the settings that name no other.
+    `heading` is the group in the help of the settings that name no other, and `prefix` stands before their names.
 
     Raises:
         ConfigError: a setting has a wrong type or is out of range.
     """
 
     heading: ClassVar[str] = EVERYDAY
+    prefix: ClassVar[str] = ""
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # every subclass is a dataclass
 
     def __post_init__(self) -> None:
-        values = vars(self)
-        for one in settings_of(type(self)):
-            if not (one.default is None and values[one.field] is None):
-                one.check(values[one.field])
+        take_settings(self, type(self))
+
+
+def take_settings(instance: Settings, owner: type[Settings]) -> None:
+    """Check the settings that `owner`, the class of an instance or one above it, declares; see Setting.taken."""
+    for one in settings_of(owner):
+        value = vars(instance)[one.field]
+        if not (one.default is None and value is None):
+            object.__setattr__(instance, one.field, one.taken(value))

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_models.config.checks import refuse
 from te_models.config.recipe import EngineRecipe, Recipe
 from te_models.engine.emulated.delayed_scaling import DelayedScalingRecipeState
 from te_models.engine.emulated.numerics import FLT_MAX
-from te_models.errors import CheckpointError
+from te_models.errors import CheckpointError, refuse
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 WIDTHS = {"scaling_fwd": 3, "scaling_bwd": 2}  # per GEMM: input, weight, output; gradients of output and input

@@ -49,10 +49,11 @@ def with_routing(
 
     `group`: the processes that train together.
     """
-    if not routing.layers or output.loss is None or wanted.labels is None:
+    counted = None
+    if moe is not None and group is not None and routing.layers and wanted.labels is not None:
+        targets = shifted(wanted.labels, wanted.attention_mask, wanted.document_ids)
+        counted = (targets != IGNORED).sum()
+    report = routing.take(group, counted)
+    if report is None or output.loss is None:
         return output
-    if moe is None:
-        return output._replace(routing=routing.report())
-    targets = shifted(wanted.labels, wanted.attention_mask, wanted.document_ids)
-    report = routing.report(group, (targets != IGNORED).sum())
-    return Output(output.loss + report.loss(moe), output.logits, report)
+    return Output(output.loss if moe is None else output.loss + report.loss(moe), output.logits, report)

@@ -56,16 +56,23 @@ class Routing:
     def __init__(self) -> None:
         self.layers: list[LayerRouting] = []
 
-    def report(self, group: dist.ProcessGroup | None = None, counted: Tensor | None = None) -> RoutingReport:
-        """Return the losses and shares of the pass; with `group`, of processes that train together, a collective.
+    def take(self, group: dist.ProcessGroup | None = None, counted: Tensor | None = None) -> RoutingReport | None:
+        """Return the losses and shares of the pass, and keep nothing; None if it had no router.
 
-        The losses are then such that their mean over the processes, weighted by the tokens that the loss of each
-        counts (`counted`, a scalar), is that of one process with the tokens of all.
+        What recomputes a block for backward keeps the context, and with it this object: with tensors of the graph in
+        it, a graph that no backward runs through would keep itself alive.
+
+        With `counted`, the number of tokens that the loss counts, a collective of `group`, the processes that train
+        together. The losses are then such that their mean over the processes, weighted by these numbers, is that of
+        one process with the tokens of all.
         """
-        counts, probabilities, squares, tokens = (torch.stack(values) for values in zip(*self.layers, strict=True))
+        layers, self.layers = self.layers, []
+        if not layers:
+            return None
+        counts, probabilities, squares, tokens = (torch.stack(values) for values in zip(*layers, strict=True))
         total = tokens.sum().clamp(min=1)
         chosen, factor = counts.sum(0) / total, 1.0
-        if group is not None and counted is not None:
+        if counted is not None:
             own = torch.cat((counts.sum(0), torch.stack((tokens.sum(), counted.to(tokens)))))
             everywhere = own.clone()
             dist.all_reduce(everywhere, group=group)
@@ -84,7 +91,7 @@ def choose(logits: Tensor, bias: Tensor | None, real: Tensor | None, moe: MoECon
     scores = logits.detach()
     if bias is not None or moe.n_group > 1:  # otherwise the logits have the order of the scores, without their rounding
         scores = _scores(scores, moe)
-        scores = scores if bias is None else scores + bias
+        scores = scores if bias is None else scores + bias.detach()
     if moe.n_group > 1:
         groups = scores.unflatten(1, (moe.n_group, -1))  # [T, groups, E / groups]
         best = groups.topk(moe.group_scores, dim=2).values.sum(2).sort(dim=1, descending=True, stable=True).indices

@@ -12,8 +12,8 @@ a batch this process gets, and over which ranks to sum. Its default is a single 
 * "tp", "fsdp+tp": te_models.model.tensor_parallel splits each layer; FSDP shards the result over the other dimension.
 
 FP8: delayed scaling reduces the amaxes of all processes (`CausalLM.amax_group`), so scales are equal everywhere, as
-gathering FP8 shards needs; those of an expert, of the processes that have it. The other recipes scale each process's own activations, and weights after they are gathered,
-so nothing has to be reduced.
+gathering FP8 shards needs; those of an expert, of the processes that have it. The other recipes scale each process's
+own activations, and weights after they are gathered, so nothing has to be reduced.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from te_models.config.data import DataConfig, split_names, split_weight
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.presets import PRESETS
 from te_models.config.recipe import FP8_WEIGHTS, RECIPE_FIELDS, Recipe, get_recipe, list_recipes, recipe_from_dict
-from te_models.config.settings import EVERYDAY, Setting, Settings, as_fields, by_name, kinds_of, setting, settings_of
+from te_models.config.settings import EVERYDAY, Setting, Settings, as_fields, by_name, setting, settings_of
 from te_models.config.shipped import no_weights
 from te_models.config.toml import read_toml
 from te_models.config.training import EVALUATION, TRAINING, TrainConfig
@@ -120,8 +120,6 @@ class LoraSettings(Settings):
             raise ConfigError("adapters need a rank: give one, such as 16")
         if isinstance(self.targets, str):
             object.__setattr__(self, "targets", tuple(split_names(self.targets)))
-        if self.merge_dtype == "":  # as run.toml files had it
-            object.__setattr__(self, "merge_dtype", None)
         super().__post_init__()
         if self.alpha is None:
             object.__setattr__(self, "alpha", 2.0 * self.rank)
@@ -195,23 +193,14 @@ def _named(*found: Setting) -> dict[str, Setting]:
     return {one.name: one for one in found}
 
 
-def _shape_settings() -> list[Setting]:
-    """Return the fields of ModelConfig, which checks them; those with a list or a group of values have no option."""
-    return [
-        Setting(
-            name=one.name, help=one.metadata["help"], kinds=kinds_of(config_fields()[one.name]), group=SHAPE, fixed=True
-        )
-        for one in fields(ModelConfig)
-    ]
-
-
 _OWN = _named(*settings_of(RunSettings))
 # Table of run.toml -> its settings by name.
 TABLES: dict[str, dict[str, Setting]] = {
     "run": {name: _OWN[name] for name in ("command", "preset", "model", "out", "sample_tokens", "log")},
     "model": _named(*settings_of(BuildSettings)),
     "recipe": _named(_OWN["recipe"], *RECIPE_FIELDS.values()),
-    "shape": _named(*_shape_settings()),
+    # Without a default, which is what the preset or the model has.
+    "shape": _named(*(replace(one, default=None, group=SHAPE, fixed=True) for one in settings_of(ModelConfig))),
     "data": _named(*settings_of(DataConfig), _OWN["tokenizer"]),
     "training": _named(*settings_of(TrainConfig)),
     "lora": _named(*settings_of(LoraSettings)),
@@ -324,8 +313,12 @@ def read_run_file(path: Path) -> dict[str, Any]:
             continue
         for name, value in values.items():
             check_known(f"setting of [{title}] in {path}", name, TABLES[title], "`te-models finetune --help-all`")
-            if title != "shape" and (wanted := TABLES[title][name].wrong_type(value)):  # ModelConfig checks the shape
-                raise ConfigError(f"{path}: {name} = {value!r}: give {wanted}")
+            if value == "" and TABLES[title][name].default is None:
+                continue  # as older files have what was not given
+            try:
+                TABLES[title][name].check(value)
+            except UsageError as error:
+                raise ConfigError(f"{path}: {error}") from None
             flat[name] = value
     return flat
 

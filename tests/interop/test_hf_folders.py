@@ -32,7 +32,7 @@ from te_models.saving.pretrained import weights
         ("llama2", dict(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
         ("llama2", dict(attention_bias=True), "missing: model.layers.0.self_attn.k_proj.bias"),
         ("llama2", dict(mlp_bias=True), "missing: model.layers.0.mlp.down_proj.bias"),
-        ("llama2", dict(hidden_act="quick_gelu"), "hidden_act='quick_gelu'"),
+        ("llama2", dict(hidden_act="quick_gelu"), "unknown hidden_act 'quick_gelu'"),
         ("llama2", dict(attention_dropout=0.1), "attention_dropout=0.1"),
         ("llama2", dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config="),
         ("llama2", dict(rope_parameters=dict(rope_type="proportional", factor=4.0)), "'proportional' is not supp"),

@@ -68,7 +68,9 @@ def biases_of(count: int, outputs: int) -> Tensor:
 def test_bf16(rows: list[int], inputs: int, outputs: int, biased: bool) -> None:
     torch.manual_seed(0)
     made, weights = weights_of(len(rows), inputs, outputs)
-    bias = biases_of(len(rows), outputs) if biased else torch.zeros(len(rows), outputs, requires_grad=True)
+    bias = (
+        biases_of(len(rows), outputs) if biased else torch.zeros(len(rows), outputs, device=DEVICE, requires_grad=True)
+    )
     x, dy, groups = operands(rows, inputs, outputs)
     y = in_bf16(x, groups, weights, bias if biased else None)
     of_x, db, *of_weights = torch.autograd.grad(y, [x, bias, *made], dy, allow_unused=True)
