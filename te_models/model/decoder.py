@@ -461,9 +461,8 @@ class Decoder(nn.Module):
         share experts call it together.
         """
         with self.te.region_lock(self, self.recipe.quantized):
-            if not self.recipe.stateful:
-                return {}
-            return self.ep.whole_scales({name: tensor.clone() for name, tensor in fp8_state(self).items()})
+            state = fp8_state(self) if self.recipe.stateful else {}
+            return self.ep.whole_scales({name: tensor.clone() for name, tensor in state.items()})
 
     def take_fp8_state(self, state: dict[str, Tensor], old: Recipe) -> int:
         """Load the scales and histories that `fp8_state` returned under the recipe `old`; return how many were used.

@@ -63,24 +63,23 @@ class Routing:
         it, a graph that no backward runs through would keep itself alive.
 
         With `counted`, the number of tokens that the loss counts, a collective of `group`, the processes that train
-        together. The losses are then such that their mean over the processes, weighted by these numbers, is that of
-        one process with the tokens of all.
+        together. Shares are then those of all their tokens, and the losses such that their mean over the processes,
+        weighted by these numbers, is that of one process with all tokens.
         """
         layers, self.layers = self.layers, []
         if not layers:
             return None
         counts, probabilities, squares, tokens = (torch.stack(values) for values in zip(*layers, strict=True))
-        total = tokens.sum().clamp(min=1)
-        chosen, factor = counts.sum(0) / total, 1.0
+        total, weight = tokens.sum(), 1.0
         if counted is not None:
-            own = torch.cat((counts.sum(0), torch.stack((tokens.sum(), counted.to(tokens)))))
-            everywhere = own.clone()
+            everywhere = torch.cat((counts.flatten(), torch.stack((total, counted.to(total)))))
             dist.all_reduce(everywhere, group=group)
-            chosen = everywhere[:-2] / everywhere[-2].clamp(min=1)
-            factor = (own[-2] / everywhere[-2].clamp(min=1)) * (everywhere[-1] / own[-1].clamp(min=1))
-        balance = factor * counts.shape[1] * (chosen * (probabilities.sum(0) / total)).sum()
+            counts, total = everywhere[:-2].view_as(counts), everywhere[-2]
+            weight = everywhere[-1] / counted.clamp(min=1)  # the inverse of what the loss of this process weighs
+        total = total.clamp(min=1)
+        balance = counts.shape[1] * ((counts.sum(0) / total) * (probabilities.sum(0) / total)).sum()
         shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
-        return RoutingReport(balance, factor * squares.sum() / total, shares)
+        return RoutingReport(weight * balance, weight * squares.sum() / total, shares)
 
 
 def choose(logits: Tensor, bias: Tensor | None, real: Tensor | None, moe: MoEConfig) -> Tensor:

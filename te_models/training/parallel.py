@@ -209,12 +209,12 @@ class Parallel:
             dist.all_reduce(values, group=self.data_group)
         return values
 
-    def mean_and_any(self, value: Tensor, flag: bool) -> tuple[Tensor, Tensor]:
-        """Return the mean of a scalar over all processes and the number of raised flags, on the device of `value`."""
-        both = torch.stack([value, torch.full_like(value, flag)])
+    def mean_and_any(self, values: Tensor, flag: bool) -> Tensor:
+        """Return the means of `values` [n] over all processes, and the number of raised flags: [n + 1]."""
+        both = torch.cat([values / self.ranks.world, values.new_full((1,), flag)])
         if self.ranks.world > 1:
             dist.all_reduce(both)
-        return both[0] / self.ranks.world, both[1]
+        return both
 
     def _sharded_norm(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm of the whole gradient: squares summed over all processes, each element counted once."""

@@ -285,9 +285,11 @@ class Trainer(NamedFields):
         micro_batches = [next(batches) for _ in range(config.gradient_accumulation)]
         self.schedule.follow(step)
         loss = self._forward_backward(micro_batches)
-        loss, stops = self.parallel.mean_and_any(loss, self.stop_requested() != 0)
+        routed = mean_of_routers(self.routed, loss)
+        means = self.parallel.mean_and_any(torch.cat([loss[None], routed]), self.stop_requested() != 0)
+        loss, stops = means[0], means[-1]
         norm = self.optimizer.take_gradients(config.clip_grad_norm)
-        values = torch.cat([torch.stack([loss, norm.to(loss), stops]), mean_of_routers(self.routed, loss)])
+        values = torch.cat([torch.stack([loss, norm.to(loss), stops]), means[1:-1]])
         queued = QueuedStep(step, start, micro_batches, *copy_to_host(values))
         if before is not None:
             self._check(before)
