@@ -306,7 +306,8 @@ class Decoder(nn.Module):
         full, one = self.recipe.row_alignment, one_thread(self._too_small_to_share(tokens))
         short = short_rows(full) if alignment < full else contextlib.nullcontext()  # no compiler traces its variable
         with one, short, forward_pass(self, self.te, self.recipe, self.te_recipe):
-            evaluated, losses = not self.training, self.router_losses if self.training else None
+            evaluated = not self.training
+            losses = None if evaluated else self.router_losses
             decoded = self._decode(tokens, context, wanted)
             output = with_routing(decoded, wanted, context.routing, losses, self.router_group)
         if output.loss is not None and unknown is not None:
