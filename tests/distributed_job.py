@@ -54,7 +54,7 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     recipe, mode, offloaded = case.pop("recipe", "bf16"), case.pop("mode", "none"), case.pop("offload", False)
     dtype, tied = getattr(torch, case.pop("dtype", "float32")), case.pop("tied", True)
     options = dict(fp8_params=case.pop("fp8_params", False))
-    experts = dict(moe=EXPERTS) if case.pop("experts", False) else {}
+    shape: dict[str, Any] = SHAPE | (dict(moe=EXPERTS) if case.pop("experts", False) else {}) | case.pop("shape", {})
     documents = ANSWERS if case.pop("answers", False) else TEXT
     lora = case.pop("lora", None)
     fields = dict(steps=3, batch_size=4, seq_len=48, warmup_steps=2, eval_every=0, learning_rate=3e-3)
@@ -66,7 +66,7 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
         _, _, shared.ep, shared.replicas = meshes(config, torch.device("cpu"))
     history = dict(amax_history_len=4) if recipe == "delayed" else {}
     model = shared.build(
-        get_preset("gated-nano", **SHAPE, **experts, tie_word_embeddings=tied),
+        get_preset("gated-nano", **shape, tie_word_embeddings=tied),
         recipe=recipe, device="cpu", dtype=dtype, activation_checkpointing=mode,
         activation_offload=offloaded, **options, **history,
     )  # fmt: skip
@@ -85,12 +85,13 @@ def outcome(run: Trainer, result: Result) -> dict[str, Any]:
     """Return what tests compare: the curves, and the scales and next random number of each rank."""
     reshard(run.model)
     shared = run.parallel
-    scales = {n: t.tolist() for n, t in fp8_state(run.model).items()}
+    scales = {n: t.tolist() for n, t in run.model.copied_fp8_state().items()}
     held = sum(local(p).numel() for p in run.model.parameters())
     rows = read_metrics(run.out / "metrics.jsonl") if shared.ranks.first else []
     return dict(
         losses=[row["loss"] for row in rows],
         norms=[row["grad_norm"] for row in rows],
+        fullest=[row["fullest_expert"] for row in rows if "fullest_expert" in row],
         eval_loss=result.eval_loss,
         step=result.step,
         interrupted=result.interrupted,

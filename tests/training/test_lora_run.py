@@ -291,7 +291,9 @@ def test_a_run_has_one_loss(recipe: str, lora: Any, fields: dict[str, Any], tmp_
     result = run.run()
     assert result.eval_loss < result.first_eval_loss - 0.005
     assert isinstance(run.saved, LoraRun)
-    written = save_adapters(run.saved, run.out, load_tokenizer(None), run.eval_batches, result)
+    written = save_adapters(
+        run.saved, run.saved.content(live=False), run.out, load_tokenizer(None), run.eval_batches, result
+    )
     assert written == {"adapters": str(run.out / "adapter")}
     newest = adapter_folder(run.out)
     assert newest is not None
@@ -325,7 +327,9 @@ def test_a_merge_in_float32_keeps_updates_that_vanish_in_bfloat16(dtype: str, tm
     )
     result, adapters = run.run(), run.saved
     assert isinstance(adapters, LoraRun)
-    written = save_adapters(adapters, run.out, load_tokenizer(None), run.eval_batches, result)
+    written = save_adapters(
+        adapters, adapters.content(live=False), run.out, load_tokenizer(None), run.eval_batches, result
+    )
     merged = CausalLM.from_pretrained(written["merged"], device="cpu")
     losses = [evaluate(one, run.eval_batches) for one in (merged, run.model)]
     assert written["eval loss merged"].startswith(f"{losses[0]:.4f} in {dtype}, {losses[1]:.4f} with adapters")
