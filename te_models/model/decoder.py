@@ -29,7 +29,7 @@ from te_models.device.choice import choose_device
 from te_models.device.cpu_threads import TOO_SMALL_TO_SHARE, one_thread, untracked_on_cpu
 from te_models.engine import check_support, engine_module, get_engine
 from te_models.engine.emulated.short_rows import FEWEST_ROWS, short_rows
-from te_models.errors import OutOfMemory, UsageError
+from te_models.errors import OutOfMemory, UsageError, refuse
 from te_models.fp8.precision import ModelPrecision, model_precision, take_scales
 from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, relink
 from te_models.fp8.region import Autocasts, forward_pass, preserve_scales_in_backward
@@ -188,10 +188,12 @@ class Decoder(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
         """Raise a UsageError for conversions to FP64 or FP16: `to`, `type`, `double` and `half` all call this."""
         dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        if dtype == torch.float64:
-            raise UsageError("te layers do not run in FP64: build the model with dtype=torch.float32 or torch.bfloat16")
-        if dtype == torch.float16 != self.dtype:
-            raise UsageError("a live model does not change its dtype: build or load it with dtype=torch.float16")
+        refuse({
+            "te layers do not run in FP64: build the model with dtype=torch.float32 or torch.bfloat16":
+                dtype == torch.float64,
+            "a live model does not change its dtype: build or load it with dtype=torch.float16":
+                dtype == torch.float16 != self.dtype,
+        })  # fmt: skip
         return super()._apply(fn, recurse)
 
     @property

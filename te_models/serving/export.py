@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from te_models.config.precision import HEAD
 from te_models.distributed.dtensor import local
-from te_models.errors import UsageError, check_known
+from te_models.errors import UsageError, check_known, refuse
 from te_models.files.formats import Document, Fields, list_some
 from te_models.fp8.primary_weights import quantized_weights
 from te_models.fp8.region import saving
@@ -67,10 +67,14 @@ def export(
 ) -> Export:
     """Write `model` into `folder`, atomically; see te_models.causal_lm.CausalLM.export for arguments and errors."""
     check_known("format", format, FORMATS)
-    if any(local(p) is not p for p in model.parameters()):
-        raise UsageError("a sharded model cannot be exported: save it, and export the saved folder")
-    if any(".lora_" in name for name, _ in model.named_parameters()):
-        raise UsageError("the model has LoRA adapters: export what adapted.merge_and_unload() returns")
+    sharded = any(local(p) is not p for p in model.parameters())
+    adapted = any(".lora_" in name for name, _ in model.named_parameters())
+    refuse(
+        {
+            "a sharded model cannot be exported: save it, and export the saved folder": sharded,
+            "the model has LoRA adapters: export what adapted.merge_and_unload() returns": adapted,
+        }
+    )
     with saving(model):
         writer = _Writer(model, format, calibration)
         parameters = model.ep.gather(gather_state(weights(model), model.config, model.tp), model.device)
