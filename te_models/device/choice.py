@@ -34,3 +34,8 @@ def choose_device(device: torch.device | str | None = None) -> torch.device:
         }
     )
     return found
+
+
+def computing_device(device: torch.device) -> torch.device:
+    """Return a device that computes: for the meta device, on which models are only planned, the default one."""
+    return choose_device() if device.type == "meta" else device

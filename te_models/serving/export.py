@@ -23,6 +23,7 @@ from te_models.fp8.primary_weights import quantized_weights
 from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import WIDTHS
 from te_models.interop.hf import Place
+from te_models.interop.hf_families import family_for, family_of
 from te_models.interop.hf_writing import tokenizer_files, write_hugging_face
 from te_models.interop.origin import Origin
 from te_models.interop.quantized import BLOCK, E4M3
@@ -84,6 +85,17 @@ def export(
         model.tp.wait()
     notes = (*writer.notes, *_size_notes(format, writer.shapes))
     return Export(Path(folder), format, tuple(writer.quantized), tuple(writer.ignored), notes)
+
+
+def default_format(model: Decoder, origin: Origin) -> str:
+    """Return the format to export `model` in where none is asked for: FP8, or "bf16" if its family has no such experts.
+
+    Raises:
+        ConfigError: no architecture of Hugging Face computes what this model does.
+    """
+    family = family_for(model.config, family_of(origin.config) if origin.config else None)
+    modules = quantized_modules(model).values()
+    return "bf16" if family.stacked and any(isinstance(m, model.te.GroupedLinear) for m in modules) else "fp8-block"
 
 
 def quantized_modules(model: Decoder) -> dict[str, nn.Module]:
