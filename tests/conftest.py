@@ -1,12 +1,15 @@
 """Shared by all tests: one seed, one thread, a clean engine, and the reason why a GPU test is skipped."""
 
 import functools
+import gc
 import importlib.metadata
 import multiprocessing.forkserver
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import hypothesis
 import places
@@ -25,6 +28,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):  # which the cache of compiled kernels does not tell apart
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"inductor-{capability}"))
+with suppress(OSError):  # in memory, where there is room: a disk takes milliseconds for each of 100,000 files
+    if shutil.disk_usage("/dev/shm").free > 8 * 2**30:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 hypothesis.settings.register_profile("busy", deadline=None, max_examples=50)  # a busy machine is no failure
 hypothesis.settings.load_profile("busy")
 if "PYTEST_XDIST_WORKER" in os.environ:  # the whole suite needs it: let it import while the first tests run
@@ -41,6 +47,15 @@ def fresh_state():
     emulated.FP8GlobalStateManager.reset()
     yield
     emulated.FP8GlobalStateManager.reset()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def freed() -> Iterator[None]:
+    """Several workers share a GPU: none keeps the memory of tests that are over."""
+    yield
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -96,6 +111,14 @@ LONGEST = (
     "test_parity", "test_optim", "test_quantized", "test_callbacks", "test_encoding",
 )  # fmt: skip
 ORDER = {name: place for place, name in enumerate(LONGEST)}
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # half a million objects, which stay: looking at them again and again took a tenth of the time
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

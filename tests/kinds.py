@@ -166,8 +166,10 @@ def build(kind: Kind, recipe: str = "bf16", **options: Any) -> CausalLM:
     model = CausalLM(kind.config, recipe=recipe, **{**EMULATED, **edges, **options})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "bias" in name or name.endswith("sinks"):
+            if name.endswith("sinks"):
                 parameter.fill_(0.2)
+            elif "bias" in name:  # small beside what tokens contribute
+                parameter.fill_(0.05)
     return model
 
 
@@ -186,6 +188,8 @@ def gradients(model: CausalLM) -> dict[str, Tensor]:
 
 def assert_close(found: Tensor, expected: Tensor, bound: float, name: str = "") -> None:
     error, size = (found.double() - expected.double()).norm(), expected.double().norm()
+    if found.numel() < 16:  # sums over all tokens of both signs: the ratio of so few scatters
+        bound *= 2
     assert error <= bound * size, f"{name}: difference {error:.2g}, size {size:.2g}"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -18,7 +19,6 @@ import torch
 import transformer_engine.pytorch as _te
 import transformer_engine_torch as tex
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module, Parameter
 from transformer_engine.common import recipe
 from transformer_engine.pytorch import (
@@ -53,7 +53,8 @@ from transformer_engine.pytorch.quantization import (
 import te_models.kernels.handover_triton as handover_triton
 from te_models.device.autograd import Context
 from te_models.kernels.early_save import save_early, save_input, saved_input
-from te_models.kernels.grouped_linear_triton import Casts, Stored, Weights, in_bf16, in_fp8, in_stored_fp8
+from te_models.kernels.expert_cast_triton import Delayed
+from te_models.kernels.grouped_linear_triton import Casts, Stored, Weights, in_bf16, in_fp8
 from te_models.kernels.groups import Groups
 from te_models.kernels.handover_triton import FP8Data
 
@@ -320,29 +321,47 @@ def _counts_on_device(module: Module, te_recipe: recipe.Recipe | None) -> bool:
     adapted = not isinstance(module, GroupedLinear)
     if adapted:
         module = module.get_submodule("base_layer")
-    if not isinstance(module, GroupedLinear) or issubclass(type(module), FSDPModule):
-        return False  # hooks around a sharded module's own forward gather its weights
+    if not isinstance(module, GroupedLinear) or module._forward_pre_hooks or module._forward_hooks:
+        return False  # hooks around its own forward: FSDP2's gather its weights, calibration's note amaxes
     if adapted and (module.in_features % 8 or module.out_features % 8):
         return False  # adapters' products in one launch need rows of 16 bytes
     weight = module.get_parameter("weight0")
     plain = type(weight) in (Tensor, Parameter) and weight.dtype == torch.bfloat16
     stored = isinstance(weight, Float8Tensor) and not weight.requires_grad
-    if not (plain or stored) or not weight.is_cuda or module.use_bias or _expert_places(module) is None:
+    if not (plain or stored) or not weight.is_cuda or _expert_places(module) is None:
         return False
     return plain if te_recipe is None else _joint_casts(te_recipe) is not None
 
 
 def _joint_casts(te_recipe: recipe.Recipe) -> Casts | None:
     """Return how a recipe casts the operands of all experts; None if Transformer Engine does it, one by one."""
-    if not isinstance(te_recipe, recipe.Float8CurrentScaling):
+    if not isinstance(te_recipe, (recipe.Float8CurrentScaling, recipe.DelayedScaling)) or te_recipe.backward_override:
         return None
+    wide = get_fp8_te_dtype(te_recipe, fprop_tensor=False) == DType.kFloat8E5M2
+    gradient = torch.float8_e5m2 if wide else torch.float8_e4m3fn
+    if isinstance(te_recipe, recipe.DelayedScaling):
+        return Casts(gradient, output=False, input_gradient=True, weight_gradient=True)  # section 7.6
     plans = (te_recipe.fp8_quant_fwd_inp, te_recipe.fp8_quant_fwd_weight, te_recipe.fp8_quant_bwd_grad)
     if any(plan.power_2_scale or plan.amax_epsilon for plan in plans):
         return None
-    wide = get_fp8_te_dtype(te_recipe, fprop_tensor=False) == DType.kFloat8E5M2
     products = (te_recipe.fp8_gemm_fprop, te_recipe.fp8_gemm_dgrad, te_recipe.fp8_gemm_wgrad)
-    gradient = torch.float8_e5m2 if wide else torch.float8_e4m3fn
     return Casts(gradient, *(product.use_split_accumulator for product in products))
+
+
+def _with_scales(module: GroupedLinear, casts: Casts, x: Tensor) -> Casts:
+    """Return `casts` of x with the scales and amaxes of a te.GroupedLinear, if it has delayed ones."""
+    forward, backward = (module.fp8_meta[direction] for direction in ("scaling_fwd", "scaling_bwd"))
+    if not isinstance(forward, DelayedScalingRecipeState):
+        return casts
+    own = [
+        Delayed(state.scale[slot::width], state.amax_history[0, slot::width])
+        for state, slot, width in ((forward, 0, 3), (forward, 1, 3), (backward, 0, 2))
+    ]
+    trained = torch.is_grad_enabled() and any(one.requires_grad for one in (x, *module.parameters()))
+    after = None
+    if trained and FP8GlobalStateManager.is_first_fp8_module():
+        after = partial(FP8GlobalStateManager.reduce_and_update_fp8_tensors, forward=False)
+    return casts._replace(of_x=own[0], of_weights=own[1], of_dy=own[2], after=after)
 
 
 _PLACES: WeakKeyDictionary[Module, tuple[list[int], Tensor]] = WeakKeyDictionary()  # by the addresses of the weights
@@ -378,20 +397,24 @@ def _grouped(
         return module(x, rows, is_first_microbatch=is_first_microbatch)
     data, places = found
     groups = rows if isinstance(rows, Groups) else Groups.of(rows, x.device)
+    bias = None
+    if module.use_bias:
+        bias = torch.stack([module.get_parameter(f"bias{expert}") for expert in range(len(data))])
     casts = None if te_recipe is None else _joint_casts(te_recipe)
-    if casts is not None and data[0].dtype == torch.uint8:
-        inverses = [module.get_parameter(f"weight{expert}")._scale_inv for expert in range(len(data))]
-        return in_stored_fp8(x, groups, Stored(data[0], places, torch.cat(inverses)), casts)
-    weights = Weights(data, places)
     if casts is None:
-        return in_bf16(x, groups, weights)
-    cache = module._fp8_workspaces
-    own = cache.get("experts") if is_first_microbatch is False else None
-    if own is None:
-        own = weights.cast()
-    if is_first_microbatch is not None:
-        cache["experts"] = own
-    return in_fp8(x, groups, weights, casts, own)
+        return in_bf16(x, groups, Weights(data, places), bias)
+    with module.prepare_forward_ctx(x, num_gemms=len(data)):
+        casts = _with_scales(module, casts, x)
+        if data[0].dtype == torch.uint8:
+            inverses = [module.get_parameter(f"weight{expert}")._scale_inv for expert in range(len(data))]
+            return in_fp8(x, groups, casts, Stored(data[0], places, torch.cat(inverses)), bias=bias)
+        cache = module._fp8_workspaces
+        own = cache.get("experts") if is_first_microbatch is False else None
+        if own is None:
+            own = Weights(data, places).cast(casts.of_weights)
+        if is_first_microbatch is not None:
+            cache["experts"] = own
+        return in_fp8(x, groups, casts, own, data, bias)
 
 
 handover = {

@@ -96,10 +96,13 @@ def _gradients_kernel(
     gate = tl.load(g + of_values + token * heads, token < count, 0.0)
     own_gate = tl.load(g + of_values + own * heads, own < count, 0.0)
     last = tl.load(g + of_values + (count - 1) * heads)
-    seen = token[None, :] <= own[:, None]
-    scores = tl.where(seen, scores * tl.exp2(own_gate[:, None] - gate[None, :]) * scale, 0.0)
-    seen = token[None, :] >= own[:, None]
-    transposed = tl.where(seen, transposed * tl.exp2(gate[None, :] - own_gate[:, None]) * scale, 0.0)
+    # Only differences of tokens that see each other: others may be beyond FP32's exponents, and infinity * 0 is NaN.
+    inside = (token < count)[None, :] & (own < count)[:, None]
+    between = own_gate[:, None] - gate[None, :]
+    seen = inside & (token[None, :] <= own[:, None])
+    scores *= tl.exp2(tl.where(seen, between, float("-inf"))) * scale
+    seen = inside & (token[None, :] >= own[:, None])
+    transposed *= tl.exp2(tl.where(seen, -between, float("-inf"))) * scale
 
     keys = _tile(k, token, key_heads * d_k, channel, count, d_k)
     made = from_state * (tl.exp2(own_gate) * scale)[:, None] + tl.dot(scores.to(keys.dtype), keys)

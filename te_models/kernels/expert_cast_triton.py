@@ -1,8 +1,9 @@
-"""FP8 of many matrices below each other, each with a scale of its own, in three launches instead of three per matrix.
+"""FP8 of many matrices below each other, each with a scale of its own, in few launches instead of three per matrix.
 
 The matrices are rows [R, K] of experts, or their weights. A scale is that of its matrix' largest magnitude (current
-scaling); the bits are those of Transformer Engine's casts, one matrix at a time. Each has a multiple of 4 rows. A
-program finds its matrix by the number of tiles of those before it.
+scaling), or is known before (delayed scaling), which saves a pass over the matrices; the bits are those of Transformer
+Engine's casts, one matrix at a time. Each has a multiple of 4 rows. A program finds its matrix by the number of tiles
+of those before it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,16 @@ class Matrices(NamedTuple):
     data: Tensor
     groups: Groups
     places: Tensor | None = None
+
+
+class Delayed(NamedTuple):
+    """The scale of each of E matrices and the amax that its cast raises: FP32 [E] each, with one stride.
+
+    A matrix without rows raises none.
+    """
+
+    scale: Tensor
+    amax: Tensor
 
 
 @triton.jit
@@ -76,11 +87,12 @@ def _scale(amax, LARGEST: tl.constexpr):
 
 @triton.jit
 def _cast_kernel(
-    data, first, tiles, places, amax, scale_inv, out, transposed, turned, columns, count,
+    data, first, tiles, places, amax, scales, scale_inv, out, transposed, turned, columns, count, stride,
     E5M2: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     e, address, begin, rows, group = _matrix(data, first, tiles, places, columns, count, EXPERTS, ROWS)
-    scale = _scale(tl.load(amax + e), 57344.0 if E5M2 else 448.0)
+    known: tl.constexpr = scales is not None
+    scale = tl.load(scales + e * stride) if known else _scale(tl.load(amax + e), 57344.0 if E5M2 else 448.0)
     if (group == 0) & (rows > 0) & (tl.program_id(1) == 0):
         tl.store(scale_inv + e, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
     group += tl.arange(0, ROWS // 4)
@@ -92,7 +104,9 @@ def _cast_kernel(
     apart = tl.multiple_of(tl.load(turned + e + 1) - here, 4)
     out += begin * columns
     transposed += here * columns
-    store_fp8(a, b, c, d, scale, group, j, rows, columns, out, transposed, columns, E5M2, apart)
+    largest = store_fp8(a, b, c, d, scale, group, j, rows, columns, out, transposed, columns, E5M2, apart)
+    if known:
+        raise_amax(amax + e * stride, largest)
 
 
 @triton.jit
@@ -128,18 +142,22 @@ class FP8Matrices(NamedTuple):
     scale_inv: Tensor
 
 
-def cast(given: Matrices, form: torch.dtype) -> FP8Matrices:
-    """Cast matrices to torch.float8_e4m3fn or float8_e5m2, each by its own largest magnitude."""
+def cast(given: Matrices, form: torch.dtype, delayed: Delayed | None = None) -> FP8Matrices:
+    """Cast matrices to torch.float8_e4m3fn or float8_e5m2, by `delayed` scales, else each by its largest magnitude."""
     turned = given.groups.apart if given.places is None else given.groups
     groups, columns, device = given.groups, given.data.shape[1], given.data.device
     count = groups.experts
-    amax, scale_inv = torch.zeros(count, device=device), torch.ones(count, device=device)
+    scales, amax = (None, torch.zeros(count, device=device)) if delayed is None else delayed
+    scale_inv = torch.ones(count, device=device)
     data, transposed = (torch.empty(n, columns, dtype=torch.uint8, device=device) for n in (groups.most, turned.most))
     sizes: dict[str, Any] = dict(EXPERTS=triton.next_power_of_2(count), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
     table = (given.data, groups.first, groups.tiles(ROWS), given.places, amax)
     grid = (groups.high(ROWS), triton.cdiv(columns, COLUMNS))
     with torch.cuda.device_of(given.data):
-        _amax_kernel[grid](*table, columns, count, **sizes)
-        e5m2 = form == torch.float8_e5m2
-        _cast_kernel[grid](*table, scale_inv, data, transposed, turned.first, columns, count, E5M2=e5m2, **sizes)
+        if scales is None:
+            _amax_kernel[grid](*table, columns, count, **sizes)
+        _cast_kernel[grid](
+            *table, scales, scale_inv, data, transposed, turned.first, columns, count, amax.stride(0),
+            E5M2=form == torch.float8_e5m2, **sizes,
+        )  # fmt: skip
     return FP8Matrices(data, transposed, scale_inv)

@@ -42,6 +42,7 @@ class Tiles(NamedTuple):
 BF16 = Tiles(128, 256, 64, 3)
 FP8 = Tiles(128, 256, 128, 3)
 PRECISE = Tiles(128, 128, 128, 3, 4)  # two programs per multiprocessor: one adds while the other multiplies
+SUM = Tiles(64, 64, 1, 1, 4)
 ABREAST = 8  # tiles above each other whose programs follow each other, so that they share what the L2 cache holds
 
 
@@ -56,7 +57,7 @@ def _corner(t, high, across, ABREAST: tl.constexpr):
 
 @triton.jit
 def _rows_kernel(
-    a, b, places, first, tiles, a_scale, b_scale, out, width, depth, count,
+    a, b, places, first, tiles, a_scale, b_scale, bias, out, width, depth, count,
     DOWN: tl.constexpr, EVEN: tl.constexpr, PRECISE: tl.constexpr, EXPERTS: tl.constexpr,
     HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
@@ -93,6 +94,8 @@ def _rows_kernel(
         w += step
     if a_scale is not None:
         total *= tl.load(a_scale + e) * tl.load(b_scale + e)
+    if bias is not None:
+        total += tl.load(bias + e * width + column).to(tl.float32)[None, :]
     y = out + begin * width + i.to(tl.int64)[:, None] * width + j[None, :]
     tl.store(y, total.to(out.dtype.element_ty), (i < rows)[:, None] & (j < width)[None, :])
 
@@ -136,10 +139,27 @@ def _weights_kernel(
     tl.store(z, total.to(out.dtype.element_ty), (i < height)[:, None] & (j < width)[None, :])
 
 
+@triton.jit
+def _sums_kernel(x, first, out, width, HIGH: tl.constexpr, WIDE: tl.constexpr):
+    e, column = tl.program_id(1), tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    begin, inside = tl.load(first + e), (column < width)[None, :]
+    rows = (tl.load(first + e + 1) - begin).to(tl.int32)
+    at = x + (begin + tl.arange(0, HIGH))[:, None] * width + column[None, :]
+    total = tl.zeros([HIGH, WIDE], tl.float32)
+    for start in range(0, rows, HIGH):
+        there = (start + tl.arange(0, HIGH) < rows)[:, None] & inside
+        total += tl.load(at, there, 0.0).to(tl.float32)
+        at += HIGH * width
+    tl.store(out + e * width + column, tl.sum(total, 0).to(out.dtype.element_ty), column < width)
+
+
 def rows_times(
-    a: Operand, b: Operand, groups: Groups, width: int, *, down: bool, precise: bool, dtype: torch.dtype
-) -> Tensor:
-    """Return each expert's rows of a [R, D] times its matrix of b: [R, width] in `dtype`.
+    a: Operand, b: Operand, groups: Groups, width: int, bias: Tensor | None = None, *,
+    down: bool, precise: bool, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Return each expert's rows of a [R, D] times its matrix of b, plus its row of `bias` [E, width]: [R, width].
+
+    The sum is rounded to `dtype` once.
 
     The matrix is [width, D], transposed, or with `down` [D, width], which FP8 does not allow.
     `precise`: FP8 sums leave the tensor cores, which keep fewer bits, every 128 terms.
@@ -149,8 +169,8 @@ def rows_times(
     grid = (groups.high(tiles.height) * triton.cdiv(width, tiles.width),)
     with torch.cuda.device_of(out):
         _rows_kernel[grid](
-            a.data, b.data, b.places, groups.first, groups.tiles(tiles.height), a.scale_inv, b.scale_inv, out,
-            width, depth, groups.experts, DOWN=down, EVEN=depth % tiles.depth == 0,
+            a.data, b.data, b.places, groups.first, groups.tiles(tiles.height), a.scale_inv, b.scale_inv,
+            bias, out, width, depth, groups.experts, DOWN=down, EVEN=depth % tiles.depth == 0,
             EXPERTS=triton.next_power_of_2(groups.experts), **_options(tiles, a, precise),
         )  # fmt: skip
     return out
@@ -174,6 +194,15 @@ def weights_from(
     return out
 
 
+def sums_of_rows(x: Tensor, groups: Groups) -> Tensor:
+    """Return the sum of each expert's rows of x [R, width], in FP32 and rounded once: [E, width]."""
+    out = x.new_empty(groups.experts, x.shape[1])
+    with torch.cuda.device_of(x):
+        grid = (triton.cdiv(x.shape[1], SUM.width), groups.experts)
+        _sums_kernel[grid](x, groups.first, out, x.shape[1], HIGH=SUM.height, WIDE=SUM.width, num_warps=SUM.warps)
+    return out
+
+
 def _tiles(a: Operand, precise: bool) -> Tiles:
     if a.scale_inv is None:
         return BF16
@@ -184,4 +213,5 @@ def _options(tiles: Tiles, a: Operand, precise: bool) -> dict[str, Any]:
     return dict(
         HIGH=tiles.height, WIDE=tiles.width, DEEP=tiles.depth, ABREAST=ABREAST, num_stages=tiles.stages,
         num_warps=tiles.warps, PRECISE=precise and a.scale_inv is not None,
+        enable_fp_fusion=False,  # cuBLAS rounds the scaled sum before it adds the bias
     )  # fmt: skip

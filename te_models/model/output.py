@@ -42,7 +42,7 @@ _register_namedtuple(Output, serialized_type_name="te_models.Output")  # for tor
 
 def with_routing(output: Output, routing: Routing, moe: MoEConfig | None, training: bool) -> Output:
     """Return the output with what routers did, and in training with their losses by the factors of `moe`."""
-    if moe is None or not routing.layers or output.loss is None:
+    report = routing.take()
+    if moe is None or report is None or output.loss is None:
         return output
-    report = routing.report()
     return Output(output.loss + report.loss(moe) if training else output.loss, output.logits, report)

@@ -55,9 +55,16 @@ class Routing:
     def __init__(self) -> None:
         self.layers: list[LayerRouting] = []
 
-    def report(self) -> RoutingReport:
-        """Return the losses and shares of the pass."""
-        counts, probabilities, squares, tokens = (torch.stack(values) for values in zip(*self.layers, strict=True))
+    def take(self) -> RoutingReport | None:
+        """Return the losses and shares of the pass, and keep nothing; None if it had no router.
+
+        What recomputes a block for backward keeps the context, and with it this object: with tensors of the graph in
+        it, a graph that no backward runs through would keep itself alive.
+        """
+        layers, self.layers = self.layers, []
+        if not layers:
+            return None
+        counts, probabilities, squares, tokens = (torch.stack(values) for values in zip(*layers, strict=True))
         total = tokens.sum().clamp(min=1)
         mean = probabilities.sum(0) / total
         balance = counts.shape[1] * ((counts.sum(0) / total) * mean).sum()
@@ -73,7 +80,7 @@ def choose(logits: Tensor, bias: Tensor | None, real: Tensor | None, moe: MoECon
     scores = logits.detach()
     if bias is not None or moe.n_group > 1:  # otherwise the logits have the order of the scores, without their rounding
         scores = _scores(scores, moe)
-        scores = scores if bias is None else scores + bias
+        scores = scores if bias is None else scores + bias.detach()
     if moe.n_group > 1:
         groups = scores.unflatten(1, (moe.n_group, -1))  # [T, groups, E / groups]
         best = groups.topk(moe.group_scores, dim=2).values.sum(2).sort(dim=1, descending=True, stable=True).indices

@@ -164,7 +164,7 @@ class TimeLeft:
     def line(self, row: Row) -> str:
         """Record the metrics of a step; return the line to print after it, or ""."""
         config, step, due = self.config, row["step"], self.start + self.SKIPPED + self.MEASURED
-        if step > due or config.steps < due:
+        if step > due or config.steps <= due:  # nothing is left to estimate
             return ""
         if step > self.start + self.SKIPPED:
             self.seconds.append(config.tokens_per_step / row["tokens_per_second"])

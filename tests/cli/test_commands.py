@@ -416,6 +416,27 @@ def test_help_and_import_need_no_heavy_package() -> None:
     assert out.stdout.splitlines()[-2:] == ["[]", "[]"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the OpenMP of other systems has no such variable")
+def test_idle_threads_of_openmp_sleep_soon() -> None:
+    code = "import sys, time; from te_models.cli import main; main(['--help']); import torch; x = torch.ones(10**6)\n"
+    code += "def spun():\n    x + 1; begun = time.process_time(); time.sleep(0.01)\n"
+    code += "    return time.process_time() - begun\n"
+    code += "print(sorted(spun() for _ in range(30))[15])"
+    env = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    out = run_process([sys.executable, "-c", code], env=env | {"OMP_NUM_THREADS": "2"})
+    assert float(out.stdout.splitlines()[-1]) < 1e-3  # seconds; libgomp's own is 4e-3
+
+
+@pytest.mark.parametrize("name, value, spins", [("OMP_WAIT_POLICY", "ACTIVE", None), ("GOMP_SPINCOUNT", "7", "7")])
+def test_users_own_choice_for_openmp_stays(
+    name: str, value: str, spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.setenv(name, value)
+    main(["--help"])
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
 def test_finetune_streams_and_resumes_exactly(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     data = tmp_path / "data"
     data.mkdir()

@@ -58,10 +58,11 @@ def state(m: te.Linear, direction: str = "fwd") -> tuple[list[float], list[list[
     return meta.scale.tolist(), meta.amax_history.tolist()
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 7])
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-@pytest.mark.parametrize("margin", [0, 1, -2])
-@pytest.mark.parametrize("fp8_format", [Format.HYBRID, Format.E4M3])
+@pytest.mark.parametrize(
+    "length, margin, fp8_format",
+    [(1, 0, Format.HYBRID), (2, 1, Format.E4M3), (3, -2, Format.HYBRID), (7, 1, Format.HYBRID)],
+)
 def test_history_and_scale_follow_the_rules(length: int, algorithm: str, margin: int, fp8_format: Format) -> None:
     """Steps that grow, are silent (all zeros), hold an infinity, or underflow the scale."""
     recipe = DelayedScaling(margin, fp8_format, length, algorithm)
@@ -85,26 +86,6 @@ def test_history_and_scale_follow_the_rules(length: int, algorithm: str, margin:
         scale, history = state(m, "bwd")
         assert scale == [slots["g"].scale, 1.0]
         assert history == [[a, 0.0] for a in slots["g"].history]
-
-
-def test_a_tiny_amax_gives_the_largest_scale() -> None:
-    m, recipe = layer(), DelayedScaling(amax_history_len=2)
-    step(m, recipe, torch.full((32, 32), 1e-38, dtype=BF16))
-    assert state(m)[0][0] == FLT_MAX
-
-
-def test_scales_take_effect_one_step_late() -> None:
-    m, recipe = layer(bias=False), DelayedScaling(amax_history_len=4)
-    x = torch.full((32, 32), 1000.0, dtype=BF16)
-    with torch.no_grad():
-        m.weight.fill_(1.0)
-    with te.autocast(recipe=recipe):
-        first = m(x)
-    with te.autocast(recipe=recipe):
-        second = m(x)
-    # 1000 saturates at 448 with scale 1; with scale 0.448 it is 448 again, which is right.
-    assert first[0, 0] == 448 * 32
-    assert abs(second[0, 0].item() - 32000) <= 128
 
 
 def test_no_grad_around_the_autocast_delays_the_amax_to_the_next_update() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_same_bits
-from engine_reference import RECIPES, relative, run
+from engine_reference import RECIPES, run
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,31 +18,6 @@ from te_models.engine.emulated import recipe as R
 
 BF16, FP32 = torch.bfloat16, torch.float32
 STATELESS = {name: make for name, make in RECIPES.items() if name != "delayed"}
-
-
-# Rounding noise of two operands: E4M3 2.6e-2 each, E5M2 5.2e-2, E2M1 1e-1; Hadamard and stochastic rounding add to it.
-NOISE = {"delayed": 0.08, "current": 0.08, "block": 0.06, "mxfp8": 0.06, "nvfp4": 0.25}
-
-
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("shape", [(64,), (2, 32), (2, 2, 16)])
-def test_forward_and_gradients_approximate_the_exact_layer(name: str, shape: tuple[int, ...]) -> None:
-    m = te.Linear(96, 160, params_dtype=BF16)
-    nn.init.normal_(m.bias, 0, 0.2)
-    x = torch.randn(*shape, 96).to(BF16).requires_grad_()
-    g = torch.randn(*shape, 160).to(BF16)
-    recipe = RECIPES[name]()
-    if name == "delayed":  # the first step only measures
-        run(m, recipe, x, g)
-        m.weight.grad = m.bias.grad = x.grad = None
-    y = run(m, recipe, x, g)
-    exact = x.double() @ m.weight.double().t() + m.bias.double()
-    flat_x, flat_g = x.detach().double().reshape(-1, 96), g.double().reshape(-1, 160)
-    assert y.shape == (*shape, 160) and y.dtype == BF16
-    assert relative(y, exact) < NOISE[name]
-    assert relative(x.grad, g.double() @ m.weight.double()) < NOISE[name]
-    assert relative(m.weight.grad, flat_g.t() @ flat_x) < NOISE[name]
-    assert_same_bits("m.bias.grad", m.bias.grad, g.reshape(-1, 160).float().sum(0).to(BF16))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -94,16 +69,6 @@ def test_both_gradients_use_split_accumulation_and_the_output_does_not(make: Cal
     assert y[3, 0] == 448.0
     assert x.grad[2, 0] == 448.0 + 2.0**-6
     assert m.weight.grad[1, 1] == 448.0 + 2.0**-6
-
-
-@pytest.mark.parametrize("options", [{"disable_rht": True}, {"disable_2d_quantization": True}])
-def test_nvfp4_options(options: dict[str, Any]) -> None:
-    m = te.Linear(64, 96, bias=False, params_dtype=BF16)
-    x = (torch.randn(32, 64) * torch.logspace(-2, 2, 32)[:, None]).to(BF16).requires_grad_()
-    g = torch.randn(32, 96).to(BF16)
-    y = run(m, R.NVFP4BlockScaling(disable_stochastic_rounding=True, **options), x, g)
-    exact_y, exact_dw = x.double() @ m.weight.double().t(), g.double().t() @ x.double()
-    assert relative(y, exact_y) < NOISE["nvfp4"] and relative(m.weight.grad, exact_dw) < NOISE["nvfp4"]
 
 
 def saved_bytes(function: Callable[[], Any]) -> dict[str, int]:
@@ -438,8 +403,7 @@ def test_a_changed_recipe_of_the_same_class_takes_effect(name: str) -> None:
         assert m.quantizers["scaling_bwd"][0].dtype == (7 if name == "current" else 8)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("name, dtype", [("delayed", BF16), ("block", FP32), ("nvfp4", BF16)])
 def test_a_product_leaves_those_of_other_threads_alone(name: str, dtype: torch.dtype) -> None:
     """PyTorch's switches of how FP32 is multiplied belong to the process."""
     before, seen = torch.backends.mkldnn.matmul.fp32_precision, set()

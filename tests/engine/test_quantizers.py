@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -82,74 +81,33 @@ def test_e8m0_values() -> None:
     assert inverse[:255].tolist() == [2.0 ** (127 - i) for i in range(255)]
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("source", [BF16, FP16, FP32])
-class TestAgainstLoops:
-    """Every block on its own, in plain loops, with the search-based cast."""
+def test_a_block_of_rows_has_the_largest_scale_of_its_rows() -> None:
+    """Blocks of two dimensions, against those of one row, which test_range.py and test_torchao.py judge."""
+    x = torch.randn(256, 160) * torch.logspace(-9, 9, 256, base=2)[:, None]
+    for name, size in (("block1", 128), ("mxfp8", 32), ("nvfp4", 16)):
+        rows, blocks = MAKE[name](E4M3)(x), MAKE[f"{name.removesuffix('1')}{'2' if size == 128 else '_2d'}"](E4M3)(x)
+        few = rows._rowwise_scale_inv.t() if size == 128 else rows._rowwise_scale_inv
+        found, count = blocks._rowwise_scale_inv, 256 // size if size == 128 else 256
+        expected = few[:256, : -(-160 // size)].unflatten(0, (-1, size)).amax(1)
+        expected = expected if size == 128 else expected.repeat_interleave(size, 0)
+        assert_same_bits(name, found[:count, : expected.shape[1]], expected)
+        left, right = (blocks.operand(columnwise).values for columnwise in (False, True))
+        assert_same_bits(name, left, right if right.shape == left.shape else right.t())
 
-    @pytest.mark.parametrize("dim", [1, 2])
-    @pytest.mark.parametrize("power_of_2", [False, True])
-    @pytest.mark.parametrize("shape", [(256, 384), (16, 208), (1, 16), (130, 100)])
-    def test_blocks(
-        self, source: torch.dtype, dtype: DType, power_of_2: bool, dim: int, shape: tuple[int, int]
-    ) -> None:
-        x = wide(*shape, source)
-        q = te.Float8BlockQuantizer(
-            dtype, rowwise=True, columnwise=True, block_scaling_dim=dim, force_pow_2_scales=power_of_2
-        )
-        t = q(x)
-        m, k = shape
-        for columnwise in (False, True):
-            block = (128, 128) if dim == 2 else (128, 1) if columnwise else (1, 128)
-            codes, inverse = self.by_block(x, block, dtype, power_of_2)
-            if columnwise:
-                assert_same_bits("t._columnwise_data", t._columnwise_data, codes.t())
-                stored, expected = t._columnwise_scale_inv, inverse.t() if dim == 2 else inverse
-            else:
-                assert_same_bits("t._rowwise_data", t._rowwise_data, codes)
-                stored, expected = t._rowwise_scale_inv, inverse if dim == 2 else inverse.t()
-            assert stored.dtype == FP32 and stored.shape == (expected.shape[0], -(-expected.shape[1] // 4) * 4)
-            assert_same_bits("stored[:, : expected.shape[1]]", stored[:, : expected.shape[1]], expected)
 
-    def by_block(self, x: Tensor, block: tuple[int, int], dtype: DType, power_of_2: bool) -> tuple[Tensor, Tensor]:
-        (m, k), (bm, bk) = x.shape, block
-        codes = torch.empty(m, k, dtype=torch.uint8)
-        inverse = torch.empty(-(-m // bm), -(-k // bk))
-        scaled = torch.empty(m, k)
-        for i in range(0, m, bm):
-            for j in range(0, k, bk):
-                part = x[i : i + bm, j : j + bk].float()
-                amax = part.abs().max()
-                scale = torch.ones(())
-                if amax > 0:
-                    scale = torch.tensor(MAX[dtype]) / amax
-                    scale = torch.finfo(x.dtype).max * torch.ones(()) if scale.isinf() else scale
-                    scale = torch.tensor(2.0 ** (math.frexp(scale.item())[1] - 1)) if power_of_2 else scale
-                scaled[i : i + bm, j : j + bk] = part * scale
-                inverse[i // bm, j // bk] = 1 / scale
-        codes = reference_codes(scaled, dtype)
-        return codes, inverse
-
-    @pytest.mark.parametrize("two_d", [False, True])
-    def test_mxfp8(self, source: torch.dtype, dtype: DType, two_d: bool) -> None:
-        m, k = 64, 160
-        x = wide(m, k, source)
-        t = te.MXFP8Quantizer(dtype, with_2d_quantization=two_d)(x)
-        assert t._rowwise_data.shape == t._columnwise_data.shape == (m, k)
-        assert t._rowwise_scale_inv.shape == (128, 8) and t._columnwise_scale_inv.shape == (4, 256)
-        for columnwise in (False, True):
-            bm, bk = (32, 32) if two_d else (32, 1) if columnwise else (1, 32)
-            data = t._columnwise_data if columnwise else t._rowwise_data
-            scales = t._columnwise_scale_inv if columnwise else t._rowwise_scale_inv
-            for i in range(0, m, bm):
-                for j in range(0, k, bk):
-                    part = x[i : i + bm, j : j + bk].double()
-                    amax = part.abs().max().item()
-                    e = max(0, math.ceil(math.log2(amax / MAX[dtype])) + 127) if amax else 0
-                    where = (i // 32, j) if columnwise else (i, j // 32)
-                    assert scales[where] == e
-                    expected = reference_codes((part * 2.0 ** (127 - e)).float(), dtype)
-                    assert_same_bits("data[i : i + bm, j : j + bk]", data[i : i + bm, j : j + bk], expected)
+@pytest.mark.parametrize("name", ["block1", "block2"])
+@pytest.mark.parametrize("shape", [(130, 100), (1, 16)])
+def test_half_a_block_is_a_block_with_zeros(name: str, shape: tuple[int, int]) -> None:
+    x, (m, k) = wide(*shape, FP16), shape
+    part, whole = (MAKE[name](E5M2)(t) for t in (x, torch.nn.functional.pad(x, (0, -k % 128, 0, -m % 128))))
+    assert_same_bits("rows", part._rowwise_data, whole._rowwise_data[:m, :k])
+    assert_same_bits("columns", part._columnwise_data, whole._columnwise_data[:k, :m])
+    for scales in ("_rowwise_scale_inv", "_columnwise_scale_inv"):
+        few, all_of_them = getattr(part, scales), getattr(whole, scales)
+        rows, columns = (-(-n // 128) if name == "block2" else n for n in (m, k))
+        used = (rows if scales == "_rowwise_scale_inv" else columns) if name == "block1" else few.shape[1]
+        used = min(used, few.shape[1], all_of_them.shape[1])
+        assert_same_bits(scales, few[:, :used], all_of_them[: len(few), :used])
 
 
 class TestSpecialValues:

@@ -36,7 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "post-norms": ("olmo2", {}),
     "softcaps": ("gemma2", dict(query_pre_attn_scalar=64, sliding_window=48, attn_logit_softcapping=2.0,
                                 layer_types=[SLIDING, FULL] * 2)),
-    "sinks": ("gpt_oss", dict(sliding_window=48, num_local_experts=3, num_experts_per_tok=3, swiglu_limit=1.0,
+    "sinks": ("gpt_oss", dict(sliding_window=48, num_local_experts=3, num_experts_per_tok=3,
                               rope_parameters=DEFAULT)),  # all experts, since a rounding may choose others
     "partial-rotary": ("glm4", dict(rope_parameters=dict(rope_theta=10000.0, partial_rotary_factor=0.5))),
     # Heads of 192 channels, with values of 128.

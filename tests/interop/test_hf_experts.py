@@ -53,29 +53,22 @@ def batch(padded: bool) -> dict[str, Tensor]:
     return dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("case", [*ROUTED, *HYBRIDS])
-def test_the_balance_loss_is_that_of_transformers(case: str, padded: bool, tmp_path: Path) -> None:
-    """Reported in evaluation, and in training added with its factor."""
-    judge, model = pair(case, tmp_path, router_aux_loss_coef=0.3)
-    inputs = batch(padded)
-    expected = judge(**inputs, output_router_logits=True)
-    found = model(**inputs)
-    assert found.routing is not None
-    assert found.routing.balance_loss.item() == pytest.approx(expected.aux_loss.item(), abs=1e-5)
-    whole = model.train()(**inputs)
-    assert whole.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
-    assert (whole.loss - found.loss).item() == pytest.approx(0.3 * expected.aux_loss.item(), rel=1e-3)
-
-
 @pytest.mark.parametrize("case", [*ROUTED, *OTHERS, *HYBRIDS])
-def test_gradients_are_those_of_transformers(case: str, tmp_path: Path) -> None:
-    judge, model = pair(case, tmp_path)
-    inputs = batch(padded=True)
+def test_losses_and_gradients_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    """The balance loss is reported in evaluation, and in training added with its factor."""
     routed = case not in OTHERS
-    judge(**inputs, **({"output_router_logits": True} if routed else {})).loss.backward()
-    loss = (model.train() if routed else model)(**inputs).loss
-    loss.backward()
+    judge, model = pair(case, tmp_path, **(dict(router_aux_loss_coef=0.3) if routed else {}))
+    for padded in (False, True):
+        inputs = batch(padded)
+        expected = judge(**inputs, **(dict(output_router_logits=True) if routed else {}))
+        found = whole = model.eval()(**inputs)
+        if routed:
+            whole = model.train()(**inputs)
+            assert found.routing.balance_loss.item() == pytest.approx(expected.aux_loss.item(), abs=1e-5)
+            assert (whole.loss - found.loss).item() == pytest.approx(0.3 * expected.aux_loss.item(), rel=1e-3)
+        assert whole.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+    expected.loss.backward()
+    whole.loss.backward()
     theirs = theirs_by_expert(judge)
     parameters = dict(model.named_parameters())
     places = tensor_places(family_of(judge.config.to_dict()), model.config, {n: p.shape for n, p in parameters.items()})
@@ -114,16 +107,16 @@ def theirs_by_expert(judge: Any) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("case", [*ROUTED[::4], ROUTED[9], *OTHERS[:5:2], *LATENT[::2], *HYBRIDS])
+@pytest.mark.parametrize("case", [*ROUTED[::8], *OTHERS[:5:2], *LATENT[::5], *HYBRIDS[::2]])
 def test_generation_is_that_of_transformers_token_for_token(case: str, tmp_path: Path) -> None:
     judge, model = pair(case, tmp_path)
     ids = torch.randint(1, 131, (2, 7))
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     ids = ids * mask
-    options: dict[str, Any] = dict(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    options: dict[str, Any] = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     expected = judge.generate(ids, attention_mask=mask, **options)
-    found = model.generate(ids, 20, attention_mask=mask, eos_token_id=None)
+    found = model.generate(ids, 12, attention_mask=mask, eos_token_id=None)
     assert torch.equal(found, expected)
 
 

@@ -99,13 +99,19 @@ def test_a_folder_is_of_a_family_whose_config_transformers_takes(family: str, tm
         close(model(ids).logits, judge(ids).logits)
 
 
-@pytest.mark.parametrize("case", every(4, CASES))
+# Two of each family in every run, and all in the long tests.
+FEW = {f"{family}-{name}" for n, (family, cases) in enumerate(FAMILY_CASES.items())
+       for name in (*cases, *cases)[n % len(cases) :: 5][:2]}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in FEW)) for case in CASES])
 @torch.no_grad()
-def test_logits_are_those_of_transformers(case: str, theirs: Callable[[str], Pair]) -> None:
+def test_a_model_is_that_of_transformers(case: str, theirs: Callable[[str], Pair], tmp_path: Path) -> None:
+    """Its logits, under padding and with a cache too, and its folder, which comes back in every bit."""
     judge, folder = theirs(case)
     model = load(folder)
     vocabulary = model.config.vocab_size
-    for length in (1, 13, model.config.longest_sequence):
+    for length in (1, model.config.longest_sequence):
         ids = torch.randint(1, vocabulary, (2, length))
         close(model(ids).logits, judge(ids).logits)
     ids, mask = torch.randint(1, vocabulary, (3, 13)), torch.ones(3, 13, dtype=torch.long)
@@ -113,26 +119,11 @@ def test_logits_are_those_of_transformers(case: str, theirs: Callable[[str], Pai
     reference = judge(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
     close(model(ids, attention_mask=mask).logits[mask.bool()], reference[mask.bool()])
 
+    ids = torch.randint(1, vocabulary, (2, 15))
+    cache, other = model.new_cache(2, 15), transformers.DynamicCache(config=judge.config)
+    for part in (ids[:, :9], *ids[:, 9:].split((1, 3, 1, 1), dim=1)):
+        close(model(part, cache=cache).logits, judge(part, past_key_values=other, use_cache=True).logits)
 
-@pytest.mark.parametrize("case", every(6, CASES))
-@torch.no_grad()
-def test_token_by_token_with_a_cache(case: str, theirs: Callable[[str], Pair]) -> None:
-    judge, folder = theirs(case)
-    model = load(folder)
-    ids = torch.randint(1, model.config.vocab_size, (2, 15))
-    cache = model.new_cache(2, 15)
-    other, found, wanted = transformers.DynamicCache(config=judge.config), [], []
-    for part in (ids[:, :9], *ids[:, 9:].split(1, dim=1)):
-        found.append(model(part, cache=cache).logits)
-        wanted.append(judge(part, past_key_values=other, use_cache=True).logits)
-    close(torch.cat(found, 1), torch.cat(wanted, 1))
-
-
-@pytest.mark.parametrize("case", every(6, CASES))
-@torch.no_grad()
-def test_a_round_trip_is_exact(case: str, theirs: Callable[[str], Pair], tmp_path: Path) -> None:
-    judge, folder = theirs(case)
-    model = load(folder)
     numbers = [buffer.numel() for name, buffer in judge.named_buffers() if name.endswith("correction_bias")]
     assert model.config.num_parameters == sum(p.numel() for p in judge.parameters()) + sum(numbers)
     model.save_pretrained(tmp_path / "back", format="hf")
@@ -144,7 +135,6 @@ def test_a_round_trip_is_exact(case: str, theirs: Callable[[str], Pair], tmp_pat
     model.save_pretrained(tmp_path / "own", format="hf")
     again, report = AutoModelForCausalLM.from_pretrained(tmp_path / "own", output_loading_info=True)
     assert not any(report.values()), report
-    ids = torch.randint(1, model.config.vocab_size, (2, 17))
     close(again.eval()(ids).logits, model(ids).logits)
     assert load(tmp_path / "own").config == model.config
 

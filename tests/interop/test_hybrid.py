@@ -98,7 +98,7 @@ def test_generation_is_that_of_transformers(seed: int, theirs: Callable[[int], P
         close(model(part, cache=cache).logits, wanted)
 
 
-@pytest.mark.parametrize("seed", FEW)
+@pytest.mark.parametrize("seed", FEW[::7])
 def test_transformers_generates_with_our_model(seed: int, theirs: Callable[[int], Pair]) -> None:
     """With its own cache, whose rows beam search reorders."""
     modeling = pytest.importorskip("te_models.huggingface.modeling")

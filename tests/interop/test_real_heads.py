@@ -49,7 +49,12 @@ def read(family: Family) -> ModelConfig:
     fields |= dict(intermediate_size=384, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2)
     fields |= dict(max_position_embeddings=256, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     marks = dict(headwise_attn_output_gate=True) if family.marks else {}
-    return family.read(fields | marks | NEEDED.get(family.model_type, {}))
+    config = family.read(fields | marks | NEEDED.get(family.model_type, {}))
+    if config.moe is None:
+        return config
+    # All of a few experts, since a rounding may choose others.
+    few = replace(config.moe, num_experts=4, num_experts_per_tok=4, n_group=1, topk_group=1)
+    return replace(config, moe=few)
 
 
 def own(size: int, gate: str) -> ModelConfig:

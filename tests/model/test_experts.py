@@ -296,8 +296,10 @@ def test_losses_of_the_routers() -> None:
     where = describe(even, places(chosen, 5, 1).counts, None)
     routing = Routing()
     routing.layers.append(where)
-    torch.testing.assert_close(routing.report().balance_loss, torch.tensor(1.0))
-    torch.testing.assert_close(routing.report().z_loss, even.logsumexp(1).square().mean())
+    report = routing.take()
+    assert report is not None
+    torch.testing.assert_close(report.balance_loss, torch.tensor(1.0))
+    torch.testing.assert_close(report.z_loss, even.logsumexp(1).square().mean())
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -320,6 +322,16 @@ def test_the_memory_plan_is_what_autograd_keeps(name: str, recipe: str, mode: st
     if mode == "full":  # the rotary tables are held by the recomputes, not by autograd
         expected -= Tape(model.config, model.recipe, training).rotary_tables()
     assert autograd_bytes(model, tokens(2, 64)) == expected
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_the_bias_of_the_choice_has_no_gradient_even_when_everything_is_unfrozen(mode: str) -> None:
+    """A choice has none; a graph through it would differ between a pass and its recompute, which keeps the choice."""
+    model = build("bf16", mode=mode, **KINDS["GLM"]).requires_grad_(True)
+    ids = tokens(2, 16)
+    model(ids, labels=ids).loss.backward()
+    missing = {name.rsplit(".", 1)[-1] for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert missing == {"expert_bias"}
 
 
 @pytest.mark.parametrize("position", ["pre", "post", "both"])

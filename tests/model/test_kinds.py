@@ -7,6 +7,7 @@ saved tensors; a run that was not interrupted; the modules of the model.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,25 @@ def test_padding_changes_nothing(kind: Kind, where: Where, side: str) -> None:
     loss.backward()
     for name, gradient in gradients(model).items():
         assert_close(found[name], gradient, 4 * bound, name)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_a_pass_without_a_backward_keeps_no_memory(kind: Kind, mode: str) -> None:
+    """The graph is gone, and with it what it stored: its leaves forget what was noted on them."""
+    model = build(kind, activation_checkpointing=mode)
+    ids = tokens(model)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def leaves() -> list[dict[Any, Any]]:
+        return [parameter.view_as(parameter).grad_fn.next_functions[0][0].metadata for parameter in parameters]
+
+    output = model(ids, labels=ids)
+    for noted in leaves():
+        noted["pass"] = 1
+    assert all("pass" in noted for noted in leaves())
+    del output, noted
+    gc.collect()
+    assert not any("pass" in noted for noted in leaves())
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])

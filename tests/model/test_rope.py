@@ -77,6 +77,7 @@ def test_logits_inside_and_beyond_the_original_context(pair: tuple[Any, CausalLM
         torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("pair", [*BY_LENGTH, "yarn", "llama3"], indirect=True)
 @torch.no_grad()
 def test_text_across_the_end_of_the_original_context(pair: tuple[Any, CausalLM], request: Any) -> None:
     (judge, model), case = pair, request.node.callspec.params["pair"]

@@ -240,10 +240,11 @@ EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=96)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("recipe", ["bf16", "current"])
-def test_steps_of_experts_are_captured(recipe: str, mode: str) -> None:
+@pytest.mark.parametrize("biases", [{}, dict(bias=True)])
+@pytest.mark.parametrize("recipe", ["bf16", "current", "delayed"])
+def test_steps_of_experts_are_captured(recipe: str, biases: dict[str, bool], mode: str) -> None:
     """The numbers of rows stay on the device, so that every batch may send other tokens to each expert."""
-    options = dict(device="cuda", engine="native", moe=EXPERTS, activation_checkpointing=mode)
+    options = dict(device="cuda", engine="native", moe=EXPERTS | biases, activation_checkpointing=mode)
     models = [build(recipe, **options) for _ in range(2)]
     assert obstacle(models[0]) is None
     same(*models)
@@ -251,7 +252,7 @@ def test_steps_of_experts_are_captured(recipe: str, mode: str) -> None:
 
 @pytest.mark.gpu
 def test_recipes_that_count_rows_on_the_host_have_no_graph() -> None:
-    model = build("delayed", device="cuda", engine="native", moe=EXPERTS)
+    model = build("blockwise", device="cuda", engine="native", moe=EXPERTS)
     assert "the host has to know" in str(obstacle(model))
 
 
