@@ -25,7 +25,7 @@ from te_models.config.options import RecipeOptions
 from te_models.config.precision import precisions
 from te_models.config.recipe import AUTO, EngineRecipe, Recipe, RecipeLike, get_recipe
 from te_models.config.recompute_modes import check_mode, offload_allows_fused
-from te_models.device.choice import choose_device
+from te_models.device.choice import choose_device, computing_device
 from te_models.device.cpu_threads import TOO_SMALL_TO_SHARE, one_thread, untracked_on_cpu
 from te_models.engine import check_support, engine_module, get_engine
 from te_models.engine.emulated.short_rows import FEWEST_ROWS, short_rows
@@ -49,6 +49,11 @@ from te_models.model.recompute import Recompute, refuse_foreign_recompute
 from te_models.model.targets import nan_if, next_token_targets
 from te_models.model.te_modules import Factory, pad_rows
 from te_models.model.tensor_parallel import TensorParallel
+
+REFUSED_DTYPES = {
+    torch.float64: "te layers do not run in FP64: build the model with dtype=torch.float32 or torch.bfloat16",
+    torch.float16: "a live model does not change its dtype: build or load it with dtype=torch.float16",
+}
 
 
 class Decoder(nn.Module):
@@ -157,7 +162,7 @@ class Decoder(nn.Module):
         """Return whether the operations between the GEMMs are compiled, or why not, in a few words."""
         if self.compile_mode is None:
             return "off, because compile=False"
-        if (place := target_device(self).type) != "cuda":
+        if (place := computing_device(self.device).type) != "cuda":
             return f"off, because the model is on {place}"
         return "elementwise operations" + (f", {self.compile_mode}" if self.compile_mode != "default" else "")
 
@@ -191,10 +196,8 @@ class Decoder(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
         """Raise a UsageError for conversions to FP64 or FP16: `to`, `type`, `double` and `half` all call this."""
         dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        if dtype == torch.float64:
-            raise UsageError("te layers do not run in FP64: build the model with dtype=torch.float32 or torch.bfloat16")
-        if dtype == torch.float16 != self.dtype:
-            raise UsageError("a live model does not change its dtype: build or load it with dtype=torch.float16")
+        if dtype in REFUSED_DTYPES and dtype != self.dtype:
+            raise UsageError(REFUSED_DTYPES[dtype])
         return super()._apply(fn, recurse)
 
     @property
@@ -417,8 +420,8 @@ class Decoder(nn.Module):
             OutOfMemory: it does not fit on the device.
         """
         slots = slots_for(max_length)
+        mixers = [self._block(layer).mixer for layer in range(len(self.specs))]
         try:
-            mixers = [self._block(layer).mixer for layer in range(len(self.specs))]
             states = [mixer.new_state(batch, slots, self.device, self.dtype) for mixer in mixers]
         except torch.OutOfMemoryError:
             size = sum(spec.mixer.state_bytes(batch, slots, self.dtype.itemsize) for spec in self.specs) / 2**30
@@ -443,7 +446,7 @@ class Decoder(nn.Module):
         Between two stateful recipes the scales and histories are converted; otherwise they start afresh. FP8 primary
         weights are left unchanged, so a recipe that needs another kind of FP8 raises a UsageError.
         """
-        chosen, reason = self._choose(recipe, recipe_options, target_device(self), self.dtype)
+        chosen, reason = self._choose(recipe, recipe_options, computing_device(self.device), self.dtype)
         new = self.check_change(chosen)
         old = self.recipe
         keep = self.copied_fp8_state() if new.recipe.stateful else {}
@@ -503,8 +506,3 @@ class Decoder(nn.Module):
         self.ep.check_recipe(recipe, self.fp8_params)
         check_sizes(self.specs, self.config.vocab_size, recipe, self.tp.each)
         return model_precision(self.te, recipe, self.specs, self.ep.divides)
-
-
-def target_device(model: Decoder) -> torch.device:
-    """Return the model's device; for a model on the meta device, which only serves plans, the default one."""
-    return choose_device() if model.device.type == "meta" else model.device

@@ -21,15 +21,15 @@ from te_models.data.dataset import TokenDataset, check_vocabulary
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer, load_tokenizer
 from te_models.data.training_data import open_data, steps_of
-from te_models.errors import UsageError
+from te_models.errors import ConfigError, UsageError
 from te_models.files.formats import Fields
 from te_models.generation.options import GenerationOptions
-from te_models.interop.hf_families import family_of
 from te_models.model.recipe_fit import auto_recipe
 from te_models.optim import resolve_options
 from te_models.planning.printable import Terminal
 from te_models.saving.pretrained import read_shape
 from te_models.saving.run_folder import Checkpoints
+from te_models.serving.export import default_format
 from te_models.training.evaluation import Batch, evaluate
 from te_models.training.launch import choose_parallel, parallel, restarts
 from te_models.training.loggers import Run, check_loggers, open_loggers
@@ -270,9 +270,11 @@ def _show_samples(console: Console, sampler: Sampler | None, folder: Path, words
     if sampler:
         sampler.show(console)
     prompts = sampler.prompts if sampler else held_out_prompts(eval_batches, words, model.config.longest_sequence)
-    family = family_of(model.origin.config) if model.origin.config else None
-    stacked = family is not None and family.stacked
-    print_next(console, folder, words, prompts, stacked)
+    try:
+        format = default_format(model, model.origin)
+    except ConfigError:  # no server has this architecture
+        format = ""
+    print_next(console, folder, words, prompts, format)
 
 
 def _sampler(tokens: int, model: CausalLM, words: Tokenizer, batches: list[Batch], shared: Parallel) -> Sampler | None:

@@ -46,7 +46,7 @@ from te_models.training.evaluation import Batch, count_targets, diagnosis, evalu
 from te_models.training.metrics import MetricsLog
 from te_models.training.parallel import Parallel, reshard
 from te_models.training.recipe_schedule import RecipeSchedule
-from te_models.training.restore import position_mistakes, read_random_states, result_mistakes
+from te_models.training.restore import position_mistakes, read_random_states, result_mistakes, waiting_in_vain
 from te_models.training.result import Result
 from te_models.training.resume import run_choices
 from te_models.training.routers import mean_of_routers, router_row, weigh_losses
@@ -457,7 +457,7 @@ class Trainer(NamedFields):
         self.optimizer.check_state_dict(optimizer)
         random, cuda = read_random_states(state, newest, self.parallel.ranks.rank, self.device)
         refuse(result_mistakes(state["result"], asdict(self.result)), CheckpointError)
-        self._refuse_to_wait_on(state["result"])
+        refuse(waiting_in_vain(state["result"], self.config.patience))
         refuse(position_mistakes(state["dataset"], self.data.state_dict()), CheckpointError)
         self.data.load_state_dict(state["dataset"])  # the last that may refuse, before it changes anything
         found.write()
@@ -476,15 +476,6 @@ class Trainer(NamedFields):
             steps = plural(int(newest.name.removeprefix("step-")), "step")
             raise UsageError(
                 f"{self.out} already holds a run of {steps}: continue it with run(resume=True), or give another out"
-            )
-
-    def _refuse_to_wait_on(self, result: Fields) -> None:
-        """Raise UsageError if the saved run ended early and nothing has changed that would let it continue."""
-        since, patience = result.get("evaluations_since_best", 0), self.config.patience
-        if result.get("stopped_early") and patience and since >= patience:
-            raise UsageError(
-                f"the run stopped early at step {result['step']}: {since} evaluations brought no lower loss; give a "
-                "larger --patience, or 0"
             )
 
     def _optimizer_names(self) -> list[str]:
