@@ -335,6 +335,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
         "no record is left: 9 of 9 records have no answer to learn",
     ),
     "one record": ({"a.jsonl": PAIRS[:1]}, [], "1 document cannot be split"),
+    "one record that fits": (
+        {"a.jsonl": [*PAIRS[:1], *({"prompt": f"{n} " * 20, "completion": "c"} for n in range(24))]}, [],
+        "1 document cannot be split into training and evaluation: give at least two different ones, or --eval-data; "
+        "24 of 25 records are longer than seq_len=32 (the longest has 62 tokens) and are left out: raise --seq-len",
+    ),
     **{
         f"a weight of {weight}": (
             {"a.jsonl": PAIRS}, ["--data", f"a.jsonl:{weight}"], f"the weight {shown} is out of range: give above 0",
@@ -422,6 +427,7 @@ STREAMED_MESSAGES = {  # where the data is not read as a whole before the run
     "no answers": "a.jsonl: no record is left: 8 of 8 records have no answer to learn",
     "answers that are too long": "a.jsonl: no record is left: 23 of 23 records are longer than seq_len=32 (even",
     "one record": "a.jsonl: none of its documents is reserved for evaluation",
+    "one record that fits": "evaluation data: no record is left: 1 of 1 record is longer than seq_len=32",
 }
 
 

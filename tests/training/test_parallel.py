@@ -42,6 +42,7 @@ RUNS |= {f"ddp-{recipe}": dict(parallel="ddp", recipe=recipe) for recipe in ("bf
 RUNS |= {
     "fsdp-full": dict(parallel="fsdp", recipe="current", mode="full", gradient_accumulation=2),
     "fsdp-selective": dict(parallel="fsdp", recipe="mxfp8", mode="selective", tied=False),
+    "fsdp-folder": dict(parallel="fsdp", recipe="current", folder=True),
     "ddp-accumulating": dict(parallel="ddp", recipe="delayed", mode="full", gradient_accumulation=2),
     "fsdp-accumulating": dict(
         parallel="fsdp", recipe="delayed", gradient_accumulation=2, reshard_after_forward=False, prefetch_blocks=0
@@ -60,6 +61,7 @@ RUNS |= {
     "experts-delayed": dict(EXPERTS, recipe="delayed", save_every=2),
     # One process has micro-batches of fewer tokens here, over which experts are balanced.
     "experts-current": dict(EXPERTS, recipe="current", mode="selective", balance_loss=0.0),
+    "experts-folder": dict(EXPERTS, recipe="bf16", folder=True),
     "experts-answers": dict(EXPERTS, recipe="bf16", answers=True, gradient_accumulation=2, mode="full"),
 }
 SPECIAL = {
