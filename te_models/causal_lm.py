@@ -19,6 +19,7 @@ from te_models.config.precision import HEAD
 from te_models.config.presets import get_preset
 from te_models.config.recipe import unknown_option
 from te_models.data.tokenizer import Tokenizer
+from te_models.device.choice import computing_device
 from te_models.errors import check_known
 from te_models.files.formats import Document, Fields, parse_size
 from te_models.generation.generate import Prompts, generate, stream
@@ -28,7 +29,7 @@ from te_models.interop.origin import Origin
 from te_models.kernels.delta_rule import delta_rule_kernel
 from te_models.kernels.sdpa import attention_kernel
 from te_models.model.calibration import calibrate
-from te_models.model.decoder import Decoder, target_device
+from te_models.model.decoder import Decoder
 from te_models.model.dynamic import dynamic
 from te_models.model.options import BuildOptions, LoadOptions, ModelOptions, PushOptions
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
@@ -113,7 +114,7 @@ class CausalLM(Decoder):
             if names
         ]
         if any(isinstance(part, DeltaNetSpec) for part in self.config.parts):
-            notes.append(f"{DeltaNetSpec.title}: {delta_rule_kernel(target_device(self), self.dtype)}")
+            notes.append(f"{DeltaNetSpec.title}: {delta_rule_kernel(computing_device(self.device), self.dtype)}")
         notes += [f"{part.title}: {part.remark}" for part in self.config.parts if part.remark]
         if self.engine == "native" and (reason := dynamic(self)):
             notes.append(f"no CUDA graph of a step: {reason}")

@@ -9,7 +9,7 @@ import importlib.metadata
 import inspect
 import re
 import textwrap
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -137,10 +137,14 @@ def check_known(kind: str, given: object, choices: Collection[object], listed: s
         raise unknown(kind, given, map(str, choices), listed)
 
 
-def refuse(mistakes: Iterable[str | Exception], error: type[TeModelsError] = UsageError) -> None:
-    """Raise the first of the mistakes: `error` with a line that says what is wrong, or one that is an error already."""
+def refuse(mistakes: Iterable[str | Exception] | Mapping[str, object], error: type[Exception] = UsageError) -> None:
+    """Raise the first of the mistakes: `error` with a line that says what is wrong, or one that is an error already.
+
+    A table has each line with whether it applies.
+    """
     for mistake in mistakes:
-        raise mistake if isinstance(mistake, Exception) else error(mistake)
+        if not isinstance(mistakes, Mapping) or mistakes[str(mistake)]:
+            raise mistake if isinstance(mistake, Exception) else error(mistake)
 
 
 def plural(number: int, noun: str, nouns: str = "") -> str:

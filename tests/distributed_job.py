@@ -59,6 +59,7 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     lora, from_folder = case.pop("lora", None), case.pop("folder", False)
     experts = dict(moe=EXPERTS | dict(shared_expert_gate=from_folder)) if case.pop("experts", False) else {}
     family = dict(qk_norm=True, zero_centered_norm=True) if from_folder else {}  # of Qwen3-Next
+    family |= case.pop("shape", {})
     fields = dict(steps=3, batch_size=4, seq_len=48, warmup_steps=2, eval_every=0, learning_rate=3e-3)
     config = TrainConfig(**{**fields, **case})
     shared = replace(shared, kind=config.parallel, config=config, frozen=lora is not None)
@@ -67,7 +68,7 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     elif config.parallel == "fsdp+ep":
         _, _, shared.ep, shared.replicas = meshes(config, torch.device("cpu"))
     history = dict(amax_history_len=4) if recipe == "delayed" else {}
-    shape = get_preset("gated-nano", **SHAPE, **experts, **family, tie_word_embeddings=tied)
+    shape = get_preset("gated-nano", **SHAPE | experts | family, tie_word_embeddings=tied)
     options |= dict(recipe=recipe, device="cpu", dtype=dtype, activation_checkpointing=mode)
     options |= dict(activation_offload=offloaded, **history)
     if from_folder:  # of Hugging Face, where q, k, v and the gate are no one tensor
@@ -90,12 +91,13 @@ def outcome(run: Trainer, result: Result) -> dict[str, Any]:
     """Return what tests compare: the curves, and the scales and next random number of each rank."""
     reshard(run.model)
     shared = run.parallel
-    scales = {n: t.tolist() for n, t in fp8_state(run.model).items()}
+    scales = {n: t.tolist() for n, t in run.model.copied_fp8_state().items()}
     held = sum(local(p).numel() for p in run.model.parameters())
     rows = read_metrics(run.out / "metrics.jsonl") if shared.ranks.first else []
     return dict(
         losses=[row["loss"] for row in rows],
         norms=[row["grad_norm"] for row in rows],
+        fullest=[row["fullest_expert"] for row in rows if "fullest_expert" in row],
         eval_loss=result.eval_loss,
         step=result.step,
         interrupted=result.interrupted,

@@ -6,7 +6,7 @@ import click
 
 from te_models.cli.options import Command, build_model, model_options, option, setting_option
 from te_models.cli.sampling import input_line, sampling_options, show_piece, take_sampling, utf8_text
-from te_models.errors import UsageError
+from te_models.errors import refuse
 
 
 @click.command(cls=Command)
@@ -34,10 +34,11 @@ def generate(
     from te_models.generation.text import stream_text  # noqa: PLC0415
 
     sampling = take_sampling(options)
-    if prompt is None and not chat:
-        raise click.UsageError("give --prompt TEXT, or --chat")
-    if prompt == "":
-        raise UsageError("the prompt is empty: give at least one token")
+    mistakes = {
+        "give --prompt TEXT, or --chat": prompt is None and not chat,
+        "the prompt is empty: give at least one token": prompt == "",
+    }
+    refuse(mistakes, click.UsageError)
     words = load_tokenizer(tokenizer or model)
     if chat:
         words.chat_template()  # fail before the model is loaded

@@ -21,7 +21,7 @@ from te_models.cli.options import (
     preset_option,
     setting_option,
 )
-from te_models.errors import UsageError
+from te_models.errors import refuse
 from te_models.training.settings import LEARNING_RATE, SETTINGS, TABLES, resumed_settings, run_settings
 
 ORDER = ("training", "recipe", "lora", "model", "data", "run")  # of the tables in the help
@@ -54,12 +54,15 @@ def _short(rate: float) -> str:
 def run_training(command: str, file: str | None, resume: str | None, options: Mapping[str, object]) -> int:
     """Run `command` with the options that the user gave; return the exit code."""
     given = given_options({name: value for name, value in options.items() if is_given(name)})
-    if resume is not None and file is not None:
-        raise UsageError(f"give either {file} or --resume: a run's folder has its own run.toml")
-    if resume and "out" in given:
-        raise UsageError(f"give the folder once: --resume {resume} or --resume --out {given['out']}")
-    if file is not None and Path(file).is_dir():
-        raise UsageError(f"{file} is a folder: {file}/run.toml runs it once more, and --resume {file} continues it")
+    both = resume is not None and file is not None
+    is_folder = file is not None and Path(file).is_dir()
+    out = given.get("out")
+    mistakes = {
+        f"give either {file} or --resume: a run's folder has its own run.toml": both,
+        f"give the folder once: --resume {resume} or --resume --out {out}": resume and out is not None,
+        f"{file} is a folder: {file}/run.toml runs it once more, and --resume {file} continues it": is_folder,
+    }
+    refuse(mistakes)
     called = click.get_current_context().obj or ""  # as main() was called
     if resume is None:
         settings = run_settings(command, given, Path(file) if file is not None else None, called)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from te_models.config.recipe import list_recipes
 from te_models.config.settings import MOST, Settings, setting
 from te_models.config.shares import is_count_or_share, share_of
-from te_models.errors import ConfigError, check_known
+from te_models.errors import ConfigError, check_known, refuse
 
 PARALLEL = ("auto", "none", "ddp", "fsdp", "tp", "fsdp+tp", "fsdp+ep")
 SCHEDULES = ("cosine", "linear", "constant", "warmup-stable-decay")
@@ -127,11 +127,13 @@ class TrainConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.recipe_changes  # noqa: B018  raises if it cannot be read
-        for name, value in (("warmup_steps", self.warmup_steps), ("decay_steps", self.decay_steps)):
-            if not is_count_or_share(value):
-                raise ConfigError(f"{name}={value} is neither: give a share of the steps below 1, or a whole number")
-        if self.patience and not self.eval_every:
-            raise ConfigError(f"patience={self.patience} counts evaluations, and eval_every=0 makes none: give both")
+        steps = {"warmup_steps": self.warmup_steps, "decay_steps": self.decay_steps}
+        mistakes: dict[str, object] = {
+            f"{name}={value} is neither: give a share of the steps below 1, or a whole number":
+                not is_count_or_share(value) for name, value in steps.items()
+        }  # fmt: skip
+        counts = f"patience={self.patience} counts evaluations, and eval_every=0 makes none: give both"
+        refuse(mistakes | {counts: self.patience and not self.eval_every}, ConfigError)
 
     @property
     def tokens_per_step(self) -> int:

@@ -39,7 +39,7 @@ from te_models.data.formats import (
     unrecognized,
     without_nulls,
 )
-from te_models.errors import DataError, DataUnavailable, needs
+from te_models.errors import DataError, DataUnavailable, needs, refuse
 from te_models.files.atomic import first_line
 from te_models.files.formats import collecting_later
 
@@ -183,7 +183,10 @@ def _read_text(file: IO[bytes], part: FileRange) -> str:
 
 def _json_row(line: str, place: str, holds: str) -> dict[str, object]:
     """Return the object in one line of JSONL; in an error, `holds` says what the file should contain."""
-    row = _json(line, place, holds)
+    return _object(_json(line, place, holds), place, holds)
+
+
+def _object(row: object, place: str, holds: str) -> dict[str, object]:
     if not isinstance(row, dict):
         raise DataError(f"{place}: a JSON {type(row).__name__}, not an object: {holds}")
     return row
@@ -215,9 +218,7 @@ def _array_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, object],
     rows = _json(_read_whole(file, path), path, "give an array of objects, or JSONL", whole=True)
     for number, row in enumerate(rows, start=1):
         place = f"{path}, record {number}"
-        if not isinstance(row, dict):
-            raise DataError(f"{place}: a JSON {type(row).__name__}, not an object: give an array of objects")
-        yield row, place
+        yield _object(row, place, "give an array of objects"), place
 
 
 def _table_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, object], str]]:
@@ -247,12 +248,16 @@ def _column_names(header: list[str], path: str) -> list[str]:
     """Return the names in the first row of a table; a DataError if another character separates its cells."""
     names = [name.strip() for name in header]
     own, right = ("\t", "tabs") if file_format(path) == "TSV" else (",", "commas, or with tabs in a .tsv file")
-    for mark, said in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars"), (",", "commas")):
-        if len(names) == 1 and mark in names[0] and mark != own:
-            raise DataError(f"{path}:1: the columns are separated by {said}: save the table with {right}")
-    twice = next((name for name in names if name in ROW_COLUMNS and names.count(name) > 1), None)
-    if twice is not None:
-        raise DataError(f"{path}:1: {twice!r} is the name of more than one column: rename all but one")
+    marks = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
+    mistakes: dict[str, object] = {
+        f"{path}:1: the columns are separated by {said}: save the table with {right}": mark in names[0] and mark != own
+        for mark, said in marks.items()
+        if len(names) == 1
+    }
+    for name in names:
+        twice = name in ROW_COLUMNS and names.count(name) > 1
+        mistakes[f"{path}:1: {name!r} is the name of more than one column: rename all but one"] = twice
+    refuse(mistakes, DataError)
     return names
 
 

@@ -15,7 +15,7 @@ from te_models.data.files import file_format, find_files, open_bytes, readable_e
 from te_models.data.formats import TEXT, Document, misspelled, recognize, rename, row_document, without_nulls
 from te_models.data.rows import TEXT as TEXT_FILE
 from te_models.data.rows import FileRange, file_ranges, first_row
-from te_models.errors import DataError, UsageError
+from te_models.errors import DataError, UsageError, refuse
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,7 @@ def _first_row(
         if (first := first_row(part, columns)) is None:
             continue
         row, place = first
-        if (wrong := misspelled(columns, (*row, *_turn_fields(row)), place)) is not None:
-            raise UsageError(wrong)
+        refuse(filter(None, [misspelled(columns, (*row, *_turn_fields(row)), place)]))
         document = row_document(row, columns, place, path)
         kind = str(recognize(rename(row, columns)))
         others = (_first_range(system, text) for text in texts) if kind != TEXT else ()
@@ -169,8 +168,7 @@ def read_records(data: Iterable[Any], columns: Mapping[str, str], formatting: Fo
         place = f"{name}, record {number}"
         row = _formatted(record if formatting is None else formatting(record), place, formatting is not None)
         if first is None:
-            if (wrong := misspelled(columns, row, place)) is not None:
-                raise UsageError(wrong)
+            refuse(filter(None, [misspelled(columns, row, place)]))
             first = row
         documents.append(row_document(row, columns, place, name))
     if first is None:
@@ -187,9 +185,7 @@ def _formatted(made: object, place: str, by_function: bool) -> dict[str, object]
         return {"messages": made}
     if isinstance(made, str) and by_function:
         return {"text": made}
-    if by_function:
-        raise UsageError(
-            f"{place}: formatting returned a {type(made).__name__}: return a text, a list of messages, or a dict such "
-            "as {'prompt': ..., 'completion': ...}"
-        )
-    raise DataError(f"{place} is a {type(made).__name__}: give a dict, such as {{'text': ...}}, or a list of messages")
+    kind = type(made).__name__
+    advice = "return a text, a list of messages, or a dict such as {'prompt': ..., 'completion': ...}"
+    refuse({f"{place}: formatting returned a {kind}: {advice}": by_function})
+    raise DataError(f"{place} is a {kind}: give a dict, such as {{'text': ...}}, or a list of messages")

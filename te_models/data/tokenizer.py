@@ -156,12 +156,12 @@ class Tokenizer(ABC):
         """Return the tokenizer's chat template; a DataError if there is none."""
         if self._template is None:
             source = self.template_source()
-            if source is None and self.folder is None:
-                raise DataError("bytes have no chat template: give --model or --tokenizer a folder that has one")
             if source is None:
                 raise DataError(
-                    f"{self.folder} has no chat template, so it is no chat model: give --chat-template FILE, or use "
-                    "te-models generate without --chat"
+                    "bytes have no chat template: give --model or --tokenizer a folder that has one"
+                    if self.folder is None
+                    else f"{self.folder} has no chat template, so it is no chat model: give --chat-template FILE, or "
+                    "use te-models generate without --chat"
                 )
             self._template = ChatTemplate(source, self._template_tokens())
         return self._template

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from te_models.errors import UsageError
+from te_models.errors import UsageError, refuse
 
 KINDS = ("cpu", "cuda", "meta")
 
@@ -25,11 +25,17 @@ def choose_device(device: torch.device | str | None = None) -> torch.device:
         raise UsageError(f"device {str(device)!r} is not supported: give cpu, cuda or cuda:N")
     if found.type != "cuda":
         return found
-    if not torch.cuda.is_available():
-        reason = "PyTorch sees no GPU" if torch.version.cuda else "this build of PyTorch has no CUDA"
-        raise UsageError(f"device {str(device)!r} is not available, because {reason}: leave it out, or give cpu")
-    if (found.index or 0) >= torch.cuda.device_count():
-        raise UsageError(
-            f"device {str(device)!r} is not available: there are cuda:0 to cuda:{torch.cuda.device_count() - 1}"
-        )
+    reason = "PyTorch sees no GPU" if torch.version.cuda else "this build of PyTorch has no CUDA"
+    missing, last = f"device {str(device)!r} is not available", torch.cuda.device_count() - 1
+    refuse(
+        {
+            f"{missing}, because {reason}: leave it out, or give cpu": not torch.cuda.is_available(),
+            f"{missing}: there are cuda:0 to cuda:{last}": (found.index or 0) > last,
+        }
+    )
     return found
+
+
+def computing_device(device: torch.device) -> torch.device:
+    """Return a device that computes: for the meta device, on which models are only planned, the default one."""
+    return choose_device() if device.type == "meta" else device

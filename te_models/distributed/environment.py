@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from te_models.errors import UsageError
+from te_models.errors import UsageError, refuse
 
 NEEDED = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")  # and LOCAL_RANK on GPUs
 _STARTED = "start the processes with torchrun, which sets all of them, or unset WORLD_SIZE for a single one"
@@ -27,11 +27,10 @@ def check_place(gpus: int) -> None:
         if not os.environ.get(name):
             raise UsageError(f"the environment variable {name} is not set, and WORLD_SIZE is: {_STARTED}")
     rank, world, port = number("RANK", 0), number("WORLD_SIZE", 1), number("MASTER_PORT", 0)
-    if rank >= world:
-        raise UsageError(f"RANK={rank} and WORLD_SIZE={world} in the environment do not fit: {_STARTED}")
-    if port >= 2**16:
-        raise UsageError(f"the environment variable MASTER_PORT is {port}: give a port below 65536")
-    if gpus and number("LOCAL_RANK", 0) >= gpus:
-        raise UsageError(
-            f"LOCAL_RANK={number('LOCAL_RANK', 0)}, and this host has {gpus} GPUs: start one process per GPU"
-        )
+    local = number("LOCAL_RANK", 0) if gpus else 0
+    mistakes = {
+        f"RANK={rank} and WORLD_SIZE={world} in the environment do not fit: {_STARTED}": rank >= world,
+        f"the environment variable MASTER_PORT is {port}: give a port below 65536": port >= 2**16,
+        f"LOCAL_RANK={local}, and this host has {gpus} GPUs: start one process per GPU": gpus and local >= gpus,
+    }
+    refuse(mistakes)

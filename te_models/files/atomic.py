@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from te_models.errors import CheckpointError, SaveError, TeModelsError
+from te_models.errors import CheckpointError, SaveError
 
 CHUNK_BYTES = 4 * 2**20
 
@@ -28,13 +28,13 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def explained(
-    place: str | Path, *kinds: type[Exception], error: type[TeModelsError] = CheckpointError
+    place: str | Path, *kinds: type[Exception], error: type[Exception] = CheckpointError, advice: str = ""
 ) -> Iterator[None]:
-    """Turn exceptions of these kinds in the block into an `error` of one line, which begins with the place."""
+    """Turn exceptions of these kinds in the block into an `error` of one line, from the place to the advice."""
     try:
         yield
     except kinds as problem:
-        raise error(f"{place}: {first_line(problem)}") from None
+        raise error(f"{place}: {first_line(problem)}{advice}") from None
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from te_models.errors import CheckpointError, TeModelsError, UsageError
+from te_models.errors import CheckpointError, TeModelsError, UsageError, refuse
 from te_models.files.atomic import explained, first_line
 
 Value = Any  # of JSON, or of nested state
@@ -111,10 +111,10 @@ def parse_json(
     try:
         with collecting_later():
             return json.loads(data, object_pairs_hook=_unique, parse_float=number, parse_constant=number)
-    except RecursionError:
-        raise error(f"{path}: JSON that is nested too deeply") from None
-    except ValueError as problem:
-        raise error(f"{path} is not strict JSON: {first_line(problem)}") from None
+    except (RecursionError, ValueError) as problem:
+        deep = isinstance(problem, RecursionError)
+        reason = ": JSON that is nested too deeply" if deep else f" is not strict JSON: {first_line(problem)}"
+        raise error(f"{path}{reason}") from None
 
 
 @contextlib.contextmanager
@@ -135,15 +135,16 @@ def render_json(value: Value, name: str) -> bytes:
     Raises:
         UsageError: it has NaN, infinities, tuples, keys that are not strings or other types, or is too large.
     """
-    try:
+    wrong, advice = (TypeError, ValueError, RecursionError), "; flatten_state makes it so"
+    with explained(f"{name} is not plain JSON", *wrong, error=UsageError, advice=advice):
         text = json.dumps(value, indent=2, allow_nan=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"{name} is not plain JSON: {first_line(error)}; flatten_state makes it so") from None
     limit = json_limit(name if name.endswith(".json") else f"{name}.json")
-    if len(text) > limit:
-        raise UsageError(f"{name} has {len(text)} bytes of JSON, more than the limit of {limit}")
-    if json.loads(text) != value:
-        raise UsageError(f"{name} has tuples or keys that are not strings; flatten_state makes plain JSON of it")
+    mistakes = {
+        f"{name} has {len(text)} bytes of JSON, more than the limit of {limit}": len(text) > limit,
+        f"{name} has tuples or keys that are not strings; flatten_state makes plain JSON of it":
+            json.loads(text) != value,
+    }  # fmt: skip
+    refuse(mistakes)
     return text
 
 

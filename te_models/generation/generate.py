@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from te_models.config.settings import Setting
 from te_models.data.tokenizer import Tokenizer, text_after
-from te_models.errors import UsageError, mistyped
+from te_models.errors import UsageError, refuse
 from te_models.fp8.region import evaluating
 from te_models.generation.decode_loop import cached_tokens, recomputed_tokens
 from te_models.generation.options import GenerationOptions, Settings, complete
@@ -27,6 +28,7 @@ from te_models.model.decoder import Decoder
 from te_models.model.dynamic import dynamic
 
 Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]]
+MAX_NEW_TOKENS = Setting(name="max_new_tokens", help="Maximum number of tokens to add.", kinds=(int,), least=1)
 
 
 def generate(
@@ -109,9 +111,7 @@ def batch_of(model: Decoder, prompts: Prompts, attention_mask: Tensor | None) ->
     """Return (ids int64 [B, S], mask [B, S] or None) on the model's device; lists are padded on the left."""
     if not isinstance(prompts, Tensor):
         rows = _rows(prompts)
-        if not rows or not all(rows):
-            raise UsageError("the prompt is empty: give at least one token")
-        width = max(map(len, rows))
+        width = max(map(len, rows), default=0)
         padding = pad_id(model, None)
         attention_mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
         prompts = torch.tensor([[padding] * (width - len(row)) + row for row in rows])
@@ -169,10 +169,7 @@ def _kept(ids: Tensor, mask: Tensor | None) -> Tensor:
 def _check_room(model: Decoder, length: int, max_new_tokens: int) -> None:
     limit = model.config.longest_sequence
     name = "max_position_embeddings" if limit == model.config.max_position_embeddings else "the stretched limit of RoPE"
-    if wanted := mistyped(max_new_tokens, int):
-        raise UsageError(f"max_new_tokens={max_new_tokens!r} is of a wrong type: give {wanted}")
-    if max_new_tokens < 1:
-        raise UsageError(f"max_new_tokens={max_new_tokens} adds nothing: give 1 or more")
+    MAX_NEW_TOKENS.check(max_new_tokens)
     if length + max_new_tokens > limit:
         raise UsageError(
             f"{length} prompt tokens and max_new_tokens={max_new_tokens} are more than {name}={limit}: "
@@ -183,11 +180,12 @@ def _check_room(model: Decoder, length: int, max_new_tokens: int) -> None:
 def _with_graph(model: Decoder, settings: Settings) -> bool:
     """Return whether the steps are to be captured in a CUDA graph."""
     on_cuda = model.device.type == "cuda"
-    if settings.cuda_graph is True and not on_cuda:
-        raise UsageError(f"cuda_graph=True needs a CUDA device and the model is on {model.device}: leave it at 'auto'")
     reason = dynamic(model)
-    if settings.cuda_graph is True and reason:
-        raise UsageError(f"cuda_graph=True is not possible: {reason}; leave it at 'auto'")
+    mistakes = {
+        f"cuda_graph=True needs a CUDA device and the model is on {model.device}: leave it at 'auto'": not on_cuda,
+        f"cuda_graph=True is not possible: {reason}; leave it at 'auto'": reason,
+    }
+    refuse(mistakes if settings.cuda_graph is True else {})
     possible = settings.use_cache and on_cuda and not reason
     return possible if settings.cuda_graph == "auto" else bool(settings.cuda_graph)
 

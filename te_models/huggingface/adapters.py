@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
-from te_models.errors import ConfigError, UsageError
+from te_models.errors import ConfigError, UsageError, refuse
 from te_models.files.formats import Document
 from te_models.fp8.primary_weights import plain, write_weight
 from te_models.interop.hf import Place, tensor_places
@@ -208,14 +208,12 @@ def place_adapters(model: CausalLM, rows: Mapping[str, tuple[str, ...]], configs
     Raises:
         UsageError: peft's `configs` ask for what its files would have under names that transformers does not know.
     """
-    if not isinstance(model.lm_head, model.te.Linear):
-        raise UsageError("peft cannot adapt the head here: give add_lora the CausalLM inside (`.model`)")
+    unable = [] if isinstance(model.lm_head, model.te.Linear) else ["the head"]
+    unable += [n for n in _not_shown(model) if any(_names(config.target_modules, n) for config in configs.values())]
+    refuse(f"peft cannot adapt {name} here: give add_lora the CausalLM inside (`.model`)" for name in unable)
     biases = any(name.endswith(".bias") for name, p in model.named_parameters() if p.numel())
     if biases and any(getattr(config, "bias", "none") != "none" for config in configs.values()):
         raise UsageError("peft cannot train the biases of fused linears: leave out bias=")
-    for name in _not_shown(model):
-        if any(_names(config.target_modules, name) for config in configs.values()):
-            raise UsageError(f"peft cannot adapt {name} here: give add_lora the CausalLM inside (`.model`)")
     for ours, names in rows.items():
         parent, _, leaf = ours.rpartition(".")
         part = model.get_submodule(parent)

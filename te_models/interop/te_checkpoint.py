@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from te_models.config.recipe import SCHEMES, Recipe, get_recipe
-from te_models.errors import CheckpointError
-from te_models.files.atomic import CHUNK_BYTES, explained, first_line
+from te_models.errors import CheckpointError, refuse
+from te_models.files.atomic import CHUNK_BYTES, explained
 from te_models.files.formats import Fields, list_some, open_regular
 from te_models.files.tensors import SafetensorsFile, check_finite, read_safetensors
 from te_models.fp8.extra_state import EXTRA, read_extra_tensor
@@ -114,16 +114,13 @@ def read_te_checkpoint(path: str | Path, rename: Callable[[str], str] | None = N
 
 def _read_pt(file: Path) -> Fields:
     descriptor, status = open_regular(file)
-    try:
-        with open(descriptor, "rb") as opened:
-            _check_archive(opened, status.st_size)
-            opened.seek(0)
-            content = torch.load(opened, map_location="cpu", weights_only=True)
-    except Exception as error:  # the loader's errors have no common base but this one
-        raise CheckpointError(
-            f"{file} is damaged, or holds more than tensors, which is not run ({first_line(error)}): save the model's "
-            "state_dict() alone, with weights that are not in FP8"
-        ) from None
+    place = f"{file} is damaged, or holds more than tensors, which is not run"
+    advice = "; save the model's state_dict() alone, with weights that are not in FP8"
+    # The loader's errors have no common base but Exception.
+    with explained(place, Exception, advice=advice), open(descriptor, "rb") as opened:
+        _check_archive(opened, status.st_size)
+        opened.seek(0)
+        content = torch.load(opened, map_location="cpu", weights_only=True)
     for key in ("model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), Mapping):
             content = content[key]
@@ -144,12 +141,13 @@ def _check_archive(opened: BinaryIO, size: int) -> None:
         raise ValueError("it is no archive, as torch.save writes since PyTorch 1.6")
     archive = zipfile.ZipFile(opened)
     records = archive.infolist()
-    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-        raise ValueError("it is compressed")
-    if sum(record.file_size for record in records) > size:
-        raise ValueError("its records overlap")
-    if any(record.file_size > MAX_PICKLE_BYTES for record in records if record.filename.endswith(".pkl")):
-        raise ValueError("it describes too many tensors")
+    pickles = [record.file_size for record in records if record.filename.endswith(".pkl")]
+    mistakes = {
+        "it is compressed": any(record.compress_type != zipfile.ZIP_STORED for record in records),
+        "its records overlap": sum(record.file_size for record in records) > size,
+        "it describes too many tensors": any(length > MAX_PICKLE_BYTES for length in pickles),
+    }
+    refuse(mistakes, ValueError)
     whole = [_checksum_fits(archive, record) for record in records]
     if any(whole) and not all(whole):  # torch.serialization.set_crc32_options(False) leaves all of them wrong
         raise ValueError("a checksum in it does not fit")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from te_models.errors import CheckpointError
-from te_models.files.atomic import first_line
+from te_models.files.atomic import explained
 from te_models.files.formats import Fields
 
 MAX_BYTES = 64 * 2**20
@@ -104,11 +104,10 @@ def read_extra_state(payload: Tensor | bytes) -> Fields:
         return {}
     if len(payload) > MAX_BYTES:
         raise CheckpointError(f"the extra state has {len(payload)} bytes, more than the limit of {MAX_BYTES}")
-    try:
+    wrong = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, struct.error)
+    with explained("the extra state is refused", *wrong):
         state = _interpret(io.BytesIO(payload), _STATE_GLOBALS)
         return _checked(state) if state is not None else {}
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, struct.error) as error:
-        raise CheckpointError(f"the extra state is refused ({type(error).__name__}: {first_line(error)})") from None
 
 
 def _require(good: bool, problem: str) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from te_models.errors import CheckpointError, UsageError
-from te_models.files.atomic import first_line, readable, replacing_folder, write_file
+from te_models.files.atomic import explained, first_line, readable, replacing_folder, write_file
 from te_models.files.formats import (
     Document,
     Fields,
@@ -102,10 +102,10 @@ class _Source:
             if not path.is_symlink():
                 raise
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-        if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(f"{path} is not a regular file")
-        if size is not None and found.st_size != size:
-            raise CheckpointError(f"{path} is damaged: {found.st_size} bytes where {size} were saved")
+        regular = stat.S_ISREG(found.st_mode)
+        if not regular or size not in (None, found.st_size):
+            problem = f"damaged: {found.st_size} bytes where {size} were saved" if regular else "not a regular file"
+            raise CheckpointError(f"{path} is {problem}")
         return path
 
     def read(self, file: str, parsed: bool = True) -> Value:
@@ -180,10 +180,8 @@ def load_folder(
     folder = readable(Path(path))
     if not folder.is_dir():
         raise CheckpointError(f"{path} is not a folder of saved state")
-    try:
+    with explained(f"{folder} cannot be read", OSError):
         return _load(_source(folder, require_manifest), names, optional)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {first_line(error)}") from None
 
 
 def read_listed(path: Path, names: Iterable[str]) -> dict[str, bytes]:
@@ -197,10 +195,8 @@ def read_listed(path: Path, names: Iterable[str]) -> dict[str, bytes]:
     listed = _read_manifest(path, links=True).files if os.path.lexists(path / MANIFEST) else {}
     present = [name for name in names if os.path.lexists(path / name)]
     source = _Source(path, {name: listed.get(name, _File()) for name in present}, links=True)
-    try:
+    with explained(f"{path} cannot be read", OSError):
         return {name: source.read(name, parsed=False) for name in present}
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from None
 
 
 def match(expected: Mapping[str, Tensor], loaded: Mapping[str, Tensor], *, check_dtype: bool = True) -> None:

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe
-from te_models.errors import CheckpointError, UsageError, check_known
+from te_models.errors import CheckpointError, UsageError, check_known, refuse
 from te_models.files.atomic import first_line, readable
 from te_models.files.formats import Document, Fields, read_json
 from te_models.fp8.extra_state import extra_states
@@ -185,16 +185,14 @@ def _with_saved_recipe(source: Opened, options: Document, shape: Document) -> Fi
 def _gated(config: ModelConfig, overrides: Document) -> ModelConfig:
     """Return `config` with `overrides`; a gate may be added to an ungated model but not changed or removed."""
     wanted = dataclasses.replace(config, **overrides)
-    if config.attention_gate not in ("none", wanted.attention_gate):
-        raise UsageError(
-            f"the model has attention_gate={config.attention_gate!r}, which cannot become {wanted.attention_gate!r}: "
-            "only an ungated model can be given a gate"
-        )
-    if wanted.attention_gate != config.attention_gate and wanted.attention_gate_activation != "sigmoid":
-        raise UsageError(
-            f"a gate with attention_gate_activation={wanted.attention_gate_activation!r} would change the model's "
-            "outputs: only a sigmoid gate can be added"
-        )
+    before, after, activation = config.attention_gate, wanted.attention_gate, wanted.attention_gate_activation
+    change = f"the model has attention_gate={before!r}, which cannot become {after!r}"
+    mistakes = {
+        f"{change}: only an ungated model can be given a gate": before not in ("none", after),
+        f"attention_gate_activation={activation!r} would change the model's outputs: only a sigmoid gate can be added":
+            before != after and activation != "sigmoid",
+    }  # fmt: skip
+    refuse(mistakes)
     return wanted
 
 

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from te_models.config.precision import HEAD
 from te_models.distributed.dtensor import local
-from te_models.errors import UsageError, check_known
+from te_models.errors import UsageError, check_known, refuse
 from te_models.files.formats import Document, Fields, list_some
 from te_models.fp8.primary_weights import quantized_weights
 from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import WIDTHS
 from te_models.interop.hf import Place
+from te_models.interop.hf_families import family_for, family_of
 from te_models.interop.hf_writing import tokenizer_files, write_hugging_face
 from te_models.interop.origin import Origin
 from te_models.interop.quantized import BLOCK, E4M3
@@ -67,10 +68,14 @@ def export(
 ) -> Export:
     """Write `model` into `folder`, atomically; see te_models.causal_lm.CausalLM.export for arguments and errors."""
     check_known("format", format, FORMATS)
-    if any(local(p) is not p for p in model.parameters()):
-        raise UsageError("a sharded model cannot be exported: save it, and export the saved folder")
-    if any(".lora_" in name for name, _ in model.named_parameters()):
-        raise UsageError("the model has LoRA adapters: export what adapted.merge_and_unload() returns")
+    sharded = any(local(p) is not p for p in model.parameters())
+    adapted = any(".lora_" in name for name, _ in model.named_parameters())
+    refuse(
+        {
+            "a sharded model cannot be exported: save it, and export the saved folder": sharded,
+            "the model has LoRA adapters: export what adapted.merge_and_unload() returns": adapted,
+        }
+    )
     with saving(model):
         writer = _Writer(model, format, calibration)
         parameters = model.ep.gather(gather_state(weights(model), model.config, model.tp), model.device)
@@ -80,6 +85,17 @@ def export(
         model.tp.wait()
     notes = (*writer.notes, *_size_notes(format, writer.shapes))
     return Export(Path(folder), format, tuple(writer.quantized), tuple(writer.ignored), notes)
+
+
+def default_format(model: Decoder, origin: Origin) -> str:
+    """Return the format to export `model` in where none is asked for: FP8, or "bf16" if its family has no such experts.
+
+    Raises:
+        ConfigError: no architecture of Hugging Face computes what this model does.
+    """
+    family = family_for(model.config, family_of(origin.config) if origin.config else None)
+    modules = quantized_modules(model).values()
+    return "bf16" if family.stacked and any(isinstance(m, model.te.GroupedLinear) for m in modules) else "fp8-block"
 
 
 def quantized_modules(model: Decoder) -> dict[str, nn.Module]:

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_models.causal_lm import CausalLM
 from te_models.config.training import TrainConfig
+from te_models.device.choice import computing_device
 from te_models.device.cuda_capture import capture, failed_capture
 from te_models.errors import UsageError, refuse
-from te_models.model.decoder import target_device
 from te_models.model.dynamic import dynamic
 from te_models.model.recompute import may_draw
 
@@ -158,7 +158,7 @@ def obstacle(model: nn.Module) -> str | None:
     """Return why this model's step cannot be captured in a CUDA graph; None if it can."""
     if not isinstance(model, CausalLM):
         return "the model is wrapped (by LoRA or DDP)"
-    if (place := target_device(model).type) != "cuda":
+    if (place := computing_device(model.device).type) != "cuda":
         return f"the model is on {place}"
     if reason := dynamic(model):
         return reason

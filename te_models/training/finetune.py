@@ -21,15 +21,15 @@ from te_models.data.dataset import TokenDataset, check_vocabulary
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer, load_tokenizer
 from te_models.data.training_data import open_data, steps_of
-from te_models.errors import UsageError
+from te_models.errors import ConfigError, UsageError
 from te_models.files.formats import Fields
 from te_models.generation.options import GenerationOptions
-from te_models.interop.hf_families import family_of
 from te_models.model.recipe_fit import auto_recipe
 from te_models.optim import resolve_options
 from te_models.planning.printable import Terminal
 from te_models.saving.pretrained import read_shape
 from te_models.saving.run_folder import Checkpoints
+from te_models.serving.export import default_format
 from te_models.training.evaluation import Batch, evaluate
 from te_models.training.launch import choose_parallel, parallel, restarts
 from te_models.training.loggers import Run, check_loggers, open_loggers
@@ -43,7 +43,7 @@ from te_models.training.settings import RUN_FILE, SETTINGS, RunSettings, changed
 from te_models.training.trainer import Callback, Result, Trainer
 
 if TYPE_CHECKING:
-    from te_models.training.lora_run import LoraRun
+    from te_models.training.lora_run import Content, LoraRun
 
 
 def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Callback] = ()) -> Result:
@@ -107,7 +107,8 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
             result = trainer.run(resume=newest is not None)
             seconds = time.monotonic() - begun
         stack.close()  # its processes need no memory while samples are drawn
-        written = _write_end(settings, trainer, adapters, words) if shared.ranks.first else {}
+        content = None if adapters is None or result.interrupted else adapters.content(live=False)
+        written = _write_end(settings, trainer, adapters, content, words) if shared.ranks.first else {}
         print_outcome(console, result, config, settings.command, folder, written)
         if sampler and bounded:
             sampler.take_at_most(SHARE / 2 * seconds)
@@ -116,13 +117,15 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         return result
 
 
-def _write_end(settings: RunSettings, trainer: Trainer, adapters: LoraRun | None, words: Tokenizer) -> dict[str, str]:
-    """Write the adapters, if any, and the loss curve; return what was written and where."""
+def _write_end(
+    settings: RunSettings, trainer: Trainer, adapters: LoraRun | None, content: Content | None, words: Tokenizer
+) -> dict[str, str]:
+    """Write the adapters, if any and the run is complete, and the loss curve; return what was written and where."""
     written, result, config = {}, trainer.result, trainer.config
-    if adapters is not None and not result.interrupted:
+    if adapters is not None and content is not None:
         from te_models.training.merging import save_adapters  # noqa: PLC0415  needs peft
 
-        written = save_adapters(adapters, trainer.out, words, trainer.evaluation, result)
+        written = save_adapters(adapters, content, trainer.out, words, trainer.evaluation, result)
     label = f"{settings.label} · {trainer.model.recipe.name}"
     about = f"{config.tokens_per_step:,} tokens; {settings.command}"
     return {"loss curve": draw_run(result, label, settings.data.data, trainer.out, about), **written}
@@ -267,9 +270,11 @@ def _show_samples(console: Console, sampler: Sampler | None, folder: Path, words
     if sampler:
         sampler.show(console)
     prompts = sampler.prompts if sampler else held_out_prompts(eval_batches, words, model.config.longest_sequence)
-    family = family_of(model.origin.config) if model.origin.config else None
-    stacked = family is not None and family.stacked
-    print_next(console, folder, words, prompts, stacked)
+    try:
+        format = default_format(model, model.origin)
+    except ConfigError:  # no server has this architecture
+        format = ""
+    print_next(console, folder, words, prompts, format)
 
 
 def _sampler(tokens: int, model: CausalLM, words: Tokenizer, batches: list[Batch], shared: Parallel) -> Sampler | None:

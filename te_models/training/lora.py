@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from te_models.causal_lm import CausalLM
-from te_models.errors import CheckpointError, UsageError, needs, unknown
-from te_models.files.atomic import first_line
-from te_models.files.tensors import all_finite
+from te_models.errors import CheckpointError, UsageError, needs, refuse, unknown
+from te_models.files.atomic import explained
+from te_models.files.tensors import check_finite
 from te_models.fp8.primary_weights import plain
 from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import check_fp8_state
@@ -167,9 +167,8 @@ def add_lora(model: CausalLM | TEModelsForCausalLM, config: LoraConfig | None = 
     if config is None:
         known = [field.name for field in dataclasses.fields(LoraConfig)]
         for name in fields.keys() - set(known):
-            if name == "rank":
-                raise UsageError("unknown field 'rank' of LoraConfig: write r, as peft does")
-            raise unknown("field of LoraConfig", name, known, "help(peft.LoraConfig)")
+            advice = "write r, as peft does" if name == "rank" else ""
+            raise unknown("field of LoraConfig", name, known, "help(peft.LoraConfig)", advice)
         config = LoraConfig(**fields)
     if isinstance(config, LoraConfig) and config.target_modules is None and not config.target_parameters:
         config = dataclasses.replace(config, target_modules=_linears_of_blocks(model))
@@ -188,16 +187,17 @@ def _add_to_linears(model: TEModelsForCausalLM, config: LoraConfig) -> PeftModel
     """Add adapters of peft to the linears of transformers that `config` names by their names or ours."""
     check_fields(config.to_dict())
     modules = adaptable_modules(model.model)
-    if config.modules_to_save:
-        raise UsageError("modules_to_save needs a CausalLM: give add_lora the model inside (`.model`)")
+    found = wanted_adapters(config, modules)
+    asked = {
+        "modules_to_save": config.modules_to_save,
+        "an adapter of experts": any(module_of(one.place) in modules.counts for one in found.values()),
+        "an adapter on lm_head": any(module_of(one.place) == "lm_head" for one in found.values()),
+    }
+    refuse({f"{what} needs a CausalLM: give add_lora the model inside (`.model`)": is_ for what, is_ in asked.items()})
     wanted: dict[str, Wanted] = {}
-    for name, one in wanted_adapters(config, modules).items():
-        if module_of(one.place) in modules.counts:
-            raise UsageError("adapters on experts need a CausalLM: give add_lora the model inside (`.model`)")
+    for name, one in found.items():
         parts = [name] if name in modules.theirs else modules.parts_of(module_of(one.place))
         wanted |= dict.fromkeys(parts, one)
-    if "lm_head" in wanted:
-        raise UsageError("an adapter on lm_head needs a CausalLM: give add_lora the model inside (`.model`)")
     targets = _their_targets(wanted, modules, config.use_rslora)
     return get_peft_model(model, dataclasses.replace(config, **targets, task_type="CAUSAL_LM"))
 
@@ -286,19 +286,16 @@ def _read_adapter(model: CausalLM, folder: Path, trainable: bool) -> _Adapter:
     config = read_config(path, saved.documents["adapter_config"], tensors, modules)
     config.inference_mode = not trainable
     headless = not any(name.startswith((f"{PREFIX}model.", f"{PREFIX}lm_head.")) for name in tensors)
-    try:
+    with explained(path, UsageError):
         wanted = wanted_adapters(config, modules, headless)
         whole = whole_modules(config, modules, model)
         fused = fuse(wanted.values(), modules)
-    except UsageError as error:
-        raise CheckpointError(f"{path}: {first_line(error)}") from None
     tensors = _without_head(model, tensors, folder)
     match(_expected(model, wanted, whole, modules), tensors, check_dtype=False)
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tensor.itemsize == 1:
             raise CheckpointError(f"{folder}: {name} is {tensor.dtype}: save adapters in BF16, FP16 or FP32")
-        if not all_finite(tensor):
-            raise CheckpointError(f"{folder}: {name} has values that are not finite numbers")
+    check_finite(tensors, folder)
     pairs = {
         one.place: (tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"])
         for key, one in _keys(wanted, modules).items()

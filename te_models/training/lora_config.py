@@ -13,7 +13,7 @@ from torch import Tensor
 
 from te_models.causal_lm import CausalLM
 from te_models.errors import CheckpointError, UsageError, needs, refuse, unknown
-from te_models.files.atomic import first_line
+from te_models.files.atomic import explained, first_line
 from te_models.interop.hf import Place
 from te_models.training.lora_targets import Modules, Wanted, module_of
 from te_models.training.settings import names_experts
@@ -124,10 +124,8 @@ def wanted_adapters(config: LoraConfig, modules: Modules, headless: bool | None 
 
 
 def _is_target(config: LoraConfig, name: str) -> bool:
-    try:
+    with explained("a regular expression of target_modules or exclude_modules", re.error, error=UsageError):
         return bool(check_target_module_exists(config, name))
-    except re.error as error:
-        raise UsageError(f"target_modules and exclude_modules: {error} in a regular expression") from None
 
 
 def _rank_and_scaling(config: LoraConfig, name: str) -> tuple[int, float]:

@@ -255,12 +255,9 @@ def draw_run(result: Result, label: str, data: Sequence[str], folder: Path, abou
 
 
 def print_next(
-    console: Console, folder: Path, tokenizer: Tokenizer, prompts: list[Prompt], stacked: bool = False
+    console: Console, folder: Path, tokenizer: Tokenizer, prompts: list[Prompt], format: str = "fp8-block"
 ) -> None:
-    """Print the next two commands: talk to the model or continue a prompt, and export it.
-
-    `stacked` experts are exported in BF16 only.
-    """
+    """Print the next commands: talk to the model or continue a prompt, and export it in `format`, unless that is ""."""
     first = ["te-models", "generate", "--model", str(folder), "--prompt", _example(tokenizer, prompts)]
     try:
         tokenizer.chat_template()
@@ -268,11 +265,14 @@ def print_next(
         pass
     else:
         first = ["te-models", "chat", "--model", str(folder)]
-    export = ["te-models", "export", "--model", str(folder), "--out", str(folder / "export")]
-    export += ["--format", "bf16"] if stacked else []
-    write = f"write it for vLLM, SGLang or transformers, in {'BF16' if stacked else 'FP8'}"
+    commands = [(first, "try the model")]
+    if format:
+        export = ["te-models", "export", "--model", str(folder), "--out", str(folder / "export")]
+        export += ["--format", format] if format != "fp8-block" else []
+        number = "BF16" if format == "bf16" else "FP8"
+        commands.append((export, f"write it for vLLM, SGLang or transformers, in {number}"))
     console.print(Text("\nnext", "bold"))
-    for command, purpose in ((first, "try the model"), (export, write)):
+    for command, purpose in commands:
         console.print(f"  {shlex.join(command)}", Text(f"  # {purpose}", "dim"), soft_wrap=True, sep="")
 
 

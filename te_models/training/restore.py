@@ -65,6 +65,13 @@ def position_mistakes(saved: Any, live: Any, name: str = "dataset") -> Iterator[
         yield f"training.json: {name} is {saved}"
 
 
+def waiting_in_vain(saved: Mapping[str, Any], patience: int) -> dict[str, object]:
+    """Return the table for `refuse` of a run that stopped early, where nothing has changed that lets it continue."""
+    since = saved.get("evaluations_since_best", 0)
+    line = f"the run stopped early at step {saved['step']}: {since} evaluations brought no lower loss; give a larger "
+    return {f"{line}--patience, or 0": saved.get("stopped_early") and patience and since >= patience}
+
+
 def result_mistakes(saved: Any, live: Mapping[str, object]) -> Iterator[str]:
     """Yield what is wrong with `saved` unless it has the fields of `live`, a Result as a dict, of the same types.
 

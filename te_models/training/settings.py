@@ -24,6 +24,7 @@ from te_models.config.shipped import no_weights
 from te_models.config.toml import read_toml
 from te_models.config.training import EVALUATION, TRAINING, TrainConfig
 from te_models.errors import ConfigError, UsageError, check_known, refuse, unknown
+from te_models.files.atomic import explained
 
 RUN_FILE = "run.toml"
 COMMANDS = ("pretrain", "finetune")
@@ -217,12 +218,12 @@ def run_settings(command: str, given: Mapping[str, object], file: Path | None = 
     saved = read_run_file(file) if file is not None else {}
     command = saved.get("command", command)
     flat = {**_over(saved, given), "command": command}
-    if "steps" in given and given.get("epochs"):
-        raise UsageError("--steps and --epochs say the same in two ways: give one of them")
     SETTINGS["command"].check(command)
-    refuse(_start_mistakes(command, flat.get("preset"), flat.get("model")))
+    twice = "steps" in given and given.get("epochs")
+    refuse({"--steps and --epochs say the same in two ways: give one of them": twice})
+    refuse(_start_mistakes(command, flat))
     recipe = flat.pop("recipe", "auto")
-    lora = _lora(command, flat)
+    lora = _lora(flat)
     defaults = {"learning_rate": LEARNING_RATE["lora" if lora else command], "parallel": "auto"}
     build = by_name(BuildSettings(**as_fields(BuildSettings, flat)))
     build |= {name: flat[name] for title in ("recipe", "shape") for name in TABLES[title] if name in flat}
@@ -239,8 +240,9 @@ def run_settings(command: str, given: Mapping[str, object], file: Path | None = 
     )
 
 
-def _start_mistakes(command: str, preset: str | None, model: str | None) -> Iterator[str]:
+def _start_mistakes(command: str, flat: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with what a command starts from: a preset, or a model."""
+    preset, model = flat.get("preset"), flat.get("model")
     if command == "pretrain" and (model is not None or preset is None):
         yield "pretrain starts from random weights: give --preset NAME (to start from a model: finetune --model)"
     if command == "finetune" and preset is not None:
@@ -248,6 +250,8 @@ def _start_mistakes(command: str, preset: str | None, model: str | None) -> Iter
         yield no_weights(preset) if known else str(unknown("preset", preset, PRESETS, "`te-models list`"))
     if command == "finetune" and model is None:
         yield "give --model: a folder, a name on the Hugging Face hub, or a model that ships with te-models"
+    if command == "pretrain" and flat.get("lora") is not None:
+        yield "--lora adapts a model that has weights: use finetune --model"
 
 
 def resumed_settings(
@@ -268,12 +272,12 @@ def resumed_settings(
     if (folder / RUN_FILE).is_file():
         changed_settings(read_run_file(folder / RUN_FILE), given)
         return run_settings(command, given, folder / RUN_FILE, called)
-    if not (folder / "checkpoints").is_dir():
-        raise UsageError(f"nothing to resume: {folder} has no checkpoint; start without --resume")
-    if not {"preset", "model"} & given.keys():
-        raise UsageError(
-            f"{folder} has no {RUN_FILE}: give the settings of the run again, --preset or --model among them"
-        )
+    nameless = not {"preset", "model"} & given.keys()
+    mistakes = {
+        f"nothing to resume: {folder} has no checkpoint; start without --resume": not (folder / "checkpoints").is_dir(),
+        f"{folder} has no {RUN_FILE}: give the settings of the run again, --preset or --model among them": nameless,
+    }
+    refuse(mistakes)
     return run_settings(command, given, called=called)
 
 
@@ -286,12 +290,12 @@ def _only_run(given: Mapping[str, Any]) -> Path:
     runs = [
         folder.parent for folder in sorted(Path("runs").glob(f"{label}-*/checkpoints" if label else "*/checkpoints"))
     ]
-    if len(runs) > 1:
-        raise UsageError(f"several runs could be resumed ({', '.join(map(str, runs))}): give one of them to --resume")
-    if not runs:
-        raise UsageError(
-            f"nothing to resume: there is no run {f'of {label} ' if label else ''}in runs/; give its folder"
-        )
+    of = f"of {label} " if label else ""
+    mistakes = {
+        f"several runs could be resumed ({', '.join(map(str, runs))}): give one of them to --resume": len(runs) > 1,
+        f"nothing to resume: there is no run {of}in runs/; give its folder": not runs,
+    }
+    refuse(mistakes)
     return runs[0]
 
 
@@ -315,10 +319,8 @@ def read_run_file(path: Path) -> dict[str, Any]:
             check_known(f"setting of [{title}] in {path}", name, TABLES[title], "`te-models finetune --help-all`")
             if value == "" and TABLES[title][name].default is None:
                 continue  # as older files have what was not given
-            try:
+            with explained(path, UsageError, error=ConfigError):
                 TABLES[title][name].check(value)
-            except UsageError as error:
-                raise ConfigError(f"{path}: {error}") from None
             flat[name] = value
     return flat
 
@@ -376,15 +378,13 @@ def _keeps_fp8_weights(recipe: Any) -> bool:
     return recipe == "auto" or get_recipe(recipe).scheme in FP8_WEIGHTS  # of auto, the engine says so
 
 
-def _lora(command: str, flat: Mapping[str, object]) -> LoraSettings | None:
+def _lora(flat: Mapping[str, object]) -> LoraSettings | None:
     """Return the adapters that the settings ask for."""
     given = as_fields(LoraSettings, flat)
     if given.get("rank") is None:
         if others := [one for one in TABLES["lora"].values() if given.get(one.field)]:
             raise UsageError(f"{others[0].flag} is for adapters: give --lora RANK too, such as --lora 16")
         return None
-    if command == "pretrain":
-        raise UsageError("--lora adapts a model that has weights: use finetune --model")
     return LoraSettings(**given)
 
 

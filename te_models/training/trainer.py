@@ -46,7 +46,7 @@ from te_models.training.evaluation import Batch, count_targets, diagnosis, evalu
 from te_models.training.metrics import MetricsLog
 from te_models.training.parallel import Parallel, reshard
 from te_models.training.recipe_schedule import RecipeSchedule
-from te_models.training.restore import position_mistakes, read_random_states, result_mistakes
+from te_models.training.restore import position_mistakes, read_random_states, result_mistakes, waiting_in_vain
 from te_models.training.result import Result
 from te_models.training.resume import run_choices
 from te_models.training.routers import mean_of_routers, router_row, weigh_losses
@@ -141,6 +141,7 @@ class Trainer(NamedFields):
         if config.patience and self.eval_batches is None:
             raise UsageError(f"patience={config.patience} counts evaluations: give eval_batches too")
         weigh_losses(self.model, config)
+        self.model.router_group = parallel.data_group if parallel.data_world > 1 else None
         self.gradients = parallel.gradients(self.model, config.gradient_accumulation)
         chosen = (config.learning_rate, config.weight_decay, config.optimizer_options, config.optimizer_offload)
         shared = (parallel.owners(), self.gradients, parallel.norm)
@@ -284,9 +285,11 @@ class Trainer(NamedFields):
         micro_batches = [next(batches) for _ in range(config.gradient_accumulation)]
         self.schedule.follow(step)
         loss = self._forward_backward(micro_batches)
-        loss, stops = self.parallel.mean_and_any(loss, self.stop_requested() != 0)
+        routed = mean_of_routers(self.routed, loss)
+        means = self.parallel.mean_and_any(torch.cat([loss[None], routed]), self.stop_requested() != 0)
+        loss, stops = means[0], means[-1]
         norm = self.optimizer.take_gradients(config.clip_grad_norm)
-        values = torch.cat([torch.stack([loss, norm.to(loss), stops]), mean_of_routers(self.routed, loss)])
+        values = torch.cat([torch.stack([loss, norm.to(loss), stops]), means[1:-1]])
         queued = QueuedStep(step, start, micro_batches, *copy_to_host(values))
         if before is not None:
             self._check(before)
@@ -417,7 +420,7 @@ class Trainer(NamedFields):
     def _model_content(self) -> tuple[dict[str, dict[str, Tensor]], Fields]:
         """Return the part of a checkpoint that is a saved model."""
         reshard(self.model)
-        shared_amaxes(self.model, self.parallel.ranks.world)
+        shared_amaxes(self.model)
         if self.saved is not None:
             return self.saved.content()
         return model_content(self.model, self.model.origin, self.optimizer.masters_by_id(), parts=self.parallel.sharded)
@@ -454,7 +457,7 @@ class Trainer(NamedFields):
         self.optimizer.check_state_dict(optimizer)
         random, cuda = read_random_states(state, newest, self.parallel.ranks.rank, self.device)
         refuse(result_mistakes(state["result"], asdict(self.result)), CheckpointError)
-        self._refuse_to_wait_on(state["result"])
+        refuse(waiting_in_vain(state["result"], self.config.patience))
         refuse(position_mistakes(state["dataset"], self.data.state_dict()), CheckpointError)
         self.data.load_state_dict(state["dataset"])  # the last that may refuse, before it changes anything
         found.write()
@@ -473,15 +476,6 @@ class Trainer(NamedFields):
             steps = plural(int(newest.name.removeprefix("step-")), "step")
             raise UsageError(
                 f"{self.out} already holds a run of {steps}: continue it with run(resume=True), or give another out"
-            )
-
-    def _refuse_to_wait_on(self, result: Fields) -> None:
-        """Raise UsageError if the saved run ended early and nothing has changed that would let it continue."""
-        since, patience = result.get("evaluations_since_best", 0), self.config.patience
-        if result.get("stopped_early") and patience and since >= patience:
-            raise UsageError(
-                f"the run stopped early at step {result['step']}: {since} evaluations brought no lower loss; give a "
-                "larger --patience, or 0"
             )
 
     def _optimizer_names(self) -> list[str]:

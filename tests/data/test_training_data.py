@@ -263,8 +263,6 @@ def test_hub_datasets(hub: list[tuple], tmp_path: Path, monkeypatch: pytest.Monk
 RESUMED: dict[str, dict[str, Any]] = {
     "in memory": dict(weight=":2.5"),
     "streamed": dict(streaming=True, num_workers=0, weight=":2.5"),
-    "one record per window": dict(packing="none"),
-    "cut prompts": dict(truncate="prompt"),
 }
 
 
@@ -501,11 +499,6 @@ def test_the_first_token_of_a_record_is_not_counted(tmp_path: Path) -> None:
         windows = [next(dataset)["labels"][:, 1:] for _ in range(dataset.windows_in(1))]
         assert sum(int((labels != IGNORED).sum()) for labels in windows) == 27
         assert "the loss counts 27 tokens, 75% of all" in dataset.describe()
-
-
-def test_an_evaluation_has_a_batch() -> None:
-    with pytest.raises(ValueError, match="eval_batches=0 is out of range: give 1 or more"):
-        TrainConfig(eval_batches=0)
 
 
 def test_many_epochs_are_counted_at_once(tmp_path: Path) -> None:

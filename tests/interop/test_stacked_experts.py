@@ -18,6 +18,7 @@ from torch import Tensor
 from te_models import CausalLM
 from te_models.errors import CheckpointError, UsageError
 from te_models.saving.pretrained import read_shape
+from te_models.serving.export import default_format
 
 mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
 SHAPE: dict[str, Any] = SIZES | dict(hidden_size=64, intermediate_size=32, num_hidden_layers=2, sliding_window=5)
@@ -121,6 +122,8 @@ def test_a_damaged_stack_is_one_line(change: Any, message: str, tmp_path: Path) 
 def test_an_export_keeps_experts_in_bf16_or_is_refused(tmp_path: Path) -> None:
     publish(tmp_path / "published")
     model = CausalLM.from_pretrained(tmp_path / "published", device="cpu", recipe="bf16")
+    random = CausalLM(model.config, device="cpu", recipe="bf16")  # as a preset: no folder says its family
+    assert default_format(model, model.origin) == default_format(random, random.origin) == "bf16"
     model.export(tmp_path / "bf16", "bf16")
     saved = load_file(tmp_path / "bf16" / "model.safetensors")
     assert saved[STACKS[0]].shape == (3, 64, 64)
@@ -132,3 +135,4 @@ def test_an_export_keeps_experts_in_bf16_or_is_refused(tmp_path: Path) -> None:
     advised = dict(item.split("=") for item in re.findall(r"\*\S+=bf16", str(refused.value)))
     model.set_recipe("current", precision=advised, **edges)
     assert model.export(tmp_path / "fp8", "fp8-channel").quantized
+    assert default_format(model, model.origin) == "fp8-block"

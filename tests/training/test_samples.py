@@ -155,12 +155,14 @@ def test_next_commands(tmp_path: Path) -> None:
     assert second.startswith(f"  te-models export --model '{tmp_path}/my run' --out ")
 
 
-def test_the_next_command_is_an_export_that_stacked_experts_have() -> None:
+def test_the_next_command_is_an_export_that_the_model_has() -> None:
     out = io.StringIO()
-    print_next(Console(file=out, width=200), Path("run"), WORDS, [], stacked=True)
+    print_next(Console(file=out, width=200), Path("run"), WORDS, [], "bf16")
     assert (
         out.getvalue().splitlines()[-1].endswith("--format bf16  # write it for vLLM, SGLang or transformers, in BF16")
     )
+    print_next(Console(file=out, width=200), Path("run"), WORDS, [], "")
+    assert out.getvalue().count("export") == 2  # the command of the first, and its folder
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,7 @@ def test_samples_of_a_short_run_are_short_unless_asked_for(
         str(tmp_path / "run"),
     ]
     given += ["--steps", "1", "--seq-len", "64", "--batch-size", "1", "--device", "cpu", "--eval-every", "0"]
-    assert main(["finetune", *given, *(["--sample-tokens", "40"] if asked else [])]) == 0
+    assert main(["finetune", *given, *(["--sample-tokens", "16"] if asked else [])]) == 0
     assert ("samples take at most a tenth" in " ".join(capsys.readouterr().out.split())) != asked
     assert main(["finetune", "--resume", str(tmp_path / "run"), "--steps", "2"]) == 0  # run.toml has what was asked
     assert ("samples take at most a tenth" in " ".join(capsys.readouterr().out.split())) != asked
