@@ -179,6 +179,9 @@ class Decoder(nn.Module):
                 if name.startswith("layers."):
                     _, layer, rest = name.split(".", 2)
                     self._block(int(layer)).initialize(rest, values, std, residual)
+                    if values.ndim > 1 and (linear := self.config.linears.get(name.rpartition(".")[0])):
+                        for section, rows in zip(linear.sections, values.split(linear.rows), strict=True):
+                            rows[section.used :] = 0  # padding, as in a loaded model: it may not decide a scale
                 elif name == "norm.weight":
                     values.fill_(0.0 if self.config.zero_centered_norm else 1.0)
                 else:
