@@ -223,10 +223,9 @@ def their_model(config: ModelConfig, device: torch.device) -> Any:
     family = family_for(config)
     fields = {key: value for key, value in family.write(config).items() if key != "architectures"}
     made = CONFIG_MAPPING[family.model_type](**fields, dtype="bfloat16")
+    experts = {} if config.moe is None else dict(experts_implementation="grouped_mm")
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(
-            made, dtype=torch.bfloat16, attn_implementation="sdpa", experts_implementation="grouped_mm"
-        )
+        return AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16, attn_implementation="sdpa", **experts)
 
 
 def theirs(config: ModelConfig, batch: int, seq: int, device: torch.device) -> dict[str, Any]:

@@ -320,3 +320,24 @@ def experts_speed() -> str:
         f"{measured_on(result)}"
     )
     return f"{prose(about)}\n\n{markdown('experts | variant | ms | speed | peak memory', lines)}"
+
+
+@table
+def kinds_recipes() -> str:
+    """Slices with experts and of a hybrid under each recipe, beside their own BF16."""
+    result = load("kinds_recipes_h100")
+    rows = {row["name"]: row for row in result["rows"]}
+    slices = {
+        "9b-layers": "Qwen3.5-9B, 4 layers",
+        "mixtral-layers": "Mixtral, 2 layers",
+        "a3b-layers": "Qwen3-30B-A3B, 4 layers",
+    }
+    lines = []
+    for shape, label in slices.items():
+        own = rows[f"{shape} 4x4096 bf16"]
+        for recipe in ("bf16", "delayed", "current", "blockwise"):
+            if (row := rows.get(f"{shape} 4x4096 {recipe}")) is not None:
+                speed = f"{own['ms'] / row['ms']:.2f}x"
+                lines.append([label, f"`{recipe}`", f"{row['ms']:.0f}", speed, f"{row['peak_gib']:.1f} GiB"])
+    about = f"4 x 4,096 tokens, forward and backward, with a vocabulary of 1,024. {measured_on(result)}"
+    return f"{prose(about)}\n\n{markdown('width | recipe | ms | speed over `bf16` | peak memory', lines)}"
