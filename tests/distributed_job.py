@@ -20,6 +20,7 @@ from ranks import run_ranks
 from torch import nn
 
 import te_models.engine.emulated as emulated
+from te_models import CausalLM
 from te_models.config.presets import get_preset
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
@@ -54,9 +55,11 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     recipe, mode, offloaded = case.pop("recipe", "bf16"), case.pop("mode", "none"), case.pop("offload", False)
     dtype, tied = getattr(torch, case.pop("dtype", "float32")), case.pop("tied", True)
     options = dict(fp8_params=case.pop("fp8_params", False))
-    experts = dict(moe=EXPERTS) if case.pop("experts", False) else {}
     documents = ANSWERS if case.pop("answers", False) else TEXT
-    lora = case.pop("lora", None)
+    lora, from_folder = case.pop("lora", None), case.pop("folder", False)
+    experts = dict(moe=EXPERTS | dict(shared_expert_gate=from_folder)) if case.pop("experts", False) else {}
+    family = dict(qk_norm=True, zero_centered_norm=True) if from_folder else {}  # of Qwen3-Next
+    family |= case.pop("shape", {})
     fields = dict(steps=3, batch_size=4, seq_len=48, warmup_steps=2, eval_every=0, learning_rate=3e-3)
     config = TrainConfig(**{**fields, **case})
     shared = replace(shared, kind=config.parallel, config=config, frozen=lora is not None)
@@ -65,11 +68,14 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     elif config.parallel == "fsdp+ep":
         _, _, shared.ep, shared.replicas = meshes(config, torch.device("cpu"))
     history = dict(amax_history_len=4) if recipe == "delayed" else {}
-    model = shared.build(
-        get_preset("gated-nano", **SHAPE, **experts, tie_word_embeddings=tied),
-        recipe=recipe, device="cpu", dtype=dtype, activation_checkpointing=mode,
-        activation_offload=offloaded, **options, **history,
-    )  # fmt: skip
+    shape = get_preset("gated-nano", **SHAPE | experts | family, tie_word_embeddings=tied)
+    options |= dict(recipe=recipe, device="cpu", dtype=dtype, activation_checkpointing=mode)
+    options |= dict(activation_offload=offloaded, **history)
+    if from_folder:  # of Hugging Face, where q, k, v and the gate are no one tensor
+        shared.ranks.from_first(lambda: CausalLM(shape, device="cpu").save_pretrained(out / "base", format="hf"))
+        model = CausalLM.from_pretrained(out / "base", build=shared.build, **options)
+    else:
+        model = shared.build(shape, **options)
     words, share = load_tokenizer(None), dict(rank=shared.data_rank, world_size=shared.data_world)
     sizes: dict[str, Any] = dict(batch_size=shared.rows(config.batch_size), seed=0, **share)
     data = TokenDataset(documents[:30], words, config.seq_len, **sizes)
@@ -85,12 +91,13 @@ def outcome(run: Trainer, result: Result) -> dict[str, Any]:
     """Return what tests compare: the curves, and the scales and next random number of each rank."""
     reshard(run.model)
     shared = run.parallel
-    scales = {n: t.tolist() for n, t in fp8_state(run.model).items()}
+    scales = {n: t.tolist() for n, t in run.model.copied_fp8_state().items()}
     held = sum(local(p).numel() for p in run.model.parameters())
     rows = read_metrics(run.out / "metrics.jsonl") if shared.ranks.first else []
     return dict(
         losses=[row["loss"] for row in rows],
         norms=[row["grad_norm"] for row in rows],
+        fullest=[row["fullest_expert"] for row in rows if "fullest_expert" in row],
         eval_loss=result.eval_loss,
         step=result.step,
         interrupted=result.interrupted,

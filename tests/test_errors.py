@@ -123,18 +123,7 @@ def test_every_error_is_a_type_with_an_exit_code(
         assert capsys.readouterr().err == "te-models: first line\n"
 
 
-@pytest.mark.parametrize(
-    ("kind", "base"),
-    [
-        (UsageError, ValueError),
-        (CheckpointError, ValueError),
-        (DataError, ValueError),
-        (DataUnavailable, OSError),
-        (MissingPackage, ImportError),
-        (SaveError, RuntimeError),
-        (Diverged, RuntimeError),
-    ],
-)
-def test_callers_may_catch_python_s_own_types(kind: type[Exception], base: type[Exception]) -> None:
-    with pytest.raises(base, match="^reason$"):
-        raise kind("reason")
+def test_callers_may_catch_python_s_own_types() -> None:
+    assert all(issubclass(kind, ValueError) for kind in (UsageError, CheckpointError, DataError))
+    assert issubclass(DataUnavailable, OSError) and issubclass(MissingPackage, ImportError)
+    assert all(issubclass(kind, RuntimeError) for kind in (SaveError, Diverged))

@@ -164,15 +164,20 @@ class _Opening:
         if len(documents) == 1 and not held_out and not documents[0].is_record:
             documents, held_out = split_documents(documents, self._eval_split(EVAL_SPLIT), self.config.seed)
         whole = any(document.is_record for document in documents)
+        left_out: list[str] = []
         encoded = encode_documents(documents, self.tokenizer, begin_prompts=whole)
         if whole:
-            kept, encoded, lines = keep_fitting(encoded, self.tokenizer, self.config.seq_len, self.settings.truncate)
+            size, how = self.config.seq_len, self.settings.truncate
+            kept, encoded, left_out = keep_fitting(encoded, self.tokenizer, size, how)
             documents, weights = [documents[i] for i in kept], weights[kept]
-            remarks += lines
+            remarks += left_out
         if held_out:
             evaluated = encode_documents(held_out, self.tokenizer, begin_prompts=whole)
         else:
-            aside = in_evaluation(documents, self._eval_split(EVAL_SPLIT), self.config.seed)
+            try:
+                aside = in_evaluation(documents, self._eval_split(EVAL_SPLIT), self.config.seed)
+            except DataError as error:  # of the records that are left
+                raise DataError("; ".join([str(error), *left_out])) from None
             encoded, evaluated, weights = encoded.select(~aside), encoded.select(aside), weights[~aside]
         dataset = TokenDataset(
             encoded,

@@ -35,12 +35,39 @@ def matmul(
     return (a @ b).to(dtype)
 
 
+def packed(weight: Tensor) -> Tensor | None:
+    """Return weight [N, K] as `packed_matmul` takes it; None where this CPU has no products of packed weights.
+
+    A product in BF16 instructions lays its weight out anew, which for a few rows takes as long as the rest.
+    """
+    usable = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and _packing_is_exact()
+    return torch.ops.mkldnn._reorder_linear_weight(weight, 1) if usable else None
+
+
+def packed_matmul(a: Tensor, weight: Tensor) -> Tensor:
+    """Return a [M, K] @ weight [N, K] transposed, of a `packed` weight, as `matmul` does."""
+    return torch.ops.mkldnn._linear_pointwise(a, weight, None, "none", [], "")
+
+
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a [M, K] @ b [K, N] to `total` [M, N] in FP32; on a GPU the GEMM itself accumulates."""
     if a.is_cuda and a.dtype != torch.float32:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total += matmul(a, b, dtype=torch.float32)
+
+
+@once
+def _packing_is_exact() -> bool:
+    """Return whether this CPU has products of packed weights, with the bits of `matmul`."""
+    if not _has_units(torch.bfloat16):
+        return False
+    generator, equal = torch.Generator().manual_seed(0), []
+    for rows, inputs, outputs in ((1, 192, 512), (4, 512, 192), (12, 2048, 40)):
+        x, weight = (torch.randn(n, inputs, generator=generator).bfloat16() for n in (rows, outputs))
+        product = packed_matmul(x, torch.ops.mkldnn._reorder_linear_weight(weight, 1))
+        equal.append(torch.equal(product, matmul(x, weight.t())))
+    return all(equal)
 
 
 @once

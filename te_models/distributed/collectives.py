@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -25,6 +28,14 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     x = x.contiguous()
     dist.all_reduce(x, group=group)
     return x
+
+
+def largest(values: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Return the largest of all ranks' values, of tensors of one dimension, in one collective."""
+    found = torch.cat(list(values))
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return list(found.split([len(one) for one in values]))
 
 
 def all_to_all(

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_models.config.recipe import Recipe
+from te_models.distributed.collectives import largest
 from te_models.engine.emulated.delayed_scaling import updated
 from te_models.engine.emulated.recipe import DelayedScaling
 from te_models.fp8.primary_weights import is_quantized
@@ -73,6 +74,14 @@ def _by_gemm(tensor: Tensor, rows: list[int] | None) -> Sequence[Tensor]:
     return (tensor,) if rows is None else tensor.split(rows)
 
 
+class Scaling(NamedTuple):
+    """How a module is scaled: its recipe, the engine's object of it, and the processes that share its amaxes."""
+
+    recipe: Recipe
+    built: DelayedScaling
+    group: dist.ProcessGroup | None
+
+
 class Measurement:
     """The amaxes of te.Linear and te.GroupedLinear modules, FP32 [GEMMs, 5] each."""
 
@@ -98,39 +107,39 @@ class Measurement:
         self.starts.clear()
 
     @torch.no_grad()
-    def set_scales(self, recipes: Sequence[tuple[Recipe, DelayedScaling]], group: dist.ProcessGroup | None) -> None:
+    def set_scales(self, how: Sequence[Scaling]) -> None:
         """Give the modules the scales and histories that they would have after a step with these amaxes.
 
-        Args:
-            recipes: the recipe of each module, and the engine's object of it.
-            group: the processes that share amaxes, all of which call this; None: all processes.
+        `how` has a row per module. All processes that share amaxes call this.
         """
-        for module, (_, built) in zip(self.modules, recipes, strict=True):
+        states = []
+        for module, (_, built, _) in zip(self.modules, how, strict=True):
             make_state(module, built)
-        states = [[delayed_states(module)[f".{direction}"] for direction in WIDTHS] for module in self.modules]
-        written = torch.cat([state.amax_history[0] for own in states for state in own])
-        parts = [part.flatten() for own in self.amaxes for part in own.split(list(WIDTHS.values()), dim=1)]
-        measured = torch.cat(parts).nan_to_num(nan=0.0, posinf=torch.inf)  # Transformer Engine's amax ignores NaN too
-        amaxes = torch.maximum(measured, written)
-        reduced = amaxes
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-            reduced = amaxes.clone()
-            dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group)
-        sizes = [len(part) for part in parts]
-        mine, shared = iter(amaxes.split(sizes)), iter(reduced.split(sizes))
-        for own, (recipe, built) in zip(states, recipes, strict=True):
-            for state, direction in zip(own, WIDTHS, strict=True):
-                amax = (next(mine), next(shared))[built.reduce_amax]
-                most = fp8_max(recipe, direction)
-                history, scale = updated(state.amax_history, state.scale, amax, built, most)
-                state.amax_history.copy_(history)
-                state.scale.copy_(scale)
+            states.append([delayed_states(module)[f".{direction}"] for direction in WIDTHS])
+        for group in dict.fromkeys(own.group for own in how):
+            chosen = [rows for rows in zip(states, self.amaxes, how, strict=True) if rows[2].group is group]
+            mine = []
+            for own, amaxes, _ in chosen:
+                # Transformer Engine's amax ignores NaN too.
+                parts = amaxes.nan_to_num(nan=0.0, posinf=torch.inf).split(list(WIDTHS.values()), dim=1)
+                mine += [torch.maximum(p.flatten(), s.amax_history[0]) for p, s in zip(parts, own, strict=True)]
+            amax_of = iter(zip(mine, largest(mine, group), strict=True))
+            for own, _, (recipe, built, _) in chosen:
+                for state, direction in zip(own, WIDTHS, strict=True):
+                    amax = next(amax_of)[built.reduce_amax]
+                    most = fp8_max(recipe, direction)
+                    history, scale = updated(state.amax_history, state.scale, amax, built, most)
+                    state.amax_history.copy_(history)
+                    state.scale.copy_(scale)
 
 
-def unmeasured(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the te modules, under DelayedScaling, whose input has had no amax so far, with any expert."""
+def unmeasured(modules: Sequence[nn.Module], group: dist.ProcessGroup | None) -> list[nn.Module]:
+    """Return the te modules, under DelayedScaling, whose input has had no amax so far, with any expert on any process.
+
+    The processes of `group` call this together.
+    """
     states = [vars(module)["fp8_meta"].get("scaling_fwd") for module in modules]
     inputs = slice(INPUT, None, WIDTHS["scaling_fwd"])
     seen = [(s.amax_history[:, inputs] != 0).any() | (s.scale[inputs] != 1).any() for s in states if s is not None]
-    flags = iter(torch.stack(seen).tolist() if seen else [])
+    flags = iter(largest([torch.stack(seen).byte()], group)[0].tolist() if seen else [])
     return [module for module, state in zip(modules, states, strict=True) if state is None or not next(flags)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -25,7 +25,8 @@ class ModelPrecision:
         linears: name in the model -> precision.
         te_recipes: name in the model -> the engine's object of its recipe; None for BF16.
         layers: the layers inside the autocast of `te_recipe`.
-        others: the names of te.Linears that run in something else than what surrounds them.
+        others: the names of te.Linears that run in something else than what surrounds them, or share their amaxes with
+            other processes.
     """
 
     recipe: Recipe
@@ -83,8 +84,13 @@ def take_scales(
     return len(taken)
 
 
-def model_precision(te: ModuleType, recipe: Recipe, layers: tuple[LayerSpec, ...]) -> ModelPrecision:
-    """Return the precision of a model of these layers; errors are those of te_models.config.precision."""
+def model_precision(
+    te: ModuleType, recipe: Recipe, layers: tuple[LayerSpec, ...], divided: Callable[[str], bool] = lambda name: False
+) -> ModelPrecision:
+    """Return the precision of a model of these layers; errors are those of te_models.config.precision.
+
+    `divided(name)`: whether other processes than the model's share the amaxes of a te.Linear.
+    """
     found = precisions(recipe, layers)
     # One object per recipe, since modules compare it with the one that they ran under before.
     built = {known.name: known.build(te) for known in recipe.in_use}
@@ -96,5 +102,5 @@ def model_precision(te: ModuleType, recipe: Recipe, layers: tuple[LayerSpec, ...
         within = recipe.head_in_fp8 if name == HEAD else int(name.split(".")[1]) in inside
         return te_recipe if within else None
 
-    others = tuple(name for name in found if te_recipes[name] is not around(name))
+    others = tuple(n for n in found if te_recipes[n] is not around(n) or (recipe.stateful and divided(n)))
     return ModelPrecision(recipe, te_recipe, found, te_recipes, inside, others)

@@ -140,7 +140,7 @@ def _note_training(model: nn.Module) -> None:
         _TRAINERS[model] = own
 
 
-Others = Mapping[nn.Module, EngineRecipe | None]
+Others = Mapping[nn.Module, tuple[EngineRecipe | None, ProcessGroup | None]]
 
 
 class Autocasts:
@@ -155,7 +155,7 @@ class Autocasts:
         te: the engine.
         te_recipe: the engine's object of the model's recipe; None for BF16.
         group: the processes that share their amaxes; None: all.
-        others: te.Linear, or a module in its place -> the engine's object of its recipe, None for BF16.
+        others: te.Linear, or a module in its place -> the engine's object of its recipe, None for BF16, and its group.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Autocasts:
     @contextlib.contextmanager
     def layers(self) -> Iterator[None]:
         """Surround the layers that run under the model's recipe."""
-        with self._autocast(self.te_recipe):
+        with self._autocast(self.te_recipe, self.group):
             yield
 
     @contextlib.contextmanager
@@ -176,7 +176,7 @@ class Autocasts:
         if module not in self.others:
             yield
             return
-        with self._autocast(self.others[module]):
+        with self._autocast(*self.others[module]):
             yield
 
     def in_fp8(self, module: nn.Module) -> bool:
@@ -186,17 +186,17 @@ class Autocasts:
     def te_recipe_of(self, module: nn.Module) -> EngineRecipe | None:
         """Return the engine's object of the recipe that a te.Linear runs under where the pass is now; None: BF16."""
         if module in self.others:
-            return self.others[module]
+            return self.others[module][0]
         return self.te_recipe if self.te.FP8GlobalStateManager.is_fp8_enabled() else None
 
     @contextlib.contextmanager
-    def _autocast(self, te_recipe: EngineRecipe | None) -> Iterator[None]:
+    def _autocast(self, te_recipe: EngineRecipe | None, group: ProcessGroup | None) -> Iterator[None]:
         state = self.te.FP8GlobalStateManager.quantization_state
         if state.fp8_enabled:
             self.first = state.is_first_fp8_module
         enabled = te_recipe is not None
         recipe = te_recipe if enabled else self.te_recipe
-        with self.te.autocast(enabled=enabled, recipe=recipe, amax_reduction_group=self.group):
+        with self.te.autocast(enabled=enabled, recipe=recipe, amax_reduction_group=group):
             state.is_first_fp8_module = enabled and self.first
             yield
             if enabled:

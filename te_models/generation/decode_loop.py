@@ -6,7 +6,8 @@ them. The same function runs eagerly everywhere else, with the same results. The
 computes the next one.
 
 Under an FP8 recipe the weights are quantized with the prompt and the FP8 data is reused in every step (one byte per
-parameter).
+parameter). The emulated engine also keeps what its products on a CPU take, of weights that are not too large (2 to 4
+bytes per parameter).
 """
 
 from __future__ import annotations
@@ -144,7 +145,8 @@ class DecodeLoop:
         self.graph.replay()
 
     def _forward(self, ids: Tensor, mask: Tensor | None, first: bool) -> None:
-        keep = first if self.model.recipe.quantized else None  # the prompt quantizes the weights, the steps reuse them
+        # The prompt quantizes the weights, and on a CPU lays out those in BF16 for its products; the steps reuse them.
+        keep = first if self.model.recipe.quantized or ids.device.type == "cpu" else None
         options = dict(cache=self.cache, attention_mask=mask, logits_to_keep=1, is_first_microbatch=keep)
         # Without versions and views to track a CPU takes a twelfth less; a GPU's host is ahead anyway.
         untracked = ids.device.type == "cpu" and self.graph is None

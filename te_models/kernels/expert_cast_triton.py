@@ -103,7 +103,8 @@ def _cast_kernel(
     here = tl.multiple_of(tl.load(turned + e), 4)
     apart = tl.multiple_of(tl.load(turned + e + 1) - here, 4)
     out += begin * columns
-    transposed += here * columns
+    if transposed is not None:
+        transposed += here * columns
     largest = store_fp8(a, b, c, d, scale, group, j, rows, columns, out, transposed, columns, E5M2, apart)
     if known:
         raise_amax(amax + e * stride, largest)
@@ -131,25 +132,30 @@ def transposed(data: Tensor, places: Tensor) -> Tensor:
 
 
 class FP8Matrices(NamedTuple):
-    """FP8 of `Matrices`, uint8: data [R, K], and `transposed`, whose matrices [K, rows] follow each other in memory.
+    """FP8 of `Matrices`, uint8: data [R, K], and `transposed`, whose matrices [K, rows] follow each other in memory,
+    or None.
 
     Those of rows are [K, rows of `Groups.apart`], of which only the rows that there are have been written.
     scale_inv FP32 [E] are the factors from data to values.
     """
 
     data: Tensor
-    transposed: Tensor
+    transposed: Tensor | None
     scale_inv: Tensor
 
 
-def cast(given: Matrices, form: torch.dtype, delayed: Delayed | None = None) -> FP8Matrices:
-    """Cast matrices to torch.float8_e4m3fn or float8_e5m2, by `delayed` scales, else each by its largest magnitude."""
+def cast(given: Matrices, form: torch.dtype, delayed: Delayed | None = None, turn: bool = True) -> FP8Matrices:
+    """Cast matrices to torch.float8_e4m3fn or float8_e5m2, by `delayed` scales, else each by its largest magnitude.
+
+    `turn`: whether to write transposed matrices too.
+    """
     turned = given.groups.apart if given.places is None else given.groups
     groups, columns, device = given.groups, given.data.shape[1], given.data.device
     count = groups.experts
     scales, amax = (None, torch.zeros(count, device=device)) if delayed is None else delayed
     scale_inv = torch.ones(count, device=device)
-    data, transposed = (torch.empty(n, columns, dtype=torch.uint8, device=device) for n in (groups.most, turned.most))
+    data = torch.empty(groups.most, columns, dtype=torch.uint8, device=device)
+    transposed = torch.empty(turned.most, columns, dtype=torch.uint8, device=device) if turn else None
     sizes: dict[str, Any] = dict(EXPERTS=triton.next_power_of_2(count), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
     table = (given.data, groups.first, groups.tiles(ROWS), given.places, amax)
     grid = (groups.high(ROWS), triton.cdiv(columns, COLUMNS))

@@ -88,10 +88,10 @@ class _FP8(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:  # fmt: skip
         ctx.groups, ctx.casts, ctx.inputs, ctx.weights = groups, casts, x.shape[1], len(weights)
-        given = cast(Matrices(x.contiguous(), groups), E4M3, casts.of_x)
+        given = cast(Matrices(x.contiguous(), groups), E4M3, casts.of_x, turn=any(ctx.needs_input_grad[5:]))
         places = own.places if isinstance(own, Stored) else None
         ctx.save_for_backward(
-            given.transposed if any(ctx.needs_input_grad[5:]) else None, given.scale_inv,
+            given.transposed, given.scale_inv,
             own.data if isinstance(own, Stored) else own.transposed, places, own.scale_inv,
         )  # fmt: skip
         a, b = Operand(given.data.view(E4M3), given.scale_inv), Operand(own.data.view(E4M3), own.scale_inv, places)
@@ -102,14 +102,14 @@ class _FP8(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy, groups, casts, dx = grads[0].contiguous(), ctx.groups, ctx.casts, None
         x, x_scale, weights, places, weights_scale = ctx.saved_tensors
-        given = cast(Matrices(dy, groups), casts.gradient, casts.of_dy)
+        given = cast(Matrices(dy, groups), casts.gradient, casts.of_dy, turn=x is not None)
         db = sums_of_rows(dy, groups) if ctx.needs_input_grad[1] else None
         if ctx.needs_input_grad[0]:
             turned = weights if places is None else transposed(weights, places)
             a, b = Operand(given.data.view(casts.gradient), given.scale_inv), Operand(turned.view(E4M3), weights_scale)
             dx = rows_times(a, b, groups, ctx.inputs, down=False, precise=casts.input_gradient, dtype=dy.dtype)
         of_weights: Sequence[Tensor | None] = [None] * ctx.weights
-        if x is not None:
+        if x is not None and given.transposed is not None:
             a, b = Operand(given.transposed.view(casts.gradient), given.scale_inv), Operand(x.view(E4M3), x_scale)
             how = dict(precise=casts.weight_gradient, dtype=dy.dtype)
             of_weights = weights_from(a, b, groups, dy.shape[1], ctx.inputs, **how).unbind()

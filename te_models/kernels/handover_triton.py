@@ -93,8 +93,8 @@ def sigmoid(x):
 
 @triton.jit
 def store_fp8(a, b, c, d, scale, group, j, rows, columns, data, transposed, stride, E5M2: tl.constexpr, apart=None):
-    """Quantize FP32 tiles, the first to fourth rows of groups of four, of columns j, into both copies or only the
-    transposed one. Return the largest magnitude of each group and column, for `raise_amax`.
+    """Quantize FP32 tiles, the first to fourth rows of groups of four, of columns j, into both copies or only one
+    of them. Return the largest magnitude of each group and column, for `raise_amax`.
 
     The rows of `data` are `stride` apart, those of `transposed` `apart`, or as many as there are rows.
 
@@ -112,10 +112,11 @@ def store_fp8(a, b, c, d, scale, group, j, rows, columns, data, transposed, stri
         tl.store(at + stride, second, mask=inside)
         tl.store(at + 2 * stride, third, mask=inside)
         tl.store(at + 3 * stride, fourth, mask=inside)
-    words = transposed.to(tl.pointer_type(tl.int32), bitcast=True)
-    step = rows if apart is None else apart
-    place = j[:, None] * (step // 4) + group[None, :]
-    tl.store(words + place, tl.trans(word), mask=(j < columns)[:, None] & (group < rows // 4)[None, :])
+    if transposed is not None:
+        words = transposed.to(tl.pointer_type(tl.int32), bitcast=True)
+        step = rows if apart is None else apart
+        place = j[:, None] * (step // 4) + group[None, :]
+        tl.store(words + place, tl.trans(word), mask=(j < columns)[:, None] & (group < rows // 4)[None, :])
     largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
     return tl.where(inside, largest, 0.0)
 

@@ -84,8 +84,7 @@ class GatedAttention(Mixer[AttentionSpec]):
             q = self.tp.norm(self.q_norm, q, partial=True)
             k = self.tp.norm(self.k_norm, k, partial=True)
         if spec.rope is not None:
-            q = context.rotated(q, spec.rope)
-            k = context.rotated(k, spec.rope)
+            q, k = context.rotated(torch.cat((q, k), dim=2), spec.rope).split((q.shape[2], k.shape[2]), dim=2)
         if spec.query_scale is not None:
             q = q * context.query_scales[spec.query_scale][..., None, None]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, S, H]

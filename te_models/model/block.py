@@ -60,12 +60,12 @@ class Block(nn.Module):
     @property
     def mixer(self) -> Mixer:
         """The part that mixes tokens."""
-        return cast(Mixer, self.get_submodule(self.spec.mixer.name))
+        return cast(Mixer, self._modules[self.spec.mixer.name])
 
     @property
     def feedforward(self) -> Feedforward:
         """The MLP, of whatever kind."""
-        return cast(Feedforward, self.get_submodule(self.spec.mlp.name))
+        return cast(Feedforward, self._modules[self.spec.mlp.name])
 
     def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
         """Set the initial values of the parameter `name`; see te_models.model.part.BlockPart.initialize."""
@@ -110,7 +110,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the input of the part `reader`, and x + delta."""
         if norm is not None and self.tp.size == 1:
-            consumer = None if reader.entry is None else context.neighbour(reader.get_submodule(reader.entry))
+            consumer = None if reader.entry is None else context.neighbour(reader._modules[reader.entry])
             return context.kernels.norm(norm, x, delta, consumer)
         x = x if delta is None else x + delta
         return x if norm is None else self.tp.norm(norm, x, self.tp.scatters), x

@@ -10,10 +10,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from te_models.config.recipe import SCHEMES, Recipe, get_recipe
+from te_models.config.recipe import SCHEMES, get_recipe
 from te_models.engine.emulated.recipe import DelayedScaling
 from te_models.errors import UsageError
-from te_models.fp8.calibration import Measurement, unmeasured
+from te_models.fp8.calibration import Measurement, Scaling, unmeasured
 from te_models.fp8.precision import model_precision
 from te_models.model.decoder import Decoder
 
@@ -26,7 +26,7 @@ def calibrate(
     See te_models.causal_lm.CausalLM.calibrate.
     """
     delayed = _delayed(model) if model.recipe.stateful else {}
-    modules = unmeasured(list(delayed))
+    modules = unmeasured(list(delayed), model.amax_group)
     if not modules:
         return
     if not batches:
@@ -42,16 +42,17 @@ def calibrate(
             if loss is None:
                 raise UsageError("a batch to calibrate on needs labels: gradients have scales too")
             found.backward(loss * weight)
-    found.set_scales([delayed[module] for module in modules], model.amax_group)
+    found.set_scales([delayed[module] for module in modules])
 
 
-def _delayed(model: Decoder) -> dict[nn.Module, tuple[Recipe, DelayedScaling]]:
-    """Return the te.Linear modules under delayed scaling -> their recipe, and the engine's object of it."""
-    found: dict[nn.Module, tuple[Recipe, DelayedScaling]] = {}
+def _delayed(model: Decoder) -> dict[nn.Module, Scaling]:
+    """Return how the te.Linear modules under delayed scaling are scaled."""
+    found: dict[nn.Module, Scaling] = {}
     for name, module in model.named_modules():
         recipe = model.precision.recipe_of(name) if isinstance(module, model.te.LINEARS) else None
         if recipe is not None and SCHEMES[recipe.scheme].stateful:
-            found[module] = recipe, cast(DelayedScaling, model.precision.te_recipe_of(name))
+            built = cast(DelayedScaling, model.precision.te_recipe_of(name))
+            found[module] = Scaling(recipe, built, model.ep.amax_group(name, model.amax_group))
     return found
 
 

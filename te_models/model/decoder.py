@@ -84,7 +84,8 @@ class Decoder(nn.Module):
         ep_mesh: the ranks that share the experts of this model, a DeviceMesh of one dimension; each rank builds it and
             passes it tokens of its own, all at the same time (te_models.model.expert_parallel).
         ep_fp8: send tokens to the ranks of their experts in FP8, with a scale per row.
-        amax_group: the processes that share their amaxes (DelayedScaling); None: all of them.
+        ep_replicas: the ranks that have the same experts, a DeviceMesh of one dimension; DelayedScaling needs it.
+        amax_group: the processes that share their amaxes (DelayedScaling), but for experts; None: all of them.
         recipe_options: any field of the recipe, such as `amax_history_len=16` or `num_layers_at_end_in_bf16=2`.
 
     Raises:
@@ -110,14 +111,16 @@ class Decoder(nn.Module):
         sequence_parallel: bool = False,
         ep_mesh: DeviceMesh | None = None,
         ep_fp8: bool = False,
+        ep_replicas: DeviceMesh | None = None,
         amax_group: ProcessGroup | None = None,
         **recipe_options: Unpack[RecipeOptions],
     ) -> None:
         super().__init__()
         self.config = config
         self.router_losses = config.moe  # the factors of the routers' losses in training; a run may have others
+        self.router_group: ProcessGroup | None = None  # the processes over whose tokens a run balances experts
         self.tp = TensorParallel(tp_mesh, sequence_parallel)
-        self.ep = ExpertParallel(ep_mesh, config, ep_fp8)
+        self.ep = ExpertParallel(ep_mesh, config, ep_fp8, ep_replicas)
         self.specs = self.ep.local(self.tp.local(config))
         self.activation_checkpointing = check_mode(activation_checkpointing)
         self.activation_offload, self.host_memory = activation_offload, HostMemory()
@@ -295,7 +298,10 @@ class Decoder(nn.Module):
             tokens, unknown = known_ids(tokens, self.config.vocab_size)
         recompute = self._recompute(tokens.device, is_first_microbatch)
         passed = (cache, attention_mask, document_ids, recompute, self.kernels, self.fp8_layers)
-        others = {self.get_submodule(name): self.precision.te_recipes[name] for name in self.precision.others}
+        others = {
+            self.get_submodule(name): (self.precision.te_recipes[name], self.ep.amax_group(name, self.amax_group))
+            for name in self.precision.others
+        }
         autocasts = Autocasts(self.te, self.te_recipe, self.amax_group, others)
         alignment = self._row_alignment(tokens)
         context = forward_context(self.specs, tokens, *passed, self.dtype, autocasts, alignment)
@@ -304,8 +310,9 @@ class Decoder(nn.Module):
         short = short_rows(full) if alignment < full else contextlib.nullcontext()  # no compiler traces its variable
         with one, short, forward_pass(self, self.te, self.recipe, self.te_recipe):
             evaluated = not self.training
+            losses = None if evaluated else self.router_losses
             decoded = self._decode(tokens, context, wanted)
-            output = with_routing(decoded, context.routing, self.router_losses, self.training)
+            output = with_routing(decoded, wanted, context.routing, losses, self.router_group)
         if output.loss is not None and unknown is not None:
             output = output._replace(loss=nan_if(output.loss, unknown))
         if self.recipe.stateful and evaluated:
@@ -454,10 +461,12 @@ class Decoder(nn.Module):
     def copied_fp8_state(self) -> dict[str, Tensor]:
         """Return a copy of every scale and amax history, as `fp8_state` names them; every save takes them from here.
 
-        Forward passes change the live tensors, evaluations for a moment too: those of other threads wait.
+        Forward passes change the live tensors, evaluations for a moment too: those of other threads wait. Ranks that
+        share experts call it together.
         """
         with self.te.region_lock(self, self.recipe.quantized):
-            return {name: tensor.clone() for name, tensor in fp8_state(self).items()} if self.recipe.stateful else {}
+            state = fp8_state(self) if self.recipe.stateful else {}
+            return self.ep.whole_scales({name: tensor.clone() for name, tensor in state.items()})
 
     def take_fp8_state(self, state: dict[str, Tensor], old: Recipe) -> int:
         """Load the scales and histories that `fp8_state` returned under the recipe `old`; return how many were used.
@@ -465,7 +474,7 @@ class Decoder(nn.Module):
         Those of te.Linears that have no use for them now are ignored. If one does not fit, raise a ValueError before
         anything is written.
         """
-        return take_scales(self, state, self.precision, precisions(old, self.specs))
+        return take_scales(self, self.ep.own_scales(state), self.precision, precisions(old, self.specs))
 
     def check_change(self, recipe: Recipe) -> ModelPrecision:
         """Return the precision that the live model would have under another recipe, if it can change to it."""
@@ -496,4 +505,4 @@ class Decoder(nn.Module):
         self.tp.check_recipe(recipe)
         self.ep.check_recipe(recipe, self.fp8_params)
         check_sizes(self.specs, self.config.vocab_size, recipe, self.tp.each)
-        return model_precision(self.te, recipe, self.specs)
+        return model_precision(self.te, recipe, self.specs, self.ep.divides)

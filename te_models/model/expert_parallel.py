@@ -12,18 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from te_models.config.layer import LayerSpec
 from te_models.config.model import ModelConfig
 from te_models.config.moe import with_local_experts
 from te_models.config.recipe import Recipe
-from te_models.distributed.collectives import all_to_all
+from te_models.distributed.collectives import all_gather, all_to_all
 from te_models.distributed.mesh_ranks import MeshRanks
 from te_models.errors import UsageError
 from te_models.kernels.expert_rows import RowKernels
@@ -40,6 +42,7 @@ class ExpertParallel(MeshRanks):
 
     config: ModelConfig
     fp8: bool = False  # whether rows are sent to experts in FP8
+    replicas: DeviceMesh | None = None  # the ranks that have the same experts, and share their amaxes
 
     def __post_init__(self) -> None:
         if self.fp8 and self.mesh is None:
@@ -62,12 +65,44 @@ class ExpertParallel(MeshRanks):
 
     def check_recipe(self, recipe: Recipe, fp8_params: bool) -> None:
         """Raise if experts on different ranks could not have the scales that they have on one."""
-        if self.size > 1 and (recipe.stateful or fp8_params):
-            what = "--fp8-params" if fp8_params else f"recipe {recipe.name!r}"
+        if self.size > 1 and fp8_params:
             raise UsageError(
-                f"{what} needs scales that all ranks share, which experts on different ranks have not: use "
-                f"{'--parallel fsdp' if fp8_params else 'recipe current, blockwise or bf16, or --parallel fsdp'}"
+                "--fp8-params needs scales that all ranks share, which experts on different ranks have not: use "
+                "--parallel fsdp"
             )
+        if self.size > 1 and recipe.stateful and self.replicas is None:
+            raise UsageError(
+                f"recipe {recipe.name!r} shares the amaxes of an expert among the ranks that have it: give them as "
+                "ep_replicas, or use recipe current, blockwise or bf16"
+            )
+
+    def divides(self, module: str) -> bool:
+        """Return whether this rank has only some of the experts of the module of this name."""
+        linear = self.config.linears.get(module[max(0, module.find("layers.")) :])
+        return self.size > 1 and linear is not None and linear.experts > 0
+
+    @cached_property
+    def own_amaxes(self) -> dist.ProcessGroup | None:
+        """The group of `replicas`. One object, since engines compare groups by identity."""
+        return None if self.replicas is None else self.replicas.get_group()
+
+    def amax_group(self, module: str, others: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+        """Return the processes that share the amaxes of a te module: `others`, but for divided experts."""
+        return self.own_amaxes if self.divides(module) else others
+
+    def whole_scales(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the FP8 state of the whole model, on every rank, from this rank's; a collective."""
+        return {
+            name: all_gather(value, self.group, dim=-1) if self.divides(name.rsplit(".", 2)[0]) else value
+            for name, value in state.items()
+        }
+
+    def own_scales(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's part of the FP8 state of the whole model."""
+        return {
+            name: value.chunk(self.size, dim=-1)[self.rank] if self.divides(name.rsplit(".", 2)[0]) else value
+            for name, value in state.items()
+        }
 
     def owner(self, name: str) -> int | None:
         """Return the rank that has the parameter `name` of the whole model; None: all have it."""
@@ -129,11 +164,8 @@ class ExpertParallel(MeshRanks):
 
     def _module(self, name: str) -> str | None:
         """Return the module of the parameter `name` if it is a linear whose experts are divided."""
-        if self.size == 1:
-            return None
         module = name[max(0, name.find("layers.")) :].rpartition(".")[0]
-        linear = self.config.linears.get(module)
-        return module if linear is not None and linear.experts else None
+        return module if self.divides(module) else None
 
     def _expert(self, name: str) -> int | None:
         return None if self._module(name) is None else int(name[len(name.rstrip("0123456789")) :])

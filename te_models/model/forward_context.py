@@ -81,11 +81,11 @@ class ForwardContext(NamedTuple):
         """Return a te.Linear of x [N, I], [N, O]; it reuses its quantized weight where this pass allows it."""
         if module not in self.autocasts.others:
             return self.kernels.linear(module, x, is_first_microbatch=self.recompute.first_microbatch)
-        self.recompute.check_restored(self.autocasts.others[module])
+        self.recompute.check_restored(self.autocasts.te_recipe_of(module))
         with self.autocasts.linear(module):
             return self.kernels.linear(module, x, is_first_microbatch=self.recompute.first_microbatch)
 
-    def neighbour(self, module: nn.Module) -> nn.Module | None:
+    def neighbour(self, module: nn.Module | None) -> nn.Module | None:
         """Return a te.Linear for which a kernel beside it may write FP8; None if it has an autocast of its own."""
         return None if module in self.autocasts.others else module
 
@@ -96,7 +96,7 @@ class ForwardContext(NamedTuple):
     def grouped(self, module: nn.Module, x: Tensor, rows: list[int] | Groups) -> Tensor:
         """Return a te.GroupedLinear of x [R, I], whose experts have these numbers of rows: [R, O]."""
         if module in self.autocasts.others:
-            self.recompute.check_restored(self.autocasts.others[module])
+            self.recompute.check_restored(self.autocasts.te_recipe_of(module))
         with self.autocasts.linear(module):
             return self.kernels.grouped(module, x, rows, is_first_microbatch=self.recompute.first_microbatch)
 

@@ -30,6 +30,7 @@ class BuildOptions(RecipeOptions, total=False):
     sequence_parallel: bool
     ep_mesh: DeviceMesh | None
     ep_fp8: bool
+    ep_replicas: DeviceMesh | None
     amax_group: ProcessGroup | None
 
 

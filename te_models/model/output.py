@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils._pytree import _register_namedtuple
 
 from te_models.config.moe import MoEConfig
 from te_models.model.router import Routing, RoutingReport
+from te_models.model.targets import IGNORED, shifted
 
 
 class Wanted(NamedTuple):
@@ -40,9 +42,18 @@ class Output(NamedTuple):
 _register_namedtuple(Output, serialized_type_name="te_models.Output")  # for torch.export.save
 
 
-def with_routing(output: Output, routing: Routing, moe: MoEConfig | None, training: bool) -> Output:
-    """Return the output with what routers did, and in training with their losses by the factors of `moe`."""
-    report = routing.take()
-    if moe is None or report is None or output.loss is None:
+def with_routing(
+    output: Output, wanted: Wanted, routing: Routing, moe: MoEConfig | None, group: ProcessGroup | None
+) -> Output:
+    """Return the output with what routers did, and in training with their losses by the factors of `moe`, else None.
+
+    `group`: the processes that train together.
+    """
+    counted = None
+    if moe is not None and group is not None and routing.layers and wanted.labels is not None:
+        targets = shifted(wanted.labels, wanted.attention_mask, wanted.document_ids)
+        counted = (targets != IGNORED).sum()
+    report = routing.take(group, counted)
+    if report is None or output.loss is None:
         return output
-    return Output(output.loss + report.loss(moe) if training else output.loss, output.logits, report)
+    return Output(output.loss if moe is None else output.loss + report.loss(moe), output.logits, report)

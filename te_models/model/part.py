@@ -53,6 +53,8 @@ class BlockPart(nn.Module, ABC, Generic[Spec]):
             values.fill_(self.gain)
         else:
             values.normal_(0.0, residual_std if linear.residual else std)
+            for section, rows in zip(linear.sections, values.split(linear.rows), strict=True):
+                rows[section.used :] = 0  # padding, as in a loaded model: it may not decide a scale
 
 
 class Mixer(BlockPart[Spec]):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -55,21 +56,30 @@ class Routing:
     def __init__(self) -> None:
         self.layers: list[LayerRouting] = []
 
-    def take(self) -> RoutingReport | None:
+    def take(self, group: dist.ProcessGroup | None = None, counted: Tensor | None = None) -> RoutingReport | None:
         """Return the losses and shares of the pass, and keep nothing; None if it had no router.
 
         What recomputes a block for backward keeps the context, and with it this object: with tensors of the graph in
         it, a graph that no backward runs through would keep itself alive.
+
+        With `counted`, the number of tokens that the loss counts, a collective of `group`, the processes that train
+        together. Shares are then those of all their tokens, and the losses such that their mean over the processes,
+        weighted by these numbers, is that of one process with all tokens.
         """
         layers, self.layers = self.layers, []
         if not layers:
             return None
         counts, probabilities, squares, tokens = (torch.stack(values) for values in zip(*layers, strict=True))
-        total = tokens.sum().clamp(min=1)
-        mean = probabilities.sum(0) / total
-        balance = counts.shape[1] * ((counts.sum(0) / total) * mean).sum()
+        total, weight = tokens.sum(), 1.0
+        if counted is not None:
+            everywhere = torch.cat((counts.flatten(), torch.stack((total, counted.to(total)))))
+            dist.all_reduce(everywhere, group=group)
+            counts, total = everywhere[:-2].view_as(counts), everywhere[-2]
+            weight = everywhere[-1] / counted.clamp(min=1)  # the inverse of what the loss of this process weighs
+        total = total.clamp(min=1)
+        balance = counts.shape[1] * ((counts.sum(0) / total) * (probabilities.sum(0) / total)).sum()
         shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
-        return RoutingReport(balance, squares.sum() / total, shares)
+        return RoutingReport(weight * balance, weight * squares.sum() / total, shares)
 
 
 def choose(logits: Tensor, bias: Tensor | None, real: Tensor | None, moe: MoEConfig) -> Tensor:

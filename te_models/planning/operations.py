@@ -160,8 +160,8 @@ class Tape:
             return step._replace(saved=x, scratch=dy)
         if self.training.gpus > 1:  # Transformer Engine requantizes weights sharded by FSDP2 in backward
             return step._replace(saved=x, scratch=dy + w)
-        cast_here = "DelayedScaling" if not linear.experts else "" if linear.bias else "Float8CurrentScaling"
-        handed = self.fused and recipe.scheme == cast_here and not recipe.fields.get("use_power_2_scales")
+        cast_here = recipe.scheme in (PER_TENSOR if linear.experts else ("DelayedScaling",))
+        handed = self.fused and cast_here and not recipe.fields.get("use_power_2_scales")
         if handed and not self.training.cached_weights:
             w = gemms * operand_bytes(recipe, outputs, inputs, "w", "columnwise")
         return step._replace(saved=x, copies=w, scratch=dy)

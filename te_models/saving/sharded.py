@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from te_models.config.shares import share_out
+from te_models.distributed.collectives import largest
 from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local, shard_like, whole
 from te_models.errors import SaveError, UsageError
@@ -217,15 +218,15 @@ def whole_optimizer_state(state: Fields, model: Decoder, names: Sequence[str]) -
 
 
 @torch.no_grad()
-def shared_amaxes(model: nn.Module, world: int) -> None:
-    """Give every rank the largest amax that any rank recorded since the last update, so that rank 0 can save them.
+def shared_amaxes(model: Decoder) -> None:
+    """Give every rank the largest amax that a rank recorded since the last update, so that any of them can save it.
 
-    The next update takes the largest over all ranks anyway, so this changes no scale.
+    The next update takes the largest anyway, so this changes no scale.
     """
-    rows = [history[0] for name, history in fp8_state(model).items() if name.endswith("amax_history")]
-    if world == 1 or not rows:
-        return
-    largest = torch.cat(rows)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    for row, values in zip(rows, largest.split([len(row) for row in rows]), strict=True):
-        row.copy_(values)
+    rows: dict[dist.ProcessGroup | None, list[Tensor]] = {}
+    for name, tensor in fp8_state(model).items():
+        if name.endswith("amax_history"):
+            rows.setdefault(model.ep.amax_group(name.rsplit(".", 2)[0], None), []).append(tensor[0])
+    for group, own in rows.items():
+        for row, values in zip(own, largest(own, group), strict=True):
+            row.copy_(values)

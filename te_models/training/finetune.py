@@ -43,7 +43,7 @@ from te_models.training.settings import RUN_FILE, SETTINGS, RunSettings, changed
 from te_models.training.trainer import Callback, Result, Trainer
 
 if TYPE_CHECKING:
-    from te_models.training.lora_run import LoraRun
+    from te_models.training.lora_run import Content, LoraRun
 
 
 def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Callback] = ()) -> Result:
@@ -107,7 +107,8 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
             result = trainer.run(resume=newest is not None)
             seconds = time.monotonic() - begun
         stack.close()  # its processes need no memory while samples are drawn
-        written = _write_end(settings, trainer, adapters, words) if shared.ranks.first else {}
+        content = None if adapters is None or result.interrupted else adapters.content(live=False)
+        written = _write_end(settings, trainer, adapters, content, words) if shared.ranks.first else {}
         print_outcome(console, result, config, settings.command, folder, written)
         if sampler and bounded:
             sampler.take_at_most(SHARE / 2 * seconds)
@@ -116,13 +117,15 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         return result
 
 
-def _write_end(settings: RunSettings, trainer: Trainer, adapters: LoraRun | None, words: Tokenizer) -> dict[str, str]:
-    """Write the adapters, if any, and the loss curve; return what was written and where."""
+def _write_end(
+    settings: RunSettings, trainer: Trainer, adapters: LoraRun | None, content: Content | None, words: Tokenizer
+) -> dict[str, str]:
+    """Write the adapters, if any and the run is complete, and the loss curve; return what was written and where."""
     written, result, config = {}, trainer.result, trainer.config
-    if adapters is not None and not result.interrupted:
+    if adapters is not None and content is not None:
         from te_models.training.merging import save_adapters  # noqa: PLC0415  needs peft
 
-        written = save_adapters(adapters, trainer.out, words, trainer.evaluation, result)
+        written = save_adapters(adapters, content, trainer.out, words, trainer.evaluation, result)
     label = f"{settings.label} · {trainer.model.recipe.name}"
     about = f"{config.tokens_per_step:,} tokens; {settings.command}"
     return {"loss curve": draw_run(result, label, settings.data.data, trainer.out, about), **written}

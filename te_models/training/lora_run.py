@@ -30,6 +30,7 @@ from te_models.training.settings import LoraSettings
 
 LIVE = "adapters"  # the group of tensors that are trained
 BASE = ".base_layer"  # of the name of a te.Linear with adapters
+Content = tuple[dict[str, dict[str, Tensor]], dict[str, object]]  # tensors by group, and documents
 
 
 class LoraRun:
@@ -51,8 +52,11 @@ class LoraRun:
             parameter.data = parameter.data.to(model.dtype)
         drop_initial_values(model)  # no optimizer starts from the weights before their rounding to FP8
 
-    def content(self, live: bool = True) -> tuple[dict[str, dict[str, Tensor]], dict[str, object]]:
-        """Return a checkpoint's tensors and documents; without `live` only those that peft and `load_lora` read."""
+    def content(self, live: bool = True) -> Content:
+        """Return a checkpoint's tensors and documents; without `live` only those that peft and `load_lora` read.
+
+        All processes that share experts call it.
+        """
         tensors, documents = adapter_content(self.adapted)
         if live:
             tensors[LIVE] = {name: parameter.detach() for name, parameter in trained(self.model).items()}

@@ -15,7 +15,7 @@ from te_models.interop.origin import DTYPES
 from te_models.saving.folder import save_folder
 from te_models.saving.pretrained import model_content
 from te_models.training.evaluation import Batch, evaluate
-from te_models.training.lora_run import LoraRun, load_merged
+from te_models.training.lora_run import Content, LoraRun, load_merged
 from te_models.training.result import Result
 from te_models.training.resume import run_choices
 
@@ -24,12 +24,13 @@ LEAST_SHARE = 0.05  # of the gain; both losses are shown in any case
 
 
 def save_adapters(
-    adapters: LoraRun, folder: Path, words: Tokenizer, batches: list[Batch], result: Result
+    adapters: LoraRun, content: Content, folder: Path, words: Tokenizer, batches: list[Batch], result: Result
 ) -> dict[str, str]:
     """Save the adapters in the folder adapter/ and, with --merge, the model that has them in its weights in merged/.
 
     Args:
         adapters: of the live model, with their settings.
+        content: what `adapters.content(live=False)` returned, which several processes may have to call.
         folder: the run's.
         words: the tokenizer, whose files come along.
         batches: those that the run evaluates on, of this process.
@@ -39,7 +40,7 @@ def save_adapters(
         what was written and where, and the loss of the merged model.
     """
     model, lora = adapters.model, adapters.settings
-    tensors, documents = adapters.content(live=False)
+    tensors, documents = content
     save_folder(folder / "adapter", tensors, {**documents, "run": run_choices(model), **words.files()})
     written = {"adapters": str(folder / "adapter")}
     if not lora.merge:

@@ -12,8 +12,8 @@ a batch this process gets, and over which ranks to sum. Its default is a single 
 * "tp", "fsdp+tp": te_models.model.tensor_parallel splits each layer; FSDP shards the result over the other dimension.
 
 FP8: delayed scaling reduces the amaxes of all processes (`CausalLM.amax_group`), so scales are equal everywhere, as
-gathering FP8 shards needs. The other recipes scale each process's own activations, and weights after they are gathered,
-so nothing has to be reduced.
+gathering FP8 shards needs; those of an expert, of the processes that have it. The other recipes scale each process's
+own activations, and weights after they are gathered, so nothing has to be reduced.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Parallel:
         if self.tp is not None:
             options |= dict(tp_mesh=self.tp, sequence_parallel=self.config.sequence_parallel)
         if self.ep is not None:
-            options |= dict(ep_mesh=self.ep, ep_fp8=self.config.fp8_dispatch)
+            options |= dict(ep_mesh=self.ep, ep_fp8=self.config.fp8_dispatch, ep_replicas=self.replicas)
         fsdp = self.uses_fsdp
         if self.ranks.world > 1:
             options["amax_group"] = dist.group.WORLD
@@ -209,12 +209,12 @@ class Parallel:
             dist.all_reduce(values, group=self.data_group)
         return values
 
-    def mean_and_any(self, value: Tensor, flag: bool) -> tuple[Tensor, Tensor]:
-        """Return the mean of a scalar over all processes and the number of raised flags, on the device of `value`."""
-        both = torch.stack([value, torch.full_like(value, flag)])
+    def mean_and_any(self, values: Tensor, flag: bool) -> Tensor:
+        """Return the means of `values` [n] over all processes, and the number of raised flags: [n + 1]."""
+        both = torch.cat([values / self.ranks.world, values.new_full((1,), flag)])
         if self.ranks.world > 1:
             dist.all_reduce(both)
-        return both[0] / self.ranks.world, both[1]
+        return both
 
     def _sharded_norm(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm of the whole gradient: squares summed over all processes, each element counted once."""

@@ -141,6 +141,7 @@ class Trainer(NamedFields):
         if config.patience and self.eval_batches is None:
             raise UsageError(f"patience={config.patience} counts evaluations: give eval_batches too")
         weigh_losses(self.model, config)
+        self.model.router_group = parallel.data_group if parallel.data_world > 1 else None
         self.gradients = parallel.gradients(self.model, config.gradient_accumulation)
         chosen = (config.learning_rate, config.weight_decay, config.optimizer_options, config.optimizer_offload)
         shared = (parallel.owners(), self.gradients, parallel.norm)
@@ -284,9 +285,11 @@ class Trainer(NamedFields):
         micro_batches = [next(batches) for _ in range(config.gradient_accumulation)]
         self.schedule.follow(step)
         loss = self._forward_backward(micro_batches)
-        loss, stops = self.parallel.mean_and_any(loss, self.stop_requested() != 0)
+        routed = mean_of_routers(self.routed, loss)
+        means = self.parallel.mean_and_any(torch.cat([loss[None], routed]), self.stop_requested() != 0)
+        loss, stops = means[0], means[-1]
         norm = self.optimizer.take_gradients(config.clip_grad_norm)
-        values = torch.cat([torch.stack([loss, norm.to(loss), stops]), mean_of_routers(self.routed, loss)])
+        values = torch.cat([torch.stack([loss, norm.to(loss), stops]), means[1:-1]])
         queued = QueuedStep(step, start, micro_batches, *copy_to_host(values))
         if before is not None:
             self._check(before)
@@ -417,7 +420,7 @@ class Trainer(NamedFields):
     def _model_content(self) -> tuple[dict[str, dict[str, Tensor]], Fields]:
         """Return the part of a checkpoint that is a saved model."""
         reshard(self.model)
-        shared_amaxes(self.model, self.parallel.ranks.world)
+        shared_amaxes(self.model)
         if self.saved is not None:
             return self.saved.content()
         return model_content(self.model, self.model.origin, self.optimizer.masters_by_id(), parts=self.parallel.sharded)

@@ -212,22 +212,6 @@ def test_bad_files(tmp_path: Path, name: str, content: bytes | None, message: st
 
 
 @pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({}, "there is no text in it"),
-        ({"a.txt": b"", "b.png": b"\0"}, "there is no text in it"),
-        ({"a.txt": b"text", "b.txt": b"\xff"}, "b.txt:1: not UTF-8 text"),
-        ({"a.txt": b"text", "b.jsonl": b"{}"}, "b.jsonl:1: has no fields"),
-    ],
-)
-def test_bad_folders(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        load_documents(tmp_path)
-
-
-@pytest.mark.parametrize(
     ("columns", "message"),
     [
         ({"body": ["a"], "n": [1]}, "a.parquet: has 'body', 'n', but needs one of the formats messages"),

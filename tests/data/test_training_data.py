@@ -263,8 +263,6 @@ def test_hub_datasets(hub: list[tuple], tmp_path: Path, monkeypatch: pytest.Monk
 RESUMED: dict[str, dict[str, Any]] = {
     "in memory": dict(weight=":2.5"),
     "streamed": dict(streaming=True, num_workers=0, weight=":2.5"),
-    "one record per window": dict(packing="none"),
-    "cut prompts": dict(truncate="prompt"),
 }
 
 
@@ -337,6 +335,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
         "no record is left: 9 of 9 records have no answer to learn",
     ),
     "one record": ({"a.jsonl": PAIRS[:1]}, [], "1 document cannot be split"),
+    "one record that fits": (
+        {"a.jsonl": [*PAIRS[:1], *({"prompt": f"{n} " * 20, "completion": "c"} for n in range(24))]}, [],
+        "1 document cannot be split into training and evaluation: give at least two different ones, or --eval-data; "
+        "24 of 25 records are longer than seq_len=32 (the longest has 62 tokens) and are left out: raise --seq-len",
+    ),
     **{
         f"a weight of {weight}": (
             {"a.jsonl": PAIRS}, ["--data", f"a.jsonl:{weight}"], f"the weight {shown} is out of range: give above 0",
@@ -424,6 +427,7 @@ STREAMED_MESSAGES = {  # where the data is not read as a whole before the run
     "no answers": "a.jsonl: no record is left: 8 of 8 records have no answer to learn",
     "answers that are too long": "a.jsonl: no record is left: 23 of 23 records are longer than seq_len=32 (even",
     "one record": "a.jsonl: none of its documents is reserved for evaluation",
+    "one record that fits": "evaluation data: no record is left: 1 of 1 record is longer than seq_len=32",
 }
 
 
@@ -495,11 +499,6 @@ def test_the_first_token_of_a_record_is_not_counted(tmp_path: Path) -> None:
         windows = [next(dataset)["labels"][:, 1:] for _ in range(dataset.windows_in(1))]
         assert sum(int((labels != IGNORED).sum()) for labels in windows) == 27
         assert "the loss counts 27 tokens, 75% of all" in dataset.describe()
-
-
-def test_an_evaluation_has_a_batch() -> None:
-    with pytest.raises(ValueError, match="eval_batches=0 is out of range: give 1 or more"):
-        TrainConfig(eval_batches=0)
 
 
 def test_many_epochs_are_counted_at_once(tmp_path: Path) -> None:

@@ -87,6 +87,20 @@ def test_few_rows_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [(ROWS, 64)]
 
 
+@pytest.mark.parametrize("name", ["delayed", "current"])
+@torch.no_grad()
+def test_weights_of_any_size_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, x = te.Linear(96, 64, params_dtype=torch.bfloat16), torch.randn(4, 96).bfloat16()
+    found = []
+    for largest in (0, 96 * 64 - 1, 96 * 64):
+        monkeypatch.setattr(few_rows, "_CACHED", largest)
+        with te.exact_gemm(0), te.autocast(enabled=True, recipe=RECIPES[name]), short_rows(16):
+            found += [linear(x, is_first_microbatch=first) for first in (True, False)]
+        (kept,) = linear._fp8_workspaces.values()
+        assert list(kept._kept or ()) == [("columns" if largest == 96 * 64 else "operand", False)]
+    assert all(torch.equal(found[0], y) for y in found)
+
+
 @torch.no_grad()
 def test_short_rows_record_no_amax() -> None:
     linear = te.Linear(64, 64)

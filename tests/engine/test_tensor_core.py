@@ -57,7 +57,7 @@ def values(shape: tuple[int, int], name: str, spread: float, seed: int) -> Tenso
     return x.clamp(-448, 448).to(FORMATS[name][0]).float()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.sampled_from(list(FORMATS)), st.sampled_from(list(FORMATS)), st.sampled_from([1, 16, 32, 96, 128, 272]),
     st.booleans(), st.floats(0, 6), st.integers(0, 1000),

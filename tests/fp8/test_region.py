@@ -25,7 +25,6 @@ from te_models.generation.generate import stream
 from te_models.training.evaluation import evaluate
 
 ENGINES = ["emulated", pytest.param("native", marks=pytest.mark.gpu)]
-RECIPES = ["bf16", "delayed", "current", "blockwise", "mxfp8", "nvfp4"]
 
 
 def build(recipe: str, engine: str = "emulated", **options: Any) -> CausalLM:
@@ -146,14 +145,14 @@ def test_threads_that_train_and_generate_move_scales_as_training_alone() -> None
     losses: list[float] = []
 
     def trains() -> None:
-        while len(losses) < 12:
+        while len(losses) < 6:
             with contextlib.suppress(EngineError):
                 loss = model(ids, labels=ids).loss
                 loss.backward()
                 losses.append(loss.item())
 
     def generates() -> None:
-        while len(losses) < 12:
+        while len(losses) < 6:
             model.generate(ids[:, :4], max_new_tokens=1)
             time.sleep(0.005)
 
@@ -236,7 +235,10 @@ def test_the_backward_of_an_evaluation_changes_nothing(engine: str, checkpointin
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("recipe", "checkpointing"), every(2, RECIPES, ["none", "full"]))
+@pytest.mark.parametrize(
+    ("recipe", "checkpointing"),
+    every(4, ["delayed", "current", "nvfp4", "mxfp8", "bf16", "blockwise"], ["none", "full"]),
+)
 def test_an_autocast_around_the_model_has_no_effect(recipe: str, engine: str, checkpointing: str) -> None:
     if engine == "native" and recipe in ("mxfp8", "nvfp4"):
         pytest.skip("no such units on Hopper")
@@ -309,10 +311,3 @@ def test_a_copy_evaluates_and_trains_like_the_original(
     train(model, ids)
     assert_same_state("the copy", model, trained)
     assert any(not torch.equal(before[name], tensor) for name, tensor in trained.items())
-
-
-@pytest.mark.parametrize("method", ["double", "half"])
-def test_another_dtype_is_one_line(method: str) -> None:
-    with pytest.raises(ValueError, match="dtype=") as raised:
-        getattr(build("bf16"), method)()
-    assert "\n" not in str(raised.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator
 
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from te_models import CausalLM
+from te_models.device.cpu_matmul import matmul, packed, packed_matmul
+from te_models.engine import emulated as te
+from te_models.engine.emulated import linear as te_linear
 from te_models.engine.emulated.quantizers import Quantizer
 
 PLACE = dict(device="cpu", engine="emulated")
@@ -68,3 +72,44 @@ def test_each_weight_is_quantized_once(recipe: str, monkeypatch: pytest.MonkeyPa
         counted[p.data_ptr()] for name, p in model.named_parameters() if "_proj" in name and ".layers" in f".{name}"
     ]
     assert sorted(set(weights)) == [0, 1] and sum(weights) == 4 * (6 - 2)  # none in the BF16 edges
+
+
+@pytest.mark.parametrize("rows", [1, 4, 12, 40])
+@pytest.mark.parametrize("outputs, inputs", [(512, 192), (192, 192), (192, 512), (40, 96), (16, 2048), (1, 8)])
+def test_packed_weights_change_no_bit(outputs: int, inputs: int, rows: int) -> None:
+    weight, x = torch.randn(outputs, inputs).bfloat16(), torch.randn(rows, inputs).bfloat16()
+    if (kept := packed(weight)) is None:
+        pytest.skip("this CPU has no exact products of packed weights")
+    assert torch.equal(packed_matmul(x, kept), matmul(x, weight.t()))
+
+
+@torch.no_grad()
+def test_a_kept_weight_is_that_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Tensor] = []
+    monkeypatch.setattr(te_linear, "packed_matmul", lambda x, w: calls.append(w) or packed_matmul(x, w))
+    linear = te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, device="cpu")
+    if packed(linear.weight) is None:
+        pytest.skip("this CPU has no exact products of packed weights")
+    x = torch.randn(2, 64).bfloat16()
+    assert torch.equal(linear(x, is_first_microbatch=True), linear(x))
+    assert torch.equal(linear(x, is_first_microbatch=False), linear(x))
+    assert len(calls) == 2 and calls[0] is calls[1]
+    assert torch.equal(copy.deepcopy(linear)(x, is_first_microbatch=False), linear(x))
+    linear.weight.mul_(2)
+    assert torch.equal(linear(x, is_first_microbatch=False), linear(x))
+    with torch.enable_grad():
+        linear(x.requires_grad_(), is_first_microbatch=False).sum().backward()
+    te.drop_cached_weights(linear)
+    assert len(calls) == 4 and not linear._packed
+
+
+@torch.no_grad()
+def test_steps_use_packed_weights_and_drop_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Tensor] = []
+    monkeypatch.setattr(te_linear, "packed_matmul", lambda x, w: calls.append(w) or packed_matmul(x, w))
+    model = CausalLM.from_preset("gated-nano", recipe="bf16", num_hidden_layers=2, **PLACE).eval()
+    if packed(model.lm_head.weight) is None:
+        pytest.skip("this CPU has no exact products of packed weights")
+    model.generate(IDS, max_new_tokens=5)
+    assert len(calls) == 5 * (2 * 4 + 1) and len({id(w) for w in calls}) == 2 * 4 + 1
+    assert not any(module._packed for module in model.modules() if isinstance(module, te.LINEARS))

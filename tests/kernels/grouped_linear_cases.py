@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from fewer import every
 from torch import Tensor
 
 from te_models.engine.emulated.numerics import FP8_MAX, DType
@@ -137,11 +138,11 @@ def test_fp8(case: Case) -> None:
     assert torch.equal(amaxes, before)  # of experts without rows, only the weights' were raised
 
 
-@pytest.mark.parametrize("precise", [False, True])
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), CASES)
-def test_weights_in_fp8(rows: list[int], inputs: int, outputs: int, precise: bool) -> None:
+@pytest.mark.parametrize(("case", "precise"), every(2, CASES, [False, True]))
+def test_weights_in_fp8(case: tuple[list[int], int, int], precise: bool) -> None:
     """The bits of weights that are cast to the same FP8."""
     torch.manual_seed(2)
+    rows, inputs, outputs = case
     made, weights = weights_of(len(rows), inputs, outputs)
     for weight in made:
         weight.requires_grad_(False)

@@ -24,7 +24,7 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 # BF16 rounds each probability, each gradient of a score and each result by at most 2^-9; RoPE rounds q and k again.
 BOUND = 4 * 2**-9 if ON_GPU else 1e-5
 TOKENS, WINDOW, DOCUMENTS = 36, 9, [[22, 14], [1, 35]]
-SIZES = [80, 2, 32, 64, 128, 192, 256, 112, 96]  # the first and the last two are not slow
+SIZES = [80, 2, 32, 64, 128, 192, 256, 112, 96]  # the first is not slow
 GATES = ["elementwise", "headwise", "none"]
 
 
@@ -56,7 +56,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize(("size", "gate"), every(len(SIZES), SIZES, GATES))
+@pytest.mark.parametrize(("size", "gate"), every(len(SIZES) + len(GATES), SIZES, GATES))
 def test_attention_in_spans_serves_heads_of_any_size(size: int, gate: str) -> None:
     """RoPE, attention over documents in a window, and the gate, in one operation and in FP64; dy is one number."""
     torch.manual_seed(size)
@@ -127,11 +127,11 @@ def test_attention_in_spans_takes_any_strides() -> None:
         q = made.detach().requires_grad_()
         plain = made.detach().contiguous().requires_grad_()
         attention = spans(40, 9, None, DEVICE)
-        out = attention(q, q, q)
+        out, same = attention(q, q, q), attention(plain, plain, plain)
+        assert torch.equal(out, same)
         for dy in (torch.ones_like(out[..., :1]).expand_as(out), torch.randn_like(out[:, :1]).expand_as(out), square):
-            assert torch.equal(out, attention(plain, plain, plain))
             (found,) = torch.autograd.grad(out, q, dy, retain_graph=True)
-            (wanted,) = torch.autograd.grad(attention(plain, plain, plain), plain, dy.contiguous())
+            (wanted,) = torch.autograd.grad(same, plain, dy.contiguous(), retain_graph=True)
             assert distance(found, wanted) < 1e-6
 
 

@@ -29,7 +29,7 @@ SHAPE: dict[str, Any] = dict(
     vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.1, attention_gate="none", qk_norm=True,
 )  # fmt: skip
-# Without the balance loss, which is that of each process's own tokens.
+# Without the balance loss, which is that of each process's own tokens where no run says otherwise.
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, router_aux_loss_coef=0.0)
 CONFIG = ModelConfig(**SHAPE, moe=MOE)
 # Only experts in FP8: their amaxes are over the tokens of all ranks, as in one process; those of attention are not.
@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_refused_with_a_line(folder: Path) -> None:
     uneven, dense, delayed, weights = torch.load(folder / "found.pt")["refusals"]
     assert "num_experts=3 cannot be divided between 2 ranks" in uneven
     assert "this one has none" in dense
-    assert "'delayed' needs scales that all ranks share" in delayed and "--fp8-params" in weights
+    assert "give them as ep_replicas" in delayed and "--fp8-params" in weights
 
 
 def test_the_plan_says_which_experts_are_where(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from autograd_bytes import autograd_bytes
 from bits import assert_same_bits
+from fewer import every
 from torch import Tensor
 
 import te_models.model.moe as moe_module
@@ -231,8 +232,7 @@ def test_a_bias_leaves_padding_of_rows_zero(limit: float | None) -> None:
         assert padding.any() and torch.equal(~out.any(1), padding)
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
-@pytest.mark.parametrize("recipe", ["bf16", "current", "delayed"])
+@pytest.mark.parametrize("recipe, mode", [("bf16", "selective"), ("current", "full"), ("delayed", "selective")])
 def test_a_recompute_keeps_the_choice(recipe: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were it made again, and came out differently, gradients would be those of other experts."""
     ids, calls = tokens(), []
@@ -311,9 +311,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name, recipe, mode", every(3, KINDS, ["bf16", "delayed"], ["none", "selective", "full"]))
 def test_the_memory_plan_is_what_autograd_keeps(name: str, recipe: str, mode: str) -> None:
     """To the byte where every expert gets every token, so that the rows are known."""
     model = build(recipe, mode=mode, num_experts=3, num_experts_per_tok=3, **KINDS[name])

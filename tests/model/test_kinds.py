@@ -335,6 +335,8 @@ def test_a_folder_keeps_every_bit(kind: Kind, tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "hf", format="hf")
         again = CausalLM.from_pretrained(tmp_path / "hf", **EMULATED, recipe="bf16")
         assert torch.equal(again.eval()(ids).logits, build(kind).eval()(ids).logits)
+        found, expected = ({n: p for n, p in m.named_parameters() if p.dim() > 1} for m in (again, build(kind)))
+        assert_same(found, expected)  # rows of padding too, which are in no folder
     else:
         with pytest.raises(UsageError, match="short_conv"):
             model.save_pretrained(tmp_path / "hf", format="hf")

@@ -342,8 +342,7 @@ def test_a_copy_trains_as_the_original(own: str) -> None:
     assert_same_step(twin, model)
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
-@pytest.mark.parametrize("own", ["delayed", "current", "bf16"])
+@pytest.mark.parametrize("own, mode", [("delayed", "full"), ("current", "none"), ("bf16", "full")])
 def test_the_base_of_an_adapter_keeps_its_precision(own: str, mode: str) -> None:
     """Adapters start at zero, so that the loss and the forward scales are those of the model without them."""
     table = {**MIXED, "layers.2.mlp.down_proj": "delayed", "layers.0.self_attn.o_proj": "current"}

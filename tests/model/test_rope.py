@@ -136,8 +136,8 @@ def test_longest_rows(window: int, scaling: Any, longest: int) -> None:
     (dict(rope_type="yarn", factor=2.0, truncate="no"), "truncate='no'"),
     (dict(rope_type="yarn", factor=2.0, beta_fast=0), "beta_fast=0"),
     (dict(rope_type="longrope", short_factor=[1.0] * 8), "lacks long_factor"),
-    (dict(rope_type="longrope", short_factor=[1.0] * 7, long_factor=[1.0] * 8), "short_factor is not a list of 8"),
-    (dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[1.0] * 7 + ["x"]), "long_factor='x'"),
+    (dict(rope_type="longrope", short_factor=[1.0] * 7, long_factor=[1.0] * 8), "short_factor has 7 numbers: give 8"),
+    (dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[1.0] * 7 + ["x"]), "'x'] is of a wrong type"),
 ])  # fmt: skip
 def test_missing_and_unknown_fields_of_a_scaling_are_named(scaling: dict, message: str) -> None:
     with pytest.raises(ValueError, match="rope_scaling") as error:

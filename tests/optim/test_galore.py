@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from te_models.optim import OPTIMIZERS, resolve_options
@@ -24,7 +25,8 @@ def reference(
     return matrix
 
 
-def test_updates_are_those_of_the_paper() -> None:
+@pytest.mark.parametrize("tall", [False, True])
+def test_updates_are_those_of_the_paper(tall: bool) -> None:
     """For gradients of the projector's rank, whose subspace is unique; the basis in it is, too, up to signs."""
     torch.manual_seed(0)
     start, rank = torch.randn(6, 10), 2
@@ -32,16 +34,24 @@ def test_updates_are_those_of_the_paper() -> None:
     gradients = [left @ torch.diag(torch.tensor([3.0 + i, 1.0])) @ right.mT for i in range(4)]
     found = {}
     for scale in (1.0, 0.25):
-        matrix = torch.nn.Parameter(start.clone())
+        matrix = torch.nn.Parameter((start.mT if tall else start).clone())
         options = resolve_options("galore", dict(rank=rank, refresh=2, scale=scale))
         group = dict(params=[matrix], weight_decay=0.1, matrices=True)
         (optimizer,) = OPTIMIZERS["galore"].build(1e-2, options, [group])
         for gradient in gradients:
-            matrix.grad = gradient
+            matrix.grad = gradient.mT if tall else gradient
             optimizer.step()
-        found[scale] = matrix.detach()
+        found[scale] = matrix.detach().mT if tall else matrix.detach()
         torch.testing.assert_close(found[scale], reference(start, gradients, rank, 2, scale), rtol=0, atol=1e-5)
     assert (found[1.0] - found[0.25]).abs().max() > 1e-2
+
+
+def test_leading_directions_are_those_of_the_svd() -> None:
+    spectrum = 0.8 ** torch.arange(30.0)
+    u, v = torch.linalg.qr(torch.randn(30, 30)).Q, torch.linalg.qr(torch.randn(70, 30)).Q
+    found = leading_directions(u @ torch.diag(spectrum) @ v.T, rank=6, seed=0)
+    assert torch.allclose(found.T @ found, torch.eye(6), atol=1e-5)
+    assert torch.allclose((found.T @ u[:, :6]).abs().diagonal(), torch.ones(6), atol=1e-5)
 
 
 def test_every_projector_is_of_other_random_numbers() -> None:

@@ -107,11 +107,10 @@ def test_activations_are_what_autograd_keeps(
     assert autograd_bytes(model, torch.randint(0, 288, rows)) == expected
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize("recipe", ["bf16", "current"])
-@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
-def test_saved_bytes_are_freed_once(fields: dict[str, Any], recipe: str, mode: str) -> None:
-    """At the end of backward only tensors saved by the embedding are left."""
+@pytest.mark.parametrize("name, mode", [(name, mode) for name in VARIANTS for mode in ("none", "selective", "full", 2)])
+def test_saved_bytes_are_freed_once(name: str, mode: str | int) -> None:
+    """At the end of backward only tensors saved by the embedding are left, and gradients."""
+    fields, recipe = VARIANTS[name], "bf16" if mode == "full" else "current"
     config = get_preset("gated-nano", **{k: v for k, v in (SHAPE | fields).items() if k != "dtype"})
     training = Training(batch_size=2, seq_len=64, activation_checkpointing=mode)
     regions = list(Tape(config, get_recipe(recipe), training).regions())
@@ -132,7 +131,7 @@ def test_a_head_without_logits_keeps_two_gradients(recipe: str, rows: tuple[int,
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "mxfp8", "current, FP8 weights"])
-@pytest.mark.parametrize("fields", [{}, VARIANTS["Llama"], VARIANTS["OLMo 3"]], ids=["gated", "Llama", "OLMo 3"])
+@pytest.mark.parametrize("fields", [{}, VARIANTS["OLMo 3"]], ids=["gated", "OLMo 3"])
 def test_with_adapters_autograd_keeps_what_the_plan_says(recipe: str, mode: str, fields: dict[str, Any]) -> None:
     """To the byte: inputs of adapters, and their products with A, in place of what the frozen linears would save."""
     recipe, fp8_params = recipe.split(",")[0], "FP8 weights" in recipe
@@ -319,17 +318,6 @@ def test_the_largest_batch_is_the_largest(mode: str | int) -> None:
     assert nano(activation_checkpointing=mode, batch_size=largest).fits(1)
     assert not nano(activation_checkpointing=mode, batch_size=largest + 1).fits(1)
     assert plan.largest_batch(1e-3) == 0
-
-
-def test_everything_is_freed_by_the_end_of_backward() -> None:
-    """The walk frees what it adds: at its end only weights, state and gradients are left."""
-    for mode in ("none", "selective", "full", 2):
-        plan = nano(activation_checkpointing=mode)
-        regions = list(Tape(plan.config, plan.recipe, plan.training).regions())
-        last = list(_walk(regions, Memory(), plan.training))[-1]
-        embedding = regions[0].steps[0]
-        assert last.parts() == Memory(activations=embedding.saved, gradients=last.gradients,
-                                      activation_gradients=embedding.consumes + embedding.scratch).parts()  # fmt: skip
 
 
 def test_gradient_sums_are_added_to_one_by_one() -> None:

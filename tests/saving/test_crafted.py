@@ -129,7 +129,7 @@ def spoil(saved: dict[str, Any], name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "what", "change"), some(4, optimizer_changes()), ids=lambda v: v if isinstance(v, str) else ""
+    ("optimizer", "what", "change"), some(8, optimizer_changes()), ids=lambda v: v if isinstance(v, str) else ""
 )
 def test_optimizer_state_is_checked_before_anything_is_written(
     optimizer: str, what: str, change: Callable[[Any], None], runs: Callable[..., tuple[Trainer, Path]], tmp_path: Path

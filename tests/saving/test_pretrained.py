@@ -44,7 +44,7 @@ def trained(recipe: str, **fields: Any) -> CausalLM:
     return model
 
 
-@pytest.mark.parametrize(("old", "new"), every(2, list_recipes(), list_recipes()))
+@pytest.mark.parametrize(("old", "new"), every(3, list_recipes(), list_recipes()))
 def test_every_recipe_loads_what_any_other_saved(old: str, new: str, folders: dict[str, Path]) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -104,7 +104,7 @@ def gradients(model: Any, ids: Tensor) -> Any:
     return model
 
 
-@pytest.mark.parametrize("case, targets", some(3, ROWS))
+@pytest.mark.parametrize("case, targets", some(4, ROWS))
 def test_adapters_of_experts_are_those_of_peft(case: str, targets: str, tmp_path: Path) -> None:
     """Values, gradients and files, both ways."""
     torch.manual_seed(1)
@@ -148,7 +148,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "name, recipe, mode, experts",
-    every(3, KINDS, ["bf16", "delayed", "current, FP8 weights"], ["none", "selective", "full"], [True, False]),
+    every(5, KINDS, ["bf16", "delayed", "current, FP8 weights"], ["none", "selective", "full"], [True, False]),
 )
 def test_the_memory_plan_is_what_autograd_keeps(name: str, recipe: str, mode: str, experts: bool) -> None:
     """To the byte where every expert gets every token, so that the rows are known."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import random
 import re
 import shutil
 import warnings
@@ -138,7 +137,7 @@ def assert_same_files(first: Path, second: Path) -> None:
         assert_same_bits(name, tensor, b[name])
 
 
-@pytest.mark.parametrize(("kind", "targets"), every(3, ARCHITECTURES, TARGETS))
+@pytest.mark.parametrize(("kind", "targets"), every(5, ARCHITECTURES, TARGETS))
 def test_an_adapter_of_transformers_computes_the_same_here(
     kind: str, targets: str, base: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -168,7 +167,7 @@ OURS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "targets"), every(3, [kind for kind in ARCHITECTURES if kind != "qwen3_next"], OURS))
+@pytest.mark.parametrize(("kind", "targets"), every(5, [kind for kind in ARCHITECTURES if kind != "qwen3_next"], OURS))
 def test_an_adapter_trained_here_computes_the_same_in_transformers(
     kind: str, targets: str, base: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -185,24 +184,6 @@ def test_an_adapter_trained_here_computes_the_same_in_transformers(
     for name, p in mine.items():
         assert_same_bits(name, p, found[name])
     assert torch.equal(logits(again), wanted)
-
-
-@pytest.mark.parametrize("seed", every(2, range(8)))
-def test_random_targets(seed: int, base: Callable[[str], Path], tmp_path: Path) -> None:
-    draw = random.Random(seed)
-    leaves = draw.sample(LEAVES, draw.randint(1, 7))
-    fields: dict[str, Any] = dict(target_modules=leaves, r=draw.randint(1, 6), lora_alpha=draw.choice([1, 2, 4, 0.5]))
-    fields |= dict(use_rslora=draw.random() < 0.5, lora_dropout=draw.choice([0.0, 0.3]))
-    fields["rank_pattern"] = {leaf: draw.randint(1, 8) for leaf in leaves if draw.random() < 0.4}
-    fields["alpha_pattern"] = {f"layers.{draw.randint(0, 2)}.*{leaf}": 5 for leaf in leaves if draw.random() < 0.4}
-    kind = draw.choice(["llama", "qwen2", "qwen3", "mistral"])
-    wanted = logits(trained_by_transformers(base(kind), tmp_path / "theirs", **fields))
-    adapted = load_lora(ours(base(kind)), tmp_path / "theirs")
-    assert_equal_but_for_rounding(logits(adapted), wanted)
-    save_lora(adapted, tmp_path / "ours")
-    assert_same_files(tmp_path / "theirs", tmp_path / "ours")
-    back = PeftModel.from_pretrained(theirs(base(kind)), tmp_path / "ours")
-    assert_equal_but_for_rounding(logits(back), wanted)
 
 
 @pytest.mark.parametrize("targets", ["all-linear", "patterns", "whole"])
@@ -410,7 +391,7 @@ def test_peft_places_no_adapters_on_the_mlp_of_qwen3_next(base: Callable[[str], 
     shutil.rmtree(tmp_path / "adapter")
 
 
-@pytest.mark.parametrize("family", every(4, [family for family in FAMILY_CASES if family not in ARCHITECTURES]))
+@pytest.mark.parametrize("family", every(8, [family for family in FAMILY_CASES if family not in ARCHITECTURES]))
 def test_adapters_of_every_family(family: str, tmp_path: Path) -> None:
     """Some have q, k and v, or gate and up, in one linear, as we do, or gates of attention, or no gate of the MLP."""
     torch.manual_seed(1)

@@ -244,7 +244,7 @@ def test_samples_of_a_short_run_are_short_unless_asked_for(
         str(tmp_path / "run"),
     ]
     given += ["--steps", "1", "--seq-len", "64", "--batch-size", "1", "--device", "cpu", "--eval-every", "0"]
-    assert main(["finetune", *given, *(["--sample-tokens", "40"] if asked else [])]) == 0
+    assert main(["finetune", *given, *(["--sample-tokens", "16"] if asked else [])]) == 0
     assert ("samples take at most a tenth" in " ".join(capsys.readouterr().out.split())) != asked
     assert main(["finetune", "--resume", str(tmp_path / "run"), "--steps", "2"]) == 0  # run.toml has what was asked
     assert ("samples take at most a tenth" in " ".join(capsys.readouterr().out.split())) != asked

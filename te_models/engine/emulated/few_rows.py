@@ -22,6 +22,7 @@ from te_models.engine.emulated.tensor_core import HostFactor, row_product
 from te_models.engine.emulated.tensors import Float8TensorStorage, FP8Matrix, QuantizedTensorStorage, Value, as_matrix
 
 _TINY = 2.0**-64  # of smaller amaxes scales may overflow
+_CACHED = 2**18  # the largest weight, in elements, whose FP32 values stay in a core's cache until the product
 
 
 class FewRows(NamedTuple):
@@ -52,7 +53,7 @@ def product(
     if is_exact(len(x.data), *reversed(weight._matrix)):
         out = _exact(x.data, weight, split_accumulator)
     else:
-        out = x.data.float() @ weight.kept("operand", False, lambda: weight.operand(False)).values.t()
+        out = x.data.float() @ _columns(weight)
     scale = np.float32(1) / x.scale * np.float32(weight._scale_inv.item())
     return finish(out.mul_(float(scale)), None, bias, dtype)
 
@@ -68,22 +69,35 @@ def _scale(x: Tensor, quantizer: Float8Quantizer | Float8CurrentScalingQuantizer
     return np.float32(2.0 ** (math.frexp(scale)[1] - 1)) if quantizer.force_pow_2_scales else scale
 
 
+def _columns(weight: Float8TensorStorage) -> Tensor:
+    """Return the numbers of a weight in FP32, [K, N]: from BF16, which is exact, where reading them costs the most."""
+
+    def numbers() -> Tensor:
+        return weight.operand(False).values.t().bfloat16().contiguous()
+
+    if weight.keeps and weight._shape.numel() <= _CACHED:
+        return weight.kept("columns", False, numbers).float()
+    return weight.kept("operand", False, lambda: weight.operand(False)).values.t()
+
+
 def _exact(data: Tensor, weight: Float8TensorStorage, split_accumulator: bool) -> Tensor:
     """Return the product without scales as tensor cores compute it; rows of zeros, the padding, give zeros."""
-    matrix = weight.fp8_matrix(False)
-    right = weight.kept("host factor", False, lambda: HostFactor.of(matrix.data.float(), matrix.floor))
+    right = weight.kept("host factor", False, lambda: _host_factor(weight.fp8_matrix(False)))
     table, bits = _every_number(data.dtype), data.view(torch.uint8).numpy()
     bits = np.pad(bits, ((0, 0), (0, len(right.values) - bits.shape[1]))) if len(right.values) > bits.shape[1] else bits
     out = np.zeros((len(bits), right.values.shape[1]), np.float32)
     with np.errstate(all="ignore"):
-        for row, found in zip(bits, out, strict=True):
-            if row.any():
-                found[:] = row_product(HostFactor(table.values[row], table.exponents[row]), right, split_accumulator)
+        for row in bits.any(1).nonzero()[0]:
+            left = HostFactor(table.values[bits[row]], table.exponents[bits[row]])
+            out[row] = row_product(left, right, split_accumulator)
     return torch.from_numpy(out)
 
 
 @functools.cache
 def _every_number(dtype: torch.dtype) -> HostFactor:
     """Return the factor of all 256 numbers of an FP8 format, in the order of their bits."""
-    numbers = FP8Matrix(torch.arange(256, dtype=torch.uint8).view(dtype)[None], torch.ones(1))
-    return HostFactor.of(numbers.data.float(), numbers.floor)
+    return _host_factor(FP8Matrix(torch.arange(256, dtype=torch.uint8).view(dtype)[None], torch.ones(1)))
+
+
+def _host_factor(matrix: FP8Matrix) -> HostFactor:
+    return HostFactor.of(matrix.data.float(), matrix.floor)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from te_models.device.autograd import Context
-from te_models.device.cpu_matmul import matmul
+from te_models.device.cpu_matmul import matmul, packed_matmul
 from te_models.engine.emulated import few_rows
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.delayed_scaling import ScaleRegistry
@@ -102,7 +102,12 @@ def product(
             return gemm(total, w, (False, False), bias, call.dtype, call.splits[0], rows), x, w
         x, w = _high_precision(inp, call.dtype), _high_precision(weight, call.dtype)
         x = as_matrix(x)
-        return matmul(parallel.gather_input(x), w.t(), None if bias is None else bias.to(call.dtype)), x, w
+        total = parallel.gather_input(x)
+        if w is weight and bias is None and not call.grad:
+            kept = call.module.packed_weight(call.weight_name, w, call.first_microbatch)
+            if kept is not None:
+                return packed_matmul(total, kept), x, w
+        return matmul(total, w.t(), None if bias is None else bias.to(call.dtype)), x, w
 
 
 def _result(out: Tensor, weight: Tensor, inp: Tensor, call: Call) -> Tensor:
@@ -293,7 +298,6 @@ class Linear(TransformerEngineBaseModule):
         and caches nothing. `fp8_output` and `fp8_grad` quantize the output and the input gradient.
         """
         parallel = self.parallelism
-        parallel.check(self.tp_group_initialized, None)
         self.prepare_forward(inp)
         bias: Tensor | None = self.bias if self.use_bias else None
         # A row-parallel bias is added once, after the sum over the ranks.
@@ -320,8 +324,8 @@ class Linear(TransformerEngineBaseModule):
     ) -> Call:  # fmt: skip
         """Check and collect the arguments of one pass."""
         tracked = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (inp, weight, bias))
+        parallel.check(self.tp_group_initialized, self.fp8_meta["recipe"] if self.fp8 else None)
         if self.fp8:
-            parallel.check(True, self.fp8_meta["recipe"])
             parallel.check_quantized_results(*results)
             parallel.configure(self.quantizers["scaling_fwd"][0], self.quantizers["scaling_bwd"][0])
             _check_dims(inp.shape, weight.shape, tracked)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from te_models.device.cpu_matmul import packed
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.delayed_scaling import DelayedScalingRecipeState
 from te_models.engine.emulated.numerics import device_type
@@ -36,9 +37,9 @@ from te_models.engine.emulated.recipe import (
 from te_models.engine.emulated.tensors import QuantizedTensor, QuantizedTensorStorage
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
-# The largest weight, in elements, whose decoded values are kept with its FP8 data: they take 2 to 4 bytes each, and
-# decoding a larger one costs little beside reading its values.
-KEPT_VALUES = 2**20
+# The largest weight, in elements, of which a second form is kept for the steps of a generation: the values of FP8 data,
+# which take 2 to 4 bytes each, or a copy in the layout of the product.
+KEPT_VALUES = 2**22
 SLOTS = {"scaling_fwd": ("input", "weight", "output"), "scaling_bwd": ("grad_output", "grad_input")}
 
 
@@ -125,6 +126,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
         TransformerEngineBaseModule._made += 1
         self.name = name or f"Layer_{TransformerEngineBaseModule._made}"
         self._fp8_workspaces: dict[str, QuantizedTensorStorage] = {}
+        self._packed: dict[str, tuple[int, Tensor]] = {}  # weights with their versions, by `packed_weight`
         self.activation_dtype: torch.dtype | None = None
         self._is_fsdp2 = False  # set by whoever shards the parameters; Transformer Engine looks for FSDP2 by itself
         state = FP8GlobalStateManager.quantization_state
@@ -262,6 +264,18 @@ class TransformerEngineBaseModule(EmptyExtraState):
             self._fp8_workspaces[name] = cached
         return cached
 
+    def packed_weight(self, name: str, weight: Tensor, first_microbatch: bool | None) -> Tensor | None:
+        """Return the weight `name` as `packed_matmul` takes it if passes without a backward use it again, else None."""
+        if first_microbatch is None or self._is_fsdp2 or weight.numel() > KEPT_VALUES:
+            return None
+        version = 0 if weight.is_inference() else weight._version
+        known, kept = self._packed.get(name, (version, None))
+        if first_microbatch or known != version:
+            kept = None
+        if kept is None and (kept := packed(weight)) is not None:
+            self._packed[name] = version, kept
+        return kept
+
     def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
         """Make scales and amax histories before the first forward, for instance to copy loaded values into them."""
         for fwd in (True, False):
@@ -390,7 +404,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
 
     def _check_weight_recipe(self) -> None:
         """Check that a quantized weight suits the recipe; without FP8 it is dequantized, with a warning."""
-        weight = self.weights[0]
+        weight: Tensor | None = self._parameters.get(self.weight_names[0])  # None: it is computed, in high precision
         if not isinstance(weight, QuantizedTensor):
             return
         if not FP8GlobalStateManager.is_fp8_enabled():
@@ -416,6 +430,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TransformerEngineBaseModule:
         """Move the FP8 state along with the parameters."""
         super()._apply(fn, recurse)
+        self._packed.clear()
         device = self.weights[0].device
         for key in DIRECTIONS:
             state = self.fp8_meta.get(key)
@@ -423,6 +438,10 @@ class TransformerEngineBaseModule(EmptyExtraState):
                 state.scale, state.amax_history = state.scale.to(device), state.amax_history.to(device)
                 self.quantizers[key] = state.make_quantizers()
         return self
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out packed weights, which cannot be copied."""
+        return {**vars(self), "_packed": {}}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Restore a copy or a pickle, whose quantizers must share the memory of its own scales."""
@@ -457,5 +476,6 @@ def separate_copy(module: TransformerEngineBaseModule) -> None:
 
 
 def drop_cached_weights(module: TransformerEngineBaseModule) -> None:
-    """Drop the FP8 weight that a te.Linear keeps for is_first_microbatch=False."""
+    """Drop the weights that a te.Linear keeps for is_first_microbatch=False."""
     module._fp8_workspaces.clear()
+    module._packed.clear()

@@ -16,8 +16,9 @@ Source: transformer_engine/common/normalization (rmsnorm/*_kernels.cuh, kernel_t
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,8 +42,7 @@ _BLOCKS = {
 _BLOCKS_OF_DTYPE = {(True, 512, torch.bfloat16): 6, (False, 512, torch.float32): 5, (False, 2048, torch.float32): 4}
 
 
-@dataclasses.dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """The kernel of a [rows, cols] problem: its size, how it spreads a row, and the rows of a block."""
 
     tuned: bool
@@ -108,8 +108,9 @@ def reciprocal_rms(x: Tensor, wide: Tensor, eps: float) -> Tensor:
         return torch.rsqrt(wide.square().mean(dim=1, keepdim=True) + eps)
     kernel, cols = Kernel.of("forward", x), x.shape[1]
     if not kernel.tuned:
-        sums = _squares_of_few_rows(kernel, wide) if _is_few(kernel, x) else kernel.row_sum(_dot(kernel, wide, wide))
-        return torch.rsqrt(_fma(sums, _reciprocal(cols, x), sums.new_full((), eps)))
+        if _is_few(kernel, x):
+            return torch.rsqrt(_fma(_squares_of_few_rows(kernel, wide), *_on_host(1.0 / cols, eps)))
+        return torch.rsqrt(_fma(kernel.row_sum(_dot(kernel, wide, wide)), _reciprocal(cols, x), wide.new_full((), eps)))
     per_warp = cols // kernel.warps
     by_warp = (x.shape[0], kernel.warps, LANES)
     mean = _tree(_sequence(kernel.spread(wide)).view(by_warp)) * _reciprocal(per_warp, x)  # [T, warps, 1]
@@ -189,10 +190,17 @@ def _squares_of_few_rows(kernel: Kernel, wide: Tensor) -> Tensor:
     squares = np.zeros((rows, -(-cols // (LANES * kernel.width)), LANES, kernel.width), np.float32)
     np.square(wide.numpy(), out=squares.reshape(rows, -1)[:, :cols])
     steps = np.ascontiguousarray(squares.transpose(1, 3, 0, 2)).reshape(-1, rows, LANES)
-    sums = np.add.reduce(steps, axis=0)  # one after the other: NumPy adds in pairs along the last axis only
+    sums = np.add.reduce(steps)  # one after the other: NumPy adds in pairs along the last axis only
     while sums.shape[-1] > 1:
         sums = sums[:, ::2] + sums[:, 1::2]
     return torch.from_numpy(sums)
+
+
+@functools.lru_cache(maxsize=64)
+def _on_host(*numbers: float) -> list[Tensor]:
+    """Return each number as an FP32 scalar."""
+    with torch.inference_mode(False):
+        return [torch.tensor(number, dtype=torch.float32) for number in numbers]
 
 
 def _sequence(terms: Iterable[Tensor]) -> Tensor:

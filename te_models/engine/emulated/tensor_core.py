@@ -86,20 +86,24 @@ class HostFactor(NamedTuple):
 
 def row_product(a: HostFactor, b: HostFactor, promote: bool) -> Array:
     """Return `hopper_matmul` of a single row a [K, 1] and b [K, N], FP32 [N], in a third of the time on a CPU."""
-    tops = (a.exponents + b.exponents).reshape(-1, INSTRUCTION_K, b.values.shape[1]).max(1).astype(np.int32)
-    total = np.zeros(b.values.shape[1], np.float32)
-    accumulator = np.zeros_like(total)
+    columns = b.values.shape[1]
+    tops = (a.exponents + b.exponents).reshape(-1, INSTRUCTION_K, columns).max(1).astype(np.int32)
     tops = np.maximum(tops * _ONE, _LOWEST) + _BIAS
-    for start, top in zip(range(0, len(a.values), INSTRUCTION_K), tops, strict=True):
-        part = slice(start, start + INSTRUCTION_K)
-        top = np.maximum(accumulator.view(np.int32) & _EXPONENT_BITS, top)
-        unit = (top - FRACTION_BITS * _ONE).view(np.float32)
-        inverse, terms = np.float32(1) / unit, a.values[part] * b.values[part]
-        terms *= inverse
-        accumulator = (np.trunc(terms, out=terms).sum(0) + np.trunc(accumulator * inverse)) * unit
+    instructions = np.empty((len(tops), INSTRUCTION_K + 1, columns), np.float32)  # products, then the accumulator
+    shape = len(tops), INSTRUCTION_K, -1
+    np.multiply(a.values.reshape(shape), b.values.reshape(shape), out=instructions[:, :INSTRUCTION_K])
+    total = accumulator = np.zeros(columns, np.float32)
+    for done, (terms, top) in enumerate(zip(instructions, tops, strict=True), 1):
+        terms[-1] = accumulator
+        unit = np.maximum(accumulator.view(np.int32) & _EXPONENT_BITS, top)
+        unit -= FRACTION_BITS * _ONE
+        unit = unit.view(np.float32)
+        terms *= np.reciprocal(unit)
+        accumulator = np.add.reduce(np.trunc(terms, out=terms))  # exact in any order
+        accumulator *= unit
         bits = accumulator.view(np.int32)
         bits &= _CUT
-        if promote and part.stop % PROMOTION_K == 0:
+        if promote and done % (PROMOTION_K // INSTRUCTION_K) == 0:
             total, accumulator = total + accumulator, np.zeros_like(total)
     return total + accumulator
 
