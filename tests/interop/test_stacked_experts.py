@@ -127,7 +127,8 @@ def test_an_export_keeps_experts_in_bf16_or_is_refused(tmp_path: Path) -> None:
     model = CausalLM.from_pretrained(tmp_path / "published", device="cpu", recipe="bf16")
     random = CausalLM(model.config, device="cpu", recipe="bf16")  # as a preset: no folder says its family
     assert default_format(model, model.origin) == default_format(random, random.origin) == "bf16"
-    apart = CausalLM.from_preset("gated-nano", moe=EXPERTS, device="cpu", recipe="bf16")  # a tensor per expert
+    ungated = dict(attention_gate="none", qk_norm=True, device="cpu", recipe="bf16")
+    apart = CausalLM.from_preset("gated-nano", moe=EXPERTS, **ungated)  # a tensor per expert
     assert default_format(apart, apart.origin) == "fp8-block"
     model.export(tmp_path / "bf16", "bf16")
     saved = load_file(tmp_path / "bf16" / "model.safetensors")
