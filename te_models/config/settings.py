@@ -199,7 +199,7 @@ class Settings(NamedFields):
 
     heading: ClassVar[str] = EVERYDAY
     prefix: ClassVar[str] = ""
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # every subclass is a dataclass
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[object]]]  # every subclass is a dataclass
 
     def __post_init__(self) -> None:
         take_settings(self, type(self))

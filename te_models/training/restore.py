@@ -65,9 +65,10 @@ def position_mistakes(saved: Any, live: Any, name: str = "dataset") -> Iterator[
         yield f"training.json: {name} is {saved}"
 
 
-def waiting_in_vain(saved: Mapping[str, Any], patience: int) -> dict[str, object]:
+def waiting_in_vain(saved: Mapping[str, object], patience: int) -> dict[str, object]:
     """Return the table for `refuse` of a run that stopped early, where nothing has changed that lets it continue."""
     since = saved.get("evaluations_since_best", 0)
+    assert isinstance(since, int)
     line = f"the run stopped early at step {saved['step']}: {since} evaluations brought no lower loss; give a larger "
     return {f"{line}--patience, or 0": saved.get("stopped_early") and patience and since >= patience}
 

@@ -119,11 +119,17 @@ def test_a_damaged_stack_is_one_line(change: Any, message: str, tmp_path: Path) 
     assert "\n" not in str(refused.value)
 
 
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+
+
 def test_an_export_keeps_experts_in_bf16_or_is_refused(tmp_path: Path) -> None:
     publish(tmp_path / "published")
     model = CausalLM.from_pretrained(tmp_path / "published", device="cpu", recipe="bf16")
     random = CausalLM(model.config, device="cpu", recipe="bf16")  # as a preset: no folder says its family
     assert default_format(model, model.origin) == default_format(random, random.origin) == "bf16"
+    ungated = dict(attention_gate="none", qk_norm=True, device="cpu", recipe="bf16")
+    apart = CausalLM.from_preset("gated-nano", moe=EXPERTS, **ungated)  # a tensor per expert
+    assert default_format(apart, apart.origin) == "fp8-block"
     model.export(tmp_path / "bf16", "bf16")
     saved = load_file(tmp_path / "bf16" / "model.safetensors")
     assert saved[STACKS[0]].shape == (3, 64, 64)
