@@ -224,7 +224,7 @@ def test_experts_of_a_model_without_any(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="matches no linear of the model"):
         load_lora(dense, tmp_path)
     wrapped = TEModelsForCausalLM.wrap(CausalLM.from_preset("gated-moe-nano", device="cpu", recipe="bf16"))
-    with pytest.raises(UsageError, match="adapters on experts need a CausalLM"):
+    with pytest.raises(UsageError, match="an adapter of experts needs a CausalLM"):
         add_lora(wrapped, target_modules=["experts"])
 
 
