@@ -83,7 +83,9 @@ class GatedAttention(Mixer[AttentionSpec]):
         if spec.qk_norm == "head":
             q = self.tp.norm(self.q_norm, q, partial=True)
             k = self.tp.norm(self.k_norm, k, partial=True)
-        if spec.rope is not None:
+        if spec.rope is not None and spec.query_scale is not None:  # which copies q: k would keep the memory of both
+            q, k = context.rotated(q, spec.rope), context.rotated(k, spec.rope)
+        elif spec.rope is not None:
             q, k = context.rotated(torch.cat((q, k), dim=2), spec.rope).split((q.shape[2], k.shape[2]), dim=2)
         if spec.query_scale is not None:
             q = q * context.query_scales[spec.query_scale][..., None, None]
