@@ -297,6 +297,11 @@ def experts_estimate() -> str:
     return markdown(f"{header} | none overlapped", lines())
 
 
+def _beside(row: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Return the cells of a step: milliseconds, speed over the other's, peak memory."""
+    return [f"{row['ms']:.0f}", f"{other['ms'] / row['ms']:.2f}x", f"{row['peak_gib']:.1f} GiB"]
+
+
 @table
 def experts_speed() -> str:
     """Slices of models with experts, beside transformers."""
@@ -312,8 +317,7 @@ def experts_speed() -> str:
     for shape, experts in slices.items():
         for name, label in labels.items():
             row, theirs = (rows[f"{shape} 4x4096 {one}"] for one in (name, "transformers"))
-            speed = f"{theirs['ms'] / row['ms']:.2f}x"
-            lines.append([experts, label, f"{row['ms']:.0f}", speed, f"{row['peak_gib']:.1f} GiB"])
+            lines.append([experts, label, *_beside(row, theirs)])
     about = (
         "Four layers of the width of Qwen3-30B-A3B (8 of 128 experts per token) and two of Mixtral (2 of 8), with a "
         "vocabulary of 1,024: 4 x 4,096 tokens, forward and backward, beside transformers' `grouped_mm`. "
@@ -337,7 +341,6 @@ def kinds_recipes() -> str:
         own = rows[f"{shape} 4x4096 bf16"]
         for recipe in ("bf16", "delayed", "current", "blockwise"):
             if (row := rows.get(f"{shape} 4x4096 {recipe}")) is not None:
-                speed = f"{own['ms'] / row['ms']:.2f}x"
-                lines.append([label, f"`{recipe}`", f"{row['ms']:.0f}", speed, f"{row['peak_gib']:.1f} GiB"])
+                lines.append([label, f"`{recipe}`", *_beside(row, own)])
     about = f"4 x 4,096 tokens, forward and backward, with a vocabulary of 1,024. {measured_on(result)}"
     return f"{prose(about)}\n\n{markdown('width | recipe | ms | speed over `bf16` | peak memory', lines)}"

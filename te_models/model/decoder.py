@@ -29,7 +29,7 @@ from te_models.device.choice import choose_device, computing_device
 from te_models.device.cpu_threads import TOO_SMALL_TO_SHARE, one_thread, untracked_on_cpu
 from te_models.engine import check_support, engine_module, get_engine
 from te_models.engine.emulated.short_rows import FEWEST_ROWS, short_rows
-from te_models.errors import OutOfMemory, UsageError
+from te_models.errors import UsageError
 from te_models.fp8.precision import ModelPrecision, model_precision, take_scales
 from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, relink
 from te_models.fp8.region import Autocasts, forward_pass, preserve_scales_in_backward
@@ -41,9 +41,10 @@ from te_models.model.block import Block
 from te_models.model.expert_parallel import ExpertParallel, scratch
 from te_models.model.forward_context import ForwardContext, forward_context
 from te_models.model.inputs import check_inputs, checked_tokens, known_ids, refuse_one_graph
-from te_models.model.kv_cache import Cache, DecodingCache, slots_for
+from te_models.model.kv_cache import Cache, DecodingCache
 from te_models.model.offload import HostMemory, Offload
 from te_models.model.output import Output, Wanted, with_routing
+from te_models.model.part import new_states
 from te_models.model.recipe_fit import auto_recipe, check_layers, check_sizes, say
 from te_models.model.recompute import Recompute, refuse_foreign_recompute
 from te_models.model.targets import nan_if, next_token_targets
@@ -422,16 +423,8 @@ class Decoder(nn.Module):
         Raises:
             OutOfMemory: it does not fit on the device.
         """
-        slots = slots_for(max_length)
         mixers = [self._block(layer).mixer for layer in range(len(self.specs))]
-        try:
-            states = [mixer.new_state(batch, slots, self.device, self.dtype) for mixer in mixers]
-        except torch.OutOfMemoryError:
-            size = sum(spec.mixer.state_bytes(batch, slots, self.dtype.itemsize) for spec in self.specs) / 2**30
-            raise OutOfMemory(
-                f"a KV cache for {batch} rows of {max_length} positions takes {size:.2f} GiB, which {self.device} does "
-                "not have free: lower the batch or max_new_tokens"
-            ) from None
+        states = new_states(mixers, batch, max_length, self.device, self.dtype)
         return DecodingCache(states, batch, max_length, self.device, self.dtype)
 
     @contextlib.contextmanager

@@ -6,14 +6,16 @@ Shapes: B batch, S sequence, N = B*S tokens padded up to the recipe's alignment,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from te_models.config.layer import PartSpec
+from te_models.errors import OutOfMemory
 from te_models.model.forward_context import ForwardContext
-from te_models.model.kv_cache import State
+from te_models.model.kv_cache import State, slots_for
 from te_models.model.te_modules import Factory
 
 Spec = TypeVar("Spec", bound=PartSpec)
@@ -81,3 +83,22 @@ class Feedforward(BlockPart[Spec]):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return what it adds to the residual stream [N, D], given its input x [N, D]."""
         return self.output(self.hidden(x, context), context)
+
+
+def new_states(
+    mixers: Sequence[Mixer], batch: int, max_length: int, device: torch.device, dtype: torch.dtype
+) -> list[State]:
+    """Return what the mixers of all layers keep of `batch` rows of up to `max_length` tokens.
+
+    Raises:
+        OutOfMemory: it does not fit on the device.
+    """
+    slots = slots_for(max_length)
+    try:
+        return [mixer.new_state(batch, slots, device, dtype) for mixer in mixers]
+    except torch.OutOfMemoryError:
+        size = sum(mixer.spec.state_bytes(batch, slots, dtype.itemsize) for mixer in mixers) / 2**30
+        raise OutOfMemory(
+            f"a KV cache for {batch} rows of {max_length} positions takes {size:.2f} GiB, which {device} does not have "
+            "free: lower the batch or max_new_tokens"
+        ) from None

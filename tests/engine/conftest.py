@@ -6,7 +6,7 @@ import plain_numbers
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")  # without __init__.py the scope of a package is the session
 def exact_sums() -> Iterator[None]:
     with plain_numbers.exact():
         yield
