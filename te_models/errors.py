@@ -137,6 +137,12 @@ def check_known(kind: str, given: object, choices: Collection[object], listed: s
         raise unknown(kind, given, map(str, choices), listed)
 
 
+def require(condition: bool, message: str, error: type[Exception] = ValueError) -> None:
+    """Raise `error` unless the condition holds."""
+    if not condition:
+        raise error(message)
+
+
 def refuse(mistakes: Iterable[str | Exception] | Mapping[str, object], error: type[Exception] = UsageError) -> None:
     """Raise the first of the mistakes: `error` with a line that says what is wrong, or one that is an error already.
 

@@ -118,18 +118,18 @@ def batch_of(model: Decoder, prompts: Prompts, attention_mask: Tensor | None) ->
     ids = prompts.to(model.device)
     if not ids.numel() or (attention_mask is not None and not bool(attention_mask.any(-1).all())):
         raise UsageError("the prompt is empty: give at least one token")
-    if int(ids.max()) >= model.config.vocab_size or int(ids.min()) < 0:
-        wrong = int(ids.max()) if int(ids.min()) >= 0 else int(ids.min())
-        raise UsageError(
-            f"the prompt has token {wrong}, the model {model.config.vocab_size} tokens: use the model's own tokenizer"
-        )
-    if attention_mask is None:
-        return ids, None
-    if attention_mask.shape != ids.shape:
-        raise UsageError(f"attention_mask has shape {list(attention_mask.shape)}, the prompts {list(ids.shape)}")
-    if not bool(attention_mask[:, -1].all()):
-        raise UsageError("attention_mask has padding on the right: to generate, pad the prompts on the left")
-    return ids, attention_mask.to(model.device)
+    size, (low, high) = model.config.vocab_size, map(int, ids.aminmax())
+    wrong = low if low < 0 else high
+    mask = torch.ones_like(ids) if attention_mask is None else attention_mask
+    mistakes = {
+        f"the prompt has token {wrong}, the model {size} tokens: use the model's own tokenizer":
+            low < 0 or high >= size,
+        f"attention_mask has shape {list(mask.shape)}, the prompts {list(ids.shape)}": mask.shape != ids.shape,
+        "attention_mask has padding on the right: to generate, pad the prompts on the left":
+            not bool(mask[:, -1].all()),
+    }  # fmt: skip
+    refuse(mistakes)
+    return ids, None if attention_mask is None else attention_mask.to(model.device)
 
 
 def stop_ids(model: Decoder, eos_token_id: int | Iterable[int] | str | None) -> list[int]:

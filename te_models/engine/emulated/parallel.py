@@ -30,7 +30,7 @@ from te_models.engine.emulated.quantizers import (
     Float8Quantizer,
     Quantizer,
 )
-from te_models.engine.emulated.recipe import DelayedScaling, Recipe, require
+from te_models.engine.emulated.recipe import DelayedScaling, Recipe
 from te_models.engine.emulated.tensors import (
     BLOCK,
     MX_BLOCK,
@@ -41,6 +41,7 @@ from te_models.engine.emulated.tensors import (
     Value,
     pad_to,
 )
+from te_models.errors import require
 
 MODES = (None, "row", "column")
 T = TypeVar("T", bound=Value)
