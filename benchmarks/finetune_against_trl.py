@@ -1,4 +1,4 @@
-"""Fine-tune shapes of Qwen3-0.6B, Llama-3.1-8B and Qwen3.5-2B on chat records, beside TRL's SFTTrainer with the same settings.
+"""Fine-tune shapes of Qwen3-0.6B, Llama-3.1-8B and Qwen3.5-2B on chat records, beside TRL's SFTTrainer.
 
     python benchmarks/finetune_against_trl.py run --out benchmarks/results/finetune_against_trl_h200.json
     python benchmarks/finetune_against_trl.py run --tiny --device cpu --out finetune.json    # anywhere
@@ -40,6 +40,7 @@ from te_models.data.python_docstrings import python_docstrings
 from te_models.data.tokenizer import load_tokenizer
 from te_models.data.training_data import open_data
 from te_models.inspect.environment import environment
+from te_models.kernels.delta_rule import delta_rule_kernel
 
 RANK = 16
 SHAPES: dict[str, dict[str, Any]] = {
@@ -187,6 +188,7 @@ def stand_in_for_datasets() -> None:
 def theirs(job: Job) -> dict[str, Any]:
     """Train with TRL's SFTTrainer; the same results as of `ours`."""
     stand_in_for_datasets()
+    delta_rule_kernel(torch.device(job.device), torch.bfloat16)  # flash-linear-attention refuses some GPUs without ours
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
     from trl import SFTConfig, SFTTrainer
