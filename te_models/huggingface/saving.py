@@ -47,7 +47,7 @@ def save_model(
         SaveError: writing failed.
     """
     tensors, documents = model_content(model, dataclasses.replace(model.origin, generation=generation))
-    documents["config"] |= config.to_dict()
+    documents["config"] |= config.document()
     weights = tensors["model"]
     for name, value in (state or {}).items():
         if (bare := name.removeprefix(WRAPPED)) in weights:
