@@ -212,14 +212,15 @@ class Tape:
             return [*routers, self.norm("norm")._replace(produces=self.stream, scratch=0), self.fused_head()]
         width = self.tokens * c.vocab_size
         logits, fp32 = width * self.element, width * FP32
-        if self.training.compile:  # saves logits, a maximum and a sum per row, and the targets
-            loss = Step("loss", logits + self.tokens * (2 * FP32 + INT64), produces=logits, of_logits=True)
+        cut = self.rows * c.vocab_size * self.element
+        if self.training.compile:  # saves logits, a maximum and a sum per row, the targets and how many count
+            kept = cut + self.tokens * (2 * FP32 + INT64) + INT64
+            loss = Step("loss", kept, produces=logits, of_logits=True)
         else:  # saves log_softmax in FP32 and two counts; its backward needs a second FP32 buffer
             loss = Step(
                 "loss", fp32 + self.tokens * INT64 + INT64 + FP32, produces=logits, scratch=2 * fp32, of_logits=True
             )
         capped = c.final_logit_softcapping is not None  # saves the output of tanh
-        cut = self.rows * c.vocab_size * self.element
         cap = [Step("logit cap", cut, consumes=cut, produces=cut, of_logits=True)] if capped else []
         padding = [Step("removal of padding", consumes=logits, produces=cut)] if self.rows > self.tokens else []
         return [
