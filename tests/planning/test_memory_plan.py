@@ -32,7 +32,7 @@ from te_models.kernels.gated_attention import can_fuse
 from te_models.planning.memory_estimate import Memory, _standing, _walk, saved_bytes
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.operations import Tape, Training
-from te_models.planning.parameter_bytes import OPTIMIZERS, Parameter, model_parameters
+from te_models.planning.parameter_bytes import FP32, OPTIMIZERS, Parameter, model_parameters
 from te_models.training.lora_run import LoraRun
 from te_models.training.settings import LoraSettings
 
@@ -391,6 +391,32 @@ def test_accumulation_holds_fp32_gradients_during_the_forward() -> None:
         p.numel() for n, p in CausalLM(nano().config, device="meta").layers[1].named_parameters() if "proj" in n
     )
     assert moments[1].total == moments[0].total + size + codes
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_fused_experts_keep_no_fp8_weights(recipe: str) -> None:
+    """By hand: backward first holds dy in FP8 twice and one FP8 copy of the weights, then a gradient of them as well.
+
+    Of dy that is its transposed copy alone; frozen weights in BF16 have no gradient.
+    """
+    config, name = KINDS["experts"].config, "layers.1.mlp.gate_up_proj"
+    spec = config.linears[name]
+    count, size = spec.gemms, spec.gemms * spec.inputs * spec.outputs
+    factors = FP32 * count
+
+    def planned(rows: int, **fields: Any) -> tuple[int, int]:
+        tape = Tape(config, get_recipe(recipe), Training(batch_size=1, seq_len=64, **fields))
+        tape._part = name.removesuffix(spec.name)
+        step = tape.linear(spec, rows=rows)
+        return step.copies, step.scratch
+
+    few, many = 16 * count, 4096 * count
+    assert planned(few) == (0, few * spec.outputs + factors)
+    assert planned(many) == (0, 2 * many * spec.outputs - size + 2 * factors)
+    assert planned(few, cached_weights=True)[0] == 2 * size + factors
+    assert planned(few, fused=False)[0] == 2 * size + factors
+    frozen = dict(lora_rank=4)
+    assert planned(few, **frozen)[0] == 0 and planned(few, **frozen)[1] >= size
 
 
 def test_gpus_share_weights_gradients_and_optimizer() -> None:
