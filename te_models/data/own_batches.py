@@ -59,13 +59,10 @@ class OwnBatches:
         with self._own_random():
             found = next(self._iterator, None)
         if found is None:
-            if self.once:
-                raise DataError(
-                    f"the data ended after {plural(self._position, 'batch', 'batches')}: lower steps, or give a list "
-                    "or another object that can be iterated over again"
-                )
-            if not self._position:
-                raise DataError("the data has no batch: give at least one")
+            if self.once or not self._position:
+                ended = f"ended after {plural(self._position, 'batch', 'batches')}: lower steps, or give a list or"
+                again = f"{ended} another object that can be iterated over again"
+                raise DataError(f"the data {again if self.once else 'has no batch: give at least one'}")
             self._epoch, self._position = self._epoch + 1, 0
             self._begin()
             return next(self)

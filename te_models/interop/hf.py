@@ -20,7 +20,7 @@ from torch import Tensor
 from te_models.config.model import ModelConfig
 from te_models.errors import CheckpointError
 from te_models.files.atomic import explained
-from te_models.files.formats import Document, Fields, list_some, parse_index, read_json
+from te_models.files.formats import Document, Fields, as_object, list_some, parse_index, read_json
 from te_models.files.tensors import SafetensorsFile, check_finite
 from te_models.interop.hf_families import Family, family_of, text_part
 from te_models.interop.hf_places import TOP
@@ -43,9 +43,7 @@ def hugging_face_documents(folder: Path) -> Fields | None:
     file, generation = folder / "config.json", folder / "generation_config.json"
     if not file.is_file():
         return None
-    config = read_json(file)
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file} is not an object of names and values")
+    config = as_object(read_json(file), file)
     if config.get("model_type") == MODEL_TYPE:
         return None
     return {"config": config} | ({"generation": read_json(generation)} if generation.is_file() else {})
@@ -227,15 +225,18 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS]
     if (folder / INDEX).is_file():
         names = sorted(set(parse_index(read_json(folder / INDEX), folder / INDEX).values()))
-        if absent := [name for name in names if not (folder / name).is_file()]:
-            raise CheckpointError(f"{folder} lacks {list_some(absent)} of its {len(names)} shards: download it again")
-        return [folder / name for name in names]
-    if pickles := sorted(path.name for path in folder.glob("*.bin")):
-        raise CheckpointError(
-            f"{folder} holds its weights as a pickle ({list_some(pickles)}), which can run code and is not read: load "
-            "it with transformers and save it again with save_pretrained(..., safe_serialization=True)"
+        absent = [name for name in names if not (folder / name).is_file()]
+        if not absent:
+            return [folder / name for name in names]
+        problem = f"lacks {list_some(absent)} of its {len(names)} shards: download it again"
+    elif pickles := sorted(path.name for path in folder.glob("*.bin")):
+        problem = (
+            f"holds its weights as a pickle ({list_some(pickles)}), which can run code and is not read: load it with "
+            "transformers and save it again with save_pretrained(..., safe_serialization=True)"
         )
-    raise CheckpointError(f"{folder} holds no weights: neither {WEIGHTS} nor {INDEX} is there")
+    else:
+        problem = f"holds no weights: neither {WEIGHTS} nor {INDEX} is there"
+    raise CheckpointError(f"{folder} {problem}")
 
 
 @dataclass(frozen=True)

@@ -247,12 +247,9 @@ def load_lora(
     Raises:
         CheckpointError: the folder is damaged, does not fit the model, or is of a kind that is not supported.
     """
-    if isinstance(model, PeftModel):
-        raise UsageError("the model has adapters already: load another with its load_adapter(folder, name)")
-    if not isinstance(model, CausalLM):
-        raise UsageError(
-            f"{type(model).__name__} is no CausalLM: load its adapters with peft.PeftModel.from_pretrained"
-        )
+    wrong = f"{type(model).__name__} is no CausalLM: load its adapters with peft.PeftModel.from_pretrained"
+    loaded = "the model has adapters already: load another with its load_adapter(folder, name)"
+    refuse({loaded: isinstance(model, PeftModel), wrong: not isinstance(model, CausalLM)})
     adapter = _read_adapter(model, local_folder(folder), trainable)
     state = adapter.saved.tensors.get("fp8_state", {})
     check_fp8_state(model, state)

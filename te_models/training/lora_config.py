@@ -13,7 +13,7 @@ from torch import Tensor
 
 from te_models.causal_lm import CausalLM
 from te_models.errors import CheckpointError, UsageError, needs, refuse, unknown
-from te_models.files.atomic import explained, first_line
+from te_models.files.atomic import explained
 from te_models.interop.hf import Place
 from te_models.training.lora_targets import Modules, Wanted, module_of
 from te_models.training.settings import names_experts
@@ -168,13 +168,11 @@ def read_config(path: Path, values: Any, tensors: Mapping[str, Tensor], modules:
     """
     if not isinstance(values, dict) or not isinstance(values.get("peft_type"), str):
         raise CheckpointError(f"{path} is not the config of an adapter")
-    try:
+    with explained(path, LookupError, TypeError, ValueError):
         values = _without_missing(values, modules)
         check_fields(values, init=False)
         refuse(_value_mistakes(values, tensors))
         config = LoraConfig(**{name: values[name] for name in PASSED & values.keys() if values[name] is not None})
-    except (LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: {first_line(error)}") from None
     config.init_lora_weights = True
     if config.target_modules and not isinstance(config.target_modules, str):
         config.target_modules = [modules.as_stored(name) for name in config.target_modules]

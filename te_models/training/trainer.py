@@ -445,9 +445,7 @@ class Trainer(NamedFields):
         Raises:
             ValueError: there is none, or it is of another model or optimizer.
         """
-        newest = self.checkpoints.latest()
-        if newest is None:
-            raise UsageError(f"nothing to resume: {self.out} has no checkpoint; start without --resume")
+        newest = self.checkpoints.to_resume()
         self.schedule.take(newest)
         found = read_training_state(self.model, newest) if self.saved is None else self.saved.read(newest)
         state, optimizer = found.state, found.state["optimizer"]
