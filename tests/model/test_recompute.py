@@ -83,19 +83,6 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-def count_updates(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> dict[bool, int]:
-    calls = {True: 0, False: 0}
-    registry = model.te.FP8GlobalStateManager
-    original = registry.reduce_and_update_fp8_tensors
-
-    def spy(forward: bool = True) -> None:
-        calls[forward] += 1
-        original(forward)
-
-    monkeypatch.setattr(registry, "reduce_and_update_fp8_tensors", staticmethod(spy))
-    return calls
-
-
 def eventful_run(model: CausalLM, steps: int) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
     """Steps of three micro-batches with an evaluation every fifth, one abandoned forward and one exception."""
     losses, traces = [], []
@@ -137,17 +124,6 @@ def test_eventful_steps_change_no_bit(make: Make, recipe: str, steps: int) -> No
         assert losses == again
         for one, other in zip(traces, recomputed, strict=True):
             assert_same(one, other)
-
-
-@pytest.mark.parametrize("mode", ["none", *MODES])
-def test_each_step_has_one_forward_and_one_backward_update(
-    make: Make, mode: str | int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = make("delayed", mode)
-    calls = count_updates(model, monkeypatch)
-    for step in range(1, 4):
-        loss_of(model, step).backward()
-        assert calls == {True: step, False: step}
 
 
 @pytest.mark.parametrize(
@@ -202,30 +178,6 @@ def test_random_numbers_in_a_block_are_drawn_again(make: Make, mode: str | int) 
             update(model)
     for one, other in zip(traces[:3], traces[3:], strict=True):
         assert_same(one, other)
-
-
-def kept_bytes(model: CausalLM, batch: int = 4, seq: int = 32) -> int:
-    """Bytes of activations that a forward keeps for backward: distinct storages, parameters left out."""
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    ids = tokens(model, 0, batch, seq)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        model(ids).logits.sum()
-    return sum(kept.values())
-
-
-@pytest.mark.parametrize("recipe", ["bf16", "current"])
-def test_the_modes_keep_less_and_less(make: Make, recipe: str) -> None:
-    kept = {mode: kept_bytes(make(recipe, mode, num_hidden_layers=6)) for mode in ("none", "selective", 2, "full")}
-    assert kept["full"] < 0.4 * kept["none"]
-    assert kept["full"] < kept[2] < kept["none"] and kept["full"] < kept["selective"] < 0.9 * kept["none"]
 
 
 def by_torch(block: torch.nn.Module, reentrant: bool) -> None:

@@ -43,15 +43,6 @@ def test_each_value_is_a_weighted_line_fit_around_it(place: int) -> None:
     assert smooth(values, width)[place] == pytest.approx(expected, abs=1e-9)
 
 
-def test_smoothing_neither_lags_nor_leads() -> None:
-    values = np.random.default_rng(0).normal(size=300) + np.repeat([2.0, 1.0], 150)
-    smoothed = smooth(values)
-    np.testing.assert_allclose(smooth(values[::-1])[::-1], smoothed, atol=1e-9)
-    bend = smooth(np.repeat([2.0, 1.0], 150))
-    assert bend[149] + bend[150] == pytest.approx(3)  # the middle of the fall is where it was
-    assert smoothed[200:].std() < values[200:].std() / 2
-
-
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that are drawn, instead of files."""
