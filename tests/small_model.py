@@ -1,7 +1,5 @@
 """The fixture `small`: a small model under any recipe, on the emulated engine and through Transformer Engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Conversations as tokens: rendered, encoded and masked as in transformers, for any prefix of a conversation."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

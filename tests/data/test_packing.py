@@ -1,7 +1,5 @@
 """Windows of whole records: nothing lost, cut or seen by another, little padding, something to predict in each."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """open_data: sources of any format, the same in memory and streamed, with lines that describe them."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import itertools

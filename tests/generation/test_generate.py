@@ -1,7 +1,5 @@
 """Generation: sampling, unequal prompts, stops, streaming, chat templates, and that training is left as it was."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

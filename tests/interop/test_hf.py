@@ -1,7 +1,5 @@
 """Hugging Face checkpoints of every family, against transformers' own models, small and random."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -4,8 +4,6 @@ transformers has the text model of Muse-Glimmer, without a head for text alone. 
 without weights, which ours does not: a table normed beforehand and norms with weights of one are the same model.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Quantized checkpoints of other libraries: their own values, true gradients, and nothing built from a broken one."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import warnings

@@ -1,7 +1,5 @@
 """The decoder's pass: all parameters train, any size works, scales move once per step, both ways to the loss agree."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from bits import assert_same_bits

@@ -1,7 +1,5 @@
 """Mixtures of experts: the router's choice, the way of the rows, losses; what padding and recompute must not change."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

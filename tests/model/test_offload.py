@@ -1,8 +1,6 @@
 """Activation offload changes no bit, leaves nothing on the device that it should have moved,
 and loses no host memory."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

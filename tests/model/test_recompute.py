@@ -1,7 +1,5 @@
 """Activation checkpointing changes no bit, whatever happens between the forwards and the backwards."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Operations that "selective" recomputes, and the memory it saves; test_recompute.py compares bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,8 +1,6 @@
 """Optimizers: which part of the model each updates, what it stores, that it resumes in every bit,
 and that it learns."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings

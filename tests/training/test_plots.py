@@ -1,7 +1,5 @@
 """Curves of a run: smoothing without lag, and what a plot shows."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
