@@ -52,6 +52,13 @@ def registry(model: CausalLM) -> Any:
     return model.te.FP8GlobalStateManager
 
 
+def loss_of(model: CausalLM, seed: int = 0, batch: int = 2, seq: int = 16, **options: Any) -> torch.Tensor:
+    ids = tokens(batch, seq, seed).to(model.device)
+    loss = model(ids, labels=ids, **options).loss
+    assert loss is not None
+    return loss
+
+
 def step(model: CausalLM, ids: torch.Tensor) -> float:
     ids = ids.to(model.device)
     loss = model(ids, labels=ids).loss
