@@ -6,9 +6,10 @@ other rows are still to come. te_models.interop.hf_families says which rows thos
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -303,4 +304,30 @@ def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torc
             for expert in range(linear.experts) if linear and linear.experts else ("",):
                 theirs, ours = f"{family.root}layers.{depth}.{name.format(expert)}", f"layers.{depth}.{rows.module}"
                 place(theirs, ours, blocks, groups, str(expert))
+    return found
+
+
+def module_places(family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]) -> dict[str, Place]:
+    """Return `tensor_places` by the names in a model of transformers."""
+    found = {}
+    for name, place in tensor_places(family, config, shapes).items():
+        for stored, there in family.renamed.items():
+            name = name.replace(stored, there)
+        found[name] = place
+    return found
+
+
+def expert_places(
+    root: str, ours: Mapping[str, Place], counts: Iterable[str], entire: Mapping[str, Place]
+) -> dict[str, Place]:
+    """Return the experts' parameters of transformers, which have the same names in every family.
+
+    `ours` are the places of the weights of our linears by the names of these, `counts` the te.GroupedLinears among
+    them. The rows are in the order of ours, or of a place in `entire`, which fills all of an expert's weight.
+    """
+    found = {}
+    for name in counts:
+        parent, _, leaf = name.rpartition(".")
+        place = entire.get(f"{name}.weight0", ours[name])
+        found[f"{root}{parent}.experts.{leaf}"] = dataclasses.replace(place, name=ours[name].name)
     return found

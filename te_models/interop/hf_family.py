@@ -34,6 +34,7 @@ class Family:
         aside: prefixes of tensors of other models in the folder, which are written back.
         stacked: whether its experts are one tensor per projection (te_models.interop.stacked_experts).
         code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
+        renamed: parts of their names that are others in a model of transformers -> those there.
         sign: these marks, for people.
         note: what sets it apart, for people.
     """
@@ -57,6 +58,7 @@ class Family:
     aside: tuple[str, ...] = ()
     stacked: bool = False
     code: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)
     sign: str = ""
     note: str = ""
 

@@ -65,7 +65,7 @@ def model_content(
     if quantized := quantized_weights(model):
         tensors["fp8_weights"] = quantized
     dtype = str(model.dtype).removeprefix("torch.")
-    config = {"model_type": MODEL_TYPE, "dtype": dtype, **model.config.to_dict()}
+    config = {"model_type": MODEL_TYPE, "dtype": dtype, **model.config.document()}
     return tensors, {"config": config, "recipe": model.recipe.to_dict(), **origin.documents()}
 
 

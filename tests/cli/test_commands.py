@@ -116,14 +116,6 @@ def test_the_surface_is_what_the_documents_promise(capsys: pytest.CaptureFixture
         assert flag in text, flag
 
 
-def test_adapters_are_in_the_short_help_of_finetune(capsys: pytest.CaptureFixture) -> None:
-    shown = {
-        command: main([command, "--help"]) or "--lora RANK" in capsys.readouterr().out
-        for command in ("finetune", "pretrain")
-    }
-    assert shown == {"finetune": True, "pretrain": False}
-
-
 def test_a_second_interrupt_ends_the_program_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -435,26 +427,3 @@ def test_users_own_choice_for_openmp_stays(
     monkeypatch.setenv(name, value)
     main(["--help"])
     assert os.environ.get("GOMP_SPINCOUNT") == spins
-
-
-def test_finetune_streams_and_resumes_exactly(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
-    for name in "ab":
-        lines = [json.dumps({"text": f"{name}{number} green bottles, hanging on the wall. "}) for number in range(200)]
-        (data / f"{name}.jsonl").write_text("\n".join(lines))
-    more = ("--streaming", "--packing", "documents", "--data-workers", "0", "--save-every", "2", "--eval-batches", "1")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert main(finetune(whole, data, *more, "--steps", "4", "--warmup-steps", "20")) == 0
-    assert "JSONL in 2 files, streamed in" in capsys.readouterr().out
-    assert main(finetune(parts, data, *more, "--steps", "2", "--warmup-steps", "20")) == 0
-    assert main(finetune(parts, data, *more, "--steps", "4", "--resume")) == 0
-    losses = [
-        [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-        for run in (whole, parts)
-    ]
-    assert losses[0] == losses[1] and len(losses[0]) == 4
-    assert main(finetune(tmp_path / "c", data, "--streaming", "--packing", "document")) == 2
-    assert main(finetune(tmp_path / "c", tmp_path / "none.jsonl", "--streaming")) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 2 and "did you mean 'documents'" in errors[0] and "no such file or folder" in errors[1]

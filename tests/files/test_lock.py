@@ -1,7 +1,5 @@
 """One run at a time writes to a folder; locks of dead processes lock nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Printed text obeys no character of a name, of data or of generated text."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A Trainer on batches of the user's own: lists, DataLoaders and generators, with exact resume where it is possible."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
