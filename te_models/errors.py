@@ -125,7 +125,7 @@ def unknown(kind: str, given: object, choices: Iterable[str], listed: str = "", 
         return UsageError(line + advice)
     names = sorted(choices)
     near = difflib.get_close_matches(str(given), names, n=1, cutoff=0.5)
-    near = near or [name for name in names if _initials(name) == str(given).lower()]
+    near = near or [name for name in names if "".join(word[:1] for word in name.split("_")) == str(given).lower()]
     hint = f"did you mean {near[0]!r}? " if near else ""
     rest = f"{listed} lists all {len(names)}" if listed and len(names) > MANY else f"choose one of {', '.join(names)}"
     return UsageError(f"{line}{hint}{rest}")
@@ -166,11 +166,6 @@ def mistyped(value: object, kind: type) -> str:
     allowed = (int, float) if kind is float else kind
     good = isinstance(value, allowed) and (kind is bool or not isinstance(value, bool))
     return "" if good or kind not in SAID else SAID[kind]
-
-
-def _initials(name: str) -> str:
-    """Return "lr" for "learning_rate"."""
-    return "".join(word[:1] for word in name.split("_"))
 
 
 class NamedFields:

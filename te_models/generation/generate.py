@@ -87,7 +87,8 @@ def stream(
     draw = partial(sample, generator=generator, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
     pick = draw if settings.do_sample else partial(torch.argmax, dim=-1)
     ended = torch.zeros(len(ids), dtype=torch.bool)
-    rows = [[int(i) for i in row[keep]] for row, keep in zip(ids, _kept(ids, mask), strict=True)]
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    rows = [[int(i) for i in row[keep]] for row, keep in zip(ids, real, strict=True)]
     with evaluating(model, model.te, model.recipe):
         if settings.use_cache:
             steps = cached_tokens(model, ids, mask, max_new_tokens, pick, generator, graph)
@@ -160,10 +161,6 @@ def _rows(prompts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
         raise UsageError(
             "the prompts are no lists of token ids: give tokenizer.encode_prompt(text), or a text to stream_text"
         ) from None
-
-
-def _kept(ids: Tensor, mask: Tensor | None) -> Tensor:
-    return torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
 
 
 def _check_room(model: Decoder, length: int, max_new_tokens: int) -> None:
