@@ -481,7 +481,7 @@ def _broken(folder: Path, kind: str) -> Path:
 ERRORS = {
     "missing": r"none.jsonl: no such file or folder; give a text, JSONL, JSON, CSV or Parquet file",
     "no match": r"\*.jsonl: no such file or folder",
-    "field": r"a.jsonl:1: has 'txt', 'url', but needs one of the formats",
+    "field": r"a.jsonl:1: has 'txt', 'url': rename 'txt' to 'text', in all records with --columns text=txt",
     "json": r"a.jsonl:2: not JSON",
     "bytes": r"a.jsonl:2: not UTF-8 text \(byte 0xff at offset 24\)",
     "gzip": r"a.jsonl.gz: ",
