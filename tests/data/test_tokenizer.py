@@ -223,12 +223,8 @@ def test_transformers_reads_the_byte_tokenizer(tmp_path: Path) -> None:
 
 
 CONFIGS: dict[str, tuple[bytes, str]] = {
-<<<<<<< HEAD
     "a list": (b'["<s>"]', "tokenizer_config.json is a JSON list, not an object"),
-=======
-    "a list": (b'["<s>"]', "tokenizer_config.json: a JSON list, not an object"),
     "no JSON": (b"{,}", "tokenizer_config.json is not strict JSON"),
->>>>>>> leantests
     "nested": (b'{"a":' * 100_000, "tokenizer_config.json: JSON that is nested too deeply"),
     "eos as a list": (b'{"eos_token": ["</s>"]}', r'eos_token is \["</s>"\]: give the text of one token'),
     "eos as a number": (b'{"eos_token": 3}', "eos_token is 3: give the text"),
