@@ -277,9 +277,7 @@ class StreamingDataset:
         order = (self.seed, epoch, chunk, *([time] if time else [])) if self.shuffle else None
         if not self.num_workers:
             return partial(self.reader.encode, self.chunks[chunk], order)
-        context = multiprocessing.get_context(
-            "forkserver"
-        )  # no thread, lock or device of this process, perhaps on CUDA
+        context = multiprocessing.get_context("forkserver")  # workers share no thread, lock or CUDA device
         context.set_forkserver_preload(["te_models.data.corpus_chunks"])
         with _interrupts_wait(), self._worker_errors():  # it may start a worker
             self._pool = self._pool or ProcessPoolExecutor(self.num_workers, context, _start_worker, (self.reader,))
