@@ -42,6 +42,7 @@ _KINDS: Mapping[type, str] = {
     type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a string", list: "a list",
     dict: "an object",
 }  # fmt: skip
+_FIELDS = ("messages", "instruction", "output", "prompt", "completion", "text")
 _KNOWN = (
     "messages [{role, content}], conversations [{from, value}], instruction and output, prompt and completion, or text"
 )
@@ -151,6 +152,10 @@ def unrecognized(row: Mapping[str, object], place: str) -> str:
             said = f"{place}: {name!r} is {_not_turns(row[name])}, not a list of messages"
             return f"{said}: write one, leave the record out, or name other columns with --columns"
     shown = ", ".join(repr(name)[:60] for name in list(row)[:8]) + (", ..." if len(row) > 8 else "")
+    for name in row:
+        if near := difflib.get_close_matches(name.lower(), [one for one in _FIELDS if one not in row], n=1, cutoff=0.8):
+            renamed = f"rename {name[:60]!r} to {near[0]!r}, in all records with --columns {near[0]}={name[:60]}"
+            return f"{place}: has {shown}: {renamed}"
     names = [name for name in row if name.isidentifier()]
     asked = next((name for name in names if name.lower() in _ASKED), next(iter(names), "question"))
     answered = next((name for name in names if name.lower() in _ANSWERED), "answer")

@@ -73,12 +73,25 @@ def weights(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> di
     """Return name -> values of every parameter, tied ones under each of their names.
 
     Transformer Engine's `_extra_state`, a pickle, is left out; its content is saved as fp8_state.
+
+    Raises:
+        UsageError: adapters are in the model, which no reader of a saved model expects.
     """
+    refuse_adapters(model)
     masters = masters or {}
     return {
         name: masters[id(p)].detach().to(p.dtype) if is_quantized(p) and id(p) in masters else plain(p)
         for name, p in model.named_parameters(remove_duplicate=False)
     }
+
+
+def refuse_adapters(model: nn.Module) -> None:
+    """Raise a UsageError if a model that is to be saved or trained as a whole has adapters in it."""
+    if any(".lora_" in name for name, _ in model.named_parameters()):
+        raise UsageError(
+            "the model has LoRA adapters: give what add_lora returned to Trainer or save_lora, or what its "
+            "merge_and_unload() returns, a model with the adapters in its weights"
+        )
 
 
 def write_pretrained(

@@ -31,6 +31,7 @@ from te_models.fp8.scaling_state import check_fp8_state
 from te_models.interop.hf_expert_families import dropped_by_peft
 from te_models.interop.hub import local_folder
 from te_models.saving.folder import MANIFEST, Folder, load_folder, match, save_folder
+from te_models.saving.pretrained import saved_folder
 from te_models.saving.restore import read_recipe
 from te_models.training.lora_config import check_fields, read_config, wanted_adapters, whole_modules
 from te_models.training.lora_layer import LoraExperts, LoraLinear
@@ -96,7 +97,7 @@ class AdaptedModel(PeftModel):
             CheckpointError: the folder is damaged, does not fit the model, or has other modules or ranks than the
                 adapter of that name.
         """
-        adapter = _read_adapter(self.get_base_model(), local_folder(model_id), is_trainable)
+        adapter = _read_adapter(self.get_base_model(), saved_folder(local_folder(model_id)), is_trainable)
         if adapter_name not in self.peft_config:
             self.add_adapter(adapter_name, adapter.config, fused=adapter.fused)
         elif adapter.fused != _adapters(self, adapter_name):
@@ -237,7 +238,7 @@ def load_lora(
 
     Args:
         model: changed in place.
-        folder: the folder, or the name of an adapter on the Hugging Face hub.
+        folder: the folder, that of a run (its newest checkpoint), or the name of an adapter on the Hugging Face hub.
         trainable: whether the adapters are to be trained further; else the model is returned in eval mode.
         adapter_name: the name that the adapter gets.
 
@@ -250,7 +251,7 @@ def load_lora(
     wrong = f"{type(model).__name__} is no CausalLM: load its adapters with peft.PeftModel.from_pretrained"
     loaded = "the model has adapters already: load another with its load_adapter(folder, name)"
     refuse({loaded: isinstance(model, PeftModel), wrong: not isinstance(model, CausalLM)})
-    adapter = _read_adapter(model, local_folder(folder), trainable)
+    adapter = _read_adapter(model, saved_folder(local_folder(folder)), trainable)
     state = adapter.saved.tensors.get("fp8_state", {})
     check_fp8_state(model, state)
     recipe = read_recipe(adapter.saved) if state else model.recipe
@@ -362,7 +363,7 @@ def _resolved(
     config.modules_to_save = list(whole.values()) or None
     config.rank_pattern = {name: one.rank for name, one in fused.items() if one.rank != config.r}
     config.alpha_pattern = {name: alpha for name, alpha in alphas.items() if alpha != config.lora_alpha}
-    if config.base_model_name_or_path is None and model.origin.config is not None:
+    if config.base_model_name_or_path is None and model.origin.folder is not None:
         config.base_model_name_or_path = str(model.origin.folder)
     # A task type would wrap the model in a class that passes it arguments that only models of transformers accept.
     config.task_type = None

@@ -1,7 +1,5 @@
 """peft's own adapters on a TEModelsForCausalLM: named, computed and saved as on the model of transformers."""
 
-from __future__ import annotations
-
 import copy
 import zlib
 from collections.abc import Callable

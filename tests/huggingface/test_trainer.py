@@ -1,7 +1,5 @@
 """transformers' Trainer and accelerate: interrupted and resumed runs have the same bits, and their saves load."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """RoPE stretched to longer contexts: every kind against transformers, inside and beyond the original context."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

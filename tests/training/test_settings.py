@@ -1,7 +1,5 @@
 """Settings of a run: defaults per command, files, what a resumed run may change."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
