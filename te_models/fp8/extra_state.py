@@ -1,8 +1,8 @@
 """The scales and amax histories of a te module as one tensor, the `_extra_state` that CausalLM has in its state_dict.
 
 FP32 [1 + length, 3 or 5]: row 0 holds the scales, the rows below the amax history; 3 columns are for the forward pass,
-then 2 for the backward pass (te_models.fp8.scaling_state), of a te.GroupedLinear as many for each expert. Transformer Engine itself stores a pickle there, which it
-refuses to load.
+then 2 for the backward pass (te_models.fp8.scaling_state). A te.GroupedLinear has as many for each expert. Transformer
+Engine itself stores a pickle there, which it refuses to load.
 """
 
 from __future__ import annotations
