@@ -404,10 +404,13 @@ def test_fused_experts_keep_no_fp8_weights(recipe: str) -> None:
     count, size = spec.gemms, spec.gemms * spec.inputs * spec.outputs
     factors = FP32 * count
 
-    def planned(rows: int, **fields: Any) -> tuple[int, int]:
+    def planned(rows: int, gathered: bool = False, **fields: Any) -> tuple[int, int]:
         tape = Tape(config, get_recipe(recipe), Training(batch_size=1, seq_len=64, **fields))
         tape._part = name.removesuffix(spec.name)
-        step = tape.linear(spec, rows=rows)
+        assert tape.gathers(spec) == (fields.keys() <= {"cached_weights"})
+        step = tape.linear(spec, rows=rows, gathered=gathered)
+        if gathered:
+            assert step.saved == 0 and step.produces == 64 * 64 * 2
         return step.copies, step.scratch
 
     few, many = 16 * count, 4096 * count
@@ -415,6 +418,9 @@ def test_fused_experts_keep_no_fp8_weights(recipe: str) -> None:
     assert planned(many) == (0, 2 * many * spec.outputs - size + 2 * factors)
     assert planned(few, cached_weights=True)[0] == 2 * size + factors
     assert planned(few, fused=False)[0] == 2 * size + factors
+    rows_of_tokens = many * spec.inputs * 2  # their gradients, before they are summed
+    assert planned(many, gathered=True) == (0, 2 * many * spec.outputs - size + 2 * factors + rows_of_tokens)
+    assert planned(few, gathered=True) == (0, few * (spec.outputs + spec.inputs) + 2 * factors)
     frozen = dict(lora_rank=4)
     assert planned(few, **frozen)[0] == 0 and planned(few, **frozen)[1] >= size
 
