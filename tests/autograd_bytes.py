@@ -1,7 +1,5 @@
 """The activations of a training step as autograd has them, the judge of the memory plan."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

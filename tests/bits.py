@@ -1,7 +1,5 @@
 """Comparison of tensors bit for bit, with a message that says where they differ."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

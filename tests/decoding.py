@@ -1,7 +1,5 @@
 """Models with what treats positions, keys or weights in a way of its own, and prompts of unequal length."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Runs that tests of several processes compare; one start of the processes serves all cases."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

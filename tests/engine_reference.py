@@ -1,7 +1,5 @@
 """Helpers of the engine tests: recipes, inputs, a search-based rounding, a training step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ten odd shapes of each family of decoders, as transformers' configs: what the tests of families run over."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Products of cases of which `make test` runs a part and `make test-slow` the rest."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 It sees one document at a time, token by token in full, without masks, padding, caches or kernels.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -5,8 +5,6 @@ program on replay, and refuses what a capture refuses: asking for a value, shape
 from the host's memory. What the recording itself changed is undone, since a capture executes nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """transformers' own models, small and random, and their folders: what tests of Hugging Face's format compare with."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path

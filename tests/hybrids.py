@@ -1,7 +1,5 @@
 """transformers' hybrids of gated attention and Gated DeltaNet, small, random and odd: what ours are compared with."""
 
-from __future__ import annotations
-
 import copy
 import random
 from typing import Any

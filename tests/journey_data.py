@@ -5,8 +5,6 @@
 Options: --tiny makes it small enough for a CPU.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import re

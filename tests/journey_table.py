@@ -4,8 +4,6 @@ In commands, `{out}`, `{again}`, `{served}` and `{model}` are folders of the jou
 `{pairs}` records that tests/journey_data.py writes: texts, conversations, and a CSV of prompts and completions.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

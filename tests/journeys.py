@@ -8,8 +8,6 @@ A journey is a few commands, one after the other, in a folder of its own; severa
 in tests/journey_table.py, and tests/test_journeys.py asserts what `problems` finds. A new feature adds a row.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util

@@ -3,8 +3,6 @@
 A file that imports this module is skipped where transformers is not installed.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -3,8 +3,6 @@
 With TE_MODELS_DRY_RUN=1 those that use PLACE run on a CPU, emulated: do the tests themselves work?
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

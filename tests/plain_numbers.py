@@ -1,7 +1,5 @@
 """The emulated engine with numbers that torch adds as it likes: a GPU's own order takes most of a tiny model's time."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 

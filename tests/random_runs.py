@@ -1,7 +1,5 @@
 """Random models, data and lives of runs, for tests/test_random_pairs.py: drawn by a seed, so that a failure repeats."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Processes for tests of several ranks. They are forked from one that has imported torch, which takes seconds."""
 
-from __future__ import annotations
-
 import multiprocessing
 import multiprocessing.forkserver
 import os

@@ -1,7 +1,5 @@
 """The fixture `small`: a small model under any recipe, on the emulated engine and through Transformer Engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +50,13 @@ def skip_unsupported(recipe: str) -> None:
 
 def registry(model: CausalLM) -> Any:
     return model.te.FP8GlobalStateManager
+
+
+def loss_of(model: CausalLM, seed: int = 0, batch: int = 2, seq: int = 16, **options: Any) -> torch.Tensor:
+    ids = tokens(batch, seq, seed).to(model.device)
+    loss = model(ids, labels=ids, **options).loss
+    assert loss is not None
+    return loss
 
 
 def step(model: CausalLM, ids: torch.Tensor) -> float:

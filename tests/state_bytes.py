@@ -1,7 +1,5 @@
 """The size of an optimizer's state."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """benchmarks/generate.py at small size: every row is measured, and nothing is written without a GPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

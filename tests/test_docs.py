@@ -1,7 +1,5 @@
 """README and docs: generated tables are current, and every link, file, section, flag and snippet exists."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Error types and exit codes; optional packages that are missing, too old or broken."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

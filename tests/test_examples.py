@@ -1,7 +1,5 @@
 """Every program in examples/ runs at small size and does what its first lines say."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

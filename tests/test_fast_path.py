@@ -10,8 +10,6 @@ are from each other that round in other places too: eager operations with cuDNN'
 FlashAttention.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from contextlib import nullcontext

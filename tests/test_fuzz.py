@@ -1,8 +1,6 @@
 """Saved folders damaged at random: refused in one line, or harmless, and never a crash, a hang,
 or a changed live model."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

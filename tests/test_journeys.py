@@ -4,8 +4,6 @@ They are walked several at a time before the first test. TE_MODELS_JOBS says how
 the results, such as benchmarks/results/journeys_h200.json.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -4,8 +4,6 @@ Faults sit where two features meet that no list pairs. Each case is drawn by its
 the slow tests some hundred more. TE_MODELS_SEED moves all of them to cases that nobody has seen.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

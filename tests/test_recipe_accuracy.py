@@ -1,7 +1,5 @@
 """Every recipe is as exact as its number formats allow: one product, and the logits of a model."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`te-models chat`: lines in, answers out; commands; Ctrl-C stops an answer and not the program."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -116,14 +116,6 @@ def test_the_surface_is_what_the_documents_promise(capsys: pytest.CaptureFixture
         assert flag in text, flag
 
 
-def test_adapters_are_in_the_short_help_of_finetune(capsys: pytest.CaptureFixture) -> None:
-    shown = {
-        command: main([command, "--help"]) or "--lora RANK" in capsys.readouterr().out
-        for command in ("finetune", "pretrain")
-    }
-    assert shown == {"finetune": True, "pretrain": False}
-
-
 def test_a_second_interrupt_ends_the_program_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -174,6 +166,17 @@ def test_list_cuts_nothing_on_80_columns(monkeypatch: pytest.MonkeyPatch, capsys
     lines = capsys.readouterr().out.splitlines()
     assert all(any(line.split()[:1] == [name] for line in lines) for name in list_presets())
     assert not any("…" in line or len(line) > 80 for line in lines)
+
+
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_no_name_of_a_linear_is_cut_on_80_columns(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("te_models.cli.options.console", functools.partial(console, 80))
+    assert main([command, "--preset", "gated-nano", "--recipe", "current"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"{name} " in out for name in ("self_attn.qkvg_proj", "mlp.gate_up_proj", "mlp.down_proj", "lm_head"))
+    assert "…" not in out and max(map(len, out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("preset", list_presets()[::3])
@@ -293,6 +296,8 @@ def test_equal_seeds_give_equal_weights_and_losses(corpus: Path, tmp_path: Path)
         (["plane"], "plan"),
         (["plan", "gated-nano"], "give it to an option, such as --preset NAME or --model DIR"),
         (["plan", "--presett", "gated-nano"], "did you mean '--preset'?"),
+        (["generate", "--num-samples", "2"], "unknown option '--num-samples': --help-all lists all"),
+        (["pretrain", "--activation-offload", "2"], "unexpected 2: the one argument is RUN.TOML, a file of settings"),
         (["pretrain", "--preset", "gated-nano", "--recipe-schedule", "bf16@1.5"], "below 1 or a whole number"),
         (["pretrain", "--preset", "gated-nano", "--warmup-steps", "1.5"], "warmup_steps=1.5 is neither"),
     ],
@@ -435,26 +440,3 @@ def test_users_own_choice_for_openmp_stays(
     monkeypatch.setenv(name, value)
     main(["--help"])
     assert os.environ.get("GOMP_SPINCOUNT") == spins
-
-
-def test_finetune_streams_and_resumes_exactly(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
-    for name in "ab":
-        lines = [json.dumps({"text": f"{name}{number} green bottles, hanging on the wall. "}) for number in range(200)]
-        (data / f"{name}.jsonl").write_text("\n".join(lines))
-    more = ("--streaming", "--packing", "documents", "--data-workers", "0", "--save-every", "2", "--eval-batches", "1")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert main(finetune(whole, data, *more, "--steps", "4", "--warmup-steps", "20")) == 0
-    assert "JSONL in 2 files, streamed in" in capsys.readouterr().out
-    assert main(finetune(parts, data, *more, "--steps", "2", "--warmup-steps", "20")) == 0
-    assert main(finetune(parts, data, *more, "--steps", "4", "--resume")) == 0
-    losses = [
-        [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-        for run in (whole, parts)
-    ]
-    assert losses[0] == losses[1] and len(losses[0]) == 4
-    assert main(finetune(tmp_path / "c", data, "--streaming", "--packing", "document")) == 2
-    assert main(finetune(tmp_path / "c", tmp_path / "none.jsonl", "--streaming")) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 2 and "did you mean 'documents'" in errors[0] and "no such file or folder" in errors[1]

@@ -1,7 +1,5 @@
 """The table `precision` of a recipe: which te.Linear it decides, and what it refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models that ship in the package are found by name, without network; a preset without weights says so."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

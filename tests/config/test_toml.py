@@ -1,7 +1,5 @@
 """TOML files of settings: what is written reads back equal, and what cannot be read is one line."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Chat templates run with bounds: no template hangs, takes the memory or reads the environment."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -147,14 +147,6 @@ def test_batches_are_int64_windows() -> None:
     }
 
 
-def test_only_completions_are_learned() -> None:
-    documents = [Document("bc", prompt="a\u00e9"), Document("d", prompt=""), Document("", prompt="z"), Document("e")]
-    ids, labels = windows(take(dataset(documents, 14, shuffle=False), 1))[0]
-    a, e_acute, z = ord("a"), [*"\u00e9".encode()], ord("z")
-    assert ids == [a, *e_acute, *b"bc", END, *b"d", END, z, END, *b"e", END, PADDING, PADDING]
-    assert labels == [-100, -100, -100, *b"bc", END, *b"d", END, -100, -100, *b"e", END, -100, -100]
-
-
 def test_each_epoch_and_seed_has_its_own_order() -> None:
     documents = [Document(f"{number:03}") for number in range(50)]
     data = dataset(documents, 4)

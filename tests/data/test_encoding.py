@@ -1,17 +1,14 @@
 """Conversations as tokens: rendered, encoded and masked as in transformers, for any prefix of a conversation."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from fewer import every
 
 from te_models.data.chat_template import PLAIN
-from te_models.data.encoding import Encoded, Fit, encode_documents, fit_records
+from te_models.data.encoding import Fit, encode_documents, fit_records
 from te_models.data.formats import THOUGHTS, Document, row_document
 from te_models.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from te_models.errors import DataError
@@ -311,26 +308,6 @@ def test_records_that_do_not_fit(truncate: str, bos: int | None, texts: list[byt
         assert bytes(i for i in ids if i < 256).endswith(text[-6:])
         assert len(ids) <= 8 or set(text) == {ord("t")}
         assert (ids[0] == 256) == (bos is not None and set(text) != {ord("t")})
-
-
-def test_a_cut_keeps_a_token_before_the_first_answer_and_answers_whole() -> None:
-    tokenizer = ByteTokenizer()
-    for prompt, text, left in (("ppp", "abcdef", True), ("ppp", "abcdefg", False), ("p" * 50, "abcdef", True)):
-        encoded = encode_documents([Document(text, prompt), Document("", "q")], tokenizer)
-        kept, fitted, _ = fit_records(encoded, 8, "prompt", None)
-        assert (0 in kept) == left
-        if left:
-            assert next(fitted.parts(fitted.tokens)).tolist() == [ord("p"), *text.encode(), 257]
-
-
-def test_records_without_an_answer_are_counted() -> None:
-    tokenizer = ByteTokenizer()
-    tokenizer.set_chat_template(MARKED)
-    encoded = encode_documents([document(c) for c in CONVERSATIONS.values()], tokenizer)
-    kept, fitted, fit = fit_records(encoded, 1000, "drop", None)
-    assert fit == Fit(unanswered=1) and list(CONVERSATIONS)[8] == "only a question" and 8 not in kept
-    assert isinstance(fitted, Encoded) and len(fitted) == len(CONVERSATIONS) - 1
-    assert np.concatenate(list(fitted.parts(fitted.tokens))).size == fitted.num_tokens
 
 
 @pytest.mark.parametrize("begins", [True, False])

@@ -1,7 +1,5 @@
 """Windows of whole records: nothing lost, cut or seen by another, little padding, something to predict in each."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 
@@ -125,13 +123,6 @@ def test_windows_are_as_full_as_best_fit_makes_them(lengths: list[int]) -> None:
     assert len(sums) == best_fit_decreasing(lengths, 20)
 
 
-def test_short_records_leave_little_padding() -> None:
-    random = np.random.default_rng(0)
-    lengths = np.clip(random.lognormal(5.0, 0.8, 3000), 20, 1024).astype(np.int64)
-    _, bounds = pack_records(lengths, 1024)
-    assert 1 - lengths.sum() / (1024 * (len(bounds) - 1)) < 0.002
-
-
 def test_a_window_of_its_own() -> None:
     documents = [Document("ab", "x"), Document("c", "yz"), Document("t" * 20)]
     data = dataset(documents, packing="none", shuffle=False)
@@ -168,11 +159,6 @@ def test_a_weight_repeats_documents() -> None:
     half = dataset(documents, seq_len=4, weights=np.array([0.5, 0.5]))
     first, second = (records([next(half)])[0][0] for _ in range(2))
     assert first != second and half.windows_in(2) == 2 and half.state_dict()["epoch"] == 2
-
-
-def test_epochs_in_part() -> None:
-    data = dataset([Document("a" * 9, "x") for _ in range(10)], seq_len=12)
-    assert [data.windows_in(epochs) for epochs in (1, 2, 0.5, 1.25, 0.01)] == [10, 20, 5, 13, 1]
 
 
 def test_descriptions_say_what_is_left_out() -> None:

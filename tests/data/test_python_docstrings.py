@@ -1,7 +1,5 @@
 """Pairs of function and docstring: which functions qualify, what remains of them, and how they are split."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

@@ -391,6 +391,8 @@ def test_blank_files_have_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n \n")
     with pytest.raises(ValueError, match="a.jsonl: there is no text in it; give"):
         stream(tmp_path / "a.jsonl", eval_fraction=0.01).held_out(100, at_least_one=True)
+    with pytest.raises(ValueError, match="there is no text in it"):
+        next(stream(tmp_path / "a.jsonl"))
 
 
 def _is_running(process: int) -> bool:
@@ -443,74 +445,6 @@ def test_resuming_from_one_rank_of_several_is_an_error(corpus: Path) -> None:
     state = stream(corpus, num_lanes=4, world_size=2).state_dict()
     with pytest.raises(ValueError, match="has 2 of 4 lanes: it is of one rank only; call state_dict on every rank"):
         stream(corpus, num_lanes=4).load_state_dict(state)
-
-
-def _broken(folder: Path, kind: str) -> Path:
-    def written(name: str, raw: bytes) -> Path:
-        (folder / name).write_bytes(raw)
-        return folder / name
-
-    match kind:
-        case "missing":
-            return folder / "none.jsonl"
-        case "no match":
-            return folder / "*.jsonl"
-        case "field":
-            return written("a.jsonl", b'{"txt": "a", "url": "b"}\n')
-        case "json":
-            return written("a.jsonl", b'{"text": "a"}\n{"text": \n')
-        case "bytes":
-            return written("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n')
-        case "gzip":
-            return written("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9)[:20])
-        case "not gzip":
-            return written("a.jsonl.gz", b'{"text": "a"}\n')
-        case "parquet":
-            return written("a.parquet", b"PAR1")
-        case "column":
-            pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), folder / "a.parquet")
-            return folder / "a.parquet"
-        case "blank":
-            return written("a.jsonl", b'{"text": " "}\n' * 9)
-        case "empty":
-            return written("a.jsonl", b"")
-        case _:
-            return Path("nosuch://x")
-
-
-ERRORS = {
-    "missing": r"none.jsonl: no such file or folder; give a text, JSONL, JSON, CSV or Parquet file",
-    "no match": r"\*.jsonl: no such file or folder",
-    "field": r"a.jsonl:1: has 'txt', 'url', but needs one of the formats",
-    "json": r"a.jsonl:2: not JSON",
-    "bytes": r"a.jsonl:2: not UTF-8 text \(byte 0xff at offset 24\)",
-    "gzip": r"a.jsonl.gz: ",
-    "not gzip": r"a.jsonl.gz: ",
-    "parquet": r"a.parquet: not a readable Parquet file",
-    "column": r"a.parquet: has 'body', but needs one of the formats",
-    "blank": r"there is no text in it",
-    "empty": r"there is no text in it",
-}
-
-
-@pytest.mark.parametrize("kind", ERRORS)
-def test_unreadable_data_is_one_line(tmp_path: Path, kind: str) -> None:
-    path = _broken(tmp_path, kind)
-    with pytest.raises(ValueError, match=ERRORS[kind]) as caught:
-        next(stream(path))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"seq_len": 1}, "seq_len=1 and batch_size=1"),
-        ({"packing": "document"}, "unknown packing 'document': did you mean 'documents'"),
-    ],
-)
-def test_bad_arguments(corpus: Path, options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        stream(corpus, **options)
 
 
 def test_held_out_documents_are_not_trained_on(tmp_path: Path) -> None:

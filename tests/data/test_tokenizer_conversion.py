@@ -1,7 +1,5 @@
 """Folders without tokenizer.json: the libraries that the files are from judge what transformers makes of them."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """open_data: sources of any format, the same in memory and streamed, with lines that describe them."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import itertools
@@ -19,8 +17,6 @@ from te_models import CausalLM, TrainConfig, Trainer, load_tokenizer, open_data
 from te_models.cli.commands import main
 from te_models.data import rows as rows_module
 from te_models.data.dataset import TokenDataset
-from te_models.data.encoding import encode_documents, fit_records
-from te_models.data.formats import Document
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import ByteTokenizer
 from te_models.data.training_data import steps_of
@@ -171,15 +167,6 @@ def test_eval_split_is_a_share_of_the_records_that_fit(share: float | None, coun
     assert f"evaluation on {count} record" in dataset.describe()
     assert dataset.describe().startswith(f"{24 - count} records")
     assert "1 of 25 records is longer than seq_len=128 (the longest has 502 tokens)" in dataset.describe()
-
-
-def test_prompts_are_cut_if_asked(tmp_path: Path) -> None:
-    rows = [*PAIRS, {"prompt": "x" * 300 + "end", "completion": "c" * 50}]
-    dataset, _ = open_data(
-        write(tmp_path, "a.jsonl", rows), ByteTokenizer(), CONFIG, truncate="prompt", eval_split=0.05
-    )
-    assert "1 of 25 prompts is cut from the left to seq_len=128" in dataset.describe()
-    assert b"x" * 74 + b"end" + b"c" * 50 in {text for _ in range(9) for text, _ in documents(next(dataset))}
 
 
 def test_too_little_data_for_a_batch_is_reported(tmp_path: Path) -> None:
@@ -408,7 +395,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     ),
     "a chat to evaluate on, of texts": (
         {"a.jsonl": TEXTS, "e.jsonl": TALKS}, ["--eval-data", "e.jsonl"],
-        "e.jsonl:1: a record with an answer cannot be evaluated when training on texts",
+        "e.jsonl:1: a record with an answer, where the first record of the data is text",
     ),
     "a seed beyond all": ({"a.jsonl": PAIRS}, ["--seed", str(2**70)], "is out of range: give less than 2**63"),
     "an object around the records, and its version": (
@@ -508,19 +495,6 @@ def test_many_epochs_are_counted_at_once(tmp_path: Path) -> None:
     sixteen = dataset.windows_in(16)
     assert sixteen == sum(dataset._shuffled(epoch).num_windows for epoch in range(16))
     assert dataset.windows_in(1e12) == sixteen * 10**12 // 16
-
-
-def test_a_record_that_is_cut_keeps_a_token_of_its_prompt(tmp_path: Path) -> None:
-    """And the bos token before it: four tokens of prompt are cut to one, and not to none."""
-    encoded = encode_documents([Document("abc", "0123")], ByteTokenizer())
-    tokens = encoded.tokens.copy()
-    tokens[0] = bos = 256
-    for seq_len, kept in ((8, 1), (6, 1), (5, 0)):  # bos, a token of the prompt, three of the answer and its end
-        found, fitted, _ = fit_records(dataclasses.replace(encoded, tokens=tokens.copy()), seq_len, "prompt", bos)
-        assert len(found) == kept
-        if kept:
-            (ids,) = fitted.parts(fitted.tokens)
-            assert ids[0] == bos and len(ids) == seq_len
 
 
 def test_an_empty_list_of_paths_is_not_the_default() -> None:

@@ -1,7 +1,5 @@
 """One cuDNN per process: which one is loaded is read from the process's memory map."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

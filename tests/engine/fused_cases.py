@@ -3,8 +3,6 @@
 kernels/test_triton_kernels.py runs them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

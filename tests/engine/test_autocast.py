@@ -1,7 +1,5 @@
 """The autocast context and what surrounds it: nesting, refusals, availability, deprecated names."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

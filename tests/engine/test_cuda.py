@@ -1,7 +1,5 @@
 """The emulated engine on a CUDA device: the same FP8 values, scales and histories as on the CPU, in every bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

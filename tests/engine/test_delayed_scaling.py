@@ -1,7 +1,5 @@
 """Delayed scaling's state machine: te_models/engine/emulated/delayed_scaling.py against an independent simulation."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

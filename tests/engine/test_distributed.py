@@ -1,7 +1,5 @@
 """Amax reduction over a process group: two processes with gloo on the CPU."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

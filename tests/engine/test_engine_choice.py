@@ -1,7 +1,5 @@
 """The choice of an engine, and its reasons."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Few rows without the zeros that pad them: the bits are those of te.Linear with the zeros."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

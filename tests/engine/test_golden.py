@@ -1,7 +1,5 @@
 """The emulated engine against Transformer Engine 2.20.2 on an H200: tests/golden/README.md."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """te.GroupedLinear and the ways of rows against Transformer Engine 2.20.2 on an H200: tests/golden/README.md."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import lzma

@@ -1,7 +1,5 @@
 """te.GroupedLinear: one te.Linear per expert, and what differs from that."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

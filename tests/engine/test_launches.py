@@ -1,7 +1,5 @@
 """Launches of kernels and torch operations for a te.Linear; the host never waits for a result."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

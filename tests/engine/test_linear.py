@@ -1,7 +1,5 @@
 """te.Linear: dtypes, shapes, what is saved, caching, options, errors."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """te.Linear's parameters: initialization, state_dict, quantized weights, refused options."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The products of all experts at once have the bits of Transformer Engine's own te.GroupedLinear."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from collections.abc import Callable, Mapping

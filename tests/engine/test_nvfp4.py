@@ -1,7 +1,5 @@
 """NVFP4 against loops over blocks: scales, FP4 values, Hadamard transform, stochastic rounding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from bits import assert_same_bits

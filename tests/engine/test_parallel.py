@@ -1,7 +1,5 @@
 """te.Linear split over two processes (gloo on the CPU) against the same layer in one."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Quantizers and quantized tensors: formulas against independent references, layouts, edge values, tensor behavior."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable

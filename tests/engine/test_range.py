@@ -4,8 +4,6 @@ The rules are those of sections 2 to 6 of docs/internals/transformer_engine.md. 
 rounded to FP32, which for one product or quotient of FP32 numbers is the same as rounding once.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

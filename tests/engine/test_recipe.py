@@ -1,7 +1,5 @@
 """The emulated engine's recipe classes: fields, defaults, checks, keys."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import sys

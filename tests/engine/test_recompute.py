@@ -1,7 +1,5 @@
 """te.checkpoint: same numbers as without, under every recipe, and no silent misuse."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """te.RMSNorm: arithmetic, dtypes, options. Golden vectors: test_golden.py. The update flag: test_delayed_scaling.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -5,8 +5,6 @@ A CPU's rsqrt is not the GPU's, so the GPU's reciprocals are part of the vectors
 through a table of the GPU's rsqrt) are compared on their own.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

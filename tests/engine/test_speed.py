@@ -1,7 +1,5 @@
 """The emulated engine is fast enough to train with on a CPU."""
 
-from __future__ import annotations
-
 import os
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The arithmetic of Hopper's tensor cores, against a reference in Python's own integers."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

@@ -1,7 +1,5 @@
 """MXFP8 and NVFP4 against torchao, which computes them independently: no Hopper GPU can run Transformer Engine's."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

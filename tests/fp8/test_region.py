@@ -1,7 +1,5 @@
 """A model's forward pass under its own recipe: in threads, inside a caller's autocast, and when it fails."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle

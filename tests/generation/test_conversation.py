@@ -1,7 +1,5 @@
 """Prompts of a conversation, its memory after stopped and failed answers, and the cuts of a long history."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What keeps generation on a CPU fast: one thread for small products, weights that are quantized once."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The decoding step: fit for a CUDA graph, equal to the plain loop, and leaving nothing behind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Generation: sampling, unequal prompts, stops, streaming, chat templates, and that training is left as it was."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
@@ -40,33 +38,6 @@ def build(recipe: str = "bf16", **options: Any) -> CausalLM:
 
 
 PROMPTS = [list(b"the quick brown fox"), list(b"jumps"), list(b"over the dog")]
-
-
-def test_padded_prompts_generate_as_single_ones() -> None:
-    model = build(attention_bias=True, qk_norm=True)
-    with torch.no_grad():  # attention sharp enough for a key of padding to matter
-        for block in model.layers:
-            block.self_attn.qkvg_proj.bias.normal_(0, 1)
-            block.self_attn.o_proj.weight.mul_(20)
-    together = model.generate(PROMPTS, max_new_tokens=12)
-    assert together.shape == (3, 19 + 12)
-    for row, prompt in zip(together, PROMPTS, strict=True):
-        alone = model.generate([prompt], max_new_tokens=12)
-        assert torch.equal(row[19 - len(prompt) :], alone[0])
-    uncached = model.generate(PROMPTS, max_new_tokens=12, use_cache=False)
-    assert torch.equal(together, uncached)
-
-
-@pytest.mark.parametrize("original", [12, 19, 22])
-def test_text_that_outgrows_the_context_of_longrope_is_that_without_a_cache(original: int) -> None:
-    scaling = dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[9.0 - pair for pair in range(8)],
-                   original_max_position_embeddings=original)  # fmt: skip
-    model = build(rope_scaling=scaling, head_dim=16, qk_norm=True, attention_multiplier=2.0)
-    with torch.no_grad():  # attention sharp and large enough for the angles to matter
-        for block in model.layers:
-            block.self_attn.o_proj.weight.mul_(40)
-    together = model.generate(PROMPTS, max_new_tokens=12)
-    assert torch.equal(together, model.generate(PROMPTS, max_new_tokens=12, use_cache=False))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -1,7 +1,5 @@
 """Tiny models of transformers with random weights, the judges of TEModelsForCausalLM."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """TEModelsForCausalLM against transformers' own models of the same weights."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Programs written for models of transformers: the same numbers with ours."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

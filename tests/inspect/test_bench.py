@@ -1,7 +1,5 @@
 """te-models bench: every variant is the same model on the same tokens, and its figures match their names."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

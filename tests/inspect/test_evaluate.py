@@ -1,7 +1,5 @@
 """Losses per recipe: against torch's cross-entropy document by document, in bytes, and as one table."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tasks of lm-evaluation-harness from a user's folder: the scores of transformers on the same weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models of transformers, made once for all tests of Hugging Face's format."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Families on Transformer Engine and fused kernels, against transformers in FP32 and against the emulated engine."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,12 +1,9 @@
 """Hugging Face checkpoints of every family, against transformers' own models, small and random."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +12,7 @@ from hf_models import CASES, Pair, load, prompts, same_tensors, save_hf, tensors
 from judge import AutoModelForCausalLM
 from safetensors.torch import save_file
 
-from te_models import CausalLM, get_preset
 from te_models.errors import CheckpointError
-from te_models.interop.hf_families import FAMILIES, family_for, family_of
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -189,42 +184,3 @@ def test_a_gate_added_to_a_model_round_trips(case: str, theirs: Callable[..., Pa
     assert again.config == model.config and again.config.attention_gate == "elementwise"
     for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other), name
-
-
-@pytest.mark.parametrize("preset", ["gated-nano", "llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b", "smollm3-3b"])
-def test_presets_are_saved_for_transformers(preset: str, tmp_path: Path) -> None:
-    changes = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
-    changes |= dict(head_dim=16, bos_token_id=1, eos_token_id=2, pad_token_id=None, num_hidden_layers=3)
-    if get_preset(preset).no_rope_layers:
-        changes |= dict(no_rope_layers=[1, 1, 0])
-    model = CausalLM.from_preset(preset, device="cpu", dtype=torch.float32, **changes).eval()
-    save_hf(model, tmp_path)
-    ids = prompts()[0] % 96
-    assert torch.equal(load(tmp_path)(ids).logits, model(ids).logits)
-    if model.config.attention_gate == "none":
-        judge, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-        assert not any(report.values()), report
-        torch.testing.assert_close(judge.eval()(ids).logits, model(ids).logits, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: f"{family.model_type}{'-gated' * bool(family.marks)}")
-def test_a_table_reads_what_it_writes(family: Any) -> None:
-    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
-    theirs = {
-        "model_type": family.model_type,
-        **sizes,
-        "num_key_value_heads": 2,
-        "layer_types": ["full_attention"] * 2,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "decoder_options": {"attention_gate": "headwise", "sliding_window": 8},
-        "num_dense_layers": 2,
-        "mlp_layer_types": ["dense"] * 2,
-    }
-    allowed = family.known() | {"model_type"}
-    theirs = {key: value for key, value in theirs.items() if key in allowed}
-    if "kv_lora_rank" in allowed:  # latent attention has a key per query head
-        theirs["num_key_value_heads"] = sizes["num_attention_heads"]
-    config = family.read({family.inner: theirs} if family.inner else theirs)
-    assert family.read(family.write(config)) == config
-    assert family_of(family.write(config)) is family and family_for(config, family) is family

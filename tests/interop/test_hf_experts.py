@@ -1,7 +1,5 @@
 """Families with experts in training and generation, beside test_hf_families.py: transformers is the judge."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

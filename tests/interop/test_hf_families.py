@@ -1,7 +1,5 @@
 """Every family of decoders in ten odd shapes: transformers' own models, small and random, are the judge."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders of Hugging Face: refusals, shards, dtypes, names on the hub, and the memory that loading takes."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

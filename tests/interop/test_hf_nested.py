@@ -1,7 +1,5 @@
 """Folders of models with images, whose text model is read; and the line that refuses a model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

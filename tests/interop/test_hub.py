@@ -1,7 +1,5 @@
 """The hub: what is downloaded, and transformers' keywords in our words."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """Hybrids of gated attention and Gated DeltaNet against transformers' qwen3_5 and qwen3_next."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

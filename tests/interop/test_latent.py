@@ -1,7 +1,5 @@
 """Latent attention in folders of Hugging Face: published configs, the layers after the last, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import logging
 import warnings

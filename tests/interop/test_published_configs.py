@@ -1,7 +1,5 @@
 """config.json as published, in the forms of the versions of transformers that wrote them, against our presets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

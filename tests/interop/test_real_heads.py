@@ -4,8 +4,6 @@ Both are judged by the plain model in FP32. Attention in spans, which default op
 any size; Phi-3 has 96 channels.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ TE_MODELS_TRANSFORMERS=FOLDER judges by the transformers in FOLDER, where `pip i
 transformers==4.57.6` has put one; the slow tests ran so with 4.57.6, 5.0.0, 5.3.0, 5.8.0 and 5.12.0.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

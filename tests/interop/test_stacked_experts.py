@@ -1,7 +1,5 @@
 """gpt-oss as OpenAI publishes it, with experts in MXFP4, and stacks that are damaged; transformers is the judge."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The backward of one chunk of the delta rule in Triton; test_triton_kernels.py runs this with TRITON_INTERPRET=1."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 test_triton_kernels.py runs them. On a GPU the tests marked `gpu` compare whole models with and without these kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 The interpreter multiplies no BF16, so that a CPU takes FP32 in its place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple

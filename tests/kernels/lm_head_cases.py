@@ -3,8 +3,6 @@
 Run by test_triton_kernels.py in Triton's interpreter and on a GPU.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fewer import every

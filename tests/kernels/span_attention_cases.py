@@ -1,7 +1,5 @@
 """Attention in spans equals attention under a mask; test_triton_kernels.py runs this with TRITON_INTERPRET=1."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

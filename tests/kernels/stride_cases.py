@@ -3,8 +3,6 @@
 test_triton_kernels.py runs this in Triton's interpreter and on a GPU. The reference is written out in FP64 here.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

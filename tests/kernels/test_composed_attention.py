@@ -1,7 +1,5 @@
 """Attention with capped logits and with sinks, against autograd through its definition."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The gated delta rule against its recurrence in FP64, token by token, and against transformers' functions."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Elementwise operations against autograd and transformers' activations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

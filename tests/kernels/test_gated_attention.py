@@ -1,7 +1,5 @@
 """RoPE, attention and gate as one operation equal the three written out; gated_attention_cases.py has its kernels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

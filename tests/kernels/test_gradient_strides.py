@@ -4,8 +4,6 @@
 read beyond it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

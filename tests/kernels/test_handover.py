@@ -1,7 +1,5 @@
 """Hand-over between te modules: successor, order, and on a GPU one FP8 copy."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

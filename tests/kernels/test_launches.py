@@ -1,7 +1,5 @@
 """Launches of Triton kernels on tensors without memory: their grids, and whether they compile, without a GPU."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The head and its loss as one operation: cross_entropy's loss and gradients, and no logits."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

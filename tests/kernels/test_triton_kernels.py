@@ -1,7 +1,5 @@
 """Kernels in Triton: in its interpreter, which is chosen before Triton is imported, and on a GPU."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

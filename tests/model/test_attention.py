@@ -1,7 +1,5 @@
 """Attention in a model: masks of documents, and one operation where kernels compute all that it asks for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kinds import KINDS, OPTIONS, assert_close, build, gradients, tokens

@@ -1,7 +1,5 @@
 """A block: which of its te.Linears save codes, what each hands on to the next, and that the model alone may call it."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calibration gives delayed scaling the scales of a step with the amaxes of BF16, and changes nothing else."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

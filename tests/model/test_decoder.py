@@ -1,7 +1,5 @@
 """The decoder's pass: all parameters train, any size works, scales move once per step, both ways to the loss agree."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from bits import assert_same_bits
@@ -11,10 +9,7 @@ from kinds import build as build_kind
 from kinds import tokens as tokens_of
 from small_model import RECIPES, SHAPE, Build, registry, same, snapshot, step, tokens
 
-from te_models import CausalLM, list_recipes
-from te_models.data.dataset import TokenDataset
-from te_models.data.documents import Document
-from te_models.data.tokenizer import ByteTokenizer
+from te_models import list_recipes
 from te_models.fp8.region import Autocasts
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model.forward_context import ForwardContext, forward_context
@@ -106,21 +101,6 @@ def test_last_logits_equal_those_of_a_full_pass(recipe: str) -> None:
     for kept in (1, 3, 20):
         torch.testing.assert_close(model(ids, logits_to_keep=kept).logits, whole[:, -kept:], atol=1e-5, rtol=0)
     assert model(ids, labels=ids, logits_to_keep=1).logits.shape == whole.shape
-
-
-def test_packed_batches_of_a_dataset_train_alike() -> None:
-    """The whole path: what TokenDataset packs, forward gives as each document with its end-of-text token alone."""
-    model = CausalLM.from_preset("gated-nano", **{**SHAPE, "vocab_size": 288}, device="cpu", dtype=torch.float32)
-    words, texts = ByteTokenizer(), ["ab", "a longer text", "c", "no more"]
-    documents = [Document(text) for text in texts]
-    batch = next(TokenDataset(documents, words, 27, batch_size=1, seed=0, shuffle=False, packing="documents"))
-    total, count = 0.0, 0
-    for text in texts:
-        own = torch.tensor([[*words.encode(text), words.eos_token_id]])
-        total += model(own, labels=own).loss.item() * (own.shape[1] - 1)
-        count += own.shape[1] - 1
-    assert int((batch["labels"] >= 0).sum()) == count
-    assert model(**batch).loss.item() == pytest.approx(total / count, abs=1e-5)
 
 
 def test_positions_count_from_the_start_of_each_document() -> None:

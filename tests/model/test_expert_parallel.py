@@ -1,7 +1,5 @@
 """Ranks that share experts compute what one process does, in every gradient, and save the folder that it saves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The graphs that torch.export, ONNX and torch.compile make of a model in BF16 compute what the model computes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Hybrids on a GPU at the sizes of heads that are published: fused against plain, packed, as a CUDA graph, decoding."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

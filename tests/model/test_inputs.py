@@ -1,7 +1,5 @@
 """Wrong arguments of a forward pass are one line of the project's type, and nothing runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ The judges know no kind: a pass without padding, without neighbors, without a ca
 saved tensors; a run that was not interrupted; the modules of the model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The cache while decoding: any parts of a text give the logits of the whole, and padding stays padding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

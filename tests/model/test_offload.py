@@ -1,8 +1,6 @@
 """Activation offload changes no bit, leaves nothing on the device that it should have moved,
 and loses no host memory."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fewer import every
+from small_model import loss_of
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend
@@ -67,23 +66,12 @@ def build(recipe: str, offloaded: bool, mode: str | int = "none", **options: Any
     return CausalLM.from_preset("gated-nano", **{**shape, **history, **own, **options})
 
 
-def tokens(seed: int, batch: int = 2, seq: int = 9) -> Tensor:
-    return torch.randint(0, SHAPE["vocab_size"], (batch, seq), generator=torch.Generator().manual_seed(seed))
-
-
-def loss_of(model: CausalLM, seed: int, *shape: int, **options: Any) -> Tensor:
-    ids = tokens(seed, *shape).to(model.device)
-    loss = model(ids, labels=ids, **options).loss
-    assert loss is not None
-    return loss
-
-
 def run(model: CausalLM, cached: bool = True) -> list[Tensor]:
     """Two steps of two micro-batches with an evaluation, and an abandoned forward in between: all that they change."""
     found: list[Tensor] = []
     for step in range(2):
         for micro in range(2):
-            loss = loss_of(model, 10 * step + micro, is_first_microbatch=micro == 0 if cached else None)
+            loss = loss_of(model, 10 * step + micro, 2, 9, is_first_microbatch=micro == 0 if cached else None)
             if micro:
                 loss_of(model, 90, 1, 7, is_first_microbatch=False if cached else None)  # its backward never comes
             loss.backward()

@@ -1,7 +1,5 @@
 """Offload of plain blocks: order of the copies, graphs used twice, changes in place, small tensors."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 

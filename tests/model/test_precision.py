@@ -1,7 +1,5 @@
 """The precision of each te.Linear: the same bits as a walk that calls it in an autocast of its own."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """recipe="auto": what it chooses and why, that it is the default everywhere, and that a saved recipe comes first."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

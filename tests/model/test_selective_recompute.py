@@ -1,7 +1,5 @@
 """Operations that "selective" recomputes, and the memory it saves; test_recompute.py compares bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_same_bits
+from small_model import loss_of
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,13 +32,6 @@ def build(recipe: str, mode: str, engine: str = "emulated", **options: Any) -> C
     return CausalLM.from_preset(
         "gated-nano", recipe=recipe, activation_checkpointing=mode, **{**SHAPE, **edges, **place, **options}
     )
-
-
-def loss_of(model: CausalLM, seed: int = 0) -> Tensor:
-    ids = torch.randint(0, SHAPE["vocab_size"], (2, 16), generator=torch.Generator().manual_seed(seed))
-    loss = model(ids.to(model.device), labels=ids.to(model.device)).loss
-    assert loss is not None
-    return loss
 
 
 @pytest.mark.parametrize("engine", ENGINES)

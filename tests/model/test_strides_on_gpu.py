@@ -1,7 +1,5 @@
 """Operations that write Transformer Engine's FP8, on inputs and gradients of any strides."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

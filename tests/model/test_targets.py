@@ -1,7 +1,5 @@
 """Targets of the loss: padding predicts nothing, and labels outside the vocabulary are named."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -3,8 +3,6 @@
 Except the taps and decays of linear attention, and attention's sinks, with which the mixer itself computes.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """A CausalLM split over two processes (gloo on the CPU) against the same model in one;
 four for the amaxes of replicas."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """te_models.checkpoint and FP8 state on modules that are not ours: the bits of a run without recompute."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from types import ModuleType

@@ -3,8 +3,6 @@
 Run by tests/kernels/test_triton_kernels.py in Triton's interpreter and on a GPU.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from typing import Any

@@ -1,7 +1,5 @@
 """GaLore against the paper's equations, computed with a full SVD."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Lists of parameters are divided in one pass, however many there are."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

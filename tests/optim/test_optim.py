@@ -1,8 +1,6 @@
 """Optimizers: which part of the model each updates, what it stores, that it resumes in every bit,
 and that it learns."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings
@@ -419,29 +417,6 @@ def test_orthogonalizing_together_is_orthogonalizing_each() -> None:
 
 
 # GaLore.
-
-
-def test_galore_refreshes_its_projector_on_time_and_is_adamw_at_full_rank() -> None:
-    weight, twin = (nn.Parameter(torch.ones(12, 20)) for _ in range(2))
-
-    def galore(parameter: nn.Parameter, options: str) -> torch.optim.Optimizer:
-        group = {"params": [parameter], "weight_decay": 0.1, "matrices": True}
-        return OPTIMIZERS["galore"].build(0.1, resolve_options("galore", options), [group])[0]
-
-    optimizer = galore(weight, "rank=4,refresh=3")
-    projectors: list[Tensor] = []
-    for _ in range(7):
-        weight.grad = torch.randn_like(weight)
-        optimizer.step()
-        projectors.append(optimizer.state[weight]["projector"].clone())
-    assert [torch.equal(a, b) for a, b in zip(projectors, projectors[1:], strict=False)] == [True, True, False] * 2
-    full = galore(twin, "rank=12")
-    plain = nn.Parameter(torch.ones(12, 20))
-    adamw = torch.optim.AdamW([plain], lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
-    for _ in range(3):
-        twin.grad = plain.grad = torch.randn_like(plain)
-        full.step(), adamw.step()
-    assert torch.allclose(twin, plain, atol=1e-6)
 
 
 @pytest.mark.gpu

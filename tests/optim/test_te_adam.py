@@ -1,8 +1,6 @@
 """te-adam's saved state, checked on a CPU with a stand-in for Transformer Engine's FusedAdam that has its state's
 layout."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Printed text obeys no character of a name, of data or of generated text."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 
@@ -48,6 +46,12 @@ def test_the_next_commands_of_a_run_are_safe_to_print(tmp_path: Path) -> None:
     prompt = Prompt(tuple(ByteTokenizer().encode(HOSTILE)))
     print_next(Terminal(file=out, width=200), tmp_path / HOSTILE, ByteTokenizer(), [prompt])
     assert "--prompt" in out.getvalue() and is_safe(out.getvalue())
+
+
+def test_the_suggested_prompt_ends_as_in_training(tmp_path: Path) -> None:
+    out, prompt = io.StringIO(), Prompt(tuple(ByteTokenizer().encode("7 times 2 is ")))
+    print_next(Terminal(file=out, width=200), tmp_path, ByteTokenizer(), [prompt])
+    assert "--prompt '7 times 2 is '" in out.getvalue()
 
 
 def test_generated_text_is_raw_in_a_pipe_only(

@@ -1,7 +1,5 @@
 """The smallest change that makes a run fit: it fits, fewer changes do not, and milder ones come first."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

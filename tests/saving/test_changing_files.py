@@ -1,7 +1,5 @@
 """Weights that another process rewrites while they are loaded: one of the two versions, or one line."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Crafted checkpoints, with a manifest that fits: each is refused in one line,
 and the live run is unchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A checkpoint without the files that only a resume reads is still a model; a resume names what is gone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints that commit 3a41a4b wrote under `delayed` load, evaluate to the recorded loss, and resume."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A save is the state of its step, in every kind of run: beside the next step, on several processes, beside threads."""
 
-from __future__ import annotations
-
 import copy
 import json
 import threading

@@ -1,7 +1,5 @@
 """from_pretrained is a short walk: the calls between files that it really makes, traced, and how often they climb."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import threading

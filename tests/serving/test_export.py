@@ -1,7 +1,5 @@
 """Exports for servers: transformers and compressed-tensors read the same weights, and make the same tensors of them."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """Exports of a model that Transformer Engine has trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

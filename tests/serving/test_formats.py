@@ -1,7 +1,5 @@
 """The formats of exports over the whole range of FP32: dequantized in FP64, every value is within its rounding."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The guide to serving: its programs run one after the other, and its commands on a small model."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Emulated serving: linears agree with compressed-tensors, and a format served as trained changes nothing."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

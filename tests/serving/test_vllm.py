@@ -1,7 +1,5 @@
 """Exports in a real server: `make test-vllm` installs vLLM and runs these tests, on rows of benchmarks/vllm_parity."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from pathlib import Path
 from typing import Any

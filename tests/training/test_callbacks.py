@@ -1,7 +1,5 @@
 """Callbacks, early stopping and the best checkpoint of a run."""
 
-from __future__ import annotations
-
 import io
 import math
 from pathlib import Path

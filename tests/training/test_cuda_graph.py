@@ -1,7 +1,5 @@
 """A training step as a CUDA graph: the same losses, gradients and scales as eager steps."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import contextmanager, suppress
 from typing import Any

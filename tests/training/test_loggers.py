@@ -1,7 +1,5 @@
 """Metrics sent to TensorBoard, Weights & Biases and trackio."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import re

@@ -1,7 +1,5 @@
 """The model in third-party tools: peft's LoRA with merge and unmerge, transformers.Trainer, accelerate."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters on experts: peft on transformers' models is the judge of values, gradients and files."""
 
-from __future__ import annotations
-
 import json
 import re
 import warnings

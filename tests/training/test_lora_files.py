@@ -1,7 +1,5 @@
 """Adapters to and from transformers: peft on small random models of every architecture is the judge."""
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import re

@@ -1,7 +1,5 @@
 """Adapters of a model that FSDP2 shards, with experts divided among processes or not: what one process computes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

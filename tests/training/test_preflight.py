@@ -1,7 +1,5 @@
 """Memory before a run: what is compared with what, and that a run which does not fit is refused before data is read."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

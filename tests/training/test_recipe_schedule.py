@@ -1,7 +1,5 @@
 """Recipes that follow each other in a run: the same bits as a loop that changes them by hand, also after a resume."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

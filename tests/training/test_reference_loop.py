@@ -1,7 +1,5 @@
 """The Trainer against a training loop written here on torch.optim.AdamW, clip_grad_norm_ and the schedule's formula."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator

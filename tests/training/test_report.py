@@ -1,7 +1,5 @@
 """The summary of a run: compiled or not, a CUDA graph or not, and why."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The folder of a run, and the settings that `--resume` reads from its checkpoint by default."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Samples: the choice of prompts from evaluation batches, and the part of the answers that is shown."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

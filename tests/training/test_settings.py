@@ -1,7 +1,5 @@
 """Settings of a run: defaults per command, files, what a resumed run may change."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +73,11 @@ def test_another_recipe_or_shape_replaces_that_of_the_file_as_a_whole(tmp_path: 
     for recipe in ("bf16", "nvfp4"):
         with pytest.warns(UserWarning, match=f"recipe '{recipe}' has no FP8 weights: the run goes on without"):
             assert run_settings("pretrain", {"recipe": recipe, "preset": "gated-124m"}, file).build == {}
+
+
+def test_a_shape_in_a_file_without_a_model_changes_the_preset_given(tmp_path: Path) -> None:
+    file = write(tmp_path / "shape.toml", "[shape]\nhidden_size = 64\n")
+    assert run_settings("pretrain", {"preset": "gated-124m"}, file).build == {"hidden_size": 64}
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ import itertools
 import json
 import math
 import signal
-import threading
-import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,6 @@ from te_models.errors import Diverged, SaveError, UsageError
 from te_models.fp8.primary_weights import is_quantized, plain, quantized_weights
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model.targets import next_token_targets
-from te_models.saving.folder import load_folder
 from te_models.saving.pretrained import saved_folder
 from te_models.training.evaluation import evaluate
 from te_models.training.metrics import MetricsLog, read_metrics
@@ -237,27 +234,6 @@ def test_the_trainer_learns_and_logs_every_step(tmp_path: Path) -> None:
     assert CausalLM.from_pretrained(tmp_path, device="cpu").recipe.name == "current"
 
 
-def test_accumulation_is_the_mean_over_micro_batches(tmp_path: Path) -> None:
-    run = trainer(tmp_path, "bf16", gradient_accumulation=2, clip_grad_norm=0.0)
-    run.optimizer.step = lambda: None
-    first, second = next(run.dataset), next(run.dataset)
-    expected = sum(run.model(**batch).loss for batch in (first, second)) / 2
-    expected.backward()
-    norm = torch.linalg.vector_norm(torch.stack([p.grad.float().norm() for p in run.model.parameters()]))
-    run.model.zero_grad()
-    row = run.step(iter([first, second]))
-    assert row["loss"] == pytest.approx(expected.item(), rel=1e-6)
-    assert row["grad_norm"] == pytest.approx(norm.item(), rel=5e-3)
-
-
-def test_a_micro_batch_without_a_label_counts_for_nothing(tmp_path: Path) -> None:
-    run = trainer(tmp_path, "bf16")
-    batch = next(run.dataset)
-    output = run.model(batch["input_ids"], labels=torch.full_like(batch["labels"], -100))
-    output.loss.backward()
-    assert output.loss == 0 and all(p.grad is None or (p.grad == 0).all() for p in run.model.parameters())
-
-
 @pytest.mark.parametrize(
     ("recipe", "advice"),
     [
@@ -366,36 +342,6 @@ def test_resuming_another_shape_or_nothing_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path, "bf16", shape=dict(TINY, intermediate_size=64), steps=4, seq_len=16).run(resume=True)
     with pytest.raises(ValueError, match="nothing to resume"):
         trainer(tmp_path / "empty", "delayed").run(resume=True)
-
-
-def test_a_background_save_holds_what_the_weights_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy begins when the next step is ready for its update, and takes a while, for which the update waits."""
-    run = trainer(tmp_path, "delayed", shape=TINY, steps=3, seq_len=16, save_every=1, keep_last=9)
-    copy, compute, masters, computed = run.checkpoints._snapshot, run._forward_backward, [], threading.Event()
-
-    def late(*args: Any) -> Any:
-        if run.result.step < 3:
-            assert computed.wait(60)
-            time.sleep(0.2)
-        return copy(*args)
-
-    def forward_backward(micro_batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        loss = compute(micro_batches)
-        computed.set()
-        return loss
-
-    def note(row: dict[str, Any]) -> None:
-        computed.clear()
-        masters.append([master.clone() for master in run.optimizer.masters])
-
-    monkeypatch.setattr(run.checkpoints, "_snapshot", late)
-    monkeypatch.setattr(run, "_forward_backward", forward_backward)
-    run.on_step = note
-    run.run()
-    for step, (path, wanted) in enumerate(zip(run.checkpoints.all(), masters, strict=True), 1):
-        saved = load_folder(path).tensors["training"]
-        assert path.name == f"step-{step:08d}"
-        assert all(torch.equal(saved[f"optimizer.masters.{i}"], master) for i, master in enumerate(wanted))
 
 
 def test_a_background_save_that_fails_is_an_error_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """The walk from the command `finetune` to the first step, followed through real calls."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys
