@@ -127,15 +127,16 @@ def _read_pt(file: Path) -> Fields:
     for key in ("model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), Mapping):
             content = content[key]
-    if not isinstance(content, Mapping) or not all(
+    problem = " is no state_dict: it must map names to tensors"
+    if isinstance(content, Mapping) and all(
         isinstance(name, str) and (isinstance(value, Tensor) or (value is None and name.endswith(EXTRA)))
         for name, value in content.items()
     ):
-        raise CheckpointError(f"{file} is no state_dict: it must map names to tensors")
-    for name, value in content.items():
-        if value is not None and not _is_plain(value):
-            raise CheckpointError(f"{file}: {list_some([name])} is no plain tensor in memory of its own size")
-    return dict(content)
+        wrong = [name for name, value in content.items() if value is not None and not _is_plain(value)]
+        if not wrong:
+            return dict(content)
+        problem = f": {list_some(wrong[:1])} is no plain tensor in memory of its own size"
+    raise CheckpointError(f"{file}{problem}")
 
 
 def _check_archive(opened: BinaryIO, size: int) -> None:
