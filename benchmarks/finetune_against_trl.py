@@ -1,4 +1,4 @@
-"""Fine-tune shapes of Qwen3-0.6B and Llama-3.1-8B on chat records, beside TRL's SFTTrainer with the same settings.
+"""Fine-tune shapes of Qwen3-0.6B, Llama-3.1-8B and Qwen3.5-2B on chat records, beside TRL's SFTTrainer.
 
     python benchmarks/finetune_against_trl.py run --out benchmarks/results/finetune_against_trl_h200.json
     python benchmarks/finetune_against_trl.py run --tiny --device cpu --out finetune.json    # anywhere
@@ -40,14 +40,20 @@ from te_models.data.python_docstrings import python_docstrings
 from te_models.data.tokenizer import load_tokenizer
 from te_models.data.training_data import open_data
 from te_models.inspect.environment import environment
+from te_models.kernels.delta_rule import delta_rule_kernel
 
 RANK = 16
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": dict(seq_len=4096, batch_size=4, recompute="none", learning_rate=2e-5),
     "llama-3.1-8b": dict(seq_len=4096, batch_size=2, recompute="full", learning_rate=1e-6),  # 2e-5 diverges: no warm-up
+    "qwen3.5-2b": dict(seq_len=4096, batch_size=2, recompute="full", learning_rate=5e-6),
 }
 TINY = dict(vocab_size=4096, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2,
             num_key_value_heads=1, head_dim=32)  # fmt: skip
+TINY_HYBRID = dict(
+    layer_types=("linear_attention",) * 3 + ("full_attention",),
+    linear_attention=dict(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16),
+)
 WAYS = ("trl", "trl-documents", "bf16", "delayed", "current", "current+offload")
 STEPS, WARM_UP = 24, 8
 
@@ -83,6 +89,11 @@ class Job:
         found = dict(SHAPES[self.shape])
         return found | dict(seq_len=256, batch_size=2) if self.tiny else found
 
+    def shape_options(self) -> dict[str, Any]:
+        """Return what shrinks the preset, where that was asked for."""
+        hybrid = TINY_HYBRID if get_preset(self.shape).linear_attention else {}
+        return TINY | hybrid if self.tiny else {}
+
     def train_config(self) -> TrainConfig:
         own = self.settings()
         quantized = self.method == "full" and not self.tiny
@@ -105,12 +116,11 @@ def ours(job: Job) -> dict[str, Any]:
     from te_models.training.trainer import Trainer
 
     torch.manual_seed(0)
-    shape = TINY if job.tiny else {}
     recipe, _, offload = job.way.partition("+")
     fp8_params = job.method == "lora" and recipe != "bf16"
     model = CausalLM.from_preset(job.shape, recipe=recipe, device=job.device, fp8_params=fp8_params,
                                  activation_checkpointing=job.settings()["recompute"],
-                                 activation_offload=bool(offload), **shape)  # fmt: skip
+                                 activation_offload=bool(offload), **job.shape_options())  # fmt: skip
     saved = LoraRun(model, LoraSettings(rank=RANK, alpha=2.0 * RANK), None) if job.method == "lora" else None
     run = Trainer(model, job.rows(), [], job.train_config(), Path("unused"), saved=saved)
     return measure(run.steps(iter(run.dataset)), job.device)
@@ -178,6 +188,7 @@ def stand_in_for_datasets() -> None:
 def theirs(job: Job) -> dict[str, Any]:
     """Train with TRL's SFTTrainer; the same results as of `ours`."""
     stand_in_for_datasets()
+    delta_rule_kernel(torch.device(job.device), torch.bfloat16)  # flash-linear-attention refuses some GPUs without ours
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -186,7 +197,7 @@ def theirs(job: Job) -> dict[str, Any]:
     batches = list(zip(range(STEPS), job.rows(), strict=False))
     rows = [{name: batch[name][n].tolist() for name in ("input_ids", "labels")} | places(job, batch["document_ids"][n])
             for _, batch in batches for n in range(own["batch_size"])]  # fmt: skip
-    shape = get_preset(job.shape, **(TINY if job.tiny else {}))
+    shape = get_preset(job.shape, **job.shape_options())
     with torch.device(job.device):
         model = AutoModelForCausalLM.from_config(their_config(shape), dtype=torch.bfloat16, attn_implementation="sdpa")
     model.load_state_dict(our_weights(job))
@@ -242,7 +253,7 @@ def our_weights(job: Job) -> dict[str, torch.Tensor]:
     from te_models.saving.pretrained import weights
 
     torch.manual_seed(0)
-    model = CausalLM.from_preset(job.shape, recipe="bf16", device=job.device, **(TINY if job.tiny else {}))
+    model = CausalLM.from_preset(job.shape, recipe="bf16", device=job.device, **job.shape_options())
     own = weights(model)
     places = tensor_places(family_for(model.config), model.config, {name: p.shape for name, p in own.items()})
     found = {name: place.save(own[place.name]) for name, place in places.items()}

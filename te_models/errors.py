@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SAID = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
 MANY = 20  # choices, in the line about an unknown one
+CLOSE = 0.6  # similarity of a name that was probably meant
 LONGEST = 1000  # characters of a message
 _DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))  # which reorder the text around
 _CONTROLS = dict.fromkeys([*range(32), *range(127, 160), 0x2028, 0x2029, *_DIRECTIONS], " ")
@@ -124,7 +125,8 @@ def unknown(kind: str, given: object, choices: Iterable[str], listed: str = "", 
     if advice:
         return UsageError(line + advice)
     names = sorted(choices)
-    near = difflib.get_close_matches(str(given), names, n=1, cutoff=0.5)
+    bare = {name.lstrip("-"): name for name in names}  # two dashes at the start of options are no similarity
+    near = [bare[name] for name in difflib.get_close_matches(str(given).lstrip("-"), bare, n=1, cutoff=CLOSE)]
     near = near or [name for name in names if _initials(name) == str(given).lower()]
     hint = f"did you mean {near[0]!r}? " if near else ""
     rest = f"{listed} lists all {len(names)}" if listed and len(names) > MANY else f"choose one of {', '.join(names)}"

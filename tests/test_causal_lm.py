@@ -122,6 +122,12 @@ CONVERSIONS: dict[str, Callable[[CausalLM], Any]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", ["float32", torch.float64, torch.int8])
+def test_a_dtype_that_te_layers_do_not_have_is_refused(dtype: Any) -> None:
+    with pytest.raises(UsageError, match=r"dtype=.* is not supported: give torch\.bfloat16, torch\.float16, torch"):
+        CausalLM.from_preset("gated-nano", **SHAPE, device="cpu", dtype=dtype)
+
+
 @pytest.mark.parametrize("how", CONVERSIONS)
 def test_a_conversion_to_fp64_or_fp16_is_refused_in_one_line(how: str) -> None:
     model = CausalLM.from_preset("gated-nano", **SHAPE, device="cpu")

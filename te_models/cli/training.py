@@ -56,8 +56,10 @@ def run_training(command: str, file: str | None, resume: str | None, options: Ma
     given = given_options({name: value for name, value in options.items() if is_given(name)})
     both = resume is not None and file is not None
     is_folder = file is not None and Path(file).is_dir()
+    unexpected = file is not None and not Path(file).exists()
     out = given.get("out")
     mistakes = {
+        f"unexpected {file}: the one argument is RUN.TOML, a file of settings, and this is no file": unexpected,
         f"give either {file} or --resume: a run's folder has its own run.toml": both,
         f"give the folder once: --resume {resume} or --resume --out {out}": resume and out is not None,
         f"{file} is a folder: {file}/run.toml runs it once more, and --resume {file} continues it": is_folder,

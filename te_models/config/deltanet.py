@@ -182,8 +182,8 @@ class DeltaNetSpec(MixerSpec):
 
         That is the lengths of queries and keys, and per token, value head and token of its chunk an element of the
         inverse of the chunk's system. Its backward makes the states [d_k, d_v] of all chunks and their gradients, three
-        tensors like the values, and four like the keys of all value heads. The plain version computes all of a row in
-        FP32.
+        tensors like the values, four like the keys of all value heads, one like the keys and one like the gates. The
+        plain version computes all of a row in FP32.
         """
         sizes, heads = self.sizes, self.sizes.num_value_heads
         mixed, value = (tape.tokens * size * tape.element for size in (sizes.mixed_size, sizes.value_size))
@@ -194,7 +194,8 @@ class DeltaNetSpec(MixerSpec):
         if tape.cuda and tape.element < FP32:
             keys = tape.tokens * heads * sizes.key_head_dim * tape.element  # of each value head
             saved = mixed + gates + 2 * tape.tokens * sizes.num_key_heads * FP32 + between * tape.element
-            scratch = 2 * state * tape.element + 3 * value + 4 * keys
+            own = tape.tokens * sizes.key_size * tape.element
+            scratch = 2 * state * tape.element + 3 * value + 4 * keys + own + gates
         else:
             width = 4 * sizes.key_head_dim + 4 * sizes.value_head_dim
             saved = mixed + gates

@@ -252,9 +252,24 @@ class ModelConfig(Settings):
         plain = {name: copy.deepcopy(values[name]) for name in config_fields()}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
+    def document(self) -> dict[str, Any]:
+        """Return the fields as config.json has them.
+
+        RoPE that is stretched is in `rope_parameters`, as transformers 5 writes it: the base class of its configs, with
+        which a Trainer that resumes reads the file, has no room for `rope_scaling` beside `rope_theta`.
+        """
+        values = self.to_dict()
+        if self.rope_scaling is not None:
+            values["rope_parameters"] = {"rope_theta": values.pop("rope_theta"), **values.pop("rope_scaling")}
+        return values
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """Return the config with these fields; an unknown or missing one is a ConfigError."""
+        """Return the config with these fields, or those of `document`; an unknown or missing one is a ConfigError."""
+        values = dict(values)
+        if "rope_parameters" in values:
+            scaling = dict(values.pop("rope_parameters"))
+            values |= {"rope_theta": scaling.pop("rope_theta", None), "rope_scaling": scaling}
         return from_table(cls, values, "the config")
 
 

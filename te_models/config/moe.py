@@ -208,14 +208,11 @@ def with_local_experts(layers: tuple[LayerSpec, ...], ranks: int) -> tuple[Layer
         spec: dataclasses.replace(spec, ranks=ranks)
         for spec in distinct(layer.mlp for layer in layers if isinstance(layer.mlp, MoESpec))
     }
-    if not local:
-        raise ConfigError("expert parallelism divides the experts of a model, and this one has none: use fsdp")
-    for spec in local:
-        if (count := spec.experts.num_experts) % ranks:
-            raise ConfigError(
-                f"num_experts={count} cannot be divided between {ranks} ranks: give an expert-parallel size that "
-                f"divides {count}"
-            )
+    mistakes = {"expert parallelism divides the experts of a model, and this one has none: use fsdp": not local}
+    for number in (spec.experts.num_experts for spec in local):
+        advice = f"give an expert-parallel size that divides {number}"
+        mistakes[f"num_experts={number} cannot be divided between {ranks} ranks: {advice}"] = number % ranks > 0
+    refuse(mistakes, ConfigError)
     return tuple(
         dataclasses.replace(layer, mlp=local[layer.mlp]) if isinstance(layer.mlp, MoESpec) else layer
         for layer in layers

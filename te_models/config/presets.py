@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from te_models.config.model import ModelConfig
+from te_models.config.model import PER_LAYER, ModelConfig
 from te_models.errors import check_known
 
 Shape = dict[str, Any]  # fields of ModelConfig
@@ -266,10 +266,12 @@ def get_preset(name: str, **overrides: Any) -> ModelConfig:
     """Return the ModelConfig of a preset, with any field overridden.
 
     Fields that the preset does not set and that follow from others (head_dim, num_key_value_heads) are derived after
-    the overrides.
+    the overrides. With fewer layers the first ones remain, each of its kind.
 
     Raises:
         UsageError: an unknown preset or field; the message names the nearest.
     """
     check_known("preset", name, PRESETS, "`te-models list`")
-    return ModelConfig(**{**PRESETS[name], **overrides})
+    layers = overrides.get("num_hidden_layers")
+    kinds = {field: PRESETS[name][field] for field in PER_LAYER if isinstance(layers, int) and field in PRESETS[name]}
+    return ModelConfig(**{**PRESETS[name], **{field: found[:layers] for field, found in kinds.items()}, **overrides})

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from te_models.data.json_files import read_file, read_json_object
 from te_models.errors import DataError, UsageError
+from te_models.files.atomic import explained
 from te_models.files.formats import Document, Value
 
 SECONDS = 10
@@ -117,13 +118,15 @@ class _Process:
 
     def __init__(self, source: str) -> None:
         self.owner, self._lock = os.getpid(), threading.Lock()
+        here = Path.cwd().resolve()  # may hold anything
+        others = [entry for entry in sys.path if entry and Path(entry).resolve() not in (here, PACKAGES)]
         self.popen = subprocess.Popen(
             [sys.executable, "-m", "te_models.data.template_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=PACKAGES,  # which `-m` puts first on the path: a random.py beside the data must not run
-            env={"PYTHONPATH": os.pathsep.join(_import_path()), "PYTHONUTF8": "1"},
+            env={"PYTHONPATH": os.pathsep.join([str(PACKAGES), *others]), "PYTHONUTF8": "1"},
             start_new_session=True,  # Ctrl-C is for this process
         )
         self._end = weakref.finalize(self, _end, self.popen, self.owner)
@@ -133,10 +136,9 @@ class _Process:
 
     def ask(self, request: Document) -> Value:
         """Return the answer to a request; the process ends if it takes too long."""
-        try:
+        plain = "messages and variables of a chat template must be plain JSON values"
+        with explained(plain, TypeError, ValueError, RecursionError, error=UsageError):
             line = json.dumps({**request, "seconds": SECONDS}).encode() + b"\n"
-        except (TypeError, ValueError, RecursionError) as error:
-            raise UsageError(f"messages and variables of a chat template must be plain JSON values: {error}") from None
         stdin, stdout = self.popen.stdin, self.popen.stdout
         assert stdin is not None and stdout is not None
         with self._lock:
@@ -176,12 +178,6 @@ def template_tokens(config: Mapping[str, object]) -> dict[str, str]:
     values = {name: value for name, value in config.items() if name.endswith("_token")}
     values = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
     return {name: value for name, value in values.items() if value and isinstance(value, str)}
-
-
-def _import_path() -> list[str]:
-    """Return this process's import path without the current folder, which may hold anything."""
-    here = Path.cwd().resolve()
-    return [str(PACKAGES), *(entry for entry in sys.path if entry and Path(entry).resolve() not in (here, PACKAGES))]
 
 
 def _end(process: subprocess.Popen, owner: int) -> None:

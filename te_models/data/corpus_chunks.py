@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 
 from te_models.data.documents import has_text, hash_document, refuse_mixture
 from te_models.data.encoding import Encoded, Fit, encode_documents, fit_records
-from te_models.data.files import HELP, file_format, readable_errors
+from te_models.data.files import check_text, file_format, readable_errors
 from te_models.data.formats import Document
 from te_models.data.packing import RecordEpoch
 from te_models.data.rows import FileRange, file_ranges, read_range
 from te_models.data.sources import Source, open_sources
 from te_models.data.tokenizer import Tokenizer, end_of_text
-from te_models.errors import DataError
 
 CHUNK_BYTES = 2**19
 TARGET, FIRST = 1, 2  # flags of a token: the loss counts its prediction; it begins a document
@@ -80,8 +79,7 @@ def find_chunks(corpus: str | Sequence[Source], chunk_bytes: int = CHUNK_BYTES) 
                     ranges.append((len(files), *part[1:]))
                     sizes.append(size)
             files.append(file)
-        if not sizes:
-            raise DataError(f"{source.path}: there is no text in it; {HELP}")
+        check_text(source.path, sizes)
         grouped = _grouped(sizes, chunk_bytes)
         totals += np.add.reduceat(np.array(sizes), grouped[:-1]).tolist()
         weights += [source.weight] * (len(grouped) - 1)
@@ -117,7 +115,10 @@ class ChunkReader:
     def documents(self, chunk: list[FileRange]) -> list[Document]:
         """Return the documents of a chunk in file order, leaving out blank ones and those of the other side."""
         found = chain.from_iterable(read_range(part, self.source, self.columns) for part in chunk)
-        documents = [document for document in found if has_text(document) and self._wanted(document)]
+        documents = [document for document in found if has_text(document)]
+        if self.side != "all":
+            reserved = self.eval_fraction * 2**64
+            documents = [d for d in documents if (self.place(d) < reserved) == (self.side == "eval")]
         refuse_mixture(documents, self.records)
         return documents
 
@@ -159,11 +160,6 @@ class ChunkReader:
             at = slice(index * self.seq_len, (index + 1) * self.seq_len)
             packed[0, at], packed[1, at] = ids, counted * TARGET + firsts * FIRST
         return packed
-
-    def _wanted(self, document: Document) -> bool:
-        if self.side == "all":
-            return True
-        return (self.place(document) < self.eval_fraction * 2**64) == (self.side == "eval")
 
     def place(self, document: Document) -> int:
         """Return a number below 2**64 that depends on seed and content only: evaluation gets the lowest."""

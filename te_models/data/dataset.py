@@ -190,7 +190,8 @@ class TokenDataset:
         spread = max(self.num_windows, total)
         firsts = [(number * self.world_size + self.rank) * self.batch_size for number in range(count)]
         places = [[(first + i) * spread // total for i in range(self.batch_size)] for first in firsts]
-        blank = self._blank()
+        filled = {"input_ids": self._pad, "labels": IGNORED, "document_ids": 1}
+        blank = {name: np.full_like(value, filled[name]) for name, value in self._in_order.window(0).items()}
         return [
             stack_windows([self._in_order.window(place) if place < self.num_windows else blank for place in batch])
             for batch in places
@@ -251,9 +252,3 @@ class TokenDataset:
         """Go on to the epoch that has the next window; with weights below 1, epochs may have none."""
         while self._position >= self._shuffled(self._epoch).num_windows:
             self._epoch, self._position = self._epoch + 1, 0
-
-    def _blank(self) -> dict[str, NDArray[np.int64]]:
-        """Return a window of padding."""
-        window = self._in_order.window(0)
-        filled = {"input_ids": self._pad, "labels": IGNORED, "document_ids": 1}
-        return {name: np.full_like(value, filled[name]) for name, value in window.items()}

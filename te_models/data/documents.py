@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from te_models.config.shares import share_of
-from te_models.data.files import HELP, find_files, walk
+from te_models.data.files import check_text, find_files, walk
 from te_models.data.formats import Document
 from te_models.data.rows import file_ranges, read_range
 from te_models.errors import DataError, plural
@@ -49,8 +49,7 @@ def load_documents(path: str | Path | None, columns: Mapping[str, str] | None = 
     documents = [
         document for part in ranges for document in read_range(part, str(path), columns or {}) if has_text(document)
     ]
-    if not documents:
-        raise DataError(f"{path}: there is no text in it; {HELP}")
+    check_text(str(path), documents)
     return documents
 
 

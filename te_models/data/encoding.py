@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,6 +120,10 @@ class Fit(NamedTuple):
             )
         return lines
 
+    def refuse(self, total: int, seq_len: int, truncate: str, limit: int | None = None, source: str = "") -> NoReturn:
+        """Raise a DataError that says why none of `total` records is left, after the name of their `source`."""
+        raise DataError(f"{source}no record is left: {'; '.join(self.describe(total, seq_len, truncate, limit))}")
+
 
 def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, begin_prompts: bool = False) -> Encoded:
     """Encode documents; texts and completions are followed by the end-of-text token, conversations by nothing.
@@ -221,8 +225,7 @@ def keep_fitting(
     """
     kept, fitted, fit = fit_records(encoded, seq_len, truncate, tokenizer.bos_token_id)
     if not len(kept):
-        lines = fit.describe(len(encoded), seq_len, truncate, limit)
-        raise DataError(f"no record is left: {'; '.join(lines)}")
+        fit.refuse(len(encoded), seq_len, truncate, limit)
     return kept, fitted, fit.describe(int(encoded.records.sum()), seq_len, truncate, limit)
 
 

@@ -62,15 +62,21 @@ def find_files(path: str) -> tuple[AbstractFileSystem | None, list[str]]:
             files = sorted(walk(root, skip={"__pycache__"}))
         else:
             files = [root] if os.path.lexists(root) else _matching(system, root)
-        if not files and os.path.isdir(root):
-            raise DataError(f"{path}: there is no text in it; {HELP}")
+        check_text(path, files or not os.path.isdir(root))
         if not files:
             raise DataUnavailable(f"{path}: no such file or folder; {HELP}")
-        files = _without_descriptions(files)
+        kept = [file for file in files if PurePosixPath(file).name.split(".")[0].lower() not in _ABOUT_DATA]
+        files = kept if any(file_format(file) != "text" for file in kept) else files
         for file in files:
             if isinstance(system, LocalFileSystem) and not stat.S_ISREG(os.stat(file).st_mode):
                 raise DataError(f"{file}: not a regular file; {HELP}")
     return system, files
+
+
+def check_text(source: str, found: object) -> None:
+    """Raise a DataError if nothing was found in a source."""
+    if not found:
+        raise DataError(f"{source}: there is no text in it; {HELP}")
 
 
 def is_hub_name(path: str) -> bool:
@@ -88,7 +94,9 @@ def text_bytes(system: AbstractFileSystem, file: str) -> int:
 
 def file_format(path: str) -> str:
     """Return "JSONL", "JSON", "Parquet", "CSV", "TSV", "Hub dataset" or "text", by the file's suffix."""
-    return "Hub dataset" if path.startswith(HUB) else FORMATS.get(_suffix(path), "text")
+    file = PurePosixPath(path.lower())
+    suffix = PurePosixPath(file.stem).suffix if file.suffix in COMPRESSIONS else file.suffix
+    return "Hub dataset" if path.startswith(HUB) else FORMATS.get(suffix, "text")
 
 
 def compression_of(path: str) -> str | None:
@@ -199,15 +207,3 @@ def _matching(system: AbstractFileSystem, pattern: str) -> list[str]:
         return all(any(fnmatch(part, name) for name in named) for part in hidden)
 
     return sorted(file for file in system.glob(pattern) if shown(file) and system.isfile(file))
-
-
-def _without_descriptions(files: list[str]) -> list[str]:
-    """Leave out files that describe the data, if others contain it."""
-    kept = [file for file in files if PurePosixPath(file).name.split(".")[0].lower() not in _ABOUT_DATA]
-    return kept if any(file_format(file) != "text" for file in kept) else files
-
-
-def _suffix(path: str) -> str:
-    """Return the suffix that names the format, in lower case, without that of a compression."""
-    file = PurePosixPath(path.lower())
-    return PurePosixPath(file.stem).suffix if file.suffix in COMPRESSIONS else file.suffix

@@ -15,8 +15,11 @@ import difflib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from te_models.errors import DataError
+
+Kind = TypeVar("Kind")
 
 MESSAGES, SHAREGPT, ALPACA, PAIRS, TEXT = "messages (OpenAI)", "ShareGPT", "Alpaca", "prompt/completion", "text"
 ROW_COLUMNS = (
@@ -39,6 +42,7 @@ _KINDS: Mapping[type, str] = {
     type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a string", list: "a list",
     dict: "an object",
 }  # fmt: skip
+_FIELDS = ("messages", "instruction", "output", "prompt", "completion", "text")
 _KNOWN = (
     "messages [{role, content}], conversations [{from, value}], instruction and output, prompt and completion, or text"
 )
@@ -148,9 +152,16 @@ def unrecognized(row: Mapping[str, object], place: str) -> str:
             said = f"{place}: {name!r} is {_not_turns(row[name])}, not a list of messages"
             return f"{said}: write one, leave the record out, or name other columns with --columns"
     shown = ", ".join(repr(name)[:60] for name in list(row)[:8]) + (", ..." if len(row) > 8 else "")
+    for name in row:
+        if near := difflib.get_close_matches(name.lower(), [one for one in _FIELDS if one not in row], n=1, cutoff=0.8):
+            renamed = f"rename {name[:60]!r} to {near[0]!r}, in all records with --columns {near[0]}={name[:60]}"
+            return f"{place}: has {shown}: {renamed}"
+    names = [name for name in row if name.isidentifier()]
+    asked = next((name for name in names if name.lower() in _ASKED), next(iter(names), "question"))
+    answered = next((name for name in names if name.lower() in _ANSWERED), "answer")
     return (
         f"{place}: has {shown or 'no fields'}, but needs one of the formats {_KNOWN}: "
-        f"rename fields, as in --columns {_example(row)}"
+        f"rename fields, as in --columns prompt={asked},completion={answered}"
     )
 
 
@@ -160,14 +171,6 @@ def _not_turns(value: object) -> str:
     if isinstance(value, str):
         return "a string that is not JSON" if value.lstrip()[:1] in ("[", "{") else "a text"
     return "a list of other things" if isinstance(value, list) else _kind(value)
-
-
-def _example(row: Mapping[str, object]) -> str:
-    """Return --columns for a row whose names say what is asked and answered, else one that shows its form."""
-    names = [name for name in row if name.isidentifier()]
-    asked = next((name for name in names if name.lower() in _ASKED), next(iter(names), "question"))
-    answered = next((name for name in names if name.lower() in _ANSWERED), "answer")
-    return f"prompt={asked},completion={answered}"
 
 
 def misspelled(columns: Mapping[str, str], row: Collection[str], place: str) -> str | None:
@@ -212,11 +215,7 @@ def _alpaca(row: Mapping[str, object], place: str) -> list[dict[str, object]]:
 
 
 def _turns(row: Mapping[str, object], name: str, columns: Mapping[str, str], place: str) -> list[dict[str, object]]:
-    turns = _parsed(row[name])
-    if not isinstance(turns, list) or not turns:
-        raise DataError(
-            f"{place}: {name!r} is {_kind(turns)}, not a list of messages: write one, or leave the record out"
-        )
+    turns = _of_kind(_parsed(row[name]), list, f"{place}: {name!r}", "a list of messages: write one")
     return [_message(turn, columns, f"{place}: message {number} of {name!r}") for number, turn in enumerate(turns, 1)]
 
 
@@ -234,10 +233,12 @@ def _message(turn: object, columns: Mapping[str, str], place: str) -> dict[str, 
             "rename them, as in --columns role=speaker,content=words"
         )
     role, kept = turn[found[0]], {name: turn[name] for name in _TURN_FIELDS if turn.get(name) is not None}
-    if not isinstance(role, str) or role.lower() not in ROLES:
-        raise DataError(f"{place} has the role {str(role)[:60]!r}: use one of {', '.join(ROLES)}")
-    if kept.get("weight", 1) not in (0, 1):
-        raise DataError(f"{place} has the weight {str(kept['weight'])[:60]!r}: an answer counts in full (1) or not (0)")
+    known = isinstance(role, str) and role.lower() in ROLES
+    if not known or kept.get("weight", 1) not in (0, 1):
+        wrong = f"the role {str(role)[:60]!r}: use one of {', '.join(ROLES)}"
+        if known:
+            wrong = f"the weight {str(kept['weight'])[:60]!r}: an answer counts in full (1) or not (0)"
+        raise DataError(f"{place} has {wrong}")
     calls = _tool_calls(kept.pop("tool_calls", None) or turn.get("function_call"), place)
     content = turn.get(found[1])
     if role.lower() == "function_call":
@@ -270,10 +271,11 @@ def _joined(content: object, place: str) -> str:
     texts = []
     for part in parts:
         text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
-        if isinstance(part, dict) and not isinstance(text, str):
-            raise DataError(f"{place} has a part of the type {str(part.get('type'))[:60]!r}: only text can be learned")
-        if text is not None and not isinstance(text, str):
-            raise DataError(f"{place} has {_kind(text)} as content, not a string: write it as text")
+        if not isinstance(text, str) and (text is not None or isinstance(part, dict)):
+            wrong = f"{_kind(text)} as content, not a string: write it as text"
+            if isinstance(part, dict):
+                wrong = f"a part of the type {str(part.get('type'))[:60]!r}: only text can be learned"
+            raise DataError(f"{place} has {wrong}")
         texts.append(text or "")
     return _encodable("".join(texts), place)
 
@@ -314,9 +316,13 @@ def _has_turns(prompt: object, columns: Mapping[str, str]) -> bool:
 def _text(row: Mapping[str, object], name: str, place: str, answer: bool = False) -> str:
     """Return the text of a column; an `answer` that is null is empty, as in a message."""
     value = "" if answer and row[name] is None else row[name]
-    if not isinstance(value, str):
-        raise DataError(f"{place}: {name!r} is {_kind(value)}, not a string: write it as one, or leave the record out")
-    return _encodable(value, f"{place}: {name!r}")
+    return _encodable(_of_kind(value, str, f"{place}: {name!r}", "a string: write it as one"), f"{place}: {name!r}")
+
+
+def _of_kind(value: object, kind: type[Kind], name: str, wanted: str) -> Kind:
+    if not isinstance(value, kind) or value == []:
+        raise DataError(f"{name} is {_kind(value)}, not {wanted}, or leave the record out")
+    return value
 
 
 def _encodable(text: str, place: str) -> str:

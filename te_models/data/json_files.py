@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from te_models.errors import CheckpointError, DataError
-from te_models.files.formats import parse_json
+from te_models.files.formats import as_object, parse_json
 from te_models.saving.folder import read_listed
 
 
@@ -30,7 +30,4 @@ def read_json_object(file: Path) -> dict[str, object] | None:
     content = read_file(file)
     if content is None:
         return None
-    document = parse_json(content, file, DataError)
-    if not isinstance(document, dict):
-        raise DataError(f"{file}: a JSON {type(document).__name__}, not an object")
-    return document
+    return as_object(parse_json(content, file, DataError), file, DataError)

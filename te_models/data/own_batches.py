@@ -12,6 +12,7 @@ from torch import Tensor
 
 from te_models.distributed.control import Ranks
 from te_models.errors import DataError, UsageError, plural, refuse
+from te_models.model.targets import IGNORED
 
 REQUIRED = ("input_ids", "labels")
 OPTIONAL = ("attention_mask", "document_ids")
@@ -59,18 +60,17 @@ class OwnBatches:
         with self._own_random():
             found = next(self._iterator, None)
         if found is None:
-            if self.once:
-                raise DataError(
-                    f"the data ended after {plural(self._position, 'batch', 'batches')}: lower steps, or give a list "
-                    "or another object that can be iterated over again"
-                )
-            if not self._position:
-                raise DataError("the data has no batch: give at least one")
+            if self.once or not self._position:
+                ended = f"ended after {plural(self._position, 'batch', 'batches')}: lower steps, or give a list or"
+                again = f"{ended} another object that can be iterated over again"
+                raise DataError(f"the data {again if self.once else 'has no batch: give at least one'}")
             self._epoch, self._position = self._epoch + 1, 0
             self._begin()
             return next(self)
         self._position += 1
         batch = checked_batch(found, f"batch {self._position}")
+        if bool((batch["labels"][:, 1:] == IGNORED).all()):
+            warnings.warn(f"a batch of your own has no label that counts: all are {IGNORED}", stacklevel=4)
         self._digest = _digest(batch)
         self._compare(batch["input_ids"].shape)
         return batch
@@ -145,6 +145,8 @@ def _mistakes(batch: Mapping[str, object], place: str) -> Iterator[str]:
         first, tensor = batch["input_ids"], batch[name]
         if not (isinstance(tensor, Tensor) and isinstance(first, Tensor) and tensor.shape == first.shape):
             yield f"{place}: {name} is no tensor of the shape of input_ids: give an int64 tensor [B, S]"
+        elif tensor.dim() != 2:
+            yield f"{place}: {name} has shape {list(tensor.shape)}: give an int64 tensor [B, S], a row per sequence"
 
 
 def _digest(batch: Mapping[str, Tensor]) -> int:

@@ -145,7 +145,7 @@ def _read_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[str,
                     holds = "a .json file is an array of objects, [{...}, ...], with nothing around it, or JSONL"
                 for place, at, line in read_lines(file, part.path, part.start, part.stop):
                     if text := decode(line, place, at).strip():
-                        yield _json_row(text, place, holds), place
+                        yield _object(_json(text, place, holds), place, holds), place
 
 
 def _text_kind(path: str, kind: str) -> int:
@@ -181,12 +181,8 @@ def _read_text(file: IO[bytes], part: FileRange) -> str:
     return "".join(parts)
 
 
-def _json_row(line: str, place: str, holds: str) -> dict[str, object]:
-    """Return the object in one line of JSONL; in an error, `holds` says what the file should contain."""
-    return _object(_json(line, place, holds), place, holds)
-
-
 def _object(row: object, place: str, holds: str) -> dict[str, object]:
+    """Return a row that is an object; in an error, `holds` says what the file should contain."""
     if not isinstance(row, dict):
         raise DataError(f"{place}: a JSON {type(row).__name__}, not an object: {holds}")
     return row
@@ -207,15 +203,11 @@ def _json(text: str, place: str, holds: str, whole: bool = False) -> Any:
     raise DataError(f"{place}: {why}")
 
 
-def _read_whole(file: IO[bytes], path: str) -> str:
+def _array_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, object], str]]:
     raw = file.read(MAX_EXPANDED_BYTES + 1)
     if len(raw) > MAX_EXPANDED_BYTES:
         raise DataError(f"{path}: a JSON array of more than {MAX_EXPANDED_BYTES >> 30} GiB: write it as JSONL")
-    return decode(raw, path, 0)
-
-
-def _array_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, object], str]]:
-    rows = _json(_read_whole(file, path), path, "give an array of objects, or JSONL", whole=True)
+    rows = _json(decode(raw, path, 0), path, "give an array of objects, or JSONL", whole=True)
     for number, row in enumerate(rows, start=1):
         place = f"{path}, record {number}"
         yield _object(row, place, "give an array of objects"), place

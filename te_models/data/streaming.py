@@ -39,7 +39,7 @@ from torch import Tensor
 from te_models.data.corpus_chunks import CHUNK_BYTES, FIRST, TARGET, ChunkReader, Chunks, find_chunks
 from te_models.data.dataset import check_position
 from te_models.data.encoding import Fit, encode_documents
-from te_models.data.files import HELP
+from te_models.data.files import check_text
 from te_models.data.formats import Document
 from te_models.data.packing import check_windows, pack_window, repeats, stack_windows
 from te_models.data.rows import FileRange
@@ -148,8 +148,7 @@ class StreamingDataset:
             if len(fitted):
                 return len(documents), fit, self.reader.windows(fitted).padding()
             number, total = number + len(documents), total + fit
-        lines = total.describe(number, self.seq_len, self.reader.truncate)
-        raise DataError(f"{self.chunks.source}: no record is left: {'; '.join(lines)}")
+        total.refuse(number, self.seq_len, self.reader.truncate, source=f"{self.chunks.source}: ")
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Return the dataset itself: a second iterator continues where the first one stopped."""
@@ -221,8 +220,7 @@ class StreamingDataset:
         if not found and len(seen) == 2:
             self.reader.eval_fraction = (lowest + 2**12) / 2**64  # more than a double rounds
             return self.held_out(num_tokens)
-        if empty:
-            raise DataError(f"{self.chunks.source}: there is no text in it; {HELP}")
+        check_text(self.chunks.source, not empty)
         if not found:
             raise DataError(
                 f"{self.chunks.source}: none of its documents is reserved for evaluation (a share of {share:g}): leave "
@@ -314,7 +312,9 @@ class StreamingDataset:
         kind += [chunks.weights.tolist()] if (chunks.weights != 1).any() else []
         names = [name.rpartition("/")[2] for name in chunks.files]
         digest = hashlib.blake2b(json.dumps([kind, names]).encode(), digest_size=6)  # exact in a JSON double
-        digest.update(_render(tokenizer.documents()))
+        files = tokenizer.documents()
+        raw = {name: file.decode() if isinstance(file, bytes) else file for name, file in files.items()}
+        digest.update(json.dumps(raw, sort_keys=True).encode())
         for array in (chunks.ranges, chunks.bounds, chunks.sizes):
             digest.update(np.ascontiguousarray(array).data)
         return int.from_bytes(digest.digest(), "big")
@@ -380,12 +380,6 @@ def _count_lanes(chunks: Chunks, wanted: int | None) -> int:
     if wanted is None:
         wanted = min(MAX_LANES, max(1, LANE_BYTES // max(1, int(chunks.sizes.max()))))
     return min(wanted, len(chunks), max(1, int(chunks.weights.sum())))
-
-
-def _render(documents: Mapping[str, object]) -> bytes:
-    """Return the files of a tokenizer as bytes to hash."""
-    raw = {name: document.decode() if isinstance(document, bytes) else document for name, document in documents.items()}
-    return json.dumps(raw, sort_keys=True).encode()
 
 
 def _windows_before(window: int, lane: int, num_lanes: int) -> int:

@@ -407,14 +407,14 @@ def _special_id(role: str, documents: Iterable[Fields], token_to_id: Callable[[s
         token, number = document.get(f"{role}_token"), document.get(f"{role}_token_id")
         if isinstance(token, dict):
             token = token.get("content")
-        if token is not None and not isinstance(token, str):
-            raise DataError(f"{role}_token is {json.dumps(token)[:60]}: give the text of one token")
-        if token is not None:
+        if isinstance(token, str):
             number = token_to_id(token)
-        if isinstance(number, list):
+        elif isinstance(number, list):
             number = number[0] if number else None
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
-            raise DataError(f"{role}_token_id is {json.dumps(number)[:60]}: give a whole number")
+        if not isinstance(token, str | None) or not (number is None or type(number) is int):
+            wrong, wanted = ("token", "the text of one token") if token is not None else ("token_id", "a whole number")
+            given = token if token is not None else number
+            raise DataError(f"{role}_{wrong} is {json.dumps(given)[:60]}: give {wanted}")
         if number is not None and number >= 0:
             return number
     return None

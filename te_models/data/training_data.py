@@ -26,7 +26,7 @@ from te_models.data.sources import Formatting, Source, is_records, open_sources,
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer, load_tokenizer
 from te_models.distributed.control import Ranks
-from te_models.errors import DataError, UsageError, plural
+from te_models.errors import DataError, UsageError, plural, refuse
 from te_models.files.formats import Fields
 
 OWN, OWN_EVALUATION = "the data in memory", "the evaluation data in memory"
@@ -80,15 +80,17 @@ def open_data(
         for name, given in ((OWN, data), (OWN_EVALUATION, eval_data))
         if is_records(given)
     }
-    if formatting is not None and not own:
-        raise UsageError("formatting is for records in memory: give a list or a datasets.Dataset, or for files columns")
     if isinstance(data, DataConfig):
         settings = data
     else:
         paths: object = OWN if OWN in own else data
         settings = DataConfig(data=paths, eval_data=OWN_EVALUATION if OWN_EVALUATION in own else eval_data, **options)
-    if not (data is None or isinstance(data, DataConfig) or settings.data):
-        raise UsageError("no data in the list: give a path, or None for Python's own documentation and sources")
+    named = data is None or isinstance(data, DataConfig) or bool(settings.data)
+    refuse({
+        "formatting is for records in memory: give a list or a datasets.Dataset, or for files columns":
+            formatting is not None and not own,
+        "no data in the list: give a path, or None for Python's own documentation and sources": not named,
+    })  # fmt: skip
     columns = parse_columns(settings.columns)
     built_in = settings.data in ((), (PYTHON_DOCSTRINGS,))
     opened = {name: [read_records(given, columns, formatting, name)] for name, given in own.items()}
@@ -96,15 +98,15 @@ def open_data(
     evaluated = opened.get(OWN_EVALUATION) or open_sources(settings.eval_data, columns, required=False)
     records = settings.data == (PYTHON_DOCSTRINGS,) or not all(source.is_text for source in sources)
     packing = settings.packing or ("documents" if records else "stream")
-    if packing == "stream" and records:
-        raise UsageError("packing stream would cut answers at the ends of windows: use documents, or none")
+    streaming = not built_in and _must_stream(sources) if settings.streaming is None else settings.streaming
+    refuse({
+        "packing stream would cut answers at the ends of windows: use documents, or none":
+            packing == "stream" and records,
+        "--streaming needs --data PATH: built-in data and records in memory are there as a whole":
+            streaming and (built_in or OWN in own),
+    })  # fmt: skip
     if settings.chat_template is not None:
         tokenizer.set_chat_template(read_template(settings.chat_template))
-    streaming = settings.streaming
-    if streaming is None:
-        streaming = not built_in and _must_stream(sources)
-    if streaming and (built_in or OWN in own):
-        raise UsageError("--streaming needs --data PATH: built-in data and records in memory are there as a whole")
     settings = dataclasses.replace(settings, packing=packing)
     opening = _Opening(settings, sources, evaluated, columns, tokenizer, config, rank, world_size, ranks)
     return opening.streamed() if streaming else opening.in_memory()
@@ -224,9 +226,8 @@ class _Opening:
         """Return all documents, their weights, and those of --eval-data or of built-in data that are for evaluation."""
         held_out = self._load_evaluation(None) if self.settings.eval_data else []
         if not self.sources:
-            documents, built_in = (
-                python_docstrings() if self.settings.data == (PYTHON_DOCSTRINGS,) else (load_documents(None), [])
-            )
+            pairs = self.settings.data == (PYTHON_DOCSTRINGS,)
+            documents, built_in = python_docstrings() if pairs else (load_documents(None), [])
             return documents, np.ones(len(documents)), held_out or built_in
         parts = [self._documents(source) for source in self.sources]
         weights = np.concatenate([np.full(len(p), s.weight) for p, s in zip(parts, self.sources, strict=True)])
@@ -245,10 +246,8 @@ class _Opening:
             found = sample.held_out(num_tokens)
         else:
             found = [document for source in sources for document in self._documents(source)]
-        record = next((document for document in found if document.is_record), None)
-        if record is not None and self.records(self.sources) is False:
-            raise DataError(f"{record.name}: a record with an answer cannot be evaluated when training on texts")
-        refuse_mixture(found, self.records(self.evaluated))
+        on_texts = self.records(self.sources) is False
+        refuse_mixture(found, False if on_texts else self.records(self.evaluated))
         return found
 
     def _template(self) -> list[str]:

@@ -8,6 +8,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Self
 
+from te_models.errors import refuse
+
 
 @dataclass(frozen=True)
 class MeshRanks:
@@ -17,6 +19,12 @@ class MeshRanks:
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
+
+    def check(self, name: str, ranks: str, alone: str) -> None:
+        """Raise a UsageError for a mesh `name` that is not one of these `ranks`, or `alone` where there is none."""
+        dimensions = 1 if self.mesh is None else self.mesh.ndim
+        wrong = f"{name} has {dimensions} dimensions: give that of {ranks}"
+        refuse({alone: self.mesh is None and bool(alone), wrong: dimensions != 1})
 
     @property
     def size(self) -> int:

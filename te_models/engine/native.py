@@ -401,8 +401,9 @@ def _grouped(
     if module.use_bias:
         bias = torch.stack([module.get_parameter(f"bias{expert}") for expert in range(len(data))])
     casts = None if te_recipe is None else _joint_casts(te_recipe)
+    weights = Weights(data, places)
     if casts is None:
-        return in_bf16(x, groups, Weights(data, places), bias)
+        return in_bf16(x, groups, weights, bias)
     with module.prepare_forward_ctx(x, num_gemms=len(data)):
         casts = _with_scales(module, casts, x)
         if data[0].dtype == torch.uint8:
@@ -411,10 +412,10 @@ def _grouped(
         cache = module._fp8_workspaces
         own = cache.get("experts") if is_first_microbatch is False else None
         if own is None:
-            own = Weights(data, places).cast(casts.of_weights)
+            own = weights.cast(casts.of_weights, turn=is_first_microbatch is not None)
         if is_first_microbatch is not None:
             cache["experts"] = own
-        return in_fp8(x, groups, casts, own, data, bias)
+        return in_fp8(x, groups, casts, own, weights, bias)
 
 
 handover = {

@@ -117,6 +117,13 @@ def parse_json(
         raise error(f"{path}{reason}") from None
 
 
+def as_object(value: Value, path: Path | str, error: type[TeModelsError] = CheckpointError) -> Fields:
+    """Return the value of the JSON file `path` if it is an object, else raise `error`."""
+    if not isinstance(value, Mapping):
+        raise error(f"{path} is a JSON {type(value).__name__}, not an object")
+    return dict(value)
+
+
 @contextlib.contextmanager
 def collecting_later() -> Iterator[None]:
     """Parse inside without Python's searches for cycles, which would go through all of a million values many times."""

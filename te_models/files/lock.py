@@ -12,7 +12,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from te_models.errors import OutputInUse, UsageError
+from te_models.errors import OutputInUse, SaveError, UsageError
+from te_models.files.atomic import explained
 
 LOCK = ".lock"
 
@@ -28,15 +29,17 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         OutputInUse: another process, or another run of this one, holds the lock; one line that names it.
         UsageError: the lock file is a link, a folder or another special file.
+        SaveError: the lock file cannot be written, since the disk is full.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, own = folder / LOCK, {"process": os.getpid(), "host": socket.gethostname()}
     descriptor = _acquire(path)
     if (before := _owner(descriptor)) is not None:
         logging.getLogger(__name__).warning("%s: %s ended without releasing it; taking it over", path, before)
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(own).encode(), 0)
     try:
+        with explained(path, OSError, error=SaveError):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(own).encode(), 0)
         yield
     finally:
         with contextlib.suppress(OSError):

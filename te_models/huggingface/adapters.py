@@ -9,19 +9,21 @@ Nothing runs through them until peft has adapted one.
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
-from te_models.errors import ConfigError, UsageError, refuse
+from te_models.errors import ConfigError, UsageError
 from te_models.files.formats import Document
-from te_models.fp8.primary_weights import plain, write_weight
-from te_models.interop.hf import Place, tensor_places
-from te_models.interop.hf_families import family_for, family_of
+from te_models.fp8.primary_weights import plain
+from te_models.huggingface.expert_adapters import AdaptedWeight, Alias, Shown, Stack, write_rows
+from te_models.interop.hf import Place, expert_places, module_places
+from te_models.interop.hf_expert_families import dropped_by_peft
+from te_models.interop.hf_families import Family, family_for, family_of
 
 
 class Rows(nn.Linear):
@@ -42,8 +44,8 @@ class Rows(nn.Linear):
     def weight(self) -> Tensor:  # type: ignore[bad-override]  # a parameter of nn.Linear
         """The rows of the weight [rows, in]; assigning to its `data` writes them."""
         (owner,) = self.owner
-        whole = plain(owner.get_parameter("weight"))
-        return _Alias(self.place.save(whole).clone(), functools.partial(_write, owner, self.place))
+        values = self.place.save(plain(owner.get_parameter("weight"))).clone()
+        return Alias(values, lambda: values, functools.partial(write_rows, owner, "weight", self.place))
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[bad-override]  # a parameter of nn.Linear
@@ -78,40 +80,12 @@ class Head(nn.Linear):
         return self.model[0].lm_head.get_parameter("weight")
 
 
-class _Alias(Tensor):
-    """Values of rows that another tensor has; assigning to `data`, as peft's merges do, writes them there."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[bad-override]  # as nn.Parameter's
-
-    def __new__(cls, values: Tensor, write: Callable[[Tensor], None]) -> _Alias:
-        return torch.Tensor._make_subclass(cls, values)
-
-    def __init__(self, values: Tensor, write: Callable[[Tensor], None]) -> None:
-        self.rows, self.write = values, write
-
-    @property
-    def data(self) -> Tensor:  # type: ignore[bad-override]  # an attribute of Tensor
-        return self.rows
-
-    @data.setter
-    def data(self, values: Tensor) -> None:
-        self.write(values)
-
-
-@torch.no_grad()
-def _write(owner: nn.Module, place: Place, values: Tensor) -> None:
-    weight = owner.get_parameter("weight")
-    whole = plain(weight).clone()
-    place.load(whole, values)
-    write_weight(weight, whole, for_master=False)
-
-
 class DividedLinear(nn.Module):
     """A te.Linear of which peft has adapted some rows, or may do so.
 
     Args:
         base_layer: the te.Linear.
-        part: the module that has its Rows, adapted ones among them, as children.
+        part: the module that has its Rows, adapted ones among them, below it.
         names: of those.
     """
 
@@ -142,81 +116,124 @@ class DividedLinear(nn.Module):
 
 
 @functools.cache
+def _grouped(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return an engine's te.GroupedLinear as a module that peft adapts, though no linear that "all-linear" names.
+
+    peft takes the target "down_proj" of an expert of all tokens for the te.GroupedLinear of that name too, and refuses
+    modules that it does not know. `place_adapters` removes the layer that it makes for an embedding of one element.
+    """
+    about = {"__doc__": kind.__doc__, "__module__": kind.__module__, "num_embeddings": 1, "embedding_dim": 1}
+    return type(kind.__name__, (kind, nn.Embedding), about)
+
+
+@functools.cache
 def _linear(kind: type[nn.Module]) -> type[nn.Module]:
     """Return an engine's te.Linear as a subclass of nn.Linear too."""
     return type(kind.__name__, (kind, nn.Linear), {"__doc__": kind.__doc__, "__module__": kind.__module__})
 
 
-def show_linears(model: CausalLM) -> dict[str, tuple[str, ...]]:
-    """Give a model the linears of transformers; return te.Linear -> names of the Rows beside it, if there are some.
+Placed = dict[str, Callable[..., nn.Module]]  # te module -> what stands in its place once peft may adapt it
+
+
+def show_linears(model: CausalLM) -> Placed:
+    """Give a model the linears of transformers, and the parameters of its experts and routers.
 
     A model of no family of transformers has the names of te-models.
     """
     found: dict[str, tuple[str, ...]] = {}
-    for theirs, place in _places(model).items():
+    places, family = _places(model)
+    linears = model.config.linears
+    for theirs, place in places.items():
         ours, name = place.name.removesuffix(".weight"), theirs.removesuffix(".weight").removeprefix("model.")
-        linear, (parent, _, leaf) = model.get_submodule(ours), name.rpartition(".")
+        if ours not in linears or linears[ours].name == "router":
+            continue  # an expert, or no linear in transformers
+        linear, parent = model.get_submodule(ours), ours.rpartition(".")[0]
         if name == ours:
             if not isinstance(linear, nn.Linear) and type(linear) is model.te.Linear:
                 object.__setattr__(linear, "__class__", _linear(type(linear)))
-        elif parent == ours.rpartition(".")[0]:
-            part = model.get_submodule(parent)
-            found[ours] = (*found.get(ours, ()), leaf)
-            if not hasattr(part, leaf):
-                part.add_module(leaf, Rows(linear, place))
-    return found
+            continue
+        below = name.removeprefix(f"{parent}.")
+        found[ours] = (*found.get(ours, ()), below)
+        _add(model.get_submodule(parent), below, functools.partial(Rows, linear, place))
+    placed: Placed = {ours: functools.partial(DividedLinear, names=names) for ours, names in found.items()}
+    return placed | _show_parameters(model, places, family is not None and family.stacked)
 
 
-def _places(model: CausalLM) -> dict[str, Place]:
-    """Return transformers' name of each weight of a linear in a block -> its rows."""
-    shapes = {name.replace(".base_layer.", "."): parameter.shape for name, parameter in model.named_parameters()}
-    config = model.origin.config
-    # A router is no nn.Linear in transformers, and no adapter of "all-linear".
-    linears = [f"{name}.weight" for name in model.config.linears if not name.endswith(".router")]
+def _add(part: nn.Module, name: str, make: Callable[[], nn.Module]) -> None:
+    """Add a module below `part` unless it is there, and those between."""
+    above, _, leaf = name.rpartition(".")
+    if above and not hasattr(part, above):
+        part.add_module(above, nn.Module())
+    owner = part.get_submodule(above)
+    if not hasattr(owner, leaf):
+        owner.add_module(leaf, make())
+
+
+def _show_parameters(model: CausalLM, places: Mapping[str, Place], transposed: bool) -> Placed:
+    """Show the parameters of experts and routers, which have the same names in every family."""
+    shapes = _shapes(model)
+    counts = {name: linear.experts for name, linear in model.config.linears.items() if linear.experts}
+    sizes = {name: shapes[f"{name}.weight0"] for name in counts}
+    whole = {name: Place(f"{name}.weight", ((0, size[0]),), 1, tuple(size)) for name, size in sizes.items()}
+    entire = {place.name: place for place in places.values() if place.shape == tuple(shapes[place.name])}
+    shown: dict[str, tuple[str, str, Stack]] = {}  # te module -> its parameter: of which module, its name, its values
+    for name, place in expert_places("", whole, counts, entire).items():
+        ours, leaf = place.name.removesuffix(".weight"), name.rpartition(".")[2]
+        shown[ours] = ("experts", leaf, Stack(model.get_submodule(ours), place, counts[ours], transposed))
+    for theirs, place in places.items():
+        ours = place.name.removesuffix(".weight")
+        if ours.endswith(".router") and theirs.endswith(".mlp.gate.weight"):
+            shown[ours] = ("gate", "weight", Stack(model.get_submodule(ours), place))
+    for ours, (holder, name, stack) in shown.items():
+        part = model.get_submodule(ours.rpartition(".")[0])
+        _add(part, holder, Shown)
+        if type(stack.owner) is model.te.GroupedLinear:
+            object.__setattr__(stack.owner, "__class__", _grouped(type(stack.owner)))
+        module = part.get_submodule(holder)
+        if isinstance(module, Shown):  # not one that peft has adapted
+            module.show(name, stack)
+    return {
+        ours: functools.partial(AdaptedWeight, holder=holder, name=name) for ours, (holder, name, _) in shown.items()
+    }
+
+
+def _shapes(model: CausalLM) -> dict[str, torch.Size]:
+    """Return the shapes of the parameters by their names without adapters."""
+    return {name.replace(".base_layer.", "."): parameter.shape for name, parameter in model.named_parameters()}
+
+
+def _places(model: CausalLM) -> tuple[dict[str, Place], Family | None]:
+    """Return the family of transformers, if there is one, and its name of each tensor -> its rows."""
+    shapes, config = _shapes(model), model.origin.config
     try:
         family = family_for(model.config, family_of(config) if config else None)
     except ConfigError:
-        own = {name: shapes[name] for name in linears if name in shapes}
-        return {name: Place(name, ((0, shape[0]),), 1, tuple(shape)) for name, shape in own.items()}
-    places = tensor_places(family, model.config, shapes)
-    return {name: place for name, place in places.items() if place.name in linears}
+        linears = [f"{name}.weight" for name in model.config.linears]
+        own = {name: tuple(shapes[name]) for name in linears if name in shapes}
+        return {name: Place(name, ((0, shape[0]),), 1, shape) for name, shape in own.items()}, None
+    return module_places(family, model.config, shapes), family
 
 
-def _not_shown(model: CausalLM) -> list[str]:
-    """Return the linears of transformers that `show_linears` does not make: those of the expert of all tokens.
-
-    Experts of a mixture are parameters of transformers too, which no target of linears names.
-    """
-    found = []
-    for theirs, place in _places(model).items():
-        ours, name = place.name.removesuffix(".weight"), theirs.removesuffix(".weight").removeprefix("model.")
-        if name != ours and name.rpartition(".")[0] != ours.rpartition(".")[0] and ".experts." not in name:
-            found.append(name)
-    return found
-
-
-def _names(targets: str | Iterable[str] | None, name: str) -> bool:
-    """Return whether peft's `target_modules` name a module: by an expression, or by the end of its name."""
-    if isinstance(targets, str):
-        return re.fullmatch(targets, name) is not None
-    return any(name == target or name.endswith(f".{target}") for target in targets or ())
-
-
-def place_adapters(model: CausalLM, rows: Mapping[str, tuple[str, ...]], configs: Document) -> None:
-    """Send each te.Linear that has `rows`, as from `show_linears`, through them, also where adapters may come later.
+def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
+    """Replace te modules by what is `placed` there, from `show_linears`, also where adapters may come later.
 
     Raises:
         UsageError: peft's `configs` ask for what its files would have under names that transformers does not know.
     """
-    unable = [] if isinstance(model.lm_head, model.te.Linear) else ["the head"]
-    unable += [n for n in _not_shown(model) if any(_names(config.target_modules, n) for config in configs.values())]
-    refuse(f"peft cannot adapt {name} here: give add_lora the CausalLM inside (`.model`)" for name in unable)
+    if not isinstance(model.lm_head, model.te.Linear):
+        raise UsageError("peft cannot adapt the head here: give add_lora the CausalLM inside (`.model`)")
     biases = any(name.endswith(".bias") for name, p in model.named_parameters() if p.numel())
     if biases and any(getattr(config, "bias", "none") != "none" for config in configs.values()):
         raise UsageError("peft cannot train the biases of fused linears: leave out bias=")
-    for ours, names in rows.items():
+    for ours, stand_in in placed.items():
         parent, _, leaf = ours.rpartition(".")
         part = model.get_submodule(parent)
-        linear = part.get_submodule(leaf)
-        if not isinstance(linear, DividedLinear):
-            part.add_module(leaf, DividedLinear(linear, part, names))
+        module = part.get_submodule(leaf)
+        if model.config.linears[ours].experts and hasattr(module, "lora_A"):
+            module = module.get_submodule("base_layer")  # see _grouped
+        if not isinstance(module, (DividedLinear, AdaptedWeight)):
+            part.add_module(leaf, stand_in(module, part))
+    family = _places(model)[1]
+    adapted = (name for name, module in model.named_modules() if hasattr(module, "lora_A"))
+    if dropped := dropped_by_peft(family.model_type if family else "", adapted):
+        warnings.warn(f"{dropped}: for transformers merge them, or leave them out of target_modules", stacklevel=2)

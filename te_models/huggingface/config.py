@@ -38,7 +38,7 @@ class TEModelsConfig(PreTrainedConfig):
     ] = []  # registers the model class (te_models.huggingface.registration)
 
     def __init__(self, **values: Any) -> None:
-        shape = {name: values.pop(name) for name in config_fields() if name in values}
+        shape = {name: values.pop(name) for name in (*config_fields(), "rope_parameters") if name in values}
         resolved = ModelConfig.from_dict(shape)
         self.use_cache = bool(values.pop("use_cache", True))
         self.auto_map: dict[str, str] = {}  # read by TRL

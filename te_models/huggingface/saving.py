@@ -13,7 +13,7 @@ from te_models.causal_lm import CausalLM
 from te_models.config.model import ModelConfig
 from te_models.errors import CheckpointError, SaveError
 from te_models.files.atomic import first_line, write_file
-from te_models.files.formats import Fields, read_json
+from te_models.files.formats import Fields, list_some, read_json
 from te_models.fp8.extra_state import EXTRA, extra_states
 from te_models.fp8.primary_weights import plain
 from te_models.interop.hf_writing import tokenizer_files
@@ -47,7 +47,7 @@ def save_model(
         SaveError: writing failed.
     """
     tensors, documents = model_content(model, dataclasses.replace(model.origin, generation=generation))
-    documents["config"] |= config.to_dict()
+    documents["config"] |= config.document()
     weights = tensors["model"]
     for name, value in (state or {}).items():
         if (bare := name.removeprefix(WRAPPED)) in weights:
@@ -88,11 +88,22 @@ def _move_in(new: Path, folder: Path) -> None:
 
 
 def add_prefix(model: nn.Module, state: Fields, prefix: str, *others: object) -> None:
-    """Accept a state_dict with the names of CausalLM too."""
+    """Accept a state_dict with the names of CausalLM too; refuse tensors of adapters, which peft would drop.
+
+    Raises:
+        CheckpointError: the model has no parameters for tensors of an adapter.
+    """
     for name in [name for name in state if name.startswith(prefix)]:
         bare = name.removeprefix(prefix)
         if not bare.startswith(WRAPPED):
             state[prefix + WRAPPED + bare] = state.pop(name)
+    if adapters := [name.removeprefix(prefix) for name in state if name.startswith(prefix) and ".lora_" in name]:
+        own = dict(model.named_parameters())
+        if unknown := [name for name in adapters if name not in own]:
+            raise CheckpointError(
+                f"peft cannot place the adapter's {list_some(unknown)} here: give load_lora of te_models.training.lora "
+                "the CausalLM inside (`.model`)"
+            )
 
 
 def leave_out_empty(model: nn.Module, state: Fields, prefix: str, metadata: object) -> None:

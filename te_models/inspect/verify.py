@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from torch import Tensor, nn
 
@@ -167,8 +167,9 @@ class Verification(Printable):
 
     def __rich__(self) -> Group:
         has_times = any(gemm.milliseconds for gemm in self.gemms)
-        columns = ["module", "gemm", "linears", "quantizers of x, w, dy", *GEMMS]
-        table = Table(*columns, *(["BF16 / FP8 ms"] if has_times else []), box=None, pad_edge=False)
+        names = ["gemm", "linears", "quantizer of x, w, dy", *GEMMS, *(["BF16 / FP8 ms"] if has_times else [])]
+        columns = (Column(name, overflow="fold") for name in names)
+        table = Table(Column("module", no_wrap=True), *columns, box=None, pad_edge=False)
         for gemm in self.gemms:
             counts = ((gemm.in_fp8, "FP8" if gemm.formats != "E2M1" else "FP4"), (gemm.in_bf16, "BF16"))
             linears = " + ".join(f"{count} {kind}" for count, kind in counts if count)
@@ -177,7 +178,7 @@ class Verification(Printable):
                 for i in range(len(GEMMS))
             ]
             shape = f"{gemm.rows} x {gemm.inputs} -> {gemm.outputs}"
-            names = ", ".join(dict.fromkeys(gemm.quantizers)) or "none"
+            names = ", ".join(name.removesuffix("Quantizer") for name in dict.fromkeys(gemm.quantizers)) or "none"
             ms = gemm.milliseconds
             times = [f"{ms['bf16']:.3f} / {ms['recipe']:.3f} ({ms['bf16'] / ms['recipe']:.2f}x)" if ms else ""]
             style = "red" if gemm.module in self.failures else "green" if gemm.in_fp8 else ""

@@ -6,9 +6,10 @@ other rows are still to come. te_models.interop.hf_families says which rows thos
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 from te_models.config.model import ModelConfig
 from te_models.errors import CheckpointError
 from te_models.files.atomic import explained
-from te_models.files.formats import Document, Fields, list_some, parse_index, read_json
+from te_models.files.formats import Document, Fields, as_object, list_some, parse_index, read_json
 from te_models.files.tensors import SafetensorsFile, check_finite
 from te_models.interop.hf_families import Family, family_of, text_part
 from te_models.interop.hf_places import TOP
@@ -42,9 +43,7 @@ def hugging_face_documents(folder: Path) -> Fields | None:
     file, generation = folder / "config.json", folder / "generation_config.json"
     if not file.is_file():
         return None
-    config = read_json(file)
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file} is not an object of names and values")
+    config = as_object(read_json(file), file)
     if config.get("model_type") == MODEL_TYPE:
         return None
     return {"config": config} | ({"generation": read_json(generation)} if generation.is_file() else {})
@@ -226,15 +225,18 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS]
     if (folder / INDEX).is_file():
         names = sorted(set(parse_index(read_json(folder / INDEX), folder / INDEX).values()))
-        if absent := [name for name in names if not (folder / name).is_file()]:
-            raise CheckpointError(f"{folder} lacks {list_some(absent)} of its {len(names)} shards: download it again")
-        return [folder / name for name in names]
-    if pickles := sorted(path.name for path in folder.glob("*.bin")):
-        raise CheckpointError(
-            f"{folder} holds its weights as a pickle ({list_some(pickles)}), which can run code and is not read: load "
-            "it with transformers and save it again with save_pretrained(..., safe_serialization=True)"
+        absent = [name for name in names if not (folder / name).is_file()]
+        if not absent:
+            return [folder / name for name in names]
+        problem = f"lacks {list_some(absent)} of its {len(names)} shards: download it again"
+    elif pickles := sorted(path.name for path in folder.glob("*.bin")):
+        problem = (
+            f"holds its weights as a pickle ({list_some(pickles)}), which can run code and is not read: load it with "
+            "transformers and save it again with save_pretrained(..., safe_serialization=True)"
         )
-    raise CheckpointError(f"{folder} holds no weights: neither {WEIGHTS} nor {INDEX} is there")
+    else:
+        problem = f"holds no weights: neither {WEIGHTS} nor {INDEX} is there"
+    raise CheckpointError(f"{folder} {problem}")
 
 
 @dataclass(frozen=True)
@@ -302,4 +304,30 @@ def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torc
             for expert in range(linear.experts) if linear and linear.experts else ("",):
                 theirs, ours = f"{family.root}layers.{depth}.{name.format(expert)}", f"layers.{depth}.{rows.module}"
                 place(theirs, ours, blocks, groups, str(expert))
+    return found
+
+
+def module_places(family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]) -> dict[str, Place]:
+    """Return `tensor_places` by the names in a model of transformers."""
+    found = {}
+    for name, place in tensor_places(family, config, shapes).items():
+        for stored, there in family.renamed.items():
+            name = name.replace(stored, there)
+        found[name] = place
+    return found
+
+
+def expert_places(
+    root: str, ours: Mapping[str, Place], counts: Iterable[str], entire: Mapping[str, Place]
+) -> dict[str, Place]:
+    """Return the experts' parameters of transformers, which have the same names in every family.
+
+    `ours` are the places of the weights of our linears by the names of these, `counts` the te.GroupedLinears among
+    them. The rows are in the order of ours, or of a place in `entire`, which fills all of an expert's weight.
+    """
+    found = {}
+    for name in counts:
+        parent, _, leaf = name.rpartition(".")
+        place = entire.get(f"{name}.weight0", ours[name])
+        found[f"{root}{parent}.experts.{leaf}"] = dataclasses.replace(place, name=ours[name].name)
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from te_models.interop import hf_places as places
 from te_models.interop.hf_experts import (
     ALL_SLIDE_BY_FLAG,
@@ -72,6 +74,7 @@ EXPERT_FAMILIES = (
         model_type="mixtral", architecture="MixtralForCausalLM", models="Mixtral 8x7B, 8x22B",
         layer={**{name: rows for name, rows in LAYER.items() if "mlp" not in name}, **places.MIXTRAL_EXPERTS},
         parts=(ROPE, WINDOW, ACT, MIXTRAL_EXPERTS), constants=UNGATED,
+        renamed={".block_sparse_moe.gate.": ".mlp.gate."},
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "bos_token_id": 1,
                   "eos_token_id": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001,
                   "router_jitter_noise": 0.0, "rope_theta": 1000000.0},
@@ -137,3 +140,14 @@ EXPERT_FAMILIES = (
         note="attention sinks; experts with biases and a clamped SwiGLU, in one tensor per projection, also of MXFP4",
     ),
 )  # fmt: skip
+
+# Linears that peft 0.21 takes for experts in any model of an architecture that can have them (convert_peft_config_moe).
+_CONVERTED = ("qwen3_next", "afmoe", "glm4_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+_TAKEN = ("gate_proj", "up_proj", "down_proj")
+
+
+def dropped_by_peft(model_type: str, linears: Iterable[str]) -> str:
+    """Return what peft does to adapters on `linears` of a model in transformers, which it drops; "" if it does not."""
+    if model_type not in _CONVERTED or not any(name.endswith(_TAKEN) for name in linears):
+        return ""
+    return f"peft has no adapters on {', '.join(_TAKEN)} of {model_type} in transformers and drops them there"

@@ -376,6 +376,7 @@ FAMILIES = (
     Family(
         model_type="laguna", architecture="LagunaForCausalLM", models="Laguna",
         layer={**LAGUNA_LAYER, **places.LAGUNA_EXPERTS}, parts=(LAGUNA_ROPE, ACT, LAGUNA, LAGUNA_EXPERTS),
+        renamed={".mlp.shared_expert.": ".mlp.shared_experts."},
         constants={"attention_gate_activation": "softplus", "qk_norm": True},
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
                   "sliding_window": 512, "gating": True, "rope_theta": 500000.0, "rope_local_base_freq": 10000.0,

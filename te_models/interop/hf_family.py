@@ -34,6 +34,7 @@ class Family:
         aside: prefixes of tensors of other models in the folder, which are written back.
         stacked: whether its experts are one tensor per projection (te_models.interop.stacked_experts).
         code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
+        renamed: parts of their names that are others in a model of transformers -> those there.
         sign: these marks, for people.
         note: what sets it apart, for people.
     """
@@ -57,6 +58,7 @@ class Family:
     aside: tuple[str, ...] = ()
     stacked: bool = False
     code: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)
     sign: str = ""
     note: str = ""
 
@@ -129,22 +131,20 @@ class Family:
         return {*COPIED, *self.only, *(key for part in self.parts for key in part.keys)}
 
     def _refuse_unsupported(self, config: Values) -> None:
+        problems, known = [], {*self.known(), *HARMLESS, *self.ignored}
         for key, value in config.items():
+            shown = repr(value) if len(repr(value)) < 80 else f"{repr(value)[:77]}..."
+            refused = f"{key}={shown} is not supported for {self.model_type}: te-models"
             if key in self.only and value not in self.only[key]:
-                wanted = " or ".join(map(repr, self.only[key]))
-                raise ConfigError(
-                    f"{key}={value!r} is not supported for {self.model_type}: te-models computes {wanted}"
-                )
-            known = key in self.known() or key in HARMLESS or key in self.ignored or key.startswith(("_", "unsloth_"))
-            if not known and value is not None and value is not False:
-                shown = repr(value) if len(repr(value)) < 80 else f"{repr(value)[:77]}..."
-                raise ConfigError(
-                    f"{key}={shown} is not supported for {self.model_type}: te-models does not know it; if it changes "
-                    "nothing in what the model computes, take it out of config.json"
-                )
+                problems.append(f"{refused} computes {' or '.join(map(repr, self.only[key]))}")
+            elif not (key in known or key.startswith(("_", "unsloth_")) or value is None or value is False):
+                advice = "if it changes nothing in what the model computes, take it out of config.json"
+                problems.append(f"{refused} does not know it; {advice}")
         for name in config.get("architectures") or ():
             if name != self.architecture and not str(name).endswith("ForCausalLM"):
-                raise ConfigError(f"architectures={name!r} is not supported: te-models reads {self.architecture}")
+                problems.append(f"architectures={name!r} is not supported: te-models reads {self.architecture}")
+        if problems:
+            raise ConfigError(problems[0])
 
 
 COPIED = (

@@ -13,7 +13,7 @@ from typing import Any
 from te_models.config.attention import window
 from te_models.config.model import ModelConfig
 from te_models.config.rope import Rope
-from te_models.errors import ConfigError, unknown
+from te_models.errors import ConfigError, check_known, refuse
 
 Values = Mapping[str, Any]  # an object in a config.json, or fields of ModelConfig
 Fields = dict[str, Any]  # the same, to be changed
@@ -379,11 +379,14 @@ def _write_multiplier(config: ModelConfig) -> float:
 def _read_laguna(theirs: Values) -> Fields:
     """Read the gate; refuse layers with different numbers of heads."""
     heads = theirs["num_attention_heads"]
-    if any(own != heads for own in theirs.get("num_attention_heads_per_layer") or ()):
-        raise ConfigError("num_attention_heads_per_layer with different numbers is not supported")
     gates = {True: "headwise", "per-head": "headwise", "per-element": "elementwise"}
-    if theirs["gating"] not in gates:
-        raise ConfigError(f"gating={theirs['gating']!r} is not supported: te-models reads 'per-head' or 'per-element'")
+    mistakes = {
+        "num_attention_heads_per_layer with different numbers is not supported":
+            any(own != heads for own in theirs.get("num_attention_heads_per_layer") or ()),
+        f"gating={theirs['gating']!r} is not supported: te-models reads 'per-head' or 'per-element'":
+            theirs["gating"] not in gates,
+    }  # fmt: skip
+    refuse(mistakes, ConfigError)
     return {"attention_gate": gates[theirs["gating"]]}
 
 
@@ -460,8 +463,7 @@ _AUTO_MAP = {
 def _read_own(theirs: Values) -> Fields:
     options = theirs.get("decoder_options") or {}
     for name in options:
-        if name not in OWN_OPTIONS:
-            raise unknown("field of decoder_options", name, OWN_OPTIONS)
+        check_known("field of decoder_options", name, OWN_OPTIONS)
     return dict(options)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from te_models.config.recipe import unknown_option
 from te_models.config.shipped import list_shipped, shipped_folder
-from te_models.errors import UsageError, needs
+from te_models.errors import UsageError, needs, refuse
 from te_models.files.atomic import first_line, readable
 from te_models.files.formats import Document, Fields
 from te_models.interop.model_card import CARD, user_card
@@ -83,11 +84,17 @@ def local_folder(name: str | Path, **hub: Any) -> Path:
         )
     with needs(f"{name} is no folder here, and the Hugging Face hub", "huggingface_hub", "0.26", "hf"):
         from huggingface_hub import snapshot_download  # noqa: PLC0415
-    try:
+    with _answering(f"{name} is no folder here, and the Hugging Face hub did not give it"):
         return Path(snapshot_download(str(name), allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED), **hub))
-    except Exception as error:  # the library's errors have no common base but this one
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UsageError(f"{name} is no folder here, and the Hugging Face hub did not give it ({reason})") from None
+
+
+@contextmanager
+def _answering(problem: str) -> Iterator[None]:
+    """Turn every error of the hub's library in the block into a UsageError; they have no common base but Exception."""
+    try:
+        yield
+    except Exception as error:
+        raise UsageError(f"{problem} ({type(error).__name__}: {first_line(error)})") from None
 
 
 def push_folder(folder: Path, repo_id: str, options: Document) -> str:
@@ -101,7 +108,7 @@ def push_folder(folder: Path, repo_id: str, options: Document) -> str:
     with needs("push_to_hub", "huggingface_hub", "0.26", "hf"):
         from huggingface_hub import HfApi  # noqa: PLC0415
     api, revision = HfApi(token=options.get("token")), options.get("revision")
-    try:
+    with _answering(f"the Hugging Face hub did not take {repo_id}"):
         repository = api.create_repo(repo_id, private=options.get("private"), exist_ok=True).repo_id
         if revision is not None and not options.get("create_pr"):
             api.create_branch(repository, branch=revision, exist_ok=True)
@@ -112,9 +119,6 @@ def push_folder(folder: Path, repo_id: str, options: Document) -> str:
         message = options.get("commit_message") or "Upload a model of te-models"
         given = dict(commit_message=message, revision=revision, create_pr=options.get("create_pr"))
         return str(api.upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=ignored, **given))
-    except Exception as error:  # the library's errors have no common base but this one
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UsageError(f"the Hugging Face hub did not take {repo_id} ({reason})") from None
 
 
 def split_options(options: Document) -> tuple[Fields, Fields]:
@@ -134,19 +138,19 @@ def split_options(options: Document) -> tuple[Fields, Fields]:
         elif name not in known:
             raise unknown_option("keyword", name, known, "te_models.model.options.LoadOptions")
     hub = {name: rest.pop(name) for name in of_hub if name in rest}
-    if (place := rest.pop("device_map", None)) is not None:
-        if rest.get("device") is not None:
-            raise UsageError("give either device= or device_map=")
+    place, kernel = rest.pop("device_map", None), rest.pop("attn_implementation", None)
+    both = place is not None and rest.get("device") is not None
+    if both or kernel not in (None, "sdpa"):
+        wrong = (
+            f"attn_implementation={kernel!r} is not supported: attention is PyTorch's scaled_dot_product_attention "
+            "('sdpa'), with cuDNN's or FlashAttention's kernel on a GPU; leave it out"
+        )
+        raise UsageError("give either device= or device_map=" if both else wrong)
+    if place is not None:
         rest["device"] = _device(place)
     other = rest.pop("torch_dtype", None)
     if (dtype := _dtype(rest.pop("dtype", other))) is not None:
         rest["dtype"] = dtype
-    kernel = rest.pop("attn_implementation", None)
-    if kernel not in (None, "sdpa"):
-        raise UsageError(
-            f"attn_implementation={kernel!r} is not supported: attention is PyTorch's scaled_dot_product_attention "
-            "('sdpa'), with cuDNN's or FlashAttention's kernel on a GPU; leave it out"
-        )
     return {name: value for name, value in hub.items() if value is not None}, rest
 
 
@@ -162,21 +166,16 @@ def _dtype(value: object) -> torch.dtype | None:
 
 def _device(device_map: Any) -> torch.device | str | None:
     """Return the one device of a device_map; None, the default one, for "auto"."""
-    if isinstance(device_map, Mapping):
-        places = {str(place) for place in device_map.values()}
-        if len(places) != 1:
-            raise UsageError(
-                f"device_map names {len(places)} devices, and a model is on one: give device=, or tp_mesh= to share it "
-                "between GPUs"
-            )
-        (device_map,) = places
+    places = [*{str(place) for place in device_map.values()}] if isinstance(device_map, Mapping) else [device_map]
+    refuse({
+        f"device_map names {len(places)} devices, and a model is on one: give device=, or tp_mesh= to share it between "
+        "GPUs": len(places) != 1,
+        f"device_map={device_map!r} spreads layers over GPUs, which te-models does not: give device=, or tp_mesh= to "
+        "share each layer between GPUs": device_map in ("balanced", "balanced_low_0", "sequential"),
+    })  # fmt: skip
+    (device_map,) = places
     if device_map == "auto":
         return None
-    if device_map in ("balanced", "balanced_low_0", "sequential"):
-        raise UsageError(
-            f"device_map={device_map!r} spreads layers over GPUs, which te-models does not: give device=, or tp_mesh= "
-            "to share each layer between GPUs"
-        )
     if isinstance(device_map, int) or str(device_map).isdigit():
         return f"cuda:{device_map}"
     try:

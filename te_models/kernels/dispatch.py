@@ -110,7 +110,7 @@ def compiled_kernels(mode: str) -> Kernels:
         mlp_activation_backward=fused(elementwise.mlp_activation_backward),
         clamped_swiglu=fused(elementwise.clamped_swiglu),
         clamped_swiglu_backward=fused(elementwise.clamped_swiglu_backward),
-        mixed_parts=fused(elementwise.mixed_parts),
+        mixed_parts=from_inputs(elementwise.mixed_parts, fused),
         delta_gates=fused(elementwise.delta_gates),
         silu_gate=fused(elementwise.silu_gate),
     )

@@ -87,14 +87,15 @@ def _scale(amax, LARGEST: tl.constexpr):
 
 @triton.jit
 def _cast_kernel(
-    data, first, tiles, places, amax, scales, scale_inv, out, transposed, turned, columns, count, stride,
+    data, first, tiles, places, amax, scales, factors, out, transposed, turned, columns, count, stride,
     E5M2: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     e, address, begin, rows, group = _matrix(data, first, tiles, places, columns, count, EXPERTS, ROWS)
     known: tl.constexpr = scales is not None
     scale = tl.load(scales + e * stride) if known else _scale(tl.load(amax + e), 57344.0 if E5M2 else 448.0)
     if (group == 0) & (rows > 0) & (tl.program_id(1) == 0):
-        tl.store(scale_inv + e, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
+        tl.store(factors + e, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
+        tl.store(factors + count + e, scale)
     group += tl.arange(0, ROWS // 4)
     i = 4 * group
     j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
@@ -102,7 +103,8 @@ def _cast_kernel(
     c, d = _load_rows(address, i + 2, j, rows, columns), _load_rows(address, i + 3, j, rows, columns)
     here = tl.multiple_of(tl.load(turned + e), 4)
     apart = tl.multiple_of(tl.load(turned + e + 1) - here, 4)
-    out += begin * columns
+    if out is not None:
+        out += begin * columns
     if transposed is not None:
         transposed += here * columns
     largest = store_fp8(a, b, c, d, scale, group, j, rows, columns, out, transposed, columns, E5M2, apart)
@@ -136,12 +138,13 @@ class FP8Matrices(NamedTuple):
     or None.
 
     Those of rows are [K, rows of `Groups.apart`], of which only the rows that there are have been written.
-    scale_inv FP32 [E] are the factors from data to values.
+    scale_inv FP32 [E] are the factors from data to values, and scale [E] those from values to data.
     """
 
     data: Tensor
     transposed: Tensor | None
     scale_inv: Tensor
+    scale: Tensor
 
 
 def cast(given: Matrices, form: torch.dtype, delayed: Delayed | None = None, turn: bool = True) -> FP8Matrices:
@@ -149,13 +152,33 @@ def cast(given: Matrices, form: torch.dtype, delayed: Delayed | None = None, tur
 
     `turn`: whether to write transposed matrices too.
     """
-    turned = given.groups.apart if given.places is None else given.groups
-    groups, columns, device = given.groups, given.data.shape[1], given.data.device
-    count = groups.experts
+    data = torch.empty(given.groups.most, given.data.shape[1], dtype=torch.uint8, device=given.data.device)
+    transposed = _room_for_transposed(given) if turn else None
+    return FP8Matrices(data, transposed, *_launch(given, form, delayed, data, transposed))
+
+
+def cast_transposed(given: Matrices, form: torch.dtype, scale: Tensor) -> Tensor:
+    """Return FP8Matrices.transposed of an earlier cast by these scales FP32 [E], alone and anew."""
+    transposed = _room_for_transposed(given)
+    _launch(given, form, Delayed(scale, torch.empty_like(scale)), None, transposed)
+    return transposed
+
+
+def _turned(given: Matrices) -> Groups:
+    return given.groups.apart if given.places is None else given.groups
+
+
+def _room_for_transposed(given: Matrices) -> Tensor:
+    return torch.empty(_turned(given).most, given.data.shape[1], dtype=torch.uint8, device=given.data.device)
+
+
+def _launch(
+    given: Matrices, form: torch.dtype, delayed: Delayed | None, data: Tensor | None, transposed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Write `data` and `transposed`, those that there are. Return FP8Matrices.scale_inv and FP8Matrices.scale."""
+    groups, columns, count, device = given.groups, given.data.shape[1], given.groups.experts, given.data.device
     scales, amax = (None, torch.zeros(count, device=device)) if delayed is None else delayed
-    scale_inv = torch.ones(count, device=device)
-    data = torch.empty(groups.most, columns, dtype=torch.uint8, device=device)
-    transposed = torch.empty(turned.most, columns, dtype=torch.uint8, device=device) if turn else None
+    factors = torch.ones(2, count, device=device)
     sizes: dict[str, Any] = dict(EXPERTS=triton.next_power_of_2(count), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
     table = (given.data, groups.first, groups.tiles(ROWS), given.places, amax)
     grid = (groups.high(ROWS), triton.cdiv(columns, COLUMNS))
@@ -163,7 +186,8 @@ def cast(given: Matrices, form: torch.dtype, delayed: Delayed | None = None, tur
         if scales is None:
             _amax_kernel[grid](*table, columns, count, **sizes)
         _cast_kernel[grid](
-            *table, scales, scale_inv, data, transposed, turned.first, columns, count, amax.stride(0),
+            *table, scales, factors, data, transposed, _turned(given).first, columns, count, amax.stride(0),
             E5M2=form == torch.float8_e5m2, **sizes,
         )  # fmt: skip
-    return FP8Matrices(data, transposed, scale_inv)
+    inverse, scale = factors.unbind()
+    return inverse, scale

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,33 +16,53 @@ Result = Tensor | tuple[Tensor, ...]
 
 class _FromInputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, function: Callable[..., Result], *inputs: Tensor | None) -> Result:
-        ctx.function = function
+    def forward(
+        ctx: Context, forward: Callable[..., Result], backward: Callable[..., Result], *inputs: Tensor | None
+    ) -> Result:
+        ctx.backward = backward
         ctx.save_for_backward(*inputs)
-        return function(*inputs)
+        return forward(*inputs)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[1:]
-        inputs = [x if x is None else x.detach() for x in ctx.saved_tensors]
-        leaves = [x.requires_grad_() for x, need in zip(inputs, needed, strict=True) if x is not None and need]
-        with torch.enable_grad():
-            outputs = ctx.function(*inputs)
-        found = iter(torch.autograd.grad(outputs, leaves, grads))
-        return None, *(next(found) if need else None for need in needed)
+        needed = ctx.needs_input_grad[2:]
+        found = iter(ctx.backward(ctx.saved_tensors, needed, grads))
+        return None, None, *(next(found) if need else None for need in needed)
 
 
-def from_inputs(function: Callable[..., Result]) -> Callable[..., Any]:
+def gradients(
+    function: Callable[..., Result], inputs: Sequence[Tensor | None], needed: Sequence[bool], grads: tuple[Tensor, ...],
+    **options: object,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the gradients of those `inputs` of the function that are `needed`, from those of its outputs."""
+
+    def of(*leaves: Tensor) -> Result:
+        given = iter(leaves)
+        return function(*(next(given) if need else x for x, need in zip(inputs, needed, strict=True)), **options)
+
+    outputs, pull, *_ = torch.func.vjp(of, *(x for x, need in zip(inputs, needed, strict=True) if need))
+    return pull(grads if isinstance(outputs, tuple) else grads[0], retain_graph=False)
+
+
+def from_inputs(
+    function: Callable[..., Result], compiler: Callable[[Callable[..., Result]], Callable[..., Result]] = lambda f: f
+) -> Callable[..., Any]:
     """Return the function, whose backward then needs nothing but its inputs; those are tensors or None.
 
-    Options are given by name, and are not differentiated.
+    Options are given by name, and are not differentiated. `compiler` compiles the forward and the backward, each by
+    itself: torch.compile chooses what is stored between them where it sees both.
 
     In a graph that torch.compile or torch.export traces, the compiler chooses what is stored.
     """
-    return functools.partial(_call, function)  # which a model with these kernels can be pickled with
+    backward = functools.partial(compiler(gradients), function)
+    # A partial, so that a model with these kernels can be pickled.
+    return functools.partial(_call, compiler(function), backward)
 
 
-def _call(function: Callable[..., Result], *inputs: Tensor | None, **options: Any) -> Result:
+def _call(
+    forward: Callable[..., Result], backward: Callable[..., Result], *inputs: Tensor | None, **options: Any
+) -> Result:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return function(*inputs, **options)
-    return _FromInputs.apply(functools.partial(function, **options), *inputs)
+        return forward(*inputs, **options)
+    own = functools.partial(forward, **options), functools.partial(backward, **options)
+    return _FromInputs.apply(*own, *inputs)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from te_models.device.autograd import Context
-from te_models.kernels.expert_cast_triton import Delayed, FP8Matrices, Matrices, cast, transposed
+from te_models.kernels.expert_cast_triton import Delayed, FP8Matrices, Matrices, cast, cast_transposed, transposed
 from te_models.kernels.grouped_gemm_triton import Operand, rows_times, sums_of_rows, weights_from
 from te_models.kernels.groups import Groups
 
@@ -42,11 +42,15 @@ class Weights(NamedTuple):
     tensors: Sequence[Tensor]
     places: Tensor
 
-    def cast(self, delayed: Delayed | None = None) -> FP8Matrices:
-        """Return them in FP8."""
+    @property
+    def matrices(self) -> Matrices:
+        """The operand of a cast."""
         first = self.tensors[0]
-        groups = Groups.equal(len(self.tensors), len(first), first.device)
-        return cast(Matrices(first, groups, self.places), E4M3, delayed)
+        return Matrices(first, Groups.equal(len(self.tensors), len(first), first.device), self.places)
+
+    def cast(self, delayed: Delayed | None = None, turn: bool = True) -> FP8Matrices:
+        """Return them in FP8, with `turn` transposed too."""
+        return cast(self.matrices, E4M3, delayed, turn)
 
 
 class Stored(NamedTuple):
@@ -80,42 +84,49 @@ class _BF16(torch.autograd.Function):
 
 
 class _FP8(torch.autograd.Function):
-    """Backward makes the transposed copies of stored weights again, which would take as much memory as they do."""
+    """Backward makes transposed copies of weights that came without any: from bytes that are stored anyway, or by the
+    same cast again of weights in high precision, which has the same bits. All layers' copies together would take half
+    as much memory as weights in BF16."""
 
     @staticmethod
     def forward(
         ctx: Context, x: Tensor, bias: Tensor | None, groups: Groups, casts: Casts, own: FP8Matrices | Stored,
-        *weights: Tensor,
+        places: Tensor | None, *weights: Tensor,
     ) -> Tensor:  # fmt: skip
         ctx.groups, ctx.casts, ctx.inputs, ctx.weights = groups, casts, x.shape[1], len(weights)
-        given = cast(Matrices(x.contiguous(), groups), E4M3, casts.of_x, turn=any(ctx.needs_input_grad[5:]))
-        places = own.places if isinstance(own, Stored) else None
-        ctx.save_for_backward(
-            given.transposed, given.scale_inv,
-            own.data if isinstance(own, Stored) else own.transposed, places, own.scale_inv,
-        )  # fmt: skip
-        a, b = Operand(given.data.view(E4M3), given.scale_inv), Operand(own.data.view(E4M3), own.scale_inv, places)
+        given = cast(Matrices(x.contiguous(), groups), E4M3, casts.of_x, turn=any(ctx.needs_input_grad[6:]))
+        stored = own.data if isinstance(own, Stored) else own.transposed
+        again = () if stored is not None or isinstance(own, Stored) else (own.scale, *weights)
+        ctx.save_for_backward(given.transposed, given.scale_inv, stored, places, own.scale_inv, *again)
+        at = places if isinstance(own, Stored) else None
+        a, b = Operand(given.data.view(E4M3), given.scale_inv), Operand(own.data.view(E4M3), own.scale_inv, at)
         width = len(weights[0] if weights else own.data)
         return rows_times(a, b, groups, width, bias, down=False, precise=casts.output, dtype=x.dtype)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy, groups, casts, dx = grads[0].contiguous(), ctx.groups, ctx.casts, None
-        x, x_scale, weights, places, weights_scale = ctx.saved_tensors
+        x, x_scale, stored, places, weights_scale, *again = ctx.saved_tensors
         given = cast(Matrices(dy, groups), casts.gradient, casts.of_dy, turn=x is not None)
         db = sums_of_rows(dy, groups) if ctx.needs_input_grad[1] else None
         if ctx.needs_input_grad[0]:
-            turned = weights if places is None else transposed(weights, places)
+            if again:
+                turned = cast_transposed(Weights(again[1:], places).matrices, E4M3, again[0])
+            else:
+                turned = stored if ctx.weights else transposed(stored, places)
             a, b = Operand(given.data.view(casts.gradient), given.scale_inv), Operand(turned.view(E4M3), weights_scale)
             dx = rows_times(a, b, groups, ctx.inputs, down=False, precise=casts.input_gradient, dtype=dy.dtype)
+            del turned, a, b  # before the larger gradients of weights
         of_weights: Sequence[Tensor | None] = [None] * ctx.weights
-        if x is not None and given.transposed is not None:
-            a, b = Operand(given.transposed.view(casts.gradient), given.scale_inv), Operand(x.view(E4M3), x_scale)
+        dy_turned, dy_scale = given.transposed, given.scale_inv
+        del given
+        if x is not None and dy_turned is not None:
+            a, b = Operand(dy_turned.view(casts.gradient), dy_scale), Operand(x.view(E4M3), x_scale)
             how = dict(precise=casts.weight_gradient, dtype=dy.dtype)
             of_weights = weights_from(a, b, groups, dy.shape[1], ctx.inputs, **how).unbind()
         if casts.after is not None:
             casts.after()
-        return dx, db, None, None, None, *of_weights
+        return dx, db, None, None, None, None, *of_weights
 
 
 def in_bf16(x: Tensor, groups: Groups, weights: Weights, bias: Tensor | None = None) -> Tensor:
@@ -124,8 +135,11 @@ def in_bf16(x: Tensor, groups: Groups, weights: Weights, bias: Tensor | None = N
 
 
 def in_fp8(
-    x: Tensor, groups: Groups, casts: Casts, own: FP8Matrices | Stored, weights: Sequence[Tensor] = (),
+    x: Tensor, groups: Groups, casts: Casts, own: FP8Matrices | Stored, weights: Weights | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the same with FP8 weights `own`, the casts of `weights`, which get gradients, or frozen ones."""
-    return _FP8.apply(x, bias, groups, casts, own, *weights)
+    if isinstance(own, Stored):
+        return _FP8.apply(x, bias, groups, casts, own, own.places)
+    assert weights is not None
+    return _FP8.apply(x, bias, groups, casts, own, weights.places, *weights.tensors)

@@ -11,6 +11,7 @@ from te_models.device.autograd import Context
 from te_models.kernels.groups import Groups
 
 BYTES = 16  # the rows of a matrix must be a multiple of this for the product in one launch
+RANKS = 8  # a multiple of this is the rank of a product in one launch
 
 
 class _Product(torch.autograd.Function):
@@ -37,6 +38,13 @@ def grouped_product(x: Tensor, weights: Tensor, rows: list[int] | Groups) -> Ten
     without rows gets zeros as its gradient.
     """
     return _Product.apply(x, weights, rows)
+
+
+def low_rank_product(x: Tensor, a: Tensor, b: Tensor, scaling: float, rows: list[int] | Groups) -> Tensor:
+    """Return scaling * B(A(x)) of x [R, I] with the A and B of each row's expert, `a` [E, r, I] and `b` [E, O, r]."""
+    if extra := -a.shape[1] % RANKS * x.is_cuda:
+        a, b = F.pad(a, (0, 0, 0, extra)), F.pad(b, (0, extra))
+    return grouped_product(grouped_product(x, a, rows) * scaling, b.contiguous(), rows)
 
 
 def _by_expert(x: Tensor, matrices: Tensor, rows: list[int] | Groups) -> Tensor:

@@ -51,6 +51,7 @@ from te_models.model.targets import nan_if, next_token_targets
 from te_models.model.te_modules import Factory, pad_rows
 from te_models.model.tensor_parallel import TensorParallel
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REFUSED_DTYPES = {
     torch.float64: "te layers do not run in FP64: build the model with dtype=torch.float32 or torch.bfloat16",
     torch.float16: "a live model does not change its dtype: build or load it with dtype=torch.float16",
@@ -125,6 +126,8 @@ class Decoder(nn.Module):
         self.specs = self.ep.local(self.tp.local(config))
         self.activation_checkpointing = check_mode(activation_checkpointing)
         self.activation_offload, self.host_memory = activation_offload, HostMemory()
+        if dtype not in DTYPES:
+            raise UsageError(f"dtype={dtype!r} is not supported: give {', '.join(map(str, DTYPES))}")
         device = choose_device(device)
         _, self.engine, self.engine_reason = get_engine(engine, device)
         self.fp8_params = fp8_params

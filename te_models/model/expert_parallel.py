@@ -27,7 +27,7 @@ from te_models.config.moe import with_local_experts
 from te_models.config.recipe import Recipe
 from te_models.distributed.collectives import all_gather, all_to_all
 from te_models.distributed.mesh_ranks import MeshRanks
-from te_models.errors import UsageError
+from te_models.errors import refuse
 from te_models.kernels.expert_rows import RowKernels
 from te_models.model.router import Places, places
 from te_models.model.tensor_parallel import Mapped
@@ -45,10 +45,8 @@ class ExpertParallel(MeshRanks):
     replicas: DeviceMesh | None = None  # the ranks that have the same experts, and share their amaxes
 
     def __post_init__(self) -> None:
-        if self.fp8 and self.mesh is None:
-            raise UsageError("ep_fp8=True sends tokens to the ranks of ep_mesh in FP8: give ep_mesh")
-        if self.mesh is not None and self.mesh.ndim != 1:
-            raise UsageError(f"ep_mesh has {self.mesh.ndim} dimensions: give that of the experts, mesh['ep']")
+        alone = "ep_fp8=True sends tokens to the ranks of ep_mesh in FP8: give ep_mesh"
+        self.check("ep_mesh", "the experts, mesh['ep']", alone if self.fp8 else "")
 
     def local(self, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
         """Return the layers with one rank's experts.
@@ -65,16 +63,13 @@ class ExpertParallel(MeshRanks):
 
     def check_recipe(self, recipe: Recipe, fp8_params: bool) -> None:
         """Raise if experts on different ranks could not have the scales that they have on one."""
-        if self.size > 1 and fp8_params:
-            raise UsageError(
-                "--fp8-params needs scales that all ranks share, which experts on different ranks have not: use "
-                "--parallel fsdp"
-            )
-        if self.size > 1 and recipe.stateful and self.replicas is None:
-            raise UsageError(
-                f"recipe {recipe.name!r} shares the amaxes of an expert among the ranks that have it: give them as "
-                "ep_replicas, or use recipe current, blockwise or bf16"
-            )
+        refuse({
+            "--fp8-params needs scales that all ranks share, which experts on different ranks have not: use --parallel "
+            "fsdp": self.size > 1 and fp8_params,
+            f"recipe {recipe.name!r} shares the amaxes of an expert among the ranks that have it: give them as "
+            "ep_replicas, or use recipe current, blockwise or bf16":
+                self.size > 1 and recipe.stateful and self.replicas is None,
+        })  # fmt: skip
 
     def divides(self, module: str) -> bool:
         """Return whether this rank has only some of the experts of the module of this name."""

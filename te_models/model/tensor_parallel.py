@@ -63,10 +63,8 @@ class TensorParallel(MeshRanks):
     sequence: bool = False
 
     def __post_init__(self) -> None:
-        if self.mesh is None and self.sequence:
-            raise UsageError("sequence_parallel=True divides the tokens between the ranks of tp_mesh: give tp_mesh")
-        if self.mesh is not None and self.mesh.ndim != 1:
-            raise UsageError(f"tp_mesh has {self.mesh.ndim} dimensions: give that of tensor parallelism, mesh['tp']")
+        alone = "sequence_parallel=True divides the tokens between the ranks of tp_mesh: give tp_mesh"
+        self.check("tp_mesh", "tensor parallelism, mesh['tp']", alone if self.sequence else "")
 
     @property
     def scatters(self) -> bool:

@@ -72,7 +72,7 @@ def groups(model: nn.Module, weight_decay: float, matrices: bool) -> list[Group]
 
 def _structure(module: nn.Module) -> Iterator[tuple[Tensor, list[tuple[Role, int]]]]:
     """Yield the weights of this module as (weight, [(role, rows), ...] from its first row to its last)."""
-    if isinstance(module, nn.Embedding):
+    if type(module) is nn.Embedding:
         yield module.weight, [("embedding", module.num_embeddings)]
     elif isinstance(module, BlockPart):
         for linear in module.spec.linears:

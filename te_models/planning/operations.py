@@ -123,9 +123,9 @@ class Tape:
     def linear(self, linear: LinearSpec, *, shared: bool = False, rows: int | None = None) -> Step:
         """Return a te.Linear, which saves its input (in FP8 the columnwise copy) and the FP8 copies of its weight.
 
-        Both copies of the weight are saved unless engine/native.py drops the rowwise one. The backward quantizes the
-        output gradient rowwise and columnwise. If `shared`, another operation already saves the unquantized input.
-        It has `rows` rows (None: N). A te.GroupedLinear is that for all experts together.
+        Both copies of the weight are saved unless engine/native.py drops the rowwise one, and of experts' weights both.
+        The backward quantizes the output gradient rowwise and columnwise. If `shared`, another operation already saves
+        the unquantized input. It has `rows` rows (None: N). A te.GroupedLinear is that for all experts together.
 
         With an adapter, the adapter alone saves the input, unquantized, and its product with A; backward computes two
         gradients of the input, the linear's and the adapter's. Experts' adapters also save B in another order. Frozen
@@ -161,10 +161,14 @@ class Tape:
         if self.training.gpus > 1:  # Transformer Engine requantizes weights sharded by FSDP2 in backward
             return step._replace(saved=x, scratch=dy + w)
         cast_here = recipe.scheme in (PER_TENSOR if linear.experts else ("DelayedScaling",))
-        handed = self.fused and cast_here and not recipe.fields.get("use_power_2_scales")
-        if handed and not self.training.cached_weights:
-            w = gemms * operand_bytes(recipe, outputs, inputs, "w", "columnwise")
-        return step._replace(saved=x, copies=w, scratch=dy)
+        if not (self.fused and cast_here) or recipe.fields.get("use_power_2_scales") or self.training.cached_weights:
+            return step._replace(saved=x, copies=w, scratch=dy)
+        w = gemms * operand_bytes(recipe, outputs, inputs, "w", "columnwise")
+        if not linear.experts:
+            return step._replace(saved=x, copies=w, scratch=dy)
+        # Made in backward for the input's gradient, and freed with dy's rowwise copy before the weights' are made.
+        turned = gemms * operand_bytes(recipe, rows // gemms, outputs, "grad", "columnwise")
+        return step._replace(saved=x, scratch=dy + w if lora else max(turned, dy + w - step.weights))
 
     def adapter_bytes(self, linear: LinearSpec, rank: int, rows: int) -> int:
         """Return what an adapter of this rank saves beside its input: the product with A, and experts' B."""
@@ -212,14 +216,15 @@ class Tape:
             return [*routers, self.norm("norm")._replace(produces=self.stream, scratch=0), self.fused_head()]
         width = self.tokens * c.vocab_size
         logits, fp32 = width * self.element, width * FP32
-        if self.training.compile:  # saves logits, a maximum and a sum per row, and the targets
-            loss = Step("loss", logits + self.tokens * (2 * FP32 + INT64), produces=logits, of_logits=True)
+        cut = self.rows * c.vocab_size * self.element
+        if self.training.compile:  # saves logits, a maximum and a sum per row, the targets and how many count
+            kept = cut + self.tokens * (2 * FP32 + INT64) + INT64
+            loss = Step("loss", kept, produces=logits, of_logits=True)
         else:  # saves log_softmax in FP32 and two counts; its backward needs a second FP32 buffer
             loss = Step(
                 "loss", fp32 + self.tokens * INT64 + INT64 + FP32, produces=logits, scratch=2 * fp32, of_logits=True
             )
         capped = c.final_logit_softcapping is not None  # saves the output of tanh
-        cut = self.rows * c.vocab_size * self.element
         cap = [Step("logit cap", cut, consumes=cut, produces=cut, of_logits=True)] if capped else []
         padding = [Step("removal of padding", consumes=logits, produces=cut)] if self.rows > self.tokens else []
         return [

@@ -45,11 +45,13 @@ class PrecisionPlan(Printable):
         return bf16 if precision == "BF16" else len(self.rows) - bf16
 
     def __rich__(self) -> Table:
-        columns = (Column(field.name, overflow="fold") for field in fields(PlanRow))
+        shown = [field.name for field in fields(PlanRow) if field.name != "engine"]  # one for all, in the title
+        columns = (Column(name, overflow="fold", no_wrap=name in ("module", "gemm")) for name in shown)
         table = Table(*columns, title=self.title, title_justify="left", title_style="bold", box=None, pad_edge=False)
         table.caption, table.caption_justify = "\n".join(self.notes) or None, "left"
-        for row in self.folded():
-            table.add_row(*row, style="" if row[3] == "BF16" else "green")
+        for layers, module, gemm, precision, _, reason in self.folded():
+            style = "" if precision == "BF16" else "green"
+            table.add_row(layers, module, gemm, precision, reason, style=style)
         return table
 
     def to_dict(self) -> list[dict[str, str]]:

@@ -98,10 +98,6 @@ class _Source:
             found, size = path.stat() if self.links else path.lstat(), self.files[file].size
         except FileNotFoundError:
             raise CheckpointError(f"{self.folder} is incomplete: it lacks {file}, which was saved") from None
-        except OSError as error:  # a loop of links
-            if not path.is_symlink():
-                raise
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
         regular = stat.S_ISREG(found.st_mode)
         if not regular or size not in (None, found.st_size):
             problem = f"damaged: {found.st_size} bytes where {size} were saved" if regular else "not a regular file"
@@ -192,10 +188,10 @@ def read_listed(path: Path, names: Iterable[str]) -> dict[str, bytes]:
     Raises:
         CheckpointError: a file or the manifest is damaged, too large or not a regular file.
     """
-    listed = _read_manifest(path, links=True).files if os.path.lexists(path / MANIFEST) else {}
-    present = [name for name in names if os.path.lexists(path / name)]
-    source = _Source(path, {name: listed.get(name, _File()) for name in present}, links=True)
     with explained(f"{path} cannot be read", OSError):
+        listed = _read_manifest(path, links=True).files if os.path.lexists(path / MANIFEST) else {}
+        present = [name for name in names if os.path.lexists(path / name)]
+        source = _Source(path, {name: listed.get(name, _File()) for name in present}, links=True)
         return {name: source.read(name, parsed=False) for name in present}
 
 
@@ -392,10 +388,11 @@ def _source(folder: Path, require_manifest: bool) -> _Source:
 def _read_manifest(folder: Path, links: bool = False) -> _Source:
     found = _Source(folder, {MANIFEST: _File()}, links).read(MANIFEST)
     try:
+        problem = "its digest does not fit its content" if found["digest"] != _digest(found) else ""
         if found["format"] != FORMAT_VERSION:
-            raise ValueError(f"format {found['format']!r} is not the format {FORMAT_VERSION} that this version reads")
-        if found["digest"] != _digest(found):
-            raise ValueError("its digest does not fit its content")
+            problem = f"format {found['format']!r} is not the format {FORMAT_VERSION} that this version reads"
+        if problem:
+            raise ValueError(problem)
         files = {name: _File(int(entry["size"]), str(entry["sha256"])) for name, entry in found["files"].items()}
         aliases = {
             group: {alias: str(name) for alias, name in ties.items()} for group, ties in found["aliases"].items()

@@ -65,7 +65,7 @@ def model_content(
     if quantized := quantized_weights(model):
         tensors["fp8_weights"] = quantized
     dtype = str(model.dtype).removeprefix("torch.")
-    config = {"model_type": MODEL_TYPE, "dtype": dtype, **model.config.to_dict()}
+    config = {"model_type": MODEL_TYPE, "dtype": dtype, **model.config.document()}
     return tensors, {"config": config, "recipe": model.recipe.to_dict(), **origin.documents()}
 
 
@@ -73,12 +73,25 @@ def weights(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> di
     """Return name -> values of every parameter, tied ones under each of their names.
 
     Transformer Engine's `_extra_state`, a pickle, is left out; its content is saved as fp8_state.
+
+    Raises:
+        UsageError: adapters are in the model, which no reader of a saved model expects.
     """
+    refuse_adapters(model)
     masters = masters or {}
     return {
         name: masters[id(p)].detach().to(p.dtype) if is_quantized(p) and id(p) in masters else plain(p)
         for name, p in model.named_parameters(remove_duplicate=False)
     }
+
+
+def refuse_adapters(model: nn.Module) -> None:
+    """Raise a UsageError if a model that is to be saved or trained as a whole has adapters in it."""
+    if any(".lora_" in name for name, _ in model.named_parameters()):
+        raise UsageError(
+            "the model has LoRA adapters: give what add_lora returned to Trainer or save_lora, or what its "
+            "merge_and_unload() returns, a model with the adapters in its weights"
+        )
 
 
 def write_pretrained(

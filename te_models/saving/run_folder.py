@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from te_models.device.cuda_capture import outside_captures
-from te_models.errors import CheckpointError, DataError, SaveError
+from te_models.errors import CheckpointError, DataError, SaveError, UsageError
 from te_models.files.atomic import discard, readable, replace_text, sweep
 from te_models.files.formats import Document, read_bytes
 from te_models.saving.folder import MAX_SHARD_BYTES, Content, Groups, load_folder, prepare, write_content
@@ -89,7 +89,8 @@ class Checkpoints:
             self._error, self._failed_saves = None, 0
         else:
             self._copied.clear()
-            streams = [_side_stream(device) for device in _cuda_devices(content.tensors)]
+            saved = (tensor for members in content.tensors.values() for tensor in members.values())
+            streams = [_side_stream(device) for device in {tensor.device for tensor in saved if tensor.is_cuda}]
             self._thread = threading.Thread(target=self._commit_in_background, args=(path, content, streams))
             self._thread.start()
             if not copy_later:
@@ -145,6 +146,13 @@ class Checkpoints:
         if _STEP.fullmatch(name) and readable(self.root / name).is_dir():
             return self.root / name
         return next(reversed(self.all()), None)
+
+    def to_resume(self) -> Path:
+        """Return the newest complete checkpoint; a UsageError if there is none."""
+        newest = self.latest()
+        if newest is None:
+            raise UsageError(f"nothing to resume: {self.root.parent} has no checkpoint; start without --resume")
+        return newest
 
     def all(self) -> list[Path]:
         """Return all complete checkpoints, oldest step first."""
@@ -225,9 +233,9 @@ def offering_older(path: Path) -> Iterator[None]:
     try:
         yield
     except (CheckpointError, DataError) as error:
-        if not _STEP.fullmatch(path.name) or _whole(path):
-            raise
-        older = next((other for other in reversed(Checkpoints(path.parent).all()) if _whole(other)), None)
+        damaged = _STEP.fullmatch(path.name) and not _whole(path)
+        others = reversed(Checkpoints(path.parent).all()) if damaged else ()
+        older = next((other for other in others if _whole(other)), None)
         if older is None:
             raise
         raise type(error)(f"{error}; {older.name} is whole: move {path.name} elsewhere to use it") from None
@@ -239,10 +247,6 @@ def _whole(path: Path) -> bool:
     except CheckpointError:
         return False
     return True
-
-
-def _cuda_devices(tensors: Groups) -> set[torch.device]:
-    return {tensor.device for members in tensors.values() for tensor in members.values() if tensor.is_cuda}
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:

@@ -31,7 +31,7 @@ from te_models.interop.stored_weights import collapse, spread
 from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state
 from te_models.saving.folder import read_listed
-from te_models.saving.pretrained import weights
+from te_models.saving.pretrained import refuse_adapters, weights
 from te_models.serving.formats import E4M3_MAX, FORMATS, TINY, Format, Options, Parts, encode_blocks, static_scale
 
 # E4M3 with the largest power of two for a scale rounds this to 2^128, which is infinite in FP32.
@@ -69,13 +69,8 @@ def export(
     """Write `model` into `folder`, atomically; see te_models.causal_lm.CausalLM.export for arguments and errors."""
     check_known("format", format, FORMATS)
     sharded = any(local(p) is not p for p in model.parameters())
-    adapted = any(".lora_" in name for name, _ in model.named_parameters())
-    refuse(
-        {
-            "a sharded model cannot be exported: save it, and export the saved folder": sharded,
-            "the model has LoRA adapters: export what adapted.merge_and_unload() returns": adapted,
-        }
-    )
+    refuse({"a sharded model cannot be exported: save it, and export the saved folder": sharded})
+    refuse_adapters(model)
     with saving(model):
         writer = _Writer(model, format, calibration)
         parameters = model.ep.gather(gather_state(weights(model), model.config, model.tp), model.device)

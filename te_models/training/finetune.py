@@ -160,10 +160,8 @@ def _place(settings: RunSettings, shared: Parallel, resume: bool) -> tuple[Path,
     """Return the run's folder, and the checkpoint from which it resumes: under torchrun also after a restart."""
     restarted = restarts() > 0
     folder = Path(shared.ranks.from_first(lambda: str(run_folder(settings, restarted)), UsageError))
-    newest = Checkpoints(folder / "checkpoints").latest() if resume or restarted else None
-    if resume and newest is None:
-        raise UsageError(f"nothing to resume: {folder} has no checkpoint; start without --resume")
-    return folder, newest
+    saved = Checkpoints(folder / "checkpoints")
+    return folder, saved.to_resume() if resume else saved.latest() if restarted else None
 
 
 def _tokenizer(settings: RunSettings, newest: Path | None) -> str | Path | None:

@@ -28,8 +28,10 @@ from te_models.files.tensors import check_finite
 from te_models.fp8.primary_weights import plain
 from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import check_fp8_state
+from te_models.interop.hf_expert_families import dropped_by_peft
 from te_models.interop.hub import local_folder
 from te_models.saving.folder import MANIFEST, Folder, load_folder, match, save_folder
+from te_models.saving.pretrained import saved_folder
 from te_models.saving.restore import read_recipe
 from te_models.training.lora_config import check_fields, read_config, wanted_adapters, whole_modules
 from te_models.training.lora_layer import LoraExperts, LoraLinear
@@ -55,9 +57,6 @@ if TYPE_CHECKING:
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in an adapter's file
-# Modules that peft 0.21 treats as experts in any model of an architecture that can have them (convert_peft_config_moe).
-_CONVERTED = ("qwen3_next", "afmoe", "glm4_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-EXPERT_TARGETS = dict.fromkeys(_CONVERTED, ("gate_proj", "up_proj", "down_proj"))
 PROJECTIONS = ("qkvg_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
@@ -98,7 +97,7 @@ class AdaptedModel(PeftModel):
             CheckpointError: the folder is damaged, does not fit the model, or has other modules or ranks than the
                 adapter of that name.
         """
-        adapter = _read_adapter(self.get_base_model(), local_folder(model_id), is_trainable)
+        adapter = _read_adapter(self.get_base_model(), saved_folder(local_folder(model_id)), is_trainable)
         if adapter_name not in self.peft_config:
             self.add_adapter(adapter_name, adapter.config, fused=adapter.fused)
         elif adapter.fused != _adapters(self, adapter_name):
@@ -180,7 +179,8 @@ def _linears_of_blocks(model: CausalLM | TEModelsForCausalLM) -> list[str]:
     whole = isinstance(model, CausalLM)
     linears = (model if whole else model.model).config.linears.values()
     leaves = dict.fromkeys(linear.name for linear in linears if linear.adapted)
-    return [leaf for leaf in leaves if whole or not leaf.startswith("shared_")]  # not shown to peft beside experts
+    # Those of a shared expert, which peft drops in some architectures of transformers, have to be asked for there.
+    return [leaf for leaf in leaves if whole or not leaf.startswith("shared_")]
 
 
 def _add_to_linears(model: TEModelsForCausalLM, config: LoraConfig) -> PeftModel:
@@ -190,7 +190,6 @@ def _add_to_linears(model: TEModelsForCausalLM, config: LoraConfig) -> PeftModel
     found = wanted_adapters(config, modules)
     asked = {
         "modules_to_save": config.modules_to_save,
-        "an adapter of experts": any(module_of(one.place) in modules.counts for one in found.values()),
         "an adapter on lm_head": any(module_of(one.place) == "lm_head" for one in found.values()),
     }
     refuse({f"{what} needs a CausalLM: give add_lora the model inside (`.model`)": is_ for what, is_ in asked.items()})
@@ -239,7 +238,7 @@ def load_lora(
 
     Args:
         model: changed in place.
-        folder: the folder, or the name of an adapter on the Hugging Face hub.
+        folder: the folder, that of a run (its newest checkpoint), or the name of an adapter on the Hugging Face hub.
         trainable: whether the adapters are to be trained further; else the model is returned in eval mode.
         adapter_name: the name that the adapter gets.
 
@@ -249,13 +248,10 @@ def load_lora(
     Raises:
         CheckpointError: the folder is damaged, does not fit the model, or is of a kind that is not supported.
     """
-    if isinstance(model, PeftModel):
-        raise UsageError("the model has adapters already: load another with its load_adapter(folder, name)")
-    if not isinstance(model, CausalLM):
-        raise UsageError(
-            f"{type(model).__name__} is no CausalLM: load its adapters with peft.PeftModel.from_pretrained"
-        )
-    adapter = _read_adapter(model, local_folder(folder), trainable)
+    wrong = f"{type(model).__name__} is no CausalLM: load its adapters with peft.PeftModel.from_pretrained"
+    loaded = "the model has adapters already: load another with its load_adapter(folder, name)"
+    refuse({loaded: isinstance(model, PeftModel), wrong: not isinstance(model, CausalLM)})
+    adapter = _read_adapter(model, saved_folder(local_folder(folder)), trainable)
     state = adapter.saved.tensors.get("fp8_state", {})
     check_fp8_state(model, state)
     recipe = read_recipe(adapter.saved) if state else model.recipe
@@ -281,8 +277,8 @@ def _read_adapter(model: CausalLM, folder: Path, trainable: bool) -> _Adapter:
     listed = (folder / MANIFEST).exists()
     names = ["adapter_config", "adapter_model"]
     saved = load_folder(folder, names, optional=["fp8_state", "recipe"] if listed else [], require_manifest=listed)
-    tensors, path = saved.tensors["adapter_model"], folder / "adapter_config.json"
-    modules = adaptable_modules(model)
+    modules, path = adaptable_modules(model), folder / "adapter_config.json"
+    tensors = {modules.as_stored(name): tensor for name, tensor in saved.tensors["adapter_model"].items()}
     config = read_config(path, saved.documents["adapter_config"], tensors, modules)
     config.inference_mode = not trainable
     headless = not any(name.startswith((f"{PREFIX}model.", f"{PREFIX}lm_head.")) for name in tensors)
@@ -367,7 +363,7 @@ def _resolved(
     config.modules_to_save = list(whole.values()) or None
     config.rank_pattern = {name: one.rank for name, one in fused.items() if one.rank != config.r}
     config.alpha_pattern = {name: alpha for name, alpha in alphas.items() if alpha != config.lora_alpha}
-    if config.base_model_name_or_path is None and model.origin.config is not None:
+    if config.base_model_name_or_path is None and model.origin.folder is not None:
         config.base_model_name_or_path = str(model.origin.folder)
     # A task type would wrap the model in a class that passes it arguments that only models of transformers accept.
     config.task_type = None
@@ -429,13 +425,8 @@ def _file_content(adapted: AdaptedModel, adapter_name: str) -> tuple[dict[str, T
     values.pop("runtime_config", None)
     if modules.counts.keys() & _adapters(adapted, adapter_name).keys():
         values["lora_dropout"] = 0.0  # peft has none for experts, and only training uses it
-    experts = EXPERT_TARGETS.get(modules.architecture, ())
-    if any(name.endswith(experts) for name in wanted if experts and name not in modules.experts):
-        warnings.warn(
-            f"peft has no adapters on {', '.join(experts)} of {modules.architecture} in transformers and drops them "
-            "there: load_lora reads them; for transformers merge them, or target only the attention",
-            stacklevel=3,
-        )
+    if dropped := dropped_by_peft(modules.architecture, (name for name in wanted if name not in modules.experts)):
+        warnings.warn(f"{dropped}: load_lora reads them; for transformers merge them, or leave them out", stacklevel=3)
     values |= _their_targets(wanted, modules, own.use_rslora) | {"modules_to_save": list(whole) or None}
     return tensors, json.loads(json.dumps(values, default=list))  # peft has sets and enums there
 
@@ -454,13 +445,16 @@ def _their_targets(wanted: Mapping[str, Wanted], modules: Modules, rslora: bool)
             found += [end] if len(present) == len(names) else present
         return found
 
-    alphas = {name: alpha_of(one.scaling, one.rank, rslora) for name, one in wanted.items()}
+    named = {f"{name}.weight" if name in modules.routers else name: one for name, one in wanted.items()}
+    alphas = {name: alpha_of(one.scaling, one.rank, rslora) for name, one in named.items()}
     rank = Counter(one.rank for one in wanted.values()).most_common(1)[0][0]
     alpha = Counter(alphas.values()).most_common(1)[0][0]
+    linears = [name for name in modules.theirs if name not in modules.routers]
+    routers = [f"{name}.weight" for name in targets(sorted(modules.routers), 1)]
     return {
-        "target_modules": targets(modules.theirs, 1), "target_parameters": targets(modules.experts, 2) or None,
+        "target_modules": targets(linears, 1), "target_parameters": targets(modules.experts, 2) + routers or None,
         "exclude_modules": None, "layers_to_transform": None, "layers_pattern": None,
         "r": rank, "lora_alpha": alpha,
-        "rank_pattern": {name: one.rank for name, one in wanted.items() if one.rank != rank},
+        "rank_pattern": {name: one.rank for name, one in named.items() if one.rank != rank},
         "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
     }  # fmt: skip

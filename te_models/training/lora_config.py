@@ -13,7 +13,7 @@ from torch import Tensor
 
 from te_models.causal_lm import CausalLM
 from te_models.errors import CheckpointError, UsageError, needs, refuse, unknown
-from te_models.files.atomic import explained, first_line
+from te_models.files.atomic import explained
 from te_models.interop.hf import Place
 from te_models.training.lora_targets import Modules, Wanted, module_of
 from te_models.training.settings import names_experts
@@ -91,7 +91,7 @@ def wanted_adapters(config: LoraConfig, modules: Modules, headless: bool | None 
         linears = {
             name.rsplit(".", 1)[1]
             for name, place in modules.theirs.items()
-            if name != "lm_head" and not module_of(place).endswith(".router")  # no linear in transformers
+            if name != "lm_head" and name not in modules.routers
         }
         experts = {target for target in given if headless is None and names_experts(target)}
         config.target_modules = sorted(given - experts - {ALL_LINEAR} | (linears if ALL_LINEAR in given else set()))
@@ -109,7 +109,7 @@ def wanted_adapters(config: LoraConfig, modules: Modules, headless: bool | None 
         divided = {module_of(place) for place in found if place != modules.ours[module_of(place)]}
         found = {p: name for p, name in found.items() if module_of(p) not in divided or p != modules.ours[module_of(p)]}
     for target in config.target_parameters or ():
-        named = modules.experts_named([target], bool(headless))
+        named = modules.parameters_named([target], bool(headless))
         if not named and headless is None:
             able = {".".join(name.split(".")[-2:]) for name in modules.experts}
             raise unknown("target parameter", target, able, advice="" if able else "the model has no experts")
@@ -120,7 +120,8 @@ def wanted_adapters(config: LoraConfig, modules: Modules, headless: bool | None 
         for key in patterns or ():
             if not any(re.match(rf"(.*\.)?({key})$", name) for name in found.values()):
                 raise UsageError(f"{field}: {key[:80]!r} matches no module that has an adapter")
-    return {name: Wanted(place, *_rank_and_scaling(config, name)) for place, name in found.items()}
+    wanted = {name: Wanted(place, *_rank_and_scaling(config, name)) for place, name in found.items()}
+    return {name.removesuffix(".weight"): one for name, one in wanted.items()}
 
 
 def _is_target(config: LoraConfig, name: str) -> bool:
@@ -167,14 +168,14 @@ def read_config(path: Path, values: Any, tensors: Mapping[str, Tensor], modules:
     """
     if not isinstance(values, dict) or not isinstance(values.get("peft_type"), str):
         raise CheckpointError(f"{path} is not the config of an adapter")
-    try:
+    with explained(path, LookupError, TypeError, ValueError):
         values = _without_missing(values, modules)
         check_fields(values, init=False)
         refuse(_value_mistakes(values, tensors))
         config = LoraConfig(**{name: values[name] for name in PASSED & values.keys() if values[name] is not None})
-    except (LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: {first_line(error)}") from None
     config.init_lora_weights = True
+    if config.target_modules and not isinstance(config.target_modules, str):
+        config.target_modules = [modules.as_stored(name) for name in config.target_modules]
     return config
 
 
@@ -186,7 +187,7 @@ def _without_missing(values: Mapping[str, Any], modules: Modules) -> dict[str, A
     given = values.get("target_parameters")
     if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
         return dict(values)
-    known = [name for name in given if modules.experts_named([name])]
+    known = [name for name in given if modules.parameters_named([name])]
     missing = tuple(name for name in given if name not in known)
     left = {**values, "target_parameters": known}
     for field in ("rank_pattern", "alpha_pattern"):

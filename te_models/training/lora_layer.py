@@ -21,7 +21,7 @@ from te_models.engine.emulated.numerics import scale_from_amax
 from te_models.errors import UsageError, needs
 from te_models.fp8.primary_weights import E4M3_MAX, is_quantized, plain, restore_weight, saved_weight, write_weight
 from te_models.fp8.scaling_state import weight_scale
-from te_models.kernels.grouped_product import grouped_product
+from te_models.kernels.grouped_product import low_rank_product
 from te_models.kernels.groups import Groups
 from te_models.kernels.handover import grouped
 from te_models.training.lora_targets import Fused
@@ -31,8 +31,6 @@ with needs("te_models.training.lora", "peft", "0.19", "lora"):
     from peft.tuners._buffer_dict import BufferDict
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import check_adapters_to_merge
-
-RANKS = 8  # a multiple of this is the rank of a product of experts in one launch, whose rows need 16 bytes
 
 
 class LoraLinear(nn.Module, LoraLayer):
@@ -198,10 +196,7 @@ class LoraExperts(LoraLinear):
 
     def _updated(self, result: Tensor, x: Tensor, adapter: str, *rows: list[int] | Groups) -> Tensor:
         a, b = self._factors(adapter, x.dtype)
-        if extra := -a.shape[1] % RANKS * x.is_cuda:
-            a, b = F.pad(a, (0, 0, 0, extra)), F.pad(b, (0, extra))
-        low = grouped_product(x, a, *rows) * self.scaling[adapter]
-        return result + grouped_product(low, b.contiguous(), *rows)
+        return result + low_rank_product(x, a, b, self.scaling[adapter], *rows)
 
     def _factors(self, adapter: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return A [E, r, in] and B [E, out, r] of an adapter."""

@@ -33,24 +33,13 @@ BASE = ".base_layer"  # of the name of a te.Linear with adapters
 Content = tuple[dict[str, dict[str, Tensor]], dict[str, object]]  # tensors by group, and documents
 
 
-class LoraRun:
-    """The adapters of a model that a Trainer trains, as its `saved` argument.
+class SavedAdapters:
+    """The adapters of a model that a Trainer trains, as its `saved` argument."""
 
-    The model gets adapters in place, in its own dtype, over which the optimizer has FP32 masters. `base` is its name or
-    folder, for adapter_config.json.
-    """
-
-    def __init__(self, model: CausalLM, settings: LoraSettings, base: str | None = None) -> None:
-        self.settings, self.base = settings, base
-        fields: dict[str, Any] = dict(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout)
-        if settings.targets:
-            fields["target_modules"] = list(settings.targets)
-        self.model = model
-        self.adapted = add_lora(model, **fields)
-        self.adapted.peft_config["default"].base_model_name_or_path = base
-        for parameter in trained(model).values():
-            parameter.data = parameter.data.to(model.dtype)
-        drop_initial_values(model)  # no optimizer starts from the weights before their rounding to FP8
+    def __init__(self, adapted: AdaptedModel) -> None:
+        self.adapted = adapted
+        self.model = adapted.get_base_model()
+        drop_initial_values(self.model)  # no optimizer starts from the weights before their rounding to FP8
 
     def content(self, live: bool = True) -> Content:
         """Return a checkpoint's tensors and documents; without `live` only those that peft and `load_lora` read.
@@ -95,6 +84,23 @@ class LoraRun:
             ".".join((f"{owner}{BASE}" if owner in wrapped else owner, *rest)): state[name]
             for name, (owner, *rest) in parts.items()
         }
+
+
+class LoraRun(SavedAdapters):
+    """Adapters that are added to a model in place, in its own dtype, over which the optimizer has FP32 masters.
+
+    `base` is the model's name or folder, for adapter_config.json.
+    """
+
+    def __init__(self, model: CausalLM, settings: LoraSettings, base: str | None = None) -> None:
+        self.settings, self.base = settings, base
+        fields: dict[str, Any] = dict(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout)
+        if settings.targets:
+            fields["target_modules"] = list(settings.targets)
+        super().__init__(add_lora(model, **fields))
+        self.adapted.peft_config["default"].base_model_name_or_path = base
+        for parameter in trained(model).values():
+            parameter.data = parameter.data.to(model.dtype)
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from te_models.causal_lm import CausalLM
 from te_models.errors import ConfigError, UsageError
-from te_models.interop.hf import Place, tensor_places
+from te_models.interop.hf import Place, expert_places, tensor_places
 from te_models.interop.hf_families import family_for, family_of
 from te_models.model.decoder import Decoder
 from te_models.model.options import SKETCH
@@ -74,6 +74,7 @@ class Modules:
     counts: Mapping[str, int]  # the te.GroupedLinears with their numbers of experts
     whole: Mapping[str, str]  # their modules that may be fully trained (`modules_to_save`) -> the name of ours
     architecture: str  # the model_type of transformers that the names are of
+    renamed: Mapping[str, str] = field(default_factory=dict)  # parts of the names -> what its models have instead
 
     def named(self, headless: bool) -> dict[str, Place]:
         """Return the names in an adapter of transformers' model with a head, or without one, which are like ours."""
@@ -82,17 +83,31 @@ class Modules:
         own = {name: place for name, place in self.ours.items() if name not in self.counts}
         return {name.removeprefix("model."): place for name, place in self.theirs.items()} | own
 
-    def experts_named(self, targets: Iterable[str], headless: bool = False) -> dict[str, Place]:
-        """Return the experts' parameters that peft's `target_parameters` name, by the end of their names.
+    def as_stored(self, name: str) -> str:
+        """Return a name with the parts of these names in place of those in a model of transformers."""
+        for stored, there in self.renamed.items():
+            name = name.replace(there, stored)
+        return name
 
-        The end of the name of their module, such as "experts", names all of its parameters.
+    @property
+    def routers(self) -> set[str]:
+        """Those of `theirs` that are no linears in transformers, but modules with a parameter "weight"."""
+        return {name for name, place in self.theirs.items() if module_of(place).endswith(".router")}
+
+    def parameters_named(self, targets: Iterable[str], headless: bool = False) -> dict[str, Place]:
+        """Return the parameters of experts and routers that peft's `target_parameters` name, by the end of their names.
+
+        The end of the name of the experts' module, such as "experts", names all of its parameters.
         """
-        names = {name.removeprefix("model.") if headless else name: place for name, place in self.experts.items()}
+        every = {**self.experts, **{f"{name}.weight": self.theirs[name] for name in self.routers}}
+        names = {name.removeprefix("model.") if headless else name: place for name, place in every.items()}
         ends = tuple(f".{target}" for target in targets)
         return {
             name: place
             for name, place in names.items()
-            if f".{name}".endswith(ends) or f".{name.rpartition('.')[0]}".endswith(ends)
+            if f".{name}".endswith(ends)
+            or f".{name.rpartition('.')[0]}".endswith(ends)
+            and module_of(place) in self.counts
         }
 
     def parts_of(self, module: str) -> dict[str, Place]:
@@ -127,7 +142,7 @@ def adaptable_modules(model: CausalLM) -> Modules:
         family = family_for(model.config, family_of(config) if config else None)
     except ConfigError:  # transformers has no names for it
         named = {name if name == "lm_head" else f"model.{name}": ours[name] for name in linears}
-        return Modules(named, ours, _experts("model.", ours, counts, {}), counts, {}, "te_models")
+        return Modules(named, ours, expert_places("model.", ours, counts, {}), counts, {}, "te_models")
     places = tensor_places(family, model.config, shapes)
     theirs = {
         name.removesuffix(".weight"): _in_one_piece(place)
@@ -138,23 +153,8 @@ def adaptable_modules(model: CausalLM) -> Modules:
     whole = {name.removesuffix(".weight"): place.name for name, place in places.items() if place.name in tops}
     whole = {name: own.removesuffix(".weight") for name, own in whole.items()}
     entire = {place.name: place for place in places.values() if place.shape == tuple(shapes[place.name])}
-    experts = _experts(family.root, ours, counts, entire)
-    return Modules(theirs, ours, experts, counts, whole, family.model_type)
-
-
-def _experts(
-    root: str, ours: Mapping[str, Place], counts: Iterable[str], entire: Mapping[str, Place]
-) -> dict[str, Place]:
-    """Return the experts' parameters of transformers, which have the same names in every family.
-
-    Their rows are in the order of ours, or of a place in `entire`, which fills all of an expert's weight.
-    """
-    found = {}
-    for name in counts:
-        parent, _, leaf = name.rpartition(".")
-        place = entire.get(f"{name}.weight0", ours[name])
-        found[f"{root}{parent}.experts.{leaf}"] = dataclasses.replace(place, name=ours[name].name)
-    return found
+    experts = expert_places(family.root, ours, counts, entire)
+    return Modules(theirs, ours, experts, counts, whole, family.model_type, family.renamed)
 
 
 def _in_one_piece(place: Place) -> Place:

@@ -8,7 +8,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from te_models.errors import DataError
+from te_models.errors import DataError, SaveError
+from te_models.files.atomic import explained
 from te_models.files.formats import open_regular, parse_json
 from te_models.training.restore import COUNT_LIMIT
 from te_models.training.timing import Row
@@ -24,22 +25,27 @@ class MetricsLog:
     Args:
         path: the file; None writes nothing, as on every process of a run except the first.
         after_step: the last step whose row is kept.
+
+    Raises:
+        SaveError: a row cannot be written.
     """
 
     def __init__(self, path: Path | None, after_step: int = 0) -> None:
-        self.file = None
+        self.path, self.file = path, None
         if path is None:
             return
         before = [row for row in read_metrics(path) if row["step"] <= after_step] if path.exists() else []
         fresh = path.with_suffix(".tmp")
-        fresh.write_text("".join(json.dumps(row) + "\n" for row in before))
-        os.replace(fresh, path)
+        with explained(path, OSError, error=SaveError):
+            fresh.write_text("".join(json.dumps(row) + "\n" for row in before))
+            os.replace(fresh, path)
         self.file = path.open("a", buffering=1)
 
     def write(self, row: Mapping[str, object]) -> None:
         """Append the metrics of one step, which include "step"."""
-        if self.file is not None:
-            self.file.write(json.dumps(dict(row)) + "\n")
+        if self.file is not None and self.path is not None:
+            with explained(self.path, OSError, error=SaveError):
+                self.file.write(json.dumps(dict(row)) + "\n")
 
     def close(self) -> None:
         """Close the file."""

@@ -277,6 +277,6 @@ def print_next(
 
 
 def _example(tokenizer: Tokenizer, prompts: list[Prompt]) -> str:
-    """Return the first line of a prompt, shortened."""
+    """Return the first line of a prompt, shortened; spaces at its end belong to what the model was trained on."""
     lines = [line for prompt in prompts for line in tokenizer.decode(prompt.ids).splitlines() if line.strip()]
-    return lines[0].strip()[:PROMPT] if lines else "Once"
+    return lines[0].lstrip()[:PROMPT] if lines else "Once"

@@ -358,7 +358,10 @@ def resolved_path(name: Any) -> Any:
 
 
 def _over(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `saved` with the changes `given`; a new recipe or model replaces all fields of the old one."""
+    """Return `saved` with the changes `given`; a new recipe or model replaces all fields of the old one.
+
+    The shape in a file that names no model changes the model given beside it.
+    """
     flat = dict(saved)
     gone: set[str] = {"epochs"} if "steps" in given else set()
     if "recipe" in given:
@@ -366,7 +369,7 @@ def _over(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         if flat.get("fp8_params") and not given.get("fp8_params") and not _keeps_fp8_weights(given["recipe"]):
             gone.add("fp8_params")
             warnings.warn(f"recipe {given['recipe']!r} has no FP8 weights: the run goes on without", stacklevel=2)
-    if {"preset", "model"} & given.keys():
+    if {"preset", "model"} & given.keys() and {"preset", "model"} & saved.keys():
         gone |= {"preset", "model", *config_fields()}
     if given.get("lora") and not flat.get("lora") and flat.get("learning_rate") == LEARNING_RATE["finetune"]:
         gone.add("learning_rate")  # the default for all weights; adapters have another

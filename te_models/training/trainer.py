@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ from te_models.fp8.region import saving
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
 from te_models.saving.pretrained import model_content
-from te_models.saving.restore import TrainingState, read_training_state
+from te_models.saving.restore import read_training_state
 from te_models.saving.run_folder import Checkpoints
 from te_models.saving.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes, whole_optimizer_state
 from te_models.training.cuda_graph import GraphedStep, step_obstacle
@@ -50,6 +49,7 @@ from te_models.training.restore import position_mistakes, read_random_states, re
 from te_models.training.result import Result
 from te_models.training.resume import run_choices
 from te_models.training.routers import mean_of_routers, router_row, weigh_losses
+from te_models.training.saved import Saved, saved_part
 from te_models.training.settings import RUN_FILE
 from te_models.training.stop_signals import stop_signals
 from te_models.training.timing import QueuedStep, Row, copy_to_host, elapsed, timestamp
@@ -58,18 +58,6 @@ RECENT = 100  # steps whose median speed is the speed of the run
 SAVE_RETRY_PAUSES = (1.0, 5.0)  # seconds before a failed save is tried again
 
 log = logging.getLogger(__name__)
-
-
-class Saved(Protocol):
-    """The part of a model that a run saves, if it does not save all of it (te_models.training.lora_run)."""
-
-    def content(self) -> tuple[dict[str, dict[str, Tensor]], Fields]:
-        """Return the tensors and documents of a checkpoint, without the training state."""
-        ...
-
-    def read(self, folder: Path) -> TrainingState:
-        """Read and check a checkpoint for the live model, which does not change."""
-        ...
 
 
 class Callback:
@@ -94,7 +82,8 @@ class Trainer(NamedFields):
     """A training run of `model` on `dataset`; call `run`.
 
     Args:
-        model: the model to train; modified in place.
+        model: the model to train, modified in place; or one that `add_lora` returned, of which the run trains and saves
+            the adapters.
         dataset: what `open_data` returns; or batches of your own, this process's share of each micro-batch: a list, a
             DataLoader, a generator (te_models.data.own_batches).
         eval_batches: this process's batches to evaluate on; None: no evaluation.
@@ -105,7 +94,8 @@ class Trainer(NamedFields):
         on_step: called with the metrics of every finished step, on every process.
         callbacks: called during the run, in this order.
         parallel: how processes share the run.
-        saved: the part of the model that checkpoints contain, with its loader; None: all of it.
+        saved: the part of the model that checkpoints contain, with its loader; None: its adapters, if `add_lora`
+            returned it, else all of it.
         recipe: the recipe of the first step, before config.recipe_schedule; None: the model's.
 
     Raises:
@@ -127,6 +117,7 @@ class Trainer(NamedFields):
 
     def __post_init__(self) -> None:
         config, parallel, self.out = self.config, self.parallel, Path(self.out)
+        self.model, self.saved = saved_part(self.model, self.saved)
         self.device = self.model.device
         self.data: TokenDataset | StreamingDataset | OwnBatches
         if isinstance(self.dataset, TokenDataset | StreamingDataset):
@@ -445,9 +436,7 @@ class Trainer(NamedFields):
         Raises:
             ValueError: there is none, or it is of another model or optimizer.
         """
-        newest = self.checkpoints.latest()
-        if newest is None:
-            raise UsageError(f"nothing to resume: {self.out} has no checkpoint; start without --resume")
+        newest = self.checkpoints.to_resume()
         self.schedule.take(newest)
         found = read_training_state(self.model, newest) if self.saved is None else self.saved.read(newest)
         state, optimizer = found.state, found.state["optimizer"]

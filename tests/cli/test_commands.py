@@ -157,6 +157,17 @@ def test_list_cuts_nothing_on_80_columns(monkeypatch: pytest.MonkeyPatch, capsys
     assert not any("…" in line or len(line) > 80 for line in lines)
 
 
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_no_name_of_a_linear_is_cut_on_80_columns(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("te_models.cli.options.console", functools.partial(console, 80))
+    assert main([command, "--preset", "gated-nano", "--recipe", "current"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"{name} " in out for name in ("self_attn.qkvg_proj", "mlp.gate_up_proj", "mlp.down_proj", "lm_head"))
+    assert "…" not in out and max(map(len, out.splitlines())) <= 80
+
+
 @pytest.mark.parametrize("preset", list_presets()[::3])
 def test_plan_shows_any_preset_at_once(preset: str, capsys: pytest.CaptureFixture) -> None:
     start = time.process_time()
@@ -274,6 +285,8 @@ def test_equal_seeds_give_equal_weights_and_losses(corpus: Path, tmp_path: Path)
         (["plane"], "plan"),
         (["plan", "gated-nano"], "give it to an option, such as --preset NAME or --model DIR"),
         (["plan", "--presett", "gated-nano"], "did you mean '--preset'?"),
+        (["generate", "--num-samples", "2"], "unknown option '--num-samples': --help-all lists all"),
+        (["pretrain", "--activation-offload", "2"], "unexpected 2: the one argument is RUN.TOML, a file of settings"),
         (["pretrain", "--preset", "gated-nano", "--recipe-schedule", "bf16@1.5"], "below 1 or a whole number"),
         (["pretrain", "--preset", "gated-nano", "--warmup-steps", "1.5"], "warmup_steps=1.5 is neither"),
     ],

@@ -97,6 +97,10 @@ def test_derived_fields_are_derived_after_overrides() -> None:
     assert get_preset("gated-350m", num_attention_heads=16).num_key_value_heads == 16
     assert get_preset("gated-8b", num_hidden_layers=4).num_hidden_layers == 4
     assert get_preset("gated-nano", eos_token_id=0).eos_token_id == 0
+    kinds = get_preset("qwen3.5-0.8b", num_hidden_layers=5).layer_types
+    assert kinds == ("linear_attention",) * 3 + ("full_attention", "linear_attention")
+    with pytest.raises(ValueError, match="layer_types has 24 entries for num_hidden_layers=28"):
+        get_preset("qwen3.5-0.8b", num_hidden_layers=28)
 
 
 def test_the_headwise_gate_is_padded_to_the_fp8_alignment() -> None:

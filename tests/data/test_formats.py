@@ -220,6 +220,11 @@ REFUSED: list[tuple[Row, str]] = [
         r"conversations \[{from, value}\], instruction and output, prompt and completion, or text: rename fields, as "
         "in --columns prompt=prompt,completion=response$",
     ),
+    (
+        {"prompt": "q", "complection": "a"},
+        "has 'prompt', 'complection': rename 'complection' to 'completion', in all records with "
+        "--columns completion=complection$",
+    ),
     ({}, "has no fields, but needs one of the formats"),
     ({"messages": "hello"}, "'messages' is a text, not a list of messages: write one, leave the record out"),
     ({"messages": None, "id": 1}, "'messages' is null, not a list of messages"),

@@ -191,7 +191,7 @@ def test_vocabulary_with_holes_counts_to_its_highest_id(tmp_path: Path) -> None:
         (b"{", "tokenizer.json is not strict JSON"),
         (b"\xff\xfe\x00", "tokenizer.json is not strict JSON"),
         (b"{}", "tokenizer.json: not a tokenizer.json of Hugging Face's tokenizers library"),
-        (b"[1]", "tokenizer.json: a JSON list, not an object"),
+        (b"[1]", "tokenizer.json is a JSON list, not an object"),
         (b"[" * 100_000, "tokenizer.json: JSON that is nested too deeply"),
     ],
 )
@@ -223,7 +223,7 @@ def test_transformers_reads_the_byte_tokenizer(tmp_path: Path) -> None:
 
 
 CONFIGS: dict[str, tuple[bytes, str]] = {
-    "a list": (b'["<s>"]', "tokenizer_config.json: a JSON list, not an object"),
+    "a list": (b'["<s>"]', "tokenizer_config.json is a JSON list, not an object"),
     "no JSON": (b"{,}", "tokenizer_config.json is not strict JSON"),
     "nested": (b'{"a":' * 100_000, "tokenizer_config.json: JSON that is nested too deeply"),
     "eos as a list": (b'{"eos_token": ["</s>"]}', r'eos_token is \["</s>"\]: give the text of one token'),

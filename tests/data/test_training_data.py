@@ -395,7 +395,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     ),
     "a chat to evaluate on, of texts": (
         {"a.jsonl": TEXTS, "e.jsonl": TALKS}, ["--eval-data", "e.jsonl"],
-        "e.jsonl:1: a record with an answer cannot be evaluated when training on texts",
+        "e.jsonl:1: a record with an answer, where the first record of the data is text",
     ),
     "a seed beyond all": ({"a.jsonl": PAIRS}, ["--seed", str(2**70)], "is out of range: give less than 2**63"),
     "an object around the records, and its version": (

@@ -1,5 +1,6 @@
 """One run at a time writes to a folder; locks of dead processes lock nothing."""
 
+import errno
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from te_models.errors import OutputInUse, UsageError
+from te_models.errors import OutputInUse, SaveError, UsageError
 from te_models.files.lock import LOCK, locked
 
 HOLDER = "import sys, time\nfrom pathlib import Path\nfrom te_models.files.lock import locked\n" \
@@ -78,5 +79,17 @@ def test_what_is_no_file_is_one_line(make: Callable[[Path], Any], tmp_path: Path
 def test_an_error_inside_releases_the_lock(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), locked(tmp_path):
         raise ZeroDivisionError
+    with locked(tmp_path):
+        pass
+
+
+def test_a_full_disk_names_the_file_and_releases_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(SaveError, match=r"\.lock: .*No space left"), locked(tmp_path):
+            pass
     with locked(tmp_path):
         pass

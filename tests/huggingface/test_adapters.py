@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from families import make_config
 from fewer import every
+from hf_models import randomize
 from places import PLACE
 from torch import Tensor
 
 from te_models import CausalLM, TEModelsForCausalLM
-from te_models.errors import UsageError
+from te_models.errors import CheckpointError, UsageError
 
 pytest.importorskip("transformers", minversion="5.14")
 peft = pytest.importorskip("peft")
@@ -239,18 +241,70 @@ def test_adapters_of_hybrids_and_experts_are_saved(kind: str, default: bool, tmp
         torch.testing.assert_close(ours.eval()(input_ids=IDS).logits, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("leaf", ["gate_proj", "up_proj"])
-def test_linears_beside_experts_are_refused_by_name(leaf: str, tmp_path: Path) -> None:
-    """An adapter that transformers would place there would be missing in the file."""
+def experts_of_transformers(case: str, folder: Path) -> Any:
+    """A tiny model with experts and random weights, FP32, saved in `folder`."""
     transformers = pytest.importorskip("transformers", minversion="5.23")
-    sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
-    sizes |= dict(intermediate_size=48, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-    sizes |= dict(shared_expert_intermediate_size=16)
-    config = transformers.AutoConfig.for_model("qwen2_moe", **sizes)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
-    with pytest.raises(UsageError, match=rf"peft cannot adapt layers\.0\.mlp\.shared_expert\.{leaf} here"):
-        peft.get_peft_model(load(tmp_path / "base"), peft.LoraConfig(target_modules=["q_proj", leaf]))
-    peft.get_peft_model(load(tmp_path / "base"), peft.LoraConfig(target_modules=["q_proj", "up"]))
+    torch.manual_seed(4)
+    model = transformers.AutoModelForCausalLM.from_config(make_config(case), attn_implementation="eager")
+    randomize(model)
+    model = model.float().eval()
+    model.save_pretrained(folder)
+    return model
+
+
+# peft turns "all-linear" into parameters of experts and routers in qwen3_moe, mixtral, glm4_moe and qwen3_next; the
+# rows of gpt_oss alternate, and its parameters are transposed.
+@pytest.mark.parametrize(("case", "targets"), [
+    ("qwen2_moe-all-keys", "all-linear"),
+    ("qwen3_moe-steps", "all-linear"),
+    ("mixtral-all-keys", "all-linear"),
+    ("laguna-experts", "all-linear"),
+    ("gpt_oss-all-keys", ["q_proj"]),
+    *every(2, ["qwen3_5_moe_text-full", "glm4_moe-groups", "deepseek_v3-groups", "qwen3_next-steps"], ["all-linear"]),
+])  # fmt: skip
+def test_adapters_of_experts_and_routers_are_those_of_transformers(case: str, targets: Any, tmp_path: Path) -> None:
+    """A file of transformers' model: logits, gradients, merged, unmerged and saved again; load_lora reads it too."""
+    theirs = experts_of_transformers(case, tmp_path / "base")
+    named = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if targets != "all-linear" else None
+    fields = peft.LoraConfig(r=4, target_modules=targets, target_parameters=named, task_type="CAUSAL_LM")
+    judge = peft.get_peft_model(copy.deepcopy(theirs), fields).eval()
+    fill(judge)
+    judge.save_pretrained(tmp_path / "adapter")
+    ours = peft.PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter", is_trainable=True).eval()
+    assert trainable(ours).keys() == trainable(judge).keys()
+    outputs = [model(input_ids=IDS, labels=IDS) for model in (judge, ours)]
+    expected = outputs[0].logits.detach()
+    torch.testing.assert_close(outputs[1].logits, expected, **CLOSE)
+    for output in outputs:
+        output.loss.backward()
+    for name, parameter in trainable(judge).items():
+        torch.testing.assert_close(trainable(ours)[name].grad, parameter.grad, rtol=1e-3, atol=1e-4, msg=name)
+    with ours.disable_adapter():
+        torch.testing.assert_close(ours(input_ids=IDS).logits, theirs(IDS).logits, **CLOSE)
+    ours.save_pretrained(tmp_path / "again")
+    inner = CausalLM.from_pretrained(tmp_path / "base", device="cpu")
+    torch.testing.assert_close(lora.load_lora(inner, tmp_path / "again")(IDS).logits, expected, **CLOSE)
+    ours.merge_adapter(safe_merge=True)
+    torch.testing.assert_close(ours(input_ids=IDS).logits, expected, **CLOSE)
+    ours.unmerge_adapter()
+    torch.testing.assert_close(copy.deepcopy(ours)(input_ids=IDS).logits, expected, **CLOSE)
+    merged = ours.merge_and_unload()
+    torch.testing.assert_close(merged(IDS).logits, expected, **CLOSE)
+    assert set(merged.state_dict()) == set(load(tmp_path / "base").state_dict())
+
+
+def test_what_peft_cannot_place_beside_experts_is_said(tmp_path: Path) -> None:
+    """Nothing is lost in silence: a router inside a module that is a te.Linear here, linears that peft drops there."""
+    theirs = experts_of_transformers("afmoe-experts", tmp_path / "afmoe")
+    added = lora.add_lora(load(tmp_path / "afmoe"), r=2, target_modules=["experts", "q_proj"])
+    assert any("experts.base_layer.lora_A" in name for name in trainable(added))
+    peft.get_peft_model(theirs, peft.LoraConfig(target_modules="all-linear")).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=r"cannot place the adapter's .*router\.gate\.lora_A.*give load_lora"):
+        peft.PeftModel.from_pretrained(load(tmp_path / "afmoe"), tmp_path / "adapter")
+    lora.load_lora(CausalLM.from_pretrained(tmp_path / "afmoe", device="cpu"), tmp_path / "adapter")
+    experts_of_transformers("glm4_moe-groups", tmp_path / "glm4_moe")
+    with pytest.warns(UserWarning, match="drops them there: for transformers merge them"):
+        peft.get_peft_model(load(tmp_path / "glm4_moe"), peft.LoraConfig(target_modules="all-linear"))
 
 
 def test_what_only_a_causal_lm_takes_is_refused(pair: Callable[..., Any], tmp_path: Path) -> None:

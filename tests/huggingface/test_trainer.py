@@ -78,12 +78,23 @@ def build(place: dict[str, Any], build: Callable[..., CausalLM]) -> Callable[...
     return functools.partial(build, **place)
 
 
-@pytest.mark.parametrize(("recipe", "tied"), [("bf16", True), ("delayed", False), ("current", True)])
+@pytest.mark.parametrize(("recipe", "tied", "rope"), [
+    ("bf16", True, dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)),
+    ("delayed", False, dict(rope_type="yarn", factor=4.0)),
+    ("current", True, None),
+])  # fmt: skip
 def test_a_trainer_resumes_to_the_same_bits_and_its_checkpoints_load(
-    recipe: str, tied: bool, build: Callable[..., CausalLM], place: dict[str, Any], tmp_path: Path
+    recipe: str,
+    tied: bool,
+    rope: dict[str, Any] | None,
+    build: Callable[..., CausalLM],
+    place: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
+    scaling = rope and {**rope, "original_max_position_embeddings": 8}
+
     def fresh(seed: int = 0) -> TEModelsForCausalLM:
-        return TEModelsForCausalLM.wrap(build(recipe, seed, tie_word_embeddings=tied))
+        return TEModelsForCausalLM.wrap(build(recipe, seed, tie_word_embeddings=tied, rope_scaling=scaling))
 
     whole = trainer(fresh(), tmp_path / "whole")
     whole.train()

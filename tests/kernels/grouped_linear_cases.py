@@ -110,7 +110,7 @@ def test_fp8(case: Case) -> None:
     own = [Delayed(scales[:, slot], amaxes[:, slot]) if case.delayed else None for slot in range(3)]
     ended: list[int] = []
     casts = Casts(case.gradient, *[case.precise] * 3, *own, after=lambda: ended.append(1))
-    y = in_fp8(x, groups, casts, weights.cast(own[1]), made, bias)
+    y = in_fp8(x, groups, casts, weights.cast(own[1]), weights, bias)
     of_x, *of_weights = torch.autograd.grad(y, [x, *made, *([] if bias is None else [bias])], dy)
     assert ended == [1]
     if bias is not None:
@@ -136,6 +136,32 @@ def test_fp8(case: Case) -> None:
     assert torch.equal(amaxes, before)  # of experts without rows, only the weights' were raised
 
 
+@pytest.mark.parametrize("delayed", [False, True])
+def test_transposed_weights_are_made_again_in_backward(delayed: bool) -> None:
+    """With the bits of those that are kept, by the scales of the forward, which the recipe has changed since."""
+    torch.manual_seed(3)
+    rows, inputs, outputs = CASES[0]
+    made, weights = weights_of(len(rows), inputs, outputs)
+    x, dy, groups = operands(rows, inputs, outputs)
+    results, kept = [], []
+    for turn in (True, False):
+        scale, amax = torch.full((len(rows),), 0.7, device=DEVICE), torch.zeros(len(rows), device=DEVICE)
+        own = weights.cast(Delayed(scale, amax) if delayed else None, turn=turn)
+        found: dict[int, Tensor] = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, found=found: found.setdefault(t.data_ptr(), t), lambda t: t
+        ):
+            y = in_fp8(x, groups, Casts(E5M2, False, True, True), own, weights)
+        scale.fill_(1000.0)
+        before = amax.clone()
+        of_x, *of_weights = torch.autograd.grad(y, [x, *made], dy)
+        assert torch.equal(amax, before)
+        results.append([y[: sum(rows)], of_x[: sum(rows)], *of_weights])
+        kept.append(sum(t.numel() for t in found.values() if t.dtype == torch.uint8))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert kept[0] - kept[1] == len(rows) * inputs * outputs
+
+
 @pytest.mark.parametrize(("case", "precise"), every(2, CASES, [False, True]))
 def test_weights_in_fp8(case: tuple[list[int], int, int], precise: bool) -> None:
     """The bits of weights that are cast to the same FP8."""
@@ -149,7 +175,7 @@ def test_weights_in_fp8(case: tuple[list[int], int, int], precise: bool) -> None
     data = [part.clone() for part in own.data.split(outputs)]  # each in memory of its own
     places = torch.tensor([part.data_ptr() - data[0].data_ptr() for part in data], device=DEVICE)
     results = []
-    for y in (in_fp8(x, groups, casts, own, made), in_fp8(x, groups, casts, Stored(data[0], places, own.scale_inv))):
+    for y in (in_fp8(x, groups, casts, own, weights), in_fp8(x, groups, casts, Stored(data[0], places, own.scale_inv))):
         (dx,) = torch.autograd.grad(y, [x], dy)
         results.append((y[: sum(rows)], dx[: sum(rows)]))
     for found, wanted in zip(*results, strict=True):
@@ -162,6 +188,6 @@ def test_frozen_weights_get_no_gradient() -> None:
     for weight in made:
         weight.requires_grad_(False)
     casts = Casts(E5M2, False, True, True)
-    for y in (in_bf16(x, groups, weights), in_fp8(x, groups, casts, weights.cast(), made)):
+    for y in (in_bf16(x, groups, weights), in_fp8(x, groups, casts, weights.cast(), weights)):
         (dx,) = torch.autograd.grad(y, [x], dy)
         assert dx[:48].isfinite().all() and dx[:48].any()

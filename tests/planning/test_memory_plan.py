@@ -1,8 +1,11 @@
 """The memory plan: against autograd's own saved tensors, against peaks measured on an H200, and by hand."""
 
+import functools
 import html
+import itertools
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,11 +27,12 @@ from te_models.engine.emulated.recipe import DelayedScaling
 from te_models.files.formats import flatten_state
 from te_models.fp8.primary_weights import is_quantized, quantized_weights
 from te_models.fp8.scaling_state import fp8_state
+from te_models.kernels.dispatch import Kernels, compiled_kernels
 from te_models.kernels.gated_attention import can_fuse
 from te_models.planning.memory_estimate import Memory, _standing, _walk, saved_bytes
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.operations import Tape, Training
-from te_models.planning.parameter_bytes import OPTIMIZERS, Parameter, model_parameters
+from te_models.planning.parameter_bytes import FP32, OPTIMIZERS, Parameter, model_parameters
 from te_models.training.lora_run import LoraRun
 from te_models.training.settings import LoraSettings
 
@@ -103,6 +107,49 @@ def test_activations_are_what_autograd_keeps(
     )  # fmt: skip
     expected = saved_bytes(model.config, model.recipe, training)
     if mode == "full":  # the rotary tables are held by the recomputes, not by autograd
+        expected -= Tape(model.config, model.recipe, training).rotary_tables()
+    assert autograd_bytes(model, torch.randint(0, 288, rows)) == expected
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Kernels]:
+    """The compiled operations of a GPU. What they keep is the choice of AOT autograd, which needs no code generator."""
+    with pytest.MonkeyPatch.context() as patch:
+        whole = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+        patch.setattr(torch, "compile", lambda function, mode: whole(function))
+        yield compiled_kernels.__wrapped__("default")
+
+
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "equal heads": {},
+    "groups": dict(linear_attention=dict(num_key_heads=1, num_value_heads=4, key_head_dim=32, value_head_dim=64)),
+    "8 taps": dict(
+        linear_attention=dict(
+            num_key_heads=2, num_value_heads=2, key_head_dim=64, value_head_dim=32, conv_kernel_dim=8
+        ),
+    ),
+}
+COMPILED_CASES = [
+    *itertools.product(HYBRIDS, ("bf16", "current"), ("none", "selective", "full"), ROWS),
+    *((name, "bf16", "none", (2, 64)) for name in VARIANTS),
+]
+
+
+@pytest.mark.parametrize(("name", "recipe", "mode", "rows"), some(5, COMPILED_CASES))
+def test_compiled_activations_are_what_autograd_keeps(
+    compiled: Kernels, name: str, recipe: str, mode: str, rows: tuple[int, int]
+) -> None:
+    """To the byte. The compiler may keep a copy of what another operation keeps anyway: causal convolutions did."""
+    fields = VARIANTS["hybrid"] | HYBRIDS[name] if name in HYBRIDS else VARIANTS[name]
+    place: dict[str, Any] = dict(engine="emulated", device="cpu", activation_checkpointing=mode)
+    model = CausalLM.from_preset("gated-nano", **SHAPE | fields, recipe=recipe, **place)
+    model.kernels = compiled
+    training = Training(
+        batch_size=rows[0], seq_len=rows[1], activation_checkpointing=mode, cuda=False,
+        dtype_bytes=model.dtype.itemsize,
+    )  # fmt: skip
+    expected = saved_bytes(model.config, model.recipe, training)
+    if mode == "full":
         expected -= Tape(model.config, model.recipe, training).rotary_tables()
     assert autograd_bytes(model, torch.randint(0, 288, rows)) == expected
 
@@ -344,6 +391,32 @@ def test_accumulation_holds_fp32_gradients_during_the_forward() -> None:
         p.numel() for n, p in CausalLM(nano().config, device="meta").layers[1].named_parameters() if "proj" in n
     )
     assert moments[1].total == moments[0].total + size + codes
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_fused_experts_keep_no_fp8_weights(recipe: str) -> None:
+    """By hand: backward first holds dy in FP8 twice and one FP8 copy of the weights, then a gradient of them as well.
+
+    Of dy that is its transposed copy alone; frozen weights in BF16 have no gradient.
+    """
+    config, name = KINDS["experts"].config, "layers.1.mlp.gate_up_proj"
+    spec = config.linears[name]
+    count, size = spec.gemms, spec.gemms * spec.inputs * spec.outputs
+    factors = FP32 * count
+
+    def planned(rows: int, **fields: Any) -> tuple[int, int]:
+        tape = Tape(config, get_recipe(recipe), Training(batch_size=1, seq_len=64, **fields))
+        tape._part = name.removesuffix(spec.name)
+        step = tape.linear(spec, rows=rows)
+        return step.copies, step.scratch
+
+    few, many = 16 * count, 4096 * count
+    assert planned(few) == (0, few * spec.outputs + factors)
+    assert planned(many) == (0, 2 * many * spec.outputs - size + 2 * factors)
+    assert planned(few, cached_weights=True)[0] == 2 * size + factors
+    assert planned(few, fused=False)[0] == 2 * size + factors
+    frozen = dict(lora_rank=4)
+    assert planned(few, **frozen)[0] == 0 and planned(few, **frozen)[1] >= size
 
 
 def test_gpus_share_weights_gradients_and_optimizer() -> None:

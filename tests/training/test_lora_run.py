@@ -10,7 +10,7 @@ from fewer import every
 
 pytest.importorskip("peft")
 
-from te_models import CausalLM, TrainConfig, Trainer, load_lora, load_tokenizer
+from te_models import CausalLM, TrainConfig, Trainer, add_lora, load_lora, load_tokenizer
 from te_models.cli import main
 from te_models.cli.options import build_model
 from te_models.config.toml import read_toml
@@ -307,6 +307,40 @@ def saved_base(folder: Path, **shape: Any) -> Path:
     torch.manual_seed(3)
     CausalLM.from_preset("gated-nano", device="cpu", **TINY, **shape).save_pretrained(folder / "base")
     return folder / "base"
+
+
+def test_a_trainer_trains_what_add_lora_returns(tmp_path: Path) -> None:
+    """Checkpoints hold the adapters alone and name the model; a resumed run continues, and load_lora reads it."""
+    base = saved_base(tmp_path)
+    ids = torch.arange(32)[None] % 200
+    adapted: dict[str, Any] = {}
+    for steps, out in ((4, "whole"), (2, "parts"), (4, "parts")):
+        torch.manual_seed(5)
+        adapted[out] = add_lora(CausalLM.from_pretrained(base, recipe="delayed", device="cpu"), r=4)
+        config = TrainConfig(steps=steps, learning_rate=0.01, schedule="constant")
+        data = [{"input_ids": ids, "labels": ids}]
+        Trainer(adapted[out], data, None, config, tmp_path / out).run(resume=steps == 4 and out == "parts")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole") and len(set(losses(tmp_path / "parts"))) == 4
+    fresh = CausalLM.from_pretrained(base, recipe="delayed", device="cpu")
+    newest = adapter_folder(tmp_path / "parts")
+    assert newest is not None
+    loaded = [load_lora(fresh, tmp_path / "parts").get_base_model(), load_adapted(newest, device="cpu")]
+    for one in (*loaded, adapted["whole"]):
+        assert torch.equal(one.eval()(ids).logits, adapted["parts"].eval()(ids).logits)
+
+
+def test_a_model_with_adapters_in_it_is_not_saved_as_a_whole(tmp_path: Path) -> None:
+    model = add_lora(CausalLM.from_preset("gated-nano", recipe="bf16", device="cpu", **TINY), r=4).get_base_model()
+    tries = (
+        lambda: model.save_pretrained(tmp_path / "saved"),
+        lambda: model.save_pretrained(tmp_path / "saved", format="hf"),
+        lambda: model.export(tmp_path / "saved", "fp8-channel"),
+        lambda: Trainer(model, [], None, TrainConfig(), tmp_path / "saved"),
+    )
+    for attempt in tries:
+        with pytest.raises(UsageError, match=r"the model has LoRA adapters: give what add_lora returned"):
+            attempt()
+    assert not (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

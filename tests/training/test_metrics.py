@@ -1,5 +1,7 @@
 """metrics.jsonl: rows come back, half a last line is left out, a damaged line is named before a run goes on."""
 
+import errno
+import io
 import json
 import math
 from pathlib import Path
@@ -7,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from te_models.errors import DataError
+from te_models.errors import DataError, SaveError
 from te_models.training.metrics import MetricsLog, read_metrics
 from te_models.training.plots import plot_run
 
@@ -61,3 +63,18 @@ def test_rows_that_are_read_can_be_plotted(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(one) + "\n" for one in rows))
     plot_run(tmp_path / "loss.png", read_metrics(path), "a run")
     assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
+class Full(io.StringIO):
+    """A file on a disk that is full."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.close()
+    monkeypatch.setattr(log, "file", Full())
+    with pytest.raises(SaveError, match=r"metrics\.jsonl: .*No space left"):
+        log.write({"step": 1})

@@ -130,6 +130,10 @@ GOOD = batches(1)[0]
         ([{**GOOD, "position_ids": GOOD["labels"]}], "batch 1 has 'position_ids'"),
         ([{**GOOD, "labels": GOOD["labels"].tolist()}], "labels is no tensor of the shape of input_ids"),
         ([{**GOOD, "labels": GOOD["labels"][:1]}], "labels is no tensor of the shape of input_ids"),
+        (
+            [{name: tensor[0] for name, tensor in GOOD.items()}],
+            r"input_ids has shape \[16\]: give .* \[B, S\]",
+        ),
     ],
 )
 def test_a_mistake_in_the_data_is_one_line(data: Any, message: str, tmp_path: Path) -> None:
@@ -192,3 +196,14 @@ def test_a_size_that_the_batches_do_not_have_is_named(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         run(tmp_path / "same", batches(), steps=2, batch_size=2, seq_len=16)
         run(tmp_path / "usual", batches(), steps=2)
+
+
+def test_a_batch_that_teaches_nothing_is_named(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="a batch of your own has no label that counts"):
+        run(tmp_path, [{**GOOD, "labels": torch.full_like(GOOD["labels"], -100)}], steps=1)
+
+
+@pytest.mark.parametrize("model", ["gated-nano", torch.nn.Linear(2, 2)])
+def test_what_is_no_model_is_one_line(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=rf"the model is a {type(model).__name__}: give a CausalLM, or what add_lora"):
+        Trainer(model, batches(), None, TrainConfig(steps=1), tmp_path)

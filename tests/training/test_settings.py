@@ -75,6 +75,11 @@ def test_another_recipe_or_shape_replaces_that_of_the_file_as_a_whole(tmp_path: 
             assert run_settings("pretrain", {"recipe": recipe, "preset": "gated-124m"}, file).build == {}
 
 
+def test_a_shape_in_a_file_without_a_model_changes_the_preset_given(tmp_path: Path) -> None:
+    file = write(tmp_path / "shape.toml", "[shape]\nhidden_size = 64\n")
+    assert run_settings("pretrain", {"preset": "gated-124m"}, file).build == {"hidden_size": 64}
+
+
 @pytest.mark.parametrize(
     "text, message",
     [

@@ -1,0 +1,191 @@
+"""Weights of experts and routers as the parameters of transformers that peft's `target_parameters` name.
+
+The experts of a layer are two parameters of `mlp.experts` in transformers, and a router's weight is one of `mlp.gate`.
+peft puts a ParamWrapper around such a module for each of its parameters. Here it finds them in a module beside the te
+modules (`Shown`), which has the values but no parameters; the te modules add the updates themselves (`AdaptedWeight`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_models.fp8.primary_weights import plain, write_weight
+from te_models.interop.hf import Place
+from te_models.kernels.grouped_product import low_rank_product
+from te_models.kernels.groups import Groups
+
+
+class ParamWrapper(Protocol):
+    """What is read of peft's layer around the module of a parameter."""
+
+    parameter_name: str
+    num_experts: int
+    disable_adapters: bool
+    merged: bool
+    active_adapters: list[str]
+    lora_A: nn.ModuleDict
+    lora_B: nn.ModuleDict
+    scaling: dict[str, float]
+
+    def unmerge(self) -> None: ...
+
+    def get_base_layer(self) -> nn.Module: ...
+
+
+class Alias(Tensor):
+    """A stand-in for values that other tensors have: `data` reads them, and assigning to it, as merges do, writes them.
+
+    Args:
+        like: a tensor of their shape, dtype and device.
+        read, write: return the values, and take new ones.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[bad-override]  # as nn.Parameter's
+
+    def __new__(cls, like: Tensor, read: Callable[[], Tensor], write: Callable[[Tensor], None]) -> Alias:
+        return torch.Tensor._make_subclass(cls, like)
+
+    def __init__(self, like: Tensor, read: Callable[[], Tensor], write: Callable[[Tensor], None]) -> None:
+        self.read, self.write = read, write
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[bad-override]  # an attribute of Tensor
+        return self.read()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        self.write(values)
+
+
+@torch.no_grad()
+def write_rows(owner: nn.Module, name: str, place: Place, values: Tensor) -> None:
+    """Write the rows of a weight of `owner` that `place` describes."""
+    weight = owner.get_parameter(name)
+    whole = plain(weight).clone()
+    place.load(whole, values)
+    write_weight(weight, whole, for_master=False)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A parameter of transformers: the weights [E, out, in] of the E experts of `owner`, or its one weight [out, in].
+
+    `place` says where their rows are in ours; `transposed` ones are [E, in, out].
+    """
+
+    owner: nn.Module
+    place: Place
+    experts: int = 0
+    transposed: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """The names of our weights."""
+        return [f"weight{expert}" for expert in range(self.experts)] or ["weight"]
+
+    def alias(self) -> Alias:
+        """Return a tensor of the shape of the parameter, which takes no memory before its values are read."""
+        weight, (out, inputs) = self.owner.get_parameter(self.names[0]), self.place.shape
+        shape = (inputs, out) if self.transposed else (out, inputs)
+        whole = (self.experts, *shape) if self.experts else shape
+        like = torch.empty((), dtype=weight.dtype, device=weight.device).expand(whole)
+        return Alias(like, self.read, self.write)
+
+    def read(self) -> Tensor:
+        """Return the values."""
+        parts = [self.place.save(plain(self.owner.get_parameter(name))) for name in self.names]
+        values = torch.stack(parts) if self.experts else parts[0].clone()
+        return values.mT.contiguous() if self.transposed else values
+
+    def write(self, values: Tensor) -> None:
+        """Take new values."""
+        for name, part in zip(self.names, values if self.experts else [values], strict=True):
+            write_rows(self.owner, name, self.place, part.mT if self.transposed else part)
+
+    def in_order(self, b: Tensor) -> Tensor:
+        """Return B with its rows, the first dimension, in the order of our weight."""
+        theirs = self.place.save(torch.arange(len(b), device=b.device))
+        return b[theirs.argsort()]
+
+
+class Shown(nn.Module):
+    """A module of transformers whose parameters are weights of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stacks: dict[str, Stack] = {}
+        self.is_transposed = False  # read by peft
+
+    def show(self, name: str, stack: Stack) -> None:
+        """Add a parameter."""
+        self.stacks[name] = stack
+        self.is_transposed = stack.transposed
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters, for peft; those of a module around this one do not include them."""
+        for name, stack in self.stacks.items():
+            yield f"{prefix}.{name}".removeprefix("."), cast(nn.Parameter, stack.alias())
+
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        stack = self.__dict__.get("stacks", {}).get(name)
+        return super().__getattr__(name) if stack is None else stack.alias()
+
+
+class AdaptedWeight(nn.Module):
+    """A te.GroupedLinear, or a router, with the updates of the ParamWrappers around a `Shown`.
+
+    Args:
+        base_layer: the te module.
+        part: the module that has the Shown, perhaps in ParamWrappers, as a child.
+        holder: the name of that child.
+        name: the parameter.
+    """
+
+    def __init__(self, base_layer: nn.Module, part: nn.Module, holder: str, name: str) -> None:
+        super().__init__()
+        self.base_layer, self.part, self.holder, self.name = base_layer, (part,), holder, name
+
+    def forward(
+        self, x: Tensor, *rows: list[int] | Groups, run: Callable[..., Tensor] | None = None, **options: object
+    ) -> Tensor:
+        """Map x [R, in] to [R, out]; `rows` are those of each expert, and `run` computes base_layer's forward."""
+        out = self.base_layer(x, *rows, **options) if run is None else run(self.base_layer, x, *rows, **options)
+        for a, b, scaling in self._updates():
+            a, b = a.to(out.dtype), b.to(out.dtype)
+            if rows:
+                out = out + low_rank_product(x.to(out.dtype), a, b, scaling, *rows)
+            else:
+                out = out + F.linear(F.linear(x.to(out.dtype), a[0]), b[0]) * scaling
+        return out
+
+    def _updates(self) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """Yield A [E, r, in], B [E, out, r] and the scaling of each active adapter; E is 1 for a router."""
+        found = self.part[0].get_submodule(self.holder)
+        while not isinstance(found, Shown):
+            wrapper = cast(ParamWrapper, found)
+            found = found.get_submodule("base_layer")
+            if wrapper.parameter_name != self.name:
+                continue
+            if wrapper.disable_adapters and wrapper.merged:
+                wrapper.unmerge()
+            if wrapper.disable_adapters or wrapper.merged:
+                continue
+            for adapter in wrapper.active_adapters:
+                if adapter not in wrapper.lora_A:
+                    continue
+                a, b = (part[adapter].get_parameter("weight") for part in (wrapper.lora_A, wrapper.lora_B))
+                stack = cast(Shown, wrapper.get_base_layer()).stacks[self.name]
+                b = stack.in_order(b).unflatten(1, (-1, wrapper.num_experts)).permute(2, 0, 1)
+                yield a.unflatten(0, (wrapper.num_experts, -1)), b, wrapper.scaling[adapter]
+
+    def unload_and_optionally_merge_module(self, **options: object) -> nn.Module:
+        """Return the te module, into which peft merges the adapters of its parameters; peft calls it."""
+        return self.base_layer
