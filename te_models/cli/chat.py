@@ -53,7 +53,7 @@ def chat(
 
     Answers are streamed, and the history is sent along. /help lists commands such as /reset.
     """
-    from te_models.data.dataset import check_vocabulary  # noqa: PLC0415  imports torch
+    from te_models.data.dataset import check_fit  # noqa: PLC0415  imports torch
     from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415
     from te_models.data.training_data import read_template  # noqa: PLC0415
     from te_models.generation.conversation import Conversation  # noqa: PLC0415
@@ -64,7 +64,7 @@ def chat(
         words.set_chat_template(read_template(chat_template))
     words.chat_template()  # fail before the model is loaded
     network = build_model(preset, model, options)
-    check_vocabulary(words, network.config.vocab_size)
+    check_fit(words, network.config)
     talk = Conversation(network, words, system, variables)
     if sys.stdin.isatty():
         _note(f"{model}: {network.num_parameters():,} parameters, recipe {network.recipe.name}, {network.device}")

@@ -28,7 +28,7 @@ def generate(
 
     `te-models chat` also has commands, such as /reset.
     """
-    from te_models.data.dataset import check_vocabulary  # noqa: PLC0415  imports torch
+    from te_models.data.dataset import check_fit  # noqa: PLC0415  imports torch
     from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415
     from te_models.generation.conversation import Conversation  # noqa: PLC0415
     from te_models.generation.text import stream_text  # noqa: PLC0415
@@ -43,7 +43,7 @@ def generate(
     if chat:
         words.chat_template()  # fail before the model is loaded
     network = build_model(preset, model, options)
-    check_vocabulary(words, network.config.vocab_size)
+    check_fit(words, network.config)
     talk = Conversation(network, words, system) if chat else None
     for line in [prompt] if prompt is not None else iter(input_line, None):
         pieces = talk.answer(line, **sampling) if talk else stream_text(network, words, line, **sampling)

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from te_models.config.model import ModelConfig
 from te_models.config.shares import share_of
 from te_models.data.encoding import Encoded, encode_documents, keep_fitting
 from te_models.data.formats import Document
@@ -33,13 +34,14 @@ from te_models.errors import DataError, UsageError, plural, refuse
 from te_models.model.targets import IGNORED
 
 
-def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise a UsageError if the tokenizer has ids that a model of this `vocab_size` has no embedding for."""
-    if tokenizer.vocab_size > vocab_size:
-        raise UsageError(
-            f"the tokenizer has {tokenizer.vocab_size} ids but the model's vocab_size is {vocab_size}: "
-            f"use --vocab-size {tokenizer.vocab_size} or more, or for a model that is already trained its own tokenizer"
-        )
+def check_fit(tokenizer: Tokenizer, config: ModelConfig, seq_len: int = 0) -> None:
+    """Raise a UsageError for ids of the tokenizer without an embedding, or sequences longer than the model allows."""
+    ids, limit = tokenizer.vocab_size, config.max_position_embeddings
+    if ids > config.vocab_size or seq_len > limit:
+        own = "or more, or for a model that is already trained its own tokenizer"
+        many = f"the tokenizer has {ids} ids but the model's vocab_size is {config.vocab_size}: use --vocab-size {ids}"
+        long = f"--seq-len {seq_len} is longer than the model's max_position_embeddings={limit}: lower it or raise"
+        raise UsageError(f"{many} {own}" if ids > config.vocab_size else f"{long} --max-position-embeddings")
 
 
 def check_position(state: Mapping[str, object], fingerprint: int) -> None:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from te_models.causal_lm import CausalLM
 from te_models.config.data import parse_columns
-from te_models.data.dataset import TokenDataset, check_vocabulary
+from te_models.data.dataset import TokenDataset, check_fit
 from te_models.data.documents import Document, load_documents
 from te_models.data.python_docstrings import PYTHON_DOCSTRINGS, python_docstrings
 from te_models.data.tokenizer import CONTEXT, Tokenizer, text_after
-from te_models.errors import CheckpointError, DataError, UsageError
+from te_models.errors import CheckpointError, DataError
 from te_models.fp8.scaling_state import fp8_state
 from te_models.planning.printable import Printable
 from te_models.training.evaluation import Batch, count_targets, evaluate, to_device
@@ -206,11 +206,9 @@ def make_batches(
     Raises:
         UsageError: a size is out of range, or the tokenizer is of another model.
     """
-    check_vocabulary(tokenizer, model.config.vocab_size)
     limit = model.config.max_position_embeddings
-    if seq_len is not None and seq_len > limit:
-        raise UsageError(f"--seq-len {seq_len} is longer than the model's max_position_embeddings={limit}: lower it")
     length = min(SEQ_LEN, limit) if seq_len is None else seq_len
+    check_fit(tokenizer, model.config, length)
     if any(document.conversation is not None for document in documents):
         tokenizer.ensure_chat_template()
     options = dict(batch_size=batch_size or 1, seed=0, shuffle=False, packing="documents", truncate=truncate)

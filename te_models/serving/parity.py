@@ -21,7 +21,7 @@ from rich.text import Text
 from torch import Tensor
 
 from te_models.config.data import parse_columns
-from te_models.data.dataset import TokenDataset, check_vocabulary
+from te_models.data.dataset import TokenDataset, check_fit
 from te_models.data.documents import load_documents
 from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import UsageError, plural
@@ -209,7 +209,7 @@ def read_batches(
         DataError, UsageError: the data or the tokenizer cannot be read, or do not fit the model.
     """
     words = load_tokenizer(tokenizer)
-    check_vocabulary(words, model.config.vocab_size)
+    check_fit(words, model.config)
     length = min(seq_len, model.config.longest_sequence)
     documents = load_documents(data, parse_columns(columns))
     if any(document.conversation is not None for document in documents):

@@ -17,7 +17,7 @@ from te_models.config.model import config_fields
 from te_models.config.presets import get_preset
 from te_models.config.recipe import AUTO, RECIPE_FIELDS
 from te_models.config.training import TrainConfig
-from te_models.data.dataset import TokenDataset, check_vocabulary
+from te_models.data.dataset import TokenDataset, check_fit
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer, load_tokenizer
 from te_models.data.training_data import open_data, steps_of
@@ -79,7 +79,7 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
             settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, steps=config.steps))
         torch.manual_seed(config.seed)
         model = _build(settings, shared, newest)
-        _check_model(model, words, config)
+        check_fit(words, model.config, config.seq_len)
         adapters = _adapters(settings, model)
         again = "merge_dtype" in settings.given
         start = starting_step(folder, newest is not None, config.steps, settings.lora, again)
@@ -239,16 +239,6 @@ def _moved_changes(config: TrainConfig, steps: int) -> list[str]:
         f"changed: recipe {name!r} follows after step {new}, was {old}: a share of the steps"
         for old, new, name in moved
     ]
-
-
-def _check_model(model: CausalLM, words: Tokenizer, config: TrainConfig) -> None:
-    """Raise a ValueError if the model does not fit the tokenizer or the length of the sequences."""
-    check_vocabulary(words, model.config.vocab_size)
-    if config.seq_len > model.config.max_position_embeddings:
-        raise UsageError(
-            f"--seq-len {config.seq_len} is longer than the model's max_position_embeddings="
-            f"{model.config.max_position_embeddings}: lower it or raise --max-position-embeddings"
-        )
 
 
 def _show_samples(console: Console, sampler: Sampler | None, folder: Path, words: Tokenizer, model: CausalLM,

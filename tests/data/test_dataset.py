@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from te_models.data.dataset import TokenDataset, check_vocabulary
+from te_models.config.presets import get_preset
+from te_models.data.dataset import TokenDataset, check_fit
 from te_models.data.documents import Document, load_documents
 from te_models.data.encoding import encode_documents
 from te_models.data.tokenizer import ByteTokenizer
@@ -246,10 +247,13 @@ def test_a_tokenizer_without_end_of_text_is_an_error() -> None:
         TokenDataset([Document("text")], NoEnd(), 4, batch_size=1, seed=0)
 
 
-def test_vocabulary_check() -> None:
-    check_vocabulary(ByteTokenizer(), 259)
+def test_tokenizer_and_length_fit_the_model() -> None:
+    config = dataclasses.replace(get_preset("gated-nano"), vocab_size=259, max_position_embeddings=64)
+    check_fit(ByteTokenizer(), config, 64)
     with pytest.raises(ValueError, match="has 259 ids but the model's vocab_size is 258: use --vocab-size 259 or more"):
-        check_vocabulary(ByteTokenizer(), 258)
+        check_fit(ByteTokenizer(), dataclasses.replace(config, vocab_size=258))
+    with pytest.raises(ValueError, match="--seq-len 65 is longer than the model's max_position_embeddings=64: lower"):
+        check_fit(ByteTokenizer(), config, 65)
 
 
 def test_description(tmp_path: Path) -> None:
