@@ -1,7 +1,7 @@
 """The operations of a training step, with the bytes that each saves, allocates and frees.
 
 A block is a list of operations in forward order (`Tape.block`). No constant is fitted: every term is a tensor, and
-docs/guide/memory.md names it. Shapes are those of te_models/model/block.py: N tokens padded to the recipe's row
+docs/reference/memory.md names it. Shapes are those of te_models/model/block.py: N tokens padded to the recipe's row
 alignment, T = B*S without padding.
 """
 
