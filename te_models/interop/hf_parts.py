@@ -31,16 +31,16 @@ class Part:
 def read_rope(theirs: Values) -> Fields:
     """Read `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of earlier versions."""
     values = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
-    by_type = any(isinstance(value, Mapping) for value in values.values())
+    if any(isinstance(value, Mapping) for value in values.values()):
+        raise ConfigError("rope_parameters by layer type are not supported for this model type")
     found = {key: values.pop(key, theirs.get(key)) for key in ("rope_theta", "partial_rotary_factor")}
     found = {key: value for key, value in found.items() if value is not None}
     kinds = [values.pop(key) for key in ("type", "rope_type") if key in values]
-    scaled = bool(kinds) and kinds[-1] != "default"
-    if by_type or (values and not scaled):
-        nested = "rope_parameters by layer type are not supported for this model type"
-        alone = f"rope_scaling with {', '.join(values)} needs a rope_type other than default, such as linear"
-        raise ConfigError(nested if by_type else alone)
-    return {**found, "rope_scaling": {"rope_type": kinds[-1], **values}} if scaled else found
+    if kinds and kinds[-1] != "default":
+        found["rope_scaling"] = {"rope_type": kinds[-1], **values}
+    elif values:
+        raise ConfigError(f"rope_scaling with {', '.join(values)} needs a rope_type other than default, such as linear")
+    return found
 
 
 def _read_whole_rope(theirs: Values) -> Fields:
