@@ -103,7 +103,11 @@ RUNNABLE = [
     ("docs/guide/generation.md", 0),
     ("docs/internals/emulation.md", 0),
     ("docs/guide/data.md", 0),
-    ("docs/guide/fine_tuning.md", -1),
+    ("docs/guide/fine_tuning.md", 0),
+    ("docs/guide/hybrids.md", 0),
+    ("docs/reference/families.md", 0),
+    ("docs/guide/experts.md", 0),
+    ("docs/reference/experts.md", 0),
 ]
 
 

@@ -146,12 +146,13 @@ class Session:
         elif command == "/history":
             show_piece("\n".join(f"{m['role']}: {m['content']}" for m in talk.messages) or "nothing yet")
             click.echo()
-        elif command == "/save" and argument:
+        elif command == "/save" and argument and talk.messages:
             with Path(argument).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"messages": talk.messages}, ensure_ascii=False) + "\n")
             _note(f"{plural(len(talk.messages), 'message')} appended to {argument}")
         else:
-            wrong = "/save: give it a file" if command == "/save" else f"unknown command {command}"
+            missing = "give it a file" if not argument else "there is no message yet"
+            wrong = f"/save: {missing}" if command == "/save" else f"unknown command {command}"
             raise UsageError(f"{wrong}; /help lists the commands")
         return True
 

@@ -109,7 +109,7 @@ def test_ctrl_c_at_the_prompt_leaves_at_the_second_time(chat: Callable, answers:
 def test_commands(chat: Callable, answers: list[str], tmp_path: Path) -> None:
     saved = tmp_path / "chat.jsonl"
     code, out, err = chat(
-        "/help", "/retry", "a\\", "b", "/retry", "c", "/undo", f"/save {saved}", "/reset", "/history",
+        "/help", "/retry", "a\\", "b", "/retry", "c", "/undo", f"/save {saved}", "/reset", f"/save {saved}", "/history",
         "/system be kind", "d", "/system", "/nothing", f"/save {tmp_path}/no/x", " /etc", "/exit", "never",
     )  # fmt: skip
     assert code == 0
@@ -117,6 +117,7 @@ def test_commands(chat: Callable, answers: list[str], tmp_path: Path) -> None:
         assert part in out
     for part in (
         "/retry: nothing has been asked yet",
+        "/save: there is no message yet",
         "forgot: c",
         "be kind",
         "unknown command /nothing",
