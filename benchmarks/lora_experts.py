@@ -103,6 +103,7 @@ def main(
     optimizer = build_optimizer("adamw", model, 2e-4, 0.0)
     ids = torch.randint(0, config.vocab_size, (batch, seq), device=device)
     built = time.monotonic() - begun
+    click.echo(f"built in {built:.0f} s")
     losses, times = measured(model.train(), optimizer, ids, begun + seconds)
     result = {
         "environment": environment(), "layers": config.num_hidden_layers, "whole": config.num_hidden_layers == LAYERS,
@@ -135,6 +136,7 @@ def measured(model: CausalLM, optimizer: Any, ids: Tensor, end: float) -> tuple[
         if ids.is_cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
+        click.echo(f"step {len(times)}: {times[-1]:.2f} s, loss {losses[-1]:.4f}")
     return losses, times[WARM_UP:] or times
 
 

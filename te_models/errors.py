@@ -127,7 +127,7 @@ def unknown(kind: str, given: object, choices: Iterable[str], listed: str = "", 
     names = sorted(choices)
     bare = {name.lstrip("-"): name for name in names}  # two dashes at the start of options are no similarity
     near = [bare[name] for name in difflib.get_close_matches(str(given).lstrip("-"), bare, n=1, cutoff=CLOSE)]
-    near = near or [name for name in names if _initials(name) == str(given).lower()]
+    near = near or [name for name in names if "".join(word[:1] for word in name.split("_")) == str(given).lower()]
     hint = f"did you mean {near[0]!r}? " if near else ""
     rest = f"{listed} lists all {len(names)}" if listed and len(names) > MANY else f"choose one of {', '.join(names)}"
     return UsageError(f"{line}{hint}{rest}")
@@ -137,6 +137,12 @@ def check_known(kind: str, given: object, choices: Collection[object], listed: s
     """Raise the error of `unknown` unless `given` is among `choices`."""
     if given not in choices:
         raise unknown(kind, given, map(str, choices), listed)
+
+
+def require(condition: bool, message: str, error: type[Exception] = ValueError) -> None:
+    """Raise `error` unless the condition holds."""
+    if not condition:
+        raise error(message)
 
 
 def refuse(mistakes: Iterable[str | Exception] | Mapping[str, object], error: type[Exception] = UsageError) -> None:
@@ -162,11 +168,6 @@ def mistyped(value: object, kind: type) -> str:
     allowed = (int, float) if kind is float else kind
     good = isinstance(value, allowed) and (kind is bool or not isinstance(value, bool))
     return "" if good or kind not in SAID else SAID[kind]
-
-
-def _initials(name: str) -> str:
-    """Return "lr" for "learning_rate"."""
-    return "".join(word[:1] for word in name.split("_"))
 
 
 class NamedFields:

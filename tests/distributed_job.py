@@ -207,6 +207,19 @@ def solo(out: Path, case: dict[str, Any], resume: bool = False) -> dict[str, Any
         return outcome(run, run.run(resume=resume))
 
 
+UNSEEN = ("mode", "reshard_after_forward", "prefetch_blocks", "save_every")  # what changes no number of one process
+_by_one: dict[str, dict[str, Any]] = {}
+
+
+def by_one(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return what one process computes, in `folder`; cases that are the same to it share a run."""
+    own = {key: value for key, value in case.items() if key not in UNSEEN}
+    name = repr(sorted(alone(own).items()))
+    if name not in _by_one:
+        _by_one[name] = solo(folder, own)
+    return _by_one[name]
+
+
 class Outcomes(dict[str, Any]):
     """What became of each case. A test that asks for one that failed fails with what the ranks said."""
 

@@ -1,64 +1,48 @@
 """benchmarks/generate.py at small size: every row is measured, and nothing is written without a GPU."""
 
-import importlib.util
 import json
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 pytest.importorskip("transformers")
-FILE = Path(__file__).parent.parent / "benchmarks/generate.py"
 
-
-@pytest.fixture(scope="module")
-def benchmark_file() -> Any:
-    sys.path.insert(0, str(FILE.parent))
-    spec = importlib.util.spec_from_file_location("benchmark_generate", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(FILE.parent))
+from benchmarks import generate
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3.1-8b"])
-def test_every_row_is_measured(benchmark_file: Any, name: str, tmp_path: Path) -> None:
-    plan = benchmark_file.Plan(8, 2, 4, 1, time.monotonic() + 100)
+def test_every_row_is_measured(name: str, tmp_path: Path) -> None:
+    plan = generate.Plan(8, 2, 4, 1, time.monotonic() + 100)
     folder = tmp_path / "model"
-    benchmark_file.written_and_loaded(name, folder, "cpu", tiny=True, read=False)
+    generate.written_and_loaded(name, folder, "cpu", tiny=True, read=False)
     assert len(list(folder.glob("*.safetensors"))) > 1
-    rows, skipped = benchmark_file.measure_model(name, folder, ["bf16", "delayed"], [1], "cpu", plan)
+    rows, skipped = generate.measure_model(name, folder, ["bf16", "delayed"], [1], "cpu", plan)
     who = ["te-models bf16, no graph", "te-models delayed, no graph"]
     who += ["transformers default", "transformers static cache + compile"]
     assert [row["who"] for row in rows] == who and not skipped
     assert all(row["decode_tokens_per_second"] > 0 < row["prefill_tokens_per_second"] for row in rows)
     assert rows[0]["same_first_tokens"] == 4, "FP32: the same tokens as transformers"
-    told = CliRunner().invoke(benchmark_file.cli, ["load", str(folder), "cpu", "te-models"])
+    told = CliRunner().invoke(generate.cli, ["load", str(folder), "cpu", "te-models"])
     loaded = json.loads(told.stdout)
     assert loaded["weight_bytes"] > 200_000 and loaded["seconds"] > 0
     plan.deadline = 0.0
-    rows, skipped = benchmark_file.measure_model(name, folder, ["bf16"], [1], "cpu", plan)
+    rows, skipped = generate.measure_model(name, folder, ["bf16"], [1], "cpu", plan)
     assert not rows and len(skipped) == 3 and all("no time left" in what for what in skipped)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_says_all_and_writes_nothing_here(
-    benchmark_file: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_says_all_and_writes_nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     out = tmp_path / "result.json"
-    monkeypatch.setattr(benchmark_file, "theirs", lambda *args: (_ for _ in ()).throw(RuntimeError("no compiler")))
+    monkeypatch.setattr(generate, "theirs", lambda *args: (_ for _ in ()).throw(RuntimeError("no compiler")))
     options = ["run", "--tiny", "--no-load", "--models", "qwen3-0.6b", "--recipes", "bf16", "--batches", "2"]
-    told = CliRunner().invoke(benchmark_file.cli, [*options, "--out", str(out)], catch_exceptions=False)
+    told = CliRunner().invoke(generate.cli, [*options, "--out", str(out)], catch_exceptions=False)
     assert told.exit_code == 0 and not out.exists()
     assert "| `qwen3-0.6b` | 2 | te-models bf16, no graph |" in told.stdout
     assert "skipped: qwen3-0.6b, batch 2, transformers default: no compiler" in told.stdout
-    refused = CliRunner().invoke(benchmark_file.cli, ["run"])
+    refused = CliRunner().invoke(generate.cli, ["run"])
     assert refused.exit_code == 2 and "use --tiny" in refused.output

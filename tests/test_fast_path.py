@@ -10,16 +10,15 @@ are from each other that round in other places too: eager operations with cuDNN'
 FlashAttention.
 """
 
-import importlib.util
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import length_sweep
 from te_models import CausalLM
 from te_models.config.attention import AttentionSpec
 from te_models.config.presets import get_preset
@@ -161,18 +160,6 @@ def test_deterministic_steps_are_the_same_bits_in_a_graph(size: int, recipe: str
             assert [name for name, tensor in eager[part].items() if not torch.equal(tensor, other[part][name])] == []
 
 
-@pytest.fixture(scope="module")
-def length_sweep() -> Any:
-    """benchmarks/length_sweep.py."""
-    path = Path(__file__).parent.parent / "benchmarks" / "length_sweep.py"
-    spec = importlib.util.spec_from_file_location("length_sweep", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["length_sweep"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 LENGTHS = (1, 2, 16, 17, 127, 128, 129, 192, 255, 257, 333, 511)
 
 
@@ -180,7 +167,7 @@ LENGTHS = (1, 2, 16, 17, 127, 128, 129, 192, 255, 257, 333, 511)
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("size", [64, 96, 128, 256])
-def test_any_length(size: int, compile: bool, recipe: str, length_sweep: Any) -> None:
+def test_any_length(size: int, compile: bool, recipe: str) -> None:
     """Of 3 rows, with half as many key heads as query heads; benchmarks/length_sweep.py tries all others."""
     bench = length_sweep.Bench("cuda", recipe)
     cases = [case for case in length_sweep.cases(list(LENGTHS), [3], [size], compile) if case["grouped"]]
@@ -189,7 +176,7 @@ def test_any_length(size: int, compile: bool, recipe: str, length_sweep: Any) ->
 
 
 @pytest.mark.slow
-def test_a_case_that_ends_its_process_is_reported_and_the_rest_runs(length_sweep: Any) -> None:
+def test_a_case_that_ends_its_process_is_reported_and_the_rest_runs() -> None:
     todo = length_sweep.cases([1, 16], [1], [64], False)
     todo[1]["head_dim"] = 63  # no pairs to rotate
     rows = length_sweep.run(todo, 1, "cpu", "bf16")

@@ -1,35 +1,22 @@
 """Every recipe is as exact as its number formats allow: one product, and the logits of a model."""
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import te_models.engine.emulated as te
+from benchmarks import recipe_accuracy
 from te_models import CausalLM, list_recipes
 from te_models.config.recipe import get_recipe
 
-FILE = Path(__file__).parent.parent / "benchmarks/recipe_accuracy.py"
 QUANTIZED = [name for name in list_recipes() if name != "bf16"]
 SHAPE: dict[str, Any] = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4)
 SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=64)
 
 
-@pytest.fixture(scope="module")
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("recipe_accuracy", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_one_product_has_the_noise_of_its_mantissas(name: str, script: Any) -> None:
+def test_one_product_has_the_noise_of_its_mantissas(name: str) -> None:
     """Both ways: less noise than the formats make would mean that nothing was rounded."""
     recipe = get_recipe(name)
     layer = te.Linear(256, 256, bias=False, params_dtype=torch.float32)
@@ -38,13 +25,13 @@ def test_one_product_has_the_noise_of_its_mantissas(name: str, script: Any) -> N
         with te.autocast(enabled=True, recipe=recipe.build(te)):
             y = layer(x)
     exact = x.double() @ layer.weight.double().T
-    operand = script.rounding_db(recipe.formats)
+    operand = recipe_accuracy.rounding_db(recipe.formats)
     slack = 0.3 if name != "nvfp4" else 1.0  # a good part of E2M1's values are below its normal range
-    assert abs(script.sqnr_db(exact, y.double()) - script.add_db(operand, operand)) < slack
+    assert abs(recipe_accuracy.sqnr_db(exact, y.double()) - recipe_accuracy.add_db(operand, operand)) < slack
 
 
 @pytest.fixture(scope="module")
-def rows(script: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("accuracy") / "model"
     torch.manual_seed(0)
     model = CausalLM.from_preset("gated-nano", device="cpu", engine="emulated", **SHAPE)
@@ -55,7 +42,7 @@ def rows(script: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dic
     model.save_pretrained(folder)
     ids = torch.randint(0, 256, (4, 32))
     batches = [{"input_ids": part, "labels": part} for part in ids.split(2)]
-    return {row["recipe"]: row for row in script.measure(folder, batches, device="cpu", engine="emulated")}
+    return {row["recipe"]: row for row in recipe_accuracy.measure(folder, batches, device="cpu", engine="emulated")}
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -63,8 +50,8 @@ def test_logits_are_as_far_off_as_noise_of_that_size_makes_them(name: str, rows:
     assert abs(rows[name]["sqnr_db"] - rows[name]["predicted_db"]) < 1.0
 
 
-def test_fewer_bits_are_worse(rows: dict[str, dict[str, Any]], script: Any) -> None:
+def test_fewer_bits_are_worse(rows: dict[str, dict[str, Any]]) -> None:
     fp8 = [rows[name]["sqnr_db"] for name in QUANTIZED if name != "nvfp4"]
     assert rows["bf16"]["sqnr_db"] > max(fp8) + 10 and min(fp8) > rows["nvfp4"]["sqnr_db"] + 6
-    printed = script.table(list(rows.values()))
+    printed = recipe_accuracy.table(list(rows.values()))
     assert printed.count("\n") == len(rows) + 1 and "+0.00 %" in printed

@@ -225,11 +225,17 @@ class AttentionSpec(SoftmaxAttentionSpec):
             "attention", whole + q + statistics, consumes=q, produces=whole, scratch=ungated + q + 2 * kv + summed
         )
 
+    @property
+    def copies_queries(self) -> bool:
+        """Whether norms or RoPE make queries and keys anew before attention runs on them."""
+        return self.rope is not None or self.qk_norm != "none"
+
     def _attention(self, tape: Tape) -> list[Step]:
         """Return the operations between qkvg_proj and the gate, in forward order.
 
-        q, k, v and the gate are views of the output of qkvg_proj, which lives as long as one of them is saved. SDPA
-        saves q, k, v, its output and one FP32 per query and head.
+        q, k, v and the gate are views of the output of qkvg_proj, which lives as long as one of them is saved; where
+        q and k are made anew, v and the gate are copied. SDPA saves q, k, v, its output and one FP32 per query and
+        head.
         """
         heads = self.heads
         q, kv, gate, whole = self._bytes(tape)
@@ -245,18 +251,20 @@ class AttentionSpec(SoftmaxAttentionSpec):
             own = q + kv
         elif self.query_scale is not None:
             own = q
+        gated = heads.gate != "none" and (tape.compiled or self.gate_activation == "softplus")
+        kept = kv + gate * gated if self.copies_queries else whole
         summed = tape.tokens * heads.q_size * FP32  # dq is summed in FP32
         grads = Step("attention", consumes=q, produces=q + 2 * kv, scratch=summed)
         if self._composes(tape):  # saves q, k and v; of one row of the batch it makes FP32 scores
             square = heads.query * tape.seq_len**2 * FP32
-            return [*split, grads._replace(saved=whole + own, scratch=4 * square)]
+            return [*split, grads._replace(saved=kept + own, scratch=4 * square)]
         saved = tape.tokens * heads.query * FP32 + self._mask(tape)
         if not self._copies(tape):
-            return [*split, grads._replace(saved=saved + whole + own + q)]
+            return [*split, grads._replace(saved=saved + kept + own + q)]
         # FP32 copies of q, k and v; only the gate may still need the output of qkvg_proj.
         saved += tape.tokens * 2 * (heads.q_size + heads.kv_size) * FP32
-        if heads.gate != "none" and (tape.compiled or self.gate_activation == "softplus"):
-            saved += whole
+        if gated:
+            saved += gate if self.copies_queries else whole
         return [*split, grads._replace(saved=saved)]
 
     def _mask(self, tape: Tape) -> int:

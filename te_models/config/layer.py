@@ -140,8 +140,17 @@ class Tape(Protocol):
     fused: bool  # whether fused kernels run
     cuda: bool  # whether the step runs on a GPU
 
-    def linear(self, linear: LinearSpec, *, shared: bool = False, rows: int | None = None) -> Step:
-        """Return a te.Linear of `rows` rows (None: N); with `shared`, another operation saves its unquantized input."""
+    def linear(
+        self, linear: LinearSpec, *, shared: bool = False, rows: int | None = None, gathered: bool = False
+    ) -> Step:
+        """Return a te.Linear of `rows` rows (None: N); with `shared`, another operation saves its unquantized input.
+
+        With `gathered` they are rows of tokens, which experts take themselves.
+        """
+        ...
+
+    def gathers(self, linear: LinearSpec) -> bool:
+        """Return whether experts take rows of tokens themselves, instead of rows that were dispatched before."""
         ...
 
 

@@ -164,11 +164,14 @@ class MoESpec(FeedforwardSpec):
         # The logits, their softmax and the scores; logsumexp; the indices of the chosen, and what their division needs.
         kept = tape.rows * e.num_experts * FP32 + 2 * scores + tape.tokens * FP32 + chosen * INT64
         kept += (chosen + tape.tokens) * FP32 * e.norm_topk_prob
+        gathered = tape.gathers(into) and self.ranks == 1
+        if gathered and (widened or not saves_input):  # then nothing else saves the tokens
+            kept += stream
         first = [
             choosing,
             Step("scores", kept, consumes=chosen * FP32, produces=choosing.consumes, scratch=scores),
-            Step("dispatch", consumes=width, produces=stream),
-            tape.linear(into, rows=rows),
+            *([] if gathered else [Step("dispatch", consumes=width, produces=stream)]),
+            tape.linear(into, rows=rows, gathered=gathered),
             self._swiglu(tape, rows, e.moe_intermediate_size),
         ]
         if shared:
@@ -177,7 +180,7 @@ class MoESpec(FeedforwardSpec):
         if e.shared_expert_gate:
             first.append(tape.linear(shared[2], shared=True))
         # Each of those that read the input but the last, which is the first in backward, adds its gradient to theirs.
-        added = [router.name, "dispatch", *(linear.name for linear in shared[::2])][:-1]
+        added = [router.name, into.name if gathered else "dispatch", *(linear.name for linear in shared[::2])][:-1]
         first = [step._replace(consumes=step.consumes + stream * (step.name in added)) for step in first]
         places = (rows + chosen) * INT64 + chosen * FP32  # of tokens and rows, and the weights
         consumed = stream * (not shared)  # else the shared expert's part needs it too

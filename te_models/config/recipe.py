@@ -342,12 +342,11 @@ def unknown_option(kind: str, given: str, choices: Iterable[str], listed: str = 
 
 def recipe_from_dict(values: Mapping[str, Any]) -> Recipe:
     """Return the Recipe that `Recipe.to_dict` or a TOML file describes."""
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"a recipe is a table of names and values, not {values!r:.40}")
+    if not isinstance(values, Mapping) or "scheme" not in values:
+        given = "" if isinstance(values, Mapping) else f", not {values!r:.40}"
+        raise ConfigError(f"a recipe needs scheme = one of {', '.join(SCHEMES)}, in a table of names and values{given}")
     about: dict[str, Any] = {"name": "custom"}
     about |= {k: v for k, v in values.items() if k in ("name", "scheme", "description", "hardware", *EDGES)}
-    if "scheme" not in about:
-        raise ConfigError(f"a recipe needs scheme = one of {', '.join(SCHEMES)}")
     return Recipe(fields={k: v for k, v in values.items() if k not in about}, **about)
 
 

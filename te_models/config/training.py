@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -146,10 +147,9 @@ class TrainConfig(Settings):
         found = []
         for change in filter(None, self.recipe_schedule.split(",")):
             name, _, at = change.strip().partition("@")
-            try:
+            place = 0.0
+            with contextlib.suppress(ValueError):
                 place = float(at)
-            except ValueError:
-                place = 0.0
             if not name or not 0 < place < MOST or not is_count_or_share(place):
                 raise ConfigError(
                     f"recipe_schedule={self.recipe_schedule!r}: write RECIPE@PLACE, a name and a share of the steps "

@@ -29,7 +29,7 @@ from te_models.data.encoding import Encoded, encode_documents, keep_fitting
 from te_models.data.formats import Document
 from te_models.data.packing import CutEpoch, Epoch, RecordEpoch, check_windows, repeats, stack_windows
 from te_models.data.tokenizer import Tokenizer, end_of_text
-from te_models.errors import DataError, UsageError, plural
+from te_models.errors import DataError, UsageError, plural, refuse
 from te_models.model.targets import IGNORED
 
 
@@ -114,15 +114,15 @@ class TokenDataset:
             self.remarks += lines
         self._encoded = documents
         self._pad = end_of_text(tokenizer) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        if shuffle and not self.whole and self.num_tokens < seq_len:
-            raise DataError(
-                f"the data has {self.num_tokens} tokens, less than one window of seq_len={seq_len}: "
-                "lower --seq-len or give more data"
-            )
         self.fingerprint = self._hash_data()
         self._in_order = self._lay(np.arange(self.num_documents), None)
-        if not self._in_order.num_windows:
-            raise DataError("there is nothing to predict in the data: give longer documents or a larger --seq-len")
+        mistakes = {
+            f"the data has {self.num_tokens} tokens, less than one window of seq_len={seq_len}: lower --seq-len or "
+            "give more data": shuffle and not self.whole and self.num_tokens < seq_len,
+            "there is nothing to predict in the data: give longer documents or a larger --seq-len":
+                not self._in_order.num_windows,
+        }  # fmt: skip
+        refuse(mistakes, DataError)
         self._cached: tuple[int, Epoch] = (-1, self._in_order)
         self._epoch = self._position = 0  # the next window of all ranks: which of which epoch
 

@@ -277,8 +277,10 @@ class StreamingDataset:
         order = (self.seed, epoch, chunk, *([time] if time else [])) if self.shuffle else None
         if not self.num_workers:
             return partial(self.reader.encode, self.chunks[chunk], order)
+        context = multiprocessing.get_context("forkserver")  # workers share no thread, lock or CUDA device
+        context.set_forkserver_preload(["te_models.data.corpus_chunks"])
         with _interrupts_wait(), self._worker_errors():  # it may start a worker
-            self._pool = self._pool or _start_pool(self.num_workers, self.reader)
+            self._pool = self._pool or ProcessPoolExecutor(self.num_workers, context, _start_worker, (self.reader,))
             future = self._pool.submit(_encode, self.chunks[chunk], order)
 
         def wait() -> NDArray[np.int32]:
@@ -419,13 +421,6 @@ def _handler_waits() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if came:
             signal.raise_signal(signal.SIGINT)
-
-
-def _start_pool(num_workers: int, reader: ChunkReader) -> ProcessPoolExecutor:
-    """Start workers that share no thread, lock or device with this process, which may already use CUDA."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["te_models.data.corpus_chunks"])
-    return ProcessPoolExecutor(num_workers, context, _start_worker, (reader,))
 
 
 _READER: list[ChunkReader] = []  # of this worker process

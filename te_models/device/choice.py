@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from te_models.errors import UsageError, refuse
@@ -17,11 +19,10 @@ def choose_device(device: torch.device | str | None = None) -> torch.device:
     """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
+    found = None
+    with contextlib.suppress(RuntimeError):
         found = torch.device(device)
-    except RuntimeError:
-        raise UsageError(f"device {str(device)!r} is not known: give cpu, cuda or cuda:N") from None
-    if found.type not in KINDS:
+    if found is None or found.type not in KINDS:
         raise UsageError(f"device {str(device)!r} is not supported: give cpu, cuda or cuda:N")
     if found.type != "cuda":
         return found

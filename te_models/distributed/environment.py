@@ -23,14 +23,14 @@ def check_place(gpus: int) -> None:
 
     `gpus` is the number of this host's GPUs, 0 for a job on CPUs.
     """
-    for name in (*NEEDED, "LOCAL_RANK") if gpus else NEEDED:
-        if not os.environ.get(name):
-            raise UsageError(f"the environment variable {name} is not set, and WORLD_SIZE is: {_STARTED}")
+    needed = (*NEEDED, "LOCAL_RANK") if gpus else NEEDED
     rank, world, port = number("RANK", 0), number("WORLD_SIZE", 1), number("MASTER_PORT", 0)
     local = number("LOCAL_RANK", 0) if gpus else 0
     mistakes = {
+        **{f"the environment variable {name} is not set, and WORLD_SIZE is: {_STARTED}": not os.environ.get(name)
+           for name in needed},
         f"RANK={rank} and WORLD_SIZE={world} in the environment do not fit: {_STARTED}": rank >= world,
         f"the environment variable MASTER_PORT is {port}: give a port below 65536": port >= 2**16,
         f"LOCAL_RANK={local}, and this host has {gpus} GPUs: start one process per GPU": gpus and local >= gpus,
-    }
+    }  # fmt: skip
     refuse(mistakes)

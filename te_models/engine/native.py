@@ -54,6 +54,7 @@ import te_models.kernels.handover_triton as handover_triton
 from te_models.device.autograd import Context
 from te_models.kernels.early_save import save_early, save_input, saved_input
 from te_models.kernels.expert_cast_triton import Delayed
+from te_models.kernels.expert_rows import Route, dispatch
 from te_models.kernels.grouped_linear_triton import Casts, Stored, Weights, in_bf16, in_fp8
 from te_models.kernels.groups import Groups
 from te_models.kernels.handover_triton import FP8Data
@@ -386,13 +387,18 @@ def _expert_places(module: GroupedLinear) -> tuple[list[Tensor], Tensor] | None:
 
 
 def _grouped(
-    module: GroupedLinear, x: Tensor, rows: list[int] | Groups, is_first_microbatch: bool | None = None
-) -> Tensor:
+    module: GroupedLinear, x: Tensor, rows: list[int] | Groups, is_first_microbatch: bool | None = None,
+    route: Route | None = None,
+) -> Tensor:  # fmt: skip
     """See te_models.kernels.handover.grouped."""
-    if not isinstance(module, GroupedLinear):  # one with adapters
-        return module(x, rows, is_first_microbatch=is_first_microbatch, run=_grouped)
     te_recipe = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
-    found = _expert_places(module) if _counts_on_device(module, te_recipe) else None
+    plain = isinstance(module, GroupedLinear)  # without adapters
+    found = _expert_places(module) if plain and _counts_on_device(module, te_recipe) else None
+    casts = None if found is None or te_recipe is None else _joint_casts(te_recipe)
+    if route is not None and casts is None:
+        x, route = dispatch(x, *route), None
+    if not plain:
+        return module(x, rows, is_first_microbatch=is_first_microbatch, run=_grouped)
     if found is None:
         return module(x, rows, is_first_microbatch=is_first_microbatch)
     data, places = found
@@ -400,7 +406,6 @@ def _grouped(
     bias = None
     if module.use_bias:
         bias = torch.stack([module.get_parameter(f"bias{expert}") for expert in range(len(data))])
-    casts = None if te_recipe is None else _joint_casts(te_recipe)
     weights = Weights(data, places)
     if casts is None:
         return in_bf16(x, groups, weights, bias)
@@ -408,14 +413,14 @@ def _grouped(
         casts = _with_scales(module, casts, x)
         if data[0].dtype == torch.uint8:
             inverses = [module.get_parameter(f"weight{expert}")._scale_inv for expert in range(len(data))]
-            return in_fp8(x, groups, casts, Stored(data[0], places, torch.cat(inverses)), bias=bias)
+            return in_fp8(x, groups, casts, Stored(data[0], places, torch.cat(inverses)), None, bias, route)
         cache = module._fp8_workspaces
         own = cache.get("experts") if is_first_microbatch is False else None
         if own is None:
             own = weights.cast(casts.of_weights, turn=is_first_microbatch is not None)
         if is_first_microbatch is not None:
             cache["experts"] = own
-        return in_fp8(x, groups, casts, own, weights, bias)
+        return in_fp8(x, groups, casts, own, weights, bias, route)
 
 
 handover = {

@@ -74,11 +74,13 @@ def _open(path: Path, flags: int) -> int:
     except OSError as error:
         if not os.path.lexists(path) or isinstance(error, PermissionError):
             raise
-        raise UsageError(f"{path} cannot be locked ({error.strerror}): remove it, or give another --out") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        reason = error.strerror
+    else:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
         os.close(descriptor)
-        raise UsageError(f"{path} cannot be locked (not a regular file): remove it, or give another --out")
-    return descriptor
+        reason = "not a regular file"
+    raise UsageError(f"{path} cannot be locked ({reason}): remove it, or give another --out")
 
 
 def _owner(descriptor: int) -> str | None:

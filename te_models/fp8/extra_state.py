@@ -1,8 +1,8 @@
 """The scales and amax histories of a te module as one tensor, the `_extra_state` that CausalLM has in its state_dict.
 
 FP32 [1 + length, 3 or 5]: row 0 holds the scales, the rows below the amax history; 3 columns are for the forward pass,
-then 2 for the backward pass (te_models.fp8.scaling_state). Transformer Engine itself stores a pickle there, which it
-refuses to load.
+then 2 for the backward pass (te_models.fp8.scaling_state). A te.GroupedLinear has as many for each expert. Transformer
+Engine itself stores a pickle there, which it refuses to load.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def extra_states(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def read_extra_tensor(owner: str, value: Tensor) -> dict[str, Tensor]:
-    """Return the scales and histories of the module `owner` by their names in te_models.fp8.scaling_state.
+def read_extra_tensor(owner: str, value: Tensor, gemms: int) -> dict[str, Tensor]:
+    """Return the scales and histories of the module `owner`, of so many GEMMs, by their names in fp8.scaling_state.
 
     Raises:
         CheckpointError: `value` is not of the form above.
     """
-    widths = [WIDTHS[way] for way in DIRECTIONS]
+    widths = [WIDTHS[way] * gemms for way in DIRECTIONS]
     if value.dim() != 2 or len(value) < 2 or value.shape[1] not in (widths[0], sum(widths)):
         raise CheckpointError(f"the {EXTRA} of {owner} holds no scales with their histories ({list(value.shape)})")
     parts = value.split(widths if value.shape[1] == sum(widths) else widths[:1], dim=1)

@@ -87,7 +87,8 @@ def stream(
     draw = partial(sample, generator=generator, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
     pick = draw if settings.do_sample else partial(torch.argmax, dim=-1)
     ended = torch.zeros(len(ids), dtype=torch.bool)
-    rows = [[int(i) for i in row[keep]] for row, keep in zip(ids, _kept(ids, mask), strict=True)]
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    rows = [[int(i) for i in row[keep]] for row, keep in zip(ids, real, strict=True)]
     with evaluating(model, model.te, model.recipe):
         if settings.use_cache:
             steps = cached_tokens(model, ids, mask, max_new_tokens, pick, generator, graph)
@@ -118,18 +119,18 @@ def batch_of(model: Decoder, prompts: Prompts, attention_mask: Tensor | None) ->
     ids = prompts.to(model.device)
     if not ids.numel() or (attention_mask is not None and not bool(attention_mask.any(-1).all())):
         raise UsageError("the prompt is empty: give at least one token")
-    if int(ids.max()) >= model.config.vocab_size or int(ids.min()) < 0:
-        wrong = int(ids.max()) if int(ids.min()) >= 0 else int(ids.min())
-        raise UsageError(
-            f"the prompt has token {wrong}, the model {model.config.vocab_size} tokens: use the model's own tokenizer"
-        )
-    if attention_mask is None:
-        return ids, None
-    if attention_mask.shape != ids.shape:
-        raise UsageError(f"attention_mask has shape {list(attention_mask.shape)}, the prompts {list(ids.shape)}")
-    if not bool(attention_mask[:, -1].all()):
-        raise UsageError("attention_mask has padding on the right: to generate, pad the prompts on the left")
-    return ids, attention_mask.to(model.device)
+    size, (low, high) = model.config.vocab_size, map(int, ids.aminmax())
+    wrong = low if low < 0 else high
+    mask = torch.ones_like(ids) if attention_mask is None else attention_mask
+    mistakes = {
+        f"the prompt has token {wrong}, the model {size} tokens: use the model's own tokenizer":
+            low < 0 or high >= size,
+        f"attention_mask has shape {list(mask.shape)}, the prompts {list(ids.shape)}": mask.shape != ids.shape,
+        "attention_mask has padding on the right: to generate, pad the prompts on the left":
+            not bool(mask[:, -1].all()),
+    }  # fmt: skip
+    refuse(mistakes)
+    return ids, None if attention_mask is None else attention_mask.to(model.device)
 
 
 def stop_ids(model: Decoder, eos_token_id: int | Iterable[int] | str | None) -> list[int]:
@@ -160,10 +161,6 @@ def _rows(prompts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
         raise UsageError(
             "the prompts are no lists of token ids: give tokenizer.encode_prompt(text), or a text to stream_text"
         ) from None
-
-
-def _kept(ids: Tensor, mask: Tensor | None) -> Tensor:
-    return torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
 
 
 def _check_room(model: Decoder, length: int, max_new_tokens: int) -> None:

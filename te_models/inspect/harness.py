@@ -37,14 +37,15 @@ def find_tasks(names: Sequence[str]) -> tuple[TaskManager, list[str]]:
     found: list[str] = []
     for name in names:
         known = TaskManager(include_path=name, include_defaults=False).all_subtasks if name in folders else []
-        if name in folders and not known:
-            raise UsageError(f"--tasks {name}: no YAML file in this folder describes a task: write `task: NAME` in one")
-        if not {name} & {*folders, *files, *manager.all_tasks}:
+        if not known and (name in folders or name not in (*files, *manager.all_tasks)):
             near = difflib.get_close_matches(name, manager.all_tasks, n=3)
             hint = f"did you mean {' or '.join(near)}? " if near else ""
-            raise UsageError(
+            problem = (
                 f"unknown task {name!r}: {hint}`lm-eval ls tasks` lists all; a YAML file or a folder of them is one"
             )
+            if name in folders:
+                problem = f"--tasks {name}: no YAML file in this folder describes a task: write `task: NAME` in one"
+            raise UsageError(problem)
         found += known or [name]
     return manager, found
 

@@ -165,12 +165,6 @@ def window_by_layer(default: Callable[[Values], list[str]], *keys: str) -> Part:
     )
 
 
-def _only_sliding_has_rope(types: list[str]) -> Fields:
-    """Return our fields of a model whose layers without a window have no RoPE."""
-    rope = [int(kind == "sliding_attention") for kind in types]
-    return {} if all(rope) else {"no_rope_layers": rope}
-
-
 def window_with_rope(default: Callable[[Values], list[str]], *keys: str, unless_none: bool = False) -> Part:
     """Return `window_by_layer` for families in which layers without a window have no RoPE.
 
@@ -181,7 +175,8 @@ def window_with_rope(default: Callable[[Values], list[str]], *keys: str, unless_
         types, window = _types(theirs, default), theirs.get("sliding_window")
         if window is None and unless_none:
             return _window(types, window)
-        return {**_window(types, window), **_only_sliding_has_rope(types)}
+        rope = [int(kind == "sliding_attention") for kind in types]
+        return {**_window(types, window), **({} if all(rope) else {"no_rope_layers": rope})}
 
     def write(config: ModelConfig) -> Fields:
         found = _write_window(config)
@@ -364,12 +359,9 @@ def activation(key: str = "hidden_act", aliases: Mapping[str, str] = ALIASES) ->
     return Part((key,), read, lambda config: {key: config.hidden_act})
 
 
-def _head_dim(theirs: Values) -> float:
-    return theirs.get("head_dim") or theirs["hidden_size"] // theirs["num_attention_heads"]
-
-
 def _multiplier(theirs: Values, value: float) -> Fields:
-    return {} if value == _head_dim(theirs) ** -0.5 else {"attention_multiplier": value}
+    size = theirs.get("head_dim") or theirs["hidden_size"] // theirs["num_attention_heads"]
+    return {} if value == size**-0.5 else {"attention_multiplier": value}
 
 
 def _write_multiplier(config: ModelConfig) -> float:

@@ -77,7 +77,8 @@ def local_folder(name: str | Path, **hub: Any) -> Path:
         return path
     if (shipped := shipped_folder(str(name))) is not None:
         return shipped
-    if not _is_hub_name(str(name)):
+    owner, _, own = str(name).partition("/")
+    if not (owner and own) or "/" in own or owner[0] in ".~" or own[0] in ".~":
         raise UsageError(
             f"{name}: no such folder, and no model that ships with te-models ({', '.join(list_shipped())}); those of "
             "the Hugging Face hub are named owner/model"
@@ -182,9 +183,3 @@ def _device(device_map: Any) -> torch.device | str | None:
         return torch.device(device_map)
     except (RuntimeError, TypeError):
         raise UsageError(f"device_map={device_map!r} is no device: give 'cuda', 'cuda:0', 'cpu' or 'auto'") from None
-
-
-def _is_hub_name(name: str) -> bool:
-    """Return whether `name` reads as "owner/model"."""
-    parts = name.split("/")
-    return len(parts) == 2 and all(part and not part.startswith((".", "~")) for part in parts)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from te_models.engine.emulated import numerics, nvfp4
 from te_models.engine.emulated.numerics import DType
-from te_models.errors import CheckpointError, refuse
+from te_models.errors import CheckpointError, refuse, require
 from te_models.files.formats import Document, Value, read_json
 from te_models.files.tensors import SafetensorsFile
 
@@ -106,12 +106,6 @@ def read_scheme(folder: Path, config: Document) -> Scheme | None:
     raise CheckpointError(f"{source}: {problem}")
 
 
-def _check(good: bool, problem: str) -> None:
-    """Raise a ValueError, which `read_scheme` explains, unless all is well."""
-    if not good:
-        raise ValueError(problem)
-
-
 def _shown(values: object) -> str:
     text = repr(values)
     return text if len(text) < 100 else f"{text[:97]}..."
@@ -120,14 +114,14 @@ def _shown(values: object) -> str:
 def _refuse_unknown(values: Document, known: Iterable[str]) -> None:
     """Raise a ValueError for an unknown key with a value that matters."""
     for name, value in values.items():
-        _check(name in known or value in (None, False, [], {}), f"{name}={_shown(value)} is not known")
+        require(name in known or value in (None, False, [], {}), f"{name}={_shown(value)} is not known")
 
 
 def _require(values: Document, name: str, *allowed: object) -> Value:
     """Return values[name]; raise a ValueError unless it is one of `allowed`."""
     value = values.get(name)
     found = any(type(value) is type(choice) and value == choice for choice in allowed)
-    _check(found, f"{name}={_shown(value)}, and te-models reads {' or '.join(map(repr, allowed))}")
+    require(found, f"{name}={_shown(value)}, and te-models reads {' or '.join(map(repr, allowed))}")
     return value
 
 
@@ -135,7 +129,7 @@ def _block_size(value: Value) -> tuple[int, int]:
     """Return the rows and columns of a block."""
     pair = isinstance(value, (list, tuple)) and len(value) == 2
     good = pair and all(type(size) is int and 1 <= size <= 2**16 for size in value)
-    _check(good, f"the block size {_shown(value)} is not a pair of positive numbers")
+    require(good, f"the block size {_shown(value)} is not a pair of positive numbers")
     return value[0], value[1]
 
 
@@ -155,9 +149,9 @@ def _compressed_scheme(values: Document) -> Scheme:
              "kv_cache_scheme", "version")  # fmt: skip
     _refuse_unknown(values, known)
     groups = values["config_groups"]
-    _check(isinstance(groups, dict) and bool(groups), "config_groups names no weights")
+    require(isinstance(groups, dict) and bool(groups), "config_groups names no weights")
     schemes = {_compressed_group(group, values.get("format")) for group in groups.values()}
-    _check(len(schemes) == 1, "config_groups quantizes weights in several ways")
+    require(len(schemes) == 1, "config_groups quantizes weights in several ways")
     return schemes.pop()
 
 
@@ -174,7 +168,7 @@ def _compressed_group(group: Document, format: object) -> Scheme:
         _require(weights, "num_bits", bits)
         _require(weights, "group_size", size)
         return scheme if inputs else dataclasses.replace(scheme, activations="none")
-    _check(format in ("float-quantized", "naive-quantized"), f"format={_shown(format)} is not known")
+    require(format in ("float-quantized", "naive-quantized"), f"format={_shown(format)} is not known")
     _require(weights, "num_bits", 8)
     strategy = _require(weights, "strategy", "tensor", "channel", "block")
     if strategy == "block":
@@ -195,7 +189,7 @@ def _modelopt_scheme(values: Document) -> Scheme:
     _refuse_unknown({k: v for k, v in values.items() if k != "quantized_layers"}, known)
     algorithm = str(values["quant_algo"]).upper()
     schemes = {"FP8": TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL, "FP8_PB_WO": BLOCK}
-    _check(algorithm in schemes, f"quant_algo={values['quant_algo']!r}, and te-models reads {', '.join(schemes)}")
+    require(algorithm in schemes, f"quant_algo={values['quant_algo']!r}, and te-models reads {', '.join(schemes)}")
     return schemes[algorithm]
 
 

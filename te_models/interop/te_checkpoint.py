@@ -94,6 +94,7 @@ def read_te_checkpoint(path: str | Path, rename: Callable[[str], str] | None = N
         )
     weights: dict[str, Tensor] = {}
     state: dict[str, Tensor] = {}
+    ours: dict[str, Tensor] = {}
     fields: Fields = {}
     for file in files:
         for theirs, value in (_read_pt(file) if file.suffix in SUFFIXES else read_safetensors(file)).items():
@@ -101,12 +102,14 @@ def read_te_checkpoint(path: str | Path, rename: Callable[[str], str] | None = N
             if not name.endswith(EXTRA):
                 weights[name] = value
             elif isinstance(value, Tensor) and value.is_floating_point():  # of a CausalLM
-                state |= read_extra_tensor(name.removesuffix(f".{EXTRA}"), value)
+                ours[name.removesuffix(f".{EXTRA}")] = value
                 fields = fields or {"amax_history_len": len(value) - 1}
             elif value is not None and (found := read_extra_state(value)):
                 module = name.removesuffix(EXTRA)
-                state |= {module + ours: found[part] for part, ours in _PARTS.items() if part in found}
+                state |= {module + name: found[part] for part, name in _PARTS.items() if part in found}
                 fields = fields or found["recipe"]
+    for owner, value in ours.items():  # a te.GroupedLinear has weight0, weight1, ...
+        state |= read_extra_tensor(owner, value, sum(name.startswith(f"{owner}.weight") for name in weights) or 1)
     check_finite(weights, path)
     known = {name: fields[name] for name in SCHEMES["DelayedScaling"].fields if fields.get(name) is not None}
     return TECheckpoint(weights, state, known)
@@ -124,15 +127,16 @@ def _read_pt(file: Path) -> Fields:
     for key in ("model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), Mapping):
             content = content[key]
-    if not isinstance(content, Mapping) or not all(
+    problem = " is no state_dict: it must map names to tensors"
+    if isinstance(content, Mapping) and all(
         isinstance(name, str) and (isinstance(value, Tensor) or (value is None and name.endswith(EXTRA)))
         for name, value in content.items()
     ):
-        raise CheckpointError(f"{file} is no state_dict: it must map names to tensors")
-    for name, value in content.items():
-        if value is not None and not _is_plain(value):
-            raise CheckpointError(f"{file}: {list_some([name])} is no plain tensor in memory of its own size")
-    return dict(content)
+        wrong = [name for name, value in content.items() if value is not None and not _is_plain(value)]
+        if not wrong:
+            return dict(content)
+        problem = f": {list_some(wrong[:1])} is no plain tensor in memory of its own size"
+    raise CheckpointError(f"{file}{problem}")
 
 
 def _check_archive(opened: BinaryIO, size: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from te_models.errors import CheckpointError
+from te_models.errors import CheckpointError, require
 from te_models.files.atomic import explained
 from te_models.files.formats import Fields
 
@@ -110,12 +110,6 @@ def read_extra_state(payload: Tensor | bytes) -> Fields:
         return _checked(state) if state is not None else {}
 
 
-def _require(good: bool, problem: str) -> None:
-    """Raise a ValueError, which `read_extra_state` explains, unless all is well."""
-    if not good:
-        raise ValueError(problem)
-
-
 def _checked(state: Loaded) -> Fields:
     """Convert the three forms of a state into one."""
     state = _expect(dict, state)
@@ -129,7 +123,7 @@ def _checked(state: Loaded) -> Fields:
     for direction in ("fwd", "bwd"):
         names = (f"scale_{direction}", f"amax_history_{direction}")
         widths = [found[name].shape[-1] for name in names if name in found]
-        _require(len(widths) != 1 and len(set(widths)) <= 1, f"{' and '.join(names)} do not go together")
+        require(len(widths) != 1 and len(set(widths)) <= 1, f"{' and '.join(names)} do not go together")
     return found
 
 
@@ -142,7 +136,7 @@ def _fields(values: Mapping[str, object]) -> dict[str, object]:
         inside = value.fields if isinstance(value, _Inert) else value
         items = inside.values() if isinstance(inside, dict) else inside
         known = isinstance(value, (tuple, list, _Inert)) and all(type(item) in _SCALARS for item in items)
-        _require(known, "a field of it is not a plain value")
+        require(known, "a field of it is not a plain value")
         return public(value.fields) if isinstance(value, _Inert) else list(value)
 
     def public(fields: Mapping[str, object]) -> dict[str, object]:
@@ -153,7 +147,7 @@ def _fields(values: Mapping[str, object]) -> dict[str, object]:
 
 def _materialize(name: str, value: object) -> Tensor:
     value = _expect(_Lazy, value)
-    _require(len(value.shape) == TENSOR_DIMS[name], f"{name} is not a tensor of {TENSOR_DIMS[name]} dimensions")
+    require(len(value.shape) == TENSOR_DIMS[name], f"{name} is not a tensor of {TENSOR_DIMS[name]} dimensions")
     return torch.frombuffer(bytearray(value.data), dtype=torch.float32).reshape(value.shape)
 
 
@@ -164,7 +158,7 @@ def _interpret(stream: io.BytesIO, known: frozenset[str]) -> Loaded:
     memo: dict[int, object] = {}
 
     def pop(count: int) -> list[Loaded]:
-        _require(len(stack) >= count, "the stack is empty")
+        require(len(stack) >= count, "the stack is empty")
         taken = stack[len(stack) - count :]
         del stack[len(stack) - count :]
         return taken
@@ -203,7 +197,7 @@ def _interpret(stream: io.BytesIO, known: frozenset[str]) -> Loaded:
                 stack.append(memo[argument])
             case "GLOBAL" | "STACK_GLOBAL":
                 name = argument if opcode == "GLOBAL" else ".".join(pop(2))
-                _require(name in known, f"it refers to {name[:80]}")
+                require(name in known, f"it refers to {name[:80]}")
                 stack.append(_Global(name))
             case "REDUCE" | "NEWOBJ":
                 function, arguments = pop(2)
@@ -220,7 +214,7 @@ def _operations(stream: io.BytesIO) -> Iterator[tuple[str, Loaded]]:
     None."""
     for _ in range(MAX_OPCODES):
         code = stream.read(1).decode("latin1")
-        _require(code in _OPCODES, f"it has the byte {code!r} for an opcode" if code else "it has no end")
+        require(code in _OPCODES, f"it has the byte {code!r} for an opcode" if code else "it has no end")
         opcode = _OPCODES[code]
         if opcode.name == "GLOBAL":
             yield opcode.name, f"{stream.readline()[:-1].decode()}.{stream.readline()[:-1].decode()}"
@@ -232,7 +226,7 @@ def _operations(stream: io.BytesIO) -> Iterator[tuple[str, Loaded]]:
 
 
 def _expect(kind: type[Kind], value: Loaded) -> Kind:
-    _require(type(value) is kind, f"a {type(value).__name__} where a {kind.__name__} belongs")
+    require(type(value) is kind, f"a {type(value).__name__} where a {kind.__name__} belongs")
     return value
 
 
@@ -264,11 +258,11 @@ def _call(function: str, arguments: tuple[Loaded, ...]) -> Any:
 def _rebuild_tensor(data: Loaded, offset: Loaded, shape: Loaded, stride: Loaded) -> _Lazy:
     """Return part of an FP32 storage as a contiguous tensor."""
     for number in (offset, *_expect(tuple, shape), *_expect(tuple, stride)):
-        _require(_expect(int, number) >= 0, "a tensor has a negative size")
+        require(_expect(int, number) >= 0, "a tensor has a negative size")
     contiguous = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    _require(stride == contiguous, "a tensor is not contiguous")
+    require(stride == contiguous, "a tensor is not contiguous")
     count = math.prod(shape)
-    _require(4 * (offset + count) <= len(_expect(memoryview, data)), "a tensor is larger than its storage")
+    require(4 * (offset + count) <= len(_expect(memoryview, data)), "a tensor is larger than its storage")
     return _Lazy(data[4 * offset : 4 * (offset + count)], shape)
 
 
@@ -284,8 +278,8 @@ def _read_storage(data: bytes) -> memoryview:
     label, kind, key, _, count, view = description
     header = (magic, version, platform["little_endian"], label, kind, keys, view)
     wanted = (_LEGACY_MAGIC, _LEGACY_VERSION, True, "storage", _Global(_FLOAT_STORAGE), [key], None)
-    _require(header == wanted, "a storage in it is not FP32 in PyTorch's format")
+    require(header == wanted, "a storage in it is not FP32 in PyTorch's format")
     start = stream.tell() + 8
     whole = data[start - 8 : start] == struct.pack("<q", count) and len(data) == start + 4 * count
-    _require(whole, "a storage in it is truncated")
+    require(whole, "a storage in it is truncated")
     return memoryview(data)[start:]

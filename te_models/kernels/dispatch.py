@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.config.recipe import EngineRecipe
-from te_models.errors import unknown
+from te_models.errors import check_known
 from te_models.kernels import elementwise, expert_rows, gated_attention, handover, lm_head
 from te_models.kernels.from_inputs import from_inputs
 
@@ -89,8 +89,8 @@ COMPILE_MODES = {"default": "default", "max-autotune": "max-autotune-no-cudagrap
 
 def compile_mode(compile: bool | str) -> str | None:
     """Return the name of the mode that `compile` asks for, a bool or one of COMPILE_MODES; None: not compiled."""
-    if isinstance(compile, str) and compile not in COMPILE_MODES:
-        raise unknown("compile", compile, COMPILE_MODES)
+    if isinstance(compile, str):
+        check_known("compile", compile, COMPILE_MODES)
     return compile if isinstance(compile, str) else "default" if compile else None
 
 

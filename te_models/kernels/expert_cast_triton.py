@@ -25,11 +25,13 @@ class Matrices(NamedTuple):
     """A matrix per expert, with as many columns as `data`, in which they lie below each other.
 
     With `places`, int64 [E], `data` is one of them, and matrix e begins places[e] elements behind it, a multiple of 8.
+    With `source`, int64 [R], row r of them all is row source[r] of `data`, or zeros if that is not one of its rows.
     """
 
     data: Tensor
     groups: Groups
     places: Tensor | None = None
+    source: Tensor | None = None
 
 
 class Delayed(NamedTuple):
@@ -43,7 +45,7 @@ class Delayed(NamedTuple):
 
 
 @triton.jit
-def _matrix(data, first, tiles, places, columns, count, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+def _matrix(data, source, first, tiles, places, columns, count, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     """Return this program's matrix: its number, address, first row among all, rows, and the first group of its tile.
 
     A program behind the last tile gets no rows of the last matrix.
@@ -56,25 +58,33 @@ def _matrix(data, first, tiles, places, columns, count, EXPERTS: tl.constexpr, R
     begin = tl.load(first + e)
     rows = tl.where(found < count, tl.load(first + e + 1) - begin, 0)
     before = tl.load(tiles + tl.maximum(e - 1, 0), e > 0, 0)
-    at = begin * columns if places is None else tl.multiple_of(tl.load(places + e), 8)
-    return e, data + at, begin, rows, (own - before) * (ROWS // 4)
+    if places is not None:
+        data += tl.multiple_of(tl.load(places + e), 8)
+    elif source is None:
+        data += begin * columns
+    return e, data, begin, rows, (own - before) * (ROWS // 4)
 
 
 @triton.jit
-def _load_rows(address, i, j, rows, columns):
+def _load_rows(address, source, given, i, j, rows, columns):
     inside = (i < rows)[:, None] & (j < columns)[None, :]
+    if source is not None:
+        i = tl.load(source + i, i < rows, 0)
+        inside = inside & (i < given)[:, None]
     return tl.load(address + i[:, None] * columns + j[None, :], inside, 0.0).to(tl.float32)
 
 
 @triton.jit
 def _amax_kernel(
-    data, first, tiles, places, amax, columns, count,
+    data, source, given, first, tiles, places, amax, columns, count,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    e, address, _, rows, group = _matrix(data, first, tiles, places, columns, count, EXPERTS, ROWS)
+    e, address, begin, rows, group = _matrix(data, source, first, tiles, places, columns, count, EXPERTS, ROWS)
+    if source is not None:
+        source += begin
     i = group * 4 + tl.arange(0, ROWS)
     j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    raise_amax(amax + e, tl.abs(_load_rows(address, i, j, rows, columns)))
+    raise_amax(amax + e, tl.abs(_load_rows(address, source, given, i, j, rows, columns)))
 
 
 @triton.jit
@@ -87,10 +97,10 @@ def _scale(amax, LARGEST: tl.constexpr):
 
 @triton.jit
 def _cast_kernel(
-    data, first, tiles, places, amax, scales, factors, out, transposed, turned, columns, count, stride,
+    data, source, given, first, tiles, places, amax, scales, factors, out, transposed, turned, columns, count, stride,
     E5M2: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    e, address, begin, rows, group = _matrix(data, first, tiles, places, columns, count, EXPERTS, ROWS)
+    e, address, begin, rows, group = _matrix(data, source, first, tiles, places, columns, count, EXPERTS, ROWS)
     known: tl.constexpr = scales is not None
     scale = tl.load(scales + e * stride) if known else _scale(tl.load(amax + e), 57344.0 if E5M2 else 448.0)
     if (group == 0) & (rows > 0) & (tl.program_id(1) == 0):
@@ -99,8 +109,12 @@ def _cast_kernel(
     group += tl.arange(0, ROWS // 4)
     i = 4 * group
     j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    a, b = _load_rows(address, i, j, rows, columns), _load_rows(address, i + 1, j, rows, columns)
-    c, d = _load_rows(address, i + 2, j, rows, columns), _load_rows(address, i + 3, j, rows, columns)
+    if source is not None:
+        source += begin
+    a = _load_rows(address, source, given, i, j, rows, columns)
+    b = _load_rows(address, source, given, i + 1, j, rows, columns)
+    c = _load_rows(address, source, given, i + 2, j, rows, columns)
+    d = _load_rows(address, source, given, i + 3, j, rows, columns)
     here = tl.multiple_of(tl.load(turned + e), 4)
     apart = tl.multiple_of(tl.load(turned + e + 1) - here, 4)
     if out is not None:
@@ -180,7 +194,7 @@ def _launch(
     scales, amax = (None, torch.zeros(count, device=device)) if delayed is None else delayed
     factors = torch.ones(2, count, device=device)
     sizes: dict[str, Any] = dict(EXPERTS=triton.next_power_of_2(count), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
-    table = (given.data, groups.first, groups.tiles(ROWS), given.places, amax)
+    table = (given.data, given.source, len(given.data), groups.first, groups.tiles(ROWS), given.places, amax)
     grid = (groups.high(ROWS), triton.cdiv(columns, COLUMNS))
     with torch.cuda.device_of(given.data):
         if scales is None:

@@ -53,6 +53,14 @@ def _with_zeros(x: Tensor) -> Tensor:
 PLAIN = RowKernels(gather, total)
 
 
+class Route(NamedTuple):
+    """Where the rows of all experts come from and go, and what moves them."""
+
+    token: Tensor
+    row: Tensor
+    kernels: RowKernels = PLAIN
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, token: Tensor, row: Tensor, kernels: RowKernels) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from te_models.device.autograd import Context
 from te_models.kernels.expert_cast_triton import Delayed, FP8Matrices, Matrices, cast, cast_transposed, transposed
+from te_models.kernels.expert_rows import Route
 from te_models.kernels.grouped_gemm_triton import Operand, rows_times, sums_of_rows, weights_from
 from te_models.kernels.groups import Groups
 
@@ -86,18 +87,23 @@ class _BF16(torch.autograd.Function):
 class _FP8(torch.autograd.Function):
     """Backward makes transposed copies of weights that came without any: from bytes that are stored anyway, or by the
     same cast again of weights in high precision, which has the same bits. All layers' copies together would take half
-    as much memory as weights in BF16."""
+    as much memory as weights in BF16. So it does with rows of tokens, of which each is there once per expert."""
 
     @staticmethod
     def forward(
         ctx: Context, x: Tensor, bias: Tensor | None, groups: Groups, casts: Casts, own: FP8Matrices | Stored,
-        places: Tensor | None, *weights: Tensor,
+        route: Route | None, places: Tensor | None, *weights: Tensor,
     ) -> Tensor:  # fmt: skip
         ctx.groups, ctx.casts, ctx.inputs, ctx.weights = groups, casts, x.shape[1], len(weights)
-        given = cast(Matrices(x.contiguous(), groups), E4M3, casts.of_x, turn=any(ctx.needs_input_grad[6:]))
+        trained, x = any(ctx.needs_input_grad[7:]), x.contiguous()
+        token, row, ctx.kernels = (None, None, None) if route is None else route
+        given = cast(Matrices(x, groups, source=token), E4M3, casts.of_x, turn=trained and route is None)
+        kept = x if trained and route is not None else given.transposed
         stored = own.data if isinstance(own, Stored) else own.transposed
         again = () if stored is not None or isinstance(own, Stored) else (own.scale, *weights)
-        ctx.save_for_backward(given.transposed, given.scale_inv, stored, places, own.scale_inv, *again)
+        ctx.save_for_backward(
+            kept, given.scale_inv, given.scale, token, row, stored, places, own.scale_inv, *again
+        )  # fmt: skip
         at = places if isinstance(own, Stored) else None
         a, b = Operand(given.data.view(E4M3), given.scale_inv), Operand(own.data.view(E4M3), own.scale_inv, at)
         width = len(weights[0] if weights else own.data)
@@ -106,7 +112,7 @@ class _FP8(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy, groups, casts, dx = grads[0].contiguous(), ctx.groups, ctx.casts, None
-        x, x_scale, stored, places, weights_scale, *again = ctx.saved_tensors
+        x, x_inverse, x_scale, token, row, stored, places, weights_scale, *again = ctx.saved_tensors
         given = cast(Matrices(dy, groups), casts.gradient, casts.of_dy, turn=x is not None)
         db = sums_of_rows(dy, groups) if ctx.needs_input_grad[1] else None
         if ctx.needs_input_grad[0]:
@@ -116,17 +122,19 @@ class _FP8(torch.autograd.Function):
                 turned = stored if ctx.weights else transposed(stored, places)
             a, b = Operand(given.data.view(casts.gradient), given.scale_inv), Operand(turned.view(E4M3), weights_scale)
             dx = rows_times(a, b, groups, ctx.inputs, down=False, precise=casts.input_gradient, dtype=dy.dtype)
+            dx = dx if row is None else ctx.kernels.total(dx, row, None)
             del turned, a, b  # before the larger gradients of weights
         of_weights: Sequence[Tensor | None] = [None] * ctx.weights
         dy_turned, dy_scale = given.transposed, given.scale_inv
         del given
         if x is not None and dy_turned is not None:
-            a, b = Operand(dy_turned.view(casts.gradient), dy_scale), Operand(x.view(E4M3), x_scale)
+            x = x if token is None else cast_transposed(Matrices(x, groups, source=token), E4M3, x_scale)
+            a, b = Operand(dy_turned.view(casts.gradient), dy_scale), Operand(x.view(E4M3), x_inverse)
             how = dict(precise=casts.weight_gradient, dtype=dy.dtype)
             of_weights = weights_from(a, b, groups, dy.shape[1], ctx.inputs, **how).unbind()
         if casts.after is not None:
             casts.after()
-        return dx, db, None, None, None, None, *of_weights
+        return dx, db, None, None, None, None, None, *of_weights
 
 
 def in_bf16(x: Tensor, groups: Groups, weights: Weights, bias: Tensor | None = None) -> Tensor:
@@ -136,10 +144,13 @@ def in_bf16(x: Tensor, groups: Groups, weights: Weights, bias: Tensor | None = N
 
 def in_fp8(
     x: Tensor, groups: Groups, casts: Casts, own: FP8Matrices | Stored, weights: Weights | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | None = None, route: Route | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the same with FP8 weights `own`, the casts of `weights`, which get gradients, or frozen ones."""
+    """Return the same with FP8 weights `own`, the casts of `weights`, which get gradients, or frozen ones.
+
+    With `route`, x [T, I] are tokens, and their rows are never stored in x's dtype.
+    """
     if isinstance(own, Stored):
-        return _FP8.apply(x, bias, groups, casts, own, own.places)
+        return _FP8.apply(x, bias, groups, casts, own, route, own.places)
     assert weights is not None
-    return _FP8.apply(x, bias, groups, casts, own, weights.places, *weights.tensors)
+    return _FP8.apply(x, bias, groups, casts, own, route, weights.places, *weights.tensors)

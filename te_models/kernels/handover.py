@@ -23,6 +23,7 @@ from te_models.device.autograd import Context
 from te_models.kernels.early_save import save_early, save_input, saved_input
 from te_models.kernels.elementwise import swiglu as silu_times_up
 from te_models.kernels.elementwise import swiglu_backward
+from te_models.kernels.expert_rows import Route, dispatch
 from te_models.kernels.groups import Groups
 
 if TYPE_CHECKING:
@@ -81,8 +82,15 @@ def linear(module: nn.Module, x: Tensor, **options: bool | None) -> Tensor:
     return module(x, **options)
 
 
-def grouped(module: nn.Module, x: Tensor, rows: list[int] | Groups, is_first_microbatch: bool | None = None) -> Tensor:
-    """Return a te.GroupedLinear of x [R, I], whose experts have these numbers of rows: [R, O]."""
+def grouped(
+    module: nn.Module, x: Tensor, rows: list[int] | Groups, is_first_microbatch: bool | None = None,
+    route: Route | None = None,
+) -> Tensor:  # fmt: skip
+    """Return a te.GroupedLinear of x [R, I], whose experts have these numbers of rows: [R, O].
+
+    With `route`, x [T, I] are tokens, and those rows are made from them; a twin need not store them.
+    """
+    x = x if route is None else dispatch(x, *route)
     return module(x, rows, is_first_microbatch=is_first_microbatch)
 
 

@@ -77,6 +77,8 @@ class GatedAttention(Mixer[AttentionSpec]):
         spec = self.spec
         qkvg = qkvg[: context.batch * context.seq].view(context.batch, context.seq, -1)
         q, k, v, g = qkvg.split(self.rows, dim=-1)  # each [B, S, its rows]
+        if spec.copies_queries and torch.is_grad_enabled():
+            v, g = v.contiguous(), g.contiguous()  # so that backward keeps none of the memory of q and k
         if spec.qk_norm == "all_heads":
             q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())  # not saving all of qkvg
         q, k, v = (t.view(*t.shape[:2], -1, spec.heads.dim) for t in (q, k, v))

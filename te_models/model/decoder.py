@@ -383,16 +383,12 @@ class Decoder(nn.Module):
             return Output(None, logits[: batch * count].unflatten(0, (batch, count)))
         size = self.config.vocab_size
         targets, invalid = next_token_targets(wanted.labels, wanted.attention_mask, size, wanted.document_ids)
-        if not wanted.return_logits and self._head_is_fused:
+        plain = self.precision.head.recipe is None and type(self.lm_head) is self.te.Linear  # neither FP8 nor adapted
+        if not wanted.return_logits and plain:
             return Output(nan_if(self._fused_loss(h, targets), invalid), None)
         logits = self._logits(h, context)[: batch * seq]
         loss = nan_if(self.kernels.cross_entropy(logits, targets), invalid)
         return Output(loss, logits.unflatten(0, (batch, seq)) if wanted.return_logits else None)
-
-    @property
-    def _head_is_fused(self) -> bool:
-        """Return whether head and loss can run as one operation: a plain BF16 head can, an FP8 or adapted one not."""
-        return self.precision.head.recipe is None and type(self.lm_head) is self.te.Linear
 
     def _logits(self, h: Tensor, context: ForwardContext) -> Tensor:
         """Return the logits [N, V] of h [N, D]."""

@@ -14,6 +14,7 @@ from te_models.config.layer import LayerSpec, distinct
 from te_models.config.rope import Rope
 from te_models.fp8.region import Autocasts
 from te_models.kernels.dispatch import Kernels
+from te_models.kernels.expert_rows import Route
 from te_models.kernels.gated_attention import Spans
 from te_models.kernels.groups import Groups
 from te_models.kernels.sdpa import attention_mask, masks_nothing
@@ -93,12 +94,16 @@ class ForwardContext(NamedTuple):
         """Return whether te.GroupedLinears need not know on the host how many rows each expert has."""
         return all(self.kernels.counts_on_device(module, self.autocasts.te_recipe_of(module)) for module in modules)
 
-    def grouped(self, module: nn.Module, x: Tensor, rows: list[int] | Groups) -> Tensor:
-        """Return a te.GroupedLinear of x [R, I], whose experts have these numbers of rows: [R, O]."""
+    def grouped(self, module: nn.Module, x: Tensor, rows: list[int] | Groups, route: Route | None = None) -> Tensor:
+        """Return a te.GroupedLinear of x [R, I], whose experts have these numbers of rows: [R, O].
+
+        With `route`, x [T, I] are tokens, from which it makes those rows.
+        """
         if module in self.autocasts.others:
             self.recompute.check_restored(self.autocasts.te_recipe_of(module))
         with self.autocasts.linear(module):
-            return self.kernels.grouped(module, x, rows, is_first_microbatch=self.recompute.first_microbatch)
+            how = dict(is_first_microbatch=self.recompute.first_microbatch, route=route)
+            return self.kernels.grouped(module, x, rows, **how)
 
 
 def forward_context(

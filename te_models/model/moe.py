@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from te_models.config.moe import MoESpec
 from te_models.kernels import handover
-from te_models.kernels.expert_rows import combine, dispatch
+from te_models.kernels.expert_rows import Route, combine, dispatch
 from te_models.model.expert_parallel import Exchange
 from te_models.model.forward_context import ForwardContext
 from te_models.model.part import Feedforward
@@ -83,12 +83,15 @@ class Experts(Feedforward[MoESpec]):
         routing = describe(logits, where.counts, context.real)  # a recompute has to save what the first pass did
         if first:
             context.routing.layers.append(routing)
-        rows = dispatch(tokens, where.token, where.row, kernels)  # [R, D]
-        rows = rows if exchange is None else exchange.to_experts(rows)
         own = exchange.places if exchange else where
         # A bias makes rows of padding nonzero, which would enter the next amax.
         real = (own.token < len(own.row))[:, None] if moe.bias and context.alignment > 1 else None
-        hidden = self._activated(context.grouped(gate_up, rows, own.rows), "", context, real)  # [R, F]
+        route = Route(where.token, where.row, kernels)
+        if exchange is None:
+            both = context.grouped(gate_up, tokens, own.rows, route)  # [R, 2F]
+        else:
+            both = context.grouped(gate_up, exchange.to_experts(dispatch(tokens, *route)), own.rows)
+        hidden = self._activated(both, "", context, real)  # [R, F]
         return Routed(hidden, weights_of(logits, chosen, moe), where, exchange, len(x), *self._shared(x, context))
 
     def output(self, hidden: Routed, context: ForwardContext) -> Tensor:

@@ -33,7 +33,7 @@ from te_models.device.autograd import Context
 from te_models.distributed.collectives import all_gather, all_reduce
 from te_models.distributed.dtensor import filling, whole
 from te_models.distributed.mesh_ranks import MeshRanks
-from te_models.errors import UsageError
+from te_models.errors import UsageError, refuse
 from te_models.fp8.primary_weights import is_quantized, write_weight
 
 Map = Callable[[Tensor], Tensor]
@@ -86,15 +86,14 @@ class TensorParallel(MeshRanks):
         if self.size == 1:
             return config.layers
         counts: dict[str, int] = {}
+        mistakes = []
         for part in config.parts:
-            if obstacle := part.parallel_obstacle(self.sequence):
-                raise UsageError(obstacle)
+            mistakes += filter(None, [part.parallel_obstacle(self.sequence)])
             counts |= part.divided
         common = math.gcd(*counts.values())
-        for name, count in counts.items():
-            if count % self.size:
-                fits = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-                raise UsageError(f"{name}={count} cannot be divided between {self.size} ranks: use {fits}")
+        fits = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        uneven = (f"{name}={count}" for name, count in counts.items() if count % self.size)
+        refuse([*mistakes, *(f"{one} cannot be divided between {self.size} ranks: use {fits}" for one in uneven)])
         return tuple(layer.local(self.size) for layer in config.layers)
 
     @property

@@ -20,7 +20,7 @@ from torch import nn
 
 from te_models.config.data import split_names, split_pair
 from te_models.engine import engine_module
-from te_models.errors import UsageError, check_known, needs, unknown
+from te_models.errors import UsageError, check_known, needs
 from te_models.optim.galore import GaLore
 from te_models.optim.gradients import Gradients, Norm, gradient_norm
 from te_models.optim.groups import groups
@@ -178,11 +178,10 @@ def resolve_options(name: str, options: str | Mapping[str, object]) -> Options:
 def _checked(key: str, value: Any, default: object) -> object:
     """Return `value`, which may be text, in the type of `default` or as one of its choices."""
     if isinstance(default, (tuple, bool)):
-        flags = {"true": True, "1": True, "false": False, "0": False}
-        known = {choice: choice for choice in default} if isinstance(default, tuple) else flags
-        given = value if isinstance(default, tuple) else str(value).lower()
-        if given not in known:
-            raise unknown(f"value of {key}", value, default if isinstance(default, tuple) else ("true", "false"))
+        text = str(value).lower()
+        known = {choice: choice for choice in default} if isinstance(default, tuple) else {"true": True, "false": False}
+        given = value if isinstance(default, tuple) else {"1": "true", "0": "false"}.get(text, text)
+        check_known(f"value of {key}", given, known)
         return known[given]
     try:
         number = float(value)

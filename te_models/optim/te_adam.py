@@ -86,10 +86,6 @@ class TEAdam:
             scale(gradients, factor)
         return norm
 
-    def skip_if(self, bad: Tensor) -> None:
-        """Raise NotImplementedError: `can_skip` is False."""
-        raise NotImplementedError("te-adam cannot skip a step whose values the host has not read")
-
     def step(self) -> None:
         """Update the parameters that have a gradient, and drop the gradients."""
         if self.gradients.in_fp32:

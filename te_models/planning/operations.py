@@ -120,7 +120,20 @@ class Tape:
         weights = self.config.hidden_size * self.element
         return Step(name, saved, consumes=self.stream, scratch=self.stream, weights=weights)
 
-    def linear(self, linear: LinearSpec, *, shared: bool = False, rows: int | None = None) -> Step:
+    def gathers(self, linear: LinearSpec) -> bool:
+        """Return whether experts read rows of tokens through indices, in FP8: see te_models.config.layer.Tape."""
+        own, plain = self.precisions[self._part + linear.name].recipe, self.training
+        return own is not None and self._casts_experts(own) and not (plain.lora_rank or plain.fp8_params)
+
+    def _casts_experts(self, recipe: Recipe) -> bool:
+        """Return whether the casts of all experts are joint, as engine/native.py decides."""
+        fields = recipe.fields
+        other = fields.get("use_power_2_scales") or fields.get("backward_override", "none") != "none"
+        return self.fused and recipe.scheme in PER_TENSOR and not other and self.training.gpus == 1
+
+    def linear(
+        self, linear: LinearSpec, *, shared: bool = False, rows: int | None = None, gathered: bool = False
+    ) -> Step:
         """Return a te.Linear, which saves its input (in FP8 the columnwise copy) and the FP8 copies of its weight.
 
         Both copies of the weight are saved unless engine/native.py drops the rowwise one, and of experts' weights both.
@@ -130,6 +143,8 @@ class Tape:
         With an adapter, the adapter alone saves the input, unquantized, and its product with A; backward computes two
         gradients of the input, the linear's and the adapter's. Experts' adapters also save B in another order. Frozen
         linears without an adapter save no input.
+
+        If `gathered`, experts make their rows from tokens again, which another operation saves.
         """
         name, inputs, outputs = linear.name, linear.inputs, linear.outputs
         recipe = self.precisions[self._part + name].recipe
@@ -160,15 +175,32 @@ class Tape:
             return step._replace(saved=x, scratch=dy)
         if self.training.gpus > 1:  # Transformer Engine requantizes weights sharded by FSDP2 in backward
             return step._replace(saved=x, scratch=dy + w)
-        cast_here = recipe.scheme in (PER_TENSOR if linear.experts else ("DelayedScaling",))
-        if not (self.fused and cast_here) or recipe.fields.get("use_power_2_scales") or self.training.cached_weights:
-            return step._replace(saved=x, copies=w, scratch=dy)
-        w = gemms * operand_bytes(recipe, outputs, inputs, "w", "columnwise")
-        if not linear.experts:
-            return step._replace(saved=x, copies=w, scratch=dy)
-        # Made in backward for the input's gradient, and freed with dy's rowwise copy before the weights' are made.
-        turned = gemms * operand_bytes(recipe, rows // gemms, outputs, "grad", "columnwise")
-        return step._replace(saved=x, scratch=dy + w if lora else max(turned, dy + w - step.weights))
+        turned = gemms * operand_bytes(recipe, outputs, inputs, "w", "columnwise")
+        if linear.experts and self._casts_experts(recipe):
+            return self._experts(step._replace(saved=x, copies=w, scratch=dy), recipe, linear, rows, turned, gathered)
+        handed = self.fused and recipe.scheme == "DelayedScaling" and not recipe.fields.get("use_power_2_scales")
+        if handed and not linear.experts and not self.training.cached_weights:
+            w = turned
+        return step._replace(saved=x, copies=w, scratch=dy)
+
+    def _experts(
+        self, step: Step, recipe: Recipe, linear: LinearSpec, rows: int, turned: int, gathered: bool
+    ) -> Step:  # fmt: skip
+        """Return the linears of experts with joint casts, whose backward makes `turned` weights unless there are some.
+
+        It makes the gradient of the input and frees them and dy's rowwise copy before it makes those of weights, for
+        which it gathers the rows again.
+        """
+        made = 0 if self.training.cached_weights else turned
+        from_rows, x = (step.produces, step.saved) if gathered else (0, 0)
+        of_weights = 0 if self.training.lora_rank else step.weights
+        dy = linear.gemms * operand_bytes(recipe, rows // linear.gemms, linear.outputs, "grad", "columnwise")
+        return step._replace(
+            saved=step.saved - x,
+            copies=step.copies if self.training.cached_weights else 0,
+            produces=self.stream if gathered else step.produces,
+            scratch=max(dy + x, step.scratch + made + from_rows - of_weights),
+        )
 
     def adapter_bytes(self, linear: LinearSpec, rank: int, rows: int) -> int:
         """Return what an adapter of this rank saves beside its input: the product with A, and experts' B."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -28,17 +29,18 @@ class Terminal(Console):
             yield segment if segment.control else Segment(for_terminal(segment.text), segment.style)
 
 
-class Printable:
-    """Base of results that print as a table; subclasses define `__rich__` and `to_dict`."""
+class Printable(ABC):
+    """Base of results that print as a table."""
 
     width: ClassVar[int] = 140  # characters, as text and as HTML
 
+    @abstractmethod
     def __rich__(self) -> RenderableType:
-        raise NotImplementedError
+        """Return the table."""
 
+    @abstractmethod
     def to_dict(self) -> object:
         """Return the result as plain JSON values."""
-        raise NotImplementedError
 
     def __str__(self) -> str:
         out = io.StringIO()

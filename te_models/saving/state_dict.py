@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from te_models.distributed.dtensor import local
 from te_models.fp8.extra_state import EXTRA, extra_states, read_extra_tensor
 from te_models.fp8.primary_weights import is_quantized, plain
+from te_models.fp8.scaling_state import gemms_of
 from te_models.model.decoder import Decoder
 
 State = dict[str, Any]  # of a module, by name: tensors, and what other programs put there
@@ -72,7 +73,7 @@ def _read(model: Decoder, state: State, prefix: str, *others: object) -> None:
             continue
         value = state.get(key)
         if isinstance(value, Tensor) and value.is_floating_point():
-            found |= read_extra_tensor(owner, value)
+            found |= read_extra_tensor(owner, value, gemms_of(module))
         elif isinstance(value, (Tensor, io.BytesIO)):  # Transformer Engine's own
             continue
         state[key] = torch.empty(0, dtype=torch.uint8)

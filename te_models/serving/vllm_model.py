@@ -34,7 +34,7 @@ from te_models.config.layer import LayerSpec
 from te_models.config.mlp import MLPSpec
 from te_models.config.model import ModelConfig
 from te_models.config.rope import Rope
-from te_models.errors import UsageError
+from te_models.errors import UsageError, refuse
 from te_models.interop.hf_families import Family, family_of
 from te_models.interop.hf_places import TOP
 from te_models.kernels import elementwise
@@ -101,10 +101,11 @@ class GatedAttention(nn.Module):
     def __init__(self, spec: AttentionSpec, build: Builder, prefix: str) -> None:
         super().__init__()
         self.spec, width, heads = spec, spec.hidden_size, spec.heads
-        if spec.sinks:
-            raise UsageError("attention_sinks are served only in the families of Hugging Face that have them: gpt_oss")
-        if build.ranks > 1 and (reason := spec.parallel_obstacle(sequence=False)):
-            raise UsageError(f"--tensor-parallel-size {build.ranks}: {reason}")
+        reason = spec.parallel_obstacle(sequence=False) if build.ranks > 1 else ""
+        refuse({
+            "attention_sinks are served only in the families of Hugging Face that have them: gpt_oss": spec.sinks,
+            f"--tensor-parallel-size {build.ranks}: {reason}": bool(reason),
+        })  # fmt: skip
         self.qkv_proj = build.linear(
             QKVParallelLinear, f"{prefix}.qkv_proj", width, heads.dim, heads.query, heads.key, bias=spec.bias
         )

@@ -15,7 +15,7 @@ from rich.console import Console
 from te_models.causal_lm import CausalLM
 from te_models.config.model import config_fields
 from te_models.config.presets import get_preset
-from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe
+from te_models.config.recipe import AUTO, RECIPE_FIELDS
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset, check_vocabulary
 from te_models.data.streaming import StreamingDataset
@@ -69,7 +69,8 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         settings = settings if resume else _with_recipe(settings, console)
         folder, newest = _place(settings, shared, resume)
         memory = check_memory(settings, config, shared, newest)
-        words = load_tokenizer(_tokenizer(settings, newest))
+        saved = newest if "tokenizer" not in settings.given else None
+        words = load_tokenizer(saved or settings.tokenizer or settings.model)
         dataset, eval_batches = _open_data(settings, config, words, shared, newest)
         if isinstance(dataset, StreamingDataset):
             stack.callback(dataset.close)  # after Ctrl-C too, while its workers start
@@ -82,7 +83,9 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         adapters = _adapters(settings, model)
         again = "merge_dtype" in settings.given
         start = starting_step(folder, newest is not None, config.steps, settings.lora, again)
-        first = _first_recipe(settings, model)
+        # A resumed model may have left the first recipe of a schedule.
+        scheduled = settings.train.recipe_schedule and settings.recipe != AUTO
+        first = scheduled_recipes(settings)[0] if scheduled else model.recipe
         about = summary(model, dataset, config, start, shared.describe(), settings.command, memory, first)
         for part in (*_notes(settings, folder, newest, model), about):
             console.print(part)
@@ -164,13 +167,6 @@ def _place(settings: RunSettings, shared: Parallel, resume: bool) -> tuple[Path,
     return folder, saved.to_resume() if resume else saved.latest() if restarted else None
 
 
-def _tokenizer(settings: RunSettings, newest: Path | None) -> str | Path | None:
-    """Return the source of the tokenizer: the one requested, else the checkpoint to resume from, else the model."""
-    if newest is not None and "tokenizer" not in settings.given:
-        return newest
-    return settings.tokenizer or settings.model
-
-
 def _open_data(
     settings: RunSettings, config: TrainConfig, words: Tokenizer, shared: Parallel, newest: Path | None
 ) -> tuple[TokenDataset | StreamingDataset, list[Batch]]:
@@ -200,13 +196,6 @@ def _build(settings: RunSettings, shared: Parallel, newest: Path | None) -> Caus
         return CausalLM.from_pretrained(settings.model, build=shared.build, **options)
     options = {name: value for name, value in options.items() if name not in config_fields()}  # the checkpoint has them
     return CausalLM.from_pretrained(newest, build=shared.build, **options)
-
-
-def _first_recipe(settings: RunSettings, model: CausalLM) -> Recipe:
-    """Return the recipe of the run's first step, which a resumed model may have left (--recipe-schedule)."""
-    if not (settings.train.recipe_schedule and settings.recipe != AUTO):
-        return model.recipe
-    return scheduled_recipes(settings)[0]
 
 
 def _adapters(settings: RunSettings, model: CausalLM) -> LoraRun | None:

@@ -145,15 +145,16 @@ def whole_modules(config: LoraConfig, modules: Modules, model: CausalLM) -> dict
     Raises:
         UsageError: one of them is not the embedding or the head of a model that does not tie them.
     """
-    found = {}
+    found, mistakes = {}, []
     for wanted in config.modules_to_save or ():
         names = [name for name in modules.whole if name.endswith(wanted) or modules.whole[name].endswith(wanted)]
         if not names:
             able = ", ".join(modules.whole) or "none of a model with tied embeddings"
-            raise UsageError(f"modules_to_save={wanted!r} is not supported; te-models trains whole: {able}")
+            mistakes.append(f"modules_to_save={wanted!r} is not supported; te-models trains whole: {able}")
         found |= {name: modules.whole[name] for name in names}
     if "lm_head" in found.values() and model.precision.head.recipe is not None:
-        raise UsageError("modules_to_save='lm_head' needs a recipe with lm_head='bf16'")
+        mistakes.append("modules_to_save='lm_head' needs a recipe with lm_head='bf16'")
+    refuse(mistakes)
     return found
 
 

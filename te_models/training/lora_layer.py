@@ -66,7 +66,7 @@ class LoraLinear(nn.Module, LoraLayer):
         result = self._base(x, *args, **kwargs)
         if self.disable_adapters or self.merged:
             return result
-        for name in self._active():
+        for name in (name for name in self.active_adapters if name in self.lora_A):
             result = self._updated(result, self.lora_dropout[name](x.to(result.dtype)), name, *args)
         return result
 
@@ -79,9 +79,6 @@ class LoraLinear(nn.Module, LoraLayer):
         a: Any = self.lora_A[adapter]
         low = F.linear(x, a.weight.to(x.dtype))
         return torch.addmm(result, low, self._b(adapter, x.dtype).t(), alpha=self.scaling[adapter])
-
-    def _active(self) -> list[str]:
-        return [name for name in self.active_adapters if name in self.lora_A]
 
     def _b(self, adapter: str, dtype: torch.dtype) -> Tensor:
         """Return B [out, rank] of an adapter, its parts scaled relative to `scaling`."""

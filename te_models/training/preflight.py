@@ -99,14 +99,17 @@ def check_memory(
 
     found_plan = plan()
     check = MemoryCheck(found_plan, found_plan.peak.total, available_memory(device), device)
-    if found_plan.host > host and config.memory_check:
+    problem = ""
+    if found_plan.host > host:
         moved = " and ".join(f"--{name.replace('_', '-')}" for name in OFFLOADS if options[name])
-        raise UsageError(
+        problem = (
             f"this run does not fit: {moved} needs {_gib(found_plan.host)} of the host's memory per process, "
             f"{_gib(host)} free: leave it out, or use a smaller batch or model (--no-memory-check tries it)"
         )
-    if check.needed > check.available and config.memory_check:
-        raise UsageError(_Refusal(check, plan, options, settings, config, shared, newest is not None).line())
+    elif check.needed > check.available and config.memory_check:
+        problem = _Refusal(check, plan, options, settings, config, shared, newest is not None).line()
+    if problem and config.memory_check:
+        raise UsageError(problem)
     return check
 
 

@@ -9,6 +9,7 @@ from te_models.causal_lm import CausalLM
 from te_models.config.recipe import Recipe
 from te_models.config.training import TrainConfig
 from te_models.errors import UsageError
+from te_models.files.atomic import explained
 from te_models.training.resume import saved_choices
 
 
@@ -29,10 +30,8 @@ class RecipeSchedule:
                     f"{recipe.name!r} follows",
                     stacklevel=3,
                 )
-            try:
+            with explained(f"recipe_schedule={config.recipe_schedule!r}", UsageError, error=UsageError):
                 model.check_change(recipe)
-            except UsageError as error:
-                raise type(error)(f"recipe_schedule={config.recipe_schedule!r}: {error}") from None
 
     def at(self, step: int) -> Recipe:
         """Return the recipe of `step`, counted from 1."""

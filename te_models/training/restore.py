@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.errors import CheckpointError
+from te_models.files.atomic import explained
 
 COUNT_LIMIT = 2**62
 LATER = {"best_eval_loss", "best_step", "evaluations_since_best", "stopped_early", "signal"}
@@ -24,14 +24,12 @@ def check_random_state(state: object, rank: int, generator: torch.Generator, nam
     Raises:
         CheckpointError: it is not a state of such a generator.
     """
-    if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.dim() not in (1, 2) or not len(state):
-        raise CheckpointError(f"{name} is not a random state: uint8 [bytes], or a row of it per rank")
-    own = (state if state.dim() == 1 else state[rank % len(state)]).clone()
-    try:
+    with explained(f"{name} is not a random state of a {generator.device.type} device", RuntimeError, TypeError):
+        if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.dim() not in (1, 2) or not len(state):
+            raise TypeError("it is not uint8 [bytes], or a row of that per rank")
+        own = (state if state.dim() == 1 else state[rank % len(state)]).clone()
         generator.set_state(own)
-    except (RuntimeError, TypeError, ValueError):
-        raise CheckpointError(f"{name} is not a random state of a {generator.device.type} device") from None
-    return own
+        return own
 
 
 def read_random_states(

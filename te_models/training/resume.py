@@ -10,7 +10,7 @@ import torch
 
 from te_models.causal_lm import CausalLM
 from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe, get_recipe
-from te_models.errors import CheckpointError, UsageError, plural
+from te_models.errors import CheckpointError, plural, refuse
 from te_models.files.atomic import readable
 from te_models.files.formats import Document, Fields
 from te_models.interop.origin import DTYPES
@@ -103,10 +103,12 @@ def starting_step(folder: Path, resume: bool, steps: int, lora: LoraSettings | N
     if newest is None:
         return 0
     step = int(newest.name.removeprefix("step-"))
-    if not resume:
-        raise UsageError(f"{folder} already holds a run of {plural(step, 'step')}: add --resume or give another --out")
     names = ["loss.png"] + ["adapter"] * (lora is not None) + ["merged"] * (lora is not None and lora.merge)
     unfinished = merge_again or any(not os.path.lexists(folder / name) for name in names)
-    if step > steps or (step == steps and not unfinished):
-        raise UsageError(f"{folder} has already reached step {step}: give more than --steps {steps}")
+    over = step > steps or (step == steps and not unfinished)
+    mistakes = {
+        f"{folder} already holds a run of {plural(step, 'step')}: add --resume or give another --out": not resume,
+        f"{folder} has already reached step {step}: give more than --steps {steps}": over,
+    }
+    refuse(mistakes)
     return step

@@ -288,7 +288,7 @@ class Trainer(NamedFields):
             self._check(queued)
         self.optimizer.set_learning_rate(config.learning_rate_at(step))
         self.checkpoints.copied()  # a save in the background may still read what the update overwrites
-        if self.ahead:
+        if self.ahead and isinstance(self.optimizer, MasterWeights):
             self.optimizer.skip_if(~(loss + norm).isfinite())
         self.optimizer.step()
         queued.end = timestamp(device)

@@ -161,6 +161,11 @@ def test_a_weight_repeats_documents() -> None:
     assert first != second and half.windows_in(2) == 2 and half.state_dict()["epoch"] == 2
 
 
+def test_epochs_in_part() -> None:
+    data = dataset([Document("a" * 9, "x") for _ in range(10)], seq_len=12)
+    assert [data.windows_in(epochs) for epochs in (1, 2, 0.5, 1.25, 0.01)] == [10, 20, 5, 13, 1]
+
+
 def test_descriptions_say_what_is_left_out() -> None:
     data = dataset([Document("abc", "x"), Document("a" * 30, "x"), Document("d", "y")])
     assert data.describe() == (

@@ -447,6 +447,12 @@ def test_resuming_from_one_rank_of_several_is_an_error(corpus: Path) -> None:
         stream(corpus, num_lanes=4).load_state_dict(state)
 
 
+@pytest.mark.parametrize("options", [{"seq_len": 1}, {"packing": "document"}])
+def test_bad_arguments(corpus: Path, options: dict) -> None:
+    with pytest.raises(ValueError, match="seq_len=1 and batch_size=1|did you mean 'documents'"):
+        stream(corpus, **options)
+
+
 def test_held_out_documents_are_not_trained_on(tmp_path: Path) -> None:
     texts = [f"text {number % 150}" for number in range(300)]  # every one twice
     write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])

@@ -1,6 +1,7 @@
 """The products of all experts at once have the bits of Transformer Engine's own te.GroupedLinear."""
 
 import copy
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from te_models.fp8.primary_weights import drop_transposed
 from te_models.fp8.scaling_state import fp8_state
+from te_models.kernels.expert_rows import Route, dispatch
 from te_models.kernels.groups import Groups
 
 pytestmark = pytest.mark.gpu
@@ -117,6 +119,40 @@ def test_delayed_scaling(form: str, algorithm: str, biased: bool) -> None:
                 other.mul_(1.5)
     scale = fp8_state(module)[".scaling_fwd.scale"].view(-1, 3)
     assert scale[6, 0] == 1 and (scale[:6, 0] != 1).all() and (scale[:, 1] != 1).all()  # the last never had a row
+
+
+@pytest.mark.parametrize("scheme", [None, "Float8CurrentScaling", "DelayedScaling"])
+def test_tokens_go_to_their_experts_inside(scheme: str | None) -> None:
+    """As rows that are dispatched before. Tokens 0 to 15 reach no expert, and each expert has a row of padding."""
+    te = pytest.importorskip("te_models.engine.native")
+    kernels = importlib.import_module("te_models.kernels.expert_rows_triton").TRITON  # needs Triton
+    torch.manual_seed(0)
+    tokens, count, ends = 400, sum(ROWS), torch.tensor(ROWS).cumsum(0)
+    free = torch.ones(count, dtype=torch.bool)
+    free[ends[torch.tensor(ROWS) > 0] - 1] = False
+    row = torch.full((tokens, 2), count)
+    row[16:] = free.nonzero().flatten()[torch.randperm(int(free.sum()))[: 2 * (tokens - 16)]].view(-1, 2)
+    token = torch.full((count + 1,), tokens).scatter(0, row.flatten(), torch.arange(tokens).repeat_interleave(2))
+    route = Route(token[:count].clone().cuda(), row.cuda(), kernels)
+    x = torch.randn(tokens, 256, device="cuda").bfloat16()
+    dy = operands(256, 512, ROWS)[1]
+    reference = layer(te, 256, 512, False)
+    module = copy.deepcopy(reference)
+    built = None if scheme is None else getattr(te.recipe, scheme)()
+
+    def dispatched(module: Any, x: Tensor, rows: list[int]) -> Tensor:
+        return module(dispatch(x, *route), rows)
+
+    def inside(module: Any, x: Tensor, rows: list[int]) -> Tensor:
+        return te.handover["grouped"](module, x, rows, route=route)
+
+    for _ in range(3):
+        with te.autocast(enabled=built is not None, recipe=built):
+            wanted = step(dispatched, reference, x, dy, ROWS)
+        with te.autocast(enabled=built is not None, recipe=built):
+            found = step(inside, module, x, dy, ROWS)
+        compare(found, wanted, dy)
+        compare(fp8_state(module), fp8_state(reference), dy)
 
 
 def test_hooks_of_the_module_run() -> None:

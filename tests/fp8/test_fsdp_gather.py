@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_job import SHAPE, continue_from, make_trainer, solo, start
+from distributed_job import SHAPE, by_one, continue_from, make_trainer, solo, start
 from ranks import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -170,7 +170,7 @@ def test_a_second_gather_brings_other_data(recipe: str) -> None:
 
 @pytest.mark.parametrize("name", ["delayed", "current", "accumulating"])
 def test_two_processes_compute_what_one_does(name: str, two: dict[str, Any], tmp_path: Path) -> None:
-    expected, found = solo(tmp_path, RUNS[name]), two[name]
+    expected, found = by_one(RUNS[name], tmp_path), two[name]
     assert_close(found, expected, RUNS[name]["recipe"])
 
 

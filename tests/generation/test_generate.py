@@ -40,6 +40,18 @@ def build(recipe: str = "bf16", **options: Any) -> CausalLM:
 PROMPTS = [list(b"the quick brown fox"), list(b"jumps"), list(b"over the dog")]
 
 
+@pytest.mark.parametrize("original", [12, 19, 22])
+def test_text_that_outgrows_the_context_of_longrope_is_that_without_a_cache(original: int) -> None:
+    scaling = dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[9.0 - pair for pair in range(8)],
+                   original_max_position_embeddings=original)  # fmt: skip
+    model = build(rope_scaling=scaling, head_dim=16, qk_norm=True, attention_multiplier=2.0)
+    with torch.no_grad():  # attention sharp and large enough for the angles to matter
+        for block in model.layers:
+            block.self_attn.o_proj.weight.mul_(40)
+    together = model.generate(PROMPTS, max_new_tokens=12)
+    assert torch.equal(together, model.generate(PROMPTS, max_new_tokens=12, use_cache=False))
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_training_state_does_not_change(recipe: str) -> None:
     model = build(recipe)

@@ -33,6 +33,7 @@ GENERATE: dict[str, dict[str, Any]] = {
     "sampling": dict(do_sample=True, temperature=0.8, top_k=20, top_p=0.9),
     "min-p": dict(do_sample=True, min_p=0.05, num_return_sequences=3),
     "beams": dict(num_beams=4, num_return_sequences=2, length_penalty=0.5),
+    "ended-beams": dict(num_beams=5, num_return_sequences=4, early_stopping="never", eos_token_id=[7, 11, 20, 33, 40]),
     "static-beams": dict(num_beams=3, cache_implementation="static"),
     "sampled-beams": dict(num_beams=3, do_sample=True),
     "penalties": dict(repetition_penalty=1.3, no_repeat_ngram_size=2, min_new_tokens=8),

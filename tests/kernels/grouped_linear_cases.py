@@ -15,6 +15,7 @@ from torch import Tensor
 from te_models.engine.emulated.numerics import FP8_MAX, DType
 from te_models.engine.emulated.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer
 from te_models.kernels.expert_cast_triton import Delayed
+from te_models.kernels.expert_rows import Route, dispatch
 from te_models.kernels.grouped_linear_triton import E4M3, E5M2, Casts, Stored, Weights, in_bf16, in_fp8
 from te_models.kernels.groups import Groups
 
@@ -160,6 +161,41 @@ def test_transposed_weights_are_made_again_in_backward(delayed: bool) -> None:
         kept.append(sum(t.numel() for t in found.values() if t.dtype == torch.uint8))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     assert kept[0] - kept[1] == len(rows) * inputs * outputs
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_rows_of_tokens_are_made_twice_and_never_kept(delayed: bool) -> None:
+    """With the bits of rows that are dispatched first; padding, and a token that reaches no expert, among them."""
+    torch.manual_seed(4)
+    rows, inputs, outputs = CASES[0]
+    made, weights = weights_of(len(rows), inputs, outputs)
+    tokens, count = 90, sum(rows)
+    row = torch.full((tokens, 2), count + BEHIND, device=DEVICE)
+    row[1:] = torch.randperm(count, device=DEVICE)[: 2 * tokens - 2].view(-1, 2)
+    token = torch.full((count + BEHIND + 1,), tokens, device=DEVICE)
+    token = token.scatter(0, row.flatten(), torch.arange(tokens, device=DEVICE).repeat_interleave(2))
+    token[-1] = tokens
+    route = Route(token[:-1].contiguous(), row)
+    x = (torch.randn(tokens, inputs, device=DEVICE) * 10.0 ** torch.randn(tokens, 1, device=DEVICE)).to(DTYPE)
+    dy = torch.randn(count + BEHIND, outputs, device=DEVICE).to(DTYPE)
+    groups, x = Groups(Groups.of(rows, DEVICE).first, count + BEHIND), x.requires_grad_()
+    results, kept = [], []
+    for first in (True, False):
+        scale, amax = torch.full((len(rows),), 0.7, device=DEVICE), torch.zeros(len(rows), device=DEVICE)
+        casts = Casts(E5M2, False, True, True, of_x=Delayed(scale, amax) if delayed else None)
+        found: dict[int, Tensor] = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, found=found: found.setdefault(t.data_ptr(), t), lambda t: t
+        ):
+            given, how = (dispatch(x, *route), None) if first else (x, route)
+            y = in_fp8(given, groups, casts, weights.cast(), weights, None, how)
+        scale.fill_(1000.0)
+        of_x, *of_weights = torch.autograd.grad(y, [x, *made], dy)
+        results.append([y[:count], of_x, *of_weights, amax])
+        kept.append(sum(t.numel() for t in found.values() if t.dtype == torch.uint8))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert not of_x[0].any() and of_x[1:].any(1).all()
+    assert kept[0] - kept[1] == groups.apart.most * inputs
 
 
 @pytest.mark.parametrize(("case", "precise"), every(2, CASES, [False, True]))

@@ -57,46 +57,6 @@ def settings(**fields: Any) -> MoEConfig:
 # The router.
 
 
-def by_hand(logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[list[list[int]], list[list[float]]]:
-    """Experts of each token, the last first, and their weights, one number at a time."""
-    chosen, weights = [], []
-    for row in logits.double():
-        scores = row.softmax(0) if moe.router_scores == "softmax" else row.sigmoid()
-        ranked = scores if bias is None else scores + bias.double()
-        size = moe.num_experts // moe.n_group
-        groups = [sorted(ranked[g * size : (g + 1) * size].tolist())[-2:] for g in range(moe.n_group)]
-        best = sorted(range(moe.n_group), key=lambda g: (-sum(groups[g]), g))[: moe.topk_group]
-        allowed = [e for e in range(moe.num_experts) if e // size in best]
-        own = sorted(allowed, key=lambda e: (-ranked[e].item(), e))[: moe.num_experts_per_tok]
-        own.sort(reverse=True)
-        total = sum(scores[e].item() for e in own) if moe.norm_topk_prob else 1.0
-        chosen.append(own)
-        weights.append([scores[e].item() / total * moe.routed_scaling_factor for e in own])
-    return chosen, weights
-
-
-ROUTERS: dict[str, dict[str, Any]] = {
-    "softmax": {},
-    "not normalized": dict(norm_topk_prob=False),
-    "one": dict(num_experts_per_tok=1),
-    "all": dict(num_experts_per_tok=5),
-    "sigmoid": dict(router_scores="sigmoid", routed_scaling_factor=2.5),
-    "bias": dict(router_scores="sigmoid", expert_bias=True),
-    "groups": dict(num_experts=12, num_experts_per_tok=4, n_group=4, topk_group=2, expert_bias=True),
-}
-
-
-@pytest.mark.parametrize("name", ROUTERS)
-def test_the_router_chooses_as_by_hand(name: str) -> None:
-    moe = settings(**ROUTERS[name])
-    logits = torch.randn(50, moe.num_experts)
-    bias = torch.randn(moe.num_experts) if moe.expert_bias else None
-    expected, weights = by_hand(logits, bias, moe)
-    chosen = choose(logits, bias, None, moe)
-    assert chosen.tolist() == expected
-    torch.testing.assert_close(weights_of(logits, chosen, moe), torch.tensor(weights), rtol=1e-5, atol=1e-6)
-
-
 def test_of_equal_scores_the_lowest_expert_is_chosen() -> None:
     logits = torch.tensor([[0.0] * 5, [1.0, 2.0, 1.0, 2.0, 1.0], [3.0, 0.0, 0.0, 0.0, 0.0]])
     assert choose(logits, None, None, settings()).tolist() == [[1, 0], [3, 1], [1, 0]]

@@ -125,6 +125,27 @@ def test_saved_after_an_evaluation_outside_fp8_the_scales_are_there(tmp_path: Pa
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("kind", ["attention", "experts", "sinks, biased experts"])
+def test_a_state_dict_has_the_scales_of_all_gemms(kind: str, backward: bool, tmp_path: Path) -> None:
+    """A te.GroupedLinear has as many as it has experts: here 5 or 3, the numbers of a te.Linear's own scales."""
+    model = build_kind(KINDS[kind], recipe="delayed")
+    ids = torch.arange(32).view(2, 16)
+    loss = model(ids, labels=ids).loss
+    if backward:
+        loss.backward()
+    again = build_kind(KINDS[kind], recipe="delayed")
+    again.load_state_dict(model.state_dict())
+    assert fp8_state(model) and same(fp8_state(again), fp8_state(model))
+    model.save_pretrained(tmp_path / "own")
+    (tmp_path / "te").mkdir()
+    (tmp_path / "te/config.json").write_bytes((tmp_path / "own/config.json").read_bytes())
+    torch.save(model.state_dict(), tmp_path / "te/model.pt")
+    edges = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+    loaded = CausalLM.from_pretrained(tmp_path / "te", device="cpu", recipe="delayed", **edges)
+    assert same(fp8_state(loaded), fp8_state(model))
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_saved_and_loaded_it_continues_with_the_same_bits(small: Build, recipe: str, tmp_path: Path) -> None:
     model = small(recipe)

@@ -222,8 +222,10 @@ def test_experts_of_a_model_without_any(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="matches no linear of the model"):
         load_lora(dense, tmp_path)
     wrapped = TEModelsForCausalLM.wrap(CausalLM.from_preset("gated-moe-nano", device="cpu", recipe="bf16"))
-    with pytest.raises(UsageError, match="an adapter of experts needs a CausalLM"):
-        add_lora(wrapped, target_modules=["experts"])
+    found = {name for name, p in add_lora(wrapped, target_modules=["experts"]).named_parameters() if p.requires_grad}
+    assert {name.split(".mlp.")[1] for name in found} == {
+        f"experts.{inside}lora_{part}.default.weight" for inside in ("", "base_layer.") for part in "AB"
+    }
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])

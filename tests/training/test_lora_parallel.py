@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from bits import assert_same_bits
-from distributed_job import solo, start
+from distributed_job import by_one, start
 
 pytest.importorskip("peft")
 
@@ -36,7 +36,7 @@ def two(root: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_train_what_one_does(name: str, two: dict[str, Any], tmp_path: Path) -> None:
-    expected, found = solo(tmp_path, RUNS[name]), two[name]
+    expected, found = by_one(RUNS[name], tmp_path), two[name]
     close = 2e-6 if RUNS[name]["recipe"] == "bf16" else 1e-3
     for part in ("losses", "norms", "eval_loss"):
         assert found[part] == pytest.approx(expected[part], rel=close), part

@@ -17,7 +17,7 @@ import pytest
 import torch
 from bits import assert_same_bits
 from distributed_job import EXPERTS as MOE
-from distributed_job import SHAPE, continue_from, solo, start
+from distributed_job import SHAPE, by_one, continue_from, solo, start
 from torch.distributed.fsdp import FSDPModule
 
 from benchmarks import scaling
@@ -163,7 +163,7 @@ def two(root: Path, one: dict[str, Any], request: pytest.FixtureRequest) -> dict
 
 @pytest.mark.parametrize("name", named(RUNS))
 def test_two_processes_compute_what_one_does(name: str, two: dict[str, Any], tmp_path: Path) -> None:
-    expected, found = solo(tmp_path, RUNS[name]), two[name]
+    expected, found = by_one(RUNS[name], tmp_path), two[name]
     # Under the other recipes each process's own amaxes scale its share of the evaluation.
     evaluated = ["eval_loss"] if RUNS[name]["recipe"] in ("bf16", "delayed") else []
     routed = ["fullest"] if RUNS[name]["recipe"] == "bf16" else []
@@ -173,7 +173,7 @@ def test_two_processes_compute_what_one_does(name: str, two: dict[str, Any], tmp
 @pytest.mark.parametrize("name", named(FIRST))
 def test_two_processes_measure_the_amaxes_that_one_does(name: str, two: dict[str, Any], tmp_path: Path) -> None:
     """Gradients too, though each process divides its loss by its own tokens: it has twice the factor of one process."""
-    expected, found = solo(tmp_path, FIRST[name])["scales"][0], two[name]["scales"][0]
+    expected, found = by_one(FIRST[name], tmp_path)["scales"][0], two[name]["scales"][0]
     twice = 1.0 if FIRST[name]["parallel"] == "tp" else 2.0
     assert found.keys() == expected.keys()
     for key in filter(lambda key: key.endswith("amax_history"), expected):

@@ -20,7 +20,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from te_models.engine.emulated.delayed_scaling import ScaleRegistry
-from te_models.engine.emulated.recipe import MXFP8BlockScaling, Recipe, require
+from te_models.engine.emulated.recipe import MXFP8BlockScaling, Recipe
+from te_models.errors import require
 
 if TYPE_CHECKING:
     from te_models.engine.emulated.recompute import Frame

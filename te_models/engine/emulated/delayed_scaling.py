@@ -87,15 +87,11 @@ class ScaleRegistry:
                 state.amax_history[0].zero_()
 
 
-def _world_size(group: ProcessGroup | None) -> int:
-    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size(group) if initialized else 1
-
-
 def _reduced_amaxes(states: list[DelayedScalingRecipeState]) -> Tensor | None:
     """Return the largest amaxes of the step over the group, concatenated; None where each rank uses its own."""
-    group = states[0].group
-    if not states[0].recipe.reduce_amax or _world_size(group) == 1:
+    group, initialized = states[0].group, torch.distributed.is_available() and torch.distributed.is_initialized()
+    several = initialized and torch.distributed.get_world_size(group) > 1
+    if not states[0].recipe.reduce_amax or not several:
         return None
     amaxes = torch.cat([state.amax_history[0] for state in states])
     torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group=group)

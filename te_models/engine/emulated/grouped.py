@@ -19,9 +19,10 @@ from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.linear import Call, fp8_weight, gradients, new_calls, product, save
 from te_models.engine.emulated.module import TransformerEngineBaseModule
 from te_models.engine.emulated.parallel import MODES, Parallelism
-from te_models.engine.emulated.recipe import Recipe, refuse_options, require
+from te_models.engine.emulated.recipe import Recipe, refuse_options
 from te_models.engine.emulated.short_rows import full_rows
 from te_models.engine.emulated.tensors import QuantizedTensorStorage, as_matrix
+from te_models.errors import require
 
 
 class _Expert(Context):

@@ -27,9 +27,10 @@ from te_models.engine.emulated.module import SLOTS, TransformerEngineBaseModule
 from te_models.engine.emulated.numerics import device_type
 from te_models.engine.emulated.parallel import MODES, Parallelism
 from te_models.engine.emulated.quantizers import Quantizer
-from te_models.engine.emulated.recipe import Recipe, refuse_options, require
+from te_models.engine.emulated.recipe import Recipe, refuse_options
 from te_models.engine.emulated.short_rows import are_short, full_rows
 from te_models.engine.emulated.tensors import QuantizedTensorStorage, Value, as_matrix, pad_to
+from te_models.errors import require
 
 
 class Quantizers(NamedTuple):

@@ -32,9 +32,9 @@ from te_models.engine.emulated.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
-    require,
 )
 from te_models.engine.emulated.tensors import QuantizedTensor, QuantizedTensorStorage
+from te_models.errors import require
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 # The largest weight, in elements, of which a second form is kept for the steps of a generation: the values of FP8 data,

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from te_models.engine.emulated import fused, numerics
 from te_models.engine.emulated.numerics import FLT_MAX, DType, device_type
 from te_models.engine.emulated.quantizers import Fields, Quantizer
-from te_models.engine.emulated.recipe import NVFP4BlockScaling, require
+from te_models.engine.emulated.recipe import NVFP4BlockScaling
 from te_models.engine.emulated.tensors import (
     BlockScaled,
     BlockStorage,
@@ -32,6 +32,7 @@ from te_models.engine.emulated.tensors import (
     rows_first,
     rows_last,
 )
+from te_models.errors import require
 
 BLOCK = 16
 FP4_MAX = 6.0

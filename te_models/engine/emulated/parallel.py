@@ -23,14 +23,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from te_models.distributed.collectives import all_gather, all_reduce, reduce_scatter
-from te_models.engine.emulated.nvfp4 import NVFP4Quantizer, NVFP4TensorStorage
+from te_models.engine.emulated.nvfp4 import NVFP4Quantizer
 from te_models.engine.emulated.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     Quantizer,
 )
-from te_models.engine.emulated.recipe import DelayedScaling, Recipe, require
+from te_models.engine.emulated.recipe import DelayedScaling, Recipe
 from te_models.engine.emulated.tensors import (
     BLOCK,
     MX_BLOCK,
@@ -41,6 +41,7 @@ from te_models.engine.emulated.tensors import (
     Value,
     pad_to,
 )
+from te_models.errors import require
 
 MODES = (None, "row", "column")
 T = TypeVar("T", bound=Value)
@@ -194,9 +195,7 @@ def _layout(x: QuantizedTensorStorage) -> dict[str, tuple[int, tuple[int, int] |
             "_rowwise_data": (0, None, None), "_rowwise_scale_inv": (0, (m, k // MX_BLOCK), (128, 4)),
             "_columnwise_data": (0, None, None), "_columnwise_scale_inv": (0, (m // MX_BLOCK, k), (4, 128)),
         }  # fmt: skip
-    if isinstance(x, NVFP4TensorStorage):
-        return {
-            "_rowwise_data": (0, None, None), "_rowwise_scale_inv": (0, (m, k // 16), (128, 4)),
-            "_columnwise_data": (1, None, None), "_columnwise_scale_inv": (1, (k, m // 16), (128, 4)),
-        }  # fmt: skip
-    raise TypeError(f"{type(x).__name__} cannot be gathered: use sequence_parallel=False")
+    return {  # of NVFP4
+        "_rowwise_data": (0, None, None), "_rowwise_scale_inv": (0, (m, k // 16), (128, 4)),
+        "_columnwise_data": (1, None, None), "_columnwise_scale_inv": (1, (k, m // 16), (128, 4)),
+    }  # fmt: skip

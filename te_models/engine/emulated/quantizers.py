@@ -24,7 +24,6 @@ from te_models.engine.emulated.recipe import (
     Format,
     MXFP8BlockScaling,
     Recipe,
-    require,
 )
 from te_models.engine.emulated.short_rows import are_short
 from te_models.engine.emulated.tensors import (
@@ -41,6 +40,7 @@ from te_models.engine.emulated.tensors import (
     pad_to,
     rows_last,
 )
+from te_models.errors import require
 
 Fields = dict[str, Any]  # of a storage, without the leading underscore
 

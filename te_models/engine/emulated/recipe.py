@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
-from te_models.errors import unknown
+from te_models.errors import check_known, require, unknown
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -71,12 +71,6 @@ def _typed(value: Any, kind: type) -> object:
     if kind in (bool, int) or not isinstance(value, kind):
         raise TypeError
     return value
-
-
-def require(condition: bool, message: str, error: type[Exception] = ValueError) -> None:
-    """Raise `error` unless the condition holds."""
-    if not condition:
-        raise error(message)
 
 
 def refuse_options(owner: str, **options: object) -> None:
@@ -175,8 +169,7 @@ class DelayedScaling(Recipe):
         super().__post_init__()
         require(self.backward_override is None, "Delayed scaling only supports backward_override=None.")
         require(self.amax_history_len >= 1, f"amax_history_len must be at least 1, not {self.amax_history_len}")
-        if self.amax_compute_algo not in ("max", "most_recent"):  # nor is a function emulated
-            raise unknown("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
+        check_known("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))  # nor is a function emulated
         require(self.scaling_factor_compute_algo is None, "scaling_factor_compute_algo is not emulated: leave it out")
 
 

@@ -113,9 +113,8 @@ class RoPE:
     def yarn(self, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
         """YaRN (Peng et al. 2023, arXiv 2309.00071)."""
         scaling, size = self.scaling, self.size
-        original = self.original
         bounds = [
-            size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+            size * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
             for turns in (scaling.get("beta_fast", 32), scaling.get("beta_slow", 1))
         ]
         if scaling.get("truncate", True):
@@ -137,12 +136,9 @@ class RoPE:
 
     def longrope(self, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
         """LongRoPE (Ding et al. 2024, arXiv 2402.13753)."""
-        scaling = self.scaling
-        original = self.original
-        short, long = (
-            torch.tensor(scaling[f"{kind}_factor"], dtype=torch.float32, device=frequency.device)
-            for kind in ("short", "long")
-        )
+        scaling, original = self.scaling, self.original
+        factors = (scaling["short_factor"], scaling["long_factor"])
+        short, long = (torch.tensor(one, dtype=torch.float32, device=frequency.device) for one in factors)
         factor = scaling.get("factor", self.trained / original)
         sharpness = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         divisor = torch.where(positions.max() >= original, long, short)
@@ -178,14 +174,8 @@ class Masks:
     def __init__(
         self, count: int, past: Any, window: int | None, given: Tensor | None, cached: bool, device: torch.device
     ) -> None:
-        self.count, self.past, self.window, self.given, self.cached, self.device = (
-            count,
-            past,
-            window,
-            given,
-            cached,
-            device,
-        )
+        self.count, self.past, self.window = count, past, window
+        self.given, self.cached, self.device = given, cached, device
         self.made: dict[bool, Tensor | None] = {}  # all layers of a kind have as many keys
 
     def __call__(self, sliding: bool, keys: int) -> Tensor | None:
@@ -220,11 +210,8 @@ class TEModelsAttention(nn.Module):
     def __init__(self, config: TEModelsDecoderConfig, layer: int) -> None:
         super().__init__()
         self.config, self.options, self.layer = config, config.options, layer
-        d, q, kv = (
-            config.hidden_size,
-            config.num_attention_heads * config.head_dim,
-            config.num_key_value_heads * config.head_dim,
-        )
+        d, size = config.hidden_size, config.head_dim
+        q, kv = config.num_attention_heads * size, config.num_key_value_heads * size
         bias = self.options["attention_bias"]
         self.q_proj = nn.Linear(d, q, bias=bias)
         self.k_proj = nn.Linear(d, kv, bias=bias)
@@ -238,8 +225,8 @@ class TEModelsAttention(nn.Module):
         self.norms_all_heads = self.options["qk_norm"] and scope
         self.norms_each_head = self.options["qk_norm"] and not scope
         if self.options["qk_norm"]:
-            self.q_norm = norm(config, q if scope else config.head_dim)
-            self.k_norm = norm(config, kv if scope else config.head_dim)
+            self.q_norm = norm(config, q if scope else size)
+            self.k_norm = norm(config, kv if scope else size)
         scale = self.options["attention_multiplier"]
         self.scale = config.head_dim**-0.5 if scale is None else scale
         self.sinks = nn.Parameter(torch.zeros(config.num_attention_heads)) if self.options["attention_sinks"] else None
@@ -308,11 +295,8 @@ class TEModelsDecoderLayer(nn.Module):
     def __init__(self, config: TEModelsDecoderConfig, layer: int) -> None:
         super().__init__()
         options = config.options
-        before, after = choose(
-            {"pre": (True, False), "post": (False, True), "both": (True, True)},
-            "norm_position",
-            options["norm_position"],
-        )
+        places = {"pre": (True, False), "post": (False, True), "both": (True, True)}
+        before, after = choose(places, "norm_position", options["norm_position"])
         self.multiplier = options["residual_multiplier"]
         self.input_layernorm = norm(config, config.hidden_size) if before else nn.Identity()
         self.self_attn = TEModelsAttention(config, layer)
