@@ -97,7 +97,7 @@ def complete(options: GenerationOptions) -> Settings:
     Raises:
         UsageError: an unknown option (the message names the nearest) or a value out of range.
     """
-    known = [field.name for field in fields(Settings)]
+    known = [*(field.name for field in fields(Settings)), "max_new_tokens", "attention_mask", "tokenizer"]
     for name in options:
         if name not in known:
             raise unknown("option of generation", name, [*known, "max_new_tokens", "attention_mask", "tokenizer"])
