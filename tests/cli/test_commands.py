@@ -73,7 +73,10 @@ def test_help_is_short_and_help_all_is_grouped_and_complete(command: str, capsys
 def test_help_begins_with_the_everyday_options(capsys: pytest.CaptureFixture) -> None:
     main(["finetune", "--help-all"])
     text = capsys.readouterr().out
-    places = [text.index(part) for part in ("  --data", "  --steps", "  --recipe", "\nOptimizer:", "\nRecipe fields:")]
+    places = [
+        text.index(part)
+        for part in ("  --data", "  --steps", "  --recipe", "  --lora RANK", "\nOptimizer:", "\nRecipe fields:")
+    ]
     assert places == sorted(places)
 
 
