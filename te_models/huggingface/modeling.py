@@ -88,8 +88,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def _from_config(cls, config: TEModelsConfig, **options: Any) -> TEModelsForCausalLM:
         """Build a model with fresh weights; AutoModelForCausalLM.from_config calls it."""
-        options = {name: value for name, value in options.items() if name != "attn_implementation"}
-        return cls(config, **options)
+        given = {name: value for name, value in options.items() if name != "attn_implementation" and value is not None}
+        return cls(config, **given)
 
     @classmethod
     def from_pretrained(
