@@ -64,7 +64,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         if model is None:
             own = config.build_options()
             own.setdefault("device", "meta" if torch.get_default_device().type == "meta" else None)
-            model = CausalLM(config.model_config(), **{**own, **options})
+            given = {name: value for name, value in {**own, **options}.items() if value is not None}
+            model = CausalLM(config.model_config(), **given)
         self.model = model
         self._rows, self.head = show_linears(model), Head(model)
         if model.origin.generation is not None:
@@ -88,8 +89,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def _from_config(cls, config: TEModelsConfig, **options: Any) -> TEModelsForCausalLM:
         """Build a model with fresh weights; AutoModelForCausalLM.from_config calls it."""
-        given = {name: value for name, value in options.items() if name != "attn_implementation" and value is not None}
-        return cls(config, **given)
+        options = {name: value for name, value in options.items() if name != "attn_implementation"}
+        return cls(config, **options)
 
     @classmethod
     def from_pretrained(
