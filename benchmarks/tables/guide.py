@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from benchmarks.tables.text import load, table
 
 WIDTH = 110  # characters of a line on the page
+LONGEST = 125  # of a line that is not cut to WIDTH
 
 
 def _output(name: str) -> list[str]:
@@ -33,7 +34,7 @@ def _shown(name: str, lines: Iterable[str]) -> str:
             command[-1] += "\\"
             command.append("    ")
         command[-1] += word + " "
-    short = (line if len(line) <= WIDTH else f"{line[:WIDTH]}..." for line in lines)
+    short = (line if len(line) <= LONGEST else f"{line[:WIDTH]}..." for line in lines)
     return "\n".join(["```bash", *(line.rstrip() for line in command), "```", "", "```text", *short, "```"])
 
 

@@ -135,7 +135,7 @@ class Tokenizer(ABC):
         return template_source(self.folder)
 
     def set_chat_template(self, source: str | None = None) -> None:
-        """Use, and save, this chat template; None: a plain one that any tokenizer can read (docs/guide/data.md).
+        """Use, and save, this chat template; None: a plain one that any tokenizer can read (docs/reference/data.md).
 
         Raises:
             DataError: it is not valid Jinja.

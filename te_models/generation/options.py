@@ -8,7 +8,7 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
-from te_models.errors import UsageError, check_known, field_values, mistyped
+from te_models.errors import UsageError, check_known, field_values, mistyped, unknown
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -97,7 +97,8 @@ def complete(options: GenerationOptions) -> Settings:
     Raises:
         UsageError: an unknown option (the message names the nearest) or a value out of range.
     """
-    known = [field.name for field in fields(Settings)]
+    known = [*(field.name for field in fields(Settings)), "max_new_tokens", "attention_mask", "tokenizer"]
     for name in options:
-        check_known("option of generation", name, known)
+        if name not in known:
+            raise unknown("option of generation", name, [*known, "max_new_tokens", "attention_mask", "tokenizer"])
     return Settings(**options)

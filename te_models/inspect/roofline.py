@@ -67,7 +67,10 @@ def roofline(
             attention += measure_attention(layer.mixer.heads)
         if isinstance(layer.mixer, DeltaNetSpec):
             recurrence += measure_recurrence(layer.mixer.sizes)
-    return Roofline(gemm, attention, moved / _copy_bytes_per_ms(device), recurrence)
+    source = torch.empty(2**30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    bytes_per_ms = 2 * len(source) / _milliseconds(lambda: target.copy_(source))
+    return Roofline(gemm, attention, moved / bytes_per_ms, recurrence)
 
 
 def _gemm(m: int, k: int, n: int, fp8: bool, device: torch.device) -> float:
@@ -98,12 +101,6 @@ def _recurrence(sizes: DeltaNetConfig, batch: int, seq: int, device: torch.devic
     g, beta = (-rate).requires_grad_(), rate.clone().requires_grad_()
     leaves, slope = (q, k, v, g, beta), torch.randn_like(v)
     return _milliseconds(lambda: torch.autograd.grad(delta_rule(*leaves)[0], leaves, slope))
-
-
-def _copy_bytes_per_ms(device: torch.device) -> float:
-    source = torch.empty(2**30, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * len(source) / _milliseconds(lambda: target.copy_(source))
 
 
 def _milliseconds(run: Callable[[], object]) -> float:

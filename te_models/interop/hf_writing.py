@@ -107,9 +107,12 @@ def write_hugging_face(
         tensors, config = quantize(places, parameters, config)
     if family.stacked:
         tensors = stacked(tensors)
+    own = model.config.to_dict()
+    ids = {key: own[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if own[key] is not None}
+    generation = dict(origin.generation) if origin.generation is not None else {"_from_model_config": True, **ids}
     files = {
         "config.json": render_json(config, "config.json"),
-        "generation_config.json": render_json(_generation_document(model, origin), "generation_config.json"),
+        "generation_config.json": render_json(generation, "generation_config.json"),
         **tokenizer,
     }
     tensors |= aside
@@ -168,12 +171,6 @@ def _config_document(model: Decoder, origin: Origin, family: Family) -> Fields:
     if family.inner and own[family.inner].get("dtype"):
         own = {**own, family.inner: {**own[family.inner], "dtype": dtype}}
     return {**own, "dtype" if family.inner or "dtype" in own else "torch_dtype": dtype}
-
-
-def _generation_document(model: Decoder, origin: Origin) -> Fields:
-    config = model.config.to_dict()
-    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config[key] is not None}
-    return dict(origin.generation) if origin.generation is not None else {"_from_model_config": True, **ids}
 
 
 def tokenizer_files(folder: Path | None) -> list[str]:

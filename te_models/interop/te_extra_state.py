@@ -188,7 +188,8 @@ def _interpret(stream: io.BytesIO, known: frozenset[str]) -> Loaded:
                 _expect(list, stack[-1]).extend(items)
             case "SETITEM" | "SETITEMS":
                 items = pop(2 if opcode == "SETITEM" else len(stack) - marks.pop())
-                _set_items(_expect(dict, stack[-1]), items)
+                pairs = zip(items[::2], items[1::2], strict=True)
+                _expect(dict, stack[-1]).update({_expect(str, key): value for key, value in pairs})
             case "MEMOIZE":
                 memo[len(memo)] = stack[-1]
             case "BINPUT" | "LONG_BINPUT":
@@ -228,11 +229,6 @@ def _operations(stream: io.BytesIO) -> Iterator[tuple[str, Loaded]]:
 def _expect(kind: type[Kind], value: Loaded) -> Kind:
     require(type(value) is kind, f"a {type(value).__name__} where a {kind.__name__} belongs")
     return value
-
-
-def _set_items(target: dict[str, object], items: list[object]) -> None:
-    for key, value in zip(items[::2], items[1::2], strict=True):
-        target[_expect(str, key)] = value
 
 
 def _call(function: str, arguments: tuple[Loaded, ...]) -> Any:

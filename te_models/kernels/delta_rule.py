@@ -176,7 +176,8 @@ def runs_on_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 def delta_rule_kernel(device: torch.device, dtype: torch.dtype) -> str:
     """Return what computes the delta rule of a training step on this device, in a few words."""
     if runs_on_kernels(device, dtype):
-        return f"flash-linear-attention {importlib.metadata.version('fla-core')}"
+        version = importlib.metadata.version("fla-core")
+        return f"flash-linear-attention {version}, which tunes its kernels in the first step, for about two minutes"
     if device.type != "cuda" or dtype.itemsize != 2:
         return "plain PyTorch"
     return "plain PyTorch, many times slower: te-models[hybrid] is missing"

@@ -230,19 +230,15 @@ class Decoder(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of parameters and activations."""
-        return self._table.dtype
+        return self.embed_tokens.weight.dtype
 
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
-        return self._table.device
+        return self.embed_tokens.weight.device
 
     def _block(self, layer: int) -> Block:
         return cast(Block, self.layers[layer])
-
-    @property
-    def _table(self) -> Tensor:
-        return self.embed_tokens.weight
 
     @property
     def generation_values(self) -> Mapping[str, Any]:

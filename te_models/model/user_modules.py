@@ -52,7 +52,8 @@ def checkpoint(
         UsageError: an unknown mode, or a function under delayed scaling that uses te layers which are not known.
     """
     check_known("mode", mode, ("none", "full"))
-    owner = _owner(function, modules)
+    bound = function.__self__ if isinstance(function, MethodType) else function
+    owner = nn.ModuleList([*modules, *([bound] if isinstance(bound, nn.Module) else [])])
     te = _engine(owner)
     if recipe is not None:
         built = get_recipe(recipe).build(te)
@@ -126,12 +127,6 @@ def _refusing_others(function: Callable[..., T], owner: nn.Module, te: ModuleTyp
             return function(*args, **kwargs)
 
     return watched
-
-
-def _owner(function: Callable[..., object], modules: Iterable[nn.Module]) -> nn.Module:
-    """Return one module that contains all te layers which the function is known to use."""
-    bound = function.__self__ if isinstance(function, MethodType) else function
-    return nn.ModuleList([*modules, *([bound] if isinstance(bound, nn.Module) else [])])
 
 
 def _engine(owner: nn.Module) -> ModuleType:

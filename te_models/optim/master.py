@@ -209,7 +209,10 @@ class MasterWeights:
         """
         self.check_state_dict(state)
         if self.owners is not None:
-            self._take_parameters(self.owners)
+            # Masters of the parameters' dtype are not saved themselves.
+            for parameter, master, copied in zip(self.parameters, self.masters, self._copied, strict=True):
+                (found,) = (None,) if copied else self.owners.collect([parameter], [local(parameter)])
+                master.copy_(found) if found is not None else None
         for (optimizer, group, view), saved in self._own(self._stateful(), state["state"], "state"):
             optimizer.state[view] = {name: unpack(value, name, view, group) for name, value in saved.items()}
         for master, saved in self._own(compress(self.masters, self._copied), state["masters"], "masters"):
@@ -235,13 +238,6 @@ class MasterWeights:
             return pairs
         rank = self.owners.rank
         return compress(pairs, [owner == rank for owner in self._owners_of(kind)])
-
-    def _take_parameters(self, owners: Owners) -> None:
-        """Copy parameters into masters of the same dtype, which are not saved themselves."""
-        for parameter, master, copied in zip(self.parameters, self.masters, self._copied, strict=True):
-            if not copied:
-                (found,) = owners.collect([parameter], [local(parameter)])
-                master.copy_(found) if found is not None else None
 
     def masters_by_id(self) -> dict[int, Tensor]:
         """Return the FP32 values of each parameter by its id.

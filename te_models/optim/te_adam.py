@@ -63,8 +63,10 @@ class TEAdam:
         )
         for parameter in self.parameters:
             self.inner.initialize_state(parameter, parameter.dtype == torch.bfloat16)
-            if first == torch.uint8:
-                _drop_transpose(self.inner.state[parameter]["exp_avg"])
+            if first == torch.uint8:  # free the transposed copy for GEMMs on Hopper, which never use a moment
+                moment = self.inner.state[parameter]["exp_avg"]
+                moment._quantizer.set_usage(rowwise=True, columnwise=False)
+                moment._transpose = None
 
     @property
     def param_groups(self) -> list[Group]:
@@ -139,12 +141,6 @@ class TEAdam:
 def _bits(value: Any) -> dict[str, Tensor]:
     """Return the tensors that make up a state; an FP8 moment has FP8 data and the reciprocal of its scale."""
     return {"data": value} if type(value) is Tensor else {"data": value._data, "scale_inv": value._scale_inv}
-
-
-def _drop_transpose(moment: Any) -> None:
-    """Free the transposed copy that an FP8 tensor has for GEMMs on Hopper, which never use a moment."""
-    moment._quantizer.set_usage(rowwise=True, columnwise=False)
-    moment._transpose = None
 
 
 def _parameters(group: Group) -> list[nn.Parameter]:

@@ -10,6 +10,7 @@ One process saves to a path at a time. If two do, one of them fails with `SaveEr
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import importlib.metadata
@@ -409,10 +410,7 @@ def _digest(manifest: Document) -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for name, package in (("safetensors", "safetensors"), ("te_models", "te-models")):
-        try:
-            versions[name] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "te_models": "not installed"}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        versions["te_models"] = importlib.metadata.version("te-models")
+    return versions | {"safetensors": importlib.metadata.version("safetensors")}

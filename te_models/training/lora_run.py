@@ -7,7 +7,7 @@ from which a run resumes with the same bits. The frozen model is not saved: `ada
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,40 +108,33 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def load_adapted(
-    folder: Path, *, build: Callable[..., CausalLM] | None = None, base: str | None = None, **options: object
-) -> CausalLM:
+def load_adapted(folder: Path, **options: object) -> CausalLM:
     """Return the model that the adapters in `folder` were trained on, with them in it, in evaluation mode.
 
     Without `recipe` in `options` it runs as it was trained: under that recipe, with weights of that kind.
 
     Args:
         folder: a checkpoint of a run with adapters, or what it or `save_lora` wrote at its end.
-        build, options: those of CausalLM.from_pretrained.
-        base: the model; None: the one that adapter_config.json names.
+        options: those of CausalLM.from_pretrained.
 
     Raises:
         CheckpointError: the adapters name no model, or do not fit it.
     """
-    return _load(folder, build, base, options).get_base_model()
+    return _load(folder, None, options).get_base_model()
 
 
-def load_merged(
-    folder: Path, *, build: Callable[..., CausalLM] | None = None, base: str | None = None, **options: object
-) -> CausalLM:
+def load_merged(folder: Path, *, base: str | None = None, **options: object) -> CausalLM:
     """Return the model of `load_adapted` with the adapters merged into its weights, each sum rounded once.
 
     Under dtype=torch.float32 no small update vanishes in the rounding. The weights are not in FP8 unless `fp8_params`
-    says so.
+    says so. `base` is the model; None: the one that adapter_config.json names.
     """
-    model = _load(folder, build, base, {"fp8_params": False, **options}).merge_and_unload()
+    model = _load(folder, base, {"fp8_params": False, **options}).merge_and_unload()
     assert isinstance(model, CausalLM)
     return model
 
 
-def _load(
-    folder: Path, build: Callable[..., CausalLM] | None, base: str | None, options: dict[str, Any]
-) -> AdaptedModel:
+def _load(folder: Path, base: str | None, options: dict[str, Any]) -> AdaptedModel:
     """Return the model with adapters; see `load_adapted`."""
     if base is None:
         config = read_json(folder / ADAPTERS)
@@ -151,4 +144,4 @@ def _load(
     if options.get("recipe") in (None, AUTO) and (folder / "recipe.json").is_file():
         saved = saved_choices(folder)
         options = {"fp8_params": saved["fp8_params"], **options, "recipe": saved["recipe"]}
-    return load_lora(CausalLM.from_pretrained(base, build=build, **options), folder)
+    return load_lora(CausalLM.from_pretrained(base, **options), folder)

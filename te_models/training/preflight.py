@@ -45,12 +45,10 @@ class MemoryCheck:
 
     def __str__(self) -> str:
         about = "" if self.device.type == "cuda" else "about "  # the plan is that of a GPU's kernels
-        return f"{about}{_gib(self.needed)} at the peak ({self._parts()}), {_gib(self.available)} free on {self.device}"
-
-    def _parts(self) -> str:
-        """Return the three largest parts of the peak."""
-        parts = sorted(self.plan.peak.parts().items(), key=lambda part: -part[1])[:3]
-        return ", ".join(f"{name.replace('_', ' ').replace('fp8', 'FP8')} {_gib(size)}" for name, size in parts if size)
+        most = sorted(self.plan.peak.parts().items(), key=lambda part: -part[1])[:3]
+        parts = (f"{name.replace('_', ' ').replace('fp8', 'FP8')} {_gib(size)}" for name, size in most if size)
+        free = f"{_gib(self.available)} free on {self.device}"
+        return f"{about}{_gib(self.needed)} at the peak ({', '.join(parts)}), {free}"
 
 
 def check_memory(

@@ -86,7 +86,7 @@ def _tokens(dataset: TokenDataset | StreamingDataset, config: TrainConfig, start
     if not isinstance(dataset, TokenDataset):
         return f"{tokens:,}"
     windows = (config.steps - start) * config.batch_size * config.gradient_accumulation
-    epochs = _few_digits(windows / dataset.windows_in(1))
+    epochs = f"{float(f'{windows / dataset.windows_in(1):.2g}'):,.10g}"  # two digits: "0.041", "3.1", "390"
     return f"{tokens:,}, {epochs} epoch{'' if epochs == '1' else 's'}"
 
 
@@ -97,11 +97,6 @@ def _recipe(model: CausalLM) -> str:
         return recipe.name
     fields = ", ".join(f"{name}={value}" for name, value in recipe.to_dict().items() if name not in ("name", "scheme"))
     return f"{recipe.name} ({recipe.scheme}: {fields})"
-
-
-def _few_digits(number: float) -> str:
-    """Return a number with two digits: "0.041", "3.1", "390"."""
-    return f"{float(f'{number:.2g}'):,.10g}"
 
 
 def _parameters(model: CausalLM) -> str:

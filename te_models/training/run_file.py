@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import platform
@@ -56,12 +57,13 @@ def run_document(
     tables |= {"recipe": (recipe or model.recipe).to_dict(), "shape": shape}
     for table in (tables["run"], tables["data"]):
         table |= {name: resolved_path(value) for name, value in table.items() if SETTINGS[name].path}
+    cuda = model.device.type == "cuda"
     sections = {
         **{title: tables[title] for title in TABLES},
         RECORD: {
             "id": run_id(before),
             "commands": [*map(str, before.get("commands", [])), settings.called[:MAX_COMMAND]],
-            "device": _device(model),
+            "device": torch.cuda.get_device_name(model.device) if cuda else platform.processor() or platform.machine(),
             "engine": model.engine,
             "processes": shared.describe() or "one",
             "training_data": fingerprint(dataset),
@@ -112,13 +114,6 @@ def versions() -> Mapping[str, str]:
     """Return the versions of Python, te-models and the packages that numbers depend on."""
     found = {"python": platform.python_version(), "te-models": te_models.__version__, "torch": torch.__version__}
     for package in ("transformer-engine", "triton", "torchao", "tokenizers", "safetensors", "numpy"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
-
-
-def _device(model: CausalLM) -> str:
-    cuda = model.device.type == "cuda"
-    return torch.cuda.get_device_name(model.device) if cuda else platform.processor() or platform.machine()

@@ -271,7 +271,7 @@ def test_equal_seeds_give_equal_weights_and_losses(corpus: Path, tmp_path: Path)
             "hf://datasets/nobody",
         ),
         (["pretrain", "--preset", "gated-nano", "--device", "cuda:77"], "device 'cuda:77' is not available"),
-        (["generate", "--preset", "gated-nano", "--prompt", "x", "--device", "gpu"], "device 'gpu' is not known"),
+        (["generate", "--preset", "gated-nano", "--prompt", "x", "--device", "gpu"], "device 'gpu' is not supported"),
         (["generate", "--preset", "gated-nano", "--prompt", "x", "--device", "meta"], "--device meta has no numbers"),
         (["pretrain", "--preset", "gated-nano", "--data", ""], "the path of the data is empty"),
         (["bench", "--preset", "gated-nano", "--device", "xpu"], "device 'xpu' is not supported"),

@@ -122,7 +122,7 @@ def test_a_tokenizer_travels_without_its_template(tmp_path: Path) -> None:
 
 
 def test_the_guide_shows_the_plain_template() -> None:
-    guide = Path(__file__).parents[2] / "docs/guide/data.md"
+    guide = Path(__file__).parents[2] / "docs/reference/data.md"
     assert f"```jinja\n{module.PLAIN}```\n" in guide.read_text()
 
 

@@ -1,8 +1,6 @@
 """The memory plan: against autograd's own saved tensors, against peaks measured on an H200, and by hand."""
 
-import functools
 import html
-import itertools
 import json
 import re
 from dataclasses import replace
@@ -12,7 +10,7 @@ import pytest
 import torch
 from autograd_bytes import autograd_bytes
 from fewer import every, some
-from kinds import KINDS, OPTIONS
+from planned_shapes import ROWS, SHAPE, VARIANTS
 
 import te_models.optim as optim
 from benchmarks.planned_memory import planned_and_measured
@@ -26,29 +24,14 @@ from te_models.engine.emulated.recipe import DelayedScaling
 from te_models.files.formats import flatten_state
 from te_models.fp8.primary_weights import is_quantized, quantized_weights
 from te_models.fp8.scaling_state import fp8_state
-from te_models.kernels.dispatch import Kernels, compiled_kernels
 from te_models.kernels.gated_attention import can_fuse
 from te_models.planning.memory_estimate import Memory, _standing, _walk, saved_bytes
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.operations import Tape, Training
-from te_models.planning.parameter_bytes import FP32, OPTIMIZERS, Parameter, model_parameters
+from te_models.planning.parameter_bytes import OPTIMIZERS, Parameter, model_parameters
 from te_models.training.lora_run import LoraRun
 from te_models.training.settings import LoraSettings
 
-# Multiples of 128, so that no scale is padded for the emulated engine alone.
-SHAPE = dict(vocab_size=288, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=64)  # fmt: skip
-VARIANTS: dict[str, dict[str, Any]] = OPTIONS | {
-    "gated": {},
-    "headwise": dict(attention_gate="headwise"),
-    "Llama": dict(attention_gate="none"),
-    "Qwen3": dict(attention_gate="none", qk_norm=True, tie_word_embeddings=True),
-    "SmolLM3": dict(no_rope_layers=(1, 0, 1)),
-    "post-norm": dict(norm_position="post", residual_multiplier=0.5),
-    "hybrid": KINDS["linear attention"].fields,
-    "FP32": dict(dtype=torch.float32),
-    "FP32 Llama": dict(dtype=torch.float32, attention_gate="none"),
-}
 TABLES: list[tuple[str, dict[str, str]]] = [
     ("current", {"*.down_proj": "bf16", "layers.1.self_attn.*": "delayed"}),
     ("delayed", {"*.qkvg_proj": "bf16", "*.gate_up_proj": "bf16", "layers.0.mlp.down_proj": "current"}),
@@ -83,9 +66,6 @@ CASES: list[tuple[str, str | int, dict[str, Any]]] = [
 ]
 
 
-ROWS = [(2, 64), (1, 23)]  # the second is padded
-
-
 @pytest.mark.parametrize(
     ("recipe", "mode", "fields", "rows"),
     some(2, ((*case, rows) for n, case in enumerate(CASES) for rows in (ROWS[n % 2], ROWS[n % 2 - 1]))),
@@ -106,49 +86,6 @@ def test_activations_are_what_autograd_keeps(
     )  # fmt: skip
     expected = saved_bytes(model.config, model.recipe, training)
     if mode == "full":  # the rotary tables are held by the recomputes, not by autograd
-        expected -= Tape(model.config, model.recipe, training).rotary_tables()
-    assert autograd_bytes(model, torch.randint(0, 288, rows)) == expected
-
-
-@pytest.fixture(scope="module")
-def compiled() -> Kernels:
-    """The compiled operations of a GPU. What they keep is the choice of AOT autograd, which needs no code generator."""
-    with pytest.MonkeyPatch.context() as patch:
-        whole = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
-        patch.setattr(torch, "compile", lambda function, mode: whole(function))
-        return compiled_kernels.__wrapped__("default")
-
-
-HYBRIDS: dict[str, dict[str, Any]] = {
-    "equal heads": {},
-    "groups": dict(linear_attention=dict(num_key_heads=1, num_value_heads=4, key_head_dim=32, value_head_dim=64)),
-    "8 taps": dict(
-        linear_attention=dict(
-            num_key_heads=2, num_value_heads=2, key_head_dim=64, value_head_dim=32, conv_kernel_dim=8
-        ),
-    ),
-}
-COMPILED_CASES = [
-    *itertools.product(HYBRIDS, ("bf16", "current"), ("none", "selective", "full"), ROWS),
-    *((name, "bf16", "none", (2, 64)) for name in VARIANTS),
-]
-
-
-@pytest.mark.parametrize(("name", "recipe", "mode", "rows"), some(5, COMPILED_CASES))
-def test_compiled_activations_are_what_autograd_keeps(
-    compiled: Kernels, name: str, recipe: str, mode: str, rows: tuple[int, int]
-) -> None:
-    """To the byte. The compiler may keep a copy of what another operation keeps anyway: causal convolutions did."""
-    fields = VARIANTS["hybrid"] | HYBRIDS[name] if name in HYBRIDS else VARIANTS[name]
-    place: dict[str, Any] = dict(engine="emulated", device="cpu", activation_checkpointing=mode)
-    model = CausalLM.from_preset("gated-nano", **SHAPE | fields, recipe=recipe, **place)
-    model.kernels = compiled
-    training = Training(
-        batch_size=rows[0], seq_len=rows[1], activation_checkpointing=mode, cuda=False,
-        dtype_bytes=model.dtype.itemsize,
-    )  # fmt: skip
-    expected = saved_bytes(model.config, model.recipe, training)
-    if mode == "full":
         expected -= Tape(model.config, model.recipe, training).rotary_tables()
     assert autograd_bytes(model, torch.randint(0, 288, rows)) == expected
 
@@ -389,38 +326,6 @@ def test_accumulation_holds_fp32_gradients_during_the_forward() -> None:
         p.numel() for n, p in CausalLM(nano().config, device="meta").layers[1].named_parameters() if "proj" in n
     )
     assert moments[1].total == moments[0].total + size + codes
-
-
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_fused_experts_keep_no_fp8_weights(recipe: str) -> None:
-    """By hand: backward first holds dy in FP8 twice and one FP8 copy of the weights, then a gradient of them as well.
-
-    Of dy that is its transposed copy alone; frozen weights in BF16 have no gradient.
-    """
-    config, name = KINDS["experts"].config, "layers.1.mlp.gate_up_proj"
-    spec = config.linears[name]
-    count, size = spec.gemms, spec.gemms * spec.inputs * spec.outputs
-    factors = FP32 * count
-
-    def planned(rows: int, gathered: bool = False, **fields: Any) -> tuple[int, int]:
-        tape = Tape(config, get_recipe(recipe), Training(batch_size=1, seq_len=64, **fields))
-        tape._part = name.removesuffix(spec.name)
-        assert tape.gathers(spec) == (fields.keys() <= {"cached_weights"})
-        step = tape.linear(spec, rows=rows, gathered=gathered)
-        if gathered:
-            assert step.saved == 0 and step.produces == 64 * 64 * 2
-        return step.copies, step.scratch
-
-    few, many = 16 * count, 4096 * count
-    assert planned(few) == (0, few * spec.outputs + factors)
-    assert planned(many) == (0, 2 * many * spec.outputs - size + 2 * factors)
-    assert planned(few, cached_weights=True)[0] == 2 * size + factors
-    assert planned(few, fused=False)[0] == 2 * size + factors
-    rows_of_tokens = many * spec.inputs * 2  # their gradients, before they are summed
-    assert planned(many, gathered=True) == (0, 2 * many * spec.outputs - size + 2 * factors + rows_of_tokens)
-    assert planned(few, gathered=True) == (0, few * (spec.outputs + spec.inputs) + 2 * factors)
-    frozen = dict(lora_rank=4)
-    assert planned(few, **frozen)[0] == 0 and planned(few, **frozen)[1] >= size
 
 
 def test_gpus_share_weights_gradients_and_optimizer() -> None:
