@@ -395,6 +395,7 @@ def test_adapters_train_merge_and_come_back(kind: Kind, tmp_path: Path) -> None:
     assert_close(adapted.merge_and_unload()(ids).logits, tuned, 1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:peft has no adapters on")  # of latent attention's family, in transformers
 def test_peft_adapts_all_linears_of_transformers(kind: Kind) -> None:
     """All te.Linears but the head and routers; files are judged in tests/huggingface/test_adapters.py."""
     peft, modeling = (pytest.importorskip(name) for name in ("peft", "te_models.huggingface.modeling"))

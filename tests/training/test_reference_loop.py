@@ -22,6 +22,9 @@ from te_models.training.metrics import read_metrics
 from te_models.training.parallel import Parallel
 from te_models.training.trainer import Trainer
 
+# The Trainer says so, and trains on.
+pytestmark = pytest.mark.filterwarnings("ignore:a batch of your own has no label that counts")
+
 STEPS, WARM_UP, PEAK, LAST, DECAY, CLIP = 20, 4, 1e-2, 0.2, 0.5, 0.5
 SHAPE: dict[str, Any] = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
 SHAPE |= dict(num_key_value_heads=1, vocab_size=64, max_position_embeddings=64, attention_gate="headwise")
