@@ -37,7 +37,7 @@ from te_models.training.settings import LoraSettings
 from te_models.training.trainer import Result, Trainer
 
 Case = dict[str, Any] | Callable[[Parallel, Path], Any]
-SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2)
+SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=3, moe_intermediate_size=32, shared_expert_intermediate_size=32)
 TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(40)]
 ANSWERS = [
