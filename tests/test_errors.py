@@ -83,7 +83,7 @@ def test_lora_without_peft_is_one_line(pretend: Pretend, monkeypatch: pytest.Mon
 
 
 def test_the_oldest_versions_are_those_of_pyproject() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
     asked = {
         tuple(ast.literal_eval(argument) for argument in node.args[1:])
         for path in (ROOT / "te_models").rglob("*.py")
