@@ -227,7 +227,8 @@ def _met_in_training(
 ) -> dict[str, tuple[nn.Module, tuple[object, ...], Tensor]]:
     """Return module -> (linear, arguments, of which the first is the input [N, I], output gradient [N, O]) of one pass.
 
-    Of several linears with one name, take the first in each recipe, or one in BF16 if there is no other.
+    Of several linears with one name, take the first in each recipe, or one in BF16 if there is no other. A router whose
+    weight is used in FP32 is none.
     """
     met: dict[str, tuple[bool, nn.Module]] = {}
     linears = [module for module in model.modules() if isinstance(module, model.te.LINEARS)]
@@ -250,7 +251,8 @@ def _met_in_training(
         model.activation_checkpointing = "none"  # a recompute would be a second forward
         loss = model.train()(ids, labels=ids).loss
         torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
-    return {label: (linear, found[linear][0], found[linear][1]) for label, (_, linear) in met.items()}
+    ran = {label: linear for label, (_, linear) in met.items() if linear in found}
+    return {label: (linear, found[linear][0], found[linear][1]) for label, linear in ran.items()}
 
 
 def _labels(plan: PrecisionPlan) -> Iterator[tuple[str, bool]]:
