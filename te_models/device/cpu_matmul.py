@@ -7,7 +7,7 @@ from torch import Tensor
 
 from te_models.device.measured import once
 
-# Rows that a packed weight multiplies at most: those of a step of generation. From 33 on AMX takes another order of sums.
+# Rows that a packed weight multiplies at most, those of a step of generation. Of 33 AMX sums in another order.
 PACKED_ROWS = 16
 
 
