@@ -81,6 +81,17 @@ def test_losses_and_gradients_are_those_of_transformers(case: str, tmp_path: Pat
         assert error <= 1e-3 * expected.norm() + 1e-7, f"{name}: {error:.2g} of {expected.norm():.2g}"
 
 
+def test_a_model_of_transformers_has_the_balance_loss_where_it_is_asked_for(tmp_path: Path) -> None:
+    modeling = pytest.importorskip("te_models.huggingface.modeling")
+    judge, model = pair("qwen3_moe-tied", tmp_path, router_aux_loss_coef=0.3)
+    wrapped, inputs = modeling.TEModelsForCausalLM.wrap(model), batch(padded=True)
+    expected = judge(**inputs, output_router_logits=True)
+    found = wrapped(**inputs, output_router_logits=True)
+    assert found.aux_loss.item() == pytest.approx(expected.aux_loss.item(), abs=1e-5)
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+    assert wrapped(**inputs).loss.item() == pytest.approx(judge(**inputs).loss.item(), rel=1e-5)
+
+
 def theirs_by_expert(judge: Any) -> dict[str, Tensor]:
     """transformers' gradients by the names in its folders, in which each expert has tensors of its own."""
     mixtral = judge.config.model_type == "mixtral"
