@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from te_models.config.attention import SoftmaxAttentionSpec
-from te_models.config.deltanet import DeltaNetSpec
 from te_models.config.layer import MixerSpec
 from te_models.config.model import ModelConfig
 from te_models.errors import UsageError
@@ -26,7 +25,7 @@ from te_models.model.kv_cache import RecurrentState
 def refuse_other_states(config: ModelConfig) -> None:
     """Raise a UsageError if a layer keeps something while decoding for which transformers has no kind of layer."""
     for part in config.parts:
-        if isinstance(part, MixerSpec) and not isinstance(part, (SoftmaxAttentionSpec, DeltaNetSpec)):
+        if isinstance(part, MixerSpec) and part.keeps == "another state":
             raise UsageError(
                 f"a cache of transformers has no place for what a {part.title} keeps: give use_cache=False, or call "
                 "generate of the CausalLM inside (`.model`)"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.config.deltanet import DeltaNetSpec
-from te_models.kernels.delta_rule import delta_rule
+from te_models.kernels.delta_rule import delta_rule, delta_rule_kernel
 from te_models.model.forward_context import ForwardContext
 from te_models.model.kv_cache import RecurrentState
 from te_models.model.part import Mixer
@@ -63,6 +63,9 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
             values.fill_(1.0)
         else:
             super().initialize(name, values, std, residual_std)
+
+    def remark(self, device: torch.device, dtype: torch.dtype) -> str:
+        return delta_rule_kernel(device, dtype)
 
     def new_state(self, batch: int, slots: int, device: torch.device, dtype: torch.dtype) -> RecurrentState:
         """Return the state of `batch` rows without tokens; `slots` changes nothing."""

@@ -48,6 +48,14 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         sizes = (self.spec.sizes.kv_lora_rank, self.spec.sizes.qk_rope_head_dim)
         return LatentState(batch, 1, slots, sizes, device, dtype)
 
+    def remark(self, device: torch.device, dtype: torch.dtype) -> str:
+        s = self.spec.sizes
+        return (
+            f"the cache keeps {s.kv_lora_rank + s.qk_rope_head_dim} numbers per token, of which each step makes keys "
+            f"and values again; attention runs on heads of {s.width} channels (keys have {s.qk_head_dim}, values "
+            f"{s.v_head_dim})"
+        )
+
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return attention of x [N, D]: [N, D]."""
         latents = context.linear(self.qkv_a_proj, x)  # [N, Rq + R + P, and padding]

@@ -38,6 +38,10 @@ class BlockPart(nn.Module, ABC, Generic[Spec]):
         self.spec, self.layer, self.tp = spec, layer, factory.tp
         self.gain = factory.gain
 
+    def remark(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Return what `plan` says about how it runs there on activations of `dtype`; "" for nothing."""
+        return ""
+
     def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
         """Set the initial values of the parameter `name` of this part.
 
