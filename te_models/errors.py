@@ -19,21 +19,6 @@ SAID = {float: "a number", int: "a whole number", bool: "true or false", str: "t
 MANY = 20  # choices, in the line about an unknown one
 CLOSE = 0.6  # similarity of a name that was probably meant
 LONGEST = 1000  # characters of a message
-# What transformers, TRL, peft and torchtitan call a setting -> its name here.
-ELSEWHERE = {
-    "lr": "learning_rate",
-    "num_train_epochs": "epochs",
-    "per_device_train_batch_size": "batch_size",
-    "max_length": "seq_len",
-    "context_length": "seq_len",
-    "output_dir": "out",
-    "model_name_or_path": "model",
-    "lora_rank": "lora",
-    "lora_r": "lora",
-    "save_steps": "save_every",
-    "eval_steps": "eval_every",
-    "max_grad_norm": "clip_grad_norm",
-}
 _DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))  # which reorder the text around
 _CONTROLS = dict.fromkeys([*range(32), *range(127, 160), 0x2028, 0x2029, *_DIRECTIONS], " ")
 _OBEYED = {**dict.fromkeys(_CONTROLS, "\ufffd"), ord("\r"): None, ord("\n"): "\n", ord("\t"): "\t"}
@@ -140,11 +125,8 @@ def unknown(kind: str, given: object, choices: Iterable[str], listed: str = "", 
     if advice:
         return UsageError(line + advice)
     names = sorted(choices)
-    bare = {name.lstrip("-").replace("-", "_"): name for name in names}  # dashes are no similarity
-    word = str(given).lstrip("-").replace("-", "_")
-    near = [bare[name] for name in difflib.get_close_matches(word, bare, n=1, cutoff=CLOSE)]
-    if ELSEWHERE.get(word) in bare:
-        near = [bare[ELSEWHERE[word]]]
+    bare = {name.lstrip("-"): name for name in names}  # two dashes at the start of options are no similarity
+    near = [bare[name] for name in difflib.get_close_matches(str(given).lstrip("-"), bare, n=1, cutoff=CLOSE)]
     near = near or [name for name in names if "".join(word[:1] for word in name.split("_")) == str(given).lower()]
     hint = f"did you mean {near[0]!r}? " if near else ""
     rest = f"{listed} lists all {len(names)}" if listed and len(names) > MANY else f"choose one of {', '.join(names)}"

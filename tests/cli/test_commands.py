@@ -288,8 +288,6 @@ def test_equal_seeds_give_equal_weights_and_losses(corpus: Path, tmp_path: Path)
         (["plane"], "plan"),
         (["plan", "gated-nano"], "give it to an option, such as --preset NAME or --model DIR"),
         (["plan", "--presett", "gated-nano"], "did you mean '--preset'?"),
-        (["finetune", "--lora-rank", "8"], "did you mean '--lora'?"),
-        (["finetune", "--max-length", "8"], "did you mean '--seq-len'?"),
         (["generate", "--num-samples", "2"], "unknown option '--num-samples': --help-all lists all"),
         (["pretrain", "--activation-offload", "2"], "unexpected 2: the one argument is RUN.TOML, a file of settings"),
         (["pretrain", "--preset", "gated-nano", "--recipe-schedule", "bf16@1.5"], "below 1 or a whole number"),

@@ -24,8 +24,6 @@ from te_models.config.training import SCHEDULES, TrainConfig
         ("batchsize", "batch_size"),
         ("gradient_accumulation_steps", "gradient_accumulation"),
         ("wd", "weight_decay"),
-        ("save_steps", "save_every"),
-        ("num_train_epochs", "epochs"),
     ],
 )
 def test_a_misspelled_option_names_the_nearest(given: str, meant: str) -> None:
