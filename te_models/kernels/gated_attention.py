@@ -93,7 +93,8 @@ def rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> N
 
     cos, sin [S, H] or [B, S, H], whose halves repeat.
     """
-    cos, sin = cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float()
+    cos = cos.unsqueeze(-2).float()
+    sin = sin.unsqueeze(-2).float()
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1) * sin
     out.copy_(x.float() * cos + (-turned if inverse else turned))
@@ -168,10 +169,12 @@ class _AttentionCore(torch.autograd.Function):
         batch, rows, heads, ops, target, spans = ctx.setting
         qkvg, cos, sin, sinks, out, *tensors = ctx.saved_tensors
         dsinks: Tensor | None = None
-        plain, tensors = iter(ctx.plain), iter(tensors)
+        plain = iter(ctx.plain)
+        tensors = iter(tensors)
         kept = [next(tensors) if place else next(plain) for place in ctx.places]
         q, k, v, logits = split_heads(heads, qkvg[:rows], batch)
-        dy, mixed = dy.view(batch, -1, heads.query, heads.dim), out.transpose(1, 2)
+        dy = dy.view(batch, -1, heads.query, heads.dim)
+        mixed = out.transpose(1, 2)
 
         def slopes(dmixed: Tensor) -> list[Tensor]:
             nonlocal dsinks

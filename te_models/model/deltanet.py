@@ -17,7 +17,8 @@ from te_models.model.kv_cache import RecurrentState
 from te_models.model.part import Mixer
 from te_models.model.te_modules import Factory, pad_rows
 
-SLOWEST, FASTEST = 1e-3, 0.1  # range of softplus(dt_bias) in a new model (Gu and Dao 2023, arXiv 2312.00752)
+SLOWEST = 1e-3
+FASTEST = 0.1  # range of softplus(dt_bias) in a new model (Gu and Dao 2023, arXiv 2312.00752)
 
 
 class Taps(nn.Module):
@@ -102,7 +103,9 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
 
         `counts` [B] is the number of tokens of each row, the first; None: all are tokens.
         """
-        sizes, kernels, seq = self.spec.sizes, context.kernels, context.seq
+        sizes = self.spec.sizes
+        kernels = context.kernels
+        seq = context.seq
         state = None
         if context.cache is not None:
             state = context.cache.recurrent(

@@ -70,7 +70,8 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
 
     def _queries(self, q: Tensor, context: ForwardContext) -> Tensor:
         """Return queries [B, S, A, M + P], rotated, from q [N, A*(M + P)]."""
-        sizes, rope = self.spec.sizes, self.spec.rope
+        sizes = self.spec.sizes
+        rope = self.spec.rope
         assert rope is not None
         q = q[: context.batch * context.seq].unflatten(0, (context.batch, context.seq))
         plain, turned = q.unflatten(-1, (self.spec.heads.query, -1)).split(
@@ -80,7 +81,9 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
 
     def _keys_and_values(self, kv: Tensor, k_rope: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """Return keys [B, M', A, M + P] and values [B, M', A, V] of M' tokens, from kv [N, R] and k_rope [N, P]."""
-        sizes, rope, count = self.spec.sizes, self.spec.rope, context.batch * context.seq
+        sizes = self.spec.sizes
+        rope = self.spec.rope
+        count = context.batch * context.seq
         assert rope is not None
         kv = self.get_submodule("kv_a_layernorm")(kv[:count].contiguous())
         kv, k_rope = (t[:count].unflatten(0, (context.batch, context.seq)) for t in (kv, k_rope))
@@ -101,7 +104,9 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
 
         PyTorch's FlashAttention takes no others, and math, which does, makes all scores.
         """
-        width, mask, scale = self.spec.sizes.width, context.masks[self.spec.window], self.spec.multiplier
+        width = self.spec.sizes.width
+        mask = context.masks[self.spec.window]
+        scale = self.spec.multiplier
         q, k, v = (t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if mask is None or isinstance(mask, Tensor):

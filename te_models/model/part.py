@@ -35,7 +35,9 @@ class BlockPart(nn.Module, ABC, Generic[Spec]):
 
     def __init__(self, spec: Spec, layer: int, factory: Factory) -> None:
         super().__init__()
-        self.spec, self.layer, self.tp = spec, layer, factory.tp
+        self.spec = spec
+        self.layer = layer
+        self.tp = factory.tp
         self.gain = factory.gain
 
     def remark(self, device: torch.device, dtype: torch.dtype) -> str:

@@ -66,15 +66,18 @@ class Routing:
         together. Shares are then those of all their tokens, and the losses such that their mean over the processes,
         weighted by these numbers, is that of one process with all tokens.
         """
-        layers, self.layers = self.layers, []
+        layers = self.layers
+        self.layers = []
         if not layers:
             return None
         counts, probabilities, squares, tokens = (torch.stack(values) for values in zip(*layers, strict=True))
-        total, weight = tokens.sum(), 1.0
+        total = tokens.sum()
+        weight = 1.0
         if counted is not None:
             everywhere = torch.cat((counts.flatten(), torch.stack((total, counted.to(total)))))
             dist.all_reduce(everywhere, group=group)
-            counts, total = everywhere[:-2].view_as(counts), everywhere[-2]
+            counts = everywhere[:-2].view_as(counts)
+            total = everywhere[-2]
             weight = everywhere[-1] / counted.clamp(min=1)  # the inverse of what the loss of this process weighs
         total = total.clamp(min=1)
         balance = counts.shape[1] * ((counts.sum(0) / total) * (probabilities.sum(0) / total)).sum()
@@ -116,10 +119,13 @@ def _scores(logits: Tensor, moe: MoEConfig) -> Tensor:
 
 def describe(logits: Tensor, counts: Tensor, real: Tensor | None) -> LayerRouting:
     """Return what the losses and the metrics need of a layer whose experts got `counts` tokens."""
-    probabilities, squares = logits.softmax(1), logits.logsumexp(1, keepdim=True).square()
+    probabilities = logits.softmax(1)
+    squares = logits.logsumexp(1, keepdim=True).square()
     tokens = logits.new_full((), len(logits))
     if real is not None:
-        probabilities, squares, tokens = probabilities * real, squares * real, real.sum().float()
+        probabilities = probabilities * real
+        squares = squares * real
+        tokens = real.sum().float()
     return LayerRouting(counts.float(), probabilities.sum(0), squares.sum(), tokens)
 
 
