@@ -129,7 +129,7 @@ def composed_attention(
     group = q.shape[1] // k.shape[1]
     if torch.compiler.is_compiling():  # a graph has no loop over a batch of any size
         own = q
-        (k, v) = (t.repeat_interleave(group, 1) for t in (k, v))
+        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     elif q.shape[2] == 1:  # the heads that share a key are queries of one head, so that no key is copied
         own = q.reshape(len(q), -1, group, q.shape[3])
         mask = q.new_zeros(1, 1) if mask is None else mask

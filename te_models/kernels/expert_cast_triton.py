@@ -140,7 +140,7 @@ def _transpose_kernel(data, places, out, rows, columns, SIZE: tl.constexpr):
 
 def transposed(data: Tensor, places: Tensor) -> Tensor:
     """Return bytes of equal matrices [O, K], the first of which is `data`, transposed: uint8 [E, K, O]."""
-    (rows, columns) = data.shape
+    rows, columns = data.shape
     count = len(places)
     out = torch.empty(count, columns, rows, dtype=torch.uint8, device=data.device)
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, ROWS), count)

@@ -78,7 +78,7 @@ class _BF16(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy = grads[0].contiguous()
         (x, places, *weights) = ctx.saved_tensors
-        (height, width) = weights[0].shape
+        height, width = weights[0].shape
         how = dict(precise=False, dtype=dy.dtype)
         a = Operand(dy)
         b = Operand(weights[0], places=places)

@@ -212,7 +212,7 @@ class Spans(NamedTuple):
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
         """Return the gradients of q, k, v and sinks, given that of `out`, [B, N, S, H], and what `forward` returned."""
-        (batch, heads, seq, dim) = q.shape
+        batch, heads, seq, dim = q.shape
         shared = k.shape[1]
         dq, dk, dv = (torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
                       for t in (q, k, v))  # fmt: skip

@@ -146,8 +146,8 @@ def cast_blocks(
 
     Data are `[M, K]`; a copy that was not asked for is empty. With `two_d` both copies share their data.
     """
-    (m, k) = x.shape
-    (p, q) = _tiles(x)
+    m, k = x.shape
+    p, q = _tiles(x)
     (row_lines, row_stride), (col_lines, col_stride) = ((p, q), (q, p)) if two_d else ((q, m), (p, k))
     row_stride = row_stride + -row_stride % 4
     col_stride = col_stride + -col_stride % 4
@@ -182,8 +182,8 @@ def cast_nvfp4(
     t is x or x transformed. `parts` is `amax(nan=True)` of x, and of t if it differs (of t only if only t is cast).
     `noise` int16 holds random numbers for the elements of x, then of t (None: no stochastic rounding).
     """
-    (m, k) = x.shape
-    (p, q) = _tiles(x)
+    m, k = x.shape
+    p, q = _tiles(x)
     u8 = torch.uint8
     fp32 = torch.float32
     row_stride, col_stride = (-(-size // 64) * 4 for size in (k, m))
@@ -241,8 +241,8 @@ def _decode_fp8(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, None]:
         data = data if data.is_contiguous() else data.contiguous()
         tensors += [data, scale, torch.empty_like(data, dtype=torch.bfloat16)]
         numbers += [*data.shape, *scale.stride()]
-    (a_down, a_along) = a.block
-    (b_down, b_along) = b.block
+    a_down, a_along = a.block
+    b_down, b_along = b.block
     e5m2 = DType.kFloat8E5M2
     how = dict(A_DOWN=a_down, A_ALONG=a_along, A_E5M2=a.dtype == e5m2, B_DOWN=b_down, B_ALONG=b_along,
                B_E5M2=b.dtype == e5m2)  # fmt: skip

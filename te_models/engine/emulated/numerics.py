@@ -127,8 +127,8 @@ def decode_fp8(data: Tensor, dtype: DType) -> Tensor:
 
 def split_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Return x `[M, K]`, zero-padded to whole blocks, as `[M/bm, bm, K/bk, bk]`."""
-    (m, k) = x.shape
-    (bm, bk) = block
+    m, k = x.shape
+    bm, bk = block
     if m % bm or k % bk:
         x = F.pad(x, (0, -k % bk, 0, -m % bm))
     return x.reshape(-(-m // bm), bm, -(-k // bk), bk)

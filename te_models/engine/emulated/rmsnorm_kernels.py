@@ -137,7 +137,7 @@ def input_gradient(dy: Tensor, gamma: Tensor, x: Tensor, y_hat: Tensor, r: Tenso
 def weight_gradient(dy: Tensor, x: Tensor, y_hat: Tensor) -> Tensor:
     """Return `sum(dy * y_hat)` over rows as FP32 [H]; dy and y_hat in FP32 [T, H], x for its dtype."""
     kernel = Kernel.of("backward", x)
-    (rows, cols) = x.shape
+    rows, cols = x.shape
     grid = kernel.grid_rows(rows, x.device)
     sums = dy.new_zeros(min(grid, rows + -rows % kernel.rows), cols)  # a block without rows adds zero
     for start in range(0, rows, max(1, grid)):
@@ -263,8 +263,8 @@ def _merge(mean: Tensor, squares: Tensor, count: int) -> tuple[Tensor, Tensor, i
 
     The counts are powers of two, so that scaling by them does not round.
     """
-    (mean_a, mean_b) = mean.chunk(2, dim=1)
-    (squares_a, squares_b) = squares.chunk(2, dim=1)
+    mean_a, mean_b = mean.chunk(2, dim=1)
+    squares_a, squares_b = squares.chunk(2, dim=1)
     delta = mean_a - mean_b
     return (mean_a + mean_b) * 0.5, squares_a + squares_b + delta * delta * (count / 2), 2 * count
 
