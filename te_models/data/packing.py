@@ -93,18 +93,18 @@ class CutEpoch(Epoch):
 
     def marked_window(self, index: int) -> Marked:
         place = int(self.windows[index])
-        positions = np.arange(place * self.seq_len, (place + 1) * self.seq_len)
-        slots = np.searchsorted(self.starts, positions, side="right") - 1
+        positions = np.arange(place * self.seq_len, (place + 1) * self.seq_len)  # in the stream, [seq_len]
+        slots = np.searchsorted(self.starts, positions, side="right") - 1  # in the order of the epoch, [seq_len]
         document = self.order[slots]
         offset = positions - self.starts[slots]
         inside = positions < self.num_tokens
-        at = (self.encoded.starts[document] + offset)[inside]
+        at = (self.encoded.starts[document] + offset)[inside]  # places in the tokens of the corpus, [tokens]
         ids = np.full(self.seq_len, self.pad, dtype=np.int64)
         ids[inside] = self.encoded.tokens[at]
         counted = inside.copy()
         if self.encoded.counted is not None:
             counted[inside] = self.encoded.counted[at]
-        firsts = np.where(inside, offset == 0, positions == self.num_tokens)
+        firsts = np.where(inside, offset == 0, positions == self.num_tokens)  # padding is a document too
         return ids, counted, firsts
 
     def _counts(self, index: int) -> bool:
@@ -139,7 +139,7 @@ class RecordEpoch(Epoch):
         starts = self.starts[pieces]
         lengths = self.lengths[pieces]
         total = int(lengths.sum())
-        begins = np.cumsum(lengths) - lengths
+        begins = np.cumsum(lengths) - lengths  # of the records in the window, [records]
         at = np.repeat(starts - begins, lengths) + np.arange(total)
         ids = np.full(self.seq_len, self.pad, dtype=np.int64)
         counted = np.zeros(self.seq_len, dtype=np.bool_)
@@ -147,7 +147,7 @@ class RecordEpoch(Epoch):
         counted[:total] = True if self.encoded.counted is None else self.encoded.counted[at]
         firsts = np.zeros(self.seq_len, dtype=np.bool_)
         firsts[begins] = True
-        firsts[total : total + 1] = True
+        firsts[total : total + 1] = True  # padding, if there is any, is a document too
         return ids, counted, firsts
 
 

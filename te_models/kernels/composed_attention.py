@@ -30,7 +30,7 @@ def _attend(
 
     All FP32. `mask` [S, M] as in composed_attention; None: causal.
     """
-    scores = (q.flatten(1, 2) @ k.mT).unflatten(1, q.shape[1:3])
+    scores = (q.flatten(1, 2) @ k.mT).unflatten(1, q.shape[1:3])  # [K, N/K, S, M]
     scores, weights, share = _weights(scores, mask, how, (*q.shape[:2], 1, 1))
     return (weights.flatten(1, 2) @ v).unflatten(1, q.shape[1:3]), scores, weights, share
 
@@ -97,13 +97,13 @@ class _ComposedAttention(torch.autograd.Function):
         for row in range(len(q)):
             own = _row(q, row, heads), k[row].float(), v[row].float()
             _, capped, weights, share = _attend(*own, _of_row(ctx.mask, row), how)
-            slope = _row(dy, row, heads).flatten(1, 2)
+            slope = _row(dy, row, heads).flatten(1, 2)  # [K, N/K*S, H]
             dv[row] = weights.flatten(1, 2).mT @ slope
-            change = (slope @ own[2].mT).unflatten(1, weights.shape[1:3])
+            change = (slope @ own[2].mT).unflatten(1, weights.shape[1:3])  # of the weights, [K, N/K, S, M]
             mean = (change * weights).sum(-1, keepdim=True)
             if share is not None:
                 dsinks -= (share * mean).sum((2, 3)).flatten()  # the value of a sink is zero
-            change = weights * (change - mean) * how.scale
+            change = weights * (change - mean) * how.scale  # of the scores
             change = (change if how.cap is None else change * (1 - capped * capped)).flatten(1, 2)
             dq[row] = (change @ own[1]).unflatten(1, weights.shape[1:3]).flatten(0, 1)
             dk[row] = change.mT @ own[0].flatten(1, 2)

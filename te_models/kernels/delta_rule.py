@@ -113,12 +113,12 @@ def chunked(
     until = (total[..., -1:] - total).exp() * of_last
     passed = total[..., -1].exp() * passes
 
-    system = (beta[..., None] * k) @ k.mT * between
+    system = (beta[..., None] * k) @ k.mT * between  # [B, heads, chunks, C, C]
     given = torch.cat((values, k * since[..., None]), dim=-1) * beta[..., None]
     written, read = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True).split(
         (values.shape[-1], k.shape[-1]), dim=-1
     )
-    scores = q @ k.mT * between
+    scores = q @ k.mT * between  # [B, heads, chunks, C, C]
     q = q * since[..., None]
     k = k * until[..., None]
     outputs = []
@@ -127,8 +127,8 @@ def chunked(
     for query, key, own, seen_before, score, decay in chunks:
         new = own - seen_before @ state  # [B, heads, C, d_v]
         outputs.append(query @ state + score @ new)
-        state = state * decay + key.mT @ new
-    out = torch.cat(outputs, dim=2)[:, :, :seq]
+        state = state * decay + key.mT @ new  # [B, heads, d_k, d_v]
+    out = torch.cat(outputs, dim=2)[:, :, :seq]  # [B, heads, S, d_v]
     return out.transpose(1, 2).to(v.dtype), state
 
 

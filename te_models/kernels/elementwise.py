@@ -62,7 +62,7 @@ def mlp_activation(gate_up: Tensor, activation: str, gated: bool) -> Tensor:
     forward, _ = ACTIVATIONS[activation]
     if not gated:
         return forward(gate_up)
-    gate_half, up = gate_up.chunk(2, dim=-1)
+    gate_half, up = gate_up.chunk(2, dim=-1)  # [..., F] each
     return forward(gate_half) * up
 
 
@@ -108,10 +108,10 @@ def causal_conv(
     """
     size = taps.shape[-1]
     seq = x.shape[1]
-    whole = F.pad(x, (0, 0, size - 1, 0)) if tail is None else torch.cat((tail, x), dim=1)
+    whole = F.pad(x, (0, 0, size - 1, 0)) if tail is None else torch.cat((tail, x), dim=1)  # [B, K - 1 + S, C]
     total = torch.zeros((), device=x.device)
     for back in range(size):
-        earlier = whole[:, size - 1 - back :][:, :seq].float()
+        earlier = whole[:, size - 1 - back :][:, :seq].float()  # the token `back` places before, [B, S, C]
         if documents is not None and back:
             same = F.pad(documents[:, back:] == documents[:, :-back], (min(back, seq), 0), value=False)
             earlier = earlier.masked_fill(~same[..., None], 0.0)

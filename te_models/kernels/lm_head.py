@@ -74,8 +74,8 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, gradient: 
     logits.
     """
     counted = targets != -100
-    logs = torch.log_softmax(logits.float(), dim=-1)
-    index = targets.clamp(min=0)[:, None]
+    logs = torch.log_softmax(logits.float(), dim=-1)  # [T, V]
+    index = targets.clamp(min=0)[:, None]  # [T, 1]
     loss = -(logs.gather(1, index)[:, 0] * counted).sum() / count
     if not gradient:
         return loss, None

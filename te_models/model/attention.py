@@ -98,7 +98,7 @@ class GatedAttention(Mixer[AttentionSpec]):
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)  # [B, K, slots, H]
         out = self._attention(q, k, v, context.masks[spec.window]).transpose(1, 2).flatten(0, 1)
-        out = self._gated(out, g.flatten(0, 1), context)
+        out = self._gated(out, g.flatten(0, 1), context)  # [B*S, A*H]
         return out if context.real is None else out * context.real
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Visible) -> Tensor:

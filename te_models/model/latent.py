@@ -91,12 +91,12 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         kv = kv[:, None]  # [B, 1, S, R]
         if context.cache is not None:
             kv, k_rope = context.cache.append(self.layer, kv, k_rope)
-        rows = kv.flatten(0, 2)
+        rows = kv.flatten(0, 2)  # [B*M', R]
         count = rows.shape[0]  # `len` would make a constant of it in a traced graph
         padded = -(-count // context.alignment) * context.alignment
         both = context.linear(self.kv_b_proj, pad_rows(rows, padded))[:count]
         both = both.unflatten(-1, (self.spec.heads.query, -1)).unflatten(0, (context.batch, -1))
-        k, v = both.split((sizes.qk_nope_head_dim, sizes.v_head_dim), dim=-1)
+        k, v = both.split((sizes.qk_nope_head_dim, sizes.v_head_dim), dim=-1)  # [B, M', A, M], [B, M', A, V]
         return torch.cat((k, k_rope.transpose(1, 2).expand(-1, -1, k.shape[2], -1)), dim=-1), v
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
@@ -108,7 +108,7 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         mask = context.masks[self.spec.window]
         scale = self.spec.multiplier
         q, k, v = (t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, A, S or slots, width]
         if mask is None or isinstance(mask, Tensor):
             out = causal_attention(q, k, v, mask, scale=scale)
         else:

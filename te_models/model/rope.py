@@ -23,8 +23,8 @@ def rotary_tables(rope: Rope, positions: Tensor, dtype: torch.dtype) -> tuple[Te
     factor = 1.0
     if (scaling := rope.scaling) is not None:
         frequency, factor = SCALINGS[scaling["rope_type"]](rope, scaling, frequency, positions)
-    angle = positions.float().unsqueeze(-1) * frequency
-    angle = torch.cat((angle, angle), dim=-1)
+    angle = positions.float().unsqueeze(-1) * frequency  # [..., R/2]
+    angle = torch.cat((angle, angle), dim=-1)  # [..., R], a pair of channels turns by the same
     return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
 
 

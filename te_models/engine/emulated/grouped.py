@@ -83,7 +83,7 @@ class _Grouped(torch.autograd.Function):
 def _backward(ctx: Context, experts: list[tuple[_Expert, int]], grad: Tensor) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     inputs, weights, biases = [], [], []
-    for (expert, count), dy in zip(experts, as_matrix(grad).split(ctx.rows), strict=True):
+    for (expert, count), dy in zip(experts, as_matrix(grad).split(ctx.rows), strict=True):  # dy [rows, O]
         expert.saved_tensors = tensors[:count]
         tensors = tensors[count:]
         call = expert.call
@@ -102,7 +102,7 @@ def _backward(ctx: Context, experts: list[tuple[_Expert, int]], grad: Tensor) ->
     updates = experts[0][0].call.updates
     if updates is not None:
         FP8GlobalStateManager.update_backward(updates)
-    dx = torch.cat(inputs).view(ctx.shape) if experts[0][0].needs_input_grad[1] else None
+    dx = torch.cat(inputs).view(ctx.shape) if experts[0][0].needs_input_grad[1] else None  # [..., I]
     return dx, None, None, *weights, *(biases if experts[0][0].bias else [])
 
 

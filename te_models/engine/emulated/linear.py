@@ -107,8 +107,8 @@ def product(
             return gemm(total, w, (False, False), bias, call.dtype, call.splits[0], rows), x, w
         x = _high_precision(inp, call.dtype)
         w = _high_precision(weight, call.dtype)
-        x = as_matrix(x)
-        total = parallel.gather_input(x)
+        x = as_matrix(x)  # [T, I]
+        total = parallel.gather_input(x)  # those of all ranks under sequence parallelism
         if w is weight and bias is None and not call.grad:
             kept = call.module.packed_weight(call.weight_name, w, call.first_microbatch)
             if kept is not None:
@@ -220,9 +220,9 @@ def _fp8_backward(ctx: Context, call: Call, how: Quantizers, grad: Tensor) -> tu
     dx = dw = db = None
     if ctx.bias:
         values = as_matrix(_high_precision(grad, grad.dtype))
-        db = values.sum(0, dtype=torch.float32).to(grad.dtype)
+        db = values.sum(0, dtype=torch.float32).to(grad.dtype)  # [O]
     how.grad_output.set_usage(rowwise=True, columnwise=ctx.bias or wgrad)
-    flat = grad if isinstance(grad, QuantizedTensorStorage) else as_matrix(grad)
+    flat = grad if isinstance(grad, QuantizedTensorStorage) else as_matrix(grad)  # [T, O]
     dy = parallel.gather_gradient(flat, how.grad_output)
     if dgrad:
         if not isinstance(w, QuantizedTensorStorage):
@@ -235,7 +235,7 @@ def _fp8_backward(ctx: Context, call: Call, how: Quantizers, grad: Tensor) -> tu
         assert isinstance(x, QuantizedTensorStorage)
         for storage in (x, dy):
             storage.update_usage(columnwise_usage=True)
-        dw = gemm(dy, x, (True, True), None, call.dtype, call.splits[2])
+        dw = gemm(dy, x, (True, True), None, call.dtype, call.splits[2])  # [O, I]
     return dw, dx, db
 
 
@@ -246,11 +246,11 @@ def _plain_backward(ctx: Context, call: Call, grad: Tensor) -> tuple[Tensor | No
     dy = parallel.gather_gradient(as_matrix(_high_precision(grad, call.dtype)))
     dx = dw = db = None
     if ctx.needs_input_grad[1]:
-        dx = parallel.reduce_input_gradient(matmul(dy, _high_precision(w, call.dtype)))
+        dx = parallel.reduce_input_gradient(matmul(dy, _high_precision(w, call.dtype)))  # [T, I]
     if ctx.needs_input_grad[0]:
         db = dy.sum(0, dtype=torch.float32).to(call.dtype) if ctx.bias else None
         x = parallel.gather_input(as_matrix(_high_precision(x, call.dtype)))
-        dw = matmul(dy.t(), x, dtype=call.dtype)
+        dw = matmul(dy.t(), x, dtype=call.dtype)  # [O, I]
     return dw, dx, db
 
 
