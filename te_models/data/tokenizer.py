@@ -212,11 +212,16 @@ def _tokenizer_in(folder: Path) -> Tokenizer:
         return load_tokenizer(base)
     if not os.path.lexists(file) and (converted := convert_tokenizer(folder)) is not None:
         return HuggingFaceTokenizer(converted[0], file, converted[1])
-    if not os.path.lexists(file) and (folder / "config.json").is_file():
-        if hugging_face_documents(folder) is not None:
-            raise DataError(f"{folder} has no tokenizer.json: give --tokenizer the path of one")
+    if os.path.lexists(file):
+        return _tokenizer_of(file)
+    has_model = (folder / "config.json").is_file()
+    if has_model and hugging_face_documents(folder) is None:
         return ByteTokenizer()
-    return _tokenizer_of(file)
+    raise DataError(
+        f"{folder} has no tokenizer.json: give --tokenizer the path of one"
+        if has_model
+        else f"{folder} holds no model and no tokenizer; the folder of a run has them after its first save"
+    )
 
 
 def _tokenizer_of(file: Path) -> Tokenizer:
