@@ -73,6 +73,7 @@ class SoftmaxAttentionSpec(MixerSpec):
 
     name: ClassVar[str] = "self_attn"
     title: ClassVar[str] = "attention"
+    keeps = "keys and values"
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,8 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        self.source, self.tokens = source, dict(tokens)
+        self.source = source
+        self.tokens = dict(tokens)
         self.marks_answers = _GENERATION.search(source) is not None
         self._process = _Process(source)
 
@@ -117,7 +118,8 @@ class _Process:
     """The process of a template, and a lock for the threads of the process that started it, `owner`."""
 
     def __init__(self, source: str) -> None:
-        self.owner, self._lock = os.getpid(), threading.Lock()
+        self.owner = os.getpid()
+        self._lock = threading.Lock()
         here = Path.cwd().resolve()  # may hold anything
         others = [entry for entry in sys.path if entry and Path(entry).resolve() not in (here, PACKAGES)]
         self.popen = subprocess.Popen(
@@ -139,7 +141,8 @@ class _Process:
         plain = "messages and variables of a chat template must be plain JSON values"
         with explained(plain, TypeError, ValueError, RecursionError, error=UsageError):
             line = json.dumps({**request, "seconds": SECONDS}).encode() + b"\n"
-        stdin, stdout = self.popen.stdin, self.popen.stdout
+        stdin = self.popen.stdin
+        stdout = self.popen.stdout
         assert stdin is not None and stdout is not None
         with self._lock:
             timer = threading.Timer(SECONDS, self.popen.kill)

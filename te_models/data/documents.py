@@ -133,7 +133,8 @@ def _cut(document: Document, eval_fraction: float) -> tuple[list[Document], list
 
 def _python_corpus() -> list[Document]:
     """Return the topics of Python's language documentation, then its standard library, both sorted by name."""
-    root, version = Path(sysconfig.get_path("stdlib")), sysconfig.get_python_version()
+    root = Path(sysconfig.get_path("stdlib"))
+    version = sysconfig.get_python_version()
     documents = [
         Document(text, name=f"topics/{name}", source=f"Python {version} documentation")
         for name, text in sorted(topics.items())

@@ -96,7 +96,8 @@ def _split_by_module(pairs: Sequence[Document]) -> tuple[list[Document], list[Do
     for pair in pairs:
         top = _top_level(pair)
         sizes[top] = sizes.get(top, 0) + 1
-    wanted, held_out = EVAL_FRACTION * len(pairs), set()
+    wanted = EVAL_FRACTION * len(pairs)
+    held_out = set()
     for top in sorted(sizes, key=lambda name: hashlib.blake2b(name.encode()).digest()):
         if wanted > 0 and sizes[top] <= MAX_EVAL_SHARE * len(pairs):
             held_out.add(top)

@@ -71,7 +71,8 @@ def open_sources(paths: Sequence[str], columns: Mapping[str, str], required: boo
         UsageError: a weight is out of range, or `columns` are in none of the sources.
         DataError: a source is missing or of no known format, or mixes records with text files.
     """
-    sources, renamed = [], False
+    sources = []
+    renamed = False
     for given in paths:
         path, weight = (given, None) if os.path.lexists(given) else split_weight(given)
         if weight is not None and not 0 < weight <= MAX_WEIGHT:
@@ -163,7 +164,8 @@ def read_records(data: Iterable[Any], columns: Mapping[str, str], formatting: Fo
     """
     if isinstance(data, Mapping):
         raise UsageError(f"{name} is a {type(data).__name__}: give a list of records, or one split of a DatasetDict")
-    documents, first = [], None
+    documents = []
+    first = None
     for number, record in enumerate(data, start=1):
         place = f"{name}, record {number}"
         row = _formatted(record if formatting is None else formatting(record), place, formatting is not None)
@@ -173,7 +175,8 @@ def read_records(data: Iterable[Any], columns: Mapping[str, str], formatting: Fo
         documents.append(row_document(row, columns, place, name))
     if first is None:
         raise DataError(f"{name} has no record: give at least one")
-    kind, talks = str(recognize(rename(first, columns))), documents[0].conversation is not None
+    kind = str(recognize(rename(first, columns)))
+    talks = documents[0].conversation is not None
     return Source(name, 1.0, (), None, kind, talks, documents)
 
 

@@ -44,7 +44,8 @@ def convert_tokenizer(folder: Path) -> tuple[object, dict[str, str]] | None:
             raise DataError(f"{path} is not a regular file")
     with needs(f"{folder} has {sources[0].name} and no tokenizer.json, which", "transformers", "5.0", "hf"):
         import transformers  # noqa: PLC0415
-    wanted, reasons = _sentencepiece_ids(sources[0]), []
+    wanted = _sentencepiece_ids(sources[0])
+    reasons = []
     files = [read_json_object(folder / name) or {} for name in ("tokenizer_config.json", "config.json")]
     names = [str(file["tokenizer_class"]).removesuffix("Fast") for file in files if file.get("tokenizer_class")]
     kinds = ["AutoTokenizer", *names[:1]] if names or wanted is None else ["AutoTokenizer", "LlamaTokenizer"]

@@ -40,7 +40,7 @@ def total(rows: Tensor, row: Tensor, weights: Tensor | None = None) -> Tensor:
     padded = _with_zeros(rows)
     found = torch.zeros(len(row), rows.shape[1], device=rows.device)
     for j in range(row.shape[1]):
-        part = padded.index_select(0, row[:, j]).float()
+        part = padded.index_select(0, row[:, j]).float()  # [T, D]
         found += part if weights is None else part * weights[:, j, None]
     return found.to(rows.dtype)
 

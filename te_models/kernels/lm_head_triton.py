@@ -47,7 +47,8 @@ def _cross_entropy_kernel(
     total = tl.sum(total * tl.exp(largest - top), 0)
     tl.store(losses + row, tl.log(total) - (chosen - top))  # in this order: large logits cancel before they round
     if GRADIENT:
-        scale, inverse = 1 / tl.load(count).to(tl.float32), 1 / total
+        scale = 1 / tl.load(count).to(tl.float32)
+        inverse = 1 / total
         steps = tl.cdiv(vocabulary, BLOCK)
         for step in range(steps):
             at = (steps - 1 - step) * BLOCK + place

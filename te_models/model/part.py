@@ -35,8 +35,14 @@ class BlockPart(nn.Module, ABC, Generic[Spec]):
 
     def __init__(self, spec: Spec, layer: int, factory: Factory) -> None:
         super().__init__()
-        self.spec, self.layer, self.tp = spec, layer, factory.tp
+        self.spec = spec
+        self.layer = layer
+        self.tp = factory.tp
         self.gain = factory.gain
+
+    def remark(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Return what `plan` says about how it runs there on activations of `dtype`; "" for nothing."""
+        return ""
 
     def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
         """Set the initial values of the parameter `name` of this part.

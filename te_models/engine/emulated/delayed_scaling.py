@@ -39,7 +39,8 @@ class DelayedScalingRecipeState:
 
     def use_recipe(self, recipe: DelayedScaling) -> None:
         """Update under `recipe` from now on."""
-        self.recipe, self.key = recipe, (repr(recipe), recipe.amax_compute_algo)
+        self.recipe = recipe
+        self.key = (repr(recipe), recipe.amax_compute_algo)
 
     def __getstate__(self) -> dict[str, object]:
         """Return what a copy or a pickle holds: a copy belongs to no registry until it first runs."""
@@ -89,7 +90,8 @@ class ScaleRegistry:
 
 def _reduced_amaxes(states: list[DelayedScalingRecipeState]) -> Tensor | None:
     """Return the largest amaxes of the step over the group, concatenated; None where each rank uses its own."""
-    group, initialized = states[0].group, torch.distributed.is_available() and torch.distributed.is_initialized()
+    group = states[0].group
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
     several = initialized and torch.distributed.get_world_size(group) > 1
     if not states[0].recipe.reduce_amax or not several:
         return None

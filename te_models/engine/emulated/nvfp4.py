@@ -225,7 +225,8 @@ class NVFP4Quantizer(Quantizer):
         self.generator = generator
 
     def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> Fields:
-        x, shape = as_matrix(tensor), tensor.shape
+        x = as_matrix(tensor)
+        shape = tensor.shape
         copies = self._fused if fused.active(x) else self._plain
         row, row_scale, row_amax, column, column_scale, column_amax = copies(x, rowwise, columnwise)
         if len(shape) != 2:

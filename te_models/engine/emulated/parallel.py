@@ -154,7 +154,8 @@ def _gather(x: Any, quantizer: Quantizer | None, group: ProcessGroup | None) -> 
 def _can_gather_quantized(shape: torch.Size, quantizer: Quantizer) -> bool:
     """Return True if each rank's data and scales are a part of the whole tensor's."""
     if isinstance(quantizer, Float8BlockQuantizer):
-        rows, columns = shape[:-1].numel(), shape[-1]
+        rows = shape[:-1].numel()
+        columns = shape[-1]
         return quantizer.block_scaling_dim == 1 and rows % BLOCK == 0 and columns % BLOCK == 0
     return quantizer.is_quantizable(torch.empty(shape, device="meta"))
 
@@ -163,7 +164,8 @@ def _gather_quantized(
     x: QuantizedTensorStorage, quantizer: Quantizer, group: ProcessGroup | None
 ) -> QuantizedTensorStorage:
     """Return the storage of all ranks' rows; per-tensor values (a scale, an amax) are this rank's."""
-    layout, found = _layout(x), []
+    layout = _layout(x)
+    found = []
     for name, value in zip(x._tensors, x.get_data_tensors(), strict=True):
         if not isinstance(x, Float8TensorStorage):
             wanted = quantizer.columnwise_usage if "columnwise" in name else quantizer.rowwise_usage
