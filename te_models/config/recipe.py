@@ -106,6 +106,7 @@ FP8_WEIGHTS = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "
 ELSEWHERE = {
     "fp8": "give recipe='delayed' or another; 'hybrid' and 'e4m3' are fp8_format='HYBRID' and 'E4M3'",
     "use_fp8": "give recipe='current' or another; recipe='bf16' is without FP8",
+    "bf16": "give recipe='bf16'",
     "enabled": "give recipe='current' or another; recipe='bf16' is without FP8",
     "fp8_recipe": "give recipe",
     "fp8_margin": "give margin",
@@ -113,11 +114,21 @@ ELSEWHERE = {
     "interval": "leave it out: scales are updated in every step",
     "fp8_amax_history_len": "give amax_history_len",
     "fp8_amax_compute_algo": "give amax_compute_algo",
+    "use_flash_attn": "leave it out: attention has a fused kernel wherever the device has one",
+    "use_8bit_optim": "give optimizer='adamw8bit' or 'muon8bit'",
+    "use_galore": "give optimizer='galore'",
     "layer_precision": 'give precision, such as {"layers.2.*": "bf16"}',
     "first_last_layers_bf16": "give num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16, which are 1 by default",
 }
 RECIPES_ELSEWHERE = {
+    "fp8": "give 'current', or 'delayed' for speed on Hopper",
+    "float8": "give 'current', or 'delayed' for speed on Hopper",
     "tensorwise": "give 'current'",
+    "delayedscaling": "give 'delayed'",
+    "float8currentscaling": "give 'current'",
+    "float8blockscaling": "give 'blockwise'",
+    "mxfp8blockscaling": "give 'mxfp8'",
+    "nvfp4blockscaling": "give 'nvfp4'",
     "hybrid": "give a recipe such as 'delayed', and fp8_format='HYBRID'",
     "e4m3": "give a recipe such as 'delayed', and fp8_format='E4M3'",
 }
