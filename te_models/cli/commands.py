@@ -103,7 +103,7 @@ def _plain_warnings() -> Iterator[None]:
 @click.group(context_settings={"max_content_width": 100})
 @click.version_option(package_name="te-models", prog_name="te-models")
 def cli() -> None:
-    """Gated-attention models in FP8, with Transformer Engine on a GPU or its numbers on any device."""
+    """Train decoder language models in FP8: with Transformer Engine on a GPU, emulated elsewhere."""
 
 
 COMMANDS = (
