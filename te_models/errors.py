@@ -171,10 +171,11 @@ def _bare(name: str) -> str:
 
 
 def _nearest(given: str, names: Collection[str]) -> str:
-    """Return the name that was probably meant: by another library's name, initials or similar letters; "" if none."""
+    """Return the name that was probably meant, or "": by another library's name, its start, initials, or its letters."""
     synonyms = [name for name, others in SYNONYMS.items() if given in others.split() and name in names]
+    longer = sorted(name for name in names if name.startswith(f"{given}_"))
     initials = [name for name in names if "".join(word[:1] for word in name.split("_")) == given]
-    return next(iter([*synonyms, *initials, *difflib.get_close_matches(given, names, n=1, cutoff=CLOSE)]), "")
+    return next(iter([*synonyms, *longer, *initials, *difflib.get_close_matches(given, names, n=1, cutoff=CLOSE)]), "")
 
 
 def check_known(kind: str, given: object, choices: Collection[object], listed: str = "") -> None:

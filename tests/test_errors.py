@@ -139,4 +139,5 @@ def test_names_of_other_libraries_lead_to_ours() -> None:
         assert f"did you mean {flag!r}?" in str(unknown("option", f"--{other}", flags, "--help-all"))
         assert f"did you mean {name!r}?" in str(unknown("keyword", other, [name, "seed"]))
     assert "did you mean 'mxfp8'?" in str(unknown("recipe", "MXFP8", ["mxfp8", "nvfp4"]))
+    assert "did you mean 'fp8-block'?" in str(unknown("format", "fp8", ["fp8-block", "fp8-tensor", "mxfp8"]))
     assert "did you mean '--batch-size'?" in str(unknown("option", "--bs", flags))
