@@ -52,6 +52,24 @@ SYNONYMS = {
     "tie_word_embeddings": "weight_tied weight_tying tie_weights",
 }
 LONGEST = 1000  # characters of a message
+# What to do with names that Megatron-LM, older releases of Transformer Engine and guides to FP8 use.
+ELSEWHERE = {
+    "fp8": "give recipe='delayed' or another; 'hybrid' and 'e4m3' are fp8_format='HYBRID' and 'E4M3'",
+    "use_fp8": "give recipe='current' or another; recipe='bf16' is without FP8",
+    "bf16": "give recipe='bf16'",
+    "enabled": "give recipe='current' or another; recipe='bf16' is without FP8",
+    "fp8_recipe": "give recipe",
+    "fp8_margin": "give margin",
+    "fp8_interval": "leave it out: scales are updated in every step",
+    "interval": "leave it out: scales are updated in every step",
+    "fp8_amax_history_len": "give amax_history_len",
+    "fp8_amax_compute_algo": "give amax_compute_algo",
+    "use_flash_attn": "leave it out: attention has a fused kernel wherever the device has one",
+    "use_8bit_optim": "give optimizer='adamw8bit' or 'muon8bit'",
+    "use_galore": "give optimizer='galore'",
+    "layer_precision": 'give precision, such as {"layers.2.*": "bf16"}',
+    "first_last_layers_bf16": "give num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16, which are 1 by default",
+}
 _DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))  # which reorder the text around
 _CONTROLS = dict.fromkeys([*range(32), *range(127, 160), 0x2028, 0x2029, *_DIRECTIONS], " ")
 _OBEYED = {**dict.fromkeys(_CONTROLS, "\ufffd"), ord("\r"): None, ord("\n"): "\n", ord("\t"): "\t"}
@@ -155,6 +173,8 @@ def unknown(kind: str, given: object, choices: Iterable[str], listed: str = "", 
     """
     noun, of, owner = kind.partition(" of ")
     line = f"unknown {noun} {given!r}{of}{owner}: "
+    if noun in ("option", "keyword", "field"):
+        advice = advice or ELSEWHERE.get(_bare(str(given)), "")
     if advice:
         return UsageError(line + advice)
     names = sorted(choices)
