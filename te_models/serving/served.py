@@ -55,9 +55,9 @@ class ServedExperts(nn.Module):
         self.linears = nn.ModuleList(linears)
 
     def forward(self, x: Tensor, rows: list[int], **options: object) -> Tensor:
-        """Return [R, out] for x [R, in], of which each expert has the next of these `rows`."""
+        """Return [R, out] for x [R, in], of which each expert has the next of these `rows`; some have none."""
         parts = zip(self.linears, x.split(rows), strict=True)
-        return torch.cat([linear(part) for linear, part in parts])
+        return torch.cat([linear(part) for linear, part in parts if len(part)])
 
 
 def _as_it_is(x: Tensor, static: Tensor | None) -> Tensor:
