@@ -40,8 +40,8 @@ class OwnBatches:
         self, batches: Iterable[Mapping[str, Tensor]], seed: int, ranks: Ranks, said: Mapping[str, int] | None = None
     ) -> None:
         if not isinstance(batches, Iterable) or isinstance(batches, Mapping | str):
-            kind = type(batches).__name__
-            raise UsageError(f"the dataset is a {kind}: give what open_data returns, or a list of batches")
+            advice = "give what open_data returns, or batches in a DataLoader, a list or a generator"
+            raise UsageError(f"the dataset is a {type(batches).__name__}: {advice}")
         self.batches = batches
         self.seed = seed
         self.ranks = ranks

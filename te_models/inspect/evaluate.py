@@ -97,23 +97,21 @@ class Evaluation(Printable):
         parts: list[Any] = []
         if self.data:
             parts += [Text(f"{self.model} on {self.data}", "bold"), *map(Text, self.remarks), self._loss_table()]
+            parts += [Text(f"{row.recipe}: {row.note}") for row in self.losses if row.note]
         if self.scores:
             parts += [*([Text()] if parts else []), Text(f"{self.model} on tasks", "bold"), self._score_table()]
         return Group(*parts)
 
     def _loss_table(self) -> Table:
         first = next((row for row in self.losses if row.tokens), None)
-        columns = ["loss (nats per token)", "perplexity", "bits per byte", "tokens counted"]
-        columns += [f"loss against {first.recipe}"] if first and len(self.losses) > 1 else []
+        columns = ["nats per token", "perplexity", "bits per byte", "tokens"]
+        columns += [f"against {first.recipe}"] if first and len(self.losses) > 1 else []
         table = _table("recipe", *columns)
-        noted = any(row.note for row in self.losses)
-        if noted:
-            table.add_column("")
         for row in self.losses:
             cells = [f"{row.loss:.4f}", f"{row.perplexity:,.3f}", f"{row.bits_per_byte:.4f}", f"{row.tokens:,}"]
             if first and len(self.losses) > 1:
                 cells.append("" if row is first else f"{100 * (row.loss / first.loss - 1):+.2f} %")
-            table.add_row(row.recipe, *(cells if row.tokens else ["-"] * len(cells)), *([row.note] if noted else []))
+            table.add_row(row.recipe, *(cells if row.tokens else ["-"] * len(cells)))
         return table
 
     def _score_table(self) -> Table:

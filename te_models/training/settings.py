@@ -34,9 +34,8 @@ LEARNING_RATE = {"pretrain": 1e-3, "finetune": 2e-5, "lora": 2e-4}
 # Headings of the help.
 MODEL, LORA, SHAPE = "Model", "LoRA", "Model shape"
 RECIPE_HELP = (
-    f"Scheme of te.Linear: {', '.join(list_recipes())}, a TOML file, or auto (the default): the model's own; a new one "
-    "runs in FP8 where that saves time (mxfp8 on Blackwell, current on Hopper and Ada, from a hidden size of 2048), "
-    "else in bf16."
+    f"{', '.join(list_recipes())}, or a TOML file. Default, auto: the recipe of a saved model; for a new one FP8 where "
+    "that saves time (mxfp8 on Blackwell, current on Hopper and Ada, from a hidden size of 2048), else bf16."
 )
 
 
@@ -46,7 +45,10 @@ class BuildSettings(Settings):
 
     heading = MODEL
     engine: str | None = setting(
-        None, "auto, native (Transformer Engine) or emulated (its numbers on any device).", metavar="NAME", shown="auto"
+        None,
+        "auto, native (Transformer Engine) or emulated (the same numbers, without it).",
+        metavar="NAME",
+        shown="auto",
     )
     device: str | None = setting(None, "Device, such as cpu or cuda:1; default: the first GPU, else the CPU.")
     fp8_params: bool | None = setting(None, "Store the weights of FP8 layers in FP8 only, without a BF16 copy.")

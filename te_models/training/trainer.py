@@ -129,8 +129,13 @@ class Trainer(NamedFields):
             self.data = OwnBatches(self.dataset, config.seed, parallel.ranks, asked)
         evaluated = () if self.eval_batches is None else self.eval_batches
         self.evaluation = [checked_batch(batch, f"evaluation batch {n}") for n, batch in enumerate(evaluated, 1)]
-        if config.patience and self.eval_batches is None:
-            raise UsageError(f"patience={config.patience} counts evaluations: give eval_batches too")
+        strangers = [callback for callback in self.callbacks if not isinstance(callback, Callback)]
+        blind = config.patience and self.eval_batches is None
+        mistakes = {
+            "callbacks are instances of subclasses of te_models.Callback; on_step= takes a function": strangers,
+            f"patience={config.patience} counts evaluations: give eval_batches too": blind,
+        }
+        refuse(mistakes)
         weigh_losses(self.model, config)
         self.model.router_group = parallel.data_group if parallel.data_world > 1 else None
         self.gradients = parallel.gradients(self.model, config.gradient_accumulation)
