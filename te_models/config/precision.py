@@ -5,8 +5,6 @@ In this order, of which the last that applies decides: the recipe itself; its ed
 BF16 by its nature (LinearSpec.fp8) stays so.
 """
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 

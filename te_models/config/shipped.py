@@ -1,7 +1,5 @@
 """The pretrained models that ship in the package, as folders te_models/pretrained/<name>. No torch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

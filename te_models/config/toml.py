@@ -1,7 +1,5 @@
 """TOML files of settings: read with a limit and one-line errors, and written with a comment per file. No torch."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Conversations as text: a tokenizer's chat template, rendered as in transformers, in a separate process."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Documents: a corpus as a list in memory, and its split into those to train on and those to evaluate on."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import sys

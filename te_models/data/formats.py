@@ -9,8 +9,6 @@
 A list of turns is of the first or second format depending on the keys of its turns, whatever the column's name.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The files of a tokenizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from te_models.errors import CheckpointError, DataError

@@ -3,8 +3,6 @@
 The prompt is the source of a function without its docstring, the completion is the docstring. No torch.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import inspect

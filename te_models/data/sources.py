@@ -1,7 +1,5 @@
 """The sources of a run's data: each a path with a weight, checked by its first record before anything is trained."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ without merges that falls back to bytes, so that the `tokenizers` library gives 
 only in the vocabulary, so that no text, not even "<eos>", encodes to one.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import functools

@@ -6,8 +6,6 @@ of the sentencepiece library: transformers 5.23 loses the space before the first
 and the tokenizer of another.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

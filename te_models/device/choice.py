@@ -1,7 +1,5 @@
 """Resolve the name of a device that this machine has."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

@@ -1,7 +1,5 @@
 """Matrix products that stay fast on CPUs without BF16 instructions."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

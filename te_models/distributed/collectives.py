@@ -1,7 +1,5 @@
 """Collectives along one dimension of a tensor, under names that every supported version of torch has."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -5,8 +5,6 @@ then 2 for the backward pass (te_models.fp8.scaling_state). A te.GroupedLinear h
 Engine itself stores a pickle there, which it refuses to load.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -8,8 +8,6 @@ quantize already quantized values again, and an in-place operation on a slice wo
 Under FSDP2 a parameter is a DTensor whose local tensor is an FP8Shard (te_models.fp8.fsdp_gather).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard, cast
 

@@ -6,8 +6,6 @@ without parameters beside it (`Rows`), and a te.Linear that is one linear of tra
 Nothing runs through them until peft has adapted one.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Mapping

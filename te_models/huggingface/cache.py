@@ -4,8 +4,6 @@ Any cache of transformers will do (dynamic, static, with sliding windows, quanti
 values and says which slots it returns; the masks are made here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

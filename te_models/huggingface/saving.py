@@ -1,7 +1,5 @@
 """Folders of a TEModelsForCausalLM: our format, beside the files of a Trainer and its tokenizer in the same folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import tempfile

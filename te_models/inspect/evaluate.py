@@ -1,7 +1,5 @@
 """The quality of a model under one or several recipes: its loss on data and its scores on tasks, in one table each."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

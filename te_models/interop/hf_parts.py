@@ -3,8 +3,6 @@
 No torch. Facts: the configuration and modeling files of transformers 5.23.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

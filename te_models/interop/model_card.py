@@ -1,7 +1,5 @@
 """The model card (README.md) of a folder for transformers, in the form of the Hugging Face hub."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -3,8 +3,6 @@
 Shapes: B batch, S sequence, N = B*S tokens padded up to the recipe's alignment, D hidden_size.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, TypeVar

@@ -1,7 +1,5 @@
 """Check that a recipe suits the sizes of a model, and choose the recipe for recipe="auto"."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 torchao's quantized moments are tensor subclasses; they become dicts of the plain tensors inside them.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -6,8 +6,6 @@ channels (`per_token_group_quant_fp8`), per 32 channels with E8M0 scales, per 16
 divisor, or with a static scale. Everything else is the model in its own dtype, under recipe "bf16".
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Metrics of a run for TensorBoard, Weights & Biases and trackio, through their own libraries, beside metrics.jsonl."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping

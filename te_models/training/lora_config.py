@@ -1,7 +1,5 @@
 """peft's LoraConfig: the fields that te-models supports, and the modules that a config targets."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -4,8 +4,6 @@ A checkpoint contains the adapters twice: as peft's files, which peft and `load_
 from which a run resumes with the same bits. The frozen model is not saved: `adapter_config.json` names it.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from pathlib import Path

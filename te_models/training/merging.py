@@ -4,8 +4,6 @@ An update smaller than half the distance between two BF16 numbers vanishes when 
 may have lost part of what the adapters learned. Its loss is measured on the same batches and shown beside theirs.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from te_models.causal_lm import CausalLM

@@ -1,7 +1,5 @@
 """metrics.jsonl: one JSON object per training step."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

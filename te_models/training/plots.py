@@ -1,7 +1,5 @@
 """The curves of runs as PNG files, drawn with matplotlib, which is optional."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The check that a run fits into memory, before data or weights are read."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The recipe of each step of a run that changes it, such as `current` until 90 % of the steps, then `bf16`."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checks of saved training state other than model and optimizer, before the live run changes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

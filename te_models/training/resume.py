@@ -1,7 +1,5 @@
 """The folder of a run, whether the run starts or resumes there, and the settings that a resumed run inherits."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The routers of a model with experts in training: the factors of their losses, and what metrics.jsonl says of them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

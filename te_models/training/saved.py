@@ -1,7 +1,5 @@
 """The part of a model that a run trains and saves: all of it, or adapters."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Protocol
 

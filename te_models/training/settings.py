@@ -5,8 +5,6 @@ tables (TABLES). Names are unique over all tables, so given settings travel as o
 makes the tree of them; there `recipe` is a name, a path or a table of a recipe's fields.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import warnings
