@@ -30,11 +30,7 @@ class Precision(NamedTuple):
 
 
 def precisions(recipe: Recipe, layers: tuple[LayerSpec, ...]) -> dict[str, Precision]:
-    """Return the precision of every te.Linear by its name in the model, "lm_head" among them, in forward order.
-
-    Raises:
-        ConfigError: a pattern of the recipe matches no te.Linear, or asks for FP8 where only BF16 is possible.
-    """
+    """Return the precision of every te.Linear by its name in the model, "lm_head" among them, in forward order."""
     linears = dict(named_linears(layers))
     found = {name: _by_edges(recipe, len(layers), name) for name in (*linears, HEAD)}
     able = {name for name in found if name == HEAD or linears[name].fp8}

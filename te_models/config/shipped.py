@@ -16,11 +16,7 @@ def list_shipped() -> list[str]:
 
 
 def shipped_folder(name: str) -> Path | None:
-    """Return the folder of the shipped model of this name; None if there is none.
-
-    Raises:
-        UsageError: the name is that of a preset, which has no weights.
-    """
+    """Return the folder of the shipped model of this name; None if there is none."""
     if name in list_shipped():
         return FOLDER / name
     if name in PRESETS:

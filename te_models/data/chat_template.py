@@ -73,12 +73,7 @@ class ChatTemplate:
         self._process = _Process(source)
 
     def render(self, messages: Sequence[Message], **variables: object) -> str:
-        """Return the prompt after which the assistant speaks; `variables` are the template's, such as enable_thinking.
-
-        Raises:
-            UsageError: messages or variables are not plain JSON values.
-            DataError: the template refuses the messages, fails, or takes too much time or memory.
-        """
+        """Return the prompt after which the assistant speaks; `variables` are those of the template."""
         request = {"messages": list(messages), "add_generation_prompt": True, **variables}
         rendered = self.render_all([request])[0]
         if isinstance(rendered, str):

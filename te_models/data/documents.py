@@ -72,11 +72,7 @@ def split_documents(
 
 
 def in_evaluation(documents: Sequence[Document], eval_fraction: float, seed: int) -> NDArray[np.bool_]:
-    """Return which documents `split_documents` evaluates on, bool [D]; it cuts a single one itself.
-
-    Raises:
-        DataError: one side would be empty.
-    """
+    """Return which documents `split_documents` evaluates on, bool [D]; it cuts a single one itself."""
     hashes = [hash_document(seed, document) for document in documents]
     distinct = sorted(set(hashes))
     if len(distinct) < 2:

@@ -95,9 +95,6 @@ def row_document(row: Mapping[str, object], columns: Mapping[str, str], place: s
         columns: your column names -> those of the formats (te_models.config.data.parse_columns).
         place: names the row in messages.
         source: names the corpus.
-
-    Raises:
-        DataError: the row is of no known format, or a value in it is not of its kind.
     """
     renamed = rename(row, columns)
     kind = recognize(renamed)

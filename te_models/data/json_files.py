@@ -8,11 +8,7 @@ from te_models.saving.folder import read_listed
 
 
 def read_file(file: Path) -> bytes | None:
-    """Return the content of a small file, None if there is no such file; a manifest beside it must fit.
-
-    Raises:
-        DataError: it is no regular file, too large, or not the file that was saved.
-    """
+    """Return the content of a small file, None if there is no such file; a manifest beside it must fit."""
     try:
         return read_listed(file.parent, [file.name]).get(file.name)
     except CheckpointError as error:

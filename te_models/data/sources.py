@@ -64,10 +64,6 @@ def open_sources(paths: Sequence[str], columns: Mapping[str, str], required: boo
         paths: the sources.
         columns: your column names -> those of the formats (te_models.config.data.parse_columns).
         required: some source must have one of the columns.
-
-    Raises:
-        UsageError: a weight is out of range, or `columns` are in none of the sources.
-        DataError: a source is missing or of no known format, or mixes records with text files.
     """
     sources, renamed = [], False
     for given in paths:
@@ -154,10 +150,6 @@ def read_records(data: Iterable[Any], columns: Mapping[str, str], formatting: Fo
         columns: your column names -> those of the formats (te_models.config.data.parse_columns).
         formatting: makes of each record a text, a list of messages, or a dict with the fields of a format.
         name: of the data, in messages.
-
-    Raises:
-        DataError: there is no record, one is of no known format, or texts are among records.
-        UsageError: `formatting` returns something else.
     """
     if isinstance(data, Mapping):
         raise UsageError(f"{name} is a {type(data).__name__}: give a list of records, or one split of a DatasetDict")

@@ -264,9 +264,6 @@ def make_shards(
         recipe: the model's recipe.
         built: returns the engine's recipe object of a module, given its name.
         group: the processes that share each weight, over which current scaling takes its amax.
-
-    Raises:
-        UsageError: if the recipe gives blocks their own scales, or a weight's rows cannot be divided evenly.
     """
     for used in recipe.in_use:
         if used.scheme not in SHARDED_SCHEMES:

@@ -213,11 +213,7 @@ def _places(model: CausalLM) -> tuple[dict[str, Place], Family | None]:
 
 
 def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
-    """Replace te modules by what is `placed` there, from `show_linears`, also where adapters may come later.
-
-    Raises:
-        UsageError: peft's `configs` ask for what its files would have under names that transformers does not know.
-    """
+    """Replace te modules by what is `placed` there, from `show_linears`, also where adapters may come later."""
     if not isinstance(model.lm_head, model.te.Linear):
         raise UsageError("peft cannot adapt the head here: give add_lora the CausalLM inside (`.model`)")
     biases = any(name.endswith(".bias") for name, p in model.named_parameters() if p.numel())

@@ -86,11 +86,7 @@ class Feedforward(BlockPart[Spec]):
 def new_states(
     mixers: Sequence[Mixer], batch: int, max_length: int, device: torch.device, dtype: torch.dtype
 ) -> list[State]:
-    """Return what the mixers of all layers keep of `batch` rows of up to `max_length` tokens.
-
-    Raises:
-        OutOfMemory: it does not fit on the device.
-    """
+    """Return what the mixers of all layers keep of `batch` rows of up to `max_length` tokens."""
     slots = slots_for(max_length)
     try:
         return [mixer.new_state(batch, slots, device, dtype) for mixer in mixers]

@@ -62,9 +62,6 @@ def check_values(saved: object, expected: Any, place: str) -> None:
         saved: a tensor, a whole number, or a dict of these.
         expected: a tensor of the right shape and dtype, `int`, or a dict of these.
         place: names the value in errors.
-
-    Raises:
-        CheckpointError: another type, name, shape or dtype, a number that is not finite, or a negative count or square.
     """
     if isinstance(expected, dict) and isinstance(saved, dict) and saved.keys() == expected.keys():
         for name, value in expected.items():

@@ -52,11 +52,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Return all rows of a metrics.jsonl, except an incomplete last line after a kill.
-
-    Raises:
-        DataError: a complete line is not a row of metrics; the message names the line.
-    """
+    """Return all rows of a metrics.jsonl, except an incomplete last line after a kill."""
     rows = []
     descriptor, _ = open_regular(path, error=DataError)
     with open(descriptor, "rb") as file:

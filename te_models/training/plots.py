@@ -102,11 +102,7 @@ def try_drawing(path: Path, draw: Callable[[], None]) -> str:
 
 
 def new_figure(size: tuple[float, float]) -> Any:
-    """Return an empty figure of this size in inches.
-
-    Raises:
-        MissingPackage: matplotlib is missing or too old.
-    """
+    """Return an empty figure of this size in inches."""
     with needs("drawing", "matplotlib", "3.8", "train"):
         from matplotlib.figure import Figure  # noqa: PLC0415  optional, and slow to import
     return Figure(figsize=size, dpi=130, layout="constrained")

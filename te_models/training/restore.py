@@ -18,9 +18,6 @@ def check_random_state(state: object, rank: int, generator: torch.Generator, nam
 
     It is a copy: PyTorch's setters read from the start of the storage, whatever the tensor's offset. `generator` is
     a generator of the device that nothing else uses; its state is set as a test. `name` names the state in errors.
-
-    Raises:
-        CheckpointError: it is not a state of such a generator.
     """
     with explained(f"{name} is not a random state of a {generator.device.type} device", RuntimeError, TypeError):
         if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.dim() not in (1, 2) or not len(state):

@@ -25,11 +25,7 @@ class Saved(Protocol):
 
 
 def saved_part(model: object, saved: Saved | None) -> tuple[CausalLM, Saved | None]:
-    """Return the model that runs, and the part of it that checkpoints contain, `saved` if given; None: all of it.
-
-    Raises:
-        UsageError: `model` is neither a CausalLM nor one with adapters.
-    """
+    """Return the model that runs, and the part of it that checkpoints contain, `saved` if given; None: all of it."""
     if isinstance(model, CausalLM):
         if saved is None:
             refuse_adapters(model)
