@@ -83,15 +83,8 @@ class ChatTemplate:
     def render_all(self, requests: Iterable[Mapping[str, object]]) -> list[Rendered | str]:
         """Render several conversations at once, which is faster; together they have the time limit of one.
 
-        Args:
-            requests: the template's variables of each, "messages" among them.
-
-        Returns:
-            for each the text, or the reason why the template refuses it.
-
-        Raises:
-            UsageError: variables are not plain JSON values.
-            DataError: the template takes too much time.
+        `requests` are the template's variables of each, "messages" among them. Return for each the text, or the reason
+        why the template refuses it; raise a DataError if it takes too much time.
         """
         default = {**self.tokens, "tools": None, "documents": None, "add_generation_prompt": False}
         process = self._process

@@ -88,13 +88,9 @@ def may_be_recognized(names: Collection[str]) -> bool:
 
 
 def row_document(row: Mapping[str, object], columns: Mapping[str, str], place: str, source: str) -> Document:
-    """Return the document of one row.
+    """Return the document of one row, whose `columns` are those of te_models.config.data.parse_columns.
 
-    Args:
-        row: column name -> value.
-        columns: your column names -> those of the formats (te_models.config.data.parse_columns).
-        place: names the row in messages.
-        source: names the corpus.
+    `place` names the row in messages, `source` the corpus.
     """
     renamed = rename(row, columns)
     kind = recognize(renamed)

@@ -60,10 +60,7 @@ class Source:
 def open_sources(paths: Sequence[str], columns: Mapping[str, str], required: bool = True) -> list[Source]:
     """Find the files of "path" or "path:weight" each, and recognize their formats.
 
-    Args:
-        paths: the sources.
-        columns: your column names -> those of the formats (te_models.config.data.parse_columns).
-        required: some source must have one of the columns.
+    Some source must have one of the `columns` (te_models.config.data.parse_columns) if they are `required`.
     """
     sources, renamed = [], False
     for given in paths:
@@ -143,13 +140,10 @@ def is_records(data: object) -> TypeGuard[Iterable[object]]:
 
 
 def read_records(data: Iterable[Any], columns: Mapping[str, str], formatting: Formatting | None, name: str) -> Source:
-    """Return the source of records, which has their documents and no files.
+    """Return the source of records, which are read once, as a whole; it has their documents and no files.
 
-    Args:
-        data: the records; read once, as a whole.
-        columns: your column names -> those of the formats (te_models.config.data.parse_columns).
-        formatting: makes of each record a text, a list of messages, or a dict with the fields of a format.
-        name: of the data, in messages.
+    `columns` are those of te_models.config.data.parse_columns, `name` that of the data in messages. `formatting` makes
+    of each record a text, a list of messages, or a dict with the fields of a format.
     """
     if isinstance(data, Mapping):
         raise UsageError(f"{name} is a {type(data).__name__}: give a list of records, or one split of a DatasetDict")

@@ -251,9 +251,6 @@ class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0 to 255, then the special ids bos, eos and pad.
 
     No text encodes to a special id, except the output of a chat template set by `set_chat_template`.
-
-    Args:
-        folder: where its files are, if it has any.
     """
 
     vocab_size = 259

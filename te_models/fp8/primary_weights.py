@@ -258,12 +258,8 @@ def make_shards(
 ) -> None:
     """Replace this rank's rows of the FP8 layers' weights by empty FP8 ones, for `write_weight` to fill.
 
-    Args:
-        model: the model.
-        linears: the engine's te.Linear and te.GroupedLinear.
-        recipe: the model's recipe.
-        built: returns the engine's recipe object of a module, given its name.
-        group: the processes that share each weight, over which current scaling takes its amax.
+    `linears` are the engine's classes of them, `built` returns the engine's recipe object of a module by its name, and
+    `group` are the processes that share each weight, over which current scaling takes its amax.
     """
     for used in recipe.in_use:
         if used.scheme not in SHARDED_SCHEMES:

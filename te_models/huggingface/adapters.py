@@ -79,13 +79,7 @@ class Head(nn.Linear):
 
 
 class DividedLinear(nn.Module):
-    """A te.Linear of which peft has adapted some rows, or may do so.
-
-    Args:
-        base_layer: the te.Linear.
-        part: the module that has its Rows, adapted ones among them, below it.
-        names: of those.
-    """
+    """A te.Linear of which peft has adapted some rows, or may do so: the Rows of `names` below the module `part`."""
 
     def __init__(self, base_layer: nn.Module, part: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()

@@ -20,12 +20,9 @@ Spec = TypeVar("Spec", bound=PartSpec)
 
 
 class BlockPart(nn.Module, ABC, Generic[Spec]):
-    """A mixer or an MLP. Its modules have the names that its description gives them.
+    """A mixer or an MLP: this rank's share, as `spec` describes it, in block number `layer`.
 
-    Args:
-        spec: the description of this rank's share.
-        layer: the number of its block.
-        factory: makes its te.Linears and norms.
+    Its modules, which `factory` makes, have the names that its description gives them.
     """
 
     # The name of the te.Linear that alone reads the part's input, which may therefore be FP8; None: several read it.

@@ -43,9 +43,7 @@ INITS = (True, False, "gaussian")  # the others of peft change the base weights
 def check_fields(values: Mapping[str, Any], init: bool = True) -> None:
     """Raise UsageError for a field of LoraConfig that te-models does not support, unless it has its default or is off.
 
-    Args:
-        values: field -> value.
-        init: check `init_lora_weights` as for a new adapter; False: as for one that has been trained.
+    `init` checks `init_lora_weights` as for a new adapter; otherwise as for one that has been trained.
     """
     refuse(_field_mistakes(values, init))
 

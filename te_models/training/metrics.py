@@ -18,14 +18,9 @@ MOST = 1e30  # no metric is as large, and a plot can still compute with it
 
 
 class MetricsLog:
-    """Write metrics.jsonl line by line. Opening it at step N drops the rows of later steps, as a resumed run needs.
+    """Write metrics.jsonl line by line; without a path, as on every process of a run except the first, nothing.
 
-    Args:
-        path: the file; None writes nothing, as on every process of a run except the first.
-        after_step: the last step whose row is kept.
-
-    Raises:
-        SaveError: a row cannot be written.
+    Opening it drops the rows after `after_step`, as a resumed run needs.
     """
 
     def __init__(self, path: Path | None, after_step: int = 0) -> None:
