@@ -25,7 +25,7 @@ from te_models.files.formats import Fields, list_some, parse_size
 from te_models.fp8.region import saving
 from te_models.generation.decode_loop import te_linears
 from te_models.huggingface.adapters import Head, place_adapters, show_linears
-from te_models.huggingface.cache import CacheView, refuse_other_states
+from te_models.huggingface.cache import INSTALLED, NAMES, CacheView, cache_by_either_name, refuse_other_states
 from te_models.huggingface.config import TEModelsConfig
 from te_models.huggingface.saving import add_prefix, leave_out_empty, save_model
 from te_models.interop.hf import hugging_face_documents
@@ -53,7 +53,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = TEModelsConfig
     base_model_prefix = "model"
     _no_split_modules = ["Block"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = [*NAMES]
     _tied_weights_keys = {"model.lm_head.weight": "model.embed_tokens.weight"}
     _supports_sdpa = True
     supports_gradient_checkpointing = True
@@ -119,12 +119,13 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             setattr(model.config, name, value)
         return model.eval()
 
+    @cache_by_either_name
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -142,7 +143,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             attention_mask: [B, past + S], 0 at padding on either side; or [B, 1, S, past + S], bool or additive.
             position_ids: int64 [B or 1, S], positions for RoPE. Without mask and cache, a position that does not follow
                 the one before it begins a new document, outside of which attention sees nothing.
-            past_key_values: a cache, which is extended.
+            cache: a cache of transformers, which is extended; also as `past_key_values`.
             inputs_embeds: [B, S, D] instead of input_ids.
             labels: int64 [B, S], not shifted; -100 is not counted, nor is what padding would predict.
             use_cache: return a cache; by default in evaluation without labels, if the config says so.
@@ -163,8 +164,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         _refuse_unknown(loss_options)
         tokens = self._tokens(input_ids, inputs_embeds, labels, shift_labels)
         wants_loss = labels is not None or shift_labels is not None
-        past_key_values = self._past(past_key_values, use_cache, wants_loss)
-        passed = self._attention(tokens, attention_mask, position_ids, past_key_values)
+        cache = self._past(cache, use_cache, wants_loss)
+        passed = self._attention(tokens, attention_mask, position_ids, cache)
         count = logits_to_keep if isinstance(logits_to_keep, int) else 0  # of positions, or all
         passed |= dict(is_first_microbatch=self._weights_pass, logits_to_keep=count or None)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -180,7 +181,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
             shift_labels = shifted(labels, None if mask is None else mask[:, -labels.shape[1] :].to(labels.device))
         loss = None if shift_labels is None else self._loss(logits, shift_labels, num_items_in_batch)
-        output = CausalLMOutputWithPast(loss, logits, past_key_values, tuple(hidden) if hidden else None)
+        output = CausalLMOutputWithPast(loss, logits, cache, tuple(hidden) if hidden else None)
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     def calibrate(self, *batches: Mapping[str, Tensor], weights: Sequence[Tensor | float] | None = None) -> None:
@@ -250,6 +251,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         return loss if count is None else loss * (targets != IGNORED).sum() / count
 
     @torch.no_grad()
+    @cache_by_either_name
     def generate(self, *args: Any, **options: Any) -> Any:
         """Continue prompts as transformers does, with all of its options; FP8 weights are quantized once per call."""
         options.setdefault("disable_compile", True)  # with a static cache it would compile forward, into many pieces
@@ -261,10 +263,11 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         with self._weights_quantized_once():
             return super().generate(*args, **options)  # type: ignore[bad-argument-type]  # protocol without properties
 
+    @cache_by_either_name
     def prepare_inputs_for_generation(  # type: ignore[bad-override]  # its other arguments differ between versions
         self,
         input_ids: Tensor,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Fields:
@@ -274,10 +277,10 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         """
         kwargs.pop("tokenizer", None)  # with which `generate` looks for stop strings
         told = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        if past_key_values is not None and self._angles_change(input_ids, past_key_values, *told):
-            past_key_values = None  # and all tokens are passed
+        if cache is not None and self._angles_change(input_ids, cache, *told):
+            cache = None  # and all tokens are passed
             kwargs |= dict.fromkeys(kwargs.keys() & {"next_sequence_length"})
-        kwargs |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
+        kwargs |= {INSTALLED: cache, "inputs_embeds": inputs_embeds}
         prepare = super().prepare_inputs_for_generation
         return prepare(input_ids, **kwargs)  # type: ignore[bad-argument-type]  # its protocol lacks properties
 
@@ -453,12 +456,13 @@ class Backbone(nn.Module):
         super().__init__()
         self.owner = (owner,)
 
+    @cache_by_either_name
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **others: object,
@@ -467,9 +471,7 @@ class Backbone(nn.Module):
         _refuse_unknown(others)
         (owner,) = self.owner
         attention = dict(attention_mask=attention_mask, position_ids=position_ids)
-        return BaseModelOutputWithPast(
-            owner.hidden(input_ids, inputs_embeds, past_key_values, **attention), past_key_values
-        )
+        return BaseModelOutputWithPast(owner.hidden(input_ids, inputs_embeds, cache, **attention), cache)
 
 
 AutoModelForCausalLM.register(TEModelsConfig, TEModelsForCausalLM, exist_ok=True)

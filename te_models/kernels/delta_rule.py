@@ -175,7 +175,7 @@ def delta_rule_kernel(device: torch.device, dtype: torch.dtype) -> str:
     """Return what computes the delta rule of a training step on this device, in a few words."""
     if runs_on_kernels(device, dtype):
         version = importlib.metadata.version("fla-core")
-        return f"flash-linear-attention {version}, which tunes its kernels in the first step, for about two minutes"
+        return f"flash-linear-attention {version}, whose kernels are compiled in the first step"
     if device.type != "cuda" or dtype.itemsize != 2:
         return "plain PyTorch"
     return "plain PyTorch, many times slower: te-models[hybrid] is missing"

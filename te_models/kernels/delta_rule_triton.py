@@ -1,6 +1,6 @@
-"""One kernel of the gated delta rule's backward, for flash-linear-attention on Hopper under Triton 3.4.0 to 3.7.0.
+"""flash-linear-attention on Hopper: one kernel of the gated delta rule's backward, and fixed configurations of others.
 
-Those versions compile the package's own kernel to wrong code there, warp-group products of transposed tiles
+Triton 3.4.0 to 3.7.0 compile the package's own kernel to wrong code there, warp-group products of transposed tiles
 (fla-org/flash-linear-attention, issues 640 and 984), and it refuses to run. This one computes `ROWS` tokens per
 program, too few for warp-group instructions. `register` makes it the package's backend, so that every user of the
 package in this process trains on such a machine, transformers' hybrids among them.
@@ -16,12 +16,16 @@ of the outputs:
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.autotuner import Autotuner
 
 ROWS = 32  # below 64, from which on Triton takes warp-group instructions
 BLOCK_K, BLOCK_V, WARPS, STAGES = 128, 64, 8, 2  # channels at most; compiled so, no register is spilled
@@ -183,3 +187,51 @@ def register() -> None:
             return gradients(**given)
 
     register_backend("common")(Backend)
+    if IS_NVIDIA_HOPPER:
+        fix_configurations()
+
+
+# The package compiles and times some eighty configurations for every number of heads, which takes two minutes of a
+# first step. These were the fastest on an H100, for 16 and 32 heads of 128 channels (benchmarks/delta_rule_tuning.py).
+FASTEST = {
+    "modules.norm.l2norm.l2norm_fwd_kernel": triton.Config({"BT": 16}, num_warps=4),
+    "modules.norm.l2norm.l2norm_bwd_kernel": triton.Config({"BT": 16}, num_warps=8),
+    "ops.utils.cumsum.chunk_local_cumsum_scalar_kernel": triton.Config({}, num_warps=1),
+    "ops.gated_delta_rule.chunk_fwd.chunk_gated_delta_rule_fwd_kkt_solve_kernel": triton.Config(
+        {"BK": 64}, num_warps=1
+    ),
+    "ops.common.chunk_delta_h.chunk_gated_delta_rule_fwd_kernel_h_blockdim64": triton.Config(
+        {"BV": 64}, num_warps=4, num_stages=3
+    ),
+    "ops.common.chunk_delta_h.chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": triton.Config(
+        {"BV": 32}, num_warps=4, num_stages=2
+    ),
+    "ops.common.chunk_o.chunk_fwd_kernel_o": triton.Config({"BK": 64, "BV": 64}, num_warps=4, num_stages=3),
+    "ops.common.chunk_o.chunk_bwd_kernel_dv_local": triton.Config({}, num_warps=2, num_stages=3),
+    "ops.gated_delta_rule.wy_fast.recompute_w_u_fwd_kernel": triton.Config({}, num_warps=4, num_stages=3),
+    "ops.gated_delta_rule.wy_fast.prepare_wy_repr_bwd_kernel": triton.Config({}, num_warps=4, num_stages=3),
+}
+WIDEST = 128  # channels per head that FASTEST is for: wider ones may not fit into shared memory
+
+
+def autotuned() -> Iterator[tuple[str, Autotuner]]:
+    """Yield the autotuned kernels of flash-linear-attention that have been imported, under their names inside it."""
+    for name in [name for name in sys.modules if name.startswith("fla.")]:
+        for kernel in vars(sys.modules[name]).values():
+            while hasattr(kernel, "fn") and not isinstance(kernel, Autotuner):
+                kernel = kernel.fn
+            if isinstance(kernel, Autotuner) and kernel.base_fn.__module__ == name:
+                yield f"{name.removeprefix('fla.')}.{kernel.base_fn.__name__}", kernel
+
+
+def fix_configurations() -> None:
+    """Have the package run FASTEST, without timing other configurations."""
+    for name, kernel in autotuned():
+        if name in FASTEST:
+            kernel.early_config_prune = functools.partial(_fixed, FASTEST[name])
+
+
+def _fixed(fastest: triton.Config, configs: list[triton.Config], named: dict[str, Any], **given: Any) -> list[Any]:
+    """Return the configurations to time for a call with these arguments."""
+    widths = [size for name, size in (named | given).items() if name in ("D", "K", "V")]
+    return [fastest] if max(widths, default=0) <= WIDEST else configs

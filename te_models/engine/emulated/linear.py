@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from te_models.device.autograd import Context
-from te_models.device.cpu_matmul import matmul, packed_matmul
+from te_models.device.cpu_matmul import PACKED_ROWS, matmul, packed_matmul
 from te_models.engine.emulated import few_rows
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.delayed_scaling import ScaleRegistry
@@ -102,7 +102,7 @@ def product(
         x, w = _high_precision(inp, call.dtype), _high_precision(weight, call.dtype)
         x = as_matrix(x)
         total = parallel.gather_input(x)
-        if w is weight and bias is None and not call.grad:
+        if w is weight and bias is None and not call.grad and len(total) <= PACKED_ROWS:
             kept = call.module.packed_weight(call.weight_name, w, call.first_microbatch)
             if kept is not None:
                 return packed_matmul(total, kept), x, w
