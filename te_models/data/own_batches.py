@@ -1,7 +1,5 @@
 """Batches that a program makes itself, in a list, DataLoader or generator, as an endless dataset with a position."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import warnings

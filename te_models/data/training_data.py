@@ -1,7 +1,5 @@
 """The data of a run: a dataset to train on, in memory or streamed, and batches to evaluate on."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

@@ -5,8 +5,6 @@ Every function gives the same result for the same logits: of equal scores the ex
 sums have a fixed order, that of Transformer Engine's permutation kernels (from the last expert to the first, in FP32).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
