@@ -80,6 +80,11 @@ def main(tiny: bool, shapes: str, recipes: str, seconds: float, decode: bool, ou
         config, is_slice = shape_of(shape, tiny), SHAPES[shape][3]
         hybrid = config.linear_attention is not None
         variants: dict[str, Callable[[], dict[str, Any]]] = {}
+        if decode and shape == "2b":
+            for name in ("bf16", "current", "transformers"):
+                variants[f"{shape} decode {name}"] = functools.partial(
+                    decoding, config, device, name, 4 if tiny else 64
+                )
         for batch, seq in [(2, 70)] if tiny else SHAPES[shape][2]:
             size = (config, batch, seq, device)
             for recipe in recipes.split(","):
@@ -87,11 +92,6 @@ def main(tiny: bool, shapes: str, recipes: str, seconds: float, decode: bool, ou
             variants[f"{shape} {batch}x{seq} transformers"] = functools.partial(theirs, *size)
             if hybrid:
                 variants[f"{shape} {batch}x{seq} recurrence"] = functools.partial(recurrence, *size)
-        if decode and shape == "2b":
-            for name in ("bf16", "current", "transformers"):
-                variants[f"{shape} decode {name}"] = functools.partial(
-                    decoding, config, device, name, 4 if tiny else 64
-                )
         for name, run in variants.items():
             if time.monotonic() - begun > seconds:
                 result["skipped"].append(name)
