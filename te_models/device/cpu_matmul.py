@@ -1,26 +1,20 @@
 """Matrix products that stay fast on CPUs without BF16 instructions."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from te_models.device.measured import once
 
+# Rows that a packed weight multiplies at most, those of a step of generation. Of 33 AMX sums in another order.
+PACKED_ROWS = 16
+
 
 def matmul(
     a: Tensor, b: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Return a @ b + bias, summed in FP32 and rounded once.
+    """Return a [M, K] @ b [K, N] + bias [N], summed in FP32 and rounded once to `dtype` (None: that of a), into `out`.
 
     A CPU without BF16 instructions multiplies BF16 8 to 30 times slower than FP32, so there the product runs in FP32.
-
-    Args:
-        a: [M, K].
-        b: [K, N], same dtype.
-        bias: [N], or None.
-        dtype: dtype of the result; None: that of `a`.
-        out: tensor [M, N] to write to and return, or None.
     """
     dtype = dtype or a.dtype
     if out is not None:
@@ -45,7 +39,7 @@ def packed(weight: Tensor) -> Tensor | None:
 
 
 def packed_matmul(a: Tensor, weight: Tensor) -> Tensor:
-    """Return a [M, K] @ weight [N, K] transposed, of a `packed` weight, as `matmul` does."""
+    """Return a [M, K] @ weight [N, K] transposed, of a `packed` weight, as `matmul` does; M is PACKED_ROWS at most."""
     return torch.ops.mkldnn._linear_pointwise(a, weight, None, "none", [], "")
 
 
@@ -63,7 +57,7 @@ def _packing_is_exact() -> bool:
     if not _has_units(torch.bfloat16):
         return False
     generator, equal = torch.Generator().manual_seed(0), []
-    for rows, inputs, outputs in ((1, 192, 512), (4, 512, 192), (12, 2048, 40)):
+    for rows, inputs, outputs in ((1, 192, 512), (4, 512, 192), (PACKED_ROWS, 2048, 40)):
         x, weight = (torch.randn(n, inputs, generator=generator).bfloat16() for n in (rows, outputs))
         product = packed_matmul(x, torch.ops.mkldnn._reorder_linear_weight(weight, 1))
         equal.append(torch.equal(product, matmul(x, weight.t())))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models import CausalLM
-from te_models.device.cpu_matmul import matmul, packed, packed_matmul
+from te_models.device.cpu_matmul import PACKED_ROWS, matmul, packed, packed_matmul
 from te_models.engine import emulated as te
 from te_models.engine.emulated import linear as te_linear
 from te_models.engine.emulated.quantizers import Quantizer
@@ -72,7 +72,7 @@ def test_each_weight_is_quantized_once(recipe: str, monkeypatch: pytest.MonkeyPa
     assert sorted(set(weights)) == [0, 1] and sum(weights) == 4 * (6 - 2)  # none in the BF16 edges
 
 
-@pytest.mark.parametrize("rows", [1, 4, 12, 40])
+@pytest.mark.parametrize("rows", [1, 4, 12, PACKED_ROWS])
 @pytest.mark.parametrize("outputs, inputs", [(512, 192), (192, 192), (192, 512), (40, 96), (16, 2048), (1, 8)])
 def test_packed_weights_change_no_bit(outputs: int, inputs: int, rows: int) -> None:
     weight, x = torch.randn(outputs, inputs).bfloat16(), torch.randn(rows, inputs).bfloat16()
