@@ -4,8 +4,6 @@ A user's mistake ends with exit code 2 and one line on stderr; set TE_MODELS_DEB
 torch when they run, so that `--help` is fast.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -28,7 +26,6 @@ from te_models.cli.parity import parity
 from te_models.cli.plan import plan
 from te_models.cli.training import finetune, pretrain
 from te_models.cli.verify import verify
-from te_models.config.recipe import ELSEWHERE
 from te_models.errors import TeModelsError, one_line, unknown
 
 # torchao, which peft and lm-evaluation-harness import, logs its missing kernels and its use of torch's registry.
@@ -59,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except click.NoSuchOption as error:
         options = [] if error.ctx is None else [name for one in error.ctx.command.params for name in one.opts]
-        advice = ELSEWHERE.get(error.option_name.lstrip("-").replace("-", "_"), "")
-        return _fail(error, str(unknown("option", error.option_name, options, "--help-all", advice)))
+        return _fail(error, str(unknown("option", error.option_name, options, "--help-all")))
     except click.ClickException as error:
         return _fail(error, error.format_message())
     except (click.Abort, KeyboardInterrupt):
@@ -110,7 +106,7 @@ def _plain_warnings() -> Iterator[None]:
 @click.group(context_settings={"max_content_width": 100})
 @click.version_option(package_name="te-models", prog_name="te-models")
 def cli() -> None:
-    """Gated-attention models in FP8, with Transformer Engine on a GPU or its numbers on any device."""
+    """Train decoder language models in FP8: with Transformer Engine on a GPU, emulated elsewhere."""
 
 
 COMMANDS = (

@@ -155,11 +155,6 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
         ]
 
     @staticmethod
-    def _copies(tape: Tape) -> bool:
-        """Return whether attention runs on FP32 copies, as kernels/sdpa.py does on a CPU."""
-        return not tape.cuda and tape.element < FP32
-
-    @staticmethod
     def _norm(tape: Tape, name: str, rows: int, size: int) -> Step:
         """Return the te.RMSNorm of a latent, which saves a contiguous copy of it and one FP32 per row."""
         own = rows * size * tape.element

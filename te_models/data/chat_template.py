@@ -1,7 +1,5 @@
 """Conversations as text: a tokenizer's chat template, rendered as in transformers, in a separate process."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -76,12 +74,7 @@ class ChatTemplate:
         self._process = _Process(source)
 
     def render(self, messages: Sequence[Message], **variables: object) -> str:
-        """Return the prompt after which the assistant speaks; `variables` are the template's, such as enable_thinking.
-
-        Raises:
-            UsageError: messages or variables are not plain JSON values.
-            DataError: the template refuses the messages, fails, or takes too much time or memory.
-        """
+        """Return the prompt after which the assistant speaks; `variables` are those of the template."""
         request = {"messages": list(messages), "add_generation_prompt": True, **variables}
         rendered = self.render_all([request])[0]
         if isinstance(rendered, str):
@@ -91,15 +84,8 @@ class ChatTemplate:
     def render_all(self, requests: Iterable[Mapping[str, object]]) -> list[Rendered | str]:
         """Render several conversations at once, which is faster; together they have the time limit of one.
 
-        Args:
-            requests: the template's variables of each, "messages" among them.
-
-        Returns:
-            for each the text, or the reason why the template refuses it.
-
-        Raises:
-            UsageError: variables are not plain JSON values.
-            DataError: the template takes too much time.
+        `requests` are the template's variables of each, "messages" among them. Return for each the text, or the reason
+        why the template refuses it; raise a DataError if it takes too much time.
         """
         default = {**self.tokens, "tools": None, "documents": None, "add_generation_prompt": False}
         process = self._process

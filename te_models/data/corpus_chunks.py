@@ -5,8 +5,6 @@ range in which it begins), row ranges of Parquet files (from their footers) and 
 JSON arrays and tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain

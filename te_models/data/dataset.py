@@ -13,8 +13,6 @@ An epoch is every document once, or as often as its source's weight says, in an 
 Each window has a counted label. te_models.data.streaming reads a corpus larger than memory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -128,13 +128,8 @@ class Fit(NamedTuple):
 def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, begin_prompts: bool = False) -> Encoded:
     """Encode documents; texts and completions are followed by the end-of-text token, conversations by nothing.
 
-    Args:
-        documents: at least one.
-        tokenizer: must have an end-of-text token, and a chat template if there are conversations.
-        begin_prompts: begin prompts with the token that the tokenizer begins texts with, if any, as for generation.
-
-    Raises:
-        DataError: there are no documents, or the chat template refuses one or does not show where its answers are.
+    Conversations need a chat template. `begin_prompts` begins prompts with the token that the tokenizer begins texts
+    with, if any, as for generation.
     """
     if not documents:
         raise DataError("there are no documents to make batches of: give at least one")

@@ -3,8 +3,6 @@
 fsspec opens the files, so a path may be a glob or a URL such as hf://datasets/... or s3://...
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

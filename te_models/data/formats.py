@@ -9,8 +9,6 @@
 A list of turns is of the first or second format depending on the keys of its turns, whatever the column's name.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -94,16 +92,9 @@ def may_be_recognized(names: Collection[str]) -> bool:
 
 
 def row_document(row: Mapping[str, object], columns: Mapping[str, str], place: str, source: str) -> Document:
-    """Return the document of one row.
+    """Return the document of one row, whose `columns` are those of te_models.config.data.parse_columns.
 
-    Args:
-        row: column name -> value.
-        columns: your column names -> those of the formats (te_models.config.data.parse_columns).
-        place: names the row in messages.
-        source: names the corpus.
-
-    Raises:
-        DataError: the row is of no known format, or a value in it is not of its kind.
+    `place` names the row in messages, `source` the corpus.
     """
     renamed = rename(row, columns)
     kind = recognize(renamed)

@@ -1,7 +1,5 @@
 """Windows of an epoch: documents back to back and cut, or whole records, as many as fit into each window."""
 
-from __future__ import annotations
-
 import bisect
 import math
 from abc import ABC, abstractmethod

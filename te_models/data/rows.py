@@ -3,8 +3,6 @@
 In memory and streamed, a corpus is read by the functions below, so both read the same files and refuse the same ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import functools

@@ -6,8 +6,6 @@ It reads one JSON object per line from standard input and answers each with one:
 te_models.data.chat_template starts it.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import re

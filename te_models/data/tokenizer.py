@@ -5,8 +5,6 @@ without merges that falls back to bytes, so that the `tokenizers` library gives 
 only in the vocabulary, so that no text, not even "<eos>", encodes to one.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import functools
@@ -260,9 +258,6 @@ class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0 to 255, then the special ids bos, eos and pad.
 
     No text encodes to a special id, except the output of a chat template set by `set_chat_template`.
-
-    Args:
-        folder: where its files are, if it has any.
     """
 
     vocab_size = 259

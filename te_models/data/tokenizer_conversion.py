@@ -6,8 +6,6 @@ of the sentencepiece library: transformers 5.23 loses the space before the first
 and the tokenizer of another.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -29,10 +27,6 @@ def convert_tokenizer(folder: Path) -> tuple[object, dict[str, str]] | None:
     """Return the tokenizer.json that transformers makes of a folder's files, and its special tokens by name.
 
     None: the folder has no such files.
-
-    Raises:
-        DataError: transformers cannot convert them, or one is not a regular file, or too large.
-        MissingPackage: transformers is not installed.
     """
     sources = [path for pattern in SOURCES for path in sorted(folder.glob(pattern))]
     if not sources:
@@ -102,9 +96,6 @@ def _sentencepiece_ids(path: Path) -> list[int] | None:
 
     transformers needs the library too, and says so. What the library refuses may make tokenizers, which would read it
     next, end the process.
-
-    Raises:
-        DataError: the model is damaged.
     """
     if path.name not in SENTENCEPIECE:
         return None

@@ -1,7 +1,5 @@
 """The data of a run: a dataset to train on, in memory or streamed, and batches to evaluate on."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
@@ -260,7 +258,7 @@ class _Opening:
         if self.tokenizer.ensure_chat_template():
             return ["the tokenizer has no chat template: a plain one is used, and saved with the model"]
         marks = self.tokenizer.chat_template().marks_answers
-        return [f"answers found by {'the marks in' if marks else 'prefixes of'} the chat template's text"]
+        return ["answers found " + ("by the chat template's marks" if marks else "by rendering the turns before each")]
 
     def _evaluation(self, encoded: Encoded) -> TokenDataset:
         """Return the dataset to evaluate on, whose remarks describe it."""

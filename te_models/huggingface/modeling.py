@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from te_models.causal_lm import CausalLM
@@ -34,7 +34,8 @@ from te_models.model.inputs import check_inputs, checked_tokens
 from te_models.model.rope import context_before_long_angles
 from te_models.model.targets import IGNORED, nan_if, shifted, valid_targets
 
-OUTPUTS = ("use_cache", "output_hidden_states", "return_dict")  # fields of the config that say what forward returns
+# Fields of the config that say what forward returns.
+OUTPUTS = ("use_cache", "output_hidden_states", "output_router_logits", "return_dict")
 # Arguments in which collators of packed documents repeat their boundaries for FlashAttention's kernels.
 PACKING = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -134,8 +135,9 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        output_router_logits: bool | None = None,
         **loss_options: Tensor,
-    ) -> CausalLMOutputWithPast | tuple[object, ...]:
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast | tuple[object, ...]:
         """Logits, and the loss if there are labels, as transformers' decoders compute them.
 
         Args:
@@ -152,6 +154,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             output_attentions: not supported.
             return_dict: False returns a tuple.
             num_items_in_batch: divide the summed loss by this number instead of the number of labels that count.
+            output_router_logits: with experts and labels, return the load-balancing loss as `aux_loss` (but no logits)
+                and add it to the loss by its factor.
             loss_options: `shift_labels`, int64 [B, S], labels that are shifted already. (A Trainer assumes that
                 each batch has every argument with "label" in its name.)
 
@@ -168,11 +172,13 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         passed = self._attention(tokens, attention_mask, position_ids, cache)
         count = logits_to_keep if isinstance(logits_to_keep, int) else 0  # of positions, or all
         passed |= dict(is_first_microbatch=self._weights_pass, logits_to_keep=count or None)
+        if wants_loss and (self.config.output_router_logits if output_router_logits is None else output_router_logits):
+            passed["labels"] = tokens.new_full(tokens.shape[:2], IGNORED, dtype=torch.int64)  # it then reports routing
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         before = [self.model.layers[0]] if wanted else []
         after = [*self.model.layers[:-1], self.model.norm] if wanted else []
         with _hidden_states(before, after, tokens.shape) as hidden:
-            logits = self.model(input_ids, inputs_embeds=inputs_embeds, **passed).logits
+            _, logits, routing = self.model(input_ids, inputs_embeds=inputs_embeds, **passed)
         if self._weights_pass:
             self._weights_pass = False
         if isinstance(logits_to_keep, Tensor):
@@ -181,7 +187,12 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
             shift_labels = shifted(labels, None if mask is None else mask[:, -labels.shape[1] :].to(labels.device))
         loss = None if shift_labels is None else self._loss(logits, shift_labels, num_items_in_batch)
-        output = CausalLMOutputWithPast(loss, logits, cache, tuple(hidden) if hidden else None)
+        rest = logits, cache, tuple(hidden) if hidden else None
+        if routing is None or loss is None or self.model.config.moe is None:
+            output = CausalLMOutputWithPast(loss, *rest)
+        else:
+            loss = loss + routing.loss(self.model.config.moe)
+            output = MoeCausalLMOutputWithPast(loss, routing.balance_loss, *rest)
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     def calibrate(self, *batches: Mapping[str, Tensor], weights: Sequence[Tensor | float] | None = None) -> None:
@@ -449,8 +460,7 @@ def _hidden_states(before: list[nn.Module], after: list[nn.Module], shape: torch
 class Backbone(nn.Module):
     """A TEModelsForCausalLM without its head, as transformers' models have it below them.
 
-    Args:
-        owner: the model; no submodule of this one, so that its parameters are not listed twice.
+    `owner` is no submodule of this one, so that its parameters are not listed twice.
     """
 
     def __init__(self, owner: TEModelsForCausalLM) -> None:

@@ -5,8 +5,6 @@ denominator of the softmax (gpt-oss, arXiv 2508.10925, section 2.2). The scores 
 at a time, in forward and backward, and backward recomputes them, so that only q, k and v are saved.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

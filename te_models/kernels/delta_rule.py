@@ -9,8 +9,6 @@ There are two implementations. The plain one runs everywhere, in FP32, and store
 GPU the Triton kernels of flash-linear-attention run instead, if it is installed.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import logging

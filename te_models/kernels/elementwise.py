@@ -1,7 +1,5 @@
 """Elementwise operations of a block, each in the dtype of its input."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -6,8 +6,6 @@ Engine's casts, one matrix at a time. Each has a multiple of 4 rows. A program f
 of those before it.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

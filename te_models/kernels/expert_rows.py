@@ -5,8 +5,6 @@ Shapes: T tokens, k experts per token, R rows of all experts together, padding i
 padding. Sums run over j = 0 to k - 1 in FP32, without fused multiply-add, and are rounded once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ strides are multiplied by 64-bit numbers, since a tensor may have more than 2**3
 operations through Triton's interpreter on a CPU (TRITON_INTERPRET=1).
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ graph. Shapes: E experts, R rows of all experts (te_models/kernels/groups.py); o
 no expert are left as they are. Sums are FP32, in ascending order: the bits are cuBLAS' for the shapes of models.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ The numbers are those of te.GroupedLinear, which takes a launch per expert for e
 expert's rows on the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -1,8 +1,6 @@
 """The products of rows with the matrix of their expert, in high precision: one launch on a GPU, one product per expert
 elsewhere. Adapters use them; experts themselves are te.GroupedLinear."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -9,8 +9,6 @@ Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1), which has no 
 integer arithmetic instead.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ reverse order, while the row is in the cache. Tested against the plain function 
 interpreter on a CPU (TRITON_INTERPRET=1).
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -7,8 +7,6 @@ its backward are those of FlashAttention-2 (Dao 2023, arXiv 2307.08691), without
 same in every run. Tested through Triton's interpreter on a CPU (TRITON_INTERPRET=1).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

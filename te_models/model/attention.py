@@ -1,7 +1,5 @@
 """Gated attention, built only from te.Linear and te.RMSNorm. Shapes: te_models/model/block.py."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -11,8 +11,6 @@ padding changes no amax, no scale and no weight gradient. The padding inside a b
 in the same way.
 """
 
-from __future__ import annotations
-
 from typing import cast
 
 from torch import Tensor, nn

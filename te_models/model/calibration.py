@@ -1,7 +1,5 @@
 """The first scales of a model under delayed scaling, from the amaxes of a batch (te_models.fp8.calibration)."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 C = 2 Kd + Vd channels of q, k and v; n value heads.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Checks of the arguments of a forward pass, before anything runs: one line for each mistake."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

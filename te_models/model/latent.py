@@ -4,8 +4,6 @@ While decoding, a token is its latent and the rotated part of its key; kv_b_proj
 anew in each step, so that they are those of a pass without a cache under any recipe.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

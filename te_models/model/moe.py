@@ -81,7 +81,7 @@ class Experts(Feedforward[MoESpec]):
             return chosen, where, self.ep.exchange(where, context.alignment, kernels)
 
         (chosen, where, exchange), first = context.recompute.kept(self.layer, route)
-        routing = describe(logits, where.counts, context.real)  # a recompute has to save what the first pass did
+        routing = describe(logits, where.counts, context.real, moe)  # a recompute has to save what the first pass did
         if first:
             context.routing.layers.append(routing)
         own = exchange.places if exchange else where

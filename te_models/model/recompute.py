@@ -145,9 +145,6 @@ class Recompute:
 
         The model's autocast has ended by then. Recipes without state only need it again; the scales of a stateful one
         have changed since, and its amaxes would be recorded twice.
-
-        Raises:
-            EngineError: the recipe has state, or the block was called by itself.
         """
         if torch._C._current_graph_task_id() == -1:
             raise EngineError("an FP8 block ran outside the model's autocast: call the model, not its blocks")

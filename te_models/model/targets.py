@@ -1,7 +1,5 @@
 """Targets of the next-token loss from labels."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -148,9 +148,6 @@ def build_optimizer(
         owners: see MasterWeights.
         gradients: see MasterWeights.
         norm: see MasterWeights.
-
-    Raises:
-        ValueError: an unknown name or option, a value out of range, or a missing package.
     """
     values = resolve_options(name, options)
     choice = OPTIMIZERS[name]
@@ -168,11 +165,7 @@ def build_optimizer(
 
 
 def resolve_options(name: str, options: str | Mapping[str, object]) -> Options:
-    """Return all options of the optimizer `name`: the defaults updated with `options`, in the types of the defaults.
-
-    Raises:
-        ValueError: an unknown name or option, or a value out of range.
-    """
+    """Return all options of the optimizer `name`: the defaults updated with `options`, in the types of the defaults."""
     check_known("optimizer", name, OPTIMIZERS)
     known = OPTIMIZERS[name].options
     values = {key: default[0] if isinstance(default, tuple) else default for key, default in known.items()}

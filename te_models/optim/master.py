@@ -7,8 +7,6 @@ works on FP32 copies, which are rounded into the parameters after each step (Mic
 Gradients are converted to FP32 a few parameters at a time, so that a step needs 1 GiB beyond the state for any model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from itertools import compress
 from typing import TypeVar

@@ -3,8 +3,6 @@
 torchao's quantized moments are tensor subclasses; they become dicts of the plain tensors inside them.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any, Protocol, runtime_checkable
 
@@ -73,9 +71,6 @@ def check_values(saved: object, expected: Any, place: str) -> None:
         saved: a tensor, a whole number, or a dict of these.
         expected: a tensor of the right shape and dtype, `int`, or a dict of these.
         place: names the value in errors.
-
-    Raises:
-        CheckpointError: another type, name, shape or dtype, a number that is not finite, or a negative count or square.
     """
     if isinstance(expected, dict) and isinstance(saved, dict) and saved.keys() == expected.keys():
         for name, value in expected.items():

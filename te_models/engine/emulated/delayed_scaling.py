@@ -4,8 +4,6 @@ Section 2 of docs/internals/transformer_engine.md. A cast multiplies by `scale` 
 amax in row 0 of the history; the update after a pass moves that amax to the last row and computes the next scale.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup

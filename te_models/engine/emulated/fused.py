@@ -4,8 +4,6 @@ On a GPU the plain functions spend their time on launches: ten to thirty per cas
 correctness: `fused(False)` turns it off, and tests/engine/test_cuda.py compares the bits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

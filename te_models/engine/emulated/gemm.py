@@ -5,8 +5,6 @@
 * anything else is an FP32 product of the same values, which differs from a GPU's in the order and width of the sum.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

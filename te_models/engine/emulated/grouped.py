@@ -5,8 +5,6 @@ forward and 2i, 2i+1 backward are those of expert i. An expert without rows reco
 scaling keeps its scale; its weight is quantized like all others, and its gradients are zeros, not None.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

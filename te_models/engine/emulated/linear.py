@@ -5,8 +5,6 @@ the columnwise FP8 copy of the input and both FP8 copies of the weight, or the h
 FP8.
 """
 
-from __future__ import annotations
-
 import contextvars
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -44,12 +44,7 @@ SLOTS = {"scaling_fwd": ("input", "weight", "output"), "scaling_bwd": ("grad_out
 
 
 def make_quantizer(recipe: Recipe, slot: str, device: torch.device) -> Quantizer:
-    """Return the quantizer of a te.Linear's tensor under a recipe without state.
-
-    Args:
-        slot: one of `SLOTS`.
-        device: where the module's weight lies.
-    """
+    """Return the quantizer of one of a te.Linear's `SLOTS` under a recipe without state, for a weight on `device`."""
     forward = slot in SLOTS["scaling_fwd"]
     dtype = fp8_dtype(recipe.fp8_format, forward)
     result = slot in ("output", "grad_input")

@@ -10,8 +10,6 @@ E2M1 number below, in steps of 2^-16, with random numbers from the quantizer's `
 one). Row scaling and "4over6" are not emulated.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

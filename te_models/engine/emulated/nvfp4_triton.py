@@ -1,7 +1,5 @@
 """Triton kernels for the cast and decoding of nvfp4.py, bit-identical; torch draws random numbers and transforms."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -13,8 +13,6 @@ quantized where each rank has whole blocks, else in high precision and quantized
 weight's amax is not reduced: under current scaling and NVFP4 each shard has a scale of its own.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any, NamedTuple, TypeVar
 

@@ -6,8 +6,6 @@ and recomputes all of them when the first is needed. PyTorch's checkpoint does b
 torch.autocast of the first pass; this file adds te.autocast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """te.RMSNorm: statistics, weight and product in FP32, one rounding at the end."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable
 

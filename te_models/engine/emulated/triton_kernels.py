@@ -4,8 +4,6 @@ Roundings are done with integers, as in nvfp4.encode_e2m1, so that the Triton in
 machine) computes what a GPU does; divisions are `div_rn`, since Triton's own is approximate.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
