@@ -261,7 +261,7 @@ def test_an_autocast_around_the_model_has_no_effect(recipe: str, engine: str, ch
 
 @pytest.mark.parametrize("recipe", ["bf16", "current"])
 def test_an_autocast_of_torch_narrows_nothing_in_a_bf16_model(recipe: str) -> None:
-    """Such as the sums of attention, the state of linear attention and a router in FP32; Trainer's bf16=True has one."""
+    """Such as sums of attention, the state of linear attention and a router in FP32; Trainer's bf16=True has one."""
     kinds = dict(
         layer_types=["linear_attention", "full_attention"],
         linear_attention=dict(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16),
