@@ -35,6 +35,7 @@ hypothesis.settings.register_profile("busy", deadline=None, max_examples=50)  # 
 hypothesis.settings.load_profile("busy")
 if "PYTEST_XDIST_WORKER" in os.environ:  # the whole suite needs it: let it import while the first tests run
     multiprocessing.forkserver.ensure_running()
+gc.disable()  # until all tests are collected: what is imported stays, and looking for garbage in it took 5 s
 torch.set_num_threads(1)  # tensors are small: a second thread only waits
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # of this process and of those that tests start
@@ -115,6 +116,7 @@ ORDER = {name: place for place, name in enumerate(LONGEST)}
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # half a million objects, which stay: looking at them again and again took a tenth of the time
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

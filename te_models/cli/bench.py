@@ -1,7 +1,5 @@
 """`te-models bench`: time a training step under several recipes and beside other libraries."""
 
-from __future__ import annotations
-
 import click
 from rich.text import Text
 

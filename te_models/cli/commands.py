@@ -4,8 +4,6 @@ A user's mistake ends with exit code 2 and one line on stderr; set TE_MODELS_DEB
 torch when they run, so that `--help` is fast.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

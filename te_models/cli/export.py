@@ -1,7 +1,5 @@
 """`te-models export`: write a quantized checkpoint for a server."""
 
-from __future__ import annotations
-
 import click
 
 from te_models.cli.options import (

@@ -1,7 +1,5 @@
 """`te-models plan`: precision per layer, or the memory of training, before anything is allocated."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

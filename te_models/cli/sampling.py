@@ -1,7 +1,5 @@
 """The options of sampling, which `generate` and `chat` share."""
 
-from __future__ import annotations
-
 import functools
 import io
 import sys

@@ -1,7 +1,5 @@
 """`te-models pretrain`, which trains a preset from random weights, and `te-models finetune`, for an existing model."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Mapping

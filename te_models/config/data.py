@@ -1,7 +1,5 @@
 """The data of a training run and what is done with it, as options with their defaults. No torch."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

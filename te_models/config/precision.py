@@ -5,8 +5,6 @@ In this order, of which the last that applies decides: the recipe itself; its ed
 BF16 under every recipe (LinearSpec.fp8) stays so.
 """
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -32,11 +30,7 @@ class Precision(NamedTuple):
 
 
 def precisions(recipe: Recipe, layers: tuple[LayerSpec, ...]) -> dict[str, Precision]:
-    """Return the precision of every te.Linear by its name in the model, "lm_head" among them, in forward order.
-
-    Raises:
-        ConfigError: a pattern of the recipe matches no te.Linear, or asks for FP8 where only BF16 is possible.
-    """
+    """Return the precision of every te.Linear by its name in the model, "lm_head" among them, in forward order."""
     linears = dict(named_linears(layers))
     found = {name: _by_edges(recipe, len(layers), name) for name in (*linears, HEAD)}
     able = {name for name in found if name == HEAD or linears[name].fp8}

@@ -1,7 +1,5 @@
 """Matrix products that stay fast on CPUs without BF16 instructions."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -14,16 +12,9 @@ PACKED_ROWS = 16
 def matmul(
     a: Tensor, b: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Return a @ b + bias, summed in FP32 and rounded once.
+    """Return a [M, K] @ b [K, N] + bias [N], summed in FP32 and rounded once to `dtype` (None: that of a), into `out`.
 
     A CPU without BF16 instructions multiplies BF16 8 to 30 times slower than FP32, so there the product runs in FP32.
-
-    Args:
-        a: [M, K].
-        b: [K, N], same dtype.
-        bias: [N], or None.
-        dtype: dtype of the result; None: that of `a`.
-        out: tensor [M, N] to write to and return, or None.
     """
     dtype = dtype or a.dtype
     if out is not None:

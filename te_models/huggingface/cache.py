@@ -18,7 +18,6 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from te_models.config.attention import SoftmaxAttentionSpec
-from te_models.config.deltanet import DeltaNetSpec
 from te_models.config.layer import MixerSpec
 from te_models.config.model import ModelConfig
 from te_models.errors import UsageError
@@ -53,7 +52,7 @@ def cache_by_either_name(method: Callable[..., Result]) -> Callable[..., Result]
 def refuse_other_states(config: ModelConfig) -> None:
     """Raise a UsageError if a layer keeps something while decoding for which transformers has no kind of layer."""
     for part in config.parts:
-        if isinstance(part, MixerSpec) and not isinstance(part, (SoftmaxAttentionSpec, DeltaNetSpec)):
+        if isinstance(part, MixerSpec) and part.keeps == "another state":
             raise UsageError(
                 f"a cache of transformers has no place for what a {part.title} keeps: give use_cache=False, or call "
                 "generate of the CausalLM inside (`.model`)"

@@ -460,8 +460,7 @@ def _hidden_states(before: list[nn.Module], after: list[nn.Module], shape: torch
 class Backbone(nn.Module):
     """A TEModelsForCausalLM without its head, as transformers' models have it below them.
 
-    Args:
-        owner: the model; no submodule of this one, so that its parameters are not listed twice.
+    `owner` is no submodule of this one, so that its parameters are not listed twice.
     """
 
     def __init__(self, owner: TEModelsForCausalLM) -> None:

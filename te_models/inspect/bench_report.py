@@ -1,7 +1,5 @@
 """Results of te_models.inspect.bench as a table, a plot and a JSON file."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The quality of a model under one or several recipes: its loss on data and its scores on tasks, in one table each."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -148,10 +146,6 @@ def evaluate_recipes(
         score: runs tasks on a model.
         progress: called with a line per stage.
         sizes: keywords of `make_batches`.
-
-    Raises:
-        ValueError: a recipe cannot run here, if it is the only one; one of several becomes a row with the reason.
-        DataError: the data cannot be read or has no token to count.
     """
     documents = read_documents(data or PYTHON_DOCSTRINGS, columns)  # without data, to find scales on
     losses, scores, batches, remarks, text_bytes = [], [], [], [], 0
@@ -215,11 +209,7 @@ def make_batches(
 
 
 def measure_loss(model: CausalLM, batches: list[Batch], text_bytes: int, note: str = "") -> RecipeLoss:
-    """Return the loss of a model on batches under its recipe; `text_bytes` are their `counted_bytes`.
-
-    Raises:
-        DataError: the batches count no token.
-    """
+    """Return the loss of a model on batches under its recipe; `text_bytes` are their `counted_bytes`."""
     tokens = sum(map(count_targets, batches))
     if not tokens:
         raise DataError("the data has no token to count: each record is a prompt without an answer, or a single token")

@@ -6,8 +6,6 @@ of the three GEMMs (fprop y, dgrad dx, wgrad dw) differ from those in BF16 at al
 BF16 cannot pass as FP8, since its results equal BF16's in every bit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

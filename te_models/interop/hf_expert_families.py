@@ -1,7 +1,5 @@
 """Hugging Face's families of mixtures of experts, rows of te_models.interop.hf_families.FAMILIES. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from te_models.config.model import ModelConfig

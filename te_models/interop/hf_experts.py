@@ -3,8 +3,6 @@
 Facts: the configuration and modeling files of transformers 5.23.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

@@ -54,7 +54,8 @@ def _gradients_kernel(
     blocks: tl.constexpr = (d_k + block_k - 1) // block_k
     parts: tl.constexpr = size // rows
     piece = tl.program_id(0) % (blocks * parts)
-    block, part = piece % blocks, piece // blocks
+    block = piece % blocks
+    part = piece // blocks
     chunk = (tl.program_id(0) // (blocks * parts)).to(tl.int64)
     row = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
@@ -74,7 +75,8 @@ def _gradients_kernel(
     dk += of_values * d_k
     dw += of_values * d_k
 
-    token, own = tl.arange(0, size), part * rows + tl.arange(0, rows)
+    token = tl.arange(0, size)
+    own = part * rows + tl.arange(0, rows)
     channel = block * block_k + tl.arange(0, block_k)
     scores = tl.zeros([rows, size], tl.float32)  # of own outputs and all values
     transposed = tl.zeros([rows, size], tl.float32)  # of own values and all outputs
@@ -143,8 +145,10 @@ def gradients(
     heads, d_v = v.shape[2:]
     most = ((d_k, BLOCK_K), (d_v, BLOCK_V))
     block_k, block_v = (max(16, min(block, triton.next_power_of_2(width))) for width, block in most)
-    rows, chunks = min(ROWS, chunk_size), triton.cdiv(seq, chunk_size)
-    blocks, parts = triton.cdiv(d_k, block_k), chunk_size // rows
+    rows = min(ROWS, chunk_size)
+    chunks = triton.cdiv(seq, chunk_size)
+    blocks = triton.cdiv(d_k, block_k)
+    parts = chunk_size // rows
     dq, dk = (x.new_empty(batch, seq, heads, d_k) for x in (q, k))
     dw = torch.empty_like(w)
     dg = g.new_empty(blocks, *g.shape)

@@ -309,9 +309,13 @@ class Decoder(nn.Module):
         alignment = self._row_alignment(tokens)
         context = forward_context(self.specs, tokens, *passed, self.dtype, autocasts, alignment)
         wanted = Wanted(labels, attention_mask, document_ids, return_logits, logits_to_keep)
-        full, one = self.recipe.row_alignment, one_thread(self._too_small_to_share(tokens))
+        full = self.recipe.row_alignment
         short = short_rows(full) if alignment < full else contextlib.nullcontext()  # no compiler traces its variable
-        with one, short, forward_pass(self, self.te, self.recipe, self.te_recipe):
+        with (
+            one_thread(self._too_small_to_share(tokens)),
+            short,
+            forward_pass(self, self.te, self.recipe, self.te_recipe),
+        ):
             evaluated = not self.training
             losses = None if evaluated else self.router_losses
             decoded = self._decode(tokens, context, wanted)
@@ -328,7 +332,8 @@ class Decoder(nn.Module):
 
     def _row_alignment(self, tokens: Tensor) -> int:
         """Return the recipe's multiple of rows, but for a step of generation on a CPU that of `short_rows`."""
-        full, alone = self.recipe.row_alignment, self.engine == "emulated" and self.tp.size == 1
+        full = self.recipe.row_alignment
+        alone = self.engine == "emulated" and self.tp.size == 1
         few = alone and untracked_on_cpu(tokens) and tokens.shape[:2].numel() < full
         return min(full, FEWEST_ROWS) if few else full
 

@@ -5,8 +5,6 @@ Every function gives the same result for the same logits: of equal scores the ex
 sums have a fixed order, that of Transformer Engine's permutation kernels (from the last expert to the first, in FP32).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -67,15 +65,18 @@ class Routing:
         together. Shares are then those of all their tokens, and the losses such that their mean over the processes,
         weighted by these numbers, is that of one process with all tokens.
         """
-        layers, self.layers = self.layers, []
+        layers = self.layers
+        self.layers = []
         if not layers:
             return None
         counts, probabilities, squares, tokens = (torch.stack(values) for values in zip(*layers, strict=True))
-        total, weight = tokens.sum(), 1.0
+        total = tokens.sum()
+        weight = 1.0
         if counted is not None:
             everywhere = torch.cat((counts.flatten(), torch.stack((total, counted.to(total)))))
             dist.all_reduce(everywhere, group=group)
-            counts, total = everywhere[:-2].view_as(counts), everywhere[-2]
+            counts = everywhere[:-2].view_as(counts)
+            total = everywhere[-2]
             weight = everywhere[-1] / counted.clamp(min=1)  # the inverse of what the loss of this process weighs
         total = total.clamp(min=1)
         went, best = counts.unbind(1)
@@ -123,10 +124,13 @@ def describe(logits: Tensor, counts: Tensor, real: Tensor | None, moe: MoEConfig
         named = logits.detach().topk(moe.num_experts_per_tok, dim=1).indices
         each = torch.ones_like(named, dtype=counts.dtype) if real is None else real.to(counts).expand_as(named)
         best = torch.zeros_like(counts).index_add(0, named.flatten(), each.flatten())
-    probabilities, squares = logits.softmax(1), logits.logsumexp(1, keepdim=True).square()
+    probabilities = logits.softmax(1)
+    squares = logits.logsumexp(1, keepdim=True).square()
     tokens = logits.new_full((), len(logits))
     if real is not None:
-        probabilities, squares, tokens = probabilities * real, squares * real, real.sum().float()
+        probabilities = probabilities * real
+        squares = squares * real
+        tokens = real.sum().float()
     return LayerRouting(torch.stack((counts, best)).float(), probabilities.sum(0), squares.sum(), tokens)
 
 

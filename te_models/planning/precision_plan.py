@@ -1,7 +1,5 @@
 """The precision plan: which precision and engine each linear runs in, and why."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass
 

@@ -5,8 +5,6 @@ tables (TABLES). Names are unique over all tables, so given settings travel as o
 makes the tree of them; there `recipe` is a name, a path or a table of a recipe's fields.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import warnings
@@ -212,11 +210,7 @@ SETTINGS = {name: one for table in TABLES.values() for name, one in table.items(
 
 
 def run_settings(command: str, given: Mapping[str, object], file: Path | None = None, called: str = "") -> RunSettings:
-    """Return the settings of a run: those `given`, over those of `file`, over the defaults of `command`.
-
-    Raises:
-        UsageError: an unknown setting, a value of a wrong type or range, or a model that the command does not support.
-    """
+    """Return the settings of a run: those `given`, over those of `file`, over the defaults of `command`."""
     saved = read_run_file(file) if file is not None else {}
     command = saved.get("command", command)
     flat = {**_over(saved, given), "command": command}
@@ -262,9 +256,6 @@ def resumed_settings(
     """Return the settings of a run that is resumed: those of its run.toml with the changes `given`.
 
     The command is that in run.toml. `folder` None means `out` in `given`, else the only run of the given model.
-
-    Raises:
-        UsageError: there is no run, or a setting is given that a resumed run cannot change.
     """
     named = folder or (Path(given["out"]) if "out" in given else None)
     folder = named or _only_run(given)
@@ -302,11 +293,7 @@ def _only_run(given: Mapping[str, Any]) -> Path:
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
-    """Return the settings in a run.toml, name -> value; the table [record] is left out.
-
-    Raises:
-        ConfigError: the file cannot be read, or has an unknown table or setting, or a value of a wrong type.
-    """
+    """Return the settings in a run.toml, name -> value; the table [record] is left out."""
     flat: dict[str, object] = {}
     for title, values in read_toml(path).items():
         if title == RECORD:
@@ -328,11 +315,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
 
 
 def changed_settings(saved: Mapping[str, object], given: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """Return name -> (value then, value now) of the settings that a resumed run changes.
-
-    Raises:
-        UsageError: one of them would make it another run; the message names it.
-    """
+    """Return name -> (value then, value now) of the settings that a resumed run changes."""
     then = {**saved, **_recipe_values(saved)}
     changed: dict[str, tuple[object, object]] = {}
     for name in given.keys() - {"out"}:

@@ -123,6 +123,12 @@ def test_windows_are_as_full_as_best_fit_makes_them(lengths: list[int]) -> None:
     assert len(sums) == best_fit_decreasing(lengths, 20)
 
 
+def test_padding_behind_texts_is_a_document_of_its_own() -> None:
+    batch = next(dataset([Document("abc"), Document("de")], 10, shuffle=False))
+    assert batch["document_ids"].tolist() == [[1] * 4 + [2] * 3 + [3] * 3]
+    assert batch["labels"].tolist() == [[IGNORED, *b"bc", END, IGNORED, *b"e", END, *[IGNORED] * 3]]
+
+
 def test_a_window_of_its_own() -> None:
     documents = [Document("ab", "x"), Document("c", "yz"), Document("t" * 20)]
     data = dataset(documents, packing="none", shuffle=False)

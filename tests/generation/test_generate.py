@@ -117,6 +117,13 @@ def test_min_p_of_1_leaves_the_likeliest_tokens(temperature: float) -> None:
     assert set(sample(logits, torch.Generator().manual_seed(0), min_p=0.0).tolist()) == {0, 1, 2, 3, 4}
 
 
+def test_top_p_is_the_smallest_set_of_its_probability() -> None:
+    """Which sets of equal probabilities may have exactly."""
+    logits = torch.tensor([[30.0, 30.0, -99.0, 30.0, 30.0]]).expand(500, -1)
+    for top_p, size in ((0.25, 1), (0.5, 2), (0.75, 3), (0.76, 4)):
+        assert len(sample(logits, torch.Generator().manual_seed(0), top_p=top_p).unique()) == size
+
+
 def test_a_seed_is_a_text_and_top_k_1_is_greedy() -> None:
     model = build()
     runs = [model.generate(PROMPTS, max_new_tokens=8, do_sample=True, seed=seed) for seed in (3, 3, 4)]

@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 import triton
+from fewer import every
 from torch import Tensor
 
 from te_models.kernels.delta_rule_triton import FASTEST, autotuned, fix_configurations, gradients
@@ -27,8 +28,8 @@ def of_a_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, h: Tensor, scale: flo
     return outputs, 2.0 ** g[-1] * h + (k * 2.0 ** (g[-1] - g)[:, None]).mT @ v
 
 
-@pytest.mark.parametrize("decay", [0.3, 30.0])  # per token at most; beyond 2 a chunk's sum leaves FP32's exponents
-@pytest.mark.parametrize("case", CASES)
+# Decay per token at most; beyond 2 a chunk's sum leaves FP32's exponents.
+@pytest.mark.parametrize(("case", "decay"), every(2, CASES, [0.3, 30.0]))
 def test_gradients_are_those_of_autograd(case: tuple[int, ...], decay: float) -> None:
     batch, seq, key_heads, heads, d_k, d_v = case
     torch.manual_seed(0)

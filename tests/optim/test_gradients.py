@@ -39,6 +39,19 @@ def test_chunks_hold_at_most_so_many_elements_or_one_parameter(most: int) -> Non
         assert sum(chunk) + following[0] > most, "the next parameter would have had room"
 
 
+def test_a_parameter_that_a_step_does_not_use_has_no_gradient() -> None:
+    """Not even zeros, with which weight decay and moments would change it."""
+    first, second = parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    sums = GradientSums(parameters)
+    for used in (first, second):
+        with sums.collecting():
+            for _ in range(2):
+                used.sum().backward()
+        assert [None if (found := sums.of(p)) is None else found.tolist() for p in parameters] == [
+            [2.0, 2.0] if p is used else None for p in parameters
+        ]
+
+
 def test_the_work_of_chunks_grows_with_the_number_of_parameters() -> None:
     work = []
     for number in (100, 400):

@@ -20,6 +20,7 @@ from torch import Tensor
 import benchmarks.lora_experts as lora_experts
 from te_models import CausalLM
 from te_models.cli import main
+from te_models.config.presets import get_preset
 from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import plain
 from te_models.kernels.grouped_product import grouped_product
@@ -252,6 +253,20 @@ def test_from_the_command_line_to_a_merged_model(
         wanted, found = adapted(ids).logits, ours(Path("run/merged"), recipe="bf16")(ids).logits
     assert (found - wanted).norm() < (1e-5 if dtype == "float32" else 0.02) * wanted.norm()
     assert main(["evaluate", "--model", "run", "--data", "texts", "--device", "cpu", "--seq-len", "16"]) == 0
+
+
+def test_gaussian_values_of_a_new_adapter_depend_on_the_rank_of_an_expert() -> None:
+    """Not on that of all experts together."""
+    moe = dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32)
+    model = CausalLM(get_preset("gated-nano", **SHAPE | dict(num_hidden_layers=1, moe=moe)), device="cpu")
+    options = dict(target_modules=[], target_parameters=ALL, r=16)
+    torch.manual_seed(1)
+    adapted = add_lora(model, **options, init_lora_weights="gaussian")
+    experts = [module for module in adapted.modules() if isinstance(module, LoraExperts)]
+    for module in experts:
+        weight = module.lora_A["default"].get_parameter("weight")
+        assert weight.std().item() == pytest.approx(1 / 16, rel=0.05)
+    assert len(experts) == 2
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "current", "delayed"])
