@@ -1,5 +1,6 @@
 """`te-models pretrain`, which trains a preset from random weights, and `te-models finetune`, for an existing model."""
 
+import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,8 +57,10 @@ def run_training(command: str, file: str | None, resume: str | None, options: Ma
     is_folder = file is not None and Path(file).is_dir()
     is_run = is_folder and Path(str(file), "run.toml").exists()
     unexpected = file is not None and not Path(file).exists()
-    out = given.get("out")
+    out, model = given.get("out"), given.get("model")
+    over = out is not None and model is not None and os.path.realpath(out) == os.path.realpath(model)
     mistakes = {
+        f"--out {out} is the folder of the model, whose place the run would take: give another": over,
         f"unexpected {file}: the one argument is RUN.TOML, a file of settings, and this is no file": unexpected,
         f"give either {file} or --resume: a run's folder has its own run.toml": both,
         f"give the folder once: --resume {resume} or --resume --out {out}": resume and out is not None,

@@ -396,6 +396,8 @@ def test_a_run_is_not_overwritten_nor_a_damaged_checkpoint_read(
     assert (
         f"{out} is a folder: {out}/run.toml runs it once more, and --resume {out} continues" in capsys.readouterr().err
     )
+    assert main(["finetune", "--model", str(corpus), "--out", str(corpus), "--data", str(corpus)]) == 2
+    assert "is the folder of the model, whose place the run would take" in capsys.readouterr().err
     assert main(["finetune", str(corpus)]) == 2
     assert f"{corpus} is a folder: a model is given as --model {corpus}" in capsys.readouterr().err
     weights = next(out.glob("checkpoints/*/model.safetensors"))
