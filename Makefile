@@ -6,7 +6,7 @@ OUT ?= runs/first-light
 RECIPE ?= current
 STEPS ?= 100
 
-.PHONY: pretrain finetune test test-slow test-gpu test-lowest test-newest test-vllm check docs tables format clean
+.PHONY: pretrain finetune test test-slow test-gpu test-lowest test-newest test-vllm check docs tables format constraints clean
 
 finetune: $(STAMP)  ## teach gated-nano, the model that ships, in FP8 to write docstrings for Python's own functions
 	rm -rf $(OUT)
@@ -55,6 +55,15 @@ tables: $(STAMP)  ## the tables of README.md and docs/, from benchmarks/results/
 format: $(STAMP)
 	$(RUN)/ruff check --fix .
 	$(RUN)/ruff format .
+
+constraints: $(STAMP)  ## pin the newest versions, once `make test-newest` passes; the comment and torch stay as they are
+	$(RUN)/pip install --quiet --disable-pip-version-check -c constraints.txt uv
+	sed -n '/^#/p; /^torch==/p' constraints.txt > .venv/constraints.txt
+	printf '%s\n' "trl>=1.10" onnxscript onnxruntime | $(RUN)/uv pip compile --quiet --universal --python-version 3.10 \
+		--no-header --no-annotate --extra train --extra hf --extra dev --extra eval --extra datasets \
+		-c .venv/constraints.txt pyproject.toml - > .venv/resolved.txt
+	grep -Ev '^(torch|nvidia-[a-z0-9-]+|cuda-[a-z]+)==' .venv/resolved.txt >> .venv/constraints.txt
+	mv .venv/constraints.txt constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

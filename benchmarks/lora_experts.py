@@ -12,10 +12,13 @@ on.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as the command line does
 
 import click
 import torch

@@ -7,7 +7,7 @@
 `run` first times single GPUs (the same program in a group of one, on every process at once, so that all GPUs are as
 warm as in the second part; skipped with --no-alone where a model does not fit), then all of them together, and adds a
 row to results/scaling_h200.json on GPUs. A step is forward, backward and the optimizer, on random tokens. `estimate`
-computes the table in docs/results/many_gpus.md from measured figures; it measures nothing.
+computes the tables in docs/results/scaling.md from figures in results/; it measures nothing.
 """
 
 from __future__ import annotations
@@ -118,14 +118,17 @@ def report(args: argparse.Namespace, shared: Parallel, alone: Any, together: dic
         RESULTS.write_text(json.dumps({"environment": environment(), "rows": [*before, row]}, indent=2) + "\n")
 
 
+def load(name: str) -> Any:
+    """Return the JSON file of this name in results/."""
+    return json.loads((RESULTS.parent / f"{name}.json").read_text())
+
+
 @dataclass(frozen=True)
 class Assumptions:
     """Assumptions of the estimate. Bandwidths in bytes per second that one GPU sends and receives."""
 
-    compute: float = 0.1875  # measured: s, gated-1b forward and backward, DelayedScaling, one H200, 8 x 2048 tokens
-    contention: float = (
-        0.030  # measured: s more on two GPUs, where all sending could hide: copies, and SMs that NCCL takes
-    )
+    compute: float  # measured: s, gated-1b forward and backward, 8 x 2048 tokens
+    contention: float  # measured: s more on two GPUs, where all sending could hide: copies, and SMs that NCCL takes
     parameters: float = 1.243e9  # gated-1b
     gather_bytes: int = 2  # BF16 weights (1: FP8), gathered for forward and again for backward of every micro-batch
     reduce_bytes: int = 4  # FP32 gradients, summed once per step
@@ -134,6 +137,15 @@ class Assumptions:
     between: float = 40e9  # assumed: InfiniBand, 80 % of the 50 GB/s a direction of a 400 Gb/s card a GPU
     hop: float = 5e-6  # assumed: s for one step of a ring between nodes
     collectives: int = 21  # 20 blocks and the rest, each gathered twice and reduced once
+
+    @classmethod
+    def measured(cls, **assumed: Any) -> Self:
+        """Return them with the newest figures under DelayedScaling, of results/step_h200.json and scaling_h200.json."""
+        run = [run for run in load("step_h200")["runs"] if run["settings"].get("preset") == "gated-1b"][-1]
+        ms = next(row["ms"] for row in run["rows"] if row["name"] == "te-models delayed+graph")
+        row = next(r for r in load("scaling_h200")["rows"] if r["preset"] == "gated-1b" and r.get("alone"))
+        alone = row["batch_size"] * row["seq_len"] / row["tokens_per_second_alone"]
+        return cls(ms / 1e3, row["ms_a_step"] / 1e3 - alone, **assumed)
 
 
 def estimate(gpus: int, micro_batches: int, a: Assumptions) -> dict[str, float]:
@@ -155,12 +167,18 @@ def estimate(gpus: int, micro_batches: int, a: Assumptions) -> dict[str, float]:
 class ExpertLayer:
     """A layer of the width of Qwen3-30B-A3B, of whose experts all get as many tokens."""
 
-    compute: float = 0.0351  # measured: s, a quarter of four layers, forward and backward, BF16, one H100
+    compute: float  # measured: s, forward and backward
     tokens: int = 4 * 4096
     chosen: int = 8
     hidden: int = 2048
     experts: int = 128
     width: int = 768
+
+    @classmethod
+    def measured(cls) -> Self:
+        """Return it with a quarter of the time of four layers in BF16, of results/kinds_recipes_h100.json."""
+        rows = {row["name"]: row["ms"] for row in load("kinds_recipes_h100")["rows"]}
+        return cls(rows["a3b-layers 4x4096 bf16"] / 4e3)
 
 
 def estimate_experts(gpus: int, size: int, node: int, a: Assumptions, layer: ExpertLayer) -> dict[str, float]:
@@ -180,17 +198,43 @@ def estimate_experts(gpus: int, size: int, node: int, a: Assumptions, layer: Exp
     return {"weights": weights, "rows": rows, "best": best, "worst": worst}
 
 
-def print_estimate(args: argparse.Namespace) -> None:
-    """Print the estimate for more GPUs; make_tables.py writes it to docs/results/many_gpus.md."""
-    a = Assumptions(gather_bytes=1 if args.fp8_params else 2)
-    print("| GPUs | micro-batches per step | communication, ms | relative speed, all overlapped | none overlapped |")
-    print("|---|---|---|---|---|")
+Table = tuple[str, list[list[str]]]  # the header, and the cells of each row
+
+
+def dense_table(a: Assumptions) -> Table:
+    """The estimate for whole models under FSDP2."""
+    rows = []
     for micro_batches in (1, 8):
-        for gpus in (2, 8, 64, 256, 1000):
+        for gpus in (2, 8, 64, 256, 512):
             row = estimate(gpus, micro_batches, a)
-            print(
-                f"| {gpus:,} | {micro_batches} | {1e3 * row['sending']:,.0f} | {row['best']:.2f} | {row['worst']:.2f} |"
-            )
+            sending = f"{1e3 * row['sending']:,.0f}"
+            rows.append([str(gpus), str(micro_batches), sending, f"{row['best']:.2f}", f"{row['worst']:.2f}"])
+    return (
+        "GPUs | micro-batches per step | communication, ms | relative speed, all overlapped | none overlapped",
+        rows,
+    )
+
+
+def experts_table(a: Assumptions, layer: ExpertLayer) -> Table:
+    """The estimate for GPUs that share the experts of a layer."""
+    rows = []
+    for gpus, node, size in (
+        (8, 8, 1), (8, 8, 8), (64, 8, 1), (64, 8, 8), (64, 8, 64), (512, 8, 1), (512, 8, 8), (512, 8, 64),
+        (64, 64, 64), (512, 64, 64),
+    ):  # fmt: skip
+        row = estimate_experts(gpus, size, node, a, layer)
+        times = [f"{1e3 * row[name]:.1f}" for name in ("weights", "rows")]
+        rows.append([str(gpus), str(node), str(size), *times, f"{row['best']:.2f}", f"{row['worst']:.2f}"])
+    header = "GPUs | per NVLink domain | per set of experts | weights, ms | rows, ms | relative speed, all overlapped"
+    return f"{header} | none overlapped", rows
+
+
+def print_estimate(args: argparse.Namespace) -> None:
+    """Print the estimates; make_tables.py writes them to docs/results/scaling.md."""
+    a = Assumptions.measured(gather_bytes=1 if args.fp8_params else 2)
+    for header, rows in (dense_table(a), experts_table(a, ExpertLayer.measured())):
+        print(f"| {header} |", "|---" * (header.count("|") + 1) + "|", sep="\n")
+        print(*(f"| {' | '.join(cells)} |" for cells in rows), sep="\n", end="\n\n")
 
 
 def main() -> None:

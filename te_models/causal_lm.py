@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from te_models.config.deltanet import DeltaNetSpec
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.precision import HEAD
 from te_models.config.presets import get_preset
@@ -26,7 +25,6 @@ from te_models.generation.generate import Prompts, generate, stream
 from te_models.generation.options import GenerationOptions
 from te_models.interop.hub import local_folder, push_folder, split_options
 from te_models.interop.origin import Origin
-from te_models.kernels.delta_rule import delta_rule_kernel
 from te_models.kernels.sdpa import attention_kernel
 from te_models.model.calibration import calibrate
 from te_models.model.decoder import Decoder
@@ -113,9 +111,10 @@ class CausalLM(Decoder):
             for title, names in obstacles.items()
             if names
         ]
-        if any(isinstance(part, DeltaNetSpec) for part in self.config.parts):
-            notes.append(f"{DeltaNetSpec.title}: {delta_rule_kernel(computing_device(self.device), self.dtype)}")
-        notes += [f"{part.title}: {part.remark}" for part in self.config.parts if part.remark]
+        blocks = [self._block(layer) for layer in range(self.config.num_hidden_layers)]
+        for spec, part in {part.spec: part for block in blocks for part in (block.mixer, block.feedforward)}.items():
+            if remark := part.remark(computing_device(self.device), self.dtype):
+                notes.append(f"{spec.title}: {remark}")
         if self.engine == "native" and (reason := dynamic(self)):
             notes.append(f"no CUDA graph of a step: {reason}")
         return PrecisionPlan(title, tuple(rows), tuple(notes))

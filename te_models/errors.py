@@ -18,7 +18,58 @@ if TYPE_CHECKING:
 SAID = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
 MANY = 20  # choices, in the line about an unknown one
 CLOSE = 0.6  # similarity of a name that was probably meant
+# Names of ours, and those that transformers, TRL, peft and other libraries have for the same thing.
+SYNONYMS = {
+    "model": "model_name_or_path model_name",
+    "data": "dataset dataset_name train_file train_dataset",
+    "out": "output_dir output save_dir",
+    "steps": "max_steps num_steps train_steps iterations max_iters",
+    "epochs": "num_train_epochs num_epochs",
+    "batch_size": "per_device_train_batch_size micro_batch_size train_batch_size",
+    "gradient_accumulation": "gradient_accumulation_steps grad_accum_steps grad_accum",
+    "seq_len": "max_length max_seq_length max_seq_len sequence_length block_size cutoff_len context_length",
+    "learning_rate": "lr max_lr",
+    "schedule": "lr_scheduler_type lr_scheduler",
+    "warmup_steps": "warmup_ratio warmup",
+    "clip_grad_norm": "max_grad_norm grad_clip",
+    "optimizer": "optim",
+    "optimizer_offload": "cpu_offload offload_optimizer",
+    "eval_every": "eval_steps eval_interval",
+    "save_every": "save_steps save_interval",
+    "keep_last": "save_total_limit keep_last_checkpoints",
+    "log": "report_to",
+    "lora": "lora_rank lora_r use_lora",
+    "lora_targets": "lora_target_modules target_modules",
+    "activation_checkpointing": "gradient_checkpointing no_gradient_checkpointing ac",
+    "compile": "compile_model torch_compile",
+    "max_new_tokens": "max_tokens",
+    "hidden_size": "dim d_model n_embd hidden_dim",
+    "intermediate_size": "ffn_dim ffn_hidden_size",
+    "num_hidden_layers": "n_layer n_layers num_layers",
+    "num_attention_heads": "n_head n_heads num_heads",
+    "num_key_value_heads": "n_kv_heads num_query_groups",
+    "max_position_embeddings": "block_size n_positions max_seq_len",
+    "tie_word_embeddings": "weight_tied weight_tying tie_weights",
+}
 LONGEST = 1000  # characters of a message
+# What to do with names that Megatron-LM, older releases of Transformer Engine and guides to FP8 use.
+ELSEWHERE = {
+    "fp8": "give recipe='delayed' or another; 'hybrid' and 'e4m3' are fp8_format='HYBRID' and 'E4M3'",
+    "use_fp8": "give recipe='current' or another; recipe='bf16' is without FP8",
+    "bf16": "give recipe='bf16'",
+    "enabled": "give recipe='current' or another; recipe='bf16' is without FP8",
+    "fp8_recipe": "give recipe",
+    "fp8_margin": "give margin",
+    "fp8_interval": "leave it out: scales are updated in every step",
+    "interval": "leave it out: scales are updated in every step",
+    "fp8_amax_history_len": "give amax_history_len",
+    "fp8_amax_compute_algo": "give amax_compute_algo",
+    "use_flash_attn": "leave it out: attention has a fused kernel wherever the device has one",
+    "use_8bit_optim": "give optimizer='adamw8bit' or 'muon8bit'",
+    "use_galore": "give optimizer='galore'",
+    "layer_precision": 'give precision, such as {"layers.2.*": "bf16"}',
+    "first_last_layers_bf16": "give num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16, which are 1 by default",
+}
 _DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))  # which reorder the text around
 _CONTROLS = dict.fromkeys([*range(32), *range(127, 160), 0x2028, 0x2029, *_DIRECTIONS], " ")
 _OBEYED = {**dict.fromkeys(_CONTROLS, "\ufffd"), ord("\r"): None, ord("\n"): "\n", ord("\t"): "\t"}
@@ -122,15 +173,29 @@ def unknown(kind: str, given: object, choices: Iterable[str], listed: str = "", 
     """
     noun, of, owner = kind.partition(" of ")
     line = f"unknown {noun} {given!r}{of}{owner}: "
+    if noun in ("option", "keyword", "field"):
+        advice = advice or ELSEWHERE.get(_bare(str(given)), "")
     if advice:
         return UsageError(line + advice)
     names = sorted(choices)
-    bare = {name.lstrip("-"): name for name in names}  # two dashes at the start of options are no similarity
-    near = [bare[name] for name in difflib.get_close_matches(str(given).lstrip("-"), bare, n=1, cutoff=CLOSE)]
-    near = near or [name for name in names if "".join(word[:1] for word in name.split("_")) == str(given).lower()]
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    bare = {_bare(name): name for name in names}
+    near = _nearest(_bare(str(given)), bare)
+    hint = f"did you mean {bare[near]!r}? " if near else ""
     rest = f"{listed} lists all {len(names)}" if listed and len(names) > MANY else f"choose one of {', '.join(names)}"
     return UsageError(f"{line}{hint}{rest}")
+
+
+def _bare(name: str) -> str:
+    """Return an option, a field or a value without what only spells it: dashes and capitals."""
+    return name.lstrip("-").replace("-", "_").lower()
+
+
+def _nearest(given: str, names: Collection[str]) -> str:
+    """Return the name that was probably meant, or "": by another library's name, its start, its initials or letters."""
+    synonyms = [name for name, others in SYNONYMS.items() if given in others.split() and name in names]
+    longer = sorted(name for name in names if name.startswith(f"{given}_"))
+    initials = [name for name in names if "".join(word[:1] for word in name.split("_")) == given]
+    return next(iter([*synonyms, *longer, *initials, *difflib.get_close_matches(given, names, n=1, cutoff=CLOSE)]), "")
 
 
 def check_known(kind: str, given: object, choices: Collection[object], listed: str = "") -> None:

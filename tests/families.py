@@ -255,6 +255,7 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
         *_ANY,
         normed=dict(norm_topk_prob=True, mlp_only_layers=[0], attention_bias=True),
         steps=dict(decoder_sparse_step=2),
+        dense=dict(mlp_only_layers=[0, 1, 2]),
         window=dict(use_sliding_window=True, sliding_window=5),
     ),
     "qwen2_moe": _experts(
@@ -263,6 +264,7 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
         *_ANY,
         normed=dict(norm_topk_prob=True, qkv_bias=False),
         steps=dict(decoder_sparse_step=2, mlp_only_layers=[0]),
+        dense=dict(decoder_sparse_step=4),
         window=dict(use_sliding_window=True, sliding_window=5, max_window_layers=2),
     ),
     "qwen3_next": _experts(
@@ -331,6 +333,7 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
             "all-keys",
             *_ANY[3:],
             sparse=dict(first_k_dense_replace=0, tie_word_embeddings=True),
+            dense=dict(first_k_dense_replace=3),
             groups=dict(n_routed_experts=6, n_group=3, topk_group=2, num_experts_per_tok=3, n_shared_experts=2),
             normed=dict(use_qk_norm=True, norm_topk_prob=False, routed_scaling_factor=2.5, attention_bias=True),
         ).items()

@@ -11,6 +11,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 BASE = "--preset gated-124m --batch-size 8 --seq-len 512 --steps 24 --eval-every 8 --sample-tokens 0"
 SHIPPED = "--model gated-nano --steps 24 --eval-every 8 --sample-tokens 0"
+HYBRID, EXPERTS = "--preset gated-hybrid-nano", "--preset gated-moe-nano"
 WIDE = "--preset gated-350m --num-hidden-layers 6"  # head_dim 128
 TINY = (
     "--preset gated-nano --vocab-size 4096 --hidden-size 64 --intermediate-size 96 --num-hidden-layers 4 --head-dim 32 "
@@ -214,6 +215,34 @@ ONE_GPU: dict[str, Journey] = {
     "wide-grouped": train(f"{WIDE} --recipe current --num-key-value-heads 2 --activation-checkpointing selective"),
     "wide-blockwise": train(f"{WIDE} --recipe blockwise --seq-len 1000 --batch-size 4"),
     "wide-1b": train("--preset gated-1b --num-hidden-layers 4 --recipe delayed --fp8-params --seq-len 2048"),
+    # Hybrids and experts.
+    "hybrid": train(f"{HYBRID} --recipe delayed --save-every 8"),
+    "hybrid-packed": train(f"{HYBRID} --recipe current --packing documents --data {{texts}} --seq-len 333"),
+    "hybrid-resume": Journey(
+        (pretrain(f"{HYBRID} --recipe delayed --steps 12"), pretrain(f"{HYBRID} --recipe delayed --resume"))
+    ),
+    "hybrid-lora": Journey(
+        (pretrain(f"{HYBRID} --recipe current --steps 12"),
+         "-m te_models finetune --model {out} --data {chats} --lora 8 --learning-rate 2e-3 --steps 24 "
+         "--sample-tokens 0 --out {again}"),
+        falls=0.1, needs=("peft",),
+    ),
+    "hybrid-generate": Journey(
+        (pretrain(f"{HYBRID} --recipe delayed --steps 12"),
+         '-m te_models generate --model {out} --prompt "def f(" --max-new-tokens 40'),
+        steps=12, prints="def f(",
+    ),
+    "experts": train(f"{EXPERTS} --recipe delayed --save-every 8"),
+    "experts-current": train(f"{EXPERTS} --recipe current --activation-checkpointing full"),
+    "experts-resume": Journey(
+        (pretrain(f"{EXPERTS} --recipe delayed --steps 12"), pretrain(f"{EXPERTS} --recipe delayed --resume"))
+    ),
+    "experts-export": Journey(
+        (pretrain(f"{EXPERTS} --recipe current --steps 12"),
+         "-m te_models export --model {out} --format fp8-block --out {served}",
+         "-m te_models generate --model {served} --prompt x --max-new-tokens 8"),
+        steps=12, prints="linears quantized",
+    ),
     "heads-of-96": train("--num-attention-heads 8 --recipe delayed"),
     "heads-of-256": train("--num-attention-heads 3 --recipe delayed"),
 }  # fmt: skip
@@ -236,6 +265,13 @@ TWO_GPUS: dict[str, Journey] = {
     "two-tp": together(f"{SHARED} tp", graph=False),
     "two-tp-save": together("--recipe current --parallel tp --save-every 8", graph=False),
     "two-tp-sequence": together(f"{SHARED} tp --sequence-parallel", graph=False),
+    "two-hybrid": together(f"{HYBRID} {SHARED} fsdp"),
+    "two-experts": together(f"{EXPERTS} --recipe current --parallel fsdp+ep --save-every 8", graph=False),
+    "two-experts-delayed": together(f"{EXPERTS} {SHARED} fsdp+ep --fp8-dispatch", graph=False),
+    "two-experts-then-one": Journey(
+        (pretrain(f"{EXPERTS} {SHARED} fsdp+ep --steps 12", launch=TORCHRUN),
+         pretrain(f"{EXPERTS} --recipe delayed --resume")), gpus=2, graph=False,
+    ),
     "two-then-one": Journey(
         (pretrain(f"{SHARED} fsdp --steps 12", launch=TORCHRUN), pretrain("--recipe delayed --resume")), gpus=2
     ),

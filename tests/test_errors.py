@@ -12,6 +12,7 @@ import pytest
 from te_models import errors
 from te_models.cli import commands
 from te_models.errors import (
+    SYNONYMS,
     CheckpointError,
     DataError,
     DataUnavailable,
@@ -24,9 +25,11 @@ from te_models.errors import (
     TeModelsError,
     UsageError,
     needs,
+    unknown,
 )
 from te_models.huggingface.registration import OLDEST
 from te_models.training import loggers
+from te_models.training.settings import SETTINGS
 
 ROOT = Path(__file__).parent.parent
 RUN_FAILURES = (Diverged, EngineError, LostPeer, OutOfMemory)
@@ -125,3 +128,16 @@ def test_callers_may_catch_python_s_own_types() -> None:
     assert all(issubclass(kind, ValueError) for kind in (UsageError, CheckpointError, DataError))
     assert issubclass(DataUnavailable, OSError) and issubclass(MissingPackage, ImportError)
     assert all(issubclass(kind, RuntimeError) for kind in (SaveError, Diverged))
+
+
+def test_names_of_other_libraries_lead_to_ours() -> None:
+    flags = [f"--{name.replace('_', '-')}" for name in SETTINGS] + ["--max-new-tokens"]
+    theirs = {other: name for name, others in reversed(SYNONYMS.items()) for other in others.split()}
+    for other, name in theirs.items():
+        flag = f"--{name.replace('_', '-')}"
+        assert flag in flags and f"--{other.replace('_', '-')}" not in flags
+        assert f"did you mean {flag!r}?" in str(unknown("option", f"--{other}", flags, "--help-all"))
+        assert f"did you mean {name!r}?" in str(unknown("keyword", other, [name, "seed"]))
+    assert "did you mean 'mxfp8'?" in str(unknown("recipe", "MXFP8", ["mxfp8", "nvfp4"]))
+    assert "did you mean 'fp8-block'?" in str(unknown("format", "fp8", ["fp8-block", "fp8-tensor", "mxfp8"]))
+    assert "did you mean '--batch-size'?" in str(unknown("option", "--bs", flags))

@@ -197,7 +197,7 @@ def test_chat_data(run: Any, model: Path, tmp_path: Path) -> None:
     )
     again = run("chat_data.py", "--model", chat, "--data", tmp_path / "run/colours.jsonl", "--steps", 1, "--seq-len",
                 128, "--out", tmp_path / "other")  # fmt: skip
-    assert "answers found by prefixes of the chat template's text" in again
+    assert "answers found by rendering the turns before each" in again
     (tmp_path / "more.csv").write_text("prompt,completion\n" + "".join(f"{n}?,{n}.\n" for n in range(40)))
     pairs = run("chat_data.py", "--data", tmp_path / "more.csv", "--steps", 1, "--out", tmp_path / "pairs")
     assert "prompt/completion in CSV" in pairs and "after:" in pairs

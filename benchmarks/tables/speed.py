@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from benchmarks.scaling import Assumptions, ExpertLayer, estimate, estimate_experts
+from benchmarks.scaling import Assumptions, ExpertLayer, dense_table, experts_table
 from benchmarks.tables.text import GIB, TABLES, load, markdown, measured_on, prose, table
 
 VARIANTS = {
@@ -268,33 +268,22 @@ def scaling() -> str:
 @table
 def scaling_estimate() -> str:
     """The estimate for more GPUs."""
-
-    def lines() -> Iterator[list[str]]:
-        for micro_batches in (1, 8):
-            for gpus in (2, 8, 64, 256, 1000):
-                row = estimate(gpus, micro_batches, Assumptions())
-                yield [f"{gpus:,}", str(micro_batches), f"{1e3 * row['sending']:,.0f}", f"{row['best']:.2f}",
-                       f"{row['worst']:.2f}"]  # fmt: skip
-
-    header = "GPUs | micro-batches per step | communication, ms | relative speed, all overlapped | none overlapped"
-    return markdown(header, lines())
+    a = Assumptions.measured()
+    about = (
+        f"{1e3 * a.compute:.1f} ms forward and backward of 8 x 2,048 tokens on one H200, and "
+        f"{1e3 * a.contention:.1f} ms that FSDP2 adds on two."
+    )
+    return f"{prose(about)}\n\n{markdown(*dense_table(a))}"
 
 
 @table
 def experts_estimate() -> str:
     """The estimate for GPUs that share the experts of a layer."""
-
-    def lines() -> Iterator[list[str]]:
-        for gpus, node, size in (
-            (8, 8, 1), (8, 8, 8), (64, 8, 1), (64, 8, 8), (64, 8, 64), (512, 8, 1), (512, 8, 8), (512, 8, 64),
-            (64, 64, 64), (512, 64, 64),
-        ):  # fmt: skip
-            row = estimate_experts(gpus, size, node, Assumptions(), ExpertLayer())
-            times = [f"{1e3 * row[name]:.1f}" for name in ("weights", "rows")]
-            yield [str(gpus), str(node), str(size), *times, f"{row['best']:.2f}", f"{row['worst']:.2f}"]
-
-    header = "GPUs | per NVLink domain | per set of experts | weights, ms | rows, ms | relative speed, all overlapped"
-    return markdown(f"{header} | none overlapped", lines())
+    layer = ExpertLayer.measured()
+    about = (
+        f"{1e3 * layer.compute:.1f} ms of computation per layer: a quarter of four layers under `bf16`, on one H100."
+    )
+    return f"{prose(about)}\n\n{markdown(*experts_table(Assumptions.measured(), layer))}"
 
 
 def _beside(row: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -302,16 +291,15 @@ def _beside(row: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [f"{row['ms']:.0f}", f"{other['ms'] / row['ms']:.2f}x", f"{row['peak_gib']:.1f} GiB"]
 
 
+KINDS_RECIPES = ("bf16", "current", "delayed")  # under which a step of any kind of layer is one CUDA graph
+
+
 @table
 def experts_speed() -> str:
     """Slices of models with experts, beside transformers."""
     result = load("kinds_h100")
     rows = {row["name"]: row for row in result["rows"]}
-    labels = {
-        "transformers": "transformers BF16, compiled",
-        "bf16": "te-models `bf16`",
-        "current": "te-models `current`",
-    }
+    labels = {"transformers": "transformers BF16, compiled", **{name: f"te-models `{name}`" for name in KINDS_RECIPES}}
     slices = {"a3b-layers": "128 experts of 768", "mixtral-layers": "8 experts of 14,336"}
     lines = []
     for shape, experts in slices.items():
@@ -327,20 +315,63 @@ def experts_speed() -> str:
 
 
 @table
+def hybrids_speed() -> str:
+    """A slice of a hybrid beside transformers."""
+    result = load("kinds_h100")
+    rows = {row["name"]: row for row in result["rows"]}
+    labels = {"transformers": "transformers BF16, compiled", **{name: f"te-models `{name}`" for name in KINDS_RECIPES}}
+    theirs, recurrence = (rows[f"9b-layers 4x4096 {name}"] for name in ("transformers", "recurrence"))
+    lines = [[label, *_beside(rows[f"9b-layers 4x4096 {name}"], theirs)] for name, label in labels.items()]
+    about = (
+        "Four layers of the width of Qwen3.5-9B, with a vocabulary of 1,024: 4 x 4,096 tokens, forward and backward, "
+        "beside transformers with flash-linear-attention. The recurrence, which stays in BF16 and FP32, takes "
+        f"{recurrence['ms']:.0f} ms of them. {measured_on(result)}"
+    )
+    return f"{prose(about)}\n\n{markdown('variant | ms | speed | peak memory', lines)}"
+
+
+@table
 def kinds_recipes() -> str:
     """Slices with experts and of a hybrid under each recipe, beside their own BF16."""
-    result = load("kinds_recipes_h100")
-    rows = {row["name"]: row for row in result["rows"]}
+    now, before = load("kinds_h100"), load("kinds_recipes_h100")
     slices = {
-        "9b-layers": "Qwen3.5-9B, 4 layers",
-        "mixtral-layers": "Mixtral, 2 layers",
-        "a3b-layers": "Qwen3-30B-A3B, 4 layers",
+        "2b 4x4096": "Qwen3.5-2B, 4 x 4,096",
+        "9b-layers 4x4096": "Qwen3.5-9B, 4 layers, 4 x 4,096",
+        "9b-layers 1x32768": "Qwen3.5-9B, 4 layers, 1 x 32,768",
+        "mixtral-layers 4x4096": "Mixtral, 2 layers, 4 x 4,096",
+        "a3b-layers 4x4096": "Qwen3-30B-A3B, 4 layers, 4 x 4,096",
     }
     lines = []
     for shape, label in slices.items():
-        own = rows[f"{shape} 4x4096 bf16"]
-        for recipe in ("bf16", "delayed", "current", "blockwise"):
-            if (row := rows.get(f"{shape} 4x4096 {recipe}")) is not None:
-                lines.append([label, f"`{recipe}`", *_beside(row, own)])
-    about = f"4 x 4,096 tokens, forward and backward, with a vocabulary of 1,024. {measured_on(result)}"
-    return f"{prose(about)}\n\n{markdown('width | recipe | ms | speed over `bf16` | peak memory', lines)}"
+        for result, recipes in ((now, KINDS_RECIPES), (before, ("blockwise",))):
+            rows = {row["name"]: row for row in result["rows"]}
+            for recipe in recipes:
+                if (row := rows.get(f"{shape} {recipe}")) is not None:
+                    lines.append([label, f"`{recipe}`", *_beside(row, rows[f"{shape} bf16"])])
+    about = (
+        f"Forward and backward; slices have a vocabulary of 1,024. {measured_on(now)} Rows of `blockwise` are of "
+        f"{before['environment']['date']}, beside BF16 of that day."
+    )
+    return f"{prose(about)}\n\n{markdown('model, tokens | recipe | ms | speed over `bf16` | peak memory', lines)}"
+
+
+@table
+def hybrid_finetune() -> str:
+    """A hybrid fine-tuned on packed chat records, beside TRL."""
+    result = load("finetune_against_trl_h100")
+    rows = {(row["method"], row["way"]): row for row in result["rows"] if row["shape"] == "qwen3.5-2b"}
+    names = {"trl": "TRL, BF16"} | {name: f"te-models `{name}`" for name in KINDS_RECIPES}
+    lines = []
+    for (method, way), row in rows.items():
+        other = rows[method, "trl"]
+        trained = {"full": "all weights", "lora": f"LoRA, rank {result['rank']}"}[method]
+        speed, peak = f"{row['tokens_per_second'] / other['tokens_per_second']:.2f}x", f"{row['peak'] / GIB:.1f} GiB"
+        loss = f"{row['losses'][-1]:.3f} ({len(row['losses'])})"
+        lines.append([trained, names[way], f"{row['tokens_per_second']:,.0f}", speed, peak, loss])
+    shape = result["shapes"]["qwen3.5-2b"]
+    about = (
+        f"The shape of Qwen3.5-2B with random weights, {shape['batch_size']} x {shape['seq_len']:,} tokens of packed "
+        "conversations, all activations recomputed, 8-bit AdamW; TRL's SFTTrainer on the same rows sees the documents "
+        f"of a row as one. {measured_on(result)}"
+    )
+    return f"{prose(about)}\n\n{markdown('trained | with | tokens/s | speed | peak memory | loss (steps)', lines)}"

@@ -1,20 +1,21 @@
 """`te-models bench`: time a training step under several recipes and beside other libraries."""
 
-from __future__ import annotations
-
 import click
 from rich.text import Text
 
-from te_models.cli.options import Command, console, given_options, model_options, option, out_option, setting_option
+from te_models.cli.options import Command, build_options, console, given_options, option, out_option, setting_option
 from te_models.config.data import split_names
 from te_models.config.model import config_fields
 from te_models.config.presets import get_preset
 
 
 @click.command(cls=Command)
-@model_options
+@setting_option("preset", required=True)
+@build_options
 @option(
-    "--recipes", default="bf16,delayed,current", help="Recipes to time; append +fused, +eager, ... to set how one runs."
+    "--recipes",
+    default="bf16,delayed,current",
+    help="Recipes to time; what follows a + sets how one runs, as in delayed+no_edges+graph.",
 )
 @option("--peers", default="none", help="Other implementations to time: torch, torchao, te-layer, te-layer-bf16.")
 @option("--batch-size", default=8, help="Sequences per step.")
@@ -23,14 +24,12 @@ from te_models.config.presets import get_preset
 @option("--warm-up", default=3, help="Steps of each variant that are not timed.")
 @out_option("Folder for bench.json and bench.png.")
 @setting_option("compile")
-def bench(preset: str | None, model: str | None, recipes: str, peers: str, out: str | None, **options: object) -> None:
+def bench(preset: str, recipes: str, peers: str, out: str | None, **options: object) -> None:
     """Time training under several recipes and in other libraries."""
     from te_models.device.choice import choose_device  # noqa: PLC0415  imports torch
     from te_models.inspect.bench import bench as run  # noqa: PLC0415
     from te_models.inspect.bench_report import bench_table, write_bench  # noqa: PLC0415
 
-    if preset is None or model is not None or options.pop("recipe") is not None:
-        raise click.UsageError("bench takes --preset NAME and --recipes A,B,...")
     given = given_options(options)
     config = get_preset(preset, **{name: given.pop(name) for name in list(given) if name in config_fields()})
     device = choose_device(given.pop("device", None))

@@ -4,8 +4,6 @@ A user's mistake ends with exit code 2 and one line on stderr; set TE_MODELS_DEB
 torch when they run, so that `--help` is fast.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -28,21 +26,27 @@ from te_models.cli.parity import parity
 from te_models.cli.plan import plan
 from te_models.cli.training import finetune, pretrain
 from te_models.cli.verify import verify
-from te_models.config.recipe import ELSEWHERE
 from te_models.errors import TeModelsError, one_line, unknown
 
 # torchao, which peft and lm-evaluation-harness import, logs its missing kernels and its use of torch's registry.
 QUIET = ("torchao", "torch.utils._pytree")
-# Turns for which an idle thread of OpenMP spins before it sleeps. libgomp's own 300,000 keep a core for milliseconds
-# that the thread it waits for may need: beside other work a step of training took twenty times as long as alone.
-SPINS = "2000"
+# What libraries read when torch is imported, unless the user has set one of the variables.
+ENVIRONMENT = {
+    # Turns for which an idle thread of OpenMP spins before it sleeps. libgomp's own 300,000 keep a core for
+    # milliseconds that the thread it waits for may need: beside other work a step took twenty times as long as alone.
+    ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"): "2000",
+    # With PyTorch's segments of fixed size, the inputs that blocks keep lie scattered among what was temporary: 49 GiB
+    # of tensors filled 78 GiB when Qwen3.5-35B-A3B was tuned with adapters.
+    ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"): "expandable_segments:True",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if "OMP_WAIT_POLICY" not in os.environ:  # a choice of the user's own
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # OpenMP reads it when torch is imported
+    for names, value in ENVIRONMENT.items():
+        if not any(name in os.environ for name in names):
+            os.environ[names[0]] = value
     try:
         with _plain_warnings():
             code = cli.main(words, prog_name="te-models", standalone_mode=False, obj=shlex.join(["te-models", *words]))
@@ -52,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except click.NoSuchOption as error:
         options = [] if error.ctx is None else [name for one in error.ctx.command.params for name in one.opts]
-        advice = ELSEWHERE.get(error.option_name.lstrip("-").replace("-", "_"), "")
-        return _fail(error, str(unknown("option", error.option_name, options, "--help-all", advice)))
+        return _fail(error, str(unknown("option", error.option_name, options, "--help-all")))
     except click.ClickException as error:
         return _fail(error, error.format_message())
     except (click.Abort, KeyboardInterrupt):
@@ -103,7 +106,7 @@ def _plain_warnings() -> Iterator[None]:
 @click.group(context_settings={"max_content_width": 100})
 @click.version_option(package_name="te-models", prog_name="te-models")
 def cli() -> None:
-    """Gated-attention models in FP8, with Transformer Engine on a GPU or its numbers on any device."""
+    """Train decoder language models in FP8: with Transformer Engine on a GPU, emulated elsewhere."""
 
 
 COMMANDS = (

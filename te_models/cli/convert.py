@@ -1,7 +1,5 @@
 """`te-models convert`: rewrite a model in another format."""
 
-from __future__ import annotations
-
 import click
 
 from te_models.cli.options import Command, build_model, option, out_option, show_line

@@ -1,7 +1,5 @@
 """`te-models export`: write a quantized checkpoint for a server."""
 
-from __future__ import annotations
-
 import click
 
 from te_models.cli.options import (
@@ -21,7 +19,7 @@ from te_models.errors import check_known
 @click.command(cls=Command)
 @out_option("Folder to write.", required=True)
 @option("--format", default="fp8-block", help="Format: fp8-block, fp8-tensor, fp8-channel, mxfp8, nvfp4 or bf16.")
-@one_source_option("Text or records to measure inputs on, for fp8-tensor and nvfp4.")
+@one_source_option("Text or records that set the scales of inputs, for fp8-tensor and nvfp4.")
 @option("--batches", default=8, help="Sequences of --data to measure on.")
 @option("--seq-len", default=512, help="Tokens per sequence of --data.")
 @setting_option("columns", group=EVERYDAY)

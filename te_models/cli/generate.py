@@ -1,7 +1,5 @@
 """`te-models generate`: continue a prompt, or answer lines of a conversation."""
 
-from __future__ import annotations
-
 import click
 
 from te_models.cli.options import Command, build_model, model_options, option, setting_option

@@ -1,7 +1,5 @@
 """`te-models list`: the presets and recipes by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import click

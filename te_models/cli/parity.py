@@ -1,7 +1,5 @@
 """`te-models parity`: the difference between a model as trained and as served."""
 
-from __future__ import annotations
-
 import click
 
 from te_models.cli.options import (

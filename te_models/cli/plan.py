@@ -1,7 +1,5 @@
 """`te-models plan`: precision per layer, or the memory of training, before anything is allocated."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -34,11 +32,13 @@ ACTIVATIONS = ("activation_checkpointing", "activation_offload")
 @option("--lora", default=0, metavar="RANK", group="With --memory",
         help="Count the training of low-rank adapters of this rank instead of all weights.")  # fmt: skip
 @option("--lora-experts", is_flag=True, group="With --memory", help="Count adapters on experts too.")
-@setting_option("expert_parallel_size", help="Show which of so many processes have which experts.", group=EVERYDAY)
+@setting_option(
+    "expert_parallel_size", help="Show which experts each of this many processes would hold.", group=EVERYDAY
+)
 def plan(preset: str | None, model: str | None, memory: bool, as_json: bool, **options: Any) -> None:
-    """Show the precision of every layer, or the memory of training.
+    """Show the precision of each linear, or the memory of training.
 
-    The precision comes with the engine, and the reason for it.
+    Nothing is trained, and of a preset nothing is built.
     """
     names = (*TRAINING, "gpus", "lora", "lora_experts")
     if not memory and (given := [name for name in names if is_given(name)]):

@@ -1,7 +1,5 @@
 """The options of sampling, which `generate` and `chat` share."""
 
-from __future__ import annotations
-
 import functools
 import io
 import sys
@@ -22,7 +20,7 @@ sampling_options = chained(
     _option("--max-new-tokens", default=200, help="Maximum number of tokens to generate."),
     _option("--greedy", is_flag=True, help="Take the likeliest token at every step."),
     _option("--temperature", type=float, show_default=str(TEMPERATURE),
-            help="Divisor of the logits: below 1 sharper, above 1 flatter."),
+            help="Below 1 likely tokens become likelier, above 1 less so."),
     _option("--top-k", type=int, help="Sample among the K likeliest tokens."),
     _option("--top-p", type=float, help="Sample from the smallest set of tokens of this probability."),
     _option("--min-p", type=float,

@@ -1,7 +1,6 @@
 """`te-models pretrain`, which trains a preset from random weights, and `te-models finetune`, for an existing model."""
 
-from __future__ import annotations
-
+import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,13 +55,17 @@ def run_training(command: str, file: str | None, resume: str | None, options: Ma
     given = given_options({name: value for name, value in options.items() if is_given(name)})
     both = resume is not None and file is not None
     is_folder = file is not None and Path(file).is_dir()
+    is_run = is_folder and Path(str(file), "run.toml").exists()
     unexpected = file is not None and not Path(file).exists()
-    out = given.get("out")
+    out, model = given.get("out"), given.get("model")
+    over = out is not None and model is not None and os.path.realpath(out) == os.path.realpath(model)
     mistakes = {
+        f"--out {out} is the folder of the model, whose place the run would take: give another": over,
         f"unexpected {file}: the one argument is RUN.TOML, a file of settings, and this is no file": unexpected,
         f"give either {file} or --resume: a run's folder has its own run.toml": both,
         f"give the folder once: --resume {resume} or --resume --out {out}": resume and out is not None,
-        f"{file} is a folder: {file}/run.toml runs it once more, and --resume {file} continues it": is_folder,
+        f"{file} is a folder: {file}/run.toml runs it once more, and --resume {file} continues it": is_run,
+        f"{file} is a folder: a model is given as --model {file}, data as --data {file}": is_folder,
     }
     refuse(mistakes)
     called = click.get_current_context().obj or ""  # as main() was called

@@ -1,7 +1,5 @@
 """`te-models verify`: proof that FP8 runs, GEMM by GEMM."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import click

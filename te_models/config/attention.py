@@ -73,6 +73,12 @@ class SoftmaxAttentionSpec(MixerSpec):
 
     name: ClassVar[str] = "self_attn"
     title: ClassVar[str] = "attention"
+    keeps = "keys and values"
+
+    @staticmethod
+    def _copies(tape: Tape) -> bool:
+        """Return whether attention runs on FP32 copies, as kernels/sdpa.py does on a CPU."""
+        return not tape.cuda and tape.element < FP32
 
 
 @dataclass(frozen=True)
@@ -203,11 +209,6 @@ class AttentionSpec(SoftmaxAttentionSpec):
     def _composes(self, tape: Tape) -> bool:
         """Return whether attention is kernels/composed_attention.py."""
         return self.softcap is not None or (self.sinks and not self._spans(tape))
-
-    @staticmethod
-    def _copies(tape: Tape) -> bool:
-        """Return whether attention runs on FP32 copies, as kernels/sdpa.py does on a CPU."""
-        return not tape.cuda and tape.element < FP32
 
     def _bytes(self, tape: Tape) -> tuple[int, int, int, int]:
         """Return the bytes of q, of k (or v), of the gate, and of the whole output of qkvg_proj."""

@@ -1,7 +1,5 @@
 """Sizes of the chunks in which temporaries are allocated, shared by the allocating code and the memory plan."""
 
-from __future__ import annotations
-
 FP32 = 4  # bytes
 UPDATE_CHUNK = 2**28  # parameters that te_models.optim.master updates at a time, with FP32 gradients
 EXCHANGE_CHUNK = 2**27  # bytes that a rank sends, and that it receives, at a time in te_models.optim.parameter_owners

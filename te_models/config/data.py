@@ -1,7 +1,5 @@
 """The data of a training run and what is done with it, as options with their defaults. No torch."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping
@@ -32,7 +30,7 @@ class DataConfig(Settings):
     heading = DATA
     data: tuple[str, ...] = setting(
         (),
-        "File, folder, glob, URL or Hub dataset; a:2 twice per epoch. May be repeated; default: Python's own docs.",
+        "File, folder, glob, URL or Hub dataset; :2 reads it twice an epoch. Repeatable; default: Python's own docs.",
         group=EVERYDAY,
         path=True,
         metavar="PATH[:WEIGHT]",

@@ -120,15 +120,6 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
         }
         return {name: size for name, size in found.items() if size is not None}
 
-    @property
-    def remark(self) -> str:
-        s = self.sizes
-        return (
-            f"the cache keeps {s.kv_lora_rank + s.qk_rope_head_dim} numbers per token, of which each step makes keys "
-            f"and values again; attention runs on heads of {s.width} channels (keys have {s.qk_head_dim}, values "
-            f"{s.v_head_dim})"
-        )
-
     def parallel_obstacle(self, sequence: bool) -> str:
         return "tensor parallelism does not divide latent attention: use FSDP2 (--parallel fsdp)"
 
@@ -162,11 +153,6 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
             *self._attention(tape),
             tape.linear(out, shared=unpadded and not self._copies(tape)),
         ]
-
-    @staticmethod
-    def _copies(tape: Tape) -> bool:
-        """Return whether attention runs on FP32 copies, as kernels/sdpa.py does on a CPU."""
-        return not tape.cuda and tape.element < FP32
 
     @staticmethod
     def _norm(tape: Tape, name: str, rows: int, size: int) -> Step:

@@ -59,7 +59,7 @@ class LinearSpec:
             or the inputs ("row"); None: every rank has all of it.
         bias: whether it has one.
         residual: whether it writes into the residual stream.
-        fp8: whether it may run below BF16 (te_models.config.precision); False for what is BF16 by its nature, such as a
+        fp8: whether it may run below BF16 (te_models.config.precision); False for what is always BF16, such as a
             router.
         experts: how many experts there are; 0: it is a te.Linear.
     """
@@ -182,11 +182,6 @@ class PartSpec(ABC):
         return ()
 
     @property
-    def remark(self) -> str:
-        """Return what `plan` says about how it runs; "" for nothing."""
-        return ""
-
-    @property
     def dynamic(self) -> str:
         """Return why no CUDA graph can contain it; "" if one can."""
         return ""
@@ -239,6 +234,9 @@ class PartSpec(ABC):
 
 class MixerSpec(PartSpec):
     """A part that mixes tokens."""
+
+    # What it keeps of earlier tokens while decoding, in the words of transformers' caches.
+    keeps: ClassVar[Literal["keys and values", "a recurrent state", "another state"]] = "another state"
 
     @abstractmethod
     def state_bytes(self, batch: int, slots: int, element: int) -> int:

@@ -202,11 +202,7 @@ class MoESpec(FeedforwardSpec):
 
 
 def with_local_experts(layers: tuple[LayerSpec, ...], ranks: int) -> tuple[LayerSpec, ...]:
-    """Return the layers as each of `ranks` ranks has them that share the experts.
-
-    Raises:
-        ConfigError: there are none, or they cannot be divided evenly.
-    """
+    """Return the layers as each of `ranks` ranks has them that share the experts."""
     local = {
         spec: dataclasses.replace(spec, ranks=ranks)
         for spec in distinct(layer.mlp for layer in layers if isinstance(layer.mlp, MoESpec))

@@ -3,8 +3,6 @@
 A test compares each class with the fields that are checked at run time (ModelConfig, recipe.SCHEMES).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal
 

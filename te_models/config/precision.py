@@ -2,10 +2,8 @@
 
 In this order, of which the last that applies decides: the recipe itself; its edges (`num_layers_at_start_in_bf16`,
 `num_layers_at_end_in_bf16`, `lm_head`); the patterns of its table `precision`, from first to last; and a linear that is
-BF16 by its nature (LinearSpec.fp8) stays so.
+BF16 under every recipe (LinearSpec.fp8) stays so.
 """
-
-from __future__ import annotations
 
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -22,7 +20,7 @@ class Precision(NamedTuple):
 
     recipe: the recipe, the model's own or another; None: BF16, or whatever dtype the model has.
     reason: why, in a few words.
-    stays: whether it is BF16 under any recipe, because an edge, a pattern or its nature says so: exports for servers
+    stays: whether an edge, a pattern or LinearSpec.fp8 makes it BF16: exports for servers
         leave it as it is.
     """
 
@@ -32,11 +30,7 @@ class Precision(NamedTuple):
 
 
 def precisions(recipe: Recipe, layers: tuple[LayerSpec, ...]) -> dict[str, Precision]:
-    """Return the precision of every te.Linear by its name in the model, "lm_head" among them, in forward order.
-
-    Raises:
-        ConfigError: a pattern of the recipe matches no te.Linear, or asks for FP8 where only BF16 is possible.
-    """
+    """Return the precision of every te.Linear by its name in the model, "lm_head" among them, in forward order."""
     linears = dict(named_linears(layers))
     found = {name: _by_edges(recipe, len(layers), name) for name in (*linears, HEAD)}
     able = {name for name in found if name == HEAD or linears[name].fp8}
@@ -47,9 +41,11 @@ def precisions(recipe: Recipe, layers: tuple[LayerSpec, ...]) -> dict[str, Preci
         if not matches:
             raise _unknown_pattern(pattern, linears)
         if chosen.recipe is not None and not able.intersection(matches):
-            raise ConfigError(f"precision[{pattern!r}]={value!r}: {matches[0]} is BF16 by nature: leave it out")
+            raise ConfigError(
+                f"precision[{pattern!r}]={value!r}: {matches[0]} is BF16 under every recipe: leave it out"
+            )
         found |= dict.fromkeys(matches, chosen)
-    return found | {name: Precision(None, "by nature", True) for name in found if name not in able}
+    return found | {name: Precision(None, "under every recipe", True) for name in found if name not in able}
 
 
 def _by_edges(recipe: Recipe, layers: int, name: str) -> Precision:
@@ -64,7 +60,7 @@ def _by_edges(recipe: Recipe, layers: int, name: str) -> Precision:
         field = f"num_layers_at_{end}_in_bf16"
         reason = f"{field} = {recipe.edges[field]}" if own is not None else f"recipe = {recipe.name!r}"
         return Precision(None, reason, True)
-    return Precision(own, f"recipe = {recipe.name!r}" if own is None else f"inside the autocast of {recipe.name!r}")
+    return Precision(own, f"recipe = {recipe.name!r}")
 
 
 def _unknown_pattern(pattern: str, linears: dict[str, LinearSpec]) -> Exception:

@@ -1,7 +1,5 @@
 """Named model shapes: a preset is a row of ModelConfig fields. No torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from te_models.config.model import PER_LAYER, ModelConfig

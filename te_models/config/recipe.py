@@ -102,22 +102,15 @@ SCHEMES: dict[str, Scheme] = {
 AUTO = "auto"  # in place of a recipe's name: the model's own, else what te_models.model.recipe_fit chooses
 FP8_WEIGHTS = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling")  # can have them
 
-# What to do with names that Megatron-LM, older releases of Transformer Engine and guides to FP8 use.
-ELSEWHERE = {
-    "fp8": "give recipe='delayed' or another; 'hybrid' and 'e4m3' are fp8_format='HYBRID' and 'E4M3'",
-    "use_fp8": "give recipe='current' or another; recipe='bf16' is without FP8",
-    "enabled": "give recipe='current' or another; recipe='bf16' is without FP8",
-    "fp8_recipe": "give recipe",
-    "fp8_margin": "give margin",
-    "fp8_interval": "leave it out: scales are updated in every step",
-    "interval": "leave it out: scales are updated in every step",
-    "fp8_amax_history_len": "give amax_history_len",
-    "fp8_amax_compute_algo": "give amax_compute_algo",
-    "layer_precision": 'give precision, such as {"layers.2.*": "bf16"}',
-    "first_last_layers_bf16": "give num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16, which are 1 by default",
-}
 RECIPES_ELSEWHERE = {
+    "fp8": "give 'current', or 'delayed' for speed on Hopper",
+    "float8": "give 'current', or 'delayed' for speed on Hopper",
     "tensorwise": "give 'current'",
+    "delayedscaling": "give 'delayed'",
+    "float8currentscaling": "give 'current'",
+    "float8blockscaling": "give 'blockwise'",
+    "mxfp8blockscaling": "give 'mxfp8'",
+    "nvfp4blockscaling": "give 'nvfp4'",
     "hybrid": "give a recipe such as 'delayed', and fp8_format='HYBRID'",
     "e4m3": "give a recipe such as 'delayed', and fp8_format='E4M3'",
 }
@@ -333,10 +326,10 @@ def get_recipe(recipe: RecipeLike, **overrides: Any) -> Recipe:
 def unknown_option(kind: str, given: str, choices: Iterable[str], listed: str = "") -> UsageError:
     """Return the error for a field of a recipe or a keyword that does not exist; arguments are those of `unknown`.
 
-    It translates the names in ELSEWHERE, and says which recipes have a field that this one lacks.
+    It says which recipes have a field that this one lacks.
     """
     owners = [name for name in list_recipes() if given in SCHEMES[get_recipe(name).scheme].fields]
-    advice = f"it is a field of {', '.join(map(repr, owners))}" if owners else ELSEWHERE.get(given, "")
+    advice = f"it is a field of {', '.join(map(repr, owners))}" if owners else ""
     return unknown(kind, given, choices, listed, advice)
 
 

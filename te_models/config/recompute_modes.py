@@ -7,8 +7,6 @@
 * N: every N-th block stores only its input, the others store everything.
 """
 
-from __future__ import annotations
-
 from te_models.errors import unknown
 
 MODES = ("none", "selective", "full")

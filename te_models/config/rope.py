@@ -1,7 +1,5 @@
 """Rotary embeddings as data: which channels rotate, how fast, and how that stretches to longer contexts. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -161,11 +161,7 @@ def kinds_of(hint: Any) -> tuple[tuple[type, ...], type]:
 
 
 def from_table(owner: type[Made], values: Mapping[str, Any], title: str) -> Made:
-    """Return the settings of `owner` in a table, such as that of a file; `title` names it in errors.
-
-    Raises:
-        UsageError: a setting is unknown (the message names the nearest), missing, or has a wrong value.
-    """
+    """Return the settings of `owner` in a table, such as that of a file; `title` names it in errors."""
     lacking = [one.name for one in dataclasses.fields(owner) if one.default is MISSING and one.name not in values]
     if lacking:
         raise ConfigError(f"{title} lacks {', '.join(lacking)}: give all that has no default")

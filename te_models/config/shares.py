@@ -1,7 +1,5 @@
 """Shares of a whole as they are written, and whole tensors shared out among ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """The pretrained models that ship in the package, as folders te_models/pretrained/<name>. No torch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -18,11 +16,7 @@ def list_shipped() -> list[str]:
 
 
 def shipped_folder(name: str) -> Path | None:
-    """Return the folder of the shipped model of this name; None if there is none.
-
-    Raises:
-        UsageError: the name is that of a preset, which has no weights.
-    """
+    """Return the folder of the shipped model of this name; None if there is none."""
     if name in list_shipped():
         return FOLDER / name
     if name in PRESETS:

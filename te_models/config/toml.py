@@ -1,7 +1,5 @@
 """TOML files of settings: read with a limit and one-line errors, and written with a comment per file. No torch."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -22,11 +20,7 @@ _DEEP_KEY = re.compile(rf"(?<![\w-])(?:{_PART}){{50}}")  # which tomllib reads i
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the content of a TOML file of at most MAX_BYTES bytes.
-
-    Raises:
-        ConfigError: it cannot be read, is larger, is not TOML, or has integers of more than 64 bits.
-    """
+    """Return the content of a TOML file of at most MAX_BYTES bytes."""
     if path.exists() and not path.is_file():
         raise ConfigError(f"cannot read {path}: it is not a file")
     try:

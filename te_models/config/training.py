@@ -1,7 +1,5 @@
 """The options of a training run, with their defaults. No torch."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Conversations as text: a tokenizer's chat template, rendered as in transformers, in a separate process."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -70,17 +68,13 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        self.source, self.tokens = source, dict(tokens)
+        self.source = source
+        self.tokens = dict(tokens)
         self.marks_answers = _GENERATION.search(source) is not None
         self._process = _Process(source)
 
     def render(self, messages: Sequence[Message], **variables: object) -> str:
-        """Return the prompt after which the assistant speaks; `variables` are the template's, such as enable_thinking.
-
-        Raises:
-            UsageError: messages or variables are not plain JSON values.
-            DataError: the template refuses the messages, fails, or takes too much time or memory.
-        """
+        """Return the prompt after which the assistant speaks; `variables` are those of the template."""
         request = {"messages": list(messages), "add_generation_prompt": True, **variables}
         rendered = self.render_all([request])[0]
         if isinstance(rendered, str):
@@ -90,15 +84,8 @@ class ChatTemplate:
     def render_all(self, requests: Iterable[Mapping[str, object]]) -> list[Rendered | str]:
         """Render several conversations at once, which is faster; together they have the time limit of one.
 
-        Args:
-            requests: the template's variables of each, "messages" among them.
-
-        Returns:
-            for each the text, or the reason why the template refuses it.
-
-        Raises:
-            UsageError: variables are not plain JSON values.
-            DataError: the template takes too much time.
+        `requests` are the template's variables of each, "messages" among them. Return for each the text, or the reason
+        why the template refuses it; raise a DataError if it takes too much time.
         """
         default = {**self.tokens, "tools": None, "documents": None, "add_generation_prompt": False}
         process = self._process
@@ -117,7 +104,8 @@ class _Process:
     """The process of a template, and a lock for the threads of the process that started it, `owner`."""
 
     def __init__(self, source: str) -> None:
-        self.owner, self._lock = os.getpid(), threading.Lock()
+        self.owner = os.getpid()
+        self._lock = threading.Lock()
         here = Path.cwd().resolve()  # may hold anything
         others = [entry for entry in sys.path if entry and Path(entry).resolve() not in (here, PACKAGES)]
         self.popen = subprocess.Popen(
@@ -139,7 +127,8 @@ class _Process:
         plain = "messages and variables of a chat template must be plain JSON values"
         with explained(plain, TypeError, ValueError, RecursionError, error=UsageError):
             line = json.dumps({**request, "seconds": SECONDS}).encode() + b"\n"
-        stdin, stdout = self.popen.stdin, self.popen.stdout
+        stdin = self.popen.stdin
+        stdout = self.popen.stdout
         assert stdin is not None and stdout is not None
         with self._lock:
             timer = threading.Timer(SECONDS, self.popen.kill)

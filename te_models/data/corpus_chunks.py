@@ -5,8 +5,6 @@ range in which it begins), row ranges of Parquet files (from their footers) and 
 JSON arrays and tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -70,7 +68,9 @@ def find_chunks(corpus: str | Sequence[Source], chunk_bytes: int = CHUNK_BYTES) 
     sources = open_sources([corpus], {}) if isinstance(corpus, str) else list(corpus)
     files: list[str] = []
     ranges: list[tuple[int, int, int, int]] = []
-    bounds, totals, weights = [0], [], []
+    bounds = [0]
+    totals = []
+    weights = []
     for source in sources:
         sizes: list[int] = []
         for file in source.files:
@@ -168,7 +168,8 @@ class ChunkReader:
 
 def _grouped(sizes: list[int], chunk_bytes: int) -> list[int]:
     """Return the first range of each chunk, and the end: consecutive ranges share a chunk while they fit."""
-    bounds, filled = [0], 0
+    bounds = [0]
+    filled = 0
     for index, size in enumerate(sizes):
         if filled and filled + size > chunk_bytes:
             bounds.append(index)

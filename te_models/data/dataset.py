@@ -13,8 +13,6 @@ An epoch is every document once, or as often as its source's weight says, in an 
 Each window has a counted label. te_models.data.streaming reads a corpus larger than memory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +34,8 @@ from te_models.model.targets import IGNORED
 
 def check_fit(tokenizer: Tokenizer, config: ModelConfig, seq_len: int = 0) -> None:
     """Raise a UsageError for ids of the tokenizer without an embedding, or sequences longer than the model allows."""
-    ids, limit = tokenizer.vocab_size, config.max_position_embeddings
+    ids = tokenizer.vocab_size
+    limit = config.max_position_embeddings
     if ids > config.vocab_size or seq_len > limit:
         own = "or more, or for a model that is already trained its own tokenizer"
         many = f"the tokenizer has {ids} ids but the model's vocab_size is {config.vocab_size}: use --vocab-size {ids}"
@@ -100,9 +99,14 @@ class TokenDataset:
         world_size: int = 1,
     ) -> None:
         check_windows(seq_len, batch_size, packing)
-        self.seq_len, self.batch_size, self.seed, self.shuffle = seq_len, batch_size, seed, shuffle
-        self.packing, self.weights = packing, weights
-        self.rank, self.world_size = rank, world_size
+        self.seq_len = seq_len
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.packing = packing
+        self.weights = weights
+        self.rank = rank
+        self.world_size = world_size
         self.remarks: list[str] = []  # lines that `describe` ends with
         if not isinstance(documents, Encoded):
             sources = sorted({document.source for document in documents} - {""}) if sources is None else sources
@@ -215,12 +219,15 @@ class TokenDataset:
             UsageError: the state is of other documents, another tokenizer, seq_len or shuffle.
         """
         check_position(state, self.fingerprint)
-        self.seed, self._cached = state["seed"], (-1, self._in_order)
-        self._epoch, self._position = state["epoch"], state["position"]
+        self.seed = state["seed"]
+        self._cached = (-1, self._in_order)
+        self._epoch = state["epoch"]
+        self._position = state["position"]
 
     def _hash_data(self) -> int:
         """Hash everything that a position depends on: tokens, ends of documents and prompts, windows, shuffle."""
-        encoded, kind = self._encoded, f"{self.seq_len} {self.shuffle}"
+        encoded = self._encoded
+        kind = f"{self.seq_len} {self.shuffle}"
         kind += f" {self.packing}" if self.packing != "stream" else ""
         digest = hashlib.blake2b(kind.encode(), digest_size=6)  # exact in a JSON double
         for part in encoded.parts(encoded.tokens):
@@ -253,4 +260,5 @@ class TokenDataset:
     def _end_epochs(self) -> None:
         """Go on to the epoch that has the next window; with weights below 1, epochs may have none."""
         while self._position >= self._shuffled(self._epoch).num_windows:
-            self._epoch, self._position = self._epoch + 1, 0
+            self._epoch = self._epoch + 1
+            self._position = 0

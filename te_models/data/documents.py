@@ -1,7 +1,5 @@
 """Documents: a corpus as a list in memory, and its split into those to train on and those to evaluate on."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import sys
@@ -27,7 +25,7 @@ def load_documents(path: str | Path | None, columns: Mapping[str, str] | None = 
 
     * A .jsonl (.ndjson, .json) file has one object per line or is an array of objects, a .parquet, .csv or .tsv file
       has one record per row: te_models.data.formats lists their formats.
-    * object other file is one document of UTF-8 text, unless its first line is a JSON object: then it is read as JSONL.
+    * Any other file is one document of UTF-8 text, unless its first line is a JSON object: then it is read as JSONL.
     * A folder is read recursively; hidden files, __pycache__, links to folders and binary files (a NUL byte in the
       first 8000, as git defines it) are skipped.
     * "owner/name" or "owner/name#split", where there is no such folder, is a dataset of the Hugging Face Hub.
@@ -74,11 +72,7 @@ def split_documents(
 
 
 def in_evaluation(documents: Sequence[Document], eval_fraction: float, seed: int) -> NDArray[np.bool_]:
-    """Return which documents `split_documents` evaluates on, bool [D]; it cuts a single one itself.
-
-    Raises:
-        DataError: one side would be empty.
-    """
+    """Return which documents `split_documents` evaluates on, bool [D]; it cuts a single one itself."""
     hashes = [hash_document(seed, document) for document in documents]
     distinct = sorted(set(hashes))
     if len(distinct) < 2:
@@ -133,7 +127,8 @@ def _cut(document: Document, eval_fraction: float) -> tuple[list[Document], list
 
 def _python_corpus() -> list[Document]:
     """Return the topics of Python's language documentation, then its standard library, both sorted by name."""
-    root, version = Path(sysconfig.get_path("stdlib")), sysconfig.get_python_version()
+    root = Path(sysconfig.get_path("stdlib"))
+    version = sysconfig.get_python_version()
     documents = [
         Document(text, name=f"topics/{name}", source=f"Python {version} documentation")
         for name, text in sorted(topics.items())

@@ -128,17 +128,13 @@ class Fit(NamedTuple):
 def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, begin_prompts: bool = False) -> Encoded:
     """Encode documents; texts and completions are followed by the end-of-text token, conversations by nothing.
 
-    Args:
-        documents: at least one.
-        tokenizer: must have an end-of-text token, and a chat template if there are conversations.
-        begin_prompts: begin prompts with the token that the tokenizer begins texts with, if any, as for generation.
-
-    Raises:
-        DataError: there are no documents, or the chat template refuses one or does not show where its answers are.
+    Conversations need a chat template. `begin_prompts` begins prompts with the token that the tokenizer begins texts
+    with, if any, as for generation.
     """
     if not documents:
         raise DataError("there are no documents to make batches of: give at least one")
-    end, begin = np.array([end_of_text(tokenizer)]), np.array([], dtype=np.int64)
+    end = np.array([end_of_text(tokenizer)])
+    begin = np.array([], dtype=np.int64)
     bos = tokenizer.bos_token_id
     if begin_prompts and bos is not None and tokenizer.encode_prompt("")[:1] == [bos]:
         begin = np.array([bos])
@@ -192,11 +188,13 @@ def fit_records(
     """
     if encoded.counted is None:
         return np.arange(len(encoded)), encoded, Fit()
-    starts, lengths = encoded.starts.copy(), encoded.lengths.copy()
+    starts = encoded.starts.copy()
+    lengths = encoded.lengths.copy()
     keep = np.ones(len(encoded), dtype=np.bool_)
     too_long = cut = unanswered = longest = 0
     for i in np.flatnonzero(encoded.records).tolist():
-        start, length = int(starts[i]), int(lengths[i])
+        start = int(starts[i])
+        length = int(lengths[i])
         answers = np.flatnonzero(encoded.counted[start + 1 : start + length])  # nothing comes before the first token
         over = length - seq_len
         if not len(answers):
@@ -260,7 +258,8 @@ def _batches(documents: Sequence[Document]) -> Iterator[list[Document]]:
         size += len(document.conversation or "")
         if len(batch) == _BATCH or size > _BATCH_CHARACTERS:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 

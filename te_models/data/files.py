@@ -3,8 +3,6 @@
 fsspec opens the files, so a path may be a glob or a URL such as hf://datasets/... or s3://...
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -116,7 +114,8 @@ def readable_errors(path: str) -> Iterator[None]:
     except ImportError as error:  # fsspec names the package that a protocol needs
         raise UsageError(f"{path}: {first_line(error)}") from None
     except OSError as error:
-        name, reason = error.filename or path, error.strerror or first_line(error)
+        name = error.filename or path
+        reason = error.strerror or first_line(error)
         raise DataUnavailable(f"{name}: cannot be read ({reason}): check it and its permissions") from None
     except Exception as error:  # the libraries of remote file systems have no common base but this one
         if "://" not in path and not path.startswith("data:"):  # the one URL of fsspec without slashes

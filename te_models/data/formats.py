@@ -9,8 +9,6 @@
 A list of turns is of the first or second format depending on the keys of its turns, whatever the column's name.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -21,7 +19,11 @@ from te_models.errors import DataError
 
 Kind = TypeVar("Kind")
 
-MESSAGES, SHAREGPT, ALPACA, PAIRS, TEXT = "messages (OpenAI)", "ShareGPT", "Alpaca", "prompt/completion", "text"
+MESSAGES = "messages (OpenAI)"
+SHAREGPT = "ShareGPT"
+ALPACA = "Alpaca"
+PAIRS = "prompt/completion"
+TEXT = "text"
 ROW_COLUMNS = (
     "messages", "conversations", "conversation", "tools", "instruction", "input", "output", "system", "history",
     "prompt", "completion", "text", "functions",
@@ -90,16 +92,9 @@ def may_be_recognized(names: Collection[str]) -> bool:
 
 
 def row_document(row: Mapping[str, object], columns: Mapping[str, str], place: str, source: str) -> Document:
-    """Return the document of one row.
+    """Return the document of one row, whose `columns` are those of te_models.config.data.parse_columns.
 
-    Args:
-        row: column name -> value.
-        columns: your column names -> those of the formats (te_models.config.data.parse_columns).
-        place: names the row in messages.
-        source: names the corpus.
-
-    Raises:
-        DataError: the row is of no known format, or a value in it is not of its kind.
+    `place` names the row in messages, `source` the corpus.
     """
     renamed = rename(row, columns)
     kind = recognize(renamed)
@@ -113,7 +108,8 @@ def row_document(row: Mapping[str, object], columns: Mapping[str, str], place: s
         )
     messages = [_unlearned_if_empty(message) for message in _conversation(renamed, kind, columns, place)]
     variables: dict[str, object] = {"messages": messages}
-    tools, older = _parsed(renamed.get("tools")), _parsed(renamed.get("functions"))
+    tools = _parsed(renamed.get("tools"))
+    older = _parsed(renamed.get("functions"))
     if not tools and isinstance(older, list):
         tools = [{"type": "function", "function": function} for function in older]
     if tools:
@@ -232,7 +228,8 @@ def _message(turn: object, columns: Mapping[str, str], place: str) -> dict[str, 
             f"{place} has {shown or 'no keys'}, but needs role and content, or from and value: "
             "rename them, as in --columns role=speaker,content=words"
         )
-    role, kept = turn[found[0]], {name: turn[name] for name in _TURN_FIELDS if turn.get(name) is not None}
+    role = turn[found[0]]
+    kept = {name: turn[name] for name in _TURN_FIELDS if turn.get(name) is not None}
     known = isinstance(role, str) and role.lower() in ROLES
     if not known or kept.get("weight", 1) not in (0, 1):
         wrong = f"the role {str(role)[:60]!r}: use one of {', '.join(ROLES)}"
@@ -242,7 +239,8 @@ def _message(turn: object, columns: Mapping[str, str], place: str) -> dict[str, 
     calls = _tool_calls(kept.pop("tool_calls", None) or turn.get("function_call"), place)
     content = turn.get(found[1])
     if role.lower() == "function_call":
-        calls, content = calls or _tool_calls(content, place), ""
+        calls = calls or _tool_calls(content, place)
+        content = ""
     if content is None and not calls and found[1] not in turn:
         raise DataError(f"{place} has no {found[1]!r}: fill it in")
     return {

@@ -1,7 +1,5 @@
 """The files of a tokenizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from te_models.errors import CheckpointError, DataError
@@ -10,11 +8,7 @@ from te_models.saving.folder import read_listed
 
 
 def read_file(file: Path) -> bytes | None:
-    """Return the content of a small file, None if there is no such file; a manifest beside it must fit.
-
-    Raises:
-        DataError: it is no regular file, too large, or not the file that was saved.
-    """
+    """Return the content of a small file, None if there is no such file; a manifest beside it must fit."""
     try:
         return read_listed(file.parent, [file.name]).get(file.name)
     except CheckpointError as error:

@@ -1,7 +1,5 @@
 """Batches that a program makes itself, in a list, DataLoader or generator, as an endless dataset with a position."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import warnings
@@ -40,11 +38,16 @@ class OwnBatches:
         self, batches: Iterable[Mapping[str, Tensor]], seed: int, ranks: Ranks, said: Mapping[str, int] | None = None
     ) -> None:
         if not isinstance(batches, Iterable) or isinstance(batches, Mapping | str):
-            kind = type(batches).__name__
-            raise UsageError(f"the dataset is a {kind}: give what open_data returns, or a list of batches")
-        self.batches, self.seed, self.ranks, self.said = batches, seed, ranks, said or {}
+            advice = "give what open_data returns, or batches in a DataLoader, a list or a generator"
+            raise UsageError(f"the dataset is a {type(batches).__name__}: {advice}")
+        self.batches = batches
+        self.seed = seed
+        self.ranks = ranks
+        self.said = said or {}
         self.once = isinstance(batches, Iterator)
-        self._epoch, self._position, self._digest = 0, 0, 0  # the batches so far of this epoch, and the last one
+        self._epoch = 0
+        self._position = 0  # the batches so far of this epoch
+        self._digest = 0  # of the last one
         self._random = torch.get_rng_state()
         self._begin()
 
@@ -64,7 +67,8 @@ class OwnBatches:
                 ended = f"ended after {plural(self._position, 'batch', 'batches')}: lower steps, or give a list or"
                 again = f"{ended} another object that can be iterated over again"
                 raise DataError(f"the data {again if self.once else 'has no batch: give at least one'}")
-            self._epoch, self._position = self._epoch + 1, 0
+            self._epoch = self._epoch + 1
+            self._position = 0
             self._begin()
             return next(self)
         self._position += 1
@@ -99,7 +103,8 @@ class OwnBatches:
                 f"the data is a {type(self.batches).__name__}, which has one pass, so the run cannot be resumed: give "
                 "a list or another object that can be iterated over again"
             )
-        self._epoch, self._position = state["epoch"], 0
+        self._epoch = state["epoch"]
+        self._position = 0
         self._begin()
         while self._position < state["batches"] and self._epoch == state["epoch"]:
             next(self)
@@ -142,7 +147,8 @@ def _mistakes(batch: Mapping[str, object], place: str) -> Iterator[str]:
             yield f"{place} has no {name!r}: give an int64 tensor [B, S]; labels may be the input_ids"
         if name not in (*REQUIRED, *OPTIONAL):
             yield f"{place} has {str(name)[:60]!r}: leave it out; known are {', '.join(REQUIRED + OPTIONAL)}"
-        first, tensor = batch["input_ids"], batch[name]
+        first = batch["input_ids"]
+        tensor = batch[name]
         if not (isinstance(tensor, Tensor) and isinstance(first, Tensor) and tensor.shape == first.shape):
             yield f"{place}: {name} is no tensor of the shape of input_ids: give an int64 tensor [B, S]"
         elif tensor.dim() != 2:

@@ -1,7 +1,5 @@
 """Windows of an epoch: documents back to back and cut, or whole records, as many as fit into each window."""
 
-from __future__ import annotations
-
 import bisect
 import math
 from abc import ABC, abstractmethod
@@ -48,7 +46,11 @@ class Epoch(ABC):
         pad: int,
         random: np.random.Generator | None,
     ) -> None:
-        self.encoded, self.order, self.seq_len, self.packing, self.pad = encoded, order, seq_len, packing, pad
+        self.encoded = encoded
+        self.order = order
+        self.seq_len = seq_len
+        self.packing = packing
+        self.pad = pad
         count = self._lay()
         self.windows = np.arange(count) if random is None else random.permutation(count)
         self.num_windows = count
@@ -83,22 +85,24 @@ class CutEpoch(Epoch):
 
     def _lay(self) -> int:
         lengths = self.encoded.lengths[self.order]
-        self.starts, self.num_tokens = np.cumsum(lengths) - lengths, int(lengths.sum())
+        self.starts = np.cumsum(lengths) - lengths
+        self.num_tokens = int(lengths.sum())
         return math.ceil(self.num_tokens / self.seq_len)
 
     def marked_window(self, index: int) -> Marked:
         place = int(self.windows[index])
-        positions = np.arange(place * self.seq_len, (place + 1) * self.seq_len)
-        slots = np.searchsorted(self.starts, positions, side="right") - 1
-        document, offset = self.order[slots], positions - self.starts[slots]
+        positions = np.arange(place * self.seq_len, (place + 1) * self.seq_len)  # in the stream, [seq_len]
+        slots = np.searchsorted(self.starts, positions, side="right") - 1  # in the order of the epoch, [seq_len]
+        document = self.order[slots]
+        offset = positions - self.starts[slots]
         inside = positions < self.num_tokens
-        at = (self.encoded.starts[document] + offset)[inside]
+        at = (self.encoded.starts[document] + offset)[inside]  # places in the tokens of the corpus, [tokens]
         ids = np.full(self.seq_len, self.pad, dtype=np.int64)
         ids[inside] = self.encoded.tokens[at]
         counted = inside.copy()
         if self.encoded.counted is not None:
             counted[inside] = self.encoded.counted[at]
-        firsts = np.where(inside, offset == 0, positions == self.num_tokens)
+        firsts = np.where(inside, offset == 0, positions == self.num_tokens)  # padding is a document too
         return ids, counted, firsts
 
     def _counts(self, index: int) -> bool:
@@ -119,24 +123,29 @@ class RecordEpoch(Epoch):
     def _lay(self) -> int:
         starts, lengths = cut_texts(self.encoded.starts[self.order], self.encoded.lengths[self.order], self.seq_len)
         if self.packing == "none":
-            pieces, self.bounds = np.arange(len(lengths)), np.arange(len(lengths) + 1)
+            pieces = np.arange(len(lengths))
+            self.bounds = np.arange(len(lengths) + 1)
         else:
             pieces, self.bounds = pack_records(lengths, self.seq_len)
-        self.starts, self.lengths = starts[pieces], lengths[pieces]
+        self.starts = starts[pieces]
+        self.lengths = lengths[pieces]
         self.num_tokens = int(lengths.sum())
         return len(self.bounds) - 1
 
     def marked_window(self, index: int) -> Marked:
         pieces = slice(self.bounds[self.windows[index]], self.bounds[self.windows[index] + 1])
-        starts, lengths = self.starts[pieces], self.lengths[pieces]
-        total, begins = int(lengths.sum()), np.cumsum(lengths) - lengths
+        starts = self.starts[pieces]
+        lengths = self.lengths[pieces]
+        total = int(lengths.sum())
+        begins = np.cumsum(lengths) - lengths  # of the records in the window, [records]
         at = np.repeat(starts - begins, lengths) + np.arange(total)
-        ids, counted = np.full(self.seq_len, self.pad, dtype=np.int64), np.zeros(self.seq_len, dtype=np.bool_)
+        ids = np.full(self.seq_len, self.pad, dtype=np.int64)
+        counted = np.zeros(self.seq_len, dtype=np.bool_)
         ids[:total] = self.encoded.tokens[at]
         counted[:total] = True if self.encoded.counted is None else self.encoded.counted[at]
         firsts = np.zeros(self.seq_len, dtype=np.bool_)
         firsts[begins] = True
-        firsts[total : total + 1] = True
+        firsts[total : total + 1] = True  # padding, if there is any, is a document too
         return ids, counted, firsts
 
 

@@ -3,8 +3,6 @@
 The prompt is the source of a function without its docstring, the completion is the docstring. No torch.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import inspect
@@ -39,9 +37,6 @@ def python_docstrings() -> tuple[list[Document], list[Document]]:
     20 to 400 characters and a source of less than 1500. Of equal docstrings only the first remains, so none occurs on
     both sides. Evaluation gets whole top-level modules and packages, those whose names have the lowest hashes, until
     they hold 8 % of the pairs; modules with more than 1 % of them are for training.
-
-    Raises:
-        DataError: the standard library is not here as source files.
     """
     root = Path(sysconfig.get_path("stdlib"))
     source = f"Python {sysconfig.get_python_version()} standard library"
@@ -96,7 +91,8 @@ def _split_by_module(pairs: Sequence[Document]) -> tuple[list[Document], list[Do
     for pair in pairs:
         top = _top_level(pair)
         sizes[top] = sizes.get(top, 0) + 1
-    wanted, held_out = EVAL_FRACTION * len(pairs), set()
+    wanted = EVAL_FRACTION * len(pairs)
+    held_out = set()
     for top in sorted(sizes, key=lambda name: hashlib.blake2b(name.encode()).digest()):
         if wanted > 0 and sizes[top] <= MAX_EVAL_SHARE * len(pairs):
             held_out.add(top)

@@ -3,8 +3,6 @@
 In memory and streamed, a corpus is read by the functions below, so both read the same files and refuse the same ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import functools
@@ -170,7 +168,8 @@ def _text_kind(path: str, kind: str) -> int:
 
 def _read_text(file: IO[bytes], part: FileRange) -> str:
     """Return the lines of a range as one text."""
-    parts, size = [], 0
+    parts = []
+    size = 0
     for place, at, line in read_lines(file, part.path, part.start, part.stop):
         parts.append(decode(line, place, at))
         size += len(line)
@@ -274,7 +273,8 @@ def _parquet_ranges(file: str, range_bytes: int) -> Iterator[tuple[FileRange, in
             size = sum(column.total_uncompressed_size for column in known)
             count = min(max(1, size // range_bytes), _SLICES, about.num_rows)
             for i in range(count):
-                start, stop = i * about.num_rows // count, (i + 1) * about.num_rows // count
+                start = i * about.num_rows // count
+                stop = (i + 1) * about.num_rows // count
                 yield FileRange(file, group, start, stop), size // count
 
 
@@ -288,7 +288,8 @@ def _parquet_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[s
         batches = table.iter_batches(batch_size=1024, row_groups=[part.group], columns=wanted)
         at = 0
         for batch in batches:  # rows before the range are decoded, but never become Python objects
-            first, last = max(part.start - at, 0), min(part.stop - at, len(batch))
+            first = max(part.start - at, 0)
+            last = min(part.stop - at, len(batch))
             for number, row in enumerate(batch.slice(first, max(0, last - first)).to_pylist(), start=at + first + 1):
                 yield _filled(row), f"{part.path}, row group {part.group}, row {number}"
             at += len(batch)

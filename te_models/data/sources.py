@@ -1,7 +1,5 @@
 """The sources of a run's data: each a path with a weight, checked by its first record before anything is trained."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -62,16 +60,10 @@ class Source:
 def open_sources(paths: Sequence[str], columns: Mapping[str, str], required: bool = True) -> list[Source]:
     """Find the files of "path" or "path:weight" each, and recognize their formats.
 
-    Args:
-        paths: the sources.
-        columns: your column names -> those of the formats (te_models.config.data.parse_columns).
-        required: some source must have one of the columns.
-
-    Raises:
-        UsageError: a weight is out of range, or `columns` are in none of the sources.
-        DataError: a source is missing or of no known format, or mixes records with text files.
+    Some source must have one of the `columns` (te_models.config.data.parse_columns) if they are `required`.
     """
-    sources, renamed = [], False
+    sources = []
+    renamed = False
     for given in paths:
         path, weight = (given, None) if os.path.lexists(given) else split_weight(given)
         if weight is not None and not 0 < weight <= MAX_WEIGHT:
@@ -149,21 +141,15 @@ def is_records(data: object) -> TypeGuard[Iterable[object]]:
 
 
 def read_records(data: Iterable[Any], columns: Mapping[str, str], formatting: Formatting | None, name: str) -> Source:
-    """Return the source of records, which has their documents and no files.
+    """Return the source of records, which are read once, as a whole; it has their documents and no files.
 
-    Args:
-        data: the records; read once, as a whole.
-        columns: your column names -> those of the formats (te_models.config.data.parse_columns).
-        formatting: makes of each record a text, a list of messages, or a dict with the fields of a format.
-        name: of the data, in messages.
-
-    Raises:
-        DataError: there is no record, one is of no known format, or texts are among records.
-        UsageError: `formatting` returns something else.
+    `columns` are those of te_models.config.data.parse_columns, `name` that of the data in messages. `formatting` makes
+    of each record a text, a list of messages, or a dict with the fields of a format.
     """
     if isinstance(data, Mapping):
         raise UsageError(f"{name} is a {type(data).__name__}: give a list of records, or one split of a DatasetDict")
-    documents, first = [], None
+    documents = []
+    first = None
     for number, record in enumerate(data, start=1):
         place = f"{name}, record {number}"
         row = _formatted(record if formatting is None else formatting(record), place, formatting is not None)
@@ -173,7 +159,8 @@ def read_records(data: Iterable[Any], columns: Mapping[str, str], formatting: Fo
         documents.append(row_document(row, columns, place, name))
     if first is None:
         raise DataError(f"{name} has no record: give at least one")
-    kind, talks = str(recognize(rename(first, columns))), documents[0].conversation is not None
+    kind = str(recognize(rename(first, columns)))
+    talks = documents[0].conversation is not None
     return Source(name, 1.0, (), None, kind, talks, documents)
 
 

@@ -103,8 +103,14 @@ class StreamingDataset:
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         check_windows(seq_len, batch_size, packing)
-        self.seq_len, self.batch_size, self.seed, self.packing = seq_len, batch_size, seed, packing
-        self.shuffle, self.rank, self.world_size, self.num_workers = shuffle, rank, world_size, num_workers
+        self.seq_len = seq_len
+        self.batch_size = batch_size
+        self.seed = seed
+        self.packing = packing
+        self.shuffle = shuffle
+        self.rank = rank
+        self.world_size = world_size
+        self.num_workers = num_workers
         self.ranks = ranks or Ranks()
         self.chunks = find_chunks(corpus, chunk_bytes)
         self.num_lanes = _count_lanes(self.chunks, num_lanes) if shuffle else 1
@@ -127,9 +133,11 @@ class StreamingDataset:
 
     def describe(self) -> str:
         """Describe the corpus: one line, and one for each remark."""
-        chunks, size = self.chunks, int(self.chunks.sizes.sum())
+        chunks = self.chunks
+        size = int(self.chunks.sizes.sum())
         shown = f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:,.1f} KiB"
-        files, lanes = plural(len(chunks.files), "file"), plural(self.num_lanes, "lane")
+        files = plural(len(chunks.files), "file")
+        lanes = plural(self.num_lanes, "lane")
         line = f"{shown} of {chunks.format} in {files}, streamed in {lanes} from {chunks.source}"
         return "\n".join([line, *self.remarks])
 
@@ -139,7 +147,8 @@ class StreamingDataset:
         Raises:
             DataError: no document of any chunk fits a window.
         """
-        number, total = 0, Fit()
+        number = 0
+        total = Fit()
         for chunk in self.order(0).tolist():
             documents = self.reader.documents(self.chunks[chunk % len(self.chunks)])
             if not documents:
@@ -147,7 +156,8 @@ class StreamingDataset:
             fitted, fit = self.reader.fit(encode_documents(documents, self.reader.tokenizer, begin_prompts=True))
             if len(fitted):
                 return len(documents), fit, self.reader.windows(fitted).padding()
-            number, total = number + len(documents), total + fit
+            number = number + len(documents)
+            total = total + fit
         total.refuse(number, self.seq_len, self.reader.truncate, source=f"{self.chunks.source}: ")
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -204,7 +214,10 @@ class StreamingDataset:
         share = self.reader.eval_fraction
         reader = replace(self.reader, side="all")
         found: list[Document] = []
-        size, lowest, seen, empty = 0, 2**64, set(), True
+        size = 0
+        lowest = 2**64
+        seen = set()
+        empty = True
         for chunk in np.random.default_rng((self.seed, 0, 0)).permutation(len(self.chunks)):
             for document in reader.documents(self.chunks[chunk]):
                 empty = False
@@ -231,7 +244,8 @@ class StreamingDataset:
     def close(self) -> None:
         """End the worker processes; the iterator may continue, which starts them again."""
         if self._pool is not None:
-            pool, self._pool = self._pool, None
+            pool = self._pool
+            self._pool = None
             for lane in self._lanes.values():
                 lane.ahead = None
             with _handler_waits():  # Python would take the pool's thread for ended, and wait for its workers for ever
@@ -260,7 +274,8 @@ class StreamingDataset:
 
         A chunk that occurs again in the epoch has len(chunks) added to its number each time.
         """
-        counts, number = repeats(self.chunks.weights, epoch), np.arange(len(self.chunks))
+        counts = repeats(self.chunks.weights, epoch)
+        number = np.arange(len(self.chunks))
         again = [number[counts > times] + times * len(number) for times in range(counts.max(initial=0))]
         chunks = np.concatenate([number[:0], *again])
         return chunks[np.random.default_rng((self.seed, epoch)).permutation(len(chunks))] if self.shuffle else chunks
@@ -268,7 +283,8 @@ class StreamingDataset:
     def next_place(self, lane: int, epoch: int, place: int) -> tuple[int, int]:
         """Return epoch and place of a lane's first chunk at this place of an epoch or later."""
         while place >= len(self.order(epoch)[lane :: self.num_lanes]):
-            epoch, place = epoch + 1, 0
+            epoch = epoch + 1
+            place = 0
         return epoch, place
 
     def request(self, lane: int, epoch: int, place: int) -> Request:
@@ -326,7 +342,9 @@ class Lane:
     """An endless stream of windows from every num_lanes-th chunk, and its position."""
 
     def __init__(self, data: StreamingDataset, number: int, position: Position, windows: int) -> None:
-        self.data, self.number, self.windows = data, number, windows
+        self.data = data
+        self.number = number
+        self.windows = windows
         self.epoch, self.place, self.taken = position
         if not self.taken:
             self.epoch, self.place = data.next_place(number, self.epoch, self.place)
@@ -362,7 +380,9 @@ class Lane:
                 self.ahead = self.data.request(self.number, *self._next_place())
             if self.taken < self._chunk.shape[1]:
                 return self._chunk[:, self.taken :]
-            (self.epoch, self.place), self.taken, self._chunk = self._next_place(), 0, None
+            (self.epoch, self.place) = self._next_place()
+            self.taken = 0
+            self._chunk = None
         raise DataError(
             f"{self.data.chunks.source}: there is no text in it, or no record fits seq_len={self.data.seq_len}; give "
             "JSONL, Parquet or text with some"

@@ -6,8 +6,6 @@ It reads one JSON object per line from standard input and answers each with one:
 te_models.data.chat_template starts it.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import re
@@ -30,7 +28,8 @@ TEXT_BYTES = 2**24
 
 # Around each answer in the rendered text, unless a template cuts them apart; no text can contain them by chance.
 _KEY = secrets.token_hex(8)
-_START, _STOP = f"\ue000{_KEY}<", f"\ue000{_KEY}>"
+_START = f"\ue000{_KEY}<"
+_STOP = f"\ue000{_KEY}>"
 
 
 class _Generation(Extension):
@@ -78,7 +77,10 @@ def render(template: Template, context: dict[str, object]) -> dict[str, object]:
 
 def unmark(text: str) -> dict[str, object]:
     """Return a rendered text without the marks of its answers, and where these are."""
-    parts, answers, at, start = [], [], 0, -1
+    parts = []
+    answers = []
+    at = 0
+    start = -1
     for part in re.split(f"({_START}|{_STOP})", text):
         if part == _START:
             start = at
@@ -100,7 +102,8 @@ def main() -> None:
         answer: object
         if template is None:
             try:
-                template, answer = compile_template(request["source"]), {}
+                template = compile_template(request["source"])
+                answer = {}
             except Exception as error:  # also RecursionError, of a source nested too deeply
                 answer = {"error": first_line(error)}
         else:

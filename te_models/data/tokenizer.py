@@ -5,8 +5,6 @@ without merges that falls back to bytes, so that the `tokenizers` library gives 
 only in the vocabulary, so that no text, not even "<eos>", encodes to one.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import functools
@@ -99,7 +97,8 @@ class Tokenizer(ABC):
     def documents(self) -> dict[str, object]:
         """Return the content of its files, as `save` writes them: JSON by name without suffix, and a chat template that
         is not part of tokenizer_config.json as bytes, by its file's name."""
-        documents, source = self._documents(), self.template_source()
+        documents = self._documents()
+        source = self.template_source()
         config = dict(documents["tokenizer_config"])
         if source is None or (self._template_source is None and "chat_template" in config):
             return documents
@@ -211,11 +210,16 @@ def _tokenizer_in(folder: Path) -> Tokenizer:
         return load_tokenizer(base)
     if not os.path.lexists(file) and (converted := convert_tokenizer(folder)) is not None:
         return HuggingFaceTokenizer(converted[0], file, converted[1])
-    if not os.path.lexists(file) and (folder / "config.json").is_file():
-        if hugging_face_documents(folder) is not None:
-            raise DataError(f"{folder} has no tokenizer.json: give --tokenizer the path of one")
+    if os.path.lexists(file):
+        return _tokenizer_of(file)
+    has_model = (folder / "config.json").is_file()
+    if has_model and hugging_face_documents(folder) is None:
         return ByteTokenizer()
-    return _tokenizer_of(file)
+    raise DataError(
+        f"{folder} has no tokenizer.json: give --tokenizer the path of one"
+        if has_model
+        else f"{folder} holds no model and no tokenizer; the folder of a run has them after its first save"
+    )
 
 
 def _tokenizer_of(file: Path) -> Tokenizer:
@@ -245,7 +249,8 @@ def text_after(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) 
     `before`.
     """
     context = list(before[-CONTEXT:])
-    start, whole = tokenizer.decode(context), tokenizer.decode([*context, *ids])
+    start = tokenizer.decode(context)
+    whole = tokenizer.decode([*context, *ids])
     return whole.removeprefix(start) if whole.startswith(start) else tokenizer.decode(ids)
 
 
@@ -253,13 +258,12 @@ class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0 to 255, then the special ids bos, eos and pad.
 
     No text encodes to a special id, except the output of a chat template set by `set_chat_template`.
-
-    Args:
-        folder: where its files are, if it has any.
     """
 
     vocab_size = 259
-    bos_token_id, eos_token_id, pad_token_id = 256, 257, 258
+    bos_token_id = 256
+    eos_token_id = 257
+    pad_token_id = 258
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
@@ -337,7 +341,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, document: object, file: Path, special: Mapping[str, str] = MappingProxyType({})) -> None:
         with needs(str(file), "tokenizers", "0.20", "train"):
             from tokenizers import Tokenizer as Backend  # noqa: PLC0415
-        self._file, self.folder = file, file.parent
+        self._file = file
+        self.folder = file.parent
         self._encoding = functools.partial(_library_errors, file, "encoding failed")
         _check_charsmaps(document, file)
         with _library_errors(file, "not a tokenizer.json of Hugging Face's tokenizers library"), _without_panics():
@@ -404,7 +409,8 @@ def _special_id(role: str, documents: Iterable[Fields], token_to_id: Callable[[s
     Ids that no vocabulary has, such as -1, count as none.
     """
     for document in documents:
-        token, number = document.get(f"{role}_token"), document.get(f"{role}_token_id")
+        token = document.get(f"{role}_token")
+        number = document.get(f"{role}_token_id")
         if isinstance(token, dict):
             token = token.get("content")
         if isinstance(token, str):

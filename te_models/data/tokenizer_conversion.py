@@ -6,8 +6,6 @@ of the sentencepiece library: transformers 5.23 loses the space before the first
 and the tokenizer of another.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -29,10 +27,6 @@ def convert_tokenizer(folder: Path) -> tuple[object, dict[str, str]] | None:
     """Return the tokenizer.json that transformers makes of a folder's files, and its special tokens by name.
 
     None: the folder has no such files.
-
-    Raises:
-        DataError: transformers cannot convert them, or one is not a regular file, or too large.
-        MissingPackage: transformers is not installed.
     """
     sources = [path for pattern in SOURCES for path in sorted(folder.glob(pattern))]
     if not sources:
@@ -44,7 +38,8 @@ def convert_tokenizer(folder: Path) -> tuple[object, dict[str, str]] | None:
             raise DataError(f"{path} is not a regular file")
     with needs(f"{folder} has {sources[0].name} and no tokenizer.json, which", "transformers", "5.0", "hf"):
         import transformers  # noqa: PLC0415
-    wanted, reasons = _sentencepiece_ids(sources[0]), []
+    wanted = _sentencepiece_ids(sources[0])
+    reasons = []
     files = [read_json_object(folder / name) or {} for name in ("tokenizer_config.json", "config.json")]
     names = [str(file["tokenizer_class"]).removesuffix("Fast") for file in files if file.get("tokenizer_class")]
     kinds = ["AutoTokenizer", *names[:1]] if names or wanted is None else ["AutoTokenizer", "LlamaTokenizer"]
@@ -101,9 +96,6 @@ def _sentencepiece_ids(path: Path) -> list[int] | None:
 
     transformers needs the library too, and says so. What the library refuses may make tokenizers, which would read it
     next, end the process.
-
-    Raises:
-        DataError: the model is damaged.
     """
     if path.name not in SENTENCEPIECE:
         return None

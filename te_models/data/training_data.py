@@ -1,7 +1,5 @@
 """The data of a run: a dataset to train on, in memory or streamed, and batches to evaluate on."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
@@ -29,7 +27,8 @@ from te_models.distributed.control import Ranks
 from te_models.errors import DataError, UsageError, plural, refuse
 from te_models.files.formats import Fields
 
-OWN, OWN_EVALUATION = "the data in memory", "the evaluation data in memory"
+OWN = "the data in memory"
+OWN_EVALUATION = "the evaluation data in memory"
 STREAMED_BYTES = 2**30  # larger corpora are streamed by default
 EVAL_SPLIT = 0.05  # of the documents in memory
 STREAMED_EVAL_SPLIT = 0.01
@@ -169,9 +168,11 @@ class _Opening:
         left_out: list[str] = []
         encoded = encode_documents(documents, self.tokenizer, begin_prompts=whole)
         if whole:
-            size, how = self.config.seq_len, self.settings.truncate
+            size = self.config.seq_len
+            how = self.settings.truncate
             kept, encoded, left_out = keep_fitting(encoded, self.tokenizer, size, how)
-            documents, weights = [documents[i] for i in kept], weights[kept]
+            documents = [documents[i] for i in kept]
+            weights = weights[kept]
             remarks += left_out
         if held_out:
             evaluated = encode_documents(held_out, self.tokenizer, begin_prompts=whole)
@@ -257,7 +258,7 @@ class _Opening:
         if self.tokenizer.ensure_chat_template():
             return ["the tokenizer has no chat template: a plain one is used, and saved with the model"]
         marks = self.tokenizer.chat_template().marks_answers
-        return [f"answers found by {'the marks in' if marks else 'prefixes of'} the chat template's text"]
+        return ["answers found " + ("by the chat template's marks" if marks else "by rendering the turns before each")]
 
     def _evaluation(self, encoded: Encoded) -> TokenDataset:
         """Return the dataset to evaluate on, whose remarks describe it."""
@@ -282,7 +283,8 @@ class _Opening:
         step = self.config.batch_size * self.world_size * self.config.gradient_accumulation
         if windows >= step:
             return []
-        takes, has = plural(step, "window"), f"{windows:,}" if windows else "none"
+        takes = plural(step, "window")
+        has = f"{windows:,}" if windows else "none"
         return [
             f"too little data for a batch: a step takes {takes} and an epoch has {has}, so windows come more than once "
             "per step: lower --batch-size or --gradient-accumulation, or give more data"

@@ -1,7 +1,5 @@
 """Resolve the name of a device that this machine has."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch
@@ -12,11 +10,7 @@ KINDS = ("cpu", "cuda", "meta")
 
 
 def choose_device(device: torch.device | str | None = None) -> torch.device:
-    """Return the device with this name; None gives the first CUDA device if there is one, else the CPU.
-
-    Raises:
-        UsageError: the name is not that of a device, or this machine does not have it.
-    """
+    """Return the device with this name; None gives the first CUDA device if there is one, else the CPU."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = None

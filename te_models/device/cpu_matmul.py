@@ -1,29 +1,20 @@
 """Matrix products that stay fast on CPUs without BF16 instructions."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from te_models.device.measured import once
 
-# More rows hide the cost of laying a weight out anew, and CPUs with AMX sum them in another order once it is packed.
+# Rows that a packed weight multiplies at most, those of a step of generation. Of 33 AMX sums in another order.
 PACKED_ROWS = 16
 
 
 def matmul(
     a: Tensor, b: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Return a @ b + bias, summed in FP32 and rounded once.
+    """Return a [M, K] @ b [K, N] + bias [N], summed in FP32 and rounded once to `dtype` (None: that of a), into `out`.
 
     A CPU without BF16 instructions multiplies BF16 8 to 30 times slower than FP32, so there the product runs in FP32.
-
-    Args:
-        a: [M, K].
-        b: [K, N], same dtype.
-        bias: [N], or None.
-        dtype: dtype of the result; None: that of `a`.
-        out: tensor [M, N] to write to and return, or None.
     """
     dtype = dtype or a.dtype
     if out is not None:
@@ -48,7 +39,7 @@ def packed(weight: Tensor) -> Tensor | None:
 
 
 def packed_matmul(a: Tensor, weight: Tensor) -> Tensor:
-    """Return a [M, K] @ weight [N, K] transposed, of a `packed` weight, as `matmul` does; M is at most PACKED_ROWS."""
+    """Return a [M, K] @ weight [N, K] transposed, of a `packed` weight, as `matmul` does; M is PACKED_ROWS at most."""
     return torch.ops.mkldnn._linear_pointwise(a, weight, None, "none", [], "")
 
 

@@ -1,7 +1,5 @@
 """Threads of a CPU's products."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

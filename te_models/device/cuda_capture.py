@@ -5,8 +5,6 @@ In CUDA's "global" mode a capture fails as soon as any thread allocates pinned m
 background threads do not use CUDA during a capture.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ the backward of attention writes to wrong addresses at sequence lengths that are
 access in a CUDA graph, silently wrong gradients elsewhere (docs/LOG.md, 2026-11-22).
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

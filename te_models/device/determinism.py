@@ -1,7 +1,5 @@
 """Deterministic algorithms for the duration of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

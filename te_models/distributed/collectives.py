@@ -1,7 +1,5 @@
 """Collectives along one dimension of a tensor, under names that every supported version of torch has."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -52,11 +50,7 @@ def all_to_all(
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return this rank's share of the rows of the sum of the tensors of all ranks.
-
-    Raises:
-        ValueError: the rows cannot be divided evenly.
-    """
+    """Return this rank's share of the rows of the sum of the tensors of all ranks."""
     size = dist.get_world_size(group)
     if x.shape[0] % size:
         raise UsageError(f"sequence parallelism divides {x.shape[0]} rows between {size} ranks: pad the rows")

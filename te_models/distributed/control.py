@@ -5,8 +5,6 @@ must not look like the death of a peer, which the group that reduces gradients r
 in tensors of bytes, because the object collectives of torch send pickles.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any, TypeVar

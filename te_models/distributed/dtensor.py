@@ -4,8 +4,6 @@ FSDP2 splits every parameter along its first dimension as torch.chunk does; rank
 Below, `like` is a DTensor that says how to split, or an ordinary tensor, which is not split.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The environment variables with which torchrun tells a process its place in the job."""
 
-from __future__ import annotations
-
 import os
 
 from te_models.errors import UsageError, refuse

@@ -1,7 +1,5 @@
 """The ranks of a DeviceMesh of one dimension that share a model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch.distributed import ProcessGroup

@@ -8,8 +8,6 @@ Lives here: te.Linear, te.RMSNorm, autocast and recompute, in both implementatio
 Not here: operations between the linears (te_models.kernels) and the FP8 state of a model (te_models.fp8).
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

@@ -86,7 +86,8 @@ def outside_autocast() -> Iterator[recipe.Recipe | None]:
     An autocast inside behaves as if nested in a disabled one: its exit updates no scale (section 2.5).
     """
     state = FP8GlobalStateManager.quantization_state
-    saved, depth = FP8GlobalStateManager.get_autocast_state(), state.autocast_depth
+    saved = FP8GlobalStateManager.get_autocast_state()
+    depth = state.autocast_depth
     left = state.fp8_recipe if state.fp8_enabled else None
     state.fp8_enabled = state.fp8_calibration = state.is_first_fp8_module = False
     state.fp8_recipe = state.fp8_distributed_group = None
@@ -214,7 +215,8 @@ class _Norm(torch.autograd.Function):
         ctx: Context, x: Tensor, delta: Tensor | None, weight: Tensor, module: RMSNorm, quantizer: Quantizer | None
     ) -> tuple[Tensor, Tensor]:
         """Return (y [N, D], x + delta), from x and delta [N, D]."""
-        ctx.zero_centered, ctx.both = module.zero_centered_gamma, delta is not None
+        ctx.zero_centered = module.zero_centered_gamma
+        ctx.both = delta is not None
         if (target := _target(quantizer)) is not None:
             norm = (weight, module.eps, ctx.zero_centered)
             fp8, total, inverse = handover_triton.norm(x, delta, *norm, *target.place)
@@ -231,7 +233,8 @@ class _Norm(torch.autograd.Function):
         """Return the gradients of x and delta, which are one tensor, and of the weight."""
         dy, dtotal = grads
         total, weight, inverse = ctx.saved_tensors
-        dy, dtotal = dy.contiguous(), dtotal.contiguous()
+        dy = dy.contiguous()
+        dtotal = dtotal.contiguous()
         dx, dweight = tex.rmsnorm_bwd_add(dy, total, dtotal, inverse, weight, 0, ctx.zero_centered)
         return dx, dx if ctx.both else None, dweight, None, None
 
@@ -252,7 +255,8 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of gate_up."""
         (dy,) = grads
-        gate_up, dy = saved_input(ctx), dy.contiguous()
+        gate_up = saved_input(ctx)
+        dy = dy.contiguous()
         if ctx.gradient is not None:
             fp8 = handover_triton.dswiglu(dy, gate_up, *ctx.gradient.place)
             return ctx.gradient.tensor(fp8, gate_up.dtype), None, None
@@ -264,7 +268,8 @@ def _swiglu_for_backward(quantizer: Quantizer | None) -> Callable[[Tensor], Tens
     target = _target(quantizer)
     if target is None:
         return lambda gate_up: tex.swiglu(gate_up, quantizer)
-    scale, unread = target.place[0].clone(), torch.empty_like(target.place[1])
+    scale = target.place[0].clone()
+    unread = torch.empty_like(target.place[1])
 
     def again(gate_up: Tensor) -> Tensor:
         fp8 = handover_triton.swiglu(gate_up, scale, unread, target.place[2], rowwise=False)
@@ -296,7 +301,8 @@ def _linear(module: Linear, x: Tensor, **options: bool | None) -> Tensor:
     if weight is None:
         y = module(x, **options)
     else:
-        cache, module._fp8_workspaces = module._fp8_workspaces, {"weight": weight}
+        cache = module._fp8_workspaces
+        module._fp8_workspaces = {"weight": weight}
         try:
             y = module(x, **options | {"is_first_microbatch": False})  # takes the weight from the cache
         finally:
@@ -396,7 +402,8 @@ def _grouped(
     found = _expert_places(module) if plain and _counts_on_device(module, te_recipe) else None
     casts = None if found is None or te_recipe is None else _joint_casts(te_recipe)
     if route is not None and casts is None:
-        x, route = dispatch(x, *route), None
+        x = dispatch(x, *route)
+        route = None
     if not plain:
         return module(x, rows, is_first_microbatch=is_first_microbatch, run=_grouped)
     if found is None:

@@ -5,8 +5,6 @@ either returns the value that was written or raises `CheckpointError` with one l
 floats by their shortest form.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

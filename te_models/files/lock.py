@@ -1,7 +1,5 @@
 """A lock on a folder that one process at a time writes to."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -5,8 +5,6 @@ docs/internals/transformer_engine.md). Until then gradients below 2^-16, E5M2's 
 depends on the factor of the loss, and so on the number of processes and of micro-batches.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ then 2 for the backward pass (te_models.fp8.scaling_state). A te.GroupedLinear h
 Engine itself stores a pickle there, which it refuses to load.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch
@@ -35,11 +33,7 @@ def extra_states(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_extra_tensor(owner: str, value: Tensor, gemms: int) -> dict[str, Tensor]:
-    """Return the scales and histories of the module `owner`, of so many GEMMs, by their names in fp8.scaling_state.
-
-    Raises:
-        CheckpointError: `value` is not of the form above.
-    """
+    """Return the scales and histories of the module `owner`, of so many GEMMs, by their names in fp8.scaling_state."""
     widths = [WIDTHS[way] * gemms for way in DIRECTIONS]
     if value.dim() != 2 or len(value) < 2 or value.shape[1] not in (widths[0], sum(widths)):
         raise CheckpointError(f"the {EXTRA} of {owner} holds no scales with their histories ({list(value.shape)})")

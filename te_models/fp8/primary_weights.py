@@ -8,8 +8,6 @@ quantize already quantized values again, and an in-place operation on a slice wo
 Under FSDP2 a parameter is a DTensor whose local tensor is an FP8Shard (te_models.fp8.fsdp_gather).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard, cast
 
@@ -260,15 +258,8 @@ def make_shards(
 ) -> None:
     """Replace this rank's rows of the FP8 layers' weights by empty FP8 ones, for `write_weight` to fill.
 
-    Args:
-        model: the model.
-        linears: the engine's te.Linear and te.GroupedLinear.
-        recipe: the model's recipe.
-        built: returns the engine's recipe object of a module, given its name.
-        group: the processes that share each weight, over which current scaling takes its amax.
-
-    Raises:
-        UsageError: if the recipe gives blocks their own scales, or a weight's rows cannot be divided evenly.
+    `linears` are the engine's classes of them, `built` returns the engine's recipe object of a module by its name, and
+    `group` are the processes that share each weight, over which current scaling takes its amax.
     """
     for used in recipe.in_use:
         if used.scheme not in SHARDED_SCHEMES:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from te_models.config.recipe import EngineRecipe, Recipe
+from te_models.engine.emulated.linear import no_autocast
 from te_models.engine.emulated.short_rows import are_short
 from te_models.errors import EngineError
 from te_models.fp8.primary_weights import is_quantized
@@ -31,6 +32,7 @@ def forward_pass(model: nn.Module, te: ModuleType, recipe: Recipe, te_recipe: En
     Threads that run the same model take turns; on the native engine, whose FP8 state belongs to the process, threads
     that run any model do. In evaluation mode, or without grad, all scales and amax histories stay as they are. A
     training pass updates the forward scales when it succeeds; one that raises changes no scale and leaves no amax.
+    A model in 16 bits runs without torch.autocast, which could only narrow what it computes in FP32.
 
     Args:
         te: the engine.
@@ -42,7 +44,9 @@ def forward_pass(model: nn.Module, te: ModuleType, recipe: Recipe, te_recipe: En
     Warns:
         UserWarning: if the pass is inside an enabled autocast with another recipe, which has no effect on it.
     """
-    with te.region_lock(model, recipe.quantized), te.outside_autocast() as outer:
+    weight = model.get_parameter("embed_tokens.weight")
+    autocast = no_autocast(weight) if weight.dtype.itemsize == 2 else contextlib.nullcontext()
+    with te.region_lock(model, recipe.quantized), te.outside_autocast() as outer, autocast:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             if model.training:
                 _note_training(model)

@@ -7,8 +7,6 @@ weight, output) and [2] backward, of a te.GroupedLinear as many for each expert;
 the engine's registry holds the same tensors.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A conversation with a chat model: its messages so far, and answers streamed through the tokenizer's chat template."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Mapping
 from typing import Any
 

@@ -10,8 +10,6 @@ parameter). The emulated engine also keeps what its products on a CPU take, of w
 bytes per parameter).
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Generator

@@ -5,8 +5,6 @@ A key/value cache stores earlier positions, and on a GPU the steps are replayed 
 every scale and amax history as it was.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial

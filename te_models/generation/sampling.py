@@ -1,7 +1,5 @@
 """One token from logits: temperature, top-k, top-p and min-p."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

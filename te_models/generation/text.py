@@ -1,7 +1,5 @@
 """Text from a model, streamed in pieces that no later token can change."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 
 from typing_extensions import Unpack

@@ -6,8 +6,6 @@ without parameters beside it (`Rows`), and a te.Linear that is one linear of tra
 Nothing runs through them until peft has adapted one.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Mapping
@@ -81,13 +79,7 @@ class Head(nn.Linear):
 
 
 class DividedLinear(nn.Module):
-    """A te.Linear of which peft has adapted some rows, or may do so.
-
-    Args:
-        base_layer: the te.Linear.
-        part: the module that has its Rows, adapted ones among them, below it.
-        names: of those.
-    """
+    """A te.Linear of which peft has adapted some rows, or may do so: the Rows of `names` below the module `part`."""
 
     def __init__(self, base_layer: nn.Module, part: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -215,11 +207,7 @@ def _places(model: CausalLM) -> tuple[dict[str, Place], Family | None]:
 
 
 def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
-    """Replace te modules by what is `placed` there, from `show_linears`, also where adapters may come later.
-
-    Raises:
-        UsageError: peft's `configs` ask for what its files would have under names that transformers does not know.
-    """
+    """Replace te modules by what is `placed` there, from `show_linears`, also where adapters may come later."""
     if not isinstance(model.lm_head, model.te.Linear):
         raise UsageError("peft cannot adapt the head here: give add_lora the CausalLM inside (`.model`)")
     biases = any(name.endswith(".bias") for name, p in model.named_parameters() if p.numel())

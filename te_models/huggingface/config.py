@@ -30,8 +30,9 @@ class TEModelsConfig(PreTrainedConfig):
     """
 
     model_type = MODEL_TYPE
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # the name since transformers 5.24, and before
     has_no_defaults_at_init = True
+    output_router_logits = False  # as in transformers' families with experts; read by TRL
     rope_scaling = None  # in place of a property of the base class that rewrites it as rope_parameters
     on_first_use: ClassVar[
         list[Callable[[], None]]

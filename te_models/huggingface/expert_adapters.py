@@ -41,9 +41,7 @@ class ParamWrapper(Protocol):
 class Alias(Tensor):
     """A stand-in for values that other tensors have: `data` reads them, and assigning to it, as merges do, writes them.
 
-    Args:
-        like: a tensor of their shape, dtype and device.
-        read, write: return the values, and take new ones.
+    It has the shape, dtype and device of `like`.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[bad-override]  # as nn.Parameter's
@@ -142,11 +140,7 @@ class Shown(nn.Module):
 class AdaptedWeight(nn.Module):
     """A te.GroupedLinear, or a router, with the updates of the ParamWrappers around a `Shown`.
 
-    Args:
-        base_layer: the te module.
-        part: the module that has the Shown, perhaps in ParamWrappers, as a child.
-        holder: the name of that child.
-        name: the parameter.
+    That is the child `holder` of the module `part`, for the parameter `name`.
     """
 
     def __init__(self, base_layer: nn.Module, part: nn.Module, holder: str, name: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from te_models.causal_lm import CausalLM
@@ -25,7 +25,7 @@ from te_models.files.formats import Fields, list_some, parse_size
 from te_models.fp8.region import saving
 from te_models.generation.decode_loop import te_linears
 from te_models.huggingface.adapters import Head, place_adapters, show_linears
-from te_models.huggingface.cache import CacheView, refuse_other_states
+from te_models.huggingface.cache import INSTALLED, NAMES, CacheView, cache_by_either_name, refuse_other_states
 from te_models.huggingface.config import TEModelsConfig
 from te_models.huggingface.saving import add_prefix, leave_out_empty, save_model
 from te_models.interop.hf import hugging_face_documents
@@ -34,7 +34,8 @@ from te_models.model.inputs import check_inputs, checked_tokens
 from te_models.model.rope import context_before_long_angles
 from te_models.model.targets import IGNORED, nan_if, shifted, valid_targets
 
-OUTPUTS = ("use_cache", "output_hidden_states", "return_dict")  # fields of the config that say what forward returns
+# Fields of the config that say what forward returns.
+OUTPUTS = ("use_cache", "output_hidden_states", "output_router_logits", "return_dict")
 # Arguments in which collators of packed documents repeat their boundaries for FlashAttention's kernels.
 PACKING = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -53,7 +54,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = TEModelsConfig
     base_model_prefix = "model"
     _no_split_modules = ["Block"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = [*NAMES]
     _tied_weights_keys = {"model.lm_head.weight": "model.embed_tokens.weight"}
     _supports_sdpa = True
     supports_gradient_checkpointing = True
@@ -119,12 +120,13 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             setattr(model.config, name, value)
         return model.eval()
 
+    @cache_by_either_name
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -133,8 +135,9 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        output_router_logits: bool | None = None,
         **loss_options: Tensor,
-    ) -> CausalLMOutputWithPast | tuple[object, ...]:
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast | tuple[object, ...]:
         """Logits, and the loss if there are labels, as transformers' decoders compute them.
 
         Args:
@@ -142,7 +145,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             attention_mask: [B, past + S], 0 at padding on either side; or [B, 1, S, past + S], bool or additive.
             position_ids: int64 [B or 1, S], positions for RoPE. Without mask and cache, a position that does not follow
                 the one before it begins a new document, outside of which attention sees nothing.
-            past_key_values: a cache, which is extended.
+            cache: a cache of transformers, which is extended; also as `past_key_values`.
             inputs_embeds: [B, S, D] instead of input_ids.
             labels: int64 [B, S], not shifted; -100 is not counted, nor is what padding would predict.
             use_cache: return a cache; by default in evaluation without labels, if the config says so.
@@ -151,6 +154,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             output_attentions: not supported.
             return_dict: False returns a tuple.
             num_items_in_batch: divide the summed loss by this number instead of the number of labels that count.
+            output_router_logits: with experts and labels, return the load-balancing loss as `aux_loss` (but no logits)
+                and add it to the loss by its factor.
             loss_options: `shift_labels`, int64 [B, S], labels that are shifted already. (A Trainer assumes that
                 each batch has every argument with "label" in its name.)
 
@@ -163,15 +168,17 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         _refuse_unknown(loss_options)
         tokens = self._tokens(input_ids, inputs_embeds, labels, shift_labels)
         wants_loss = labels is not None or shift_labels is not None
-        past_key_values = self._past(past_key_values, use_cache, wants_loss)
-        passed = self._attention(tokens, attention_mask, position_ids, past_key_values)
+        cache = self._past(cache, use_cache, wants_loss)
+        passed = self._attention(tokens, attention_mask, position_ids, cache)
         count = logits_to_keep if isinstance(logits_to_keep, int) else 0  # of positions, or all
         passed |= dict(is_first_microbatch=self._weights_pass, logits_to_keep=count or None)
+        if wants_loss and (self.config.output_router_logits if output_router_logits is None else output_router_logits):
+            passed["labels"] = tokens.new_full(tokens.shape[:2], IGNORED, dtype=torch.int64)  # it then reports routing
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         before = [self.model.layers[0]] if wanted else []
         after = [*self.model.layers[:-1], self.model.norm] if wanted else []
         with _hidden_states(before, after, tokens.shape) as hidden:
-            logits = self.model(input_ids, inputs_embeds=inputs_embeds, **passed).logits
+            _, logits, routing = self.model(input_ids, inputs_embeds=inputs_embeds, **passed)
         if self._weights_pass:
             self._weights_pass = False
         if isinstance(logits_to_keep, Tensor):
@@ -180,7 +187,12 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
             shift_labels = shifted(labels, None if mask is None else mask[:, -labels.shape[1] :].to(labels.device))
         loss = None if shift_labels is None else self._loss(logits, shift_labels, num_items_in_batch)
-        output = CausalLMOutputWithPast(loss, logits, past_key_values, tuple(hidden) if hidden else None)
+        rest = logits, cache, tuple(hidden) if hidden else None
+        if routing is None or loss is None or self.model.config.moe is None:
+            output = CausalLMOutputWithPast(loss, *rest)
+        else:
+            loss = loss + routing.loss(self.model.config.moe)
+            output = MoeCausalLMOutputWithPast(loss, routing.balance_loss, *rest)
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     def calibrate(self, *batches: Mapping[str, Tensor], weights: Sequence[Tensor | float] | None = None) -> None:
@@ -250,6 +262,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         return loss if count is None else loss * (targets != IGNORED).sum() / count
 
     @torch.no_grad()
+    @cache_by_either_name
     def generate(self, *args: Any, **options: Any) -> Any:
         """Continue prompts as transformers does, with all of its options; FP8 weights are quantized once per call."""
         options.setdefault("disable_compile", True)  # with a static cache it would compile forward, into many pieces
@@ -261,10 +274,11 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         with self._weights_quantized_once():
             return super().generate(*args, **options)  # type: ignore[bad-argument-type]  # protocol without properties
 
+    @cache_by_either_name
     def prepare_inputs_for_generation(  # type: ignore[bad-override]  # its other arguments differ between versions
         self,
         input_ids: Tensor,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Fields:
@@ -274,10 +288,10 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         """
         kwargs.pop("tokenizer", None)  # with which `generate` looks for stop strings
         told = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        if past_key_values is not None and self._angles_change(input_ids, past_key_values, *told):
-            past_key_values = None  # and all tokens are passed
+        if cache is not None and self._angles_change(input_ids, cache, *told):
+            cache = None  # and all tokens are passed
             kwargs |= dict.fromkeys(kwargs.keys() & {"next_sequence_length"})
-        kwargs |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
+        kwargs |= {INSTALLED: cache, "inputs_embeds": inputs_embeds}
         prepare = super().prepare_inputs_for_generation
         return prepare(input_ids, **kwargs)  # type: ignore[bad-argument-type]  # its protocol lacks properties
 
@@ -446,20 +460,20 @@ def _hidden_states(before: list[nn.Module], after: list[nn.Module], shape: torch
 class Backbone(nn.Module):
     """A TEModelsForCausalLM without its head, as transformers' models have it below them.
 
-    Args:
-        owner: the model; no submodule of this one, so that its parameters are not listed twice.
+    `owner` is no submodule of this one, so that its parameters are not listed twice.
     """
 
     def __init__(self, owner: TEModelsForCausalLM) -> None:
         super().__init__()
         self.owner = (owner,)
 
+    @cache_by_either_name
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **others: object,
@@ -468,9 +482,7 @@ class Backbone(nn.Module):
         _refuse_unknown(others)
         (owner,) = self.owner
         attention = dict(attention_mask=attention_mask, position_ids=position_ids)
-        return BaseModelOutputWithPast(
-            owner.hidden(input_ids, inputs_embeds, past_key_values, **attention), past_key_values
-        )
+        return BaseModelOutputWithPast(owner.hidden(input_ids, inputs_embeds, cache, **attention), cache)
 
 
 AutoModelForCausalLM.register(TEModelsConfig, TEModelsForCausalLM, exist_ok=True)

@@ -1,7 +1,5 @@
 """Folders of a TEModelsForCausalLM: our format, beside the files of a Trainer and its tokenizer in the same folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import tempfile
@@ -88,11 +86,7 @@ def _move_in(new: Path, folder: Path) -> None:
 
 
 def add_prefix(model: nn.Module, state: Fields, prefix: str, *others: object) -> None:
-    """Accept a state_dict with the names of CausalLM too; refuse tensors of adapters, which peft would drop.
-
-    Raises:
-        CheckpointError: the model has no parameters for tensors of an adapter.
-    """
+    """Accept a state_dict with the names of CausalLM too; refuse tensors of adapters, which peft would drop."""
     for name in [name for name in state if name.startswith(prefix)]:
         bare = name.removeprefix(prefix)
         if not bare.startswith(WRAPPED):

@@ -1,7 +1,5 @@
 """Results of te_models.inspect.bench as a table, a plot and a JSON file."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path
@@ -18,14 +16,18 @@ def bench_table(result: Fields) -> Table:
     settings = result["settings"]
     where = result["environment"].get("gpu", "CPU: the emulated engine's numbers, not a GPU's speed")
     title = f"forward + backward, batch {settings['batch_size']} x {settings['seq_len']} tokens, {where}"
-    columns = ["ms", "(quartiles)", "tokens/s", "model TFLOP/s", f"speed relative to {result['reference']}"]
+    columns = ["ms", "spread", "tokens/s", "TFLOP/s", "speed"]
     columns += ["of roofline"] if result["roofline"] else []
     columns += ["peak GiB"] if result["rows"][0]["peak_gib"] is not None else []
     numbers = (Column(name, justify="right") for name in (*columns, "loss"))
-    table = Table("", *numbers, title=title, title_justify="left", box=None)
+    table = Table("", *numbers, title=title, title_justify="left", box=None, pad_edge=False)
+    table.caption = f"spread: between the quartiles; speed: relative to {result['reference']} at equal FLOPs"
+    table.caption_justify = "left"
     for row in result["rows"]:
         low, high = row["ms_quartiles"]
-        cells = [row["name"], f"{row['ms']:.2f}", f"{low:.2f} to {high:.2f}", f"{row['tokens_per_second']:,.0f}"]
+        name = row["name"].replace("+", " +")  # where a narrow terminal may break it
+        spread = f"{100 * (high - low) / row['ms']:.1f} %"
+        cells = [name, f"{row['ms']:.2f}", spread, f"{row['tokens_per_second']:,.0f}"]
         cells += [f"{row['model_tflops']:.1f}", f"{row['speed']:.2f}x"]
         cells += [f"{row['of_roofline']:.2f}"] if result["roofline"] else []
         cells += [f"{row['peak_gib']:.2f}"] if row["peak_gib"] is not None else []
@@ -33,7 +35,7 @@ def bench_table(result: Fields) -> Table:
     if result["roofline"]:
         floor = {name: part for name, part in result["roofline"].items() if name != "total" and part}
         parts = ", ".join(f"{name} {part:.1f}" for name, part in floor.items())
-        table.caption = f"roofline {result['roofline']['total']:.1f} ms: {parts}; speed and roofline at equal FLOPs"
+        table.caption += f"\nroofline at equal FLOPs {result['roofline']['total']:.1f} ms: {parts}"
     return table
 
 

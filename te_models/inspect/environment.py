@@ -1,7 +1,5 @@
 """The machine and versions of a measurement, which every result file records."""
 
-from __future__ import annotations
-
 import datetime
 import platform
 import subprocess

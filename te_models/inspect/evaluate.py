@@ -1,7 +1,5 @@
 """The quality of a model under one or several recipes: its loss on data and its scores on tasks, in one table each."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -97,23 +95,21 @@ class Evaluation(Printable):
         parts: list[Any] = []
         if self.data:
             parts += [Text(f"{self.model} on {self.data}", "bold"), *map(Text, self.remarks), self._loss_table()]
+            parts += [Text(f"{row.recipe}: {row.note}") for row in self.losses if row.note]
         if self.scores:
             parts += [*([Text()] if parts else []), Text(f"{self.model} on tasks", "bold"), self._score_table()]
         return Group(*parts)
 
     def _loss_table(self) -> Table:
         first = next((row for row in self.losses if row.tokens), None)
-        columns = ["loss (nats per token)", "perplexity", "bits per byte", "tokens counted"]
-        columns += [f"loss against {first.recipe}"] if first and len(self.losses) > 1 else []
+        columns = ["nats per token", "perplexity", "bits per byte", "tokens"]
+        columns += [f"against {first.recipe}"] if first and len(self.losses) > 1 else []
         table = _table("recipe", *columns)
-        noted = any(row.note for row in self.losses)
-        if noted:
-            table.add_column("")
         for row in self.losses:
             cells = [f"{row.loss:.4f}", f"{row.perplexity:,.3f}", f"{row.bits_per_byte:.4f}", f"{row.tokens:,}"]
             if first and len(self.losses) > 1:
                 cells.append("" if row is first else f"{100 * (row.loss / first.loss - 1):+.2f} %")
-            table.add_row(row.recipe, *(cells if row.tokens else ["-"] * len(cells)), *([row.note] if noted else []))
+            table.add_row(row.recipe, *(cells if row.tokens else ["-"] * len(cells)))
         return table
 
     def _score_table(self) -> Table:
@@ -150,10 +146,6 @@ def evaluate_recipes(
         score: runs tasks on a model.
         progress: called with a line per stage.
         sizes: keywords of `make_batches`.
-
-    Raises:
-        ValueError: a recipe cannot run here, if it is the only one; one of several becomes a row with the reason.
-        DataError: the data cannot be read or has no token to count.
     """
     documents = read_documents(data or PYTHON_DOCSTRINGS, columns)  # without data, to find scales on
     losses, scores, batches, remarks, text_bytes = [], [], [], [], 0
@@ -217,11 +209,7 @@ def make_batches(
 
 
 def measure_loss(model: CausalLM, batches: list[Batch], text_bytes: int, note: str = "") -> RecipeLoss:
-    """Return the loss of a model on batches under its recipe; `text_bytes` are their `counted_bytes`.
-
-    Raises:
-        DataError: the batches count no token.
-    """
+    """Return the loss of a model on batches under its recipe; `text_bytes` are their `counted_bytes`."""
     tokens = sum(map(count_targets, batches))
     if not tokens:
         raise DataError("the data has no token to count: each record is a prompt without an answer, or a single token")

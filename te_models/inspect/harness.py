@@ -27,9 +27,6 @@ def find_tasks(names: Sequence[str]) -> tuple[TaskManager, list[str]]:
 
     Args:
         names: tasks, groups of tasks, YAML files that describe one, or folders of such files, for all tasks in them.
-
-    Raises:
-        UsageError: a name is none of these, or a folder describes no task.
     """
     folders: list[str | Path] = [name for name in names if Path(name).is_dir()]
     files = [name for name in names if name.endswith((".yaml", ".yml")) and Path(name).is_file()]
@@ -63,9 +60,6 @@ def score_tasks(
 
     The model is evaluated under its recipe, with its scales unchanged. `limit` is the number of examples per task
     (None: all) and `few_shot` the number of solved examples before each (None: the task's own).
-
-    Raises:
-        DataError: a task's description is wrong, or its examples cannot be loaded.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:

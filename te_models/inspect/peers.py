@@ -4,8 +4,6 @@ Each peer has the shape of a ModelConfig and its best known settings: torch.comp
 cuDNN attention where it applies. Only the timed part is here: one forward and backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A lower bound on the time of a step: GEMMs, attention and recurrences at measured rates, bytes at copy speed."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import statistics

@@ -6,8 +6,6 @@ of the three GEMMs (fprop y, dgrad dx, wgrad dw) differ from those in BF16 at al
 BF16 cannot pass as FP8, since its results equal BF16's in every bit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -167,24 +165,30 @@ class Verification(Printable):
 
     def __rich__(self) -> Group:
         has_times = any(gemm.milliseconds for gemm in self.gemms)
-        names = ["gemm", "linears", "quantizer of x, w, dy", *GEMMS, *(["BF16 / FP8 ms"] if has_times else [])]
-        columns = (Column(name, overflow="fold") for name in names)
-        table = Table(Column("module", no_wrap=True), *columns, box=None, pad_edge=False)
+        names = ["rows", "in -> out", "quantized", *GEMMS, *(["BF16 ms", "FP8 ms"] if has_times else [])]
+        columns = (Column(name, justify="right") for name in names)
+        table = Table("module", *columns, box=None, pad_edge=False)
         for gemm in self.gemms:
-            counts = ((gemm.in_fp8, "FP8" if gemm.formats != "E2M1" else "FP4"), (gemm.in_bf16, "BF16"))
-            linears = " + ".join(f"{count} {kind}" for count, kind in counts if count)
-            passes = [
-                self.ran_in(gemm, i) + (f" {gemm.sqnr_db[i]:.1f} dB" if gemm.differs[i] else "")
-                for i in range(len(GEMMS))
-            ]
-            shape = f"{gemm.rows} x {gemm.inputs} -> {gemm.outputs}"
-            names = ", ".join(name.removesuffix("Quantizer") for name in dict.fromkeys(gemm.quantizers)) or "none"
-            ms = gemm.milliseconds
-            times = [f"{ms['bf16']:.3f} / {ms['recipe']:.3f} ({ms['bf16'] / ms['recipe']:.2f}x)" if ms else ""]
+            shape = f"{gemm.inputs} -> {gemm.outputs}"
+            linears = f"{gemm.in_fp8} of {gemm.in_fp8 + gemm.in_bf16}"
+            ran = [self.ran_in(gemm, number) for number in range(len(GEMMS))]
+            passes = [it if "BF16" in it else f"{db:.1f}" for it, db in zip(ran, gemm.sqnr_db, strict=True)]
+            times = [f"{time:.3f}" for time in gemm.milliseconds.values()] if gemm.milliseconds else []
             style = "red" if gemm.module in self.failures else "green" if gemm.in_fp8 else ""
-            table.add_row(gemm.module, shape, linears, names, *passes, *(times if has_times else []), style=style)
-        title = Text(f"recipe {self.recipe.name}, engine {self.engine} on {self.device}; dB: SQNR against BF16", "bold")
-        return Group(title, table, "", *self.verdict())
+            table.add_row(gemm.module, f"{gemm.rows}", shape, linears, *passes, *times, style=style)
+        title = Text(f"recipe {self.recipe.name}, engine {self.engine} on {self.device}", "bold")
+        legend = "fprop, dgrad, wgrad: dB (SQNR) between the result and BF16's; BF16 where they are equal\n"
+        return Group(title, table, legend, *self.verdict(), *self._quantizers())
+
+    def _quantizers(self) -> list[str]:
+        """Return a line per set of quantizers, with the modules that have it where there are several."""
+        modules: dict[str, list[str]] = {}
+        for gemm in self.gemms:
+            names = ", ".join(name.removesuffix("Quantizer") for name in dict.fromkeys(gemm.quantizers))
+            modules.setdefault(names, []).append(gemm.module)
+        modules.pop("", None)
+        of = {names: f" in {', '.join(found)}" if len(modules) > 1 else "" for names, found in modules.items()}
+        return [f"Quantizers of x, w and dy{where}: {names}." for names, where in of.items()]
 
 
 ADVICE = "Raise the rows per step (--batch-size, --seq-len), or use --recipe bf16."
@@ -227,7 +231,8 @@ def _met_in_training(
 ) -> dict[str, tuple[nn.Module, tuple[object, ...], Tensor]]:
     """Return module -> (linear, arguments, of which the first is the input [N, I], output gradient [N, O]) of one pass.
 
-    Of several linears with one name, take the first in each recipe, or one in BF16 if there is no other.
+    Of several linears with one name, take the first in each recipe, or one in BF16 if there is no other. A router whose
+    weight is used in FP32 is none.
     """
     met: dict[str, tuple[bool, nn.Module]] = {}
     linears = [module for module in model.modules() if isinstance(module, model.te.LINEARS)]
@@ -250,7 +255,8 @@ def _met_in_training(
         model.activation_checkpointing = "none"  # a recompute would be a second forward
         loss = model.train()(ids, labels=ids).loss
         torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
-    return {label: (linear, found[linear][0], found[linear][1]) for label, (_, linear) in met.items()}
+    ran = {label: linear for label, (_, linear) in met.items() if linear in found}
+    return {label: (linear, found[linear][0], found[linear][1]) for label, linear in ran.items()}
 
 
 def _labels(plan: PrecisionPlan) -> Iterator[tuple[str, bool]]:

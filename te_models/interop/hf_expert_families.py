@@ -1,15 +1,13 @@
 """Hugging Face's families of mixtures of experts, rows of te_models.interop.hf_families.FAMILIES. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
+from te_models.config.model import ModelConfig
 from te_models.interop import hf_places as places
 from te_models.interop.hf_experts import (
     ALL_SLIDE_BY_FLAG,
     DEEPSEEK_EXPERTS,
     DEEPSEEK_V2_EXPERTS,
-    GLM_EXPERTS,
     GLM_LITE_EXPERTS,
     GPT_OSS_EXPERTS,
     IGNORED,
@@ -52,6 +50,12 @@ _DEEPSEEK_V3: Fields = dict(
     ignored=_DEEPSEEK_KEYS,
 )  # fmt: skip
 
+
+def _sparse(config: ModelConfig) -> bool:
+    """Return whether the model has experts: one that began here without them is written as a dense family."""
+    return config.moe is not None
+
+
 EXPERT_FAMILIES = (
     Family(
         model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM", models="Qwen3 with experts, such as 30B-A3B",
@@ -59,7 +63,7 @@ EXPERT_FAMILIES = (
         constants={**UNGATED, "qk_norm": True},
         defaults={**LENGTHS, "num_key_value_heads": 4, "head_dim": None, "num_experts": 128, "num_experts_per_tok": 8,
                   "moe_intermediate_size": 768, "norm_topk_prob": False, "router_aux_loss_coef": 0.001},
-        only=NO_DROPOUT, ignored=IGNORED, note="experts",
+        accepts=_sparse, only=NO_DROPOUT, ignored=IGNORED, note="experts",
     ),
     Family(
         model_type="qwen2_moe", architecture="Qwen2MoeForCausalLM", models="Qwen1.5-MoE, Qwen2-57B-A14B",
@@ -68,7 +72,8 @@ EXPERT_FAMILIES = (
         defaults={**LENGTHS, "num_key_value_heads": 16, "max_window_layers": 28, "num_experts": 60,
                   "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
                   "norm_topk_prob": False, "router_aux_loss_coef": 0.001, "qkv_bias": True},
-        accepts=whole_heads, only=NO_DROPOUT, ignored=IGNORED, note="experts, and one for all tokens with a gate",
+        accepts=lambda config: _sparse(config) and whole_heads(config), only=NO_DROPOUT, ignored=IGNORED,
+        note="experts, and one for all tokens with a gate",
     ),
     Family(
         model_type="mixtral", architecture="MixtralForCausalLM", models="Mixtral 8x7B, 8x22B",
@@ -91,7 +96,8 @@ EXPERT_FAMILIES = (
     Family(
         model_type="glm4_moe", architecture="Glm4MoeForCausalLM", models="GLM-4.5, GLM-4.6, GLM-4.7",
         layer={**NORMED_LAYER, **places.GLM_EXPERTS},
-        parts=(PARTIAL_ROPE, ACT, biases(out=None), QK_NORM, GLM_EXPERTS), constants=UNGATED,
+        parts=(PARTIAL_ROPE, ACT, biases(out=None), QK_NORM, DEEPSEEK_EXPERTS), constants=UNGATED,
+        accepts=_sparse,
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": None, "rms_norm_eps": 1e-5,
                   "partial_rotary_factor": 0.5, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 1,
                   "n_routed_experts": 128, "moe_intermediate_size": 1408, "norm_topk_prob": True, "topk_group": 1,

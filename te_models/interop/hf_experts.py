@@ -3,8 +3,6 @@
 Facts: the configuration and modeling files of transformers 5.23.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -110,12 +108,8 @@ _SIZE = {"moe_intermediate_size": "moe_intermediate_size"}
 _SAME_SIZE = {"moe_intermediate_size": "intermediate_size"}  # which dense layers would have
 _SHARED = {"shared_expert_intermediate_size": "shared_expert_intermediate_size"}
 _QWEN = {**_CHOSEN, **_LOSS, **_NORMED, **_SIZE}
-QWEN3_EXPERTS = experts(STEPS, _QWEN)
-QWEN2_EXPERTS = experts(
-    STEPS,
-    {**_QWEN, **_SHARED},
-    shared_expert_gate=True,
-)
+QWEN3_EXPERTS = experts(STEPS, _QWEN, without={})
+QWEN2_EXPERTS = experts(STEPS, {**_QWEN, **_SHARED}, without={}, shared_expert_gate=True)
 MIXTRAL_EXPERTS = experts(
     ALL_SPARSE,
     {**_CHOSEN, **_LOSS, **_SAME_SIZE, "router_jitter_noise": "router_jitter_noise"},
@@ -133,7 +127,6 @@ _GROUPED = {**_CHOSEN, **_NORMED, **_SIZE, **{key: key for key in ("routed_scali
 _DEEPSEEK: Fields = dict(number="n_routed_experts", shared="n_shared_experts", **_SIGMOID)
 _DEEPSEEK |= dict(router_fp32=True, router_aux_loss_coef=0.0)
 FIRST_DENSE = first_dense("first_k_dense_replace")
-GLM_EXPERTS = experts(FIRST_DENSE, _GROUPED, **_DEEPSEEK)
 DEEPSEEK_EXPERTS = experts(FIRST_DENSE, _GROUPED, without={}, **_DEEPSEEK)
 _V2: Fields = {**_DEEPSEEK, "router_scores": "softmax", "expert_bias": False, "norm_topk_prob": False}
 _UNNORMED = {ours: key for ours, key in _GROUPED.items() if ours != "norm_topk_prob"}

@@ -6,8 +6,6 @@ is known to have no effect; writing uses the same entry in reverse. Facts: the c
 transformers 5.23, and modeling_qwen3.py of qiuzh20/gated_attention.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """One family of Hugging Face's decoders as data: what reads and writes its config.json. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

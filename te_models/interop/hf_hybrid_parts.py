@@ -3,8 +3,6 @@
 Facts: the configuration and modeling files of transformers 5.23.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from te_models.config.deltanet import DeltaNetConfig

@@ -1,7 +1,5 @@
 """Reasons why a decoder of Hugging Face cannot be loaded, found in its config.json, for the error message. No torch."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection, Mapping
 from typing import Any

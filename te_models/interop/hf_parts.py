@@ -3,8 +3,6 @@
 No torch. Facts: the configuration and modeling files of transformers 5.23.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from te_models.errors import ConfigError, check_known, refuse
 
 Values = Mapping[str, Any]  # an object in a config.json, or fields of ModelConfig
 Fields = dict[str, Any]  # the same, to be changed
+SeesAll = Callable[[Values, int], bool]  # of a config.json and the number of a layer: whether it sees all keys
 
 
 @dataclass(frozen=True)
@@ -67,55 +66,31 @@ def _write_partial_rope(config: ModelConfig) -> Fields:
     return {**_write_rope(config), "partial_rotary_factor": config.partial_rotary_factor}
 
 
-def _layer_types(theirs: Values) -> list[str]:
-    """Return the default: layers from `max_window_layers` on use a sliding window."""
-    count, full = theirs["num_hidden_layers"], theirs["max_window_layers"]
-    return ["sliding_attention" if layer >= full else "full_attention" for layer in range(count)]
-
-
-def _even_slide(theirs: Values) -> list[str]:
-    """Return the default of Qwen2-MoE: of the layers before `max_window_layers`, every other one."""
-    count, full = theirs["num_hidden_layers"], theirs["max_window_layers"]
-    return _full_if(theirs, [layer % 2 == 1 or layer >= full for layer in range(count)])
-
-
-def _layer_types_without_rope(theirs: Values) -> list[str]:
-    """Return the default of SmolLM3: layers without RoPE use a sliding window."""
-    rope = _rope_layers(theirs)
-    return ["full_attention" if rope[layer] else "sliding_attention" for layer in range(theirs["num_hidden_layers"])]
-
-
-def _every(period: int, first: int = 0) -> Callable[[Values], list[str]]:
+def _every(period: int, first: int = 0) -> SeesAll:
     """Return the default of families in which one layer of `period` sees all keys, starting with number `first`."""
-
-    def types(theirs: Values) -> list[str]:
-        return _full_if(theirs, [layer % period == first for layer in range(theirs["num_hidden_layers"])])
-
-    return types
+    return lambda theirs, layer: layer % period == first
 
 
-def _full_if(theirs: Values, full: list[bool]) -> list[str]:
-    return ["full_attention" if one else "sliding_attention" for one in full]
-
-
-def _all_slide(theirs: Values) -> list[str]:
-    return _full_if(theirs, [theirs.get("sliding_window") is None] * theirs["num_hidden_layers"])
-
-
-def _by_pattern(key: str) -> Callable[[Values], list[str]]:
+def _by_pattern(key: str) -> SeesAll:
     """Return the default of families whose key says after how many layers one sees all keys (or "LLLG")."""
 
-    def types(theirs: Values) -> list[str]:
-        period, count = theirs[key], theirs["num_hidden_layers"]
-        period = len(period) if isinstance(period, str) else period
-        none = not period or theirs.get("sliding_window") is None
-        return _full_if(theirs, [none or (layer + 1) % period == 0 for layer in range(count)])
+    def full(theirs: Values, layer: int) -> bool:
+        period = len(theirs[key]) if isinstance(theirs[key], str) else theirs[key]
+        return not period or theirs.get("sliding_window") is None or (layer + 1) % period == 0
 
-    return types
+    return full
 
 
-def _types(theirs: Values, default: Callable[[Values], list[str]]) -> list[str]:
-    return list(theirs.get("layer_types") or default(theirs))
+def _all_full(theirs: Values, layer: int) -> bool:
+    return True
+
+
+def _types(theirs: Values, full: SeesAll) -> list[str]:
+    """Return the kinds of layers in `layer_types`, by default as `full` says."""
+    if given := theirs.get("layer_types"):
+        return list(given)
+    every = range(theirs["num_hidden_layers"])
+    return ["full_attention" if full(theirs, layer) else "sliding_attention" for layer in every]
 
 
 def _window(types: list[str], window: int | None) -> Fields:
@@ -132,22 +107,20 @@ def _write_types(config: ModelConfig) -> list[str]:
     return ["sliding_attention" if window(layer) is not None else "full_attention" for layer in config.layers]
 
 
-def _read_window_by_flag(default: Callable[[Values], list[str]]) -> Callable[[Values], Fields]:
+def window_by_flag(full: SeesAll) -> Part:
+    """Return the part of families with `use_sliding_window`, without which all layers see all keys."""
+
     def read(theirs: Values) -> Fields:
         window = theirs.get("sliding_window") if theirs.get("use_sliding_window") else None
-        return _window(list(theirs.get("layer_types") or (default(theirs) if window else ["full_attention"])), window)
+        return _window(_types(theirs, full if window else _all_full), window)
 
-    return read
+    def write(config: ModelConfig) -> Fields:
+        types = _write_types(config)
+        slides = "sliding_attention" in types
+        window = config.sliding_window if slides else None
+        return {"use_sliding_window": slides, "sliding_window": window, "layer_types": types}
 
-
-def _write_window_by_flag(config: ModelConfig) -> Fields:
-    types = _write_types(config)
-    slides = "sliding_attention" in types
-    return {
-        "use_sliding_window": slides,
-        "sliding_window": config.sliding_window if slides else None,
-        "layer_types": types,
-    }
+    return Part(("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"), read, write)
 
 
 def _write_window(config: ModelConfig) -> Fields:
@@ -156,23 +129,23 @@ def _write_window(config: ModelConfig) -> Fields:
     return {"sliding_window": window, "layer_types": _write_types(config)}
 
 
-def window_by_layer(default: Callable[[Values], list[str]], *keys: str) -> Part:
-    """Return the part of families with `layer_types`, which `default` makes where they are absent from `keys`."""
+def window_by_layer(full: SeesAll, *keys: str) -> Part:
+    """Return the part of families with `layer_types`, which follow from `full` where they are absent from `keys`."""
     return Part(
         ("sliding_window", "layer_types", *keys),
-        lambda theirs: _window(_types(theirs, default), theirs.get("sliding_window")),
+        lambda theirs: _window(_types(theirs, full), theirs.get("sliding_window")),
         _write_window,
     )
 
 
-def window_with_rope(default: Callable[[Values], list[str]], *keys: str, unless_none: bool = False) -> Part:
+def window_with_rope(full: SeesAll, *keys: str, unless_none: bool = False) -> Part:
     """Return `window_by_layer` for families in which layers without a window have no RoPE.
 
     With `unless_none`, all layers of a model without any window have it.
     """
 
     def read(theirs: Values) -> Fields:
-        types, window = _types(theirs, default), theirs.get("sliding_window")
+        types, window = _types(theirs, full), theirs.get("sliding_window")
         if window is None and unless_none:
             return _window(types, window)
         rope = [int(kind == "sliding_attention") for kind in types]
@@ -187,7 +160,7 @@ def window_with_rope(default: Callable[[Values], list[str]], *keys: str, unless_
     return Part(("sliding_window", "layer_types", *keys), read, write)
 
 
-def rope_by_type(default: Callable[[Values], list[str]], *keys: str, partial: bool = False) -> Part:
+def rope_by_type(full: SeesAll, *keys: str, partial: bool = False) -> Part:
     """Return the part of families whose layers with a window have their own RoPE.
 
     `rope_parameters` has one entry for each kind of layer. In older files `rope_theta` and `rope_scaling` are those of
@@ -197,17 +170,17 @@ def rope_by_type(default: Callable[[Values], list[str]], *keys: str, partial: bo
     one = read_rope if partial else _read_whole_rope
 
     def read(theirs: Values) -> Fields:
-        types, given = _types(theirs, default), theirs.get("rope_parameters") or {}
+        types, given = _types(theirs, full), theirs.get("rope_parameters") or {}
         local = {"rope_theta": theirs["rope_local_base_freq"]}
-        full = {"rope_theta": theirs["rope_theta"], **(theirs.get("rope_scaling") or {})}
+        other = {"rope_theta": theirs["rope_theta"], **(theirs.get("rope_scaling") or {})}
         if any(isinstance(value, Mapping) for value in given.values()):
-            full, local = ({**full, **(given.get("full_attention") or {})},
-                           {**local, **(given.get("sliding_attention") or {})})  # fmt: skip
-        elif given:
-            full |= given
-        for values in (full, local):
+            other |= given.get("full_attention") or {}
+            local |= given.get("sliding_attention") or {}
+        else:
+            other |= given
+        for values in (other, local):
             values.pop("truncate", None)
-        found, sliding = (one({"rope_parameters": values}) for values in (full, local))
+        found, sliding = (one({"rope_parameters": values}) for values in (other, local))
         ours = {**_window(types, theirs.get("sliding_window")), **found}
         if "sliding_attention" in types and sliding != found:
             scaling = sliding.pop("rope_scaling", {})
@@ -394,21 +367,16 @@ PARTIAL_ROPE = Part((*ROPE.keys, "partial_rotary_factor"), read_rope, _write_par
 SU_ROPE = Part((*PARTIAL_ROPE.keys, "original_max_position_embeddings"), _read_su_rope, _write_su_rope)
 GPT_OSS_ROPE = Part(ROPE.keys, _read_gpt_oss_rope, lambda config: {"rope_parameters": rope_parameters(config.rope)})
 QUERY_SCALE_ROPE = Part(ROPE.keys, _read_query_scale, _write_query_scale)
-WINDOW = Part(
-    ("sliding_window",),
-    lambda theirs: {"sliding_window": theirs.get("sliding_window")},
-    lambda config: {"sliding_window": config.sliding_window},
-)
-_WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-WINDOW_BY_FLAG = Part(_WINDOW_KEYS, _read_window_by_flag(_layer_types), _write_window_by_flag)
-EVEN_SLIDE_BY_FLAG = Part(_WINDOW_KEYS, _read_window_by_flag(_even_slide), _write_window_by_flag)
-WINDOW_WITHOUT_ROPE = Part(_WINDOW_KEYS, _read_window_by_flag(_layer_types_without_rope), _write_window_by_flag)
-ALL_SLIDE = window_by_layer(_all_slide)
+WINDOW = same("sliding_window")
+WINDOW_BY_FLAG = window_by_flag(lambda theirs, layer: layer < theirs["max_window_layers"])
+EVEN_SLIDE_BY_FLAG = window_by_flag(lambda theirs, layer: layer % 2 == 1 or layer >= theirs["max_window_layers"])
+WINDOW_WITHOUT_ROPE = window_by_flag(lambda theirs, layer: bool(_rope_layers(theirs)[layer]))
+ALL_SLIDE = window_by_layer(lambda theirs, layer: theirs.get("sliding_window") is None)
 FIRST_OF_FOUR_IS_FULL = window_by_layer(_every(4))
 SECOND_IS_FULL = window_by_layer(_every(2, 1))
 OLMO3_ROPE = rope_by_type(_every(4, 3))
 GEMMA3_ROPE = rope_by_type(_by_pattern("sliding_window_pattern"), "sliding_window_pattern")
-LAGUNA_ROPE = rope_by_type(lambda theirs: ["full_attention"] * theirs["num_hidden_layers"], partial=True)
+LAGUNA_ROPE = rope_by_type(_all_full, partial=True)
 EXAONE_WINDOW = window_with_rope(_by_pattern("sliding_window_pattern"), "sliding_window_pattern", unless_none=True)
 AFMOE_WINDOW = window_with_rope(_by_pattern("global_attn_every_n_layers"), "global_attn_every_n_layers")
 NO_ROPE = Part(("no_rope_layers", "no_rope_layer_interval"), _read_no_rope, _write_no_rope)

@@ -1,7 +1,5 @@
 """The places of Hugging Face's tensors in ours, per layer, for the rows of hf_families. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

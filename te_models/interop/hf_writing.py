@@ -1,7 +1,5 @@
 """Hugging Face folders written: a model as transformers loads it, with its tokenizer, card and own config.json."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Mapping

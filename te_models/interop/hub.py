@@ -1,7 +1,5 @@
 """The Hugging Face hub: models by name, and the keywords of transformers' from_pretrained for them and for devices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

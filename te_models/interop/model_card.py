@@ -1,7 +1,5 @@
 """The model card (README.md) of a folder for transformers, in the form of the Hugging Face hub."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
@@ -46,14 +44,10 @@ def user_card(folder: Path) -> bytes | None:
 
 
 def model_card(model: Decoder, source: Path | None, config: Document, name: str, code: bool) -> bytes | None:
-    """Return the card of a model; None without the package huggingface_hub.
+    """Return the card of a model that was read from the folder `source`; None without the package huggingface_hub.
 
-    Args:
-        model: the model.
-        source: the folder that it was read from.
-        config: the config.json that is written with it.
-        name: of the folder or repository.
-        code: whether the folder holds code that transformers needs.
+    `config` is the config.json that is written with it, `name` that of the folder or repository, and `code` whether the
+    folder holds code that transformers needs.
     """
     if importlib.util.find_spec("huggingface_hub") is None:
         return None

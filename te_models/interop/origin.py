@@ -1,7 +1,5 @@
 """Where a model comes from: an opened folder, whatever its format, and Hugging Face's files that a save writes back."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ weights, and ModelOpt's, in hf_quant_config.json or config.json. Sources: transf
 (model_executor/layers/quantization/modelopt.py at 00155cde).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping

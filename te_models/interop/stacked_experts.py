@@ -10,8 +10,6 @@ own folders the first is MXFP4 (OCP Microscaling Formats 1.0), dequantized when 
     <projection>_scales    uint8 [E, outputs, inputs / 32], an E8M0 per 32 values
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 

@@ -74,16 +74,10 @@ def collapse(by_row: Tensor, used: Tensor, rows: int) -> Tensor | None:
 def keep_stored_weights(
     model: Decoder, places: Mapping[str, Place], files: Iterable[SafetensorsFile], stored: StoredWeights
 ) -> int:
-    """Give FP8 primary weights the data and scales of a folder where both have the same blocks.
+    """Give FP8 primary weights the data and scales of a folder where both have the same blocks; return how many did.
 
-    Args:
-        model: already filled.
-        places: name of their tensor -> its rows.
-        files: the safetensors files.
-        stored: the weights in them.
-
-    Returns:
-        the number of weights that now have the folder's data and scales.
+    The model is already filled. `places` are the rows of their tensors by name, in these safetensors `files`, and
+    `stored` the weights in them.
     """
     if model.tp.size > 1 or stored.scheme is None or stored.scheme.packed:
         return 0

@@ -7,8 +7,6 @@ docs/internals/transformer_engine.md), which Transformer Engine refuses to load 
 te_models.interop.te_extra_state.
 """
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

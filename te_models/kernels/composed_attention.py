@@ -5,8 +5,6 @@ denominator of the softmax (gpt-oss, arXiv 2508.10925, section 2.2). The scores 
 at a time, in forward and backward, and backward recomputes them, so that only q, k and v are saved.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -30,7 +28,7 @@ def _attend(
 
     All FP32. `mask` [S, M] as in composed_attention; None: causal.
     """
-    scores = (q.flatten(1, 2) @ k.mT).unflatten(1, q.shape[1:3])
+    scores = (q.flatten(1, 2) @ k.mT).unflatten(1, q.shape[1:3])  # [K, N/K, S, M]
     scores, weights, share = _weights(scores, mask, how, (*q.shape[:2], 1, 1))
     return (weights.flatten(1, 2) @ v).unflatten(1, q.shape[1:3]), scores, weights, share
 
@@ -53,7 +51,8 @@ def _weights(
         return scores, bounded.softmax(dim=-1), None
     sinks = how.sinks.float().view(heads)
     top = bounded.detach().amax(dim=-1, keepdim=True).maximum(sinks.detach())
-    weights, share = (bounded - top).exp(), (sinks - top).exp()
+    weights = (bounded - top).exp()
+    share = (sinks - top).exp()
     total = weights.sum(dim=-1, keepdim=True) + share
     return scores, weights / total, share / total
 
@@ -73,7 +72,8 @@ class _ComposedAttention(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         """Return [B, N, S, H]."""
         ctx.save_for_backward(q, k, v, sinks)
-        ctx.mask, ctx.numbers = mask, (scale, cap)  # all layers share the mask
+        ctx.mask = mask  # all layers share it
+        ctx.numbers = (scale, cap)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for row in range(len(q)):
             own = _row(q, row, k.shape[1]), k[row].float(), v[row].float()
@@ -86,19 +86,22 @@ class _ComposedAttention(torch.autograd.Function):
         (dy,) = grads
         q, k, v, sinks = ctx.saved_tensors
         scale, cap = ctx.numbers
-        how, heads = Softmax(scale, cap, sinks), k.shape[1]
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        how = Softmax(scale, cap, sinks)
+        heads = k.shape[1]
+        dq = torch.empty_like(q)
+        dk = torch.empty_like(k)
+        dv = torch.empty_like(v)
         dsinks = torch.zeros(q.shape[1], device=q.device)
         for row in range(len(q)):
             own = _row(q, row, heads), k[row].float(), v[row].float()
             _, capped, weights, share = _attend(*own, _of_row(ctx.mask, row), how)
-            slope = _row(dy, row, heads).flatten(1, 2)
+            slope = _row(dy, row, heads).flatten(1, 2)  # [K, N/K*S, H]
             dv[row] = weights.flatten(1, 2).mT @ slope
-            change = (slope @ own[2].mT).unflatten(1, weights.shape[1:3])
+            change = (slope @ own[2].mT).unflatten(1, weights.shape[1:3])  # of the weights, [K, N/K, S, M]
             mean = (change * weights).sum(-1, keepdim=True)
             if share is not None:
                 dsinks -= (share * mean).sum((2, 3)).flatten()  # the value of a sink is zero
-            change = weights * (change - mean) * how.scale
+            change = weights * (change - mean) * how.scale  # of the scores
             change = (change if how.cap is None else change * (1 - capped * capped)).flatten(1, 2)
             dq[row] = (change @ own[1]).unflatten(1, weights.shape[1:3]).flatten(0, 1)
             dk[row] = change.mT @ own[0].flatten(1, 2)
@@ -120,11 +123,14 @@ def composed_attention(
     the queries belong to the last S keys. `sinks` [N]: a logit of each head whose exponential is added to the sum that
     the softmax divides by.
     """
-    how, group = Softmax(scale, cap, sinks), q.shape[1] // k.shape[1]
+    how = Softmax(scale, cap, sinks)
+    group = q.shape[1] // k.shape[1]
     if torch.compiler.is_compiling():  # a graph has no loop over a batch of any size
-        own, (k, v) = q, (t.repeat_interleave(group, 1) for t in (k, v))
+        own = q
+        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     elif q.shape[2] == 1:  # the heads that share a key are queries of one head, so that no key is copied
-        own, mask = q.reshape(len(q), -1, group, q.shape[3]), q.new_zeros(1, 1) if mask is None else mask
+        own = q.reshape(len(q), -1, group, q.shape[3])
+        mask = q.new_zeros(1, 1) if mask is None else mask
     else:
         return _ComposedAttention.apply(q, k, v, sinks, mask, scale, cap)
     _, weights, _ = _weights(own.float() @ k.float().mT, mask, how, (k.shape[1], -1, 1))

@@ -9,8 +9,6 @@ There are two implementations. The plain one runs everywhere, in FP32, and store
 GPU the Triton kernels of flash-linear-attention run instead, if it is installed.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import logging
@@ -72,7 +70,8 @@ def recurrent(
     q, k, values, state = _prepared(q, k, v, state)
     outputs = []
     for step in range(v.shape[1]):
-        key, query = k[:, :, step, :, None], q[:, :, step, :, None]  # [B, heads, d_k, 1]
+        key = k[:, :, step, :, None]  # [B, heads, d_k, 1]
+        query = q[:, :, step, :, None]  # [B, heads, d_k, 1]
         state = state * g[:, step, :, None, None].exp()
         error = values[:, :, step] - (state * key).sum(-2)  # [B, heads, d_v]
         state = state + key * (beta[:, step, :, None] * error)[..., None, :]
@@ -100,30 +99,34 @@ def chunked(
     total = g.cumsum(-1)  # log of the decay since before the chunk [B, heads, chunks, C]
 
     seen = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
-    of_before, of_last, passes = 1.0, 1.0, 1.0
+    of_before = 1.0
+    of_last = 1.0
+    passes = 1.0
     if documents is not None:
         own = F.pad(documents.double(), (0, padding), mode="replicate").unflatten(1, (1, count, size))
         seen = seen & (own[..., :, None] == own[..., None, :])  # [B, 1, chunks, C, C]
         of_before, of_last, passes = _of_documents(own)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(~seen, float("-inf")).exp()
-    since, until = total.exp() * of_before, (total[..., -1:] - total).exp() * of_last
+    since = total.exp() * of_before
+    until = (total[..., -1:] - total).exp() * of_last
     passed = total[..., -1].exp() * passes
 
-    system = (beta[..., None] * k) @ k.mT * between
+    system = (beta[..., None] * k) @ k.mT * between  # [B, heads, chunks, C, C]
     given = torch.cat((values, k * since[..., None]), dim=-1) * beta[..., None]
     written, read = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True).split(
         (values.shape[-1], k.shape[-1]), dim=-1
     )
-    scores = q @ k.mT * between
-    q, k = q * since[..., None], k * until[..., None]
+    scores = q @ k.mT * between  # [B, heads, chunks, C, C]
+    q = q * since[..., None]
+    k = k * until[..., None]
     outputs = []
     # unbind, since backward of an index would write all chunks once per chunk.
     chunks = zip(*(x.unbind(2) for x in (q, k, written, read, scores, passed[..., None, None])), strict=True)
     for query, key, own, seen_before, score, decay in chunks:
         new = own - seen_before @ state  # [B, heads, C, d_v]
         outputs.append(query @ state + score @ new)
-        state = state * decay + key.mT @ new
-    out = torch.cat(outputs, dim=2)[:, :, :seq]
+        state = state * decay + key.mT @ new  # [B, heads, d_k, d_v]
+    out = torch.cat(outputs, dim=2)[:, :, :seq]  # [B, heads, S, d_v]
     return out.transpose(1, 2).to(v.dtype), state
 
 
@@ -139,7 +142,8 @@ def _of_documents(own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _prepared(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return q and k normed and repeated for each value head, v, [B, heads, S, d], and the state, in FP32."""
-    heads, width = v.shape[2], k.shape[3]
+    heads = v.shape[2]
+    width = k.shape[3]
     q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
     q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON) for x in (q, k))
     q, k = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (q * width**-0.5, k))
@@ -177,7 +181,7 @@ def delta_rule_kernel(device: torch.device, dtype: torch.dtype) -> str:
     """Return what computes the delta rule of a training step on this device, in a few words."""
     if runs_on_kernels(device, dtype):
         version = importlib.metadata.version("fla-core")
-        return f"flash-linear-attention {version}, which tunes its kernels in the first step, for about two minutes"
+        return f"flash-linear-attention {version}, whose kernels are compiled in the first step"
     if device.type != "cuda" or dtype.itemsize != 2:
         return "plain PyTorch"
     return "plain PyTorch, many times slower: te-models[hybrid] is missing"

@@ -1,6 +1,6 @@
-"""One kernel of the gated delta rule's backward, for flash-linear-attention on Hopper under Triton 3.4.0 to 3.7.0.
+"""flash-linear-attention on Hopper: one kernel of the gated delta rule's backward, and fixed configurations of others.
 
-Those versions compile the package's own kernel to wrong code there, warp-group products of transposed tiles
+Triton 3.4.0 to 3.7.0 compile the package's own kernel to wrong code there, warp-group products of transposed tiles
 (fla-org/flash-linear-attention, issues 640 and 984), and it refuses to run. This one computes `ROWS` tokens per
 program, too few for warp-group instructions. `register` makes it the package's backend, so that every user of the
 package in this process trains on such a machine, transformers' hybrids among them.
@@ -16,12 +16,16 @@ of the outputs:
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.autotuner import Autotuner
 
 ROWS = 32  # below 64, from which on Triton takes warp-group instructions
 BLOCK_K, BLOCK_V, WARPS, STAGES = 128, 64, 8, 2  # channels at most; compiled so, no register is spilled
@@ -50,7 +54,8 @@ def _gradients_kernel(
     blocks: tl.constexpr = (d_k + block_k - 1) // block_k
     parts: tl.constexpr = size // rows
     piece = tl.program_id(0) % (blocks * parts)
-    block, part = piece % blocks, piece // blocks
+    block = piece % blocks
+    part = piece // blocks
     chunk = (tl.program_id(0) // (blocks * parts)).to(tl.int64)
     row = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
@@ -70,7 +75,8 @@ def _gradients_kernel(
     dk += of_values * d_k
     dw += of_values * d_k
 
-    token, own = tl.arange(0, size), part * rows + tl.arange(0, rows)
+    token = tl.arange(0, size)
+    own = part * rows + tl.arange(0, rows)
     channel = block * block_k + tl.arange(0, block_k)
     scores = tl.zeros([rows, size], tl.float32)  # of own outputs and all values
     transposed = tl.zeros([rows, size], tl.float32)  # of own values and all outputs
@@ -139,8 +145,10 @@ def gradients(
     heads, d_v = v.shape[2:]
     most = ((d_k, BLOCK_K), (d_v, BLOCK_V))
     block_k, block_v = (max(16, min(block, triton.next_power_of_2(width))) for width, block in most)
-    rows, chunks = min(ROWS, chunk_size), triton.cdiv(seq, chunk_size)
-    blocks, parts = triton.cdiv(d_k, block_k), chunk_size // rows
+    rows = min(ROWS, chunk_size)
+    chunks = triton.cdiv(seq, chunk_size)
+    blocks = triton.cdiv(d_k, block_k)
+    parts = chunk_size // rows
     dq, dk = (x.new_empty(batch, seq, heads, d_k) for x in (q, k))
     dw = torch.empty_like(w)
     dg = g.new_empty(blocks, *g.shape)
@@ -183,3 +191,51 @@ def register() -> None:
             return gradients(**given)
 
     register_backend("common")(Backend)
+    if IS_NVIDIA_HOPPER:
+        fix_configurations()
+
+
+# The package compiles and times some eighty configurations for every number of heads, which takes two minutes of a
+# first step. These were the fastest on an H100, for 16 and 32 heads of 128 channels (benchmarks/delta_rule_tuning.py).
+FASTEST = {
+    "modules.norm.l2norm.l2norm_fwd_kernel": triton.Config({"BT": 16}, num_warps=4),
+    "modules.norm.l2norm.l2norm_bwd_kernel": triton.Config({"BT": 16}, num_warps=8),
+    "ops.utils.cumsum.chunk_local_cumsum_scalar_kernel": triton.Config({}, num_warps=1),
+    "ops.gated_delta_rule.chunk_fwd.chunk_gated_delta_rule_fwd_kkt_solve_kernel": triton.Config(
+        {"BK": 64}, num_warps=1
+    ),
+    "ops.common.chunk_delta_h.chunk_gated_delta_rule_fwd_kernel_h_blockdim64": triton.Config(
+        {"BV": 64}, num_warps=4, num_stages=3
+    ),
+    "ops.common.chunk_delta_h.chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": triton.Config(
+        {"BV": 32}, num_warps=4, num_stages=2
+    ),
+    "ops.common.chunk_o.chunk_fwd_kernel_o": triton.Config({"BK": 64, "BV": 64}, num_warps=4, num_stages=3),
+    "ops.common.chunk_o.chunk_bwd_kernel_dv_local": triton.Config({}, num_warps=2, num_stages=3),
+    "ops.gated_delta_rule.wy_fast.recompute_w_u_fwd_kernel": triton.Config({}, num_warps=4, num_stages=3),
+    "ops.gated_delta_rule.wy_fast.prepare_wy_repr_bwd_kernel": triton.Config({}, num_warps=4, num_stages=3),
+}
+WIDEST = 128  # channels per head that FASTEST is for: wider ones may not fit into shared memory
+
+
+def autotuned() -> Iterator[tuple[str, Autotuner]]:
+    """Yield the autotuned kernels of flash-linear-attention that have been imported, under their names inside it."""
+    for name in [name for name in sys.modules if name.startswith("fla.")]:
+        for kernel in vars(sys.modules[name]).values():
+            while hasattr(kernel, "fn") and not isinstance(kernel, Autotuner):
+                kernel = kernel.fn
+            if isinstance(kernel, Autotuner) and kernel.base_fn.__module__ == name:
+                yield f"{name.removeprefix('fla.')}.{kernel.base_fn.__name__}", kernel
+
+
+def fix_configurations() -> None:
+    """Have the package run FASTEST, without timing other configurations."""
+    for name, kernel in autotuned():
+        if name in FASTEST:
+            kernel.early_config_prune = functools.partial(_fixed, FASTEST[name])
+
+
+def _fixed(fastest: triton.Config, configs: list[triton.Config], named: dict[str, Any], **given: Any) -> list[Any]:
+    """Return the configurations to time for a call with these arguments."""
+    widths = [size for name, size in (named | given).items() if name in ("D", "K", "V")]
+    return [fastest] if max(widths, default=0) <= WIDEST else configs

@@ -55,7 +55,8 @@ def saved_input(ctx: Context) -> Tensor:
     """Return x in the backward of that Function."""
     if ctx.source is None:
         return ctx.saved_tensors[0]
-    x, ctx.source.read = ctx.source.read, None
+    x = ctx.source.read
+    ctx.source.read = None
     return ctx.source.saved_tensors[0] if x is None else x
 
 
@@ -66,7 +67,8 @@ def discarding(y: Tensor) -> Iterator[None]:
     if getattr(node, "source", None) is None:  # y was not computed from an input that was saved early
         yield
         return
-    compute, this = node.recompute(), _identity(y)
+    compute = node.recompute()
+    this = _identity(y)
 
     def pack(tensor: Tensor) -> tuple[Tensor, int] | None:
         return None if _identity(tensor) == this else (tensor, tensor._version)

@@ -1,7 +1,5 @@
 """Elementwise operations of a block, each in the dtype of its input."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 
@@ -62,7 +60,7 @@ def mlp_activation(gate_up: Tensor, activation: str, gated: bool) -> Tensor:
     forward, _ = ACTIVATIONS[activation]
     if not gated:
         return forward(gate_up)
-    gate_half, up = gate_up.chunk(2, dim=-1)
+    gate_half, up = gate_up.chunk(2, dim=-1)  # [..., F] each
     return forward(gate_half) * up
 
 
@@ -81,7 +79,8 @@ def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
     And up between -limit and limit: the MLP of gpt-oss (arXiv 2508.10925, section 2.3). Computed in FP32.
     """
     gate_half, up = gate_up.float().chunk(2, dim=-1)
-    gate_half, up = gate_half.clamp(max=limit), up.clamp(-limit, limit)
+    gate_half = gate_half.clamp(max=limit)
+    up = up.clamp(-limit, limit)
     return ((up + 1) * gate_half * torch.sigmoid(alpha * gate_half)).to(gate_up.dtype)
 
 
@@ -89,7 +88,9 @@ def clamped_swiglu_backward(dy: Tensor, gate_up: Tensor, limit: float, alpha: fl
     """Return the gradient of clamped_swiglu's input [..., 2F] from that of its output `dy` [..., F]."""
     gate_half, up = gate_up.float().chunk(2, dim=-1)
     inside = gate_half <= limit, up.abs() <= limit
-    gate_half, up, dy = gate_half.clamp(max=limit), up.clamp(-limit, limit), dy.float()
+    gate_half = gate_half.clamp(max=limit)
+    up = up.clamp(-limit, limit)
+    dy = dy.float()
     opening = torch.sigmoid(alpha * gate_half)
     dgate = dy * (up + 1) * opening * (1 + alpha * gate_half * (1 - opening)) * inside[0]
     return torch.cat((dgate, dy * gate_half * opening * inside[1]), dim=-1).to(gate_up.dtype)
@@ -103,11 +104,12 @@ def causal_conv(
     tail [B, K - 1, C] holds the tokens before the first, None: zeros; taps [C, 1, K], the last for the token itself.
     With `documents` int [B, S] a token sees only its own.
     """
-    size, seq = taps.shape[-1], x.shape[1]
-    whole = F.pad(x, (0, 0, size - 1, 0)) if tail is None else torch.cat((tail, x), dim=1)
+    size = taps.shape[-1]
+    seq = x.shape[1]
+    whole = F.pad(x, (0, 0, size - 1, 0)) if tail is None else torch.cat((tail, x), dim=1)  # [B, K - 1 + S, C]
     total = torch.zeros((), device=x.device)
     for back in range(size):
-        earlier = whole[:, size - 1 - back :][:, :seq].float()
+        earlier = whole[:, size - 1 - back :][:, :seq].float()  # the token `back` places before, [B, S, C]
         if documents is not None and back:
             same = F.pad(documents[:, back:] == documents[:, :-back], (min(back, seq), 0), value=False)
             earlier = earlier.masked_fill(~same[..., None], 0.0)
@@ -130,7 +132,8 @@ def delta_gates(logits: Tensor, a_log: Tensor, dt_bias: Tensor, real: Tensor | N
     is.
     """
     b, a = logits.float().chunk(2, dim=-1)
-    g, beta = -a_log.float().exp() * F.softplus(a + dt_bias.float()), b.sigmoid()
+    g = -a_log.float().exp() * F.softplus(a + dt_bias.float())
+    beta = b.sigmoid()
     return (g, beta) if real is None else (g * real[..., None], beta * real[..., None])
 
 

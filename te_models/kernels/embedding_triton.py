@@ -4,8 +4,6 @@ PyTorch's goes through partial sums in memory: 1.1 ms for 16,384 tokens of 4,096
 takes 0.03. Tokens are sorted; the program at a token's first place sums all its rows, and the others do nothing.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 import triton

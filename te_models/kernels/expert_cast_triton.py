@@ -6,8 +6,6 @@ Engine's casts, one matrix at a time. Each has a multiple of 4 rows. A program f
 of those before it.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -129,7 +127,8 @@ def _cast_kernel(
 @triton.jit
 def _transpose_kernel(data, places, out, rows, columns, SIZE: tl.constexpr):
     e = tl.program_id(2).to(tl.int64)
-    i, j = tl.program_id(0) * SIZE + tl.arange(0, SIZE), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    j = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = (i < rows)[:, None] & (j < columns)[None, :]
     matrix = data + tl.multiple_of(tl.load(places + e), 8)
     values = tl.load(matrix + i[:, None] * columns + j[None, :], inside)
@@ -139,7 +138,8 @@ def _transpose_kernel(data, places, out, rows, columns, SIZE: tl.constexpr):
 
 def transposed(data: Tensor, places: Tensor) -> Tensor:
     """Return bytes of equal matrices [O, K], the first of which is `data`, transposed: uint8 [E, K, O]."""
-    (rows, columns), count = data.shape, len(places)
+    rows, columns = data.shape
+    count = len(places)
     out = torch.empty(count, columns, rows, dtype=torch.uint8, device=data.device)
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, ROWS), count)
     with torch.cuda.device_of(data):
@@ -190,7 +190,10 @@ def _launch(
     given: Matrices, form: torch.dtype, delayed: Delayed | None, data: Tensor | None, transposed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Write `data` and `transposed`, those that there are. Return FP8Matrices.scale_inv and FP8Matrices.scale."""
-    groups, columns, count, device = given.groups, given.data.shape[1], given.groups.experts, given.data.device
+    groups = given.groups
+    columns = given.data.shape[1]
+    count = given.groups.experts
+    device = given.data.device
     scales, amax = (None, torch.zeros(count, device=device)) if delayed is None else delayed
     factors = torch.ones(2, count, device=device)
     sizes: dict[str, Any] = dict(EXPERTS=triton.next_power_of_2(count), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)

@@ -5,8 +5,6 @@ Shapes: T tokens, k experts per token, R rows of all experts together, padding i
 padding. Sums run over j = 0 to k - 1 in FP32, without fused multiply-add, and are rounded once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -40,7 +38,7 @@ def total(rows: Tensor, row: Tensor, weights: Tensor | None = None) -> Tensor:
     padded = _with_zeros(rows)
     found = torch.zeros(len(row), rows.shape[1], device=rows.device)
     for j in range(row.shape[1]):
-        part = padded.index_select(0, row[:, j]).float()
+        part = padded.index_select(0, row[:, j]).float()  # [T, D]
         found += part if weights is None else part * weights[:, j, None]
     return found.to(rows.dtype)
 

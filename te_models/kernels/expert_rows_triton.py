@@ -1,7 +1,5 @@
 """The operations of expert_rows.py in Triton: each row is read once, and nothing is stored in between."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

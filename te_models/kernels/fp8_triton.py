@@ -4,8 +4,6 @@ The integers give the same bits on a GPU and in Triton's interpreter (TRITON_INT
 the conversion. An FP8 tensor is uint8 here: the bytes of E4M3 or E5M2.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

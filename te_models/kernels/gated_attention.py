@@ -93,7 +93,8 @@ def rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> N
 
     cos, sin [S, H] or [B, S, H], whose halves repeat.
     """
-    cos, sin = cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float()
+    cos = cos.unsqueeze(-2).float()  # [S, 1, H] or [B, S, 1, H]
+    sin = sin.unsqueeze(-2).float()
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1) * sin
     out.copy_(x.float() * cos + (-turned if inverse else turned))
@@ -141,7 +142,7 @@ class _AttentionCore(torch.autograd.Function):
         # The operations need contiguous channels. Detached: autograd refuses in-place changes to a view that another
         # function returned.
         qkvg = qkvg.detach().contiguous()
-        q, k, v, logits = split_heads(heads, qkvg[:rows], batch)
+        q, k, v, logits = split_heads(heads, qkvg[:rows], batch)  # q [B, S, A, H], k and v [B, S, K, H]
         if cos is not None and sin is not None:
             ops.rotate(q, q, cos, sin, False)
             ops.rotate(k, k, cos, sin, False)
@@ -154,7 +155,7 @@ class _AttentionCore(torch.autograd.Function):
         ctx.plain = [value for value in kept if not isinstance(value, Tensor)]
         ctx.places = [isinstance(value, Tensor) for value in kept]
         ctx.save_for_backward(qkvg, cos, sin, sinks, out, *(value for value in kept if isinstance(value, Tensor)))
-        mixed = out.transpose(1, 2)
+        mixed = out.transpose(1, 2)  # [B, S, A, H]
         if target is not None and ops.fp8 is not None:
             fp8 = ops.fp8.new(rows, heads.query * heads.dim, qkvg.device)
             ops.fp8.gate(fp8, target.place, 0, mixed, logits)
@@ -168,10 +169,12 @@ class _AttentionCore(torch.autograd.Function):
         batch, rows, heads, ops, target, spans = ctx.setting
         qkvg, cos, sin, sinks, out, *tensors = ctx.saved_tensors
         dsinks: Tensor | None = None
-        plain, tensors = iter(ctx.plain), iter(tensors)
+        plain = iter(ctx.plain)
+        tensors = iter(tensors)
         kept = [next(tensors) if place else next(plain) for place in ctx.places]
         q, k, v, logits = split_heads(heads, qkvg[:rows], batch)
-        dy, mixed = dy.view(batch, -1, heads.query, heads.dim), out.transpose(1, 2)
+        dy = dy.view(batch, -1, heads.query, heads.dim)  # [B, S, A, H]
+        mixed = out.transpose(1, 2)
 
         def slopes(dmixed: Tensor) -> list[Tensor]:
             nonlocal dsinks
@@ -184,7 +187,7 @@ class _AttentionCore(torch.autograd.Function):
             _write_fp8(fp8, target.place, heads, ops.fp8, dy, mixed, logits, cos, sin, slopes)
             return target.tensor(fp8, qkvg.dtype), None, None, dsinks, *[None] * 6
         grad = torch.zeros_like(qkvg) if _has_filling(qkvg, rows, heads) else torch.empty_like(qkvg)
-        gq, gk, gv, glogits = split_heads(heads, grad[:rows], batch)
+        gq, gk, gv, glogits = split_heads(heads, grad[:rows], batch)  # views, which the operations below write to
         dq, dk, dv = slopes(dy if logits is None else ops.gate_backward(dy, mixed, logits, glogits))
         for slope, place in ((dq, gq), (dk, gk)):
             if cos is None:

@@ -5,8 +5,6 @@ strides are multiplied by 64-bit numbers, since a tensor may have more than 2**3
 operations through Triton's interpreter on a CPU (TRITON_INTERPRET=1).
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -105,7 +103,8 @@ def _width(dim: int) -> int:
 
 def _tables(cos: Tensor, sin: Tensor, strides: tuple[int, ...]) -> tuple[Tensor | int, ...]:
     """Return the arguments cos, sin, `strides` of other tensors, and the strides of row and place of the tables."""
-    cos, sin = cos.contiguous(), sin.contiguous()
+    cos = cos.contiguous()
+    sin = sin.contiguous()
     return cos, sin, *strides, cos.stride(0) if cos.ndim == 3 and len(cos) > 1 else 0, cos.stride(-2)
 
 
@@ -163,7 +162,8 @@ def _rows(x, i, head, batch_stride, seq_stride, head_stride, seq):
 def _place(rows, heads, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr):
     """Return this program's groups of four rows, head, channels, and which of rows and channels exist."""
     row, head = tile(tl.cdiv(rows, block), heads, BAND)
-    group, channel = row.to(tl.int64) * (block // 4) + tl.arange(0, block // 4), tl.arange(0, width)
+    group = row.to(tl.int64) * (block // 4) + tl.arange(0, block // 4)
+    channel = tl.arange(0, width)
     return group, head, channel, (4 * group < rows)[:, None] & (channel < dim)[None, :]
 
 
@@ -191,12 +191,14 @@ def _gate_fp8_kernel(
     E5M2: tl.constexpr,
 ):  # fmt: skip
     group, head, channel, inside = _place(rows, heads, dim, width, block, BAND)
-    i, own = 4 * group, first + head * dim
+    i = 4 * group
+    own = first + head * dim
     a = _gated(x, logits, i, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
     b = _gated(x, logits, i + 1, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
     c = _gated(x, logits, i + 2, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
     d = _gated(x, logits, i + 3, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
-    s, j = tl.load(scale), own + channel
+    s = tl.load(scale)
+    j = own + channel
     raise_amax(amax, store_fp8(a, b, c, d, s, group, j, rows, own + dim, data, transposed, columns, E5M2))
     note_inverse(s, scale_inv)
 
@@ -210,7 +212,8 @@ def _angles(cos, sin, i, table_batch, table_seq, seq, sign, channel, inside):
 @triton.jit
 def _rotated(x, i, head, x_batch, x_seq, x_head, seq, c, s, channel, inside, half: tl.constexpr):
     at = _rows(x, i, head, x_batch, x_seq, x_head, seq)
-    one, two = _read(at, channel, inside), _read(at + half, channel, inside)
+    one = _read(at, channel, inside)
+    two = _read(at + half, channel, inside)
     return one * c - two * s, two * c + one * s
 
 
@@ -223,7 +226,8 @@ def _rotate_fp8_kernel(
     E5M2: tl.constexpr,
 ):  # fmt: skip
     group, part, channel, inside = _place(rows, tl.cdiv(heads, turned), half, width, block, BAND)
-    i, s = 4 * group, tl.load(scale)
+    i = 4 * group
+    s = tl.load(scale)
     ca, sa = _angles(cos, sin, i, table_batch, table_seq, seq, sign, channel, inside)
     cb, sb = _angles(cos, sin, i + 1, table_batch, table_seq, seq, sign, channel, inside)
     cc, sc = _angles(cos, sin, i + 2, table_batch, table_seq, seq, sign, channel, inside)
@@ -265,7 +269,8 @@ def _gate_backward_fp8_kernel(
     dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
     group, head, channel, inside = _place(rows, heads, dim, width, block, BAND)
-    i, own = 4 * group, first + head * dim
+    i = 4 * group
+    own = first + head * dim
     a = _gate_slopes(dy, x, logits, dx, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
                      g_head, dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
     b = _gate_slopes(dy, x, logits, dx, i + 1, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
@@ -274,7 +279,8 @@ def _gate_backward_fp8_kernel(
                      g_head, dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
     d = _gate_slopes(dy, x, logits, dx, i + 3, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
                      g_head, dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
-    s, j = tl.load(scale), own + channel
+    s = tl.load(scale)
+    j = own + channel
     raise_amax(amax, store_fp8(a, b, c, d, s, group, j, rows, own + dim, data, transposed, columns, E5M2))
     note_inverse(s, scale_inv)
 

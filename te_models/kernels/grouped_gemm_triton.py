@@ -5,8 +5,6 @@ graph. Shapes: E experts, R rows of all experts (te_models/kernels/groups.py); o
 no expert are left as they are. Sums are FP32, in ascending order: the bits are cuBLAS' for the shapes of models.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +59,8 @@ def _rows_kernel(
     DOWN: tl.constexpr, EVEN: tl.constexpr, PRECISE: tl.constexpr, EXPERTS: tl.constexpr,
     HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
-    own, across = tl.program_id(0), tl.cdiv(width, WIDE)
+    own = tl.program_id(0)
+    across = tl.cdiv(width, WIDE)
     number = tl.arange(0, EXPERTS)
     ends = tl.load(tiles + number, number < count, 2**40) * across
     e = tl.sum((ends <= own).to(tl.int32), 0)
@@ -71,8 +70,11 @@ def _rows_kernel(
     rows = (tl.load(first + e + 1) - begin).to(tl.int32)
     before = tl.load(tiles + tl.maximum(e - 1, 0), e > 0, 0).to(tl.int32)
     m, n = _corner(own - before * across, tl.cdiv(rows, HIGH), across, ABREAST)
-    i, j, k = m * HIGH + tl.arange(0, HIGH), n * WIDE + tl.arange(0, WIDE), tl.arange(0, DEEP)
-    row, column = i % rows, j % width
+    i = m * HIGH + tl.arange(0, HIGH)
+    j = n * WIDE + tl.arange(0, WIDE)
+    k = tl.arange(0, DEEP)
+    row = i % rows
+    column = j % width
     x = a + begin * depth + row.to(tl.int64)[:, None] * depth + k[None, :]
     at = e.to(tl.int64) * width * depth if places is None else tl.multiple_of(tl.load(places + e), 8)
     matrix = b + at
@@ -85,7 +87,8 @@ def _rows_kernel(
     total = tl.zeros([HIGH, WIDE], tl.float32)
     for start in range(0, depth, DEEP):
         if EVEN:
-            left, right = tl.load(x), tl.load(w)
+            left = tl.load(x)
+            right = tl.load(w)
         else:
             left = tl.load(x, k[None, :] < depth - start, 0.0)
             right = tl.load(w, k[:, None] < depth - start, 0.0)
@@ -106,23 +109,30 @@ def _weights_kernel(
     PRECISE: tl.constexpr,
     HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
-    high, across = tl.cdiv(height, HIGH), tl.cdiv(width, WIDE)
+    high = tl.cdiv(height, HIGH)
+    across = tl.cdiv(width, WIDE)
     e = tl.program_id(0) // (high * across)
     m, n = _corner(tl.program_id(0) % (high * across), high, across, ABREAST)
     begin = tl.load(first + e)
     rows = (tl.load(first + e + 1) - begin).to(tl.int32)
-    i, j, k = m * HIGH + tl.arange(0, HIGH), n * WIDE + tl.arange(0, WIDE), tl.arange(0, DEEP)
-    row, column = i % height, j % width
+    i = m * HIGH + tl.arange(0, HIGH)
+    j = n * WIDE + tl.arange(0, WIDE)
+    k = tl.arange(0, DEEP)
+    row = i % height
+    column = j % width
     if turned is not None:  # FP8 matrices [height, apart] and [width, apart], of which `rows` are there
-        rows, here = tl.multiple_of(rows, 16), tl.multiple_of(tl.load(turned + e), 128)
+        rows = tl.multiple_of(rows, 16)
+        here = tl.multiple_of(tl.load(turned + e), 128)
         apart = tl.multiple_of(tl.load(turned + e + 1) - here, 128)
         x = a + here * height + row.to(tl.int64)[:, None] * apart + k[None, :]
         y = b + here * width + column.to(tl.int64)[None, :] * apart + k[:, None]
-        down, right = DEEP, DEEP
+        down = DEEP
+        right = DEEP
     else:
         x = a + begin * height + k.to(tl.int64)[None, :] * height + row[:, None]
         y = b + begin * width + k.to(tl.int64)[:, None] * width + column[None, :]
-        down, right = DEEP * height, DEEP * width
+        down = DEEP * height
+        right = DEEP * width
     total = tl.zeros([HIGH, WIDE], tl.float32)
     whole = rows // DEEP * DEEP
     for _ in range(0, whole, DEEP):
@@ -141,8 +151,10 @@ def _weights_kernel(
 
 @triton.jit
 def _sums_kernel(x, first, out, width, HIGH: tl.constexpr, WIDE: tl.constexpr):
-    e, column = tl.program_id(1), tl.program_id(0) * WIDE + tl.arange(0, WIDE)
-    begin, inside = tl.load(first + e), (column < width)[None, :]
+    e = tl.program_id(1)
+    column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    begin = tl.load(first + e)
+    inside = (column < width)[None, :]
     rows = (tl.load(first + e + 1) - begin).to(tl.int32)
     at = x + (begin + tl.arange(0, HIGH))[:, None] * width + column[None, :]
     total = tl.zeros([HIGH, WIDE], tl.float32)
@@ -164,7 +176,8 @@ def rows_times(
     The matrix is [width, D], transposed, or with `down` [D, width], which FP8 does not allow.
     `precise`: FP8 sums leave the tensor cores, which keep fewer bits, every 128 terms.
     """
-    depth, tiles = a.data.shape[1], _tiles(a, precise)
+    depth = a.data.shape[1]
+    tiles = _tiles(a, precise)
     out = torch.empty(len(a.data), width, dtype=dtype, device=a.data.device)
     grid = (groups.high(tiles.height) * triton.cdiv(width, tiles.width),)
     with torch.cuda.device_of(out):

@@ -4,8 +4,6 @@ The numbers are those of te.GroupedLinear, which takes a launch per expert for e
 expert's rows on the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -18,7 +16,8 @@ from te_models.kernels.expert_rows import Route
 from te_models.kernels.grouped_gemm_triton import Operand, rows_times, sums_of_rows, weights_from
 from te_models.kernels.groups import Groups
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 
 
 class Casts(NamedTuple):
@@ -67,16 +66,20 @@ class _BF16(torch.autograd.Function):
     def forward(
         ctx: Context, x: Tensor, bias: Tensor | None, groups: Groups, places: Tensor, *weights: Tensor
     ) -> Tensor:
-        ctx.groups, x = groups, x.contiguous()
+        ctx.groups = groups
+        x = x.contiguous()
         ctx.save_for_backward(x if ctx.needs_input_grad[4] else None, places, *weights)
         b = Operand(weights[0], places=places)
         return rows_times(Operand(x), b, groups, len(weights[0]), bias, down=False, precise=False, dtype=x.dtype)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dy, (x, places, *weights) = grads[0].contiguous(), ctx.saved_tensors
-        (height, width), how = weights[0].shape, dict(precise=False, dtype=dy.dtype)
-        a, b = Operand(dy), Operand(weights[0], places=places)
+        dy = grads[0].contiguous()
+        (x, places, *weights) = ctx.saved_tensors
+        height, width = weights[0].shape
+        how = dict(precise=False, dtype=dy.dtype)
+        a = Operand(dy)
+        b = Operand(weights[0], places=places)
         dx = rows_times(a, b, ctx.groups, width, down=True, **how) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[4]:  # then Transformer Engine sums no biases either
             return dx, None, None, None, *[None] * len(weights)
@@ -94,8 +97,12 @@ class _FP8(torch.autograd.Function):
         ctx: Context, x: Tensor, bias: Tensor | None, groups: Groups, casts: Casts, own: FP8Matrices | Stored,
         route: Route | None, places: Tensor | None, *weights: Tensor,
     ) -> Tensor:  # fmt: skip
-        ctx.groups, ctx.casts, ctx.inputs, ctx.weights = groups, casts, x.shape[1], len(weights)
-        trained, x = any(ctx.needs_input_grad[7:]), x.contiguous()
+        ctx.groups = groups
+        ctx.casts = casts
+        ctx.inputs = x.shape[1]
+        ctx.weights = len(weights)
+        trained = any(ctx.needs_input_grad[7:])
+        x = x.contiguous()
         token, row, ctx.kernels = (None, None, None) if route is None else route
         given = cast(Matrices(x, groups, source=token), E4M3, casts.of_x, turn=trained and route is None)
         kept = x if trained and route is not None else given.transposed
@@ -105,13 +112,17 @@ class _FP8(torch.autograd.Function):
             kept, given.scale_inv, given.scale, token, row, stored, places, own.scale_inv, *again
         )  # fmt: skip
         at = places if isinstance(own, Stored) else None
-        a, b = Operand(given.data.view(E4M3), given.scale_inv), Operand(own.data.view(E4M3), own.scale_inv, at)
+        a = Operand(given.data.view(E4M3), given.scale_inv)
+        b = Operand(own.data.view(E4M3), own.scale_inv, at)
         width = len(weights[0] if weights else own.data)
         return rows_times(a, b, groups, width, bias, down=False, precise=casts.output, dtype=x.dtype)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dy, groups, casts, dx = grads[0].contiguous(), ctx.groups, ctx.casts, None
+        dy = grads[0].contiguous()
+        groups = ctx.groups
+        casts = ctx.casts
+        dx = None
         x, x_inverse, x_scale, token, row, stored, places, weights_scale, *again = ctx.saved_tensors
         given = cast(Matrices(dy, groups), casts.gradient, casts.of_dy, turn=x is not None)
         db = sums_of_rows(dy, groups) if ctx.needs_input_grad[1] else None
@@ -120,16 +131,19 @@ class _FP8(torch.autograd.Function):
                 turned = cast_transposed(Weights(again[1:], places).matrices, E4M3, again[0])
             else:
                 turned = stored if ctx.weights else transposed(stored, places)
-            a, b = Operand(given.data.view(casts.gradient), given.scale_inv), Operand(turned.view(E4M3), weights_scale)
+            a = Operand(given.data.view(casts.gradient), given.scale_inv)
+            b = Operand(turned.view(E4M3), weights_scale)
             dx = rows_times(a, b, groups, ctx.inputs, down=False, precise=casts.input_gradient, dtype=dy.dtype)
             dx = dx if row is None else ctx.kernels.total(dx, row, None)
             del turned, a, b  # before the larger gradients of weights
         of_weights: Sequence[Tensor | None] = [None] * ctx.weights
-        dy_turned, dy_scale = given.transposed, given.scale_inv
+        dy_turned = given.transposed
+        dy_scale = given.scale_inv
         del given
         if x is not None and dy_turned is not None:
             x = x if token is None else cast_transposed(Matrices(x, groups, source=token), E4M3, x_scale)
-            a, b = Operand(dy_turned.view(casts.gradient), dy_scale), Operand(x.view(E4M3), x_inverse)
+            a = Operand(dy_turned.view(casts.gradient), dy_scale)
+            b = Operand(x.view(E4M3), x_inverse)
             how = dict(precise=casts.weight_gradient, dtype=dy.dtype)
             of_weights = weights_from(a, b, groups, dy.shape[1], ctx.inputs, **how).unbind()
         if casts.after is not None:

@@ -1,8 +1,6 @@
 """The products of rows with the matrix of their expert, in high precision: one launch on a GPU, one product per expert
 elsewhere. Adapters use them; experts themselves are te.GroupedLinear."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -43,7 +41,8 @@ def grouped_product(x: Tensor, weights: Tensor, rows: list[int] | Groups) -> Ten
 def low_rank_product(x: Tensor, a: Tensor, b: Tensor, scaling: float, rows: list[int] | Groups) -> Tensor:
     """Return scaling * B(A(x)) of x [R, I] with the A and B of each row's expert, `a` [E, r, I] and `b` [E, O, r]."""
     if extra := -a.shape[1] % RANKS * x.is_cuda:
-        a, b = F.pad(a, (0, 0, 0, extra)), F.pad(b, (0, extra))
+        a = F.pad(a, (0, 0, 0, extra))
+        b = F.pad(b, (0, extra))
     return grouped_product(grouped_product(x, a, rows) * scaling, b.contiguous(), rows)
 
 

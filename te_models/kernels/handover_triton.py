@@ -9,8 +9,6 @@ Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1), which has no 
 integer arithmetic instead.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +22,9 @@ from te_models.kernels.handover import Place
 # Rows and columns of a tile, for four warps, and rows of tiles per band. Programs go down a band before they go right,
 # so those that run at about the same time write neighboring memory in both copies. The fastest of thirty choices on
 # an H200.
-ROWS, COLUMNS, BAND = 64, 64, 8
+ROWS = 64
+COLUMNS = 64
+BAND = 8
 NORM_ROWS, NORM_COLUMNS = 32, 128  # of which a program goes through all columns
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _CONVERT = (
@@ -57,8 +57,10 @@ class FP8Data(NamedTuple):
 def _encode4(a, b, c, d, E5M2: tl.constexpr):
     """Return the FP8 data of four FP32 tensors as one of int32, a's in the lowest byte."""
     if INTERPRETED:
-        a, b = encode_fp8(a, E5M2).to(tl.int32), encode_fp8(b, E5M2).to(tl.int32)
-        c, d = encode_fp8(c, E5M2).to(tl.int32), encode_fp8(d, E5M2).to(tl.int32)
+        a = encode_fp8(a, E5M2).to(tl.int32)
+        b = encode_fp8(b, E5M2).to(tl.int32)
+        c = encode_fp8(c, E5M2).to(tl.int32)
+        d = encode_fp8(d, E5M2).to(tl.int32)
         word = a | (b << 8) | (c << 16) | (d << 24)
     else:
         # Triton's own cast to FP8 (3.6) mixes up elements where the result is transposed.
@@ -71,8 +73,10 @@ def _encode4(a, b, c, d, E5M2: tl.constexpr):
 def _bytes(word):
     """Return the four bytes of words as four tensors of uint8, the lowest first."""
     if INTERPRETED:
-        first, second = word.to(tl.uint8), (word >> 8).to(tl.uint8)
-        third, fourth = (word >> 16).to(tl.uint8), (word >> 24).to(tl.uint8)
+        first = word.to(tl.uint8)
+        second = (word >> 8).to(tl.uint8)
+        third = (word >> 16).to(tl.uint8)
+        fourth = (word >> 24).to(tl.uint8)
     else:
         # The types are written in the call: as a constexpr of their own, Triton 3.9 does not accept them.
         first, second, third, fourth = tl.inline_asm_elementwise(
@@ -101,7 +105,8 @@ def store_fp8(a, b, c, d, scale, group, j, rows, columns, data, transposed, stri
     `group` are consecutive numbers: from 4 * group the compiler could not tell that the words are contiguous, and would
     write them one by one.
     """
-    group, j = group.to(tl.int64), j.to(tl.int64)
+    group = group.to(tl.int64)
+    j = j.to(tl.int64)
     i = 4 * group
     inside = (i < rows)[:, None] & (j < columns)[None, :]
     word = _encode4(a * scale, b * scale, c * scale, d * scale, E5M2)
@@ -139,7 +144,8 @@ def note_inverse(scale, scale_inv):
 def tile(high, wide, BAND: tl.constexpr):
     """Return this program's tile of `high` x `wide`, from above and from the left, in bands of BAND rows."""
     first = tl.program_id(0) // (BAND * wide) * BAND
-    own, height = tl.program_id(0) - first * wide, tl.minimum(BAND, high - first)
+    own = tl.program_id(0) - first * wide
+    height = tl.minimum(BAND, high - first)
     return first + own % height, own // height
 
 
@@ -176,8 +182,10 @@ def _cast_kernel(
 ):  # fmt: skip
     group, j = _place(rows, columns, ROWS, COLUMNS, BAND)
     i = 4 * group
-    a, b = _value(x, i, j, rows, columns, GATED), _value(x, i + 1, j, rows, columns, GATED)
-    c, d = _value(x, i + 2, j, rows, columns, GATED), _value(x, i + 3, j, rows, columns, GATED)
+    a = _value(x, i, j, rows, columns, GATED)
+    b = _value(x, i + 1, j, rows, columns, GATED)
+    c = _value(x, i + 2, j, rows, columns, GATED)
+    d = _value(x, i + 3, j, rows, columns, GATED)
     s = tl.load(scale)
     raise_amax(amax, store_fp8(a, b, c, d, s, group, j, rows, columns, data, transposed, columns, E5M2))
     note_inverse(s, scale_inv)
@@ -187,7 +195,8 @@ def _cast_kernel(
 def _dswiglu(dy, gate_up, i, j, rows, columns):
     gate = _load(gate_up, i, j, rows, columns, 2 * columns)
     up = _load(gate_up + columns, i, j, rows, columns, 2 * columns)
-    slope, opening = _load(dy, i, j, rows, columns, columns), sigmoid(gate)
+    slope = _load(dy, i, j, rows, columns, columns)
+    opening = sigmoid(gate)
     silu = gate * opening
     return slope * up * (opening + silu * (1 - opening)), slope * silu
 
@@ -235,8 +244,10 @@ def _norm_kernel(
     group = tl.program_id(0).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
     i = 4 * group
     source = total if ADD else x
-    a, b = tl.load(rstd + i, i < rows, 0.0), tl.load(rstd + i + 1, i < rows, 0.0)
-    c, d = tl.load(rstd + i + 2, i < rows, 0.0), tl.load(rstd + i + 3, i < rows, 0.0)
+    a = tl.load(rstd + i, i < rows, 0.0)
+    b = tl.load(rstd + i + 1, i < rows, 0.0)
+    c = tl.load(rstd + i + 2, i < rows, 0.0)
+    d = tl.load(rstd + i + 3, i < rows, 0.0)
     largest = tl.zeros((ROWS // 4, COLUMNS), tl.float32)
     for start in range(0, columns, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
@@ -284,7 +295,8 @@ def cast(x: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> FP8Data:
 
 def swiglu(gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool, rowwise: bool = True) -> FP8Data:
     """Compute silu(gate) * up of gate_up [N, 2F]: data [N, F], only the transpose if not `rowwise`."""
-    rows, columns = len(gate_up), gate_up.shape[1] // 2
+    rows = len(gate_up)
+    columns = gate_up.shape[1] // 2
     out = new_fp8(rows, columns, gate_up.device, rowwise)
     return _by_tiles(_cast_kernel, (gate_up,), rows, columns, (scale, amax, e5m2), out, GATED=True)
 
@@ -302,7 +314,8 @@ def norm(
 ) -> tuple[FP8Data, Tensor, Tensor]:  # fmt: skip
     """Compute RMSNorm of x + delta (None: of x) [N, D]: data [N, D], x + delta contiguous, and 1 / RMS, FP32 [N]."""
     rows, columns = x.shape
-    x, delta = x.contiguous(), None if delta is None else delta.contiguous()
+    x = x.contiguous()
+    delta = None if delta is None else delta.contiguous()
     out = new_fp8(rows, columns, x.device)
     total = x if delta is None else torch.empty_like(x)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)

@@ -28,7 +28,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.multiply = multiply
         wants = ctx.needs_input_grad[:2]
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wants[0] else None
-        dw, sums = None, wants[1] and chunk < len(x)
+        dw = None
+        sums = wants[1] and chunk < len(x)
         if sums:
             dw = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         count = (targets != -100).sum().clamp(min=1)
@@ -73,8 +74,8 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, gradient: 
     logits.
     """
     counted = targets != -100
-    logs = torch.log_softmax(logits.float(), dim=-1)
-    index = targets.clamp(min=0)[:, None]
+    logs = torch.log_softmax(logits.float(), dim=-1)  # [T, V]
+    index = targets.clamp(min=0)[:, None]  # [T, 1]
     loss = -(logs.gather(1, index)[:, 0] * counted).sum() / count
     if not gradient:
         return loss, None
@@ -115,6 +116,7 @@ def linear_cross_entropy(
     """
     trained = weight.requires_grad
     if not torch.is_grad_enabled():
-        x, weight = x.detach(), weight.detach()  # else needs_input_grad is True even here: two products in vain
+        x = x.detach()  # else needs_input_grad is True even here: two products in vain
+        weight = weight.detach()
     rows = chunk or head_rows(len(x), weight.shape[0], weight.shape[1], x.device.type == "cuda", trained)
     return _LinearCrossEntropy.apply(x, weight, targets, rows, kernel, multiply)

@@ -5,8 +5,6 @@ reverse order, while the row is in the cache. Tested against the plain function 
 interpreter on a CPU (TRITON_INTERPRET=1).
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -47,7 +45,8 @@ def _cross_entropy_kernel(
     total = tl.sum(total * tl.exp(largest - top), 0)
     tl.store(losses + row, tl.log(total) - (chosen - top))  # in this order: large logits cancel before they round
     if GRADIENT:
-        scale, inverse = 1 / tl.load(count).to(tl.float32), 1 / total
+        scale = 1 / tl.load(count).to(tl.float32)
+        inverse = 1 / total
         steps = tl.cdiv(vocabulary, BLOCK)
         for step in range(steps):
             at = (steps - 1 - step) * BLOCK + place

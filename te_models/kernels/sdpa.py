@@ -1,7 +1,5 @@
 """Causal attention through PyTorch's scaled_dot_product_attention, with cuDNN's kernel first where there is a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ its backward are those of FlashAttention-2 (Dao 2023, arXiv 2307.08691), without
 same in every run. Tested through Triton's interpreter on a CPU (TRITON_INTERPRET=1).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -68,7 +66,8 @@ def _forward_kernel(
     blocks = tl.cdiv(seq, queries)
     block, batch, head, pair = _place(blocks, heads)
     begin = (blocks - 1 - block) * queries  # longest first
-    query, channel = begin + tl.arange(0, queries), tl.arange(0, width)
+    query = begin + tl.arange(0, queries)
+    channel = tl.arange(0, width)
     k += batch * k_batch + head // group * k_head
     v += batch * v_batch + head // group * v_head
     first += batch * first_batch
@@ -102,7 +101,8 @@ def _dot_kernel(
 ):  # fmt: skip
     """Compute the product of each query's output with its gradient."""
     block, batch, head, pair = _place(tl.cdiv(seq, queries), heads)
-    query, channel = block * queries + tl.arange(0, queries), tl.arange(0, width)
+    query = block * queries + tl.arange(0, queries)
+    channel = tl.arange(0, width)
     one = _rows(out + batch * o_batch + head * o_head, query, o_seq, channel, seq, dim).to(tl.float32)
     other = _rows(dy + batch * y_batch + head * y_head, query, y_seq, channel, seq, dim).to(tl.float32)
     tl.store(dots + pair * seq + query, tl.sum(one * other, 1), query < seq)
@@ -118,7 +118,8 @@ def _grad_query_kernel(
     blocks = tl.cdiv(seq, queries)
     block, batch, head, pair = _place(blocks, heads)
     begin = (blocks - 1 - block) * queries
-    query, channel = begin + tl.arange(0, queries), tl.arange(0, width)
+    query = begin + tl.arange(0, queries)
+    channel = tl.arange(0, width)
     k += batch * k_batch + head // group * k_head
     v += batch * v_batch + head // group * v_head
     first += batch * first_batch
@@ -148,7 +149,8 @@ def _grad_key_kernel(
     """Compute the gradients of one block of keys and values, over all heads of queries that share them."""
     block, batch, shared, _ = _place(tl.cdiv(seq, keys), heads // group)
     begin = block * keys
-    key, channel = begin + tl.arange(0, keys), tl.arange(0, width)
+    key = begin + tl.arange(0, keys)
+    channel = tl.arange(0, width)
     keyed = _rows(k + batch * k_batch + shared * k_head, key, k_seq, channel, seq, dim)
     value = _rows(v + batch * v_batch + shared * v_head, key, v_seq, channel, seq, dim)
     first += batch * first_batch
@@ -208,7 +210,8 @@ class Spans(NamedTuple):
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
         """Return the gradients of q, k, v and sinks, given that of `out`, [B, N, S, H], and what `forward` returned."""
-        (batch, heads, seq, dim), shared = q.shape, k.shape[1]
+        batch, heads, seq, dim = q.shape
+        shared = k.shape[1]
         dq, dk, dv = (torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
                       for t in (q, k, v))  # fmt: skip
         dots = torch.empty_like(log_sum)

@@ -1,7 +1,5 @@
 """Gated attention, built only from te.Linear and te.RMSNorm. Shapes: te_models/model/block.py."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -78,15 +76,18 @@ class GatedAttention(Mixer[AttentionSpec]):
         qkvg = qkvg[: context.batch * context.seq].view(context.batch, context.seq, -1)
         q, k, v, g = qkvg.split(self.rows, dim=-1)  # each [B, S, its rows]
         if spec.copies_queries and torch.is_grad_enabled():
-            v, g = v.contiguous(), g.contiguous()  # so that backward keeps none of the memory of q and k
+            v = v.contiguous()
+            g = g.contiguous()  # so that backward keeps none of the memory of q and k
         if spec.qk_norm == "all_heads":
-            q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())  # not saving all of qkvg
+            q = self.q_norm(q.contiguous())
+            k = self.k_norm(k.contiguous())  # not saving all of qkvg
         q, k, v = (t.view(*t.shape[:2], -1, spec.heads.dim) for t in (q, k, v))
         if spec.qk_norm == "head":
             q = self.tp.norm(self.q_norm, q, partial=True)
             k = self.tp.norm(self.k_norm, k, partial=True)
         if spec.rope is not None and spec.query_scale is not None:  # which copies q: k would keep the memory of both
-            q, k = context.rotated(q, spec.rope), context.rotated(k, spec.rope)
+            q = context.rotated(q, spec.rope)
+            k = context.rotated(k, spec.rope)
         elif spec.rope is not None:
             q, k = context.rotated(torch.cat((q, k), dim=2), spec.rope).split((q.shape[2], k.shape[2]), dim=2)
         if spec.query_scale is not None:
@@ -95,12 +96,13 @@ class GatedAttention(Mixer[AttentionSpec]):
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)  # [B, K, slots, H]
         out = self._attention(q, k, v, context.masks[spec.window]).transpose(1, 2).flatten(0, 1)
-        out = self._gated(out, g.flatten(0, 1), context)
+        out = self._gated(out, g.flatten(0, 1), context)  # [B*S, A*H]
         return out if context.real is None else out * context.real
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Visible) -> Tensor:
         """Return attention; shapes as in te_models.kernels.sdpa.causal_attention."""
-        scale, cap = self.spec.multiplier, self.spec.softcap
+        scale = self.spec.multiplier
+        cap = self.spec.softcap
         if not (mask is None or isinstance(mask, Tensor)):
             return mask(q, k, v, scale, self.sinks)
         if cap is None and self.sinks is None:

@@ -11,8 +11,6 @@ padding changes no amax, no scale and no weight gradient. The padding inside a b
 in the same way.
 """
 
-from __future__ import annotations
-
 from typing import cast
 
 from torch import Tensor, nn
@@ -41,12 +39,15 @@ class Block(nn.Module):
 
     def __init__(self, spec: LayerSpec, layer: int, factory: Factory, residual_multiplier: float = 1.0) -> None:
         super().__init__()
-        self.spec, self.layer, self.tp = spec, layer, factory.tp
+        self.spec = spec
+        self.layer = layer
+        self.tp = factory.tp
         self.residual_multiplier = residual_multiplier
         self.gain = factory.gain
         self.fp8_enabled = factory.te.FP8GlobalStateManager.is_fp8_enabled
         width = spec.mixer.hidden_size
-        before, after = spec.norm_position != "post", spec.norm_position != "pre"
+        before = spec.norm_position != "post"
+        after = spec.norm_position != "pre"
 
         self.input_layernorm = factory.norm(width) if before else None
         mixer = factory.inside(f"layers.{layer}.{spec.mixer.name}.")
@@ -83,7 +84,8 @@ class Block(nn.Module):
         return self._forward(x, context)
 
     def _forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        mixer, mlp = self.mixer, self.feedforward
+        mixer = self.mixer
+        mlp = self.feedforward
         h, x = self._normed(self.input_layernorm, x, None, mixer, context)
         delta = self._delta(self.attention_output_norm, mixer(h, context))
         hidden, x = context.recompute.run_mlp(self, mlp, self._mlp_hidden, x, delta, context)

@@ -1,7 +1,5 @@
 """The first scales of a model under delayed scaling, from the amaxes of a batch (te_models.fp8.calibration)."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +30,8 @@ def calibrate(
     if not batches:
         raise UsageError("calibration has no batches: give those of the first step, with labels")
     weights = [1 / len(batches)] * len(batches) if weights is None else weights
-    found, device = Measurement(modules, model.device), model.device
+    found = Measurement(modules, model.device)
+    device = model.device
     # Else the head and its loss run in chunks, which only a head in BF16 does.
     whole = model.precision.head.recipe is not None
     random = torch.random.fork_rng([device] if device.type == "cuda" else [])

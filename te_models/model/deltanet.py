@@ -3,21 +3,20 @@
 C = 2 Kd + Vd channels of q, k and v; n value heads.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
 from torch import Tensor, nn
 
 from te_models.config.deltanet import DeltaNetSpec
-from te_models.kernels.delta_rule import delta_rule
+from te_models.kernels.delta_rule import delta_rule, delta_rule_kernel
 from te_models.model.forward_context import ForwardContext
 from te_models.model.kv_cache import RecurrentState
 from te_models.model.part import Mixer
 from te_models.model.te_modules import Factory, pad_rows
 
-SLOWEST, FASTEST = 1e-3, 0.1  # range of softplus(dt_bias) in a new model (Gu and Dao 2023, arXiv 2312.00752)
+SLOWEST = 1e-3
+FASTEST = 0.1  # range of softplus(dt_bias) in a new model (Gu and Dao 2023, arXiv 2312.00752)
 
 
 class Taps(nn.Module):
@@ -64,6 +63,9 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         else:
             super().initialize(name, values, std, residual_std)
 
+    def remark(self, device: torch.device, dtype: torch.dtype) -> str:
+        return delta_rule_kernel(device, dtype)
+
     def new_state(self, batch: int, slots: int, device: torch.device, dtype: torch.dtype) -> RecurrentState:
         """Return the state of `batch` rows without tokens; `slots` changes nothing."""
         s = self.spec.sizes
@@ -77,9 +79,9 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         qkvz = context.linear(self.qkvz_proj, x)  # [N, C + Vd]
         ba = context.linear(self.ba_proj, x)  # [N, 2n], in BF16 under any recipe
         mixed, z = qkvz[:count].split([self.spec.sizes.mixed_size, self.spec.sizes.value_size], dim=-1)
-        mixed, ba = (t[:count].unflatten(0, (context.batch, context.seq)) for t in (mixed, ba))
+        mixed, ba = (t[:count].unflatten(0, (context.batch, context.seq)) for t in (mixed, ba))  # [B, S, C or 2n]
         out = self._without_padding(mixed, ba, context)  # [B, S, n, d_v]
-        out = self.tp.norm(self.norm, out.flatten(0, 2), partial=True).view(count, -1)
+        out = self.tp.norm(self.norm, out.flatten(0, 2), partial=True).view(count, -1)  # [B*S, Vd]
         out = context.kernels.silu_gate(out, z)  # 0 at padding, where z is 0
         return context.linear(self.out_proj, pad_rows(out, qkvz.shape[0]))
 
@@ -99,7 +101,9 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
 
         `counts` [B] is the number of tokens of each row, the first; None: all are tokens.
         """
-        sizes, kernels, seq = self.spec.sizes, context.kernels, context.seq
+        sizes = self.spec.sizes
+        kernels = context.kernels
+        seq = context.seq
         state = None
         if context.cache is not None:
             state = context.cache.recurrent(
@@ -108,7 +112,7 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         tail, before = (None, None) if state is None else state.read()
         parts = (sizes.key_size, sizes.key_size, sizes.value_size)
         how = dict(sizes=parts, activation=self.spec.activation)
-        q, k, v = kernels.mixed_parts(mixed, tail, self.conv1d.weight, context.documents, **how)
+        q, k, v = kernels.mixed_parts(mixed, tail, self.conv1d.weight, context.documents, **how)  # [B, S, Kd or Vd]
         real = None if counts is None else torch.arange(seq, device=counts.device) < counts[:, None]
         g, beta = kernels.delta_gates(ba, self.A_log, self.dt_bias, real)
         q, k = (t.unflatten(-1, (-1, sizes.key_head_dim)) for t in (q, k))

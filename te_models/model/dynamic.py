@@ -1,7 +1,5 @@
 """Which models do not compute the same shapes in every pass."""
 
-from __future__ import annotations
-
 from te_models.model.decoder import Decoder
 
 

@@ -225,5 +225,6 @@ def packed(rows: Tensor) -> Tensor:
 
 def unpacked(sent: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the rows [n, D] of `packed`, rounded to `dtype`."""
-    codes, scale = sent[:, :-4].view(torch.float8_e4m3fn), sent[:, -4:].contiguous().view(torch.float32)
+    codes = sent[:, :-4].view(torch.float8_e4m3fn)
+    scale = sent[:, -4:].contiguous().view(torch.float32)
     return (codes.float() * scale).to(dtype)

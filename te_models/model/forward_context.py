@@ -1,7 +1,5 @@
 """One forward pass, as the layers see it: positions and masks of its tokens, and how to run its operations."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Checks of the arguments of a forward pass, before anything runs: one line for each mistake."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -71,7 +69,8 @@ def check_inputs(
     document_ids: Tensor | None,
 ) -> None:
     """Raise a UsageError for other arguments of Decoder.forward that do not fit `tokens` [B, S, ...] or each other."""
-    length, limit = tokens.shape[1] + (cache.length if cache else 0), config.longest_sequence
+    length = tokens.shape[1] + (cache.length if cache else 0)
+    limit = config.longest_sequence
     others = {"attention_mask": attention_mask, "document_ids": document_ids, "labels": labels}
     unfit = [why for name, t in others.items() if t is not None and (why := _unfit(name, t, tokens))]
     mistake = ""

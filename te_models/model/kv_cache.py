@@ -86,7 +86,8 @@ class RecurrentState:
     """
 
     def __init__(self, tail: Tensor, matrix: Tensor) -> None:
-        self.tail, self.matrix = tail, matrix
+        self.tail = tail
+        self.matrix = matrix
 
     @property
     def nbytes(self) -> int:
@@ -139,8 +140,10 @@ class DecodingCache:
         self, states: Sequence[State], batch: int, max_length: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         slots = slots_for(max_length)
-        self.states, self.dtype = states, dtype
-        self.max_length, self.length = max_length, 0
+        self.states = states
+        self.dtype = dtype
+        self.max_length = max_length
+        self.length = 0
         self.filled = torch.zeros(1, dtype=torch.long, device=device)
         self.counts = torch.zeros(batch, dtype=torch.long, device=device)
         self.real = torch.ones(batch, slots, dtype=torch.bool, device=device)

@@ -4,8 +4,6 @@ While decoding, a token is its latent and the rotated part of its key; kv_b_proj
 anew in each step, so that they are those of a pass without a cache under any recipe.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -48,6 +46,14 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         sizes = (self.spec.sizes.kv_lora_rank, self.spec.sizes.qk_rope_head_dim)
         return LatentState(batch, 1, slots, sizes, device, dtype)
 
+    def remark(self, device: torch.device, dtype: torch.dtype) -> str:
+        s = self.spec.sizes
+        return (
+            f"the cache keeps {s.kv_lora_rank + s.qk_rope_head_dim} numbers per token, of which each step makes keys "
+            f"and values again; attention runs on heads of {s.width} channels (keys have {s.qk_head_dim}, values "
+            f"{s.v_head_dim})"
+        )
+
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return attention of x [N, D]: [N, D]."""
         latents = context.linear(self.qkv_a_proj, x)  # [N, Rq + R + P, and padding]
@@ -62,7 +68,8 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
 
     def _queries(self, q: Tensor, context: ForwardContext) -> Tensor:
         """Return queries [B, S, A, M + P], rotated, from q [N, A*(M + P)]."""
-        sizes, rope = self.spec.sizes, self.spec.rope
+        sizes = self.spec.sizes
+        rope = self.spec.rope
         assert rope is not None
         q = q[: context.batch * context.seq].unflatten(0, (context.batch, context.seq))
         plain, turned = q.unflatten(-1, (self.spec.heads.query, -1)).split(
@@ -72,7 +79,9 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
 
     def _keys_and_values(self, kv: Tensor, k_rope: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """Return keys [B, M', A, M + P] and values [B, M', A, V] of M' tokens, from kv [N, R] and k_rope [N, P]."""
-        sizes, rope, count = self.spec.sizes, self.spec.rope, context.batch * context.seq
+        sizes = self.spec.sizes
+        rope = self.spec.rope
+        count = context.batch * context.seq
         assert rope is not None
         kv = self.get_submodule("kv_a_layernorm")(kv[:count].contiguous())
         kv, k_rope = (t[:count].unflatten(0, (context.batch, context.seq)) for t in (kv, k_rope))
@@ -80,12 +89,12 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         kv = kv[:, None]  # [B, 1, S, R]
         if context.cache is not None:
             kv, k_rope = context.cache.append(self.layer, kv, k_rope)
-        rows = kv.flatten(0, 2)
+        rows = kv.flatten(0, 2)  # [B*M', R]
         count = rows.shape[0]  # `len` would make a constant of it in a traced graph
         padded = -(-count // context.alignment) * context.alignment
         both = context.linear(self.kv_b_proj, pad_rows(rows, padded))[:count]
         both = both.unflatten(-1, (self.spec.heads.query, -1)).unflatten(0, (context.batch, -1))
-        k, v = both.split((sizes.qk_nope_head_dim, sizes.v_head_dim), dim=-1)
+        k, v = both.split((sizes.qk_nope_head_dim, sizes.v_head_dim), dim=-1)  # [B, M', A, M], [B, M', A, V]
         return torch.cat((k, k_rope.transpose(1, 2).expand(-1, -1, k.shape[2], -1)), dim=-1), v
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
@@ -93,9 +102,11 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
 
         PyTorch's FlashAttention takes no others, and math, which does, makes all scores.
         """
-        width, mask, scale = self.spec.sizes.width, context.masks[self.spec.window], self.spec.multiplier
+        width = self.spec.sizes.width
+        mask = context.masks[self.spec.window]
+        scale = self.spec.multiplier
         q, k, v = (t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, A, S or slots, width]
         if mask is None or isinstance(mask, Tensor):
             out = causal_attention(q, k, v, mask, scale=scale)
         else:

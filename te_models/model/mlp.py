@@ -31,7 +31,8 @@ class MLP(Feedforward[MLPSpec]):
         neighbours = (context.neighbour(self.gate_up_proj), context.neighbour(self.down_proj))
         if not self.spec.obstacles:
             return context.kernels.swiglu(gate_up, *neighbours)
-        kernels, spec = context.kernels, self.spec
+        kernels = context.kernels
+        spec = self.spec
 
         def forward(gate_up: Tensor) -> Tensor:
             hidden = kernels.mlp_activation(gate_up, spec.activation, spec.gate)

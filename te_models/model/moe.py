@@ -61,7 +61,8 @@ class Experts(Feedforward[MoESpec]):
 
     def hidden(self, x: Tensor, context: ForwardContext) -> Routed:
         """Return the input of down_proj, of the rows of all experts, from x [N, D]."""
-        moe, count = self.spec.experts, context.batch * context.seq
+        moe = self.spec.experts
+        count = context.batch * context.seq
         if self.jitters and self.training:
             x = x * torch.empty_like(x).uniform_(1 - moe.router_jitter_noise, 1 + moe.router_jitter_noise)
         tokens = x[:count]
@@ -80,7 +81,7 @@ class Experts(Feedforward[MoESpec]):
             return chosen, where, self.ep.exchange(where, context.alignment, kernels)
 
         (chosen, where, exchange), first = context.recompute.kept(self.layer, route)
-        routing = describe(logits, where.counts, context.real)  # a recompute has to save what the first pass did
+        routing = describe(logits, where.counts, context.real, moe)  # a recompute has to save what the first pass did
         if first:
             context.routing.layers.append(routing)
         own = exchange.places if exchange else where
@@ -123,12 +124,15 @@ class Experts(Feedforward[MoESpec]):
         consumer = context.neighbour(self.get_submodule(f"{prefix}down_proj"))
         if not self.spec.obstacles:
             return context.kernels.swiglu(gate_up, producer, consumer)
-        kernels, e = context.kernels, self.spec.experts
+        kernels = context.kernels
+        e = self.spec.experts
         if e.swiglu_limit is None:
-            forward, backward = kernels.mlp_activation, kernels.mlp_activation_backward
+            forward = kernels.mlp_activation
+            backward = kernels.mlp_activation_backward
             how = (self.spec.activation, True)
         else:
-            forward, backward = kernels.clamped_swiglu, kernels.clamped_swiglu_backward
+            forward = kernels.clamped_swiglu
+            backward = kernels.clamped_swiglu_backward
             how = (e.swiglu_limit, e.swiglu_alpha)
 
         def activation(both: Tensor) -> Tensor:

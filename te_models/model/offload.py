@@ -60,7 +60,9 @@ class HostMemory:
     def serve(self, device: torch.device) -> None:
         """Serve tensors on `device` from now on."""
         if device != self.device:
-            self.device, self.free, self.pages = device, [], 0
+            self.device = device
+            self.free = []
+            self.pages = 0
             self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def lend(self, size: int) -> list[Tensor]:
@@ -101,7 +103,9 @@ class _Storage:
     """The bytes of one storage: on the device (`content`, uint8) or, while that is None, `size` of them on the host."""
 
     def __init__(self, block: _Block, start: int, content: Tensor) -> None:
-        self.block, self.start, self.size = block, start, len(content)
+        self.block = block
+        self.start = start
+        self.size = len(content)
         self.content: Tensor | None = content
 
     def __del__(self) -> None:
@@ -122,7 +126,8 @@ class _Kept:
     """The object that autograd saves in place of a tensor of a block."""
 
     def __init__(self, block: _Block, tensor: Tensor) -> None:
-        self.block, self.version = block, tensor._version
+        self.block = block
+        self.version = tensor._version
         # Without its graph: autograd references this object, so a node that saved its own output would never be freed.
         self.tensor: Tensor | None = tensor if tensor.is_leaf else tensor.detach()
         self.storage: _Storage | None = None
@@ -132,7 +137,8 @@ class _Kept:
         assert self.tensor is not None
         tensor = unchanged(self.tensor, self.version)
         self.layout = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
-        self.storage, self.tensor = storage, None
+        self.storage = storage
+        self.tensor = None
 
     def unpack(self) -> Tensor:
         """Return the tensor as it was saved, on the device."""
@@ -149,7 +155,8 @@ class _Block:
     """The tensors that one block saves in one forward pass. It lives as long as autograd references one of them."""
 
     def __init__(self, memory: HostMemory, below: _Block | None) -> None:
-        self.memory, self.device = memory, memory.device
+        self.memory = memory
+        self.device = memory.device
         self.below = None if below is None else weakref.ref(below)
         self.storages: list[weakref.ref[_Storage]] = []
         self.pages: list[Tensor] = []
@@ -167,7 +174,8 @@ class _Block:
             if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != self.device:
                 continue  # a subclass keeps its data elsewhere: FP8 weights, pieces of FSDP
             storage = tensor.untyped_storage()
-            address, nbytes = storage.data_ptr(), storage.nbytes()
+            address = storage.data_ptr()
+            nbytes = storage.nbytes()
             if nbytes <= SMALL or address in stay:
                 continue
             if address not in found:
@@ -224,13 +232,15 @@ class Offload:
 
     def __init__(self, memory: HostMemory, blocks: int, device: torch.device) -> None:
         memory.serve(device)
-        self.memory, self.last = memory, blocks - 1
+        self.memory = memory
+        self.last = blocks - 1
         self.below: _Block | None = None
 
     @contextlib.contextmanager
     def block(self, layer: int, module: nn.Module, shared: object) -> Iterator[None]:
         """Offload what block number `layer` saves inside; all blocks use the tensors in its arguments `shared`."""
-        block, kept = _Block(self.memory, self.below), []
+        block = _Block(self.memory, self.below)
+        kept = []
 
         def pack(tensor: Tensor) -> _Kept:
             kept.append(_Kept(block, tensor))

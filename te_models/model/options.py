@@ -1,7 +1,5 @@
 """The keywords with which a model is built, by name and type, for editors and type checkers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

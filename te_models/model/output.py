@@ -1,7 +1,5 @@
 """The result of a forward pass."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from torch import Tensor

@@ -3,8 +3,6 @@
 Shapes: B batch, S sequence, N = B*S tokens padded up to the recipe's alignment, D hidden_size.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, TypeVar
@@ -22,12 +20,9 @@ Spec = TypeVar("Spec", bound=PartSpec)
 
 
 class BlockPart(nn.Module, ABC, Generic[Spec]):
-    """A mixer or an MLP. Its modules have the names that its description gives them.
+    """A mixer or an MLP: this rank's share, as `spec` describes it, in block number `layer`.
 
-    Args:
-        spec: the description of this rank's share.
-        layer: the number of its block.
-        factory: makes its te.Linears and norms.
+    Its modules, which `factory` makes, have the names that its description gives them.
     """
 
     # The name of the te.Linear that alone reads the part's input, which may therefore be FP8; None: several read it.
@@ -35,8 +30,14 @@ class BlockPart(nn.Module, ABC, Generic[Spec]):
 
     def __init__(self, spec: Spec, layer: int, factory: Factory) -> None:
         super().__init__()
-        self.spec, self.layer, self.tp = spec, layer, factory.tp
+        self.spec = spec
+        self.layer = layer
+        self.tp = factory.tp
         self.gain = factory.gain
+
+    def remark(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Return what `plan` says about how it runs there on activations of `dtype`; "" for nothing."""
+        return ""
 
     def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
         """Set the initial values of the parameter `name` of this part.
@@ -88,11 +89,7 @@ class Feedforward(BlockPart[Spec]):
 def new_states(
     mixers: Sequence[Mixer], batch: int, max_length: int, device: torch.device, dtype: torch.dtype
 ) -> list[State]:
-    """Return what the mixers of all layers keep of `batch` rows of up to `max_length` tokens.
-
-    Raises:
-        OutOfMemory: it does not fit on the device.
-    """
+    """Return what the mixers of all layers keep of `batch` rows of up to `max_length` tokens."""
     slots = slots_for(max_length)
     try:
         return [mixer.new_state(batch, slots, device, dtype) for mixer in mixers]

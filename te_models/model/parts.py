@@ -1,7 +1,5 @@
 """The module of each kind of mixer and MLP that te_models.config.layers can describe."""
 
-from __future__ import annotations
-
 from te_models.config.attention import AttentionSpec
 from te_models.config.deltanet import DeltaNetSpec
 from te_models.config.latent import LatentAttentionSpec

@@ -1,7 +1,5 @@
 """Check that a recipe suits the sizes of a model, and choose the recipe for recipe="auto"."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Mapping
@@ -103,16 +101,9 @@ def check_layers(config: ModelConfig, recipe: Recipe) -> None:
 
 
 def check_sizes(layers: tuple[LayerSpec, ...], vocab_size: int, recipe: Recipe, each: str = "") -> None:
-    """Require every feature dimension of an FP8 GEMM to be a multiple of the recipe's alignment.
+    """Raise a ConfigError unless every feature dimension of an FP8 GEMM is a multiple of the recipe's alignment.
 
-    Args:
-        layers: one rank's share of the layers.
-        vocab_size: outputs of the head.
-        recipe: the recipe.
-        each: appended to a size in messages, to say that it is per rank.
-
-    Raises:
-        ConfigError: a size is not; the message names it.
+    `layers` are one rank's share; `each` follows a size in messages, to say that it is per rank.
     """
     found = precisions(recipe, layers)
     for depth, layer in enumerate(layers):

@@ -71,12 +71,17 @@ class Recompute:
         lock: AbstractContextManager[object] | None = None,
         mixed: bool = False,
     ) -> None:
-        self.mode, self.te, self.te_recipe = mode if torch.is_grad_enabled() else "none", te, te_recipe
-        self.first_microbatch, self.fp8_weights = first_microbatch, fp8_weights
-        self.lock, self.mixed = lock or contextlib.nullcontext(), mixed
+        self.mode = mode if torch.is_grad_enabled() else "none"
+        self.te = te
+        self.te_recipe = te_recipe
+        self.first_microbatch = first_microbatch
+        self.fp8_weights = fp8_weights
+        self.lock = lock or contextlib.nullcontext()
+        self.mixed = mixed
         self.restored = False  # whether a recompute of this pass runs, with its scales
         self.offload = offload if torch.is_grad_enabled() else None
-        self.layer, self.layers = 0, layers  # the block that runs, and their number
+        self.layer = 0  # the block that runs
+        self.layers = layers  # how many there are
         self.recomputing = False
         self.decisions: dict[int, Any] = {}  # torch.compile cannot trace dict[int, object]()
 
@@ -140,9 +145,6 @@ class Recompute:
 
         The model's autocast has ended by then. Recipes without state only need it again; the scales of a stateful one
         have changed since, and its amaxes would be recorded twice.
-
-        Raises:
-            EngineError: the recipe has state, or the block was called by itself.
         """
         if torch._C._current_graph_task_id() == -1:
             raise EngineError("an FP8 block ran outside the model's autocast: call the model, not its blocks")
@@ -204,7 +206,8 @@ class Recompute:
         """
         with self.lock:
             states = forward_states(owner)
-            first, kept = self.first_microbatch, [(own, own["_fp8_workspaces"]) for own, _ in caches]
+            first = self.first_microbatch
+            kept = [(own, own["_fp8_workspaces"]) for own, _ in caches]
             self.first_microbatch = None if first is None else False
             for own, cache in caches:
                 own["_fp8_workspaces"] = cache

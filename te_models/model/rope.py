@@ -19,11 +19,12 @@ from te_models.config.rope import Rope, Scaling
 
 def rotary_tables(rope: Rope, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return (cos, sin) [..., R] of the integer positions [...]; angles in FP32, the tables in `dtype`."""
-    frequency, factor = _exponentials(rope, rope.theta, positions.device), 1.0
+    frequency = _exponentials(rope, rope.theta, positions.device)
+    factor = 1.0
     if (scaling := rope.scaling) is not None:
         frequency, factor = SCALINGS[scaling["rope_type"]](rope, scaling, frequency, positions)
-    angle = positions.float().unsqueeze(-1) * frequency
-    angle = torch.cat((angle, angle), dim=-1)
+    angle = positions.float().unsqueeze(-1) * frequency  # [..., R/2]
+    angle = torch.cat((angle, angle), dim=-1)  # [..., R], a pair of channels turns by the same
     return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
 
 
@@ -45,7 +46,9 @@ def _linear(rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor) 
 
 def _dynamic(rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
     """Let the base grow with the text once it is longer than max_position_embeddings (Emozilla 2023, "dynamic NTK")."""
-    factor, size, original = scaling["factor"], rope.size, rope.context
+    factor = scaling["factor"]
+    size = rope.size
+    original = rope.context
     growth = factor * (positions.max() + 1).clamp(min=original).float() / original - (factor - 1)
     return _exponentials(rope, rope.theta * growth ** (size / (size - 2)), frequency.device), 1.0
 
@@ -54,7 +57,8 @@ def _llama3(rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor) 
     """Keep wavelengths below original / high_freq_factor, divide those above original / low_freq_factor by `factor`,
     and interpolate between the two (Llama 3.1)."""
     turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * frequency / scaling["factor"] + kept * frequency, 1.0
 
@@ -62,16 +66,20 @@ def _llama3(rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor) 
 def _yarn(rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
     """Keep channels that turn more than beta_fast times in the original context, divide those that turn less than
     beta_slow times by `factor`, with a ramp between: YaRN (Peng et al. 2023, arXiv 2309.00071)."""
-    factor, size = scaling["factor"], rope.size
+    factor = scaling["factor"]
+    size = rope.size
     original = rope.original_context
 
     def channel(turns: float) -> float:  # the (fractional) pair of channels with this many turns
         return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = channel(scaling.get("beta_fast", 32)), channel(scaling.get("beta_slow", 1))
+    low = channel(scaling.get("beta_fast", 32))
+    high = channel(scaling.get("beta_slow", 1))
     if scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, size - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, size - 1)
     width = high - low if high != low else 0.001
     pair = torch.arange(size // 2, device=frequency.device, dtype=torch.float32)
     slowed = ((pair - low) / width).clamp(0, 1)

@@ -5,8 +5,6 @@ Every function gives the same result for the same logits: of equal scores the ex
 sums have a fixed order, that of Transformer Engine's permutation kernels (from the last expert to the first, in FP32).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -21,7 +19,7 @@ from te_models.kernels.groups import Groups
 class LayerRouting(NamedTuple):
     """What one layer's router did with the tokens of a pass, without padding."""
 
-    counts: Tensor  # FP32 [E]: tokens of each expert
+    counts: Tensor  # FP32 [2, E]: tokens of each expert, and those for which it is among the best by its logits alone
     probabilities: Tensor  # FP32 [E]: the softmax of the logits, summed over the tokens
     squares: Tensor  # FP32 []: logsumexp of the logits, squared and summed over the tokens
     tokens: Tensor  # FP32 []
@@ -31,8 +29,9 @@ class RoutingReport(NamedTuple):
     """What the routers of a pass did, of all layers together: two losses, FP32 [], and shares.
 
     The balance loss is E * sum over experts of (tokens per token) * (mean probability), as in transformers (Fedus et
-    al. 2021, arXiv 2101.03961, equations 4 to 6): k where the experts share equally. The z-loss is the mean squared
-    logsumexp of the logits (Zoph et al. 2022, arXiv 2202.08906).
+    al. 2021, arXiv 2101.03961, equations 4 to 6): k where the experts share equally. A token counts for the k experts
+    of its largest logits, without groups and numbers for the choice. The z-loss is the mean squared logsumexp of the
+    logits (Zoph et al. 2022, arXiv 2202.08906).
     """
 
     balance_loss: Tensor
@@ -66,19 +65,23 @@ class Routing:
         together. Shares are then those of all their tokens, and the losses such that their mean over the processes,
         weighted by these numbers, is that of one process with all tokens.
         """
-        layers, self.layers = self.layers, []
+        layers = self.layers
+        self.layers = []
         if not layers:
             return None
         counts, probabilities, squares, tokens = (torch.stack(values) for values in zip(*layers, strict=True))
-        total, weight = tokens.sum(), 1.0
+        total = tokens.sum()
+        weight = 1.0
         if counted is not None:
             everywhere = torch.cat((counts.flatten(), torch.stack((total, counted.to(total)))))
             dist.all_reduce(everywhere, group=group)
-            counts, total = everywhere[:-2].view_as(counts), everywhere[-2]
+            counts = everywhere[:-2].view_as(counts)
+            total = everywhere[-2]
             weight = everywhere[-1] / counted.clamp(min=1)  # the inverse of what the loss of this process weighs
         total = total.clamp(min=1)
-        balance = counts.shape[1] * ((counts.sum(0) / total) * (probabilities.sum(0) / total)).sum()
-        shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
+        went, best = counts.unbind(1)
+        balance = best.shape[1] * ((best.sum(0) / total) * (probabilities.sum(0) / total)).sum()
+        shares = went / went.sum(1, keepdim=True).clamp(min=1)
         return RoutingReport(weight * balance, weight * squares.sum() / total, shares)
 
 
@@ -114,13 +117,21 @@ def _scores(logits: Tensor, moe: MoEConfig) -> Tensor:
     return logits.sigmoid() if moe.router_scores == "sigmoid" else logits.softmax(1)
 
 
-def describe(logits: Tensor, counts: Tensor, real: Tensor | None) -> LayerRouting:
+def describe(logits: Tensor, counts: Tensor, real: Tensor | None, moe: MoEConfig) -> LayerRouting:
     """Return what the losses and the metrics need of a layer whose experts got `counts` tokens."""
-    probabilities, squares = logits.softmax(1), logits.logsumexp(1, keepdim=True).square()
+    best = counts
+    if moe.expert_bias or moe.n_group > 1:
+        named = logits.detach().topk(moe.num_experts_per_tok, dim=1).indices
+        each = torch.ones_like(named, dtype=counts.dtype) if real is None else real.to(counts).expand_as(named)
+        best = torch.zeros_like(counts).index_add(0, named.flatten(), each.flatten())
+    probabilities = logits.softmax(1)
+    squares = logits.logsumexp(1, keepdim=True).square()
     tokens = logits.new_full((), len(logits))
     if real is not None:
-        probabilities, squares, tokens = probabilities * real, squares * real, real.sum().float()
-    return LayerRouting(counts.float(), probabilities.sum(0), squares.sum(), tokens)
+        probabilities = probabilities * real
+        squares = squares * real
+        tokens = real.sum().float()
+    return LayerRouting(torch.stack((counts, best)).float(), probabilities.sum(0), squares.sum(), tokens)
 
 
 class Places(NamedTuple):

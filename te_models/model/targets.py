@@ -1,7 +1,5 @@
 """Targets of the next-token loss from labels."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,12 +35,12 @@ def next_token_targets(
 
 def shifted(labels: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None = None) -> Tensor:
     """Return the target of each position, int64 [B, S], -100 where there is none; arguments as above."""
-    targets = labels[:, 1:]
+    targets = labels[:, 1:]  # [B, S - 1]
     if document_ids is not None:
         targets = targets.masked_fill(document_ids[:, 1:] != document_ids[:, :-1], IGNORED)
     if attention_mask is not None:
         targets = targets.masked_fill(attention_mask[:, :-1] == 0, IGNORED)
-    return F.pad(targets, (0, 1), value=IGNORED)
+    return F.pad(targets, (0, 1), value=IGNORED)  # the last token has no next one
 
 
 def valid_targets(targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:

@@ -13,8 +13,6 @@ same on all ranks, where it is True they are this rank's part of a larger one (a
 of those over the ranks).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -95,7 +95,8 @@ def load_fp8_state(module: nn.Module, tensors: Mapping[str, Tensor], recipe: Rec
     Raises:
         ValueError: a name or a shape does not fit, or the recipe has no such state; nothing has been written.
     """
-    chosen, te = get_recipe(recipe), _engine(module)
+    chosen = get_recipe(recipe)
+    te = _engine(module)
     if tensors and not chosen.stateful:
         raise UsageError(f"recipe {chosen.name!r} keeps no scales: load them under one of delayed scaling")
     scaling_state.check_fp8_state(module, tensors)

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from te_models.config.data import split_names, split_pair
 from te_models.engine import engine_module
@@ -27,7 +27,7 @@ from te_models.optim.groups import groups
 from te_models.optim.master import MasterWeights
 from te_models.optim.muon8bit import Muon8bit
 from te_models.optim.parameter_owners import Owners
-from te_models.optim.state_tensors import Group, Options
+from te_models.optim.state_tensors import Group, Options, State, like, scalar
 from te_models.optim.te_adam import MOMENTS, TEAdam
 
 Optimizer = MasterWeights | TEAdam
@@ -45,10 +45,24 @@ MUON: Options = dict(momentum=0.95, nesterov=True, ns_steps=5, adjust_lr=ADJUST,
 GALORE: Options = dict(rank=128, refresh=200, scale=1.0, **REST)
 
 
+class AdamW(torch.optim.AdamW):
+    """PyTorch's, with the state that it keeps of each tensor."""
+
+    def expected_state(self, view: Tensor, group: Group) -> State:
+        return dict(step=scalar(), exp_avg=like(view), exp_avg_sq=like(view))
+
+
+class Muon(torch.optim.Muon):
+    """PyTorch's, with the state that it keeps of each matrix."""
+
+    def expected_state(self, view: Tensor, group: Group) -> State:
+        return dict(momentum_buffer=like(view))
+
+
 def adamw(lr: float, options: Options, parameters: Groups) -> Built:
     """Return PyTorch's fused AdamW: two FP32 moments, 8 bytes per parameter."""
     betas = (options["beta1"], options["beta2"])
-    return [torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=options["eps"], fused=True)]
+    return [AdamW(parameters, lr=lr, betas=betas, eps=options["eps"], fused=True)]
 
 
 def _lowbit(name: str, lr: float, options: Options, parameters: Groups) -> Built:
@@ -69,9 +83,7 @@ def _with_rest(build: Callable[[float, Options, Groups], torch.optim.Optimizer])
     return both
 
 
-def _muon(
-    kind: type[torch.optim.Muon] | type[Muon8bit], lr: float, options: Options, hidden: Groups
-) -> torch.optim.Optimizer:
+def _muon(kind: type[Muon | Muon8bit], lr: float, options: Options, hidden: Groups) -> torch.optim.Optimizer:
     fields = {name: options[name] for name in ("momentum", "nesterov", "ns_steps")}
     return kind(hidden, lr=lr, adjust_lr_fn=options["adjust_lr"], **fields)
 
@@ -107,7 +119,7 @@ OPTIMIZERS: dict[str, Choice] = {
     "adamw8bit": Choice(partial(_lowbit, "adamw8bit"), LOWBIT),
     "adamwfp8": Choice(partial(_lowbit, "adamwfp8"), LOWBIT),
     "te-adam": Choice(_only_native, dict(moments=tuple(MOMENTS), **ADAM)),
-    "muon": Choice(_with_rest(partial(_muon, torch.optim.Muon)), MUON, matrices=True),
+    "muon": Choice(_with_rest(partial(_muon, Muon)), MUON, matrices=True),
     "muon8bit": Choice(_with_rest(partial(_muon, Muon8bit)), MUON, matrices=True),
     "galore": Choice(_with_rest(_galore), GALORE, matrices=True),
 }
@@ -136,9 +148,6 @@ def build_optimizer(
         owners: see MasterWeights.
         gradients: see MasterWeights.
         norm: see MasterWeights.
-
-    Raises:
-        ValueError: an unknown name or option, a value out of range, or a missing package.
     """
     values = resolve_options(name, options)
     choice = OPTIMIZERS[name]
@@ -156,11 +165,7 @@ def build_optimizer(
 
 
 def resolve_options(name: str, options: str | Mapping[str, object]) -> Options:
-    """Return all options of the optimizer `name`: the defaults updated with `options`, in the types of the defaults.
-
-    Raises:
-        ValueError: an unknown name or option, or a value out of range.
-    """
+    """Return all options of the optimizer `name`: the defaults updated with `options`, in the types of the defaults."""
     check_known("optimizer", name, OPTIMIZERS)
     known = OPTIMIZERS[name].options
     values = {key: default[0] if isinstance(default, tuple) else default for key, default in known.items()}

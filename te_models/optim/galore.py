@@ -10,8 +10,6 @@ which cannot be saved without a pickle. P comes from a randomized range finder (
 instead of a full SVD, which takes minutes at 4096 x 14336.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -5,8 +5,6 @@ it has 8 significant bits, so a sum stops growing once it is 256 times as large 
 therefore adds the gradients of each micro-batch to FP32 buffers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar

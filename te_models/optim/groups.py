@@ -7,8 +7,6 @@ and the gate would have to share one set of orthogonal columns, and the largest 
 direction of all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate

@@ -19,10 +19,37 @@ from torchao.optim.subclass_8bit import OptimState8bit
 from torchao.optim.subclass_fp8 import OptimStateFp8
 
 from te_models.distributed.dtensor import local
-from te_models.optim.state_tensors import Group, Options, like
+from te_models.optim.state_tensors import Group, Options, State, like, scalar
 
-LowBit = AdamW8bit | AdamWFp8
-CLASSES = {"adamw8bit": AdamW8bit, "adamwfp8": AdamWFp8}
+
+class _Says:
+    """The state that torchao's optimizers keep of each tensor."""
+
+    block_size: int
+
+    def expected_state(self, view: Tensor, group: Group) -> State:
+        moment = self._moment(view)
+        return dict(step=scalar(), exp_avg=moment, exp_avg_sq=moment)
+
+    def _moment(self, view: Tensor) -> Tensor | dict[str, Tensor]:
+        if view.numel() < 4096 or view.numel() % self.block_size:
+            return like(view)
+        scale = like(view, view.numel() // self.block_size, dtype=torch.float32)
+        if isinstance(self, AdamW8bit):
+            return dict(codes=like(view, dtype=torch.uint8), scale=scale, qmap=like(view, 256, dtype=torch.float32))
+        return dict(codes=like(view, dtype=torch.float8_e4m3fn), scale=scale)
+
+
+class EightBit(_Says, AdamW8bit):
+    """torchao's AdamW with dynamic 8-bit moments."""
+
+
+class FP8(_Says, AdamWFp8):
+    """torchao's AdamW with E4M3 moments."""
+
+
+LowBit = EightBit | FP8
+CLASSES = {"adamw8bit": EightBit, "adamwfp8": FP8}
 
 
 def lowbit_adamw(name: str, groups: list[Group], lr: float, options: Options) -> list[torch.optim.Optimizer]:
@@ -109,17 +136,6 @@ def _round_alike(optimizer: LowBit) -> None:
 def has_kernel(device: torch.device) -> bool:
     """Return whether Triton runs the update on this device."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def expected_moment(optimizer: LowBit, view: Tensor) -> Tensor | dict[str, Tensor]:
-    """Return a moment of one tensor as a template for te_models.optim.state_tensors.check_values."""
-    block: int = optimizer.block_size
-    if view.numel() < 4096 or view.numel() % block:
-        return like(view)
-    scale = like(view, view.numel() // block, dtype=torch.float32)
-    if isinstance(optimizer, AdamW8bit):
-        return dict(codes=like(view, dtype=torch.uint8), scale=scale, qmap=like(view, 256, dtype=torch.float32))
-    return dict(codes=like(view, dtype=torch.float8_e4m3fn), scale=scale)
 
 
 def moment(tensors: dict[str, Tensor], name: str, parameter: Tensor) -> Tensor:

@@ -5,8 +5,6 @@ table of 8-bit values with nine dependent loads per element; here the position o
 and one load decides between two neighbors. Tensors too small for 8 bits are updated by the same kernel.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

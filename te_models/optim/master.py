@@ -7,9 +7,6 @@ works on FP32 copies, which are rounded into the parameters after each step (Mic
 Gradients are converted to FP32 a few parameters at a time, so that a step needs 1 GiB beyond the state for any model.
 """
 
-from __future__ import annotations
-
-import importlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import compress
 from typing import TypeVar
@@ -21,12 +18,10 @@ from te_models.config.chunk_sizes import UPDATE_CHUNK
 from te_models.distributed.dtensor import from_shard, local
 from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import is_quantized, new_master, take_master
-from te_models.optim.galore import GaLore
 from te_models.optim.gradients import Gradients, Norm, chunks, clip_factor, gradient_norm, scale
 from te_models.optim.groups import Part
-from te_models.optim.muon8bit import Muon8bit
 from te_models.optim.parameter_owners import Owners, placeholder
-from te_models.optim.state_tensors import Group, Options, State, check_values, like, pack, scalar, unpack
+from te_models.optim.state_tensors import Group, Options, State, Stateful, check_values, pack, unpack
 
 Live = TypeVar("Live")
 Saved = TypeVar("Saved")
@@ -229,7 +224,8 @@ class MasterWeights:
             check_values(saved, master, f"masters.{number}")
         for number, ((optimizer, group, view), saved) in enumerate(self._own(stateful, state["state"], "state")):
             if not isinstance(saved, dict) or saved:  # empty: of a parameter that never had a gradient
-                check_values(saved, _expected_state(optimizer, group, view), f"state.{number}")
+                assert isinstance(optimizer, Stateful), f"{type(optimizer).__name__} has no expected_state"
+                check_values(saved, optimizer.expected_state(view, group), f"state.{number}")
 
     def _own(self, live: Iterable[Live], saved: Iterable[Saved], kind: str) -> Iterator[tuple[Live, Saved]]:
         """Pair live with saved entries of `state_dict()[kind]`; only those that this rank updates."""
@@ -256,18 +252,6 @@ class MasterWeights:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 yield from ((optimizer, group, view) for view in group["params"])
-
-
-def _expected_state(optimizer: torch.optim.Optimizer, group: Group, view: Tensor) -> State:
-    """Return the state of one tensor after a step, as a template for `check_values`."""
-    if isinstance(optimizer, (GaLore, Muon8bit)):
-        return optimizer.expected_state(view, group)
-    if isinstance(optimizer, torch.optim.AdamW):
-        return dict(step=scalar(), exp_avg=like(view), exp_avg_sq=like(view))
-    if "momentum" in group:  # torch.optim.Muon
-        return dict(momentum_buffer=like(view))
-    moment = importlib.import_module("te_models.optim.lowbit").expected_moment(optimizer, view)
-    return dict(step=scalar(), exp_avg=moment, exp_avg_sq=moment)
 
 
 def _master(parameter: nn.Parameter, keep: bool, offload: bool) -> Tensor:

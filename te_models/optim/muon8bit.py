@@ -8,8 +8,6 @@ weights only through later steps.
 The arithmetic is that of torch.optim.Muon. Matrices of one shape are orthogonalized together in batched GEMMs.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator

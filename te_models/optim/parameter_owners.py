@@ -10,8 +10,6 @@ Owners are as in Muon's first distributed versions (Jordan et al. 2024, https://
 chosen by size: the largest parameter first, each to the rank that owns least.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

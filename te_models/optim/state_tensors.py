@@ -3,10 +3,8 @@
 torchao's quantized moments are tensor subclasses; they become dicts of the plain tensors inside them.
 """
 
-from __future__ import annotations
-
 import importlib
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,6 +21,15 @@ Options = dict[str, Any]  # of an optimizer
 
 # Values under these names, or in dicts under them, are counts, squares or scales.
 _NOT_NEGATIVE = frozenset({"step", "exp_avg_sq", "scale", "scales", "scale_inv"})
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An optimizer that says what it keeps, so that saved state is checked before anything live is written."""
+
+    def expected_state(self, view: Tensor, group: Group) -> State:
+        """Return the state of the tensor `view` after a step, as a template for `check_values`."""
+        ...
 
 
 def pack(value: Any) -> Any:
@@ -64,9 +71,6 @@ def check_values(saved: object, expected: Any, place: str) -> None:
         saved: a tensor, a whole number, or a dict of these.
         expected: a tensor of the right shape and dtype, `int`, or a dict of these.
         place: names the value in errors.
-
-    Raises:
-        CheckpointError: another type, name, shape or dtype, a number that is not finite, or a negative count or square.
     """
     if isinstance(expected, dict) and isinstance(saved, dict) and saved.keys() == expected.keys():
         for name, value in expected.items():

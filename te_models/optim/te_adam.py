@@ -8,8 +8,6 @@ gradients.
 State is saved as it is in memory. FusedAdam's own state_dict converts it to FP32 and rounds it again on loading.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

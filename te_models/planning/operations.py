@@ -5,8 +5,6 @@ docs/reference/memory.md names it. Shapes are those of te_models/model/block.py:
 alignment, T = B*S without padding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Parameters of a model by shape, and bytes of optimizer state per parameter, computed from a config alone."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping

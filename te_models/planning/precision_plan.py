@@ -1,11 +1,11 @@
 """The precision plan: which precision and engine each linear runs in, and why."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass
 
+from rich.console import Group, RenderableType
 from rich.table import Column, Table
+from rich.text import Text
 
 from te_models.planning.printable import Printable
 
@@ -44,15 +44,23 @@ class PrecisionPlan(Printable):
         bf16 = sum(row.precision == "BF16" for row in self.rows)
         return bf16 if precision == "BF16" else len(self.rows) - bf16
 
-    def __rich__(self) -> Table:
-        shown = [field.name for field in fields(PlanRow) if field.name != "engine"]  # one for all, in the title
-        columns = (Column(name, overflow="fold", no_wrap=name in ("module", "gemm")) for name in shown)
-        table = Table(*columns, title=self.title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-        table.caption, table.caption_justify = "\n".join(self.notes) or None, "left"
+    def __rich__(self) -> Group:
+        """Return a table per precision and reason: its linears, and the layers that have them so."""
+        tables: dict[tuple[str, str], list[tuple[str, ...]]] = {}
         for layers, module, gemm, precision, _, reason in self.folded():
+            where = layers if layers == "head" else f"layer{'s' * (not layers.isdecimal())} {layers}"
+            tables.setdefault((precision, reason), []).append((f"  {module}", gemm, where))
+        rows = [row for table in tables.values() for row in table]
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)] if rows else []
+        parts: list[RenderableType] = [Text(self.title, "bold")]
+        for (precision, reason), table in tables.items():
             style = "" if precision == "BF16" else "green"
-            table.add_row(layers, module, gemm, precision, reason, style=style)
-        return table
+            columns = (Column(min_width=width, no_wrap=True) for width in widths)
+            shown = Table(*columns, Column(), box=None, pad_edge=False, show_header=False, style=style)
+            for row in table:
+                shown.add_row(*row)
+            parts += [Text(f"{precision}: {reason}", style), shown]
+        return Group(*parts, *map(Text, self.notes))
 
     def to_dict(self) -> list[dict[str, str]]:
         """Return the rows as plain JSON values."""

@@ -1,7 +1,5 @@
 """The console that all commands print to, and one table in three places: there, as text from `str`, as HTML."""
 
-from __future__ import annotations
-
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Iterable

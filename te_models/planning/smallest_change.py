@@ -1,7 +1,5 @@
 """The smallest change of a run's options that makes its memory fit, found with the memory plan."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -8,8 +8,6 @@ everything before it returns anything. Nothing here is a pickle, and nothing rea
 One process saves to a path at a time. If two do, one of them fails with `SaveError`; their files never mix.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import hashlib

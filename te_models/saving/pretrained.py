@@ -5,8 +5,6 @@ a stateful recipe that has run), fp8_weights.safetensors (data and scales of FP8
 te_models.saving.folder writes and checks folders; this file decides their content.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Values of an opened folder in a model: checked against a live one before it changes, written into a new one."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace

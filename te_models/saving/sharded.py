@@ -9,8 +9,6 @@ PyTorch's own torch.distributed.checkpoint is not used: its planner's metadata i
 leaves slices by rank that have to be consolidated before anything else can read them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence

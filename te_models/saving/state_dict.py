@@ -1,7 +1,5 @@
 """The state_dict of a CausalLM, with tied tables once and the FP8 state, for programs that save only state_dicts."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from typing import Any

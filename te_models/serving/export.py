@@ -7,6 +7,7 @@ gate and up) are one weight here too, so their per-tensor scales are one number.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -69,7 +70,12 @@ def export(
     """Write `model` into `folder`, atomically; see te_models.causal_lm.CausalLM.export for arguments and errors."""
     check_known("format", format, FORMATS)
     sharded = any(local(p) is not p for p in model.parameters())
-    refuse({"a sharded model cannot be exported: save it, and export the saved folder": sharded})
+    own = origin.folder is not None and os.path.realpath(folder) == os.path.realpath(origin.folder)
+    mistakes = {
+        "a sharded model cannot be exported: save it, and export the saved folder": sharded,
+        f"{folder} holds the model that is exported, whose weights would be lost: choose another folder": own,
+    }
+    refuse(mistakes)
     refuse_adapters(model)
     with saving(model):
         writer = _Writer(model, format, calibration)

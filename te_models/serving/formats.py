@@ -230,11 +230,7 @@ FORMATS: dict[str, Format] = {
 
 
 def static_scale(format: Format, amax: float) -> Tensor:
-    """Return the stored scale of an input whose largest magnitude is `amax`.
-
-    Raises:
-        UsageError: no input can have this amax.
-    """
+    """Return the stored scale of an input whose largest magnitude is `amax`."""
     if not 0 < amax < float("inf"):
         raise UsageError(
             f"the input of a linear layer has the largest magnitude {amax}, from which no scale can be made"

@@ -4,8 +4,6 @@ The trained model runs under its own recipe and engine; the served one is emulat
 the probabilities of the next token; the Kullback-Leibler divergence is that of the served ones from the trained ones.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import tempfile
 import warnings

@@ -6,8 +6,6 @@ channels (`per_token_group_quant_fp8`), per 32 channels with E8M0 scales, per 16
 divisor, or with a static scale. Everything else is the model in its own dtype, under recipe "bf16".
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -26,11 +24,7 @@ from te_models.serving.formats import E4M3_MAX, Options, encode_channels, encode
 class ServedLinear(nn.Module):
     """A linear with the dequantized weight of a checkpoint, which quantizes its input as a server does.
 
-    Args:
-        weight: FP32 [out, in].
-        bias: [out], or None.
-        scheme: the scheme of the checkpoint.
-        static: the static scale of the input; None if it has none.
+    It takes weight FP32 [out, in], bias [out] or None, the checkpoint's scheme, and the input's static scale, if any.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scheme: Scheme, static: Tensor | None) -> None:
@@ -55,9 +49,9 @@ class ServedExperts(nn.Module):
         self.linears = nn.ModuleList(linears)
 
     def forward(self, x: Tensor, rows: list[int], **options: object) -> Tensor:
-        """Return [R, out] for x [R, in], of which each expert has the next of these `rows`."""
+        """Return [R, out] for x [R, in], of which each expert has the next of these `rows`; some have none."""
         parts = zip(self.linears, x.split(rows), strict=True)
-        return torch.cat([linear(part) for linear, part in parts])
+        return torch.cat([linear(part) for linear, part in parts if len(part)])
 
 
 def _as_it_is(x: Tensor, static: Tensor | None) -> Tensor:

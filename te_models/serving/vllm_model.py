@@ -74,12 +74,7 @@ def _served_length(rope: Rope, length: int) -> int:
 
 
 class Builder:
-    """Makes the layers of one model.
-
-    Args:
-        vllm: vLLM's config of the server.
-        config: the model's shape.
-    """
+    """Makes the layers of one model of this shape, for a server with vLLM's config `vllm`."""
 
     def __init__(self, vllm: VllmConfig, config: ModelConfig) -> None:
         self.config, self.cache, self.quantization = config, vllm.cache_config, vllm.quant_config

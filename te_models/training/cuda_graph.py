@@ -5,8 +5,6 @@ Otherwise the host takes longer to launch the kernels of a small step than the d
 first one, and gradients appear where the captured step produced them.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Forward passes outside the training step: the evaluation loss, and the search for the layer that broke a run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

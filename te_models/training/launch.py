@@ -1,7 +1,5 @@
 """Join the processes that torchrun started: check the options, connect, split the ranks, and name a lost peer."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Metrics of a run for TensorBoard, Weights & Biases and trackio, through their own libraries, beside metrics.jsonl."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
@@ -78,12 +76,7 @@ LOGGERS: dict[str, tuple[str, str, Callable[[Run], Logger]]] = {  # name -> modu
 
 
 def check_loggers(names: str) -> list[str]:
-    """Return the names in "name,name", whose libraries can be imported.
-
-    Raises:
-        UsageError: an unknown one.
-        MissingPackage: the library of one is not installed, or too old.
-    """
+    """Return the names in "name,name", whose libraries can be imported."""
     wanted = split_names(names)
     for name in wanted:
         check_known("logger", name, LOGGERS)

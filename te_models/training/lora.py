@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ from te_models.training.lora_targets import (
 )
 
 with needs("te_models.training.lora", "peft", "0.19", "lora"):
-    from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+    from peft import LoraConfig, LoraModel, PeftConfig, PeftModel, get_peft_model
     from peft.utils import ModulesToSaveWrapper
 
 if TYPE_CHECKING:
@@ -69,13 +69,33 @@ class AdaptedModel(PeftModel):
     ) -> None:  # fmt: skip
         """Freeze `model` and add adapters: `fused`, te.Linear -> adapter, or what `peft_config` targets."""
         config, fused = _resolved(model, peft_config, fused)
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         super().__init__(model, config, adapter_name, **options)
+        self._trained_before = trained
         _divide(self, adapter_name, config, fused)
 
     def get_base_model(self) -> CausalLM:
         """Return the model inside, with the adapters in it."""
         model = super().get_base_model()
         assert isinstance(model, CausalLM)
+        return model
+
+    def unload(self) -> CausalLM:
+        """Return the model without adapters, whose weights train again as before."""
+        cast(LoraModel, self.base_model).unload()
+        return self._thawed()
+
+    def merge_and_unload(
+        self, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None
+    ) -> CausalLM:
+        """Return the model with the adapters in its weights, which train again as before; arguments are peft's."""
+        cast(LoraModel, self.base_model).merge_and_unload(progressbar, safe_merge, adapter_names)
+        return self._thawed()
+
+    def _thawed(self) -> CausalLM:
+        model = self.get_base_model()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in self._trained_before)
         return model
 
     def add_adapter(

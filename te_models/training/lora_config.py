@@ -1,7 +1,5 @@
 """peft's LoraConfig: the fields that te-models supports, and the modules that a config targets."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
@@ -45,9 +43,7 @@ INITS = (True, False, "gaussian")  # the others of peft change the base weights
 def check_fields(values: Mapping[str, Any], init: bool = True) -> None:
     """Raise UsageError for a field of LoraConfig that te-models does not support, unless it has its default or is off.
 
-    Args:
-        values: field -> value.
-        init: check `init_lora_weights` as for a new adapter; False: as for one that has been trained.
+    `init` checks `init_lora_weights` as for a new adapter; otherwise as for one that has been trained.
     """
     refuse(_field_mistakes(values, init))
 
@@ -140,11 +136,7 @@ def _rank_and_scaling(config: LoraConfig, name: str) -> tuple[int, float]:
 
 
 def whole_modules(config: LoraConfig, modules: Modules, model: CausalLM) -> dict[str, str]:
-    """Return their name -> ours of the modules that are fully trained, `modules_to_save`.
-
-    Raises:
-        UsageError: one of them is not the embedding or the head of a model that does not tie them.
-    """
+    """Return their name -> ours of the modules that are fully trained, `modules_to_save`."""
     found, mistakes = {}, []
     for wanted in config.modules_to_save or ():
         names = [name for name in modules.whole if name.endswith(wanted) or modules.whole[name].endswith(wanted)]
@@ -163,9 +155,6 @@ def read_config(path: Path, values: Any, tensors: Mapping[str, Tensor], modules:
 
     Its patterns are known to terminate, and its ranks are those of the adapter's `tensors`. Experts that the model,
     which has `modules`, lacks are left out.
-
-    Raises:
-        CheckpointError: it is damaged, or asks for something that te-models does not support.
     """
     if not isinstance(values, dict) or not isinstance(values.get("peft_type"), str):
         raise CheckpointError(f"{path} is not the config of an adapter")

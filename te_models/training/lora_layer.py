@@ -6,8 +6,6 @@ frozen layer runs under the model's recipe, FP8 included; the two low-rank produ
 rank such as 8 is not a multiple of the alignment that FP8 GEMMs need.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

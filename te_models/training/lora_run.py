@@ -4,8 +4,6 @@ A checkpoint contains the adapters twice: as peft's files, which peft and `load_
 from which a run resumes with the same bits. The frozen model is not saved: `adapter_config.json` names it.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -111,14 +109,9 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 def load_adapted(folder: Path, **options: object) -> CausalLM:
     """Return the model that the adapters in `folder` were trained on, with them in it, in evaluation mode.
 
-    Without `recipe` in `options` it runs as it was trained: under that recipe, with weights of that kind.
-
-    Args:
-        folder: a checkpoint of a run with adapters, or what it or `save_lora` wrote at its end.
-        options: those of CausalLM.from_pretrained.
-
-    Raises:
-        CheckpointError: the adapters name no model, or do not fit it.
+    The folder is a checkpoint of a run with adapters, or what it or `save_lora` wrote at its end; `options` are those
+    of CausalLM.from_pretrained. Without `recipe` the model runs as it was trained: under that recipe, with weights of
+    that kind. Adapters that name no model, or do not fit it, are a CheckpointError.
     """
     return _load(folder, None, options).get_base_model()
 

@@ -6,8 +6,6 @@ columns. An adapter of the whole te.Linear becomes one adapter for each of their
 of B. Both conversions are exact. The experts of a layer are two parameters in transformers, each a te.GroupedLinear.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence

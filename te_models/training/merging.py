@@ -4,8 +4,6 @@ An update smaller than half the distance between two BF16 numbers vanishes when 
 may have lost part of what the adapters learned. Its loss is measured on the same batches and shown beside theirs.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from te_models.causal_lm import CausalLM
@@ -28,16 +26,8 @@ def save_adapters(
 ) -> dict[str, str]:
     """Save the adapters in the folder adapter/ and, with --merge, the model that has them in its weights in merged/.
 
-    Args:
-        adapters: of the live model, with their settings.
-        content: what `adapters.content(live=False)` returned, which several processes may have to call.
-        folder: the run's.
-        words: the tokenizer, whose files come along.
-        batches: those that the run evaluates on, of this process.
-        result: that of the run.
-
-    Returns:
-        what was written and where, and the loss of the merged model.
+    `content` is what `adapters.content(live=False)` returned, which several processes may have to call; `batches` are
+    those that the run evaluates on, of this process. Return what was written and where, and the merged model's loss.
     """
     model, lora = adapters.model, adapters.settings
     tensors, documents = content

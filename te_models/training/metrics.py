@@ -1,7 +1,5 @@
 """metrics.jsonl: one JSON object per training step."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -20,14 +18,9 @@ MOST = 1e30  # no metric is as large, and a plot can still compute with it
 
 
 class MetricsLog:
-    """Write metrics.jsonl line by line. Opening it at step N drops the rows of later steps, as a resumed run needs.
+    """Write metrics.jsonl line by line; without a path, as on every process of a run except the first, nothing.
 
-    Args:
-        path: the file; None writes nothing, as on every process of a run except the first.
-        after_step: the last step whose row is kept.
-
-    Raises:
-        SaveError: a row cannot be written.
+    Opening it drops the rows after `after_step`, as a resumed run needs.
     """
 
     def __init__(self, path: Path | None, after_step: int = 0) -> None:
@@ -54,11 +47,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Return all rows of a metrics.jsonl, except an incomplete last line after a kill.
-
-    Raises:
-        DataError: a complete line is not a row of metrics; the message names the line.
-    """
+    """Return all rows of a metrics.jsonl, except an incomplete last line after a kill."""
     rows = []
     descriptor, _ = open_regular(path, error=DataError)
     with open(descriptor, "rb") as file:

@@ -16,8 +16,6 @@ gathering FP8 shards needs; those of an expert, of the processes that have it. T
 own activations, and weights after they are gathered, so nothing has to be reduced.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The curves of runs as PNG files, drawn with matplotlib, which is optional."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -104,11 +102,7 @@ def try_drawing(path: Path, draw: Callable[[], None]) -> str:
 
 
 def new_figure(size: tuple[float, float]) -> Any:
-    """Return an empty figure of this size in inches.
-
-    Raises:
-        MissingPackage: matplotlib is missing or too old.
-    """
+    """Return an empty figure of this size in inches."""
     with needs("drawing", "matplotlib", "3.8", "train"):
         from matplotlib.figure import Figure  # noqa: PLC0415  optional, and slow to import
     return Figure(figsize=size, dpi=130, layout="constrained")

@@ -1,7 +1,5 @@
 """The check that a run fits into memory, before data or weights are read."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable
@@ -57,9 +55,6 @@ def check_memory(
     """Return the memory that a run needs and the memory available; None if the plan does not support this kind of run.
 
     Recipe and kind of parallelism are resolved, not "auto"; `newest` is the checkpoint to resume from, if any.
-
-    Raises:
-        UsageError: the run does not fit; the message has the smallest change that makes it fit.
     """
     if shared.tp is not None:
         return None  # the plan knows no split layers

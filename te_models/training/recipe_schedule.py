@@ -1,7 +1,5 @@
 """The recipe of each step of a run that changes it, such as `current` until 90 % of the steps, then `bf16`."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 
@@ -14,11 +12,7 @@ from te_models.training.resume import saved_choices
 
 
 class RecipeSchedule:
-    """The recipes of a run: `first`, and from certain steps on those of `config.recipe_schedule`.
-
-    Raises:
-        UsageError: the model cannot run under one of them here.
-    """
+    """The recipes of a run: `first`, and from certain steps on those of `config.recipe_schedule`."""
 
     def __init__(self, model: CausalLM, first: Recipe, config: TrainConfig) -> None:
         self.model = model

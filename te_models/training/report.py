@@ -1,7 +1,5 @@
 """Terminal output of a run: a summary before the first step, progress, and the outcome."""
 
-from __future__ import annotations
-
 import functools
 import math
 import shlex

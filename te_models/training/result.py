@@ -1,7 +1,5 @@
 """The outcome of a run, which its checkpoints save."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The folder of a run, whether the run starts or resumes there, and the settings that a resumed run inherits."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path
@@ -95,9 +93,6 @@ def starting_step(folder: Path, resume: bool, steps: int, lora: LoraSettings | N
     """Return the step of the checkpoint to resume from, 0 for a new run.
 
     A run of all `steps` resumes if a file is missing that its end writes, or with `merge_again`.
-
-    Raises:
-        ValueError: a new run would overwrite an old one, or there is no step left to take and no file to write.
     """
     newest = Checkpoints(folder / "checkpoints").latest()
     if newest is None:

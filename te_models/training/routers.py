@@ -1,7 +1,5 @@
 """The routers of a model with experts in training: the factors of their losses, and what metrics.jsonl says of them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 
@@ -14,11 +12,7 @@ from te_models.errors import UsageError
 
 
 def weigh_losses(model: CausalLM, config: TrainConfig) -> None:
-    """Give the routers' losses the factors of the run; None leaves the model's.
-
-    Raises:
-        UsageError: the model has no experts.
-    """
+    """Give the routers' losses the factors of the run; None leaves the model's."""
     balance, z, moe = config.balance_loss, config.z_loss, model.config.moe
     if balance is None and z is None:
         return

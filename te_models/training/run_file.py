@@ -1,7 +1,5 @@
 """The content of run.toml: every resolved setting of a run, and a record of data, versions and command."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.metadata

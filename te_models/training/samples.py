@@ -1,7 +1,5 @@
 """Samples of a run: prompts from its evaluation data, and the model's answers to them before and after training."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from te_models.causal_lm import CausalLM
 from te_models.errors import UsageError
-from te_models.files.formats import Fields
 from te_models.saving.pretrained import refuse_adapters
-from te_models.saving.restore import TrainingState
+
+if TYPE_CHECKING:
+    from te_models.training.lora_run import SavedAdapters
 
 
-class Saved(Protocol):
-    """The part of a model that a run saves, if it does not save all of it (te_models.training.lora_run)."""
-
-    def content(self) -> tuple[dict[str, dict[str, Tensor]], Fields]:
-        """Return the tensors and documents of a checkpoint, without the training state."""
-        ...
-
-    def read(self, folder: Path) -> TrainingState:
-        """Read and check a checkpoint for the live model, which does not change."""
-        ...
-
-
-def saved_part(model: object, saved: Saved | None) -> tuple[CausalLM, Saved | None]:
-    """Return the model that runs, and the part of it that checkpoints contain, `saved` if given; None: all of it.
-
-    Raises:
-        UsageError: `model` is neither a CausalLM nor one with adapters.
-    """
+def saved_part(model: object, saved: SavedAdapters | None) -> tuple[CausalLM, SavedAdapters | None]:
+    """Return the model that runs, and the part of it that checkpoints contain, `saved` if given; None: all of it."""
     if isinstance(model, CausalLM):
         if saved is None:
             refuse_adapters(model)

@@ -5,8 +5,6 @@ tables (TABLES). Names are unique over all tables, so given settings travel as o
 makes the tree of them; there `recipe` is a name, a path or a table of a recipe's fields.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import warnings
@@ -34,9 +32,8 @@ LEARNING_RATE = {"pretrain": 1e-3, "finetune": 2e-5, "lora": 2e-4}
 # Headings of the help.
 MODEL, LORA, SHAPE = "Model", "LoRA", "Model shape"
 RECIPE_HELP = (
-    f"Scheme of te.Linear: {', '.join(list_recipes())}, a TOML file, or auto (the default): the model's own; a new one "
-    "runs in FP8 where that saves time (mxfp8 on Blackwell, current on Hopper and Ada, from a hidden size of 2048), "
-    "else in bf16."
+    f"{', '.join(list_recipes())}, or a TOML file. Default, auto: the recipe of a saved model; for a new one FP8 where "
+    "that saves time (mxfp8 on Blackwell, current on Hopper and Ada, from a hidden size of 2048), else bf16."
 )
 
 
@@ -46,7 +43,10 @@ class BuildSettings(Settings):
 
     heading = MODEL
     engine: str | None = setting(
-        None, "auto, native (Transformer Engine) or emulated (its numbers on any device).", metavar="NAME", shown="auto"
+        None,
+        "auto, native (Transformer Engine) or emulated (the same numbers, without it).",
+        metavar="NAME",
+        shown="auto",
     )
     device: str | None = setting(None, "Device, such as cpu or cuda:1; default: the first GPU, else the CPU.")
     fp8_params: bool | None = setting(None, "Store the weights of FP8 layers in FP8 only, without a BF16 copy.")
@@ -210,11 +210,7 @@ SETTINGS = {name: one for table in TABLES.values() for name, one in table.items(
 
 
 def run_settings(command: str, given: Mapping[str, object], file: Path | None = None, called: str = "") -> RunSettings:
-    """Return the settings of a run: those `given`, over those of `file`, over the defaults of `command`.
-
-    Raises:
-        UsageError: an unknown setting, a value of a wrong type or range, or a model that the command does not support.
-    """
+    """Return the settings of a run: those `given`, over those of `file`, over the defaults of `command`."""
     saved = read_run_file(file) if file is not None else {}
     command = saved.get("command", command)
     flat = {**_over(saved, given), "command": command}
@@ -260,9 +256,6 @@ def resumed_settings(
     """Return the settings of a run that is resumed: those of its run.toml with the changes `given`.
 
     The command is that in run.toml. `folder` None means `out` in `given`, else the only run of the given model.
-
-    Raises:
-        UsageError: there is no run, or a setting is given that a resumed run cannot change.
     """
     named = folder or (Path(given["out"]) if "out" in given else None)
     folder = named or _only_run(given)
@@ -300,11 +293,7 @@ def _only_run(given: Mapping[str, Any]) -> Path:
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
-    """Return the settings in a run.toml, name -> value; the table [record] is left out.
-
-    Raises:
-        ConfigError: the file cannot be read, or has an unknown table or setting, or a value of a wrong type.
-    """
+    """Return the settings in a run.toml, name -> value; the table [record] is left out."""
     flat: dict[str, object] = {}
     for title, values in read_toml(path).items():
         if title == RECORD:
@@ -326,11 +315,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
 
 
 def changed_settings(saved: Mapping[str, object], given: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """Return name -> (value then, value now) of the settings that a resumed run changes.
-
-    Raises:
-        UsageError: one of them would make it another run; the message names it.
-    """
+    """Return name -> (value then, value now) of the settings that a resumed run changes."""
     then = {**saved, **_recipe_values(saved)}
     changed: dict[str, tuple[object, object]] = {}
     for name in given.keys() - {"out"}:

@@ -1,7 +1,5 @@
 """Clean stops: Ctrl-C and SIGTERM end a run after its current step."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Steps in the queue of a device: their times, and copies of their values to the host, without waiting for them."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from typing import Any, cast

@@ -13,9 +13,10 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -45,14 +46,17 @@ from te_models.training.evaluation import Batch, count_targets, diagnosis, evalu
 from te_models.training.metrics import MetricsLog
 from te_models.training.parallel import Parallel, reshard
 from te_models.training.recipe_schedule import RecipeSchedule
-from te_models.training.restore import position_mistakes, read_random_states, result_mistakes, waiting_in_vain
+from te_models.training.restore import read_random_states, read_result, state_mistakes, waiting_in_vain
 from te_models.training.result import Result
 from te_models.training.resume import run_choices
 from te_models.training.routers import mean_of_routers, router_row, weigh_losses
-from te_models.training.saved import Saved, saved_part
+from te_models.training.saved import saved_part
 from te_models.training.settings import RUN_FILE
 from te_models.training.stop_signals import stop_signals
 from te_models.training.timing import QueuedStep, Row, copy_to_host, elapsed, timestamp
+
+if TYPE_CHECKING:
+    from te_models.training.lora_run import SavedAdapters
 
 RECENT = 100  # steps whose median speed is the speed of the run
 SAVE_RETRY_PAUSES = (1.0, 5.0)  # seconds before a failed save is tried again
@@ -112,7 +116,7 @@ class Trainer(NamedFields):
     on_step: Callable[[Row], None] = lambda row: None
     callbacks: Sequence[Callback] = ()
     parallel: Parallel = field(default_factory=Parallel)
-    saved: Saved | None = None
+    saved: SavedAdapters | None = None
     recipe: Recipe | None = None
 
     def __post_init__(self) -> None:
@@ -129,8 +133,13 @@ class Trainer(NamedFields):
             self.data = OwnBatches(self.dataset, config.seed, parallel.ranks, asked)
         evaluated = () if self.eval_batches is None else self.eval_batches
         self.evaluation = [checked_batch(batch, f"evaluation batch {n}") for n, batch in enumerate(evaluated, 1)]
-        if config.patience and self.eval_batches is None:
-            raise UsageError(f"patience={config.patience} counts evaluations: give eval_batches too")
+        strangers = [callback for callback in self.callbacks if not isinstance(callback, Callback)]
+        blind = config.patience and self.eval_batches is None
+        mistakes = {
+            "callbacks are instances of subclasses of te_models.Callback; on_step= takes a function": strangers,
+            f"patience={config.patience} counts evaluations: give eval_batches too": blind,
+        }
+        refuse(mistakes)
         weigh_losses(self.model, config)
         self.model.router_group = parallel.data_group if parallel.data_world > 1 else None
         self.gradients = parallel.gradients(self.model, config.gradient_accumulation)
@@ -445,9 +454,9 @@ class Trainer(NamedFields):
             optimizer = cut_optimizer_state(optimizer, self.optimizer.masters, self.model, self._optimizer_names())
         self.optimizer.check_state_dict(optimizer)
         random, cuda = read_random_states(state, newest, self.parallel.ranks.rank, self.device)
-        refuse(result_mistakes(state["result"], asdict(self.result)), CheckpointError)
-        refuse(waiting_in_vain(state["result"], self.config.patience))
-        refuse(position_mistakes(state["dataset"], self.data.state_dict()), CheckpointError)
+        result = read_result(state["result"])
+        refuse(waiting_in_vain(result, self.config.patience))
+        refuse(state_mistakes(state["dataset"], self.data.state_dict(), "dataset"), CheckpointError)
         self.data.load_state_dict(state["dataset"])  # the last that may refuse, before it changes anything
         found.write()
         self.optimizer.load_state_dict(optimizer)
@@ -455,8 +464,7 @@ class Trainer(NamedFields):
         torch.set_rng_state(random)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, self.device)
-        self.result = Result(**state["result"])
-        self.result.stopped_early, self.result.signal = False, 0
+        self.result = replace(result, stopped_early=False, signal=0)
 
     def _refuse_to_replace(self) -> None:
         """Raise UsageError if `out` has a run that a new one would replace."""

@@ -20,7 +20,7 @@ CONFIG = get_preset("gated-nano")  # six layers
 
 
 class WithRouter(AttentionSpec):
-    """Attention with one more te.Linear, which is BF16 by its nature."""
+    """Attention with one more te.Linear, which is BF16 under every recipe."""
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -39,7 +39,7 @@ def test_edges_come_first_then_the_table_in_order() -> None:
     assert got["layers.0.self_attn.o_proj"] == ("current", "pattern 'layers.[01].*'")
     assert got["layers.0.mlp.down_proj"] == got["layers.5.mlp.down_proj"] == ("bf16", "pattern '*.down_proj'")
     assert got["layers.1.mlp.down_proj"] == ("delayed", "pattern 'layers.1.mlp.down_proj'")
-    assert got["layers.2.self_attn.o_proj"] == ("delayed", "inside the autocast of 'delayed'")
+    assert got["layers.2.self_attn.o_proj"] == ("delayed", "recipe = 'delayed'")
     assert got["layers.5.self_attn.o_proj"] == ("bf16", "num_layers_at_end_in_bf16 = 1")
     assert got["lm_head"] == ("bf16", "lm_head = 'bf16'")
     swapped = found({"layers.1.mlp.down_proj": "delayed", "*.down_proj": "bf16"})
@@ -60,10 +60,10 @@ def test_what_is_bf16_by_nature_stays_so(recipe: str) -> None:
     mixer = WithRouter.of(CONFIG, 0)
     layers = tuple(dataclasses.replace(layer, mixer=mixer) for layer in CONFIG.layers)
     asked = precisions(get_recipe(recipe, precision={"layers.2.*": "current"}), layers)
-    assert asked["layers.2.self_attn.router"] == (None, "by nature", True)
-    assert asked["layers.3.self_attn.router"] == (None, "by nature", True)
+    assert asked["layers.2.self_attn.router"] == (None, "under every recipe", True)
+    assert asked["layers.3.self_attn.router"] == (None, "under every recipe", True)
     assert asked["layers.2.self_attn.o_proj"].recipe is not None
-    with pytest.raises(ConfigError, match=r"\.router is BF16 by nature: leave it out"):
+    with pytest.raises(ConfigError, match=r"\.router is BF16 under every recipe: leave it out"):
         precisions(get_recipe(recipe, precision={"*.router": "current"}), layers)
     precisions(get_recipe(recipe, precision={"*.router": "bf16"}), layers)
 

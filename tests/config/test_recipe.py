@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import te_models.engine.emulated as te
-from te_models import CausalLM, get_recipe, list_recipes
-from te_models.config.recipe import ELSEWHERE, RECIPE_FIELDS, SCHEMES, Recipe, recipe_from_dict
-from te_models.errors import UsageError
+from te_models import CausalLM, TrainConfig, get_recipe, list_recipes
+from te_models.config.recipe import RECIPE_FIELDS, SCHEMES, Recipe, recipe_from_dict
+from te_models.errors import ELSEWHERE, UsageError
 from te_models.training.settings import _recipe
 
 QUANTIZED = [name for name in list_recipes() if name != "bf16"]
@@ -192,6 +192,7 @@ def test_names_of_other_libraries_are_translated(name: str, tmp_path: Path) -> N
         lambda: CausalLM.from_preset("gated-nano", **{name: 1}),
         lambda: CausalLM.from_pretrained("gated-nano", **{name: 1}),
         lambda: get_recipe(path),
+        lambda: TrainConfig(**{name: 1}),
     ):
         with pytest.raises(UsageError, match=f"unknown (field|keyword) '{name}'") as caught:
             make()

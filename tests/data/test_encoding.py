@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from fewer import every
+from packaging.version import Version
 
 from te_models.data.chat_template import PLAIN
 from te_models.data.encoding import Fit, encode_documents, fit_records
@@ -16,6 +17,7 @@ from te_models.errors import DataError
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
+OLD = Version(transformers.__version__) < Version("5.24")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 HEAD = (
     "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
@@ -112,8 +114,8 @@ def test_marked_answers_are_those_of_transformers(folder: Path) -> None:
         if name == "an empty answer":  # which the loss does not count here
             assert sum(found[name][1]) == sum(expected["assistant_masks"]) - 1
             continue
-        if "trimmed" in str(folder) and name in ("letters", "spaces"):
-            # An answer that begins with a space, which has no offset: transformers' mask leaves it out as a whole.
+        if OLD and "trimmed" in str(folder) and name in ("letters", "spaces"):
+            # An answer that begins with a space, which has no offset: transformers' mask left it out as a whole.
             assert sum(found[name][1]) > sum(expected["assistant_masks"])
             continue
         assert found[name][1] == [bool(counted) for counted in expected["assistant_masks"]], name

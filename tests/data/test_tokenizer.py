@@ -187,7 +187,7 @@ def test_vocabulary_with_holes_counts_to_its_highest_id(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "tokenizer.json: no such file; give a Hugging Face tokenizer.json or a folder that holds one"),
+        (None, "holds no model and no tokenizer; the folder of a run has them after its first save"),
         (b"{", "tokenizer.json is not strict JSON"),
         (b"\xff\xfe\x00", "tokenizer.json is not strict JSON"),
         (b"{}", "tokenizer.json: not a tokenizer.json of Hugging Face's tokenizers library"),
@@ -203,6 +203,13 @@ def test_bad_files(tmp_path: Path, content: bytes | None, message: str) -> None:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="tokenizer.json: no such file; give a Hugging Face tokenizer.json or a folder"
+    ):
+        load_tokenizer(tmp_path / "tokenizer.json")
 
 
 def test_a_missing_package_is_named(folder: Path, pretend: Callable) -> None:

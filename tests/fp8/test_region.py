@@ -259,6 +259,28 @@ def test_an_autocast_around_the_model_has_no_effect(recipe: str, engine: str, ch
         assert_same_state("under the outer autocast", other, state(one))
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "current"])
+def test_an_autocast_of_torch_narrows_nothing_in_a_bf16_model(recipe: str) -> None:
+    """Such as attention's sums, linear attention's state and a router in FP32; Trainer's bf16=True has one."""
+    kinds = dict(
+        layer_types=["linear_attention", "full_attention"],
+        linear_attention=dict(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16),
+        moe=dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, router_fp32=True),
+    )
+    sizes = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+    one, other = (build(recipe, num_hidden_layers=2, **kinds, **(sizes if recipe != "bf16" else {})) for _ in range(2))
+    ids = tokens(one, 2, 40)
+    expected = one(ids, labels=ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = other(ids, labels=ids)
+    for name in ("loss", "logits"):
+        assert_same_bits(name, getattr(found, name), getattr(expected, name))
+    for output in (expected, found):
+        output.loss.backward()
+    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert_same_bits(f"gradient of {name}", b.grad, a.grad)
+
+
 @pytest.mark.parametrize(
     ("recipe", "field"),
     [("delayed", dict(amax_compute_algo="most_recent")), ("current", dict(use_power_2_scales=True))],

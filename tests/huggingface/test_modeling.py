@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bits import assert_same_bits
-from judge import transformers
+from judge import CACHE, takes_a_cache_by_either_name, transformers
 from places import PLACE
 from torch import Tensor
 
@@ -95,7 +95,7 @@ def test_keywords_of_a_config_and_of_generation_are_taken(pair: Callable[..., An
     keywords = dict(use_cache=False, output_hidden_states=True, return_dict=True, generation_config=ending)
     model = TEModelsForCausalLM.from_pretrained(folder, device="cpu", **keywords)
     output = model(ids)
-    assert output.past_key_values is None and len(output.hidden_states) == 4
+    assert CACHE not in output and len(output.hidden_states) == 4
     assert torch.equal(model.generate(ids), pair("llama").theirs.generate(ids, generation_config=ending))
 
 
@@ -193,13 +193,22 @@ def test_the_loss_of_vectors_and_of_a_continued_cache_are_those_of_transformers(
     assert_same_bits("vectors", models.ours(inputs_embeds=vectors).logits, models.ours(IDS).logits)
     found = []
     for model in (models.theirs, models.ours):
-        cache = model(IDS, use_cache=True).past_key_values
-        found.append(model(IDS[:, :4], past_key_values=cache).logits)
+        cache = model(IDS, use_cache=True)[CACHE]
+        found.append(model(IDS[:, :4], **{CACHE: cache}).logits)
     torch.testing.assert_close(found[1], found[0], **CLOSE)
     texts = [
         m.generate(inputs_embeds=vectors, max_new_tokens=6, eos_token_id=None) for m in (models.theirs, models.ours)
     ]
     assert torch.equal(*texts)
+
+
+@torch.no_grad()
+def test_a_cache_has_either_name(pair: Callable[..., Any]) -> None:
+    model = pair("llama").ours
+    takes_a_cache_by_either_name(model, IDS)
+    past = model(IDS[:, :4], use_cache=True)[CACHE]
+    again, whole = (model.base_model(x, **given) for x, given in ((IDS[:, 4:], dict(past_key_values=past)), (IDS, {})))
+    torch.testing.assert_close(again.last_hidden_state, whole.last_hidden_state[:, 4:], **CLOSE)
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma2"])

@@ -78,7 +78,7 @@ def test_every_recipe_sees_the_same_tokens(folder: Path, text: Path) -> None:
     assert [row.note for row in found.losses] == ["", "scales from 2 forward passes", ""]
     base, delayed, nvfp4 = (row.loss for row in found.losses)
     assert abs(delayed / base - 1) < 0.01
-    assert f"{100 * (nvfp4 / base - 1):+.2f} %" in str(found) and "loss against bf16" in str(found)
+    assert f"{100 * (nvfp4 / base - 1):+.2f} %" in str(found) and "against bf16" in str(found)
 
 
 def test_saved_scales_are_used_as_they_are(folder: Path, text: Path, tmp_path: Path) -> None:

@@ -57,6 +57,13 @@ def test_verify_samples_an_fp8_layer() -> None:
     assert (x.shape[1], dy.shape[1]) == (96, 64)
 
 
+def test_a_router_in_fp32_is_no_gemm_of_the_engine() -> None:
+    """Its te.Linear lends only its weight."""
+    experts = dict(num_experts=3, num_experts_per_tok=1, moe_intermediate_size=32, router_fp32=True)
+    found = verify(small("current", moe=experts), 1, 32)
+    assert [gemm.module for gemm in found.gemms] == LINEARS and not found.failures
+
+
 @pytest.mark.parametrize(
     ("override", "backward"), [("none", "FP8"), ("high_precision", "BF16"), ("dequantized", "BF16 of dequantized")]
 )

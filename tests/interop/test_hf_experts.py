@@ -22,8 +22,9 @@ ROUTED = [
     "qwen3_moe-one-key", "qwen3_moe-all-keys", "qwen3_moe-tied", "qwen3_moe-normed", "qwen2_moe-odd",
     "qwen2_moe-normed", "qwen2_moe-steps", "mixtral-all-keys", "mixtral-window", "olmoe-all-keys", "olmoe-normed",
     "gpt_oss-odd", "gpt_oss-all-keys", "gpt_oss-untied", "gpt_oss-untruncated", "gpt_oss-window", "gpt_oss-plain",
+    "laguna-all-sparse",
 ]  # fmt: skip
-OTHERS = ["glm4_moe-groups", "glm4_moe-normed", "glm4_moe-sparse", "afmoe-experts", "laguna-all-sparse"]
+OTHERS = ["glm4_moe-groups", "glm4_moe-normed", "glm4_moe-sparse", "afmoe-experts", "laguna-experts"]
 LATENT = [f"deepseek_v3-{name}" for name in FAMILY_CASES["deepseek_v3"]]
 LATENT += [f"deepseek_v2-{name}" for name in ("plain", "groups", "direct", "mscale")]
 LATENT += ["glm4_moe_lite-plain", "glm4_moe_lite-width"]
@@ -78,6 +79,17 @@ def test_losses_and_gradients_are_those_of_transformers(case: str, tmp_path: Pat
         found, expected = places[name].save(gradient), theirs[name]
         error = (found - expected).norm()
         assert error <= 1e-3 * expected.norm() + 1e-7, f"{name}: {error:.2g} of {expected.norm():.2g}"
+
+
+def test_a_model_of_transformers_has_the_balance_loss_where_it_is_asked_for(tmp_path: Path) -> None:
+    modeling = pytest.importorskip("te_models.huggingface.modeling")
+    judge, model = pair("qwen3_moe-tied", tmp_path, router_aux_loss_coef=0.3)
+    wrapped, inputs = modeling.TEModelsForCausalLM.wrap(model), batch(padded=True)
+    expected = judge(**inputs, output_router_logits=True)
+    found = wrapped(**inputs, output_router_logits=True)
+    assert found.aux_loss.item() == pytest.approx(expected.aux_loss.item(), abs=1e-5)
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+    assert wrapped(**inputs).loss.item() == pytest.approx(judge(**inputs).loss.item(), rel=1e-5)
 
 
 def theirs_by_expert(judge: Any) -> dict[str, Tensor]:

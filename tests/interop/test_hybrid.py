@@ -10,7 +10,7 @@ import pytest
 import torch
 from hf_models import load, tensors_of
 from hybrids import SEEDS, hybrid_judge, randomize_hybrid
-from judge import AutoModelForCausalLM, transformers
+from judge import CACHE, AutoModelForCausalLM, transformers
 from torch import Tensor
 
 from te_models.errors import UsageError
@@ -92,7 +92,7 @@ def test_generation_is_that_of_transformers(seed: int, theirs: Callable[[int], P
     cache, other = model.new_cache(2, 90), transformers.DynamicCache(config=judge.config)
     whole = tokens(2, 90)
     for part in (whole[:, :30], whole[:, 30:31], *whole[:, 31:35].split(2, dim=1), whole[:, 35:]):
-        wanted = judge(part, past_key_values=other, use_cache=True).logits
+        wanted = judge(part, **{CACHE: other}, use_cache=True).logits
         close(model(part, cache=cache).logits, wanted)
 
 
@@ -115,7 +115,7 @@ def test_a_pass_that_fills_a_cache_has_gradients(theirs: Callable[[int], Pair]) 
     found = []
     for past in (None, transformers.DynamicCache(config=wrapped.config)):
         wrapped.zero_grad()
-        wrapped(ids, past_key_values=past, use_cache=past is not None).logits.square().mean().backward()
+        wrapped(ids, cache=past, use_cache=past is not None).logits.square().mean().backward()
         found.append({name: p.grad.clone() for name, p in wrapped.named_parameters()})
     for name, gradient in found[0].items():
         assert (found[1][name] - gradient).norm() <= 1e-4 * gradient.norm(), name

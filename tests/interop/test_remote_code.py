@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from judge import AutoModelForCausalLM, takes_a_cache_by_either_name
 
 from te_models import CausalLM, ModelConfig, list_presets
 from te_models.config.presets import PRESETS
 from te_models.interop.hf_families import family_for
 from te_models.interop.hf_parts import OWN_OPTIONS
 
-for package in ("transformers", "peft"):
-    pytest.importorskip(package)
+pytest.importorskip("peft")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from te_models.training.lora import add_lora, save_lora
@@ -110,6 +110,7 @@ import json, sys, warnings
 from pathlib import Path
 sys.modules["te_models"] = None
 warnings.simplefilter("ignore")
+warnings.filterwarnings("error", "`past_key_values` is deprecated")
 sys.path[:0] = sys.argv[2:]
 import torch, transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -137,6 +138,11 @@ for case in sorted(root.iterdir()):
         result["states"] = len(output.hidden_states)
         result["generated"] = torch.equal(model.generate(prompt, **greedy), wanted["generated"])
         result["no cache"] = torch.equal(model.generate(prompt, **greedy, use_cache=False), wanted["generated"])
+        for name in ("cache", "past_key_values") if result["class"].startswith("TEModels") else ():
+            past, other = transformers.DynamicCache(), transformers.DynamicCache()
+            model(prompt, **{name: past})
+            result[name] = float((model(ids[:, 6:], **{name: past}).logits - output.logits[:, 6:]).abs().max())
+            result["generated"] &= torch.equal(model.generate(prompt, **greedy, **{name: other}), wanted["generated"])
         static = model.generate(prompt, **greedy, cache_implementation="static")
         result["static"] = torch.equal(static, wanted["generated"])
         left = torch.cat((torch.zeros_like(ids[:, :3]), prompt), 1)
@@ -226,6 +232,8 @@ def test_transformers_without_te_models_computes_the_same(case: str, results: An
     assert found["generated"] and found["static"] and found["left"]
     if case != "dynamic":  # keys in a cache keep the angles of when the text was short
         assert found["no cache"]
+    if case not in ("dynamic", "longrope"):
+        assert max(found.get(name, 0) for name in ("cache", "past_key_values")) < 1e-5
     next_model = {"qwen3-next"} | {name for name in CASES if CASES[name].get("zero_centered_norm") and is_next(name)}
     assert (found["class"] == "Qwen3NextForCausalLM") == (case in next_model)
     assert found["states"] == 4 and found.get("recompute", True) and found.get("adapter", 0) < 1e-5
@@ -248,26 +256,35 @@ def test_a_folder_saved_by_transformers_is_read_back_exactly(case: str, results:
         assert torch.equal(again(ids).logits, model(ids).logits)
 
 
-def test_loading_leaves_loaded_tensors_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers 5.0 initializes every module of a model with code of its own, and leaves it to the functions of
-    nn.init to skip what was loaded; 5.3 believes that the tied head was loaded."""
-    transformers = pytest.importorskip("transformers")
+@pytest.fixture
+def tied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model with a tied head as transformers loads it, with the code in its folder."""
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    ours = make(tie_word_embeddings=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ours.save_pretrained(tmp_path / "model", format="hf")
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        model = load(tmp_path / "model", trust_remote_code=True, dtype=torch.float32)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for p in model.parameters():
+        make(tie_word_embeddings=True).save_pretrained(tmp_path / "model", format="hf")
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True, dtype=torch.float32)
+
+
+@torch.no_grad()
+def test_a_cache_has_either_name(tied: Any) -> None:
+    takes_a_cache_by_either_name(tied, prompts()[0])
+    past = tied.model(prompts()[0], past_key_values=None, use_cache=True)[1]
+    assert past.get_seq_length() == 14
+
+
+def test_loading_leaves_loaded_tensors_as_they_are(tied: Any) -> None:
+    """transformers 5.0 initializes every module of a model with code of its own, and leaves it to the functions of
+    nn.init to skip what was loaded; 5.3 believes that the tied head was loaded."""
+    before = {name: p.detach().clone() for name, p in tied.named_parameters()}
+    for p in tied.parameters():
         p._is_hf_initialized = True  # as loading leaves it
     with pytest.importorskip("transformers.initialization").guard_torch_init_functions():
-        model.apply(model._init_weights)
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight, device="meta"))
-    model.tie_weights(missing_keys=set(), recompute_mapping=False)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+        tied.apply(tied._init_weights)
+    assert all(torch.equal(p, before[name]) for name, p in tied.named_parameters())
+    tied.lm_head.weight = torch.nn.Parameter(torch.empty_like(tied.lm_head.weight, device="meta"))
+    tied.tie_weights(missing_keys=set(), recompute_mapping=False)
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
 
 
 def test_the_folder_says_that_it_needs_code(tmp_path: Path) -> None:

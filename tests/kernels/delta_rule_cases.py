@@ -1,13 +1,16 @@
 """The backward of one chunk of the delta rule in Triton; test_triton_kernels.py runs this with TRITON_INTERPRET=1."""
 
 import math
+import sys
+from types import ModuleType
 
 import pytest
 import torch
+import triton
 from fewer import every
 from torch import Tensor
 
-from te_models.kernels.delta_rule_triton import gradients
+from te_models.kernels.delta_rule_triton import FASTEST, autotuned, fix_configurations, gradients
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -61,3 +64,38 @@ def test_gradients_are_those_of_autograd(case: tuple[int, ...], decay: float) ->
     bound = 2.0**-7 if ON_GPU else 1e-5
     for name, ours, theirs in zip(("dq", "dk", "dw", "dg"), found, wanted, strict=True):
         assert (ours.double() - theirs).norm() <= bound * theirs.norm(), name
+
+
+def test_kernels_of_common_widths_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a stand-in for a module of flash-linear-attention; wider heads, and other kernels, choose as before."""
+    every = [triton.Config({}, num_warps=warps) for warps in (1, 2, 4)]
+
+    def made(name: str, module: str) -> triton.runtime.Autotuner:
+        def kernel(x, K):
+            pass
+
+        kernel.__name__, kernel.__module__ = name, module
+        return triton.heuristics({})(triton.autotune(every, key=["K"])(triton.jit(kernel)))
+
+    module = ModuleType("fla.ops.common.chunk_o")
+    module.chunk_bwd_kernel_dv_local = made("chunk_bwd_kernel_dv_local", module.__name__)
+    module.other = made("other", module.__name__)
+    module.imported = made("chunk_fwd_kernel_o", "fla.ops.gla.chunk")  # another kernel of the same name
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    fix_configurations()
+    tuners = {name: tuner for name, tuner in autotuned() if name.startswith("ops.common.chunk_o.")}
+    assert {name.rpartition(".")[2] for name in tuners} == {"chunk_bwd_kernel_dv_local", "other"}
+    name = "ops.common.chunk_o.chunk_bwd_kernel_dv_local"
+    for width, wanted in ((64, [FASTEST[name]]), (128, [FASTEST[name]]), (256, every)):
+        tuners[name].nargs = dict(K=width)
+        assert tuners[name].prune_configs(dict(num_warps=4)) == wanted
+    assert tuners["ops.common.chunk_o.other"].prune_configs({}) == every
+
+
+@pytest.mark.skipif(not ON_GPU, reason="flash-linear-attention asks for the GPU when it is imported")
+def test_fixed_configurations_are_of_kernels_that_there_are() -> None:
+    pytest.importorskip("fla.ops.gated_delta_rule")
+    names = dict(autotuned())
+    assert names.keys() >= FASTEST.keys()
+    for name, config in FASTEST.items():
+        assert str(config) in map(str, names[name].configs)

@@ -108,8 +108,10 @@ def test_two_forwards_then_two_backwards_in_either_order(
     for which in ("none", mode):
         model = make(recipe, which)
         for step in range(3):
-            # Each forward caches its FP8 weights, which its own backward takes again.
-            losses = [loss_of(model, 2 * step + n, is_first_microbatch=True) * (1 + 2 * n) for n in range(2)]
+            # Each forward caches its FP8 weights, which its own backward takes again. Transformer Engine's second
+            # forward overwrites those of the first, whose backward would then see another scale.
+            first = None if model.engine == "native" else True
+            losses = [loss_of(model, 2 * step + n, is_first_microbatch=first) * (1 + 2 * n) for n in range(2)]
             for index in order:
                 losses[index].backward()
             traces.append(trace(model))

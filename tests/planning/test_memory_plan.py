@@ -17,7 +17,7 @@ from benchmarks.planned_memory import planned_and_measured
 from te_models import CausalLM, get_recipe, list_presets, list_recipes
 from te_models.cli import main
 from te_models.config.attention import AttentionSpec
-from te_models.config.chunk_sizes import HEAD_CHUNK, head_rows
+from te_models.config.chunk_sizes import EXCHANGE_CHUNK, HEAD_CHUNK, head_rows
 from te_models.config.presets import get_preset
 from te_models.config.recipe import recipe_from_dict
 from te_models.engine.emulated.recipe import DelayedScaling
@@ -434,6 +434,16 @@ def test_the_update_widens_the_gradients_of_at_most_2_to_28_parameters(
     *_, update = plan_memory(config, get_recipe("bf16"), **own | options).moments
     count = config.num_parameters
     assert update.gradients == count * a_parameter + min(count, 2**28) * a_parameter_of_the_chunk
+
+
+def test_owners_update_at_most_2_to_28_parameters_of_all_ranks_at_a_time() -> None:
+    """Whatever the depth: the gradients of as many parameters are whole on their owner."""
+    whole = []
+    for layers in (16, 32):
+        config = replace(get_preset("gated-8b"), num_hidden_layers=layers)
+        plan = plan_memory(config, get_recipe("bf16"), optimizer="muon", batch_size=4, seq_len=64, gpus=4)
+        whole.append(plan.moments[-1].gradients - config.num_parameters // 4 * 2)
+    assert whole[0] == whole[1] == 32000 * 4096 * 4 + 3 * EXCHANGE_CHUNK
 
 
 @pytest.mark.parametrize("head", [{}, dict(lm_head="fp8", num_layers_at_end_in_bf16=0)], ids=str)

@@ -8,10 +8,14 @@ import pytest
 from rich.table import Column, Table
 from rich.text import Text
 
+from te_models import CausalLM
 from te_models.cli.commands import main
 from te_models.cli.sampling import show_piece
 from te_models.data.tokenizer import ByteTokenizer
 from te_models.errors import LONGEST, for_terminal
+from te_models.inspect.bench_report import bench_table
+from te_models.inspect.evaluate import Evaluation, RecipeLoss
+from te_models.inspect.verify import verify
 from te_models.planning.printable import Terminal
 from te_models.training.report import print_next
 from te_models.training.samples import Prompt
@@ -39,6 +43,33 @@ def test_a_console_prints_names_as_text() -> None:
     assert "\x1b[1m" in out.getvalue(), "styles of our own stay"
     assert "\x1b[2J" not in out.getvalue() and not set(out.getvalue()) & set("\u202e\x9b\x07")
     assert "[red]x[/]" in out.getvalue()
+
+
+def test_tables_fit_80_columns() -> None:
+    """No line is longer, and no word is broken to achieve that."""
+    shape = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2)
+    model = CausalLM.from_preset("gated-nano", recipe="delayed", device="cpu", num_key_value_heads=2, **shape)
+    table = {"*.down_proj": "bf16", "layers.1.self_attn.*": "current"}
+    mixed = CausalLM.from_preset("gated-nano", recipe="delayed", precision=table, device="meta")
+    wide = CausalLM.from_preset("llama-3.1-8b", recipe="mxfp8", device="meta")
+    losses = (
+        RecipeLoss("blockwise", 4.2, 1_234_567, 10**7),
+        RecipeLoss("delayed", 4.1, 1_234_567, 10**7, note="a note"),
+    )
+    row = dict(name="te-models delayed+no_edges+graph", ms=1234.5, ms_quartiles=[1233.44, 1240.44], speed=1.5)
+    row |= dict(tokens_per_second=262_427.0, model_tflops=712.3, of_roofline=0.61, peak_gib=25.44, loss=10.377)
+    bench = dict(settings=dict(batch_size=8, seq_len=2048), environment={}, reference="te-models bf16", rows=[row])
+    bench["roofline"] = dict(total=100.0, gemms=60.0, attention=40.0)
+    for shown in (model.plan(), mixed.plan(), wide.plan(), verify(model, 1, 32), Evaluation("m", "d", losses),
+                  bench_table(bench)):  # fmt: skip
+        lines = {}
+        for width in (80, 400):
+            out = io.StringIO()
+            Terminal(file=out, width=width).print(shown)
+            lines[width] = out.getvalue().splitlines()
+        assert max(map(len, lines[80])) <= 80
+        words = [sorted(" ".join(text).split()) for text in lines.values()]
+        assert words[0] == words[1]
 
 
 def test_the_next_commands_of_a_run_are_safe_to_print(tmp_path: Path) -> None:

@@ -589,3 +589,13 @@ def test_the_command_exports_with_text_to_measure_on(tmp_path: Path, capsys: pyt
     assert main([*line, "--format", "fp8-tensor", "--data", str(tmp_path / "text.txt"), "--seq-len", "64"]) == 0
     assert "fp8-tensor, 21 linears quantized, 1 not" in capsys.readouterr().out
     assert config_of(tmp_path / "out")["quantization_config"]["activation_scheme"] == "static"
+
+
+def test_an_export_does_not_replace_the_model_that_it_reads(tmp_path: Path) -> None:
+    CausalLM(ModelConfig(**SIZES), recipe="bf16", device="cpu").save_pretrained(tmp_path / "hub", format="hf")
+    before = (tmp_path / "hub" / "model.safetensors").read_bytes()
+    (tmp_path / "link").symlink_to(tmp_path / "hub")
+    for out in ("hub", "link"):
+        with pytest.raises(UsageError, match="holds the model that is exported, whose weights would be lost"):
+            CausalLM.from_pretrained(tmp_path / "hub", recipe="bf16", device="cpu").export(tmp_path / out)
+    assert (tmp_path / "hub" / "model.safetensors").read_bytes() == before

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from te_models import CausalLM, ModelConfig
 from te_models.cli import main
 from te_models.errors import UsageError
+from te_models.interop.quantized import BLOCK, CHANNEL, MXFP8, NVFP4, Scheme
 from te_models.model import recipe_fit
 from te_models.model.decoder import Decoder
 from te_models.serving.formats import FORMATS
 from te_models.serving.parity import compare, parity
-from te_models.serving.served import INPUTS, ServedLinear, read_served
+from te_models.serving.served import INPUTS, ServedExperts, ServedLinear, read_served
 
 pytest.importorskip("compressed_tensors")
 
@@ -78,6 +79,15 @@ def test_inputs_are_quantized_per_group_and_with_static_scales() -> None:
     assert static.abs().max() == 448 * 0.5
     torch.testing.assert_close(static, (x / 0.5).clamp(-448, 448).to(torch.float8_e4m3fn).float() * 0.5)
     assert INPUTS["none"](x, None) is x
+
+
+@pytest.mark.parametrize("scheme", [CHANNEL, MXFP8, NVFP4, BLOCK], ids=lambda scheme: scheme.activations)
+def test_an_expert_without_tokens_adds_no_row(scheme: Scheme) -> None:
+    """As most have in a model of many experts."""
+    linears = [ServedLinear(torch.randn(32, 64), None, scheme, torch.tensor(1.0)) for _ in range(3)]
+    x = torch.randn(5, 64)
+    found = ServedExperts(linears)(x, [2, 0, 3])
+    assert torch.equal(found, torch.cat((linears[0](x[:2]), linears[2](x[2:]))))
 
 
 @pytest.mark.parametrize(("recipe", "format"), [("bf16", "bf16"), ("mxfp8", "mxfp8")])

@@ -1,5 +1,6 @@
 """Callbacks, early stopping and the best checkpoint of a run."""
 
+import dataclasses
 import io
 import math
 from pathlib import Path
@@ -176,3 +177,9 @@ def test_the_best_model_may_be_that_of_the_last_step(
     assert (result.best_step, result.best_eval_loss) == (3, losses[-1])
     kept = Checkpoints(tmp_path / "best/checkpoints").latest()
     assert (kept.name if kept else None) == ("step-00000003" if keep_best else None)
+
+
+@pytest.mark.parametrize("given", [Callback, lambda trainer, row: None])
+def test_a_class_or_a_function_is_no_callback(given: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="callbacks are instances of subclasses of te_models.Callback"):
+        dataclasses.replace(trainer(tmp_path), callbacks=[given])

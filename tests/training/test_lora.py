@@ -131,6 +131,7 @@ def test_merge_is_the_same_model_and_unmerge_undoes_it(build: Any, dtype: torch.
         assert torch.equal(adapted(ids).logits.float(), plain), "switching off undoes a merge"
     merged = adapted.merge_and_unload()
     assert isinstance(merged, CausalLM) and {n for n, _ in merged.named_parameters()} == set(weights)
+    assert all(parameter.requires_grad for parameter in merged.parameters()), "as before add_lora"
     torch.testing.assert_close(merged(ids).logits.float(), tuned, atol=tolerance, rtol=0)
 
 

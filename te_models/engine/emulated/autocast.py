@@ -102,7 +102,8 @@ class FP8GlobalStateManager:
     def update_backward(cls, scales: ScaleRegistry) -> None:
         """Update backward scales at the end of a backward, which autograd may run in a thread of its own."""
         state = cls.quantization_state
-        before, state.scales = state.scales, scales
+        before = state.scales
+        state.scales = scales
         try:
             cls.reduce_and_update_fp8_tensors(forward=False)
         finally:
@@ -131,14 +132,16 @@ class autocast:
         require(self._saved is None, again, RuntimeError)
         recipe = self._recipe or (get_default_recipe() if self._enabled else None)
         state = FP8GlobalStateManager.quantization_state
-        frame, delayed = state.recompute_frame, recipe is not None and recipe.delayed()
+        frame = state.recompute_frame
+        delayed = recipe is not None and recipe.delayed()
         if self._enabled and delayed and frame is not None and frame.reentrant and not frame.fp8:
             raise RuntimeError(
                 "te.autocast with DelayedScaling inside a function under te.checkpoint(use_reentrant=True) would never "
                 "update its scales: open te.autocast outside, or pass use_reentrant=False"
             )
         self._saved = _autocast_fields(state)
-        state.fp8_enabled, state.fp8_recipe = self._enabled, recipe
+        state.fp8_enabled = self._enabled
+        state.fp8_recipe = recipe
         state.fp8_distributed_group = self._amax_reduction_group
         if state.autocast_depth == 0:
             state.is_first_fp8_module = True
@@ -178,10 +181,14 @@ def outside_autocast() -> Iterator[Recipe | None]:
     An autocast inside behaves as if nested in a disabled one: its exit updates no scale.
     """
     state = FP8GlobalStateManager.quantization_state
-    saved, depth = _autocast_fields(state), state.autocast_depth
+    saved = _autocast_fields(state)
+    depth = state.autocast_depth
     left = state.fp8_recipe if state.fp8_enabled else None
-    state.fp8_enabled, state.fp8_recipe, state.fp8_distributed_group = False, None, None
-    state.is_first_fp8_module, state.autocast_depth = False, 1
+    state.fp8_enabled = False
+    state.fp8_recipe = None
+    state.fp8_distributed_group = None
+    state.is_first_fp8_module = False
+    state.autocast_depth = 1
     try:
         yield left
     finally:

@@ -4,8 +4,6 @@ Section 2 of docs/internals/transformer_engine.md. A cast multiplies by `scale` 
 amax in row 0 of the history; the update after a pass moves that amax to the last row and computes the next scale.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -39,7 +37,8 @@ class DelayedScalingRecipeState:
 
     def use_recipe(self, recipe: DelayedScaling) -> None:
         """Update under `recipe` from now on."""
-        self.recipe, self.key = recipe, (repr(recipe), recipe.amax_compute_algo)
+        self.recipe = recipe
+        self.key = (repr(recipe), recipe.amax_compute_algo)
 
     def __getstate__(self) -> dict[str, object]:
         """Return what a copy or a pickle holds: a copy belongs to no registry until it first runs."""
@@ -89,7 +88,8 @@ class ScaleRegistry:
 
 def _reduced_amaxes(states: list[DelayedScalingRecipeState]) -> Tensor | None:
     """Return the largest amaxes of the step over the group, concatenated; None where each rank uses its own."""
-    group, initialized = states[0].group, torch.distributed.is_available() and torch.distributed.is_initialized()
+    group = states[0].group
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
     several = initialized and torch.distributed.get_world_size(group) > 1
     if not states[0].recipe.reduce_amax or not several:
         return None

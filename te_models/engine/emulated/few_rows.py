@@ -83,7 +83,8 @@ def _columns(weight: Float8TensorStorage) -> Tensor:
 def _exact(data: Tensor, weight: Float8TensorStorage, split_accumulator: bool) -> Tensor:
     """Return the product without scales as tensor cores compute it; rows of zeros, the padding, give zeros."""
     right = weight.kept("host factor", False, lambda: _host_factor(weight.fp8_matrix(False)))
-    table, bits = _every_number(data.dtype), data.view(torch.uint8).numpy()
+    table = _every_number(data.dtype)
+    bits = data.view(torch.uint8).numpy()
     bits = np.pad(bits, ((0, 0), (0, len(right.values) - bits.shape[1]))) if len(right.values) > bits.shape[1] else bits
     out = np.zeros((len(bits), right.values.shape[1]), np.float32)
     with np.errstate(all="ignore"):

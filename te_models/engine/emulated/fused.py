@@ -4,8 +4,6 @@ On a GPU the plain functions spend their time on launches: ten to thirty per cas
 correctness: `fused(False)` turns it off, and tests/engine/test_cuda.py compares the bits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
@@ -67,7 +65,8 @@ def _run(name: str, grid: tuple[int, ...], tensors: tuple[Tensor, ...], *numbers
             return _run(name, grid, tensors, *numbers, **options)
     # Triton's own search for the variant of a kernel that suits the arguments takes as long as several launches. This
     # key holds everything that a variant depends on: device, types, alignment, numbers, constants.
-    types, aligned = [t.dtype for t in tensors], [t.data_ptr() % 16 == 0 for t in tensors]
+    types = [t.dtype for t in tensors]
+    aligned = [t.data_ptr() % 16 == 0 for t in tensors]
     key = (name, device, *types, *aligned, *numbers, *options.values())
     variant = _VARIANTS.get(key)
     if variant is not None:
@@ -120,15 +119,18 @@ def amax(x: Tensor, y: Tensor | None = None, nan: bool = False) -> Tensor:
 
 def cast_delayed(x: Tensor, scale: Tensor, amax: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
     """Return FP8 data (uint8, shape of contiguous x) and inverse scale `[1]`; raise `amax` `[1]` to that of x."""
-    data, scale_inv = _empty_data(x), x.new_empty(1, dtype=torch.float32)
-    n, e5m2 = x.numel(), dtype == DType.kFloat8E5M2
+    data = _empty_data(x)
+    scale_inv = x.new_empty(1, dtype=torch.float32)
+    n = x.numel()
+    e5m2 = dtype == DType.kFloat8E5M2
     _run("delayed_kernel", (_blocks(n),), (x, data, scale, amax, scale_inv), n, E5M2=e5m2, BLOCK=_BLOCK, **_FLAT)
     return data, scale_inv
 
 
 def cast_current(x: Tensor, parts: Tensor, dtype: DType, power_of_2: bool, epsilon: float) -> tuple[Tensor, Tensor]:
     """Return FP8 data and inverse scale, from the largest of `parts`, as `amax` returns them."""
-    data, scale_inv = _empty_data(x), x.new_empty(1, dtype=torch.float32)
+    data = _empty_data(x)
+    scale_inv = x.new_empty(1, dtype=torch.float32)
     numbers = x.numel(), parts.numel(), float(epsilon)
     how = dict(POWER_OF_2=power_of_2, E5M2=dtype == DType.kFloat8E5M2, BLOCK=_BLOCK, PARTS=_power_of_2(parts.numel()))
     _run("current_kernel", (_blocks(x.numel()),), (x, data, parts, scale_inv), *numbers, **how, **_FLAT)
@@ -142,9 +144,11 @@ def cast_blocks(
 
     Data are `[M, K]`; a copy that was not asked for is empty. With `two_d` both copies share their data.
     """
-    (m, k), (p, q) = x.shape, _tiles(x)
+    m, k = x.shape
+    p, q = _tiles(x)
     (row_lines, row_stride), (col_lines, col_stride) = ((p, q), (q, p)) if two_d else ((q, m), (p, k))
-    row_stride, col_stride = row_stride + -row_stride % 4, col_stride + -col_stride % 4
+    row_stride = row_stride + -row_stride % 4
+    col_stride = col_stride + -col_stride % 4
     row_scale = x.new_empty(row_lines if rowwise else 0, row_stride, dtype=torch.float32)
     col_scale = x.new_empty(col_lines if columnwise else 0, col_stride, dtype=torch.float32)
     row_data = _empty_data(x, rowwise or two_d)
@@ -176,14 +180,17 @@ def cast_nvfp4(
     t is x or x transformed. `parts` is `amax(nan=True)` of x, and of t if it differs (of t only if only t is cast).
     `noise` int16 holds random numbers for the elements of x, then of t (None: no stochastic rounding).
     """
-    (m, k), (p, q) = x.shape, _tiles(x)
-    u8, fp32 = torch.uint8, torch.float32
+    m, k = x.shape
+    p, q = _tiles(x)
+    u8 = torch.uint8
+    fp32 = torch.float32
     row_stride, col_stride = (-(-size // 64) * 4 for size in (k, m))
     row_data = x.new_empty(m if rowwise else 0, k // 2, dtype=u8)
     row_scale = x.new_empty(p * _TILE if rowwise else 0, row_stride, dtype=u8)
     col_data = x.new_empty(m // 2 if columnwise else 0, k, dtype=u8)
     col_scale = x.new_empty(q * _TILE if columnwise else 0, col_stride, dtype=u8)
-    row_amax, col_amax = x.new_empty(1, dtype=fp32), x.new_empty(1, dtype=fp32)
+    row_amax = x.new_empty(1, dtype=fp32)
+    col_amax = x.new_empty(1, dtype=fp32)
     made = row_data, row_scale, row_amax, col_data, col_scale, col_amax
     tensors = (x, t, x if noise is None else noise, *made, parts)
     n_parts = parts.shape[-1]
@@ -216,7 +223,9 @@ def _decode_fp4(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, Tensor]
         m, k = (rows * 2, cols) if block[0] > 1 else (rows, cols * 2)
         tensors += [data, scale, data.new_empty(m, k, dtype=torch.bfloat16), amax]
         numbers += [m, k, scale.stride(0), top]
-    left, right, alpha = tensors[2], tensors[6], tensors[0].new_empty(1, dtype=torch.float32)
+    left = tensors[2]
+    right = tensors[6]
+    alpha = tensors[0].new_empty(1, dtype=torch.float32)
     columnwise = {"A_COL": a.block[0] > 1, "B_COL": b.block[0] > 1}
     grid = (_n_tiles(left) + _n_tiles(right),)
     _run("nvfp4_decode_kernel", grid, (*tensors, alpha), *numbers, **columnwise, **_TILED)
@@ -230,7 +239,9 @@ def _decode_fp8(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, None]:
         data = data if data.is_contiguous() else data.contiguous()
         tensors += [data, scale, torch.empty_like(data, dtype=torch.bfloat16)]
         numbers += [*data.shape, *scale.stride()]
-    (a_down, a_along), (b_down, b_along), e5m2 = a.block, b.block, DType.kFloat8E5M2
+    a_down, a_along = a.block
+    b_down, b_along = b.block
+    e5m2 = DType.kFloat8E5M2
     how = dict(A_DOWN=a_down, A_ALONG=a_along, A_E5M2=a.dtype == e5m2, B_DOWN=b_down, B_ALONG=b_along,
                B_E5M2=b.dtype == e5m2)  # fmt: skip
     _run("decode_kernel", (_n_tiles(a.data) + _n_tiles(b.data),), tuple(tensors), *numbers, **how, **_TILED)
@@ -244,11 +255,16 @@ def update(
 
     `amaxes` are the reduced ones of all states, concatenated; None uses each state's own, row 0 of its history.
     """
-    rows, start, longest, widest = [], 0, 1, 1
+    rows = []
+    start = 0
+    longest = 1
+    widest = 1
     for history, scale in states:
         length, n = history.shape
         rows.append((history.data_ptr(), scale.data_ptr(), length, n, start))
-        start, longest, widest = start + n, max(longest, length), max(widest, n)
+        start = start + n
+        longest = max(longest, length)
+        widest = max(widest, n)
     scale = states[0][1]
     tensors = _table(tuple(rows), scale.device), scale if amaxes is None else amaxes
     sizes = dict(LENGTH=_power_of_2(longest), N=_power_of_2(widest))

@@ -5,8 +5,6 @@
 * anything else is an FP32 product of the same values, which differs from a GPU's in the order and width of the sum.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator
@@ -91,10 +89,12 @@ def _operands(
     a: QuantizedTensorStorage, b: QuantizedTensorStorage, columnwise: tuple[bool, bool], bf16: bool
 ) -> tuple[Operand, Operand]:
     """Return the matrices `[M, K]` and `[K, N]`; with `bf16`, a weight that is kept in BF16 where that is exact."""
-    a_blocks, b_blocks = a.blocks(columnwise[0]), b.blocks(columnwise[1])
+    a_blocks = a.blocks(columnwise[0])
+    b_blocks = b.blocks(columnwise[1])
     if a_blocks is not None and b_blocks is not None and fused.decodes(a_blocks, b_blocks):
         left, right, scale = fused.decode(a_blocks, b_blocks)
-        x, y = Operand(left, scale, narrow=True), Operand(right, None, narrow=True)
+        x = Operand(left, scale, narrow=True)
+        y = Operand(right, None, narrow=True)
     else:
         x = a.operand(columnwise[0])
         y = b.kept("operand", columnwise[1], lambda: _narrowed(b.operand(columnwise[1]), bf16 and x.narrow))
@@ -153,7 +153,8 @@ def _product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
 def _narrow_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the same for BF16 numbers, of which the faster BF16 units give the same products."""
     if a.is_cuda:  # rounding to BF16 within the product saves a launch; FP16 would round twice
-        a, b = a.bfloat16(), b.bfloat16()
+        a = a.bfloat16()
+        b = b.bfloat16()
         return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=torch.float32).to(dtype)
     # A CPU's BF16 units return BF16. With FP32 results they are reached only through a switch of the whole process,
     # under which the products of other threads would be rounded too.

@@ -5,8 +5,6 @@ forward and 2i, 2i+1 backward are those of expert i. An expert without rows reco
 scaling keeps its scale; its weight is quantized like all others, and its gradients are zeros, not None.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +27,9 @@ class _Expert(Context):
     """The state that one expert's forward saves for its backward, in place of autograd's context."""
 
     def __init__(self, call: Call, bias: bool, wgrad: bool, dgrad: bool) -> None:
-        self.call, self.bias, self.needs_input_grad = call, bias, (wgrad, dgrad)
+        self.call = call
+        self.bias = bias
+        self.needs_input_grad = (wgrad, dgrad)
         self.saved: list[QuantizedTensorStorage | None] | None = []
 
 
@@ -39,10 +39,14 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, inp: Tensor, calls: list[Call], rows: list[int], *parameters: Tensor) -> Tensor:
         """Return [M, O] from inp [..., I], whose M rows are divided by `rows`; weights come before biases."""
-        weights, biases = parameters[: len(rows)], parameters[len(rows) :] or [None] * len(rows)
+        weights = parameters[: len(rows)]
+        biases = parameters[len(rows) :] or [None] * len(rows)
         grad = calls[0].grad
-        wgrad, dgrad = grad and weights[0].requires_grad, grad and inp.requires_grad
-        outputs, ctx.experts, tensors = [], [], []
+        wgrad = grad and weights[0].requires_grad
+        dgrad = grad and inp.requires_grad
+        outputs = []
+        ctx.experts = []
+        tensors = []
         for x, weight, bias, call in zip(as_matrix(inp).split(rows), weights, biases, calls, strict=True):
             expert = _Expert(call, bias is not None, wgrad, dgrad)
             if len(x):
@@ -55,7 +59,9 @@ class _Grouped(torch.autograd.Function):
             tensors += expert.saved_tensors
             expert.saved_tensors = ()
         ctx.save_for_backward(*tensors)
-        ctx.rows, ctx.shape, ctx.weight_shape = rows, inp.shape, weights[0].shape
+        ctx.rows = rows
+        ctx.shape = inp.shape
+        ctx.weight_shape = weights[0].shape
         return torch.cat(outputs) if outputs else inp.new_empty(0, len(weights[0]), dtype=calls[0].dtype)
 
     @staticmethod
@@ -64,7 +70,8 @@ class _Grouped(torch.autograd.Function):
         (grad,) = grads
         once = "te.GroupedLinear allows one backward: run the forward again without retain_graph"
         require(ctx.experts is not None, once, RuntimeError)
-        experts, ctx.experts = ctx.experts, None
+        experts = ctx.experts
+        ctx.experts = None
         call: Call = experts[0][0].call
         if call.context is not None:
             return call.context.run(_backward, ctx, experts, grad)
@@ -72,9 +79,11 @@ class _Grouped(torch.autograd.Function):
 
 
 def _backward(ctx: Context, experts: list[tuple[_Expert, int]], grad: Tensor) -> tuple[Tensor | None, ...]:
-    tensors, inputs, weights, biases = ctx.saved_tensors, [], [], []
-    for (expert, count), dy in zip(experts, as_matrix(grad).split(ctx.rows), strict=True):
-        expert.saved_tensors, tensors = tensors[:count], tensors[count:]
+    tensors = ctx.saved_tensors
+    inputs, weights, biases = [], [], []
+    for (expert, count), dy in zip(experts, as_matrix(grad).split(ctx.rows), strict=True):  # dy [rows, O]
+        expert.saved_tensors = tensors[:count]
+        tensors = tensors[count:]
         call = expert.call
         if len(dy):
             dw, dx, db = gradients(expert, call, dy)
@@ -91,7 +100,7 @@ def _backward(ctx: Context, experts: list[tuple[_Expert, int]], grad: Tensor) ->
     updates = experts[0][0].call.updates
     if updates is not None:
         FP8GlobalStateManager.update_backward(updates)
-    dx = torch.cat(inputs).view(ctx.shape) if experts[0][0].needs_input_grad[1] else None
+    dx = torch.cat(inputs).view(ctx.shape) if experts[0][0].needs_input_grad[1] else None  # [..., I]
     return dx, None, None, *weights, *(biases if experts[0][0].bias else [])
 
 
@@ -134,7 +143,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         self.num_gemms = num_gemms
         self.weight_names = tuple(f"weight{expert}" for expert in range(num_gemms))
         self.take_share(in_features, out_features, parallel_mode, tp_size, tp_group, sequence_parallel)
-        self.use_bias, self.return_bias = bias, return_bias
+        self.use_bias = bias
+        self.return_bias = return_bias
         self.make_parameters(init_method, params_dtype or torch.get_default_dtype(), device)
 
     @property

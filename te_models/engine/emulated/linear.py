@@ -5,8 +5,6 @@ the columnwise FP8 copy of the input and both FP8 copies of the weight, or the h
 FP8.
 """
 
-from __future__ import annotations
-
 import contextvars
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -66,9 +64,12 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, weight: Tensor, inp: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         """Return `[..., O]` in the activation dtype, from inp `[..., I]` and weight `[O, I]`."""
-        wgrad, dgrad = call.grad and weight.requires_grad, call.grad and inp.requires_grad
+        wgrad = call.grad and weight.requires_grad
+        dgrad = call.grad and inp.requires_grad
         out, x, w = product(weight, inp, bias, call, wgrad, dgrad)
-        ctx.call, ctx.shape, ctx.bias = call, inp.shape, bias is not None
+        ctx.call = call
+        ctx.shape = inp.shape
+        ctx.bias = bias is not None
         save(ctx, inp, x, weight, w, wgrad, dgrad)
         return _result(out, weight, inp, call)
 
@@ -78,7 +79,8 @@ class _Linear(torch.autograd.Function):
         (grad,) = grads
         once = "te.Linear allows one backward: run the forward again instead of using retain_graph"
         require(ctx.call is not None, once, RuntimeError)
-        call, ctx.call = ctx.call, None
+        call = ctx.call
+        ctx.call = None
         # exact_gemm and fused also apply to the backward of a forward inside them, in whatever thread it runs.
         return _backward(ctx, call, grad) if call.context is None else call.context.run(_backward, ctx, call, grad)
 
@@ -101,10 +103,11 @@ def product(
             total = parallel.gather_input(x, call.fp8.input)
             rows = inp.shape[:-1].numel() if short else None  # without those that `_fp8_operands` adds
             return gemm(total, w, (False, False), bias, call.dtype, call.splits[0], rows), x, w
-        x, w = _high_precision(inp, call.dtype), _high_precision(weight, call.dtype)
-        x = as_matrix(x)
-        total = parallel.gather_input(x)
-        if w is weight and bias is None and not call.grad:
+        x = _high_precision(inp, call.dtype)
+        w = _high_precision(weight, call.dtype)
+        x = as_matrix(x)  # [T, I]
+        total = parallel.gather_input(x)  # those of all ranks under sequence parallelism
+        if w is weight and bias is None and not call.grad and len(total) <= PACKED_ROWS:
             kept = call.module.packed_weight(call.weight_name, w, call.first_microbatch)
             if kept is not None and len(total) <= PACKED_ROWS:
                 return packed_matmul(total, kept), x, w
@@ -176,13 +179,15 @@ def save(ctx: Context, inp: Tensor, x: Value, weight: Tensor, w: Value, wgrad: b
     """Save the operands for backward: FP8 data and scales where they are quantized."""
     call: Call = ctx.call
     if call.fp8 is not None and call.override == "high_precision":
-        x, w = inp, weight
+        x = inp
+        w = weight
     elif call.fp8 is not None and call.override is None and call.module._is_fsdp2:
         w = weight  # FSDP2 gathers it again in backward, which quantizes it again
     if wgrad and x is not inp and isinstance(x, QuantizedTensorStorage):
         rowwise = call.override is not None or call.parallel.rowwise_only(None if call.fp8 is None else call.fp8.input)
         x.update_usage(rowwise_usage=rowwise, columnwise_usage=not rowwise)
-    ctx.saved, tensors = [], []
+    ctx.saved = []
+    tensors = []
     for value in (x if wgrad else None, w if dgrad else None):
         quantized = isinstance(value, QuantizedTensorStorage)
         parts = value.get_data_tensors() if quantized else (value,)
@@ -193,9 +198,11 @@ def save(ctx: Context, inp: Tensor, x: Value, weight: Tensor, w: Value, wgrad: b
 
 def _restore(ctx: Context) -> list[Value]:
     """Return the input and the weight that `_save` saved."""
-    tensors, found = ctx.saved_tensors, []
+    tensors = ctx.saved_tensors
+    found = []
     for storage, count in ctx.saved:
-        parts, tensors = tensors[:count], tensors[count:]
+        parts = tensors[:count]
+        tensors = tensors[count:]
         if storage is not None:
             storage.set_data_tensors(parts)
         found.append(parts[0] if storage is None else storage)
@@ -211,9 +218,9 @@ def _fp8_backward(ctx: Context, call: Call, how: Quantizers, grad: Tensor) -> tu
     dx = dw = db = None
     if ctx.bias:
         values = as_matrix(_high_precision(grad, grad.dtype))
-        db = values.sum(0, dtype=torch.float32).to(grad.dtype)
+        db = values.sum(0, dtype=torch.float32).to(grad.dtype)  # [O]
     how.grad_output.set_usage(rowwise=True, columnwise=ctx.bias or wgrad)
-    flat = grad if isinstance(grad, QuantizedTensorStorage) else as_matrix(grad)
+    flat = grad if isinstance(grad, QuantizedTensorStorage) else as_matrix(grad)  # [T, O]
     dy = parallel.gather_gradient(flat, how.grad_output)
     if dgrad:
         if not isinstance(w, QuantizedTensorStorage):
@@ -226,7 +233,7 @@ def _fp8_backward(ctx: Context, call: Call, how: Quantizers, grad: Tensor) -> tu
         assert isinstance(x, QuantizedTensorStorage)
         for storage in (x, dy):
             storage.update_usage(columnwise_usage=True)
-        dw = gemm(dy, x, (True, True), None, call.dtype, call.splits[2])
+        dw = gemm(dy, x, (True, True), None, call.dtype, call.splits[2])  # [O, I]
     return dw, dx, db
 
 
@@ -237,11 +244,11 @@ def _plain_backward(ctx: Context, call: Call, grad: Tensor) -> tuple[Tensor | No
     dy = parallel.gather_gradient(as_matrix(_high_precision(grad, call.dtype)))
     dx = dw = db = None
     if ctx.needs_input_grad[1]:
-        dx = parallel.reduce_input_gradient(matmul(dy, _high_precision(w, call.dtype)))
+        dx = parallel.reduce_input_gradient(matmul(dy, _high_precision(w, call.dtype)))  # [T, I]
     if ctx.needs_input_grad[0]:
         db = dy.sum(0, dtype=torch.float32).to(call.dtype) if ctx.bias else None
         x = parallel.gather_input(as_matrix(_high_precision(x, call.dtype)))
-        dw = matmul(dy.t(), x, dtype=call.dtype)
+        dw = matmul(dy.t(), x, dtype=call.dtype)  # [O, I]
     return dw, dx, db
 
 
@@ -277,8 +284,10 @@ class Linear(TransformerEngineBaseModule):
         )  # fmt: skip
         require(parallel_mode in MODES, f"parallel_mode {parallel_mode} not supported", AssertionError)
         self.take_share(in_features, out_features, parallel_mode, tp_size, tp_group, sequence_parallel)
-        self.tp_group, self.tp_group_initialized = tp_group, tp_group is not None or tp_size == 1
-        self.use_bias, self.return_bias = bias, return_bias
+        self.tp_group = tp_group
+        self.tp_group_initialized = tp_group is not None or tp_size == 1
+        self.use_bias = bias
+        self.return_bias = return_bias
         self.make_parameters(init_method, params_dtype or torch.get_default_dtype(), device)
 
     @property
@@ -288,7 +297,8 @@ class Linear(TransformerEngineBaseModule):
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup) -> None:
         """Set the process group over which the layer is split; call it before the first forward."""
-        self.tp_group, self.tp_group_initialized = tp_group, True
+        self.tp_group = tp_group
+        self.tp_group_initialized = True
 
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
@@ -304,9 +314,11 @@ class Linear(TransformerEngineBaseModule):
         # A row-parallel bias is added once, after the sum over the ranks.
         fused = not self.return_bias and self.parallel_mode != "row"
         try:
-            given, wanted = inp.shape[-1], self.in_features
+            given = inp.shape[-1]
+            wanted = self.in_features
             require(given == wanted, f"GEMM not possible: the input has {given} features, not {wanted}", AssertionError)
-            weight, added = self.weight, bias if fused else None
+            weight = self.weight
+            added = bias if fused else None
             call = self._call(parallel, inp, weight, added, is_first_microbatch, (fp8_output, fp8_grad))
             if call.grad:
                 out = _Linear.apply(weight, inp, added, call)
@@ -347,12 +359,14 @@ def new_calls(
 
     `tracked`: autograd records the pass. `results`: whether the output and the gradient of the input are quantized.
     """
-    dtype, grad = module.activation_dtype, torch.is_grad_enabled()
+    dtype = module.activation_dtype
+    grad = torch.is_grad_enabled()
     assert dtype is not None
     if not module.fp8:
         return [Call(module, parallel, dtype, grad, first, None, name) for name in module.weight_names]
     recipe: Recipe = module.fp8_meta["recipe"]
-    override, context = recipe.backward_override, contextvars.copy_context() if tracked else None
+    override = recipe.backward_override
+    context = contextvars.copy_context() if tracked else None
     updates = registry_to_update() if tracked and override is None else None
     forward, backward = (module.quantizers[direction] for direction in SLOTS)
     found = []

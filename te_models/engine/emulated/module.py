@@ -44,14 +44,10 @@ SLOTS = {"scaling_fwd": ("input", "weight", "output"), "scaling_bwd": ("grad_out
 
 
 def make_quantizer(recipe: Recipe, slot: str, device: torch.device) -> Quantizer:
-    """Return the quantizer of a te.Linear's tensor under a recipe without state.
-
-    Args:
-        slot: one of `SLOTS`.
-        device: where the module's weight lies.
-    """
+    """Return the quantizer of one of a te.Linear's `SLOTS` under a recipe without state, for a weight on `device`."""
     forward = slot in SLOTS["scaling_fwd"]
-    dtype, result = fp8_dtype(recipe.fp8_format, forward), slot in ("output", "grad_input")
+    dtype = fp8_dtype(recipe.fp8_format, forward)
+    result = slot in ("output", "grad_input")
     operand = "fwd_weight" if slot == "weight" else "fwd_inp" if forward else "bwd_grad"
     if isinstance(recipe, MXFP8BlockScaling):
         return MXFP8Quantizer(dtype, with_2d_quantization=recipe.enable_2d_quantization and slot == "weight")
@@ -142,7 +138,8 @@ class TransformerEngineBaseModule(EmptyExtraState):
     ) -> None:
         """Set the sizes of this rank's share of a layer of these sizes."""
         ranks = self.tp_size = tp_size if group is None else torch.distributed.get_world_size(group)
-        self.parallel_mode, self.sequence_parallel = mode, sequence and ranks > 1
+        self.parallel_mode = mode
+        self.sequence_parallel = sequence and ranks > 1
         self.in_features = divide(inputs, ranks) if mode == "row" else inputs
         self.out_features = divide(outputs, ranks) if mode == "column" else outputs
 
@@ -289,7 +286,8 @@ class TransformerEngineBaseModule(EmptyExtraState):
 
     def init_fp8_metadata(self) -> None:
         """Bring the module's FP8 state in line with the active autocast."""
-        state, meta = FP8GlobalStateManager.quantization_state, self.fp8_meta
+        state = FP8GlobalStateManager.quantization_state
+        meta = self.fp8_meta
         # Assign only what changes, here and below: nn.Module's assignment takes the host microseconds.
         if self.fp8 != state.fp8_enabled:
             self.fp8 = state.fp8_enabled
@@ -297,7 +295,8 @@ class TransformerEngineBaseModule(EmptyExtraState):
             if self.fp8_initialized:
                 self.fp8_initialized = False
             return
-        recipe, old = FP8GlobalStateManager.get_fp8_recipe(), meta.get("recipe")
+        recipe = FP8GlobalStateManager.get_fp8_recipe()
+        old = meta.get("recipe")
         if self.fp8_initialized and (recipe is old or (recipe == old and repr(recipe) == repr(old))):
             return
         self.init_fp8_meta_tensors(recipe)
@@ -376,7 +375,8 @@ class TransformerEngineBaseModule(EmptyExtraState):
         state = FP8GlobalStateManager.quantization_state
         if not (self.fp8 or state.fp8_enabled):
             return
-        before, now = self._tracked, torch.is_grad_enabled()
+        before = self._tracked
+        now = torch.is_grad_enabled()
         if now != before:
             self._tracked = now
         if not in_backward() or state.restored_recomputes:
@@ -413,7 +413,8 @@ class TransformerEngineBaseModule(EmptyExtraState):
                 stacklevel=4,
             )
             return
-        recipe, expected = FP8GlobalStateManager.get_fp8_recipe(), weight._quantizer._get_compatible_recipe()
+        recipe = FP8GlobalStateManager.get_fp8_recipe()
+        expected = weight._quantizer._get_compatible_recipe()
         if not isinstance(recipe, expected):
             raise RuntimeError(
                 f"Recipe mismatch for 'weight': tensor supports recipe {expected.__name__}, but got "
@@ -435,7 +436,8 @@ class TransformerEngineBaseModule(EmptyExtraState):
         for key in DIRECTIONS:
             state = self.fp8_meta.get(key)
             if state is not None and state.scale.device != device:
-                state.scale, state.amax_history = state.scale.to(device), state.amax_history.to(device)
+                state.scale = state.scale.to(device)
+                state.amax_history = state.amax_history.to(device)
                 self.quantizers[key] = state.make_quantizers()
         return self
 

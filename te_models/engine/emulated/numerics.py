@@ -127,7 +127,8 @@ def decode_fp8(data: Tensor, dtype: DType) -> Tensor:
 
 def split_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Return x `[M, K]`, zero-padded to whole blocks, as `[M/bm, bm, K/bk, bk]`."""
-    (m, k), (bm, bk) = x.shape, block
+    m, k = x.shape
+    bm, bk = block
     if m % bm or k % bk:
         x = F.pad(x, (0, -k % bk, 0, -m % bm))
     return x.reshape(-(-m // bm), bm, -(-k // bk), bk)
@@ -166,7 +167,8 @@ def e8m0_from_amax(amax: Tensor, dtype: DType) -> Tensor:
     0 gives 0, infinity 254. A subnormal product of up to 2^-127 gives 0.
     """
     bits = (amax * INVERSE_MAX[dtype]).view(torch.int32)
-    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    exponent = bits >> 23
+    mantissa = bits & 0x7FFFFF
     up = torch.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
     return (exponent + up).clamp_(max=254).to(torch.uint8)
 

@@ -10,8 +10,6 @@ E2M1 number below, in steps of 2^-16, with random numbers from the quantizer's `
 one). Row scaling and "4over6" are not emulated.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch
@@ -225,7 +223,8 @@ class NVFP4Quantizer(Quantizer):
         self.generator = generator
 
     def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> Fields:
-        x, shape = as_matrix(tensor), tensor.shape
+        x = as_matrix(tensor)
+        shape = tensor.shape
         copies = self._fused if fused.active(x) else self._plain
         row, row_scale, row_amax, column, column_scale, column_amax = copies(x, rowwise, columnwise)
         if len(shape) != 2:

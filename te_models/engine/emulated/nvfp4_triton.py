@@ -1,7 +1,5 @@
 """Triton kernels for the cast and decoding of nvfp4.py, bit-identical; torch draws random numbers and transforms."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
@@ -49,7 +47,8 @@ def nvfp4_kernel(
     The largest of the first n_parts of `parts` is the amax of x, that of the next n_parts the transformed one's. The
     random words of the columns start at `col_noise`.
     """
-    p, q = tl.program_id(0), tl.program_id(1)
+    p = tl.program_id(0)
+    q = tl.program_id(1)
     i, j, at, mask = _tile(p, q, rows, cols)
     k = tl.arange(0, PARTS)
     half = (tl.arange(0, 2) * 4).to(tl.int32)
@@ -104,13 +103,15 @@ def nvfp4_decode_kernel(
     b_top, A_COL: tl.constexpr, B_COL: tl.constexpr,
 ):  # fmt: skip
     """Write both matrices of a product as BF16, and the factor of the product to `alpha`."""
-    tile, of_a = tl.program_id(0), tl.cdiv(a_rows, TILE) * tl.cdiv(a_cols, TILE)
+    tile = tl.program_id(0)
+    of_a = tl.cdiv(a_rows, TILE) * tl.cdiv(a_cols, TILE)
     if tile < of_a:
         _decode_tile(tile, a, a_scale, a_out, a_rows, a_cols, a_step, A_COL)
     else:
         _decode_tile(tile - of_a, b, b_scale, b_out, b_rows, b_cols, b_step, B_COL)
     if tile == 0:
-        left, right = tl.load(a_amax), tl.load(b_amax)
+        left = tl.load(a_amax)
+        right = tl.load(b_amax)
         left = tl.div_rn(left, tl.zeros_like(left) + a_top)
         tl.store(alpha, left * tl.div_rn(right, tl.zeros_like(right) + b_top))
 

@@ -13,8 +13,6 @@ quantized where each rank has whole blocks, else in high precision and quantized
 weight's amax is not reduced: under current scaling and NVFP4 each shard has a scale of its own.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any, NamedTuple, TypeVar
 
@@ -154,7 +152,8 @@ def _gather(x: Any, quantizer: Quantizer | None, group: ProcessGroup | None) -> 
 def _can_gather_quantized(shape: torch.Size, quantizer: Quantizer) -> bool:
     """Return True if each rank's data and scales are a part of the whole tensor's."""
     if isinstance(quantizer, Float8BlockQuantizer):
-        rows, columns = shape[:-1].numel(), shape[-1]
+        rows = shape[:-1].numel()
+        columns = shape[-1]
         return quantizer.block_scaling_dim == 1 and rows % BLOCK == 0 and columns % BLOCK == 0
     return quantizer.is_quantizable(torch.empty(shape, device="meta"))
 
@@ -163,7 +162,8 @@ def _gather_quantized(
     x: QuantizedTensorStorage, quantizer: Quantizer, group: ProcessGroup | None
 ) -> QuantizedTensorStorage:
     """Return the storage of all ranks' rows; per-tensor values (a scale, an amax) are this rank's."""
-    layout, found = _layout(x), []
+    layout = _layout(x)
+    found = []
     for name, value in zip(x._tensors, x.get_data_tensors(), strict=True):
         if not isinstance(x, Float8TensorStorage):
             wanted = quantizer.columnwise_usage if "columnwise" in name else quantizer.rowwise_usage

@@ -96,7 +96,8 @@ class Quantizer:
     def update_quantized(self, src: Tensor, dst: QuantizedTensorStorage) -> QuantizedTensorStorage:
         """Quantize `src` into the copies that `dst` has, and return `dst`."""
         usages = dst.get_usages()
-        shape, wanted = tuple(src.shape), tuple(dst._shape)
+        shape = tuple(src.shape)
+        wanted = tuple(dst._shape)
         require(shape == wanted, f"cannot quantize shape {shape} into shape {wanted}")
         for name, value in self._fields(src, usages["rowwise"], usages["columnwise"]).items():
             setattr(dst, f"_{name}", value)
@@ -193,7 +194,8 @@ class Float8Quantizer(_PerTensorQuantizer):
         if fused.active(tensor) and self.amax.device == tensor.device:
             return fused.cast_delayed(tensor, self.scale, self.amax, self.dtype)
         # Detached: autograd must not see the history change.
-        amax, scale = self.amax.detach(), self.scale.detach().reshape(1)
+        amax = self.amax.detach()
+        scale = self.scale.detach().reshape(1)
         if tensor.numel() and not are_short():
             torch.maximum(amax, numerics.amax(tensor).to(amax.device), out=amax)
         return numerics.cast_fp8(tensor, scale, self.dtype), scale.reciprocal()

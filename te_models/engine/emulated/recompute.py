@@ -6,8 +6,6 @@ and recomputes all of them when the first is needed. PyTorch's checkpoint does b
 torch.autocast of the first pass; this file adds te.autocast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
@@ -34,23 +32,30 @@ class Frame:
     """
 
     def __init__(self, function: Callable[..., object], contexts: Contexts, reentrant: bool) -> None:
-        self.function, self.contexts, self.reentrant = function, iter(contexts), reentrant
+        self.function = function
+        self.contexts = iter(contexts)
+        self.reentrant = reentrant
         self.fp8 = FP8GlobalStateManager.is_fp8_enabled()
         self.recipe = FP8GlobalStateManager.get_fp8_recipe() if self.fp8 else None
         state = FP8GlobalStateManager.quantization_state
-        self.first_module, self.scales = state.is_first_fp8_module, state.scales
+        self.first_module = state.is_first_fp8_module
+        self.scales = state.scales
         self.ran = False
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        state, recompute, self.ran = FP8GlobalStateManager.quantization_state, self.ran, True
+        state = FP8GlobalStateManager.quantization_state
+        recompute = self.ran
+        self.ran = True
         with ExitStack() as stack:
             for name in ("scales", "recompute_frame", "recompute_phase"):
                 stack.callback(setattr, state, name, getattr(state, name))
             stack.enter_context(next(self.contexts))
-            state.recompute_frame, state.recompute_phase = self, recompute
+            state.recompute_frame = self
+            state.recompute_phase = recompute
             if recompute:
                 # Backward may run in a thread of its own.
-                state.is_first_fp8_module, state.scales = self.first_module, self.scales
+                state.is_first_fp8_module = self.first_module
+                state.scales = self.scales
                 stack.enter_context(autocast(enabled=self.fp8, recipe=self.recipe))
             return self.function(*args, **kwargs)
 

@@ -1,7 +1,5 @@
 """te.RMSNorm: statistics, weight and product in FP32, one rounding at the end."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable
 
@@ -26,7 +24,8 @@ class _RMSNorm(torch.autograd.Function):
         """Return `gamma * r * x` of x `[T, H]` and weight `[H]`, of one dtype."""
         y, r = _normalized(x, weight, eps, zero_centered)
         ctx.save_for_backward(x, r, weight)
-        ctx.zero_centered, ctx.updates = zero_centered, updates
+        ctx.zero_centered = zero_centered
+        ctx.updates = updates
         return y
 
     @staticmethod
@@ -35,7 +34,8 @@ class _RMSNorm(torch.autograd.Function):
         (grad,) = grads
         x, r, weight = ctx.saved_tensors
         gamma = weight.float() + 1 if ctx.zero_centered else weight.float()
-        dy, y_hat = grad.float(), x.to(torch.float32, copy=True).mul_(r)
+        dy = grad.float()
+        y_hat = x.to(torch.float32, copy=True).mul_(r)
         dx = dw = None
         if ctx.needs_input_grad[1]:
             dw = weight_gradient(dy, x, y_hat).to(weight.dtype)
@@ -101,7 +101,8 @@ class RMSNorm(EmptyExtraState):
 
     def forward(self, input_: Tensor) -> Tensor:
         """Normalize a tensor whose trailing dimensions are the weight's."""
-        weight, shape = self.weight, input_.shape
+        weight = self.weight
+        shape = input_.shape
         if shape[len(shape) - weight.ndim :] != weight.shape:
             raise ValueError(
                 f"Input tensor (shape={tuple(shape)}) and weight tensor (shape={tuple(weight.shape)}) "
@@ -109,9 +110,12 @@ class RMSNorm(EmptyExtraState):
             )
         device = device_type(input_)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        x, gamma, how = input_.to(dtype), weight.to(dtype), (self.eps, self.zero_centered_gamma)
+        x = input_.to(dtype)
+        gamma = weight.to(dtype)
+        how = (self.eps, self.zero_centered_gamma)
         if (x.ndim, gamma.ndim) != (2, 1):
-            x, gamma = x.reshape(-1, gamma.numel()), gamma.reshape(-1)
+            x = x.reshape(-1, gamma.numel())
+            gamma = gamma.reshape(-1)
         if not torch.is_grad_enabled():
             y, _ = _normalized(x, gamma, *how)
             return y if y.ndim == len(shape) else y.view(shape)

@@ -106,7 +106,8 @@ def reciprocal_rms(x: Tensor, wide: Tensor, eps: float) -> Tensor:
     """
     if torch.compiler.is_exporting():
         return torch.rsqrt(wide.square().mean(dim=1, keepdim=True) + eps)
-    kernel, cols = Kernel.of("forward", x), x.shape[1]
+    kernel = Kernel.of("forward", x)
+    cols = x.shape[1]
     if not kernel.tuned:
         if _is_few(kernel, x):
             return torch.rsqrt(_fma(_squares_of_few_rows(kernel, wide), *_on_host(1.0 / cols, eps)))
@@ -117,7 +118,8 @@ def reciprocal_rms(x: Tensor, wide: Tensor, eps: float) -> Tensor:
     columns = (x.shape[0], cols // (kernel.lanes * kernel.width), kernel.warps, LANES * kernel.width)
     centered = (wide.view(columns) - mean[:, None]).view_as(wide)
     squares = _tree(_dot(kernel, centered, centered).view(by_warp))
-    mean, squares = mean[..., 0], squares[..., 0]
+    mean = mean[..., 0]
+    squares = squares[..., 0]
     count = per_warp
     while mean.shape[1] > 1:
         mean, squares, count = _merge(mean, squares, count)
@@ -126,14 +128,16 @@ def reciprocal_rms(x: Tensor, wide: Tensor, eps: float) -> Tensor:
 
 def input_gradient(dy: Tensor, gamma: Tensor, x: Tensor, y_hat: Tensor, r: Tensor) -> Tensor:
     """Return `r * (g dy - y_hat * mean(g dy y_hat))` in FP32 [T, H]; all arguments in FP32, but x, for its dtype."""
-    kernel, scaled = Kernel.of("backward", x), dy * gamma
+    kernel = Kernel.of("backward", x)
+    scaled = dy * gamma
     mean = kernel.row_sum(_dot(kernel, scaled, y_hat)) * _reciprocal(x.shape[1], x)
     return _add_product(scaled, -mean, y_hat).mul_(r)
 
 
 def weight_gradient(dy: Tensor, x: Tensor, y_hat: Tensor) -> Tensor:
     """Return `sum(dy * y_hat)` over rows as FP32 [H]; dy and y_hat in FP32 [T, H], x for its dtype."""
-    kernel, (rows, cols) = Kernel.of("backward", x), x.shape
+    kernel = Kernel.of("backward", x)
+    rows, cols = x.shape
     grid = kernel.grid_rows(rows, x.device)
     sums = dy.new_zeros(min(grid, rows + -rows % kernel.rows), cols)  # a block without rows adds zero
     for start in range(0, rows, max(1, grid)):
@@ -259,7 +263,8 @@ def _merge(mean: Tensor, squares: Tensor, count: int) -> tuple[Tensor, Tensor, i
 
     The counts are powers of two, so that scaling by them does not round.
     """
-    (mean_a, mean_b), (squares_a, squares_b) = mean.chunk(2, dim=1), squares.chunk(2, dim=1)
+    mean_a, mean_b = mean.chunk(2, dim=1)
+    squares_a, squares_b = squares.chunk(2, dim=1)
     delta = mean_a - mean_b
     return (mean_a + mean_b) * 0.5, squares_a + squares_b + delta * delta * (count / 2), 2 * count
 

@@ -1,7 +1,5 @@
 """Steps of generation on a CPU, which leave out the zeros that pad their few rows."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar

@@ -65,7 +65,8 @@ class Factor(NamedTuple):
 
 def hopper_matmul(a: Factor, b: Factor, promote: bool) -> Tensor:
     """Multiply a [M, K] by b [N, K] transposed: FP32 [M, N]. `promote` is split accumulation."""
-    rows, columns = a.values.shape[1], b.values.shape[1]
+    rows = a.values.shape[1]
+    columns = b.values.shape[1]
     step = max(1, _OUTPUTS // max(1, columns))
     parts = [_tile(a.of_rows(slice(start, start + step)), b, promote) for start in range(0, rows, step)]
     return torch.cat(parts) if parts else a.values.new_zeros(0, columns)
@@ -119,7 +120,8 @@ def _tile(a: Factor, b: Factor, promote: bool) -> Tensor:
             accumulator = _add_products(accumulator, terms, top)
             done += INSTRUCTION_K
             if promote and done % PROMOTION_K == 0:
-                total, accumulator = total + accumulator, torch.zeros_like(accumulator)
+                total = total + accumulator
+                accumulator = torch.zeros_like(accumulator)
     return total + accumulator
 
 

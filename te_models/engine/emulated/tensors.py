@@ -321,10 +321,12 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
         m, k = (-(-size // BLOCK) for size in self._matrix)
         if columnwise:
             data, scale = self._copy(False)
-            self._columnwise_data, self._columnwise_scale_inv = data.movedim(-1, 0), pad_to(scale[:m, :k].t(), 1, 4)
+            self._columnwise_data = data.movedim(-1, 0)
+            self._columnwise_scale_inv = pad_to(scale[:m, :k].t(), 1, 4)
         else:
             data, scale = self._copy(True)
-            self._rowwise_data, self._rowwise_scale_inv = data.movedim(0, -1), pad_to(scale[:k, :m].t(), 1, 4)
+            self._rowwise_data = data.movedim(0, -1)
+            self._rowwise_scale_inv = pad_to(scale[:k, :m].t(), 1, 4)
 
 
 class MXFP8TensorStorage(BlockStorage):
@@ -368,8 +370,9 @@ def like(matrix: Tensor, tensor: Tensor) -> Tensor:
 
 
 def pad_to(scale: Tensor, *multiples: int) -> Tensor:
-    """Return `scale` contiguous, with its dimensions zero-padded to whole multiples."""
-    pad = [p for size, step in zip(reversed(scale.shape), reversed(multiples), strict=True) for p in (0, -size % step)]
+    """Return `scale` contiguous, with its dimensions zero-padded to whole multiples; one of no rows stays so."""
+    sizes = zip(reversed(scale.shape), reversed(multiples), strict=True)
+    pad = [p for size, step in sizes for p in (0, -size % max(step, 1))]
     if any(pad):
         return torch.nn.functional.pad(scale, pad)
     return scale if scale.is_contiguous() else scale.contiguous()

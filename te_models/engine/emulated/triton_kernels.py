@@ -4,8 +4,6 @@ Roundings are done with integers, as in nvfp4.encode_e2m1, so that the Triton in
 machine) computes what a GPU does; divisions are `div_rn`, since Triton's own is approximate.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
@@ -92,7 +90,8 @@ def block_kernel(
     ROW: tl.constexpr, COL: tl.constexpr, TWO_D: tl.constexpr, POWER_OF_2: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
     """Cast 1x128 blocks along rows (ROW) and columns (COL), or one 128x128 block for both (TWO_D)."""
-    p, q = tl.program_id(0), tl.program_id(1)
+    p = tl.program_id(0)
+    q = tl.program_id(1)
     i, j, at, mask = _tile(p, q, rows, cols)
     v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     bits = magnitude_bits(v)
@@ -121,7 +120,8 @@ def block_kernel(
 @triton.jit
 def _store_padded(line, i, n, padded, value):
     """Store entry i of n; the last one is followed by zeros, up to `padded`, which is at most three more."""
-    at, end = i + tl.arange(0, 4), tl.where(i + 1 == n, padded, i + 1)
+    at = i + tl.arange(0, 4)
+    end = tl.where(i + 1 == n, padded, i + 1)
     tl.store(line + at, tl.where(at == i, value, 0.0), mask=at < end)
 
 
@@ -129,7 +129,8 @@ def _store_padded(line, i, n, padded, value):
 def _e8m0(amax_bits, inverse_max):
     """Compute numerics.e8m0_from_amax."""
     bits = (amax_bits.to(tl.float32, bitcast=True) * inverse_max).to(tl.int32, bitcast=True)
-    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    exponent = bits >> 23
+    mantissa = bits & 0x7FFFFF
     up = tl.where(exponent == 0, mantissa > 0x400000, mantissa > 0).to(tl.int32)
     return tl.minimum(exponent + up, 254)
 
@@ -151,7 +152,8 @@ def mx_kernel(
     v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     bits = magnitude_bits(v)
     # [128, 4] maxima along rows, [4, 128] along columns.
-    along, down = tl.max(tl.reshape(bits, (TILE, groups, 32)), 2), tl.max(tl.reshape(bits, (groups, 32, TILE)), 1)
+    along = tl.max(tl.reshape(bits, (TILE, groups, 32)), 2)
+    down = tl.max(tl.reshape(bits, (groups, 32, TILE)), 1)
     if TWO_D:
         both = tl.max(tl.reshape(along, (groups, 32, groups)), 1)
         along = tl.reshape(tl.broadcast_to(both[:, None, :], (groups, 32, groups)), (TILE, groups))
@@ -180,7 +182,8 @@ def decode_kernel(
     B_DOWN: tl.constexpr, B_ALONG: tl.constexpr, B_E5M2: tl.constexpr,
 ):  # fmt: skip
     """Write both matrices of a product as BF16: the first programs decode the tiles of a, the others those of b."""
-    tile, of_a = tl.program_id(0), tl.cdiv(a_rows, TILE) * tl.cdiv(a_cols, TILE)
+    tile = tl.program_id(0)
+    of_a = tl.cdiv(a_rows, TILE) * tl.cdiv(a_cols, TILE)
     if tile < of_a:
         _decode_tile(tile, a, a_scale, a_out, a_rows, a_cols, a_row_step, a_col_step, A_DOWN, A_ALONG, A_E5M2)
     else:
@@ -214,10 +217,13 @@ def update_kernel(
     table += tl.program_id(0) * 5
     history = tl.load(table).to(tl.pointer_type(tl.float32))
     scale = tl.load(table + 1).to(tl.pointer_type(tl.float32))
-    length, n = tl.load(table + 2).to(tl.int32), tl.load(table + 3).to(tl.int32)
+    length = tl.load(table + 2).to(tl.int32)
+    n = tl.load(table + 3).to(tl.int32)
     amax = amaxes + tl.load(table + 4) if REDUCED else history
-    i, j = tl.arange(0, LENGTH), tl.arange(0, N)
-    at, mask = i[:, None] * n + j[None, :], (i < length)[:, None] & (j < n)[None, :]
+    i = tl.arange(0, LENGTH)
+    j = tl.arange(0, N)
+    at = i[:, None] * n + j[None, :]
+    mask = (i < length)[:, None] & (j < n)[None, :]
     old = tl.load(history + at, mask=mask, other=0.0)
     following = tl.load(history + at + n, mask=mask & (i < length - 1)[:, None], other=0.0)
     newest = tl.load(amax + j, mask=j < n, other=0.0)

@@ -53,7 +53,7 @@ class TEModelsDecoderConfig(PretrainedConfig):
     """
 
     model_type = "te_models_decoder"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
 
     def __init__(
         self,

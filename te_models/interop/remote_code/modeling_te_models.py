@@ -8,9 +8,11 @@ Shapes: B batch, S sequence, D hidden_size, A attention heads, K key/value heads
 intermediate_size.
 """
 
+import inspect
 import math
 from collections.abc import Callable
-from functools import partial
+from dataclasses import fields
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -28,6 +30,22 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
 }
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
+CACHE = fields(BaseModelOutputWithPast)[1].name  # "cache" since transformers 5.24, "past_key_values" before
+
+
+def cache_by_either_name(method: Callable) -> Callable:
+    """Let a method take a cache as `cache` and as `past_key_values`; its signature says what transformers looks for."""
+    signature = inspect.signature(method)
+    own = "cache" if "cache" in signature.parameters else CACHE
+    (other,) = {"cache", "past_key_values"} - {own}
+
+    @wraps(method)
+    def call(*args: object, **options: object) -> object:
+        return method(*args, **{own: options.pop(other)}, **options) if other in options else method(*args, **options)
+
+    shown = [p.replace(name=CACHE) if p.name == own else p for p in signature.parameters.values()]
+    call.__signature__ = signature.replace(parameters=shown)  # type: ignore[missing-attribute]
+    return call
 
 
 def choose(table: dict[str, Any], option: str, value: str) -> Any:
@@ -318,7 +336,7 @@ class TEModelsDecoderPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["TEModelsDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
     _supports_sdpa = True
     _supports_cache_class = True
     _supports_static_cache = True
@@ -345,18 +363,13 @@ class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embed_tokens = value
-
+    @cache_by_either_name
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -374,9 +387,9 @@ class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
         options, multiplier = self.config.options, self.config.options["embedding_multiplier"]
         if multiplier != 1:  # rounded to the dtype of the activations
             x = x * torch.tensor(multiplier, dtype=x.dtype, device=x.device)
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
-        count, past = x.shape[1], 0 if past_key_values is None else past_key_values.get_seq_length()
+        if use_cache and cache is None:
+            cache = DynamicCache()
+        count, past = x.shape[1], 0 if cache is None else cache.get_seq_length()
         steps = kwargs.get("cache_position")  # which transformers 4 gives
         steps = torch.arange(count, device=x.device) + past if steps is None else steps
         if position_ids is not None:
@@ -387,20 +400,16 @@ class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
             positions = steps[None]
         rotary = {sliding: rope.tables(positions, x.dtype) for sliding, rope in self.ropes.items()}
         scale = self.query_scale(positions, x.dtype)
-        masks = Masks(count, steps[0], options["sliding_window"], attention_mask, past_key_values is not None, x.device)
+        masks = Masks(count, steps[0], options["sliding_window"], attention_mask, cache is not None, x.device)
         states = [x]
         for layer, block in enumerate(self.layers):
-            arguments = (rotary[self.config.slides(layer)], scale, masks, past_key_values, steps)
+            arguments = (rotary[self.config.slides(layer)], scale, masks, cache, steps)
             run = partial(self._gradient_checkpointing_func, block.__call__) if recompute else block
             x = run(x, *arguments)
             states.append(x)
         x = self.norm(x)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        output = BaseModelOutputWithPast(
-            last_hidden_state=x,
-            past_key_values=past_key_values if use_cache else None,
-            hidden_states=(*states[:-1], x) if wanted else None,
-        )
+        output = BaseModelOutputWithPast(x, cache if use_cache else None, (*states[:-1], x) if wanted else None)
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     def query_scale(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -423,18 +432,6 @@ class TEModelsDecoderForCausalLM(TEModelsDecoderPreTrainedModel, GenerationMixin
         self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.embed_tokens = value
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.lm_head = new_embeddings
-
     def tie_weights(  # type: ignore[bad-override]  # its arguments differ between versions
         self, missing_keys: set[str] | None = None, **options: Any
     ) -> None:
@@ -445,29 +442,33 @@ class TEModelsDecoderForCausalLM(TEModelsDecoderPreTrainedModel, GenerationMixin
                 missing_keys.add("lm_head.weight")
         super().tie_weights(**options)
 
+    @cache_by_either_name
     def prepare_inputs_for_generation(  # type: ignore[bad-override]  # its arguments differ between versions
-        self, input_ids: Tensor, past_key_values: Any = None, inputs_embeds: Tensor | None = None, **kwargs: Any
+        self, input_ids: Tensor, cache: Any = None, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """Leave out the cache where the longest text gets LongRoPE's other angles, as transformers does for Phi-3."""
         rope = self.model.ropes[False]
-        if rope.kind == "longrope" and past_key_values is not None and past_key_values.get_seq_length():
-            mask, new = kwargs.get("attention_mask"), input_ids.shape[1] - past_key_values.get_seq_length()
+        if rope.kind == "longrope" and cache is not None and cache.get_seq_length():
+            mask, new = kwargs.get("attention_mask"), input_ids.shape[1] - cache.get_seq_length()
             length = input_ids.shape[1] if mask is None else int(mask.sum(-1).max())
             if length - new <= rope.original < length:
-                past_key_values = None  # and all tokens are passed
+                cache = None  # and all tokens are passed
                 kwargs.update(dict.fromkeys(kwargs.keys() & {"next_sequence_length"}))
                 if kwargs.get("cache_position") is not None:
                     kwargs["cache_position"] = torch.arange(input_ids.shape[1], device=input_ids.device)
-        kwargs.update(past_key_values=past_key_values, inputs_embeds=inputs_embeds)
+        kwargs.update({CACHE: cache, "inputs_embeds": inputs_embeds})
         prepare = super().prepare_inputs_for_generation
         return prepare(input_ids, **kwargs)  # type: ignore[bad-argument-type]  # its protocol lacks properties
 
+    generate = cache_by_either_name(GenerationMixin.generate)
+
+    @cache_by_either_name
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -478,7 +479,7 @@ class TEModelsDecoderForCausalLM(TEModelsDecoderPreTrainedModel, GenerationMixin
     ) -> Any:
         """Take the arguments of transformers' decoders; attentions are not returned."""
         output = self.model(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_hidden_states,
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, output_hidden_states,
             return_dict=True, **kwargs,
         )  # fmt: skip
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
@@ -492,7 +493,5 @@ class TEModelsDecoderForCausalLM(TEModelsDecoderPreTrainedModel, GenerationMixin
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        found = CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
-        )
+        found = CausalLMOutputWithPast(loss, logits, getattr(output, CACHE), output.hidden_states)
         return found if (self.config.return_dict if return_dict is None else return_dict) else found.to_tuple()
