@@ -109,7 +109,7 @@ def product(
         total = parallel.gather_input(x)  # those of all ranks under sequence parallelism
         if w is weight and bias is None and not call.grad and len(total) <= PACKED_ROWS:
             kept = call.module.packed_weight(call.weight_name, w, call.first_microbatch)
-            if kept is not None and len(total) <= PACKED_ROWS:
+            if kept is not None:
                 return packed_matmul(total, kept), x, w
         return matmul(total, w.t(), None if bias is None else bias.to(call.dtype)), x, w
 
