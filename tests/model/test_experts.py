@@ -68,7 +68,8 @@ def test_padding_chooses_no_expert() -> None:
     chosen = choose(logits, None, real, settings())
     assert chosen[1].tolist() == [5, 5] and (chosen[[0, 2]] < 5).all()
     where, those = places(chosen, 5, 4), places(chosen[[0, 2]], 5, 4)
-    found, alone = describe(logits, where.counts, real), describe(logits[[0, 2]], those.counts, None)
+    found = describe(logits, where.counts, real, settings())
+    alone = describe(logits[[0, 2]], those.counts, None, settings())
     for one, other in zip(found, alone, strict=True):
         torch.testing.assert_close(one, other)
     assert where.row[1].tolist() == [len(where.token)] * 2
@@ -221,8 +222,8 @@ def test_losses_of_the_routers() -> None:
     assert_same_bits("loss in evaluation", evaluated.loss, plain.eval()(ids, labels=ids).loss)
     assert evaluated.routing is not None and model(ids).routing is None
     even = torch.eye(5).repeat(4, 1) * 3
-    chosen = choose(even, None, None, settings(num_experts_per_tok=1))
-    where = describe(even, places(chosen, 5, 1).counts, None)
+    moe = settings(num_experts_per_tok=1)
+    where = describe(even, places(choose(even, None, None, moe), 5, 1).counts, None, moe)
     routing = Routing()
     routing.layers.append(where)
     report = routing.take()

@@ -413,13 +413,13 @@ def test_the_benchmark_runs_and_its_estimate_is_one_of_costs() -> None:
                               cache=True,
                               edges=True, graph=True)  # fmt: skip
     assert scaling.step_seconds(Parallel(), args, SHAPE)["seconds"] > 0
-    layer = scaling.ExpertLayer()
+    layer = scaling.ExpertLayer(0.02)
     alone, inside, between = (
-        scaling.estimate_experts(*way, scaling.Assumptions(), layer) for way in ((1, 1, 8), (8, 8, 8), (64, 64, 8))
+        scaling.estimate_experts(*way, scaling.Assumptions(0.16, 0.02), layer) for way in ((1, 1, 8), (8, 8, 8), (64, 64, 8))
     )
     assert alone["worst"] == 1 > inside["worst"] > between["worst"]
     # Seven eighths of the rows leave a GPU, and no weight does.
     assert inside["weights"] == 0 and inside["rows"] == pytest.approx(4 * 16384 * 8 * 2048 * 2 * 7 / 8 / 360e9)
-    kept = [scaling.estimate(gpus, 1, scaling.Assumptions()) for gpus in (2, 8, 64, 1000)]
+    kept = [scaling.estimate(gpus, 1, scaling.Assumptions(0.16, 0.02)) for gpus in (2, 8, 64, 1000)]
     assert all(row["worst"] < row["best"] <= 1 for row in kept)
     assert [row["worst"] for row in kept] == sorted((row["worst"] for row in kept), reverse=True)
