@@ -30,23 +30,16 @@ from te_models.errors import TeModelsError, one_line, unknown
 
 # torchao, which peft and lm-evaluation-harness import, logs its missing kernels and its use of torch's registry.
 QUIET = ("torchao", "torch.utils._pytree")
-# What libraries read when torch is imported, unless the user has set one of the variables.
-ENVIRONMENT = {
-    # Turns for which an idle thread of OpenMP spins before it sleeps. libgomp's own 300,000 keep a core for
-    # milliseconds that the thread it waits for may need: beside other work a step took twenty times as long as alone.
-    ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"): "2000",
-    # With PyTorch's segments of fixed size, the inputs that blocks keep lie scattered among what was temporary: 49 GiB
-    # of tensors filled 78 GiB when Qwen3.5-35B-A3B was tuned with adapters.
-    ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"): "expandable_segments:True",
-}
+# Turns for which an idle thread of OpenMP spins before it sleeps. libgomp's own 300,000 keep a core for milliseconds
+# that the thread it waits for may need: beside other work a step of training took twenty times as long as alone.
+SPINS = "2000"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    for names, value in ENVIRONMENT.items():
-        if not any(name in os.environ for name in names):
-            os.environ[names[0]] = value
+    if "OMP_WAIT_POLICY" not in os.environ:  # a choice of the user's own
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # OpenMP reads it when torch is imported
     try:
         with _plain_warnings():
             code = cli.main(words, prog_name="te-models", standalone_mode=False, obj=shlex.join(["te-models", *words]))

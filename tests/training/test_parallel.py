@@ -415,7 +415,8 @@ def test_the_benchmark_runs_and_its_estimate_is_one_of_costs() -> None:
     assert scaling.step_seconds(Parallel(), args, SHAPE)["seconds"] > 0
     layer = scaling.ExpertLayer(0.02)
     alone, inside, between = (
-        scaling.estimate_experts(*way, scaling.Assumptions(0.16, 0.02), layer) for way in ((1, 1, 8), (8, 8, 8), (64, 64, 8))
+        scaling.estimate_experts(*way, scaling.Assumptions(0.16, 0.02), layer)
+        for way in ((1, 1, 8), (8, 8, 8), (64, 64, 8))
     )
     assert alone["worst"] == 1 > inside["worst"] > between["worst"]
     # Seven eighths of the rows leave a GPU, and no weight does.
