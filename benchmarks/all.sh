@@ -1,6 +1,7 @@
 #!/bin/sh
-# The H200 figures in README and docs, into the folder $1: a GPU with Transformer Engine, TRL and pytest, about 30
-# minutes and those of soak, parity and the journeys; with a second GPU 7 more. Nothing else may run beside it.
+# The figures of README and docs, into the folder $1: a GPU with Transformer Engine, TRL, flash-linear-attention and
+# pytest. It takes about 30 minutes, and those of soak, parity, random runs and the journeys, and 25 for hybrids and
+# experts; with a second GPU more. Nothing else may run beside it.
 set -u
 out=${1:?usage: benchmarks/all.sh FOLDER}
 cd "$(dirname "$0")/.." && mkdir -p "$out" && export PYTHONPATH=.
@@ -27,9 +28,17 @@ python3 benchmarks/engine_parity.py --out "$out/engine_parity.json"
 python3 benchmarks/resume_parity.py --out "$out/resume_parity.json"
 python3 -m benchmarks.serving_parity --model gated-nano --out "$out/serving_parity.json"
 python3 benchmarks/soak.py --out "$out/soak.json" --figure "$out/soak.png"
+python3 benchmarks/calibration.py --out "$out/calibration.json"
+python3 benchmarks/delta_rule_tuning.py --heads 16x32 --out "$out/delta_rule_fixed.json"
+python3 benchmarks/kinds_speed.py --seconds 1500 --out "$out/kinds.json"
+python3 benchmarks/lora_experts.py --out "$out/lora_experts.json"
+python3 benchmarks/twin_curves.py --out "$out/twin_curves.json"
+python3 benchmarks/random_runs.py --count 150 --seed 1 --out "$out/random_runs.json"
 TE_MODELS_RESULTS="$out/journeys.json" python3 -m pytest -q -m gpu tests/test_journeys.py
 
 [ "$(nvidia-smi --list-gpus | wc -l)" -ge 2 ] || exit 0
+python3 benchmarks/expert_parallel.py --out "$out/expert_parallel.json"
+python3 benchmarks/random_runs.py --count 150 --seed 2 --gpus 2 --out "$out/random_runs_x2.json"
 two="torchrun --nproc-per-node 2 benchmarks/scaling.py run --recipe delayed"
 lean="--no-reshard --reduce-dtype bfloat16"
 $two --preset gated-1b --warm-up 7
