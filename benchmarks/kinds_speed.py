@@ -1,6 +1,6 @@
 """Hybrids and mixtures of experts beside transformers: forward and backward, memory, decoding, in one process.
 
-    python benchmarks/kinds_speed.py --out benchmarks/results/kinds_h200.json     # on a GPU, about 5 minutes
+    python benchmarks/kinds_speed.py --out benchmarks/results/kinds_h200.json     # on a GPU, about 15 minutes
     python benchmarks/kinds_speed.py --tiny                                       # anywhere: does it work?
 
 Random weights of Qwen3.5-2B, and slices of Qwen3.5-9B (4 layers), Qwen3-30B-A3B (4) and Mixtral (2), whose recipes have
@@ -65,7 +65,7 @@ WARM_UP, TIMED = 5, 7
 @click.option("--tiny", is_flag=True, help="Shrunken shapes: a test of this program, not a measurement.")
 @click.option("--shapes", default=",".join(SHAPES), show_default=True)
 @click.option("--recipes", default=",".join(RECIPES), show_default=True)
-@click.option("--seconds", default=420.0, show_default=True, help="No variant starts after this many.")
+@click.option("--seconds", default=1500.0, show_default=True, help="No variant starts after this many.")
 @click.option("--decode/--no-decode", default=True, help="Measure generation at batch 1 too.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON file, written after every variant.")
 def main(tiny: bool, shapes: str, recipes: str, seconds: float, decode: bool, out: Path | None) -> None:

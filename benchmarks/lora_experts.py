@@ -1,6 +1,6 @@
 """Tune Qwen3.5-35B-A3B with adapters on attention and all experts, its frozen weights in FP8: tokens/s, peak, plan.
 
-    python benchmarks/lora_experts.py --out benchmarks/results/lora_experts_h200.json   # on one GPU, at most 3 minutes
+    python benchmarks/lora_experts.py --out benchmarks/results/lora_experts_h200.json   # on one GPU
     python benchmarks/lora_experts.py --tiny                                            # anywhere: does it work?
 
 Random weights of the whole model; where its planned memory does not fit on the GPU, of as many layers as do, a multiple

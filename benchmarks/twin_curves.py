@@ -1,6 +1,6 @@
 """A hybrid and its dense twin: as many parameters, the same data, in BF16 and FP8.
 
-    python benchmarks/twin_curves.py --out benchmarks/results/twin_curves_h100.json      # on a GPU, 3 minutes
+    python benchmarks/twin_curves.py --out benchmarks/results/twin_curves_h100.json      # on a GPU
     python benchmarks/twin_curves.py --tiny --out twins.json                             # anywhere: does it work?
 
 Both are gated-124m; the hybrid has three Gated DeltaNet layers to one of gated attention. All runs share the GPU, so
