@@ -107,7 +107,7 @@ def product(
         w = _high_precision(weight, call.dtype)
         x = as_matrix(x)  # [T, I]
         total = parallel.gather_input(x)  # those of all ranks under sequence parallelism
-        if w is weight and bias is None and not call.grad and len(total) <= PACKED_ROWS:
+        if w is weight and bias is None and not call.grad and total.shape[0] <= PACKED_ROWS:
             kept = call.module.packed_weight(call.weight_name, w, call.first_microbatch)
             if kept is not None:
                 return packed_matmul(total, kept), x, w
