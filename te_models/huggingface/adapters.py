@@ -22,6 +22,7 @@ from te_models.huggingface.expert_adapters import AdaptedWeight, Alias, Shown, S
 from te_models.interop.hf import Place, expert_places, module_places
 from te_models.interop.hf_expert_families import dropped_by_peft
 from te_models.interop.hf_families import Family, family_for, family_of
+from te_models.kernels.elementwise import ScaledEmbedding
 
 
 class Rows(nn.Linear):
@@ -107,6 +108,22 @@ class DividedLinear(nn.Module):
         return self.base_layer
 
 
+def _blank(dressed: Callable[[type[nn.Module]], type[nn.Module]], kind: type[nn.Module]) -> nn.Module:
+    """Return a module of the class that `dressed` makes of an engine's, for a pickle or a copy to fill."""
+    made = dressed(kind)
+    return made.__new__(made)
+
+
+def _dressed(kind: type[nn.Module], base: type[nn.Module], how: Callable[..., type[nn.Module]], **more: object) -> type:
+    """Return an engine's class as a subclass of `base` too, whose modules can be pickled: no name leads to it."""
+
+    def reduce(module: nn.Module, protocol: object) -> tuple[object, ...]:
+        return _blank, (how, kind), object.__reduce_ex__(module, 2)[2]
+
+    about = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__reduce_ex__": reduce}
+    return type(kind.__name__, (kind, base), about | more)
+
+
 @functools.cache
 def _grouped(kind: type[nn.Module]) -> type[nn.Module]:
     """Return an engine's te.GroupedLinear as a module that peft adapts, though no linear that "all-linear" names.
@@ -114,14 +131,16 @@ def _grouped(kind: type[nn.Module]) -> type[nn.Module]:
     peft takes the target "down_proj" of an expert of all tokens for the te.GroupedLinear of that name too, and refuses
     modules that it does not know. `place_adapters` removes the layer that it makes for an embedding of one element.
     """
-    about = {"__doc__": kind.__doc__, "__module__": kind.__module__, "num_embeddings": 1, "embedding_dim": 1}
-    return type(kind.__name__, (kind, nn.Embedding), about)
+    return _dressed(kind, nn.Embedding, _grouped, num_embeddings=1, embedding_dim=1)
 
 
 @functools.cache
 def _linear(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return an engine's te.Linear as a subclass of nn.Linear too."""
-    return type(kind.__name__, (kind, nn.Linear), {"__doc__": kind.__doc__, "__module__": kind.__module__})
+    """Return an engine's te.Linear as a subclass of nn.Linear too, whose missing bias is None as there.
+
+    It is an empty tensor in Transformer Engine, which peft would subtract from the output under DoRA.
+    """
+    return _dressed(kind, nn.Linear, _linear, bias=property(lambda linear: linear._parameters.get("bias")))
 
 
 Placed = dict[str, Callable[..., nn.Module]]  # te module -> what stands in its place once peft may adapt it
@@ -149,6 +168,15 @@ def show_linears(model: CausalLM) -> Placed:
         _add(model.get_submodule(parent), below, functools.partial(Rows, linear, place))
     placed: Placed = {ours: functools.partial(DividedLinear, names=names) for ours, names in found.items()}
     return placed | _show_parameters(model, places, family is not None and family.stacked)
+
+
+def show_embedding(model: CausalLM) -> None:
+    """Let a model's embedding scale its rows where transformers' does: vectors in their place are scaled too then."""
+    family, embedding = _places(model)[1], model.embed_tokens
+    if family is not None and family.scaled_vectors and type(embedding) is nn.Embedding:
+        object.__setattr__(embedding, "__class__", ScaledEmbedding)
+        assert isinstance(embedding, ScaledEmbedding)
+        embedding.factor, model.embedding_multiplier = model.config.embedding_multiplier, 1.0
 
 
 def _add(part: nn.Module, name: str, make: Callable[[], nn.Module]) -> None:

@@ -24,7 +24,7 @@ from te_models.errors import UsageError
 from te_models.files.formats import Fields, list_some, parse_size
 from te_models.fp8.region import saving
 from te_models.generation.decode_loop import te_linears
-from te_models.huggingface.adapters import Head, place_adapters, show_linears
+from te_models.huggingface.adapters import Head, place_adapters, show_embedding, show_linears
 from te_models.huggingface.cache import INSTALLED, NAMES, CacheView, cache_by_either_name, refuse_other_states
 from te_models.huggingface.config import TEModelsConfig
 from te_models.huggingface.saving import add_prefix, leave_out_empty, save_model
@@ -69,6 +69,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             model = CausalLM(config.model_config(), **given)
         self.model = model
         self._rows, self.head = show_linears(model), Head(model)
+        show_embedding(model)
         if model.origin.generation is not None:
             self.generation_config = GenerationConfig.from_dict(dict(model.origin.generation))
         self.register_state_dict_post_hook(leave_out_empty)
@@ -146,7 +147,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             position_ids: int64 [B or 1, S], positions for RoPE. Without mask and cache, a position that does not follow
                 the one before it begins a new document, outside of which attention sees nothing.
             cache: a cache of transformers, which is extended; also as `past_key_values`.
-            inputs_embeds: [B, S, D] instead of input_ids.
+            inputs_embeds: [B, S, D] instead of input_ids, as `get_input_embeddings()` returns them: Gemma's are scaled.
             labels: int64 [B, S], not shifted; -100 is not counted, nor is what padding would predict.
             use_cache: return a cache; by default in evaluation without labels, if the config says so.
             logits_to_keep: compute the logits of this many of the newest positions (0: of all), or of these positions.

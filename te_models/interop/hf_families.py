@@ -122,7 +122,7 @@ _MISTRAL3: Fields = dict(
 )  # fmt: skip
 _CAUSAL = {"use_bidirectional_attention": (None, False)}
 _GEMMA3: Fields = dict(
-    layer=both_normed(NORMED_LAYER, GEMMA_NORMS),
+    scaled_vectors=True, layer=both_normed(NORMED_LAYER, GEMMA_NORMS),
     parts=(GEMMA3_ROPE, GELU, biases(), QUERY_SCALAR, EMBEDDING_ROOT, same("final_logit_softcapping")),
     constants={**GEMMA, "qk_norm": True},
     defaults={**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
@@ -332,6 +332,7 @@ FAMILIES = (
     Family(
         model_type="gemma", architecture="GemmaForCausalLM", models="Gemma 1", layer=LAYER,
         parts=(ROPE, GEMMA_ACT, biases(), EMBEDDING_ROOT), constants={**UNGATED, "zero_centered_norm": True},
+        scaled_vectors=True,
         defaults={"num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
                   "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
                   "hidden_act": "gelu_pytorch_tanh"},
@@ -343,7 +344,7 @@ FAMILIES = (
         layer=both_normed(LAYER, GEMMA_NORMS),
         parts=(ROPE, SECOND_IS_FULL, GELU, biases(), QUERY_SCALAR, EMBEDDING_ROOT,
                same("attn_logit_softcapping", "final_logit_softcapping")),
-        constants=GEMMA,
+        constants=GEMMA, scaled_vectors=True,
         defaults={**_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
                   "final_logit_softcapping": 30.0},
         accepts=whole_heads, only={**NO_DROPOUT, **_CAUSAL}, ignored=frozenset(("hidden_act", "sliding_window_size")),

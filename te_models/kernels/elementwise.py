@@ -155,6 +155,24 @@ def scaled_logits(logits: Tensor, divisor: float, cap: float | None) -> Tensor:
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
+class ScaledEmbedding(nn.Embedding):
+    """An embedding that multiplies its rows itself, as that of Gemma in transformers."""
+
+    factor: float
+
+    @property
+    def embed_scale(self) -> Tensor:
+        """The factor, a scalar; peft looks for it and multiplies what an adapter adds."""
+        return self.weight.new_tensor(self.factor)
+
+    def scaled(self, rows: Tensor) -> Tensor:
+        return rows * rounded(self.factor, rows.dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the scaled rows of ids [...]: [..., D]."""
+        return self.scaled(super().forward(input))
+
+
 def embedding(module: nn.Module, ids: Tensor) -> Tensor:
     """Return the rows of an nn.Embedding, or of the module in its place, for ids [...]: [..., D]."""
     return module(ids)

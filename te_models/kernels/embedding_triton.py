@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from te_models.device.autograd import Context
+from te_models.kernels.elementwise import ScaledEmbedding
 
 ROWS, COLUMNS = 4, 2048  # read at a time: mostly one row, and then all of it
 
@@ -60,6 +61,7 @@ class _Embedding(torch.autograd.Function):
 
 def embedding(module: nn.Module, ids: Tensor) -> Tensor:
     """Return module(ids); with the backward above where the module is PyTorch's own, and trains."""
-    if type(module) is nn.Embedding and module.weight.requires_grad and torch.is_grad_enabled():
-        return _Embedding.apply(ids, module.weight)
+    if type(module) in (nn.Embedding, ScaledEmbedding) and module.weight.requires_grad and torch.is_grad_enabled():
+        rows = _Embedding.apply(ids, module.weight)
+        return module.scaled(rows) if isinstance(module, ScaledEmbedding) else rows
     return module(ids)

@@ -148,6 +148,7 @@ class Decoder(nn.Module):
         self.kernels = get_kernels(self.te, device, compile=self.compile_mode, fused=self.fused)
         table = torch.empty(config.vocab_size, config.hidden_size, device=where, dtype=dtype)
         self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
+        self.embedding_multiplier = config.embedding_multiplier  # 1.0 where the embedding is a ScaledEmbedding
         self.layers = nn.ModuleList()
         for layer, spec in enumerate(self.specs):
             self.layers.append(Block(spec, layer, factory, config.residual_multiplier))
@@ -360,7 +361,7 @@ class Decoder(nn.Module):
     def _embedded(self, tokens: Tensor, context: ForwardContext) -> Tensor:
         """Return ids [B, S] or vectors [B, S, D] as [B*S, D], zero at padding."""
         x = (self.kernels.embedding(self.embed_tokens, tokens) if tokens.dim() == 2 else tokens).flatten(0, 1)
-        x = x if (multiplier := rounded(self.config.embedding_multiplier, self.dtype)) == 1 else x * multiplier
+        x = x if (multiplier := rounded(self.embedding_multiplier, self.dtype)) == 1 else x * multiplier
         return x if context.real is None else x * context.real
 
     def _run(self, layers: range, x: Tensor, context: ForwardContext) -> Tensor:

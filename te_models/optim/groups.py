@@ -14,6 +14,7 @@ from itertools import accumulate
 from torch import Tensor, nn
 
 from te_models.config.layer import Role
+from te_models.kernels.elementwise import ScaledEmbedding
 from te_models.model.part import BlockPart
 from te_models.optim.state_tensors import Group
 
@@ -70,7 +71,7 @@ def groups(model: nn.Module, weight_decay: float, matrices: bool) -> list[Group]
 
 def _structure(module: nn.Module) -> Iterator[tuple[Tensor, list[tuple[Role, int]]]]:
     """Yield the weights of this module as (weight, [(role, rows), ...] from its first row to its last)."""
-    if type(module) is nn.Embedding:
+    if type(module) in (nn.Embedding, ScaledEmbedding):
         yield module.weight, [("embedding", module.num_embeddings)]
     elif isinstance(module, BlockPart):
         for linear in module.spec.linears:

@@ -1,6 +1,7 @@
 """peft's own adapters on a TEModelsForCausalLM: named, computed and saved as on the model of transformers."""
 
 import copy
+import pickle
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -340,8 +341,19 @@ def test_what_only_a_causal_lm_takes_is_refused(pair: Callable[..., Any], tmp_pa
         lora.load_lora(ours, tmp_path)
 
 
-def test_adapters_on_the_embedding(pair: Callable[..., Any], tmp_path: Path) -> None:
+def test_dora_is_that_on_the_model_of_transformers_and_is_pickled(pair: Callable[..., Any]) -> None:
     models = pair("llama")
+    theirs = peft.get_peft_model(copy.deepcopy(models.theirs), config("some", use_dora=True))
+    ours = peft.get_peft_model(load(models.folder), config("some", use_dora=True))
+    fill(theirs, ours)
+    logits = ours(input_ids=IDS).logits
+    torch.testing.assert_close(logits, theirs(input_ids=IDS).logits, **CLOSE)
+    assert torch.equal(pickle.loads(pickle.dumps(ours))(input_ids=IDS).logits, logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_adapters_on_the_embedding(family: str, pair: Callable[..., Any], tmp_path: Path) -> None:
+    models = pair(family)
     targets = peft.LoraConfig(r=4, target_modules=["embed_tokens", "k_proj"])
     theirs = peft.get_peft_model(copy.deepcopy(models.theirs), targets)
     ours = peft.get_peft_model(load(models.folder), targets)
