@@ -33,7 +33,7 @@ from te_models.model.options import BuildOptions, LoadOptions, ModelOptions, Pus
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.precision_plan import PlanRow, PrecisionPlan
 from te_models.saving.pretrained import read_pretrained, write_pretrained
-from te_models.saving.state_dict import keep_fp8_state, save_tie_once
+from te_models.saving.state_dict import keep_fp8_state, save_tie_once, tie_head
 from te_models.serving.export import Export, export
 
 
@@ -60,7 +60,7 @@ class CausalLM(Decoder):
     def tie_weights(self) -> None:
         """Tie the head to the embedding's table again after one of Hugging Face's loaders has separated them."""
         if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+            tie_head(self)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Return the number of parameters on all ranks, counting tied ones once; transformers.Trainer calls it."""

@@ -72,7 +72,9 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         show_embedding(model)
         if model.origin.generation is not None:
             self.generation_config = GenerationConfig.from_dict(dict(model.origin.generation))
-        self.register_state_dict_post_hook(leave_out_empty)
+        norms = (module for module in model.modules() if isinstance(module, model.te.RMSNorm))
+        for module in (self, *norms):  # peft trains copies of norms, whose names it looks for among those of the model
+            module.register_state_dict_post_hook(leave_out_empty)
         self.register_load_state_dict_pre_hook(add_prefix)
         self._weights_pass: bool | None = None  # is_first_microbatch of the next forward pass
         self.post_init()

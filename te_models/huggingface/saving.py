@@ -105,6 +105,6 @@ def leave_out_empty(model: nn.Module, state: Fields, prefix: str, metadata: obje
 
     accelerate sets tensors by name and supports only parameters and buffers.
     """
-    for name in [name for name in state if name.startswith(prefix) and name.endswith(f".{EXTRA}")]:
+    for name in [name for name in state if name.startswith(prefix) and name.rpartition(".")[2] == EXTRA]:
         if isinstance(state[name], Tensor) and not state[name].numel():
             del state[name]

@@ -148,7 +148,7 @@ EXPERT_FAMILIES = (
 )  # fmt: skip
 
 # Linears that peft 0.21 takes for experts in any model of an architecture that can have them (convert_peft_config_moe).
-_CONVERTED = ("qwen3_next", "afmoe", "glm4_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+_CONVERTED = ("qwen3_next", "afmoe", "glm4_moe", "glm4_moe_lite", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 _TAKEN = ("gate_proj", "up_proj", "down_proj")
 
 

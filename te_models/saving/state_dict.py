@@ -37,7 +37,12 @@ def _restore_tie(model: nn.Module, state: State, prefix: str, *others: object) -
 
 def _tie_again(model: Decoder, incompatible: object) -> None:
     """Tie again after accelerate's init_empty_weights and `load_state_dict(assign=True)`, which separate parameters."""
-    model.lm_head.weight = model.embed_tokens.weight
+    tie_head(model)
+
+
+def tie_head(model: Decoder) -> None:
+    """Tie the head to the embedding's table; to its own where peft trains a copy, as in transformers."""
+    model.lm_head.weight = getattr(model.embed_tokens, "original_module", model.embed_tokens).weight
 
 
 def keep_fp8_state(model: Decoder) -> None:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from te_models import CausalLM, TEModelsForCausalLM
 from te_models.errors import CheckpointError, UsageError
+from te_models.interop.hf_expert_families import dropped_by_peft
+from te_models.interop.hf_families import FAMILIES
 
 pytest.importorskip("transformers", minversion="5.14")
 peft = pytest.importorskip("peft")
@@ -332,6 +334,13 @@ def test_what_peft_cannot_place_beside_experts_is_said(tmp_path: Path) -> None:
         peft.get_peft_model(load(tmp_path / "glm4_moe"), peft.LoraConfig(target_modules="all-linear"))
 
 
+def test_the_families_whose_linears_peft_takes_for_experts_are_known() -> None:
+    table = pytest.importorskip("peft.utils.transformers_weight_conversion")._MODEL_TO_CONVERSION_PATTERN
+    without_others = {"olmoe"}  # which has no linears of these names beside its experts
+    converted = {f.model_type for f in FAMILIES if table.get(f.model_type) == "qwen2_moe"} - without_others
+    assert {kind for kind in converted if dropped_by_peft(kind, ["mlp.up_proj"])} == converted
+
+
 def test_what_only_a_causal_lm_takes_is_refused(pair: Callable[..., Any], tmp_path: Path) -> None:
     ours = load(pair("llama").folder)
     for fields in (dict(modules_to_save=["lm_head"]), dict(target_modules=["lm_head"])):
@@ -368,6 +377,24 @@ def test_adapters_on_the_embedding(family: str, pair: Callable[..., Any], tmp_pa
     ours.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(copy.deepcopy(models.theirs), tmp_path)
     torch.testing.assert_close(again(input_ids=IDS).logits, outputs[0].logits, **CLOSE)
+
+
+@pytest.mark.parametrize("whole", ["norm", "embed_tokens"])
+def test_modules_to_save_are_read_and_trained_as_by_transformers(
+    whole: str, pair: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A tied head keeps the embedding's own table, not the copy that peft trains."""
+    models, targets = pair("qwen3-tied"), peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=[whole])
+    theirs = peft.get_peft_model(copy.deepcopy(models.theirs), targets)
+    fill(theirs)
+    theirs.save_pretrained(tmp_path)
+    ours = peft.PeftModel.from_pretrained(load(models.folder), tmp_path, is_trainable=True)
+    outputs = [model(input_ids=IDS, labels=IDS) for model in (theirs, ours)]
+    torch.testing.assert_close(outputs[1].logits, outputs[0].logits, **CLOSE)
+    for output in outputs:
+        output.loss.backward()
+    for name, parameter in trainable(theirs).items():
+        torch.testing.assert_close(trainable(ours)[name].grad, parameter.grad, rtol=1e-3, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize(
