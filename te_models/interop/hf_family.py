@@ -32,7 +32,7 @@ class Family:
         aside: prefixes of tensors of other models in the folder, which are written back.
         stacked: whether its experts are one tensor per projection (te_models.interop.stacked_experts).
         code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
-        scaled_vectors: whether the multiplier is a part of its embedding in transformers, as `inputs_embeds` then has it.
+        scaled_vectors: whether its embedding in transformers multiplies, and `inputs_embeds` come multiplied.
         renamed: parts of their names that are others in a model of transformers -> those there.
         sign: these marks, for people.
         note: what sets it apart, for people.

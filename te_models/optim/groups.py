@@ -71,7 +71,7 @@ def groups(model: nn.Module, weight_decay: float, matrices: bool) -> list[Group]
 
 def _structure(module: nn.Module) -> Iterator[tuple[Tensor, list[tuple[Role, int]]]]:
     """Yield the weights of this module as (weight, [(role, rows), ...] from its first row to its last)."""
-    if type(module) in (nn.Embedding, ScaledEmbedding):
+    if type(module) is nn.Embedding or isinstance(module, ScaledEmbedding):
         yield module.weight, [("embedding", module.num_embeddings)]
     elif isinstance(module, BlockPart):
         for linear in module.spec.linears:

@@ -141,15 +141,16 @@ class _Writer:
                     done.add(place.name)
                     tensors |= self._encoded(groups[place.name], places, parameters[place.name])
                 continue
-            tensors[theirs] = self._plain(place.save(parameters[place.name]))
+            tensors[theirs] = self._plain(place.name, place.save(parameters[place.name]))
             module = self.model.get_submodule(place.name.rpartition(".")[0])
             if theirs.endswith(".weight") and isinstance(module, self.model.te.LINEARS):
                 self.ignored.append(theirs.removesuffix(".weight"))
         return tensors, self._config(config)
 
-    def _plain(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that is not quantized, in the dtype to write."""
-        return tensor.to(torch.bfloat16) if self.format.scheme is None else tensor
+    def _plain(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor of our parameter `name`, which is not quantized, in the dtype to write."""
+        exact = self.format.scheme is not None or name.endswith(".expert_bias")  # rounded, it chooses other experts
+        return tensor if exact else tensor.to(torch.bfloat16)
 
     def _config(self, config: Document) -> Fields:
         if self.format.scheme is None:

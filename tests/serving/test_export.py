@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_same_bits
+from families import make_config
+from hf_models import randomize
 from judge import AutoModelForCausalLM
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -518,6 +520,18 @@ def test_bf16_is_the_plain_folder(tmp_path: Path) -> None:
         assert_same_bits(name, tensor, plain[name].to(torch.bfloat16))
     config = config_of(tmp_path / "out")
     assert config["torch_dtype"] == "bfloat16" and "quantization_config" not in config
+
+
+def test_bf16_keeps_the_numbers_that_choose_experts(tmp_path: Path) -> None:
+    """They are FP32 in transformers too, where rounded ones choose other experts."""
+    theirs = AutoModelForCausalLM.from_config(make_config("glm4_moe-groups"))
+    randomize(theirs)
+    theirs.float().save_pretrained(tmp_path / "theirs")
+    model = CausalLM.from_pretrained(tmp_path / "theirs", device="cpu", recipe="bf16", dtype=torch.bfloat16)
+    model.export(tmp_path / "out", format="bf16")
+    before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "out")
+    names = [name for name in before if name.endswith("e_score_correction_bias")]
+    assert names and all(torch.equal(before[name], after[name]) for name in names)
 
 
 def test_adapters_are_merged_first(tmp_path: Path) -> None:
