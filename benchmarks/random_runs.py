@@ -232,8 +232,12 @@ def main() -> int:
         end = time.monotonic() + given.seconds
 
         def started(n: int, run: Run) -> Run | None:
-            command = groups[run.group].command(bases[run.group])
-            return train(run, command, Path(folder, str(n)), n % given.gpus) if time.monotonic() < end else None
+            if time.monotonic() > end:
+                return None
+            train(run, groups[run.group].command(bases[run.group]), Path(folder, str(n)), n % given.gpus)
+            if run.code:  # at once: whoever ends this program early shall know
+                print("ended with", run.code, json.dumps(asdict(run)), flush=True)
+            return run
 
         runs = [run for run in pool.map(started, range(len(runs)), runs) if run is not None]
     plains = {(run.group, run.recipe): run for run in reversed(runs)}  # the first of each

@@ -107,8 +107,8 @@ def test_fp8_weights_learn_as_bf16_weights_do(recipe: str, place: dict[str, Any]
     ours, _ = train(build(recipe, **place), STEPS)
     theirs, _ = train(build(recipe, fp8_params=False, **place), STEPS)
     assert theirs[0] - theirs[-1] > 1.0, "nothing was learned, so nothing is compared"
-    # Of 36 such pairs on a GPU means differed by up to 0.5 %, last losses by up to 1.6 %; weights that lose their updates,
-    # whose loss stays at the first, are 43 % above.
+    # Of 36 such pairs on a GPU means differed by up to 0.5 %, last losses by up to 1.6 %. Weights that lose their
+    # updates, whose loss stays at the first, are 43 % above.
     assert sum(ours) == pytest.approx(sum(theirs), rel=0.02)
 
 
