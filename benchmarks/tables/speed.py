@@ -406,7 +406,7 @@ def hybrid_finetune() -> str:
     shape = result["shapes"]["qwen3.5-2b"]
     about = (
         f"The shape of Qwen3.5-2B with random weights, {shape['batch_size']} x {shape['seq_len']:,} tokens of packed "
-        "conversations, all activations recomputed, 8-bit AdamW (AdamW for adapters, on FP8 weights under `current` and "
-        f"`delayed`); TRL's SFTTrainer on the same rows sees the documents of a row as one. {measured_on(result)}"
+        "conversations, all activations recomputed, 8-bit AdamW (AdamW for adapters, on FP8 weights under `current` "
+        f"and `delayed`); TRL's SFTTrainer on the same rows sees the documents of a row as one. {measured_on(result)}"
     )
     return f"{prose(about)}\n\n{markdown('trained | with | tokens/s | speed | peak memory | loss (steps)', lines)}"
