@@ -414,10 +414,11 @@ def _grouped(
             inverses = [module.get_parameter(f"weight{expert}")._scale_inv for expert in range(len(data))]
             return in_fp8(x, groups, casts, Stored(data, weights.at, torch.cat(inverses)), None, bias, route)
         cache = module._fp8_workspaces
-        own = cache.get("experts") if is_first_microbatch is False else None
+        kept = is_first_microbatch is not None and not module.is_fsdp2  # FSDP2 gathers and casts again in backward
+        own = cache.get("experts") if kept and not is_first_microbatch else None
         if own is None:
-            own = weights.cast(casts.of_weights, turn=is_first_microbatch is not None)
-        if is_first_microbatch is not None:
+            own = weights.cast(casts.of_weights, turn=kept)
+        if kept:
             cache["experts"] = own
         return in_fp8(x, groups, casts, own, weights, bias, route)
 
