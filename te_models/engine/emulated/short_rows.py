@@ -13,6 +13,7 @@ from te_models.device.measured import once
 
 _MANY = 128  # rows whose products `enough_rows` compares with those of fewer
 _MOST = 16  # rows from which on products are taken to have the bits of more
+_DRAWN = 1024  # outputs with weights of their own; further ones have the same again
 _COMPARED = 2**16  # numbers that it compares, since not every sum in another order differs
 _MULTIPLE: ContextVar[int] = ContextVar("short_rows", default=1)
 
@@ -29,7 +30,8 @@ def enough_rows(rows: int, inputs: int, outputs: int, dtype: torch.dtype, column
         return rows
     with _disable_current_modes():  # which record or count the step's operations
         generator = torch.Generator().manual_seed(0)
-        x, weight = (torch.randn(n, inputs, generator=generator).to(dtype) for n in (_MANY, outputs))
+        x, weight = (torch.randn(n, inputs, generator=generator).to(dtype) for n in (_MANY, min(outputs, _DRAWN)))
+        weight = weight.repeat(-(-outputs // _DRAWN), 1)[:outputs]
         many = matmul(x, weight.t())
         right = weight.t().contiguous() if columns else weight.t()
         for count in (rows, *(2**i for i in range(_MOST.bit_length()) if 2**i > rows)):
