@@ -180,7 +180,7 @@ class Recipe:
         resolved = {**SCHEMES[self.scheme].fields, **fields}
         square = [name for name, value in resolved.items() if name.endswith("_block_scaling_dim") and value == 2]
         if len(square) > 1:  # Transformer Engine asserts it
-            yield f"{' and '.join(square)} are 2, and a GEMM takes one operand in 128 x 128 blocks: give 1 for one"
+            yield f"{' and '.join(square)} are 2, and a GEMM takes one of its operands so: give 1 for all but one"
         for pattern, value in self.precision.items():
             if not isinstance(value, str) or value not in (self.name, *_shipped()):
                 choices = dict.fromkeys((*_shipped(), self.name))

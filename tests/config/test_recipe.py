@@ -79,7 +79,7 @@ def test_a_recipe_survives_json(name: str) -> None:
         (
             "blockwise",
             dict(x_block_scaling_dim=2),
-            "x_block_scaling_dim and w_block_scaling_dim are 2, and a GEMM takes",
+            "x_block_scaling_dim and w_block_scaling_dim are 2, and a GEMM takes one",
         ),
         ("bf16", dict(amax_history_len=4), "unknown field 'amax_history_len' of recipe 'bf16'"),
         ("mxfp8", dict(num_layers_at_start_in_bf16=-1), "out of range: give 0 or more"),
