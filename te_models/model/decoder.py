@@ -31,7 +31,7 @@ from te_models.engine import check_support, engine_module, get_engine
 from te_models.engine.emulated.short_rows import fewest_rows, short_rows
 from te_models.errors import UsageError
 from te_models.fp8.precision import ModelPrecision, model_precision, take_scales
-from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, relink
+from te_models.fp8.primary_weights import check_recipe, clear_states, relink
 from te_models.fp8.region import Autocasts, forward_pass, preserve_scales_in_backward
 from te_models.fp8.scaling_state import fp8_state
 from te_models.kernels.dispatch import PLAIN, compile_mode, get_kernels
@@ -157,7 +157,6 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.tp.mark(self, self.config)
         clear_states(self)
-        drop_transposed(self)
         if initialize and where.type != "meta":
             self.init_weights()
 
