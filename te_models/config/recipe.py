@@ -67,7 +67,7 @@ EDGES = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "lm_head", 
 class Scheme:
     """Requirements of a Transformer Engine recipe class: `rows` and `features` of a GEMM must be multiples of these."""
 
-    fields: Mapping[str, Any] = field(default_factory=dict)  # name -> Transformer Engine's default
+    fields: Mapping[str, object] = field(default_factory=dict)  # name -> Transformer Engine's default
     rows: int = 16
     features: int = 16
     scattered_rows: int = 0  # of each rank under sequence parallelism, where quantized rows are sent; 0: `rows`
