@@ -19,7 +19,6 @@ from te_models.config.recipe import SCHEMES, Recipe
 from te_models.planning.operations import PER_TENSOR, Region, Tape, Training, operand_bytes
 from te_models.planning.parameter_bytes import FP32, OPTIMIZERS, has_masters, model_parameters, trained_parameters
 
-AMAX_HISTORY_LEN = 1024  # of DelayedScaling in Transformer Engine, for a recipe that does not name one
 CUBLAS_WORKSPACE = 2**25 + 1024  # bytes; Transformer Engine on Hopper and newer (get_cublas_workspace_size_bytes)
 
 
@@ -150,7 +149,7 @@ def _delayed_state(config: ModelConfig, recipe: Recipe) -> int:
     linears = {**config.linears, HEAD: config.head}
     found = [(linears[name].gemms, own.recipe) for name, own in precisions(recipe, config.layers).items()]
     delayed = [(gemms, own) for gemms, own in found if own is not None and SCHEMES[own.scheme].stateful]
-    return sum(g * 5 * FP32 * (own.fields.get("amax_history_len", AMAX_HISTORY_LEN) + 1) for g, own in delayed)
+    return sum(g * 5 * FP32 * (own.fields["amax_history_len"] + 1) for g, own in delayed)
 
 
 def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> list[Memory]:

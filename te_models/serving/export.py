@@ -212,10 +212,10 @@ class _Writer:
         fields = recipe.fields
         blockwise = recipe.scheme == "Float8BlockScaling"
         square = {
-            "MXFP8BlockScaling": bool(fields.get("enable_2d_quantization", False)),
-            "NVFP4BlockScaling": not fields.get("disable_2d_quantization", False),
+            "MXFP8BlockScaling": bool(fields.get("enable_2d_quantization")),
+            "NVFP4BlockScaling": not fields.get("disable_2d_quantization"),
         }
-        power_of_2 = blockwise and not fields.get("use_f32_scales", False)
+        power_of_2 = blockwise and not fields["use_f32_scales"]
         return Options(recipe.scheme, power_of_2, square.get(recipe.scheme, False))
 
 
