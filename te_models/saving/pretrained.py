@@ -109,7 +109,7 @@ def write_pretrained(
     with saving(model):
         tensors, documents = model_content(model, origin)
         if model.tp.rank == model.ep.rank == 0:
-            tokenizer = read_listed(origin.folder, tokenizer_files(origin.folder)) if origin.folder is not None else {}
+            tokenizer = read_tokenizer(origin)
             if format == "hf":
                 write_hugging_face(model, origin, folder, tensors["model"], tokenizer, max_shard_bytes, name=name)
             else:
@@ -117,6 +117,11 @@ def write_pretrained(
                 save_folder(folder, tensors, documents | tokenizer, max_shard_bytes=max_shard_bytes)
         model.tp.wait()
         model.ep.wait()
+
+
+def read_tokenizer(origin: Origin) -> dict[str, bytes]:
+    """Return the files of the tokenizer that came with a model: file name -> bytes."""
+    return {} if origin.folder is None else read_listed(origin.folder, tokenizer_files(origin.folder))
 
 
 def read_pretrained(build: Callable[..., Model], folder: Path, options: Document) -> tuple[Model, Origin]:
