@@ -216,38 +216,42 @@ def plan_memory(
     Raises:
         UsageError: for a value that no training run could have.
     """
-
-    def mistakes() -> Iterator[str]:
-        counts = dict(batch_size=batch_size, seq_len=seq_len, gpus=gpus, gradient_accumulation=gradient_accumulation)
-        for name, number in counts.items():
-            if number < 1:
-                yield f"{name}={number} is out of range: give 1 or more"
-        if gpus > 0 and batch_size % gpus:
-            yield f"batch_size={batch_size} cannot be shared by gpus={gpus}: give a multiple of it"
-        if seq_len > config.max_position_embeddings:
-            longest = config.max_position_embeddings
-            yield f"seq_len={seq_len} is longer than max_position_embeddings={longest}: lower it or raise that field"
-        if lora_rank < 0:
-            yield f"lora_rank={lora_rank}: a rank is 1 or more, such as 16, or 0 to train all weights"
-        if lora_experts and not lora_rank:
-            yield "lora_experts=True is for adapters: give lora_rank, or leave it out"
-        if lora_experts and not config.moe:
-            yield "the model has no experts to adapt: leave out lora_experts, or experts among the targets of adapters"
-        if fp8_params and not recipe.quantized:
-            advice = "choose another, or leave fp8_params out"
-            yield f"fp8_params=True needs an FP8 recipe, but {recipe.name!r} is not one: {advice}"
-        if fp8_params and not lora_rank and not has_masters(optimizer_options):
-            yield "fp8_params=True needs FP32 masters: leave stochastic_rounding out, or fp8_params"
-
     if optimizer is not None:
         check_known("optimizer", optimizer, OPTIMIZERS)
-    refuse(mistakes())
     training = Training(
-        batch_size=batch_size // gpus, seq_len=seq_len, optimizer=optimizer, optimizer_offload=optimizer_offload,
-        optimizer_options=dict(optimizer_options), lora_rank=lora_rank, lora_experts=lora_experts,
-        activation_checkpointing=check_mode(activation_checkpointing),
-        activation_offload=activation_offload, gpus=gpus, gradient_sums=gradient_accumulation > 1,
-        cached_weights=gradient_accumulation > 1 and gpus == 1, fp8_params=fp8_params, logits=logits, compile=compile,
-        fused=fused, dtype_bytes=dtype_bytes,
+        batch_size=batch_size // max(gpus, 1), seq_len=seq_len, gpus=gpus, gradient_sums=gradient_accumulation > 1,
+        cached_weights=gradient_accumulation > 1 and gpus == 1, optimizer=optimizer,
+        optimizer_offload=optimizer_offload, optimizer_options=dict(optimizer_options), lora_rank=lora_rank,
+        lora_experts=lora_experts, activation_checkpointing=check_mode(activation_checkpointing),
+        activation_offload=activation_offload, fp8_params=fp8_params, dtype_bytes=dtype_bytes, logits=logits,
+        compile=compile, fused=fused,
     )  # fmt: skip
+    refuse(_mistakes(config, recipe, training, batch_size, gradient_accumulation))
     return MemoryPlan(config, recipe, training)
+
+
+def _mistakes(
+    config: ModelConfig, recipe: Recipe, training: Training, batch_size: int, gradient_accumulation: int
+) -> Iterator[str]:
+    """Yield what no training run could have; `batch_size` is that of all GPUs."""
+    gpus = training.gpus
+    counts = dict(batch_size=batch_size, seq_len=training.seq_len, gpus=gpus)
+    for name, number in {**counts, "gradient_accumulation": gradient_accumulation}.items():
+        if number < 1:
+            yield f"{name}={number} is out of range: give 1 or more"
+    if batch_size % gpus:
+        yield f"batch_size={batch_size} cannot be shared by gpus={gpus}: give a multiple of it"
+    if training.seq_len > (longest := config.max_position_embeddings):
+        said = f"seq_len={training.seq_len} is longer than max_position_embeddings={longest}"
+        yield f"{said}: lower it or raise that field"
+    if training.lora_rank < 0:
+        yield f"lora_rank={training.lora_rank}: a rank is 1 or more, such as 16, or 0 to train all weights"
+    if training.lora_experts and not training.lora_rank:
+        yield "lora_experts=True is for adapters: give lora_rank, or leave it out"
+    if training.lora_experts and not config.moe:
+        yield "the model has no experts to adapt: leave out lora_experts, or experts among the targets of adapters"
+    if training.fp8_params and not recipe.quantized:
+        advice = "choose another, or leave fp8_params out"
+        yield f"fp8_params=True needs an FP8 recipe, but {recipe.name!r} is not one: {advice}"
+    if training.fp8_params and not training.lora_rank and not has_masters(training.optimizer_options):
+        yield "fp8_params=True needs FP32 masters: leave stochastic_rounding out, or fp8_params"
