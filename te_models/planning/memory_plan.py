@@ -66,20 +66,27 @@ class MemoryPlan(Printable):
             plan = replace(self, training=replace(self.training, batch_size=batch))
             return (1 - HEADROOM) * gigabytes * 10**9 - plan.peak.total
 
-        least, most = 1, 2
-        below, above = spare(least), spare(most)
+        least = 1
+        most = 2
+        below = spare(least)
+        above = spare(most)
         if below < 0:
             return 0
         while above >= 0:
             further = most + 1 + int(1.05 * above * (most - least) / max(1.0, below - above))
-            least, below, most, above = most, above, further, spare(further)
+            least = most
+            below = above
+            most = further
+            above = spare(further)
         while most - least > 1:
             middle = least + min(max(1, int(below * (most - least) / (below - above))), most - least - 1)
             found = spare(middle)
             if found >= 0:
-                least, below = middle, found
+                least = middle
+                below = found
             else:
-                most, above = middle, found
+                most = middle
+                above = found
         return least
 
     def by_mode(self) -> Iterator[tuple[str | int, MemoryPlan]]:
@@ -117,7 +124,8 @@ class MemoryPlan(Printable):
         }
 
     def __rich__(self) -> Group:
-        t, each = self.training, " per GPU" if self.training.gpus > 1 else ""
+        t = self.training
+        each = " per GPU" if self.training.gpus > 1 else ""
         lora = f", LoRA of rank {t.lora_rank}{' on experts too' * t.lora_experts}" if t.lora_rank else ""
         host = f", {_gib(self.host)} GiB on the host" if self.host else ""
         about = (
