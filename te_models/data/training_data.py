@@ -85,10 +85,15 @@ def open_data(
     opened = {name: [read_records(given, columns, formatting, name)] for name, given in own.items()}
     sources = [] if built_in else opened.get(OWN) or open_sources(settings.data, columns)
     evaluated = opened.get(OWN_EVALUATION) or open_sources(settings.eval_data, columns, required=False)
-    packing, streaming = _packing_and_streaming(settings, sources, built_in or OWN in own)
+    settings, records, streaming = _resolved(settings, sources)
+    refuse({
+        "packing stream would cut answers at the ends of windows: use documents, or none":
+            settings.packing == "stream" and records,
+        "--streaming needs --data PATH: built-in data and records in memory are there as a whole":
+            streaming and (built_in or OWN in own),
+    })  # fmt: skip
     if settings.chat_template is not None:
         tokenizer.set_chat_template(read_template(settings.chat_template))
-    settings = dataclasses.replace(settings, packing=packing)
     opening = _Opening(settings, sources, evaluated, columns, tokenizer, config, rank, world_size, ranks)
     return opening.streamed() if streaming else opening.in_memory()
 
@@ -105,18 +110,12 @@ def _settings(data: Data, options: Fields) -> tuple[DataConfig, dict[str, Iterab
     return DataConfig(data=paths, eval_data=evaluated, **options), own
 
 
-def _packing_and_streaming(settings: DataConfig, sources: Sequence[Source], whole: bool) -> tuple[str, bool]:
-    """Return how documents are packed, and whether they are streamed; `whole` data is built in, or in memory."""
+def _resolved(settings: DataConfig, sources: Sequence[Source]) -> tuple[DataConfig, bool, bool]:
+    """Return the settings with a packing, whether there are records, and whether the data is streamed."""
     records = settings.data == (PYTHON_DOCSTRINGS,) or not all(source.is_text for source in sources)
     packing = settings.packing or ("documents" if records else "stream")
     streaming = _must_stream(sources) if settings.streaming is None else settings.streaming
-    refuse({
-        "packing stream would cut answers at the ends of windows: use documents, or none":
-            packing == "stream" and records,
-        "--streaming needs --data PATH: built-in data and records in memory are there as a whole":
-            streaming and whole,
-    })  # fmt: skip
-    return packing, streaming
+    return dataclasses.replace(settings, packing=packing), records, streaming
 
 
 def steps_of(dataset: TokenDataset | StreamingDataset, config: TrainConfig) -> int:
