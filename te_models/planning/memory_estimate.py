@@ -60,7 +60,8 @@ def fp8_saving(config: ModelConfig, recipe: Recipe, training: Training) -> int:
     """
     if not training.fp8_params:
         return 0
-    saved, element = 0, training.dtype_bytes
+    saved = 0
+    element = training.dtype_bytes
     linears = {**config.linears, **({} if config.tie_word_embeddings else {HEAD: config.head})}
     found = precisions(recipe, config.layers)
     for name, linear in linears.items():
@@ -103,7 +104,8 @@ def _walk(regions: list[Region], now: Memory, training: Training) -> Iterator[Me
             extra = sum(step.saved for step in region.steps) - region.recompute_input
             now = now.plus(recomputed=extra, fp8_weight_copies=sum(step.copies for step in region.steps))
         for number, step in reversed(list(enumerate(region.steps))):
-            passing, weights = step.produces + step.scratch, 0 if training.lora_rank else step.weights
+            passing = step.produces + step.scratch
+            weights = 0 if training.lora_rank else step.weights
             if training.gradient_sums:
                 yield now.plus(step.name, activation_gradients=passing + weights)
             else:  # a new gradient stays; under FSDP2 its shard does, and whole gradients are in buffers counted above
@@ -113,15 +115,20 @@ def _walk(regions: list[Region], now: Memory, training: Training) -> Iterator[Me
             now = now.plus(fp8_weight_copies=-step.copies, activation_gradients=change)
             saved = step.saved
             if region.recompute_input is not None and number == 0:  # saved since the forward, so not recomputed
-                now, saved = now.plus(activations=-region.recompute_input), saved - region.recompute_input
+                now = now.plus(activations=-region.recompute_input)
+                saved = saved - region.recompute_input
             now = now.plus(None, **{"logits" if step.of_logits else where: -saved})
 
 
 def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory:
     """Return the memory before the forward."""
-    parameters, element, gpus = model_parameters(config), training.dtype_bytes, training.gpus
+    parameters = model_parameters(config)
+    element = training.dtype_bytes
+    gpus = training.gpus
     every = sum(p.numel for p in parameters) * element - fp8_saving(config, recipe, training)
-    share, gathered, whole = -(-every // gpus), 0, 0
+    share = -(-every // gpus)
+    gathered = 0
+    whole = 0
     if gpus > 1:  # FSDP2 gathers the running unit and the next; embedding, norm and head stay gathered
         block = sum(p.numel for p in parameters if p.kind in ("hidden", "gate")) // config.num_hidden_layers * element
         gathered = sum(p.numel for p in parameters if p.kind == "table") * element + 2 * block
@@ -170,7 +177,8 @@ def _updated(config: ModelConfig, training: Training) -> int:
     the GPU that owns it, beside the buffers of an exchange.
     """
     assert training.optimizer is not None
-    parameters, masters = model_parameters(config), has_masters(training.optimizer_options)
+    parameters = model_parameters(config)
+    masters = has_masters(training.optimizer_options)
     share = -(-sum(p.numel for p in parameters) // training.gpus)
     if training.gpus > 1 and not OPTIMIZERS[training.optimizer].elementwise:
         largest = max(p.numel // p.count for p in parameters if p.kind == "table")
