@@ -6,21 +6,23 @@
 Random weights of Qwen3.5-2B, and slices of Qwen3.5-9B (4 layers), Qwen3-30B-A3B (4) and Mixtral (2), whose recipes have
 no BF16 edges. The head of a slice is as large as that of the whole model, so "-layers" has the same slice with a
 vocabulary of 1,024. Ours runs as `Trainer` runs it, as one CUDA graph where the layers allow one; transformers in BF16
-with torch.compile, flash-linear-attention and grouped_mm. Times are medians of CUDA events, peaks those of PyTorch's
-allocator above what was there before. Ratios are within this process.
+with torch.compile, flash-linear-attention and grouped_mm, or torchao's grouped FP8 for experts. Times are medians of
+CUDA events, peaks those of PyTorch's allocator above what was there before. Ratios are within this process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib.metadata
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import torch
@@ -64,7 +66,7 @@ WARM_UP, TIMED = 5, 7
 @click.command()
 @click.option("--tiny", is_flag=True, help="Shrunken shapes: a test of this program, not a measurement.")
 @click.option("--shapes", default=",".join(SHAPES), show_default=True)
-@click.option("--recipes", default=",".join(RECIPES), show_default=True)
+@click.option("--recipes", default=",".join(RECIPES), show_default=True, help="Ours; '' for the others alone.")
 @click.option("--seconds", default=1500.0, show_default=True, help="No variant starts after this many.")
 @click.option("--decode/--no-decode", default=True, help="Measure generation at batch 1 too.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON file, written after every variant.")
@@ -87,9 +89,11 @@ def main(tiny: bool, shapes: str, recipes: str, seconds: float, decode: bool, ou
                 )
         for batch, seq in [(2, 70)] if tiny else SHAPES[shape][2]:
             size = (config, batch, seq, device)
-            for recipe in recipes.split(","):
+            for recipe in filter(None, recipes.split(",")):
                 variants[f"{shape} {batch}x{seq} {recipe}"] = functools.partial(ours, *size, recipe, is_slice)
             variants[f"{shape} {batch}x{seq} transformers"] = functools.partial(theirs, *size)
+            if config.moe is not None:
+                variants[f"{shape} {batch}x{seq} torchao"] = functools.partial(with_torchao, *size)
             if hybrid:
                 variants[f"{shape} {batch}x{seq} recurrence"] = functools.partial(recurrence, *size)
         for name, run in variants.items():
@@ -245,6 +249,29 @@ def theirs(config: ModelConfig, batch: int, seq: int, device: torch.device) -> d
     return measured(step, device, before)
 
 
+def with_torchao(config: ModelConfig, batch: int, seq: int, device: torch.device) -> dict[str, Any]:
+    """Measure transformers with torchao's grouped FP8 products for its experts; its other linears stay in BF16."""
+    with torchao_experts():
+        return theirs(config, batch, seq, device)
+
+
+@contextlib.contextmanager
+def torchao_experts() -> Iterator[None]:
+    """Inside, rows of experts are multiplied in FP8 by torchao, whose groups are multiples of 16 rows.
+
+    Ends of groups are rounded down to such multiples: a few rows meet another expert, the work is the same, and torchao
+    is spared the padding.
+    """
+    from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm as grouped
+    from transformers.integrations import moe
+
+    def product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        return grouped(x, weight, offs // 16 * 16, pad_token_groups_for_grouped_mm=False)
+
+    with mock.patch.object(moe, "_grouped_mm", product):
+        yield
+
+
 def recurrence(config: ModelConfig, batch: int, seq: int, device: torch.device) -> dict[str, Any]:
     """Measure the delta rule alone, forward and backward, times the layers that have one."""
     mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, DeltaNetSpec)]
@@ -297,7 +324,7 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, Any]:
         place, _, variant = name.rpartition(" ")
         if variant not in RECIPES:
             continue
-        for other in ("transformers", "bf16"):
+        for other in ("transformers", "torchao", "bf16"):
             beside = by_name.get(f"{place} {other}")
             if beside is None or beside is row:
                 continue

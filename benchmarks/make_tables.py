@@ -18,6 +18,7 @@ from benchmarks.soak import draw as draw_soak
 from benchmarks.tables import checks, guide, speed  # noqa: F401  they register their tables
 from benchmarks.tables.speed import RUNS, precision_of
 from benchmarks.tables.text import GIB, TABLES, load
+from benchmarks.twin_curves import draw as draw_twins
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKED = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -47,6 +48,7 @@ def draw_plots(folder: Path) -> None:
     plot_bench(folder / "step_1b_h200.png", bench, f"gated-1b, 8 x 2048 tokens, {gpu}")
     draw_grid(folder / "checkpoint_grid_h200.png")
     draw_soak(folder / "soak_h200.png", load("soak_h200"))
+    draw_twins(folder / "twin_curves_h100.png", load("twin_curves_h100"))
 
 
 def draw_grid(path: Path) -> None:

@@ -4,9 +4,10 @@ plain run of its model, data and recipe.
     python benchmarks/random_runs.py --count 60 --seed 1 --out benchmarks/results/random_runs_h200.json
     python benchmarks/random_runs.py --count 4 --tiny        # anywhere: does it work?
 
-A group of runs shares a shape (heads of 32 to 256 channels, grouped queries, windows, gates, norms), a length, a form
-of data and perhaps adapters; its runs differ in options that change no number beyond the order of sums. Some are killed
-at their first checkpoint and resumed, and some exported, and the export evaluated.
+A group of runs shares a kind of model (dense, a hybrid, experts), a shape (heads of 32 to 256 channels, grouped
+queries, windows, gates, norms), a length, a form of data and perhaps adapters on a model that was trained before; its
+runs differ in options that change no number beyond the order of sums. Some stop after a few steps and are resumed, and
+some are exported, and the export evaluated.
 """
 
 from __future__ import annotations
@@ -58,38 +59,73 @@ class Run:
         return self.code == 0 and max(self.off, self.export_off) <= BOUNDS[self.recipe]
 
 
-def draw_group(rng: random.Random, tiny: bool) -> list[str]:
-    """Return the options that the runs of a group share."""
-    dim = rng.choice((32, 64, 80, 96, 128, 192, 256))
+@dataclass
+class Group:
+    """What the runs of a group share.
+
+    Attributes:
+        model: the preset and its shape, as options.
+        data: length, batch size and form of the data, as options.
+        adapters: options of LoRA; none trains all weights.
+        parallel: ways that two processes may share the work.
+        rows: sequences per step.
+    """
+
+    model: list[str]
+    data: list[str]
+    adapters: list[str]
+    parallel: tuple[str, ...]
+    rows: int
+
+    def command(self, folder: Path) -> list[str]:
+        """Return the command of its runs; adapters go onto the model in `folder`."""
+        if self.adapters:
+            return ["finetune", "--model", str(folder), *self.adapters, *self.data]
+        return ["pretrain", *self.model, *self.data]
+
+
+def draw_dense(rng: random.Random, length: int, tiny: bool) -> tuple[list[str], tuple[str, ...]]:
+    """Return the options of a dense model, and the ways of two processes that it allows."""
     keys = rng.choice((1, 2, 4))
-    heads = keys * rng.choice((1, 2, 3))
-    length, rows, width = (48, 2, 64) if tiny else (rng.choice((129, 384, 521, 1000)), 12, rng.choice((512, 768)))
+    width = 64 if tiny else rng.choice((512, 768))
     shape = dict(
-        hidden_size=width, intermediate_size=3 * width, num_hidden_layers=4, num_attention_heads=heads,
-        num_key_value_heads=keys, head_dim=dim, attention_gate=rng.choice(("elementwise", "headwise", "none")),
+        hidden_size=width, intermediate_size=3 * width, num_hidden_layers=4,
+        num_attention_heads=keys * rng.choice((1, 2, 3)), num_key_value_heads=keys,
+        head_dim=rng.choice((32, 64, 80, 96, 128, 192, 256)),
+        attention_gate=rng.choice(("elementwise", "headwise", "none")),
     )  # fmt: skip
     options = ["--preset", "gated-124m", *(f"--{name.replace('_', '-')}={value}" for name, value in shape.items())]
-    if rng.random() < 0.3:
-        options += ["--sliding-window", str(length // 3)]
-    if rng.random() < 0.4:
-        options += ["--qk-norm"]
-    if rng.random() < 0.3:
-        options += ["--norm-position", rng.choice(("post", "both"))]
-    if rng.random() < 0.3:
-        options += ["--hidden-act", "gelu_pytorch_tanh"]
-    options += [
-        "--seq-len",
-        str(length),
-        "--batch-size",
-        str(rows),
-        "--packing",
-        rng.choice(("stream", "documents", "none")),
-    ]
-    steps = ["--steps", "4" if tiny else "12", "--eval-every", "4" if tiny else "6", "--eval-batches", "2"]
-    return [*options, *steps, "--sample-tokens", "0", "--no-keep-best", "--schedule", "constant", "--warmup-steps", "2"]
+    for share, given in (
+        (0.3, ["--sliding-window", str(length // 3)]), (0.4, ["--qk-norm"]),
+        (0.3, ["--norm-position", rng.choice(("post", "both"))]), (0.3, ["--hidden-act", "gelu_pytorch_tanh"]),
+    ):  # fmt: skip
+        options += given if rng.random() < share else []
+    return options, ("ddp", "fsdp", "auto", *(("tp",) if keys > 1 else ()))
 
 
-def draw_run(rng: random.Random, group: int, rows: int, gpus: int, tiny: bool) -> Run:
+def draw_group(rng: random.Random, tiny: bool) -> Group:
+    """Return what the runs of a group share."""
+    length, rows = (48, 2) if tiny else (rng.choice((129, 384, 521, 1000)), 12)
+    kind = rng.choice(("dense", "dense", "hybrid", "experts"))
+    if kind == "dense":
+        model, ways = draw_dense(rng, length, tiny)
+    else:
+        preset = {"hybrid": "gated-hybrid-nano", "experts": "gated-moe-nano"}[kind]
+        model, ways = ["--preset", preset], ("ddp", "fsdp", "fsdp+ep" if kind == "experts" else "auto")
+    adapters: list[str] = []
+    if rng.random() < 0.3:
+        targets = "all-linear,experts" if kind == "experts" else rng.choice(("all-linear", "q_proj,v_proj,down_proj"))
+        targets = "all-linear" if kind == "hybrid" else targets
+        adapters, ways = ["--lora", rng.choice(("4", "16")), "--lora-targets", targets], ("ddp",)
+    packing = rng.choice(("stream", "documents", "none"))
+    source = "docs" if packing == "stream" or length < 500 else rng.choice(("docs", "python-docstrings"))
+    data = ["--data", source, "--seq-len", str(length), "--batch-size", str(rows), "--packing", packing]
+    data += ["--steps", "4" if tiny else "12", "--eval-every", "4" if tiny else "6", "--eval-batches", "2"]
+    data += ["--sample-tokens", "0", "--no-keep-best", "--schedule", "constant", "--warmup-steps", "2"]
+    return Group(model, data, adapters, ways, rows)
+
+
+def draw_run(rng: random.Random, number: int, group: Group, gpus: int, tiny: bool) -> Run:
     """Return a run with options that change no number."""
     options: list[str] = []
     mode = ["--activation-checkpointing", rng.choice(("selective", "full", "2"))]
@@ -100,13 +136,13 @@ def draw_run(rng: random.Random, group: int, rows: int, gpus: int, tiny: bool) -
     ):  # fmt: skip
         options += given if rng.random() < share else []
     if rng.random() < 0.3:
-        parts = rng.choice([n for n in (2, 3) if rows % n == 0] or [1])
-        options += ["--gradient-accumulation", str(parts), "--batch-size", str(rows // parts)]
+        parts = rng.choice([n for n in (2, 3) if group.rows % n == 0] or [1])
+        options += ["--gradient-accumulation", str(parts), "--batch-size", str(group.rows // parts)]
     world = rng.choice((1, 1, 2)) if gpus > 1 and not tiny else 1
     if world == 2:
-        options += ["--parallel", rng.choice(("ddp", "fsdp", "auto"))]
+        options += ["--parallel", rng.choice(group.parallel)]
     export = rng.choice(("fp8-block", "fp8-channel", "bf16")) if rng.random() < 0.3 else ""
-    return Run(group, rng.choice(RECIPES), options, world, rng.random() < 0.3, export)
+    return Run(number, rng.choice(RECIPES), options, world, rng.random() < 0.3, export)
 
 
 def call(arguments: list[str], world: int, gpu: int) -> subprocess.CompletedProcess[str]:
@@ -123,11 +159,11 @@ def call(arguments: list[str], world: int, gpu: int) -> subprocess.CompletedProc
         return subprocess.CompletedProcess(command, 124, "", f"timeout {late.stderr!r:.300}")
 
 
-def train(run: Run, shared: list[str], folder: Path, gpu: int) -> Run:
+def train(run: Run, command: list[str], folder: Path, gpu: int) -> Run:
     """Run it, with its resume and export, and note what came of it."""
     begun = time.monotonic()
     out = str(folder)
-    arguments = ["pretrain", *shared, "--recipe", run.recipe, *run.options, "--out", out]
+    arguments = [*command, "--recipe", run.recipe, *run.options, "--out", out]
     done = call([*arguments, *(["--steps", "3"] if run.resumed else [])], run.world, gpu)
     if run.resumed and done.returncode == 0:
         done = call([*arguments[:-2], "--resume", out], run.world, gpu)
@@ -145,26 +181,10 @@ def exported(run: Run, out: str, gpu: int) -> float:
     """Return how far the loss of the run's export lies from the run's own, both evaluated anew in BF16."""
     found = []
     done = call(["export", "--model", out, "--format", run.export, "--out", f"{out}/export"], 1, gpu)
+    how = ["--recipes", "bf16", "--max-batches", "2", "--seq-len", "128", "--data", "README.md", "--json"]
     for model in (out, f"{out}/export"):
         if done.returncode == 0:
-            done = call(
-                [
-                    "evaluate",
-                    "--model",
-                    model,
-                    "--recipes",
-                    "bf16",
-                    "--max-batches",
-                    "2",
-                    "--seq-len",
-                    "128",
-                    "--data",
-                    "README.md",
-                    "--json",
-                ],
-                1,
-                gpu,
-            )
+            done = call(["evaluate", "--model", model, *how], 1, gpu)
             found.append(json.loads(done.stdout)["losses"][0]["loss"] if done.returncode == 0 else 0.0)
     if done.returncode:
         run.code, run.said = done.returncode, f"export: {done.stderr[-1500:]}"
@@ -187,29 +207,45 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=1e9, help="no run starts after this many")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     rng, groups, runs = random.Random(given.seed), [], []
-    for group in range(-(-given.count // PER_GROUP)):
+    for number in range(-(-given.count // PER_GROUP)):
         groups.append(draw_group(rng, given.tiny))
-        rows = int(groups[-1][groups[-1].index("--batch-size") + 1])
-        count = min(PER_GROUP, given.count - group * PER_GROUP)
-        drawn = [draw_run(rng, group, rows, given.gpus, given.tiny) for _ in range(count)]
-        plain = [Run(group, recipe, []) for recipe in sorted({run.recipe for run in drawn})]
+        count = min(PER_GROUP, given.count - number * PER_GROUP)
+        drawn = [draw_run(rng, number, groups[-1], given.gpus, given.tiny) for _ in range(count)]
+        plain = [Run(number, recipe, []) for recipe in sorted({run.recipe for run in drawn})]
         runs += [*plain, *drawn]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
-        jobs = [
-            pool.submit(train, run, groups[run.group], Path(folder, str(n)), n % given.gpus)
-            for n, run in enumerate(runs)
-        ]
-        runs = [job.result() for job in jobs]
+        bases = [Path(folder, f"base{number}") for number in range(len(groups))]
+        few = ["--recipe", "bf16", "--steps", "2", "--warmup-steps", "1", "--eval-every", "0"]
+        first = {
+            number: pool.submit(call, ["pretrain", *group.model, *group.data, *few, "--out", str(base)], 1,
+                                number % given.gpus)
+            for number, (group, base) in enumerate(zip(groups, bases, strict=True)) if group.adapters
+        }  # fmt: skip
+        for job in first.values():
+            if job.result().returncode:
+                raise SystemExit(job.result().stderr[-1500:])
+        end = time.monotonic() + given.seconds
+
+        def started(n: int, run: Run) -> Run | None:
+            if time.monotonic() > end:
+                return None
+            train(run, groups[run.group].command(bases[run.group]), Path(folder, str(n)), n % given.gpus)
+            if run.code:  # at once: whoever ends this program early shall know
+                print("ended with", run.code, json.dumps(asdict(run)), flush=True)
+            return run
+
+        runs = [run for run in pool.map(started, range(len(runs)), runs) if run is not None]
     plains = {(run.group, run.recipe): run for run in reversed(runs)}  # the first of each
     drawn = [compared(run, plains[run.group, run.recipe]) for run in runs if run is not plains[run.group, run.recipe]]
     failures = [run for run in drawn if not run.good and not run.refused]
     failures += [run for run in plains.values() if run.code and not run.refused]
     for run in [*failures, *(run for run in runs if run.refused)]:
-        print("refused" if run.refused else "BAD", json.dumps(asdict(run)), " ".join(groups[run.group]), flush=True)
+        print("refused" if run.refused else "BAD", json.dumps(asdict(run)), groups[run.group], flush=True)
     result = summary(given, groups, drawn, failures)
     print(json.dumps({name: value for name, value in result.items() if name != "groups"}, indent=1))
     if given.out:
@@ -217,9 +253,7 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def summary(
-    given: argparse.Namespace, groups: list[list[str]], drawn: list[Run], failures: list[Run]
-) -> dict[str, Any]:
+def summary(given: argparse.Namespace, groups: list[Group], drawn: list[Run], failures: list[Run]) -> dict[str, Any]:
     """Return what is committed of a run of this file."""
     import torch
 
@@ -232,7 +266,7 @@ def summary(
         resumed=sum(run.resumed for run in good), exported=sum(bool(run.export) for run in good),
         largest_difference={r: max((run.off for run in good if run.recipe == r), default=0.0) for r in RECIPES},
         largest_difference_of_exports=max((run.export_off for run in good), default=0.0),
-        groups=[" ".join(group) for group in groups],
+        groups=[" ".join(group.command(Path("base")) + group.model * bool(group.adapters)) for group in groups],
     )  # fmt: skip
 
 

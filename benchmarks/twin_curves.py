@@ -20,6 +20,7 @@ import click
 
 from te_models import get_preset
 from te_models.training.metrics import read_metrics
+from te_models.training.plots import new_figure, save_figure, smooth
 
 RUN = dict(preset="gated-124m", steps=500, batch_size=16, seq_len=1024, learning_rate=6e-4, warmup_steps=50)
 RUN |= dict(eval_every=100, eval_batches=16, seed=0, sample_tokens=0)
@@ -60,6 +61,30 @@ def main(out: Path, tiny: bool) -> None:
             rows = read_metrics(place / "metrics.jsonl")
             result["runs"][name] = [{key: row[key] for key in kept if key in row} for row in rows]
     out.write_text(json.dumps(result) + "\n")
+
+
+def draw(path: Path, result: dict[str, Any]) -> None:
+    """Draw the losses of all runs, and below them how far each FP8 run is from BF16 of the same model."""
+    figure = new_figure((8, 6.5))
+    top, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    losses = {name: smooth([row["loss"] for row in rows if "loss" in row]) for name, rows in result["runs"].items()}
+    for name, curve in losses.items():
+        twin, recipe = name.split()
+        style: dict[str, Any] = dict(color=f"C{RECIPES.index(recipe)}", linestyle="-" if twin == "hybrid" else "--")
+        steps = range(1, len(curve) + 1)
+        top.plot(steps, curve, label=f"{twin}, {recipe}", linewidth=1.5, **style)
+        if recipe != "bf16":
+            reference = losses[f"{twin} bf16"]
+            gap = [100 * (own / other - 1) for own, other in zip(curve, reference, strict=True)]
+            below.plot(steps, gap, linewidth=1.2, **style)
+    title = "gated-124m and a hybrid of as many parameters, " + result["environment"].get("gpu", "CPU")
+    top.set(title=title, ylabel="cross-entropy (nats per token)", ylim=(None, 3))
+    top.legend(frameon=False, fontsize=8, ncols=2)
+    below.set(xlabel="step", ylabel="loss relative to BF16\nof the same model (%)", ylim=(-3, 3))
+    for axes in (top, below):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    save_figure(figure, path)
 
 
 def toml(tables: dict[str, dict[str, Any]]) -> str:

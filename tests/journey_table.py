@@ -266,6 +266,7 @@ TWO_GPUS: dict[str, Journey] = {
     "two-tp-save": together("--recipe current --parallel tp --save-every 8", graph=False),
     "two-tp-sequence": together(f"{SHARED} tp --sequence-parallel", graph=False),
     "two-hybrid": together(f"{HYBRID} {SHARED} fsdp"),
+    "two-experts-fsdp": together(f"{EXPERTS} --recipe bf16 --parallel fsdp", graph=False),
     "two-experts": together(f"{EXPERTS} --recipe current --parallel fsdp+ep --save-every 8", graph=False),
     "two-experts-delayed": together(f"{EXPERTS} {SHARED} fsdp+ep --fp8-dispatch", graph=False),
     "two-experts-then-one": Journey(

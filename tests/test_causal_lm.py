@@ -68,6 +68,7 @@ def test_the_plan_names_every_linear_and_its_reason(small: Build) -> None:
     "options, message",
     [
         (dict(recipe="current", num_hidden_layers=2), "nothing would run in FP8"),
+        (dict(recipe="current", precision={"*": "bf16"}), "keeps all linears in BF16: nothing would run in FP8; lower"),
         (dict(recipe="mxfp8", intermediate_size=112), "intermediate_size=112 is not a multiple of 32"),
     ],
 )

@@ -89,6 +89,13 @@ def test_a_value_of_a_wrong_type_gets_one_line(call: typing.Callable[[], object]
     assert "\n" not in str(raised.value)
 
 
+def test_an_unknown_option_of_generation_lists_each_known_one_once() -> None:
+    with pytest.raises(UsageError, match="choose one of") as raised:
+        tiny().generate([1], qqqq=3)
+    names = str(raised.value).partition("choose one of ")[2].split(", ")
+    assert len(names) == len(set(names))
+
+
 def test_prompts_may_be_of_any_whole_numbers() -> None:
     model = tiny()
     wanted = model.generate([[1, 2, 3]], max_new_tokens=2)

@@ -30,6 +30,54 @@ def fast_and_plain() -> str:
 
 
 @table
+def twin_curves() -> str:
+    """A hybrid and its dense twin under each recipe."""
+    result = load("twin_curves_h100")
+    run, sizes = result["run"], result["parameters"]
+    ends = {
+        name: next(r["eval_loss"] for r in reversed(rows) if "eval_loss" in r) for name, rows in result["runs"].items()
+    }
+    rows = []
+    for recipe in ("bf16", "current", "delayed"):
+        cells = [f"`{recipe}`"]
+        for twin in ("dense", "hybrid"):
+            end = ends[f"{twin} {recipe}"]
+            cells += [f"{end:.4f}", f"{100 * (end / ends[f'{twin} bf16'] - 1):+.2f} %"]
+        rows.append(cells)
+    about = (
+        f"`{run['preset']}` ({sizes['dense'] / 1e6:.1f} million parameters) and a hybrid of "
+        f"{sizes['hybrid'] / 1e6:.1f} million, {run['steps']} steps of {run['batch_size']} x {run['seq_len']:,} "
+        f"tokens, one seed. {measured_on(result)}"
+    )
+    header = "recipe | dense: final eval loss | relative to BF16 | hybrid: final eval loss | relative to BF16"
+    return f"{prose(about)}\n\n{markdown(header, rows)}"
+
+
+@table
+def calibration() -> str:
+    """The first gradients and the last losses of delayed scaling, on one GPU and on two."""
+    result = load("calibration_h100_x2")
+    settings, runs = result["settings"], result["runs"]
+    ways = {"one GPU": "", "one GPU, 2 micro-batches": ", 2 micro-batches", "DDP on 2": ", ddp on 2"}
+    ways |= {"FSDP2 on 2": ", fsdp on 2"}
+    first, last = runs["bf16"]["grad_norms"][0], runs["bf16"]["losses"][-1]
+    rows = []
+    for recipe in ("current", "delayed", "delayed, scales of 1"):
+        for label, suffix in ways.items():
+            run = runs[recipe + suffix]
+            norm, loss = run["grad_norms"][0], run["losses"][-1]
+            gaps = (f"{100 * (norm / first - 1):+.1f} %", f"{100 * (loss / last - 1):+.2f} %")
+            rows.append([recipe, label, f"{norm:.2f}", gaps[0], f"{loss:.4f}", gaps[1]])
+    about = (
+        f"`{settings['preset']}` with {settings['layers']} layers, {settings['batch_size']} x {settings['seq_len']} "
+        f"tokens per step, {settings['steps']} steps, relative to BF16 on one GPU, whose first gradient norm is "
+        f"{first:.2f} and last loss {last:.4f}. {measured_on(result)}"
+    )
+    header = "recipe | on | first gradient norm | to BF16 | last loss | to BF16"
+    return f"{prose(about)}\n\n{markdown(header, rows)}"
+
+
+@table
 def memory_plan() -> str:
     """Predicted and measured peaks."""
     rows = list(planned_and_measured())

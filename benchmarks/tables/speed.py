@@ -197,7 +197,11 @@ def chat_finetune() -> str:
 def calibrated_finetune() -> str:
     """Losses of fine-tuning under delayed scaling as it starts now."""
     result = load("finetune_against_trl_h100")
-    losses = {row["method"]: row["losses"][-1] for row in result["rows"] if row["way"] == "delayed"}
+    losses = {
+        row["method"]: row["losses"][-1]
+        for row in result["rows"]
+        if row["way"] == "delayed" and row["shape"] == "llama-3.1-8b"
+    }
     return prose(
         "The rows of `delayed` began with scales of 1. Calibrated, as it is by default now, `llama-3.1-8b` ends at "
         f"{losses['full']:.3f} (all weights) and {losses['lora']:.3f} (LoRA). {measured_on(result)}"
@@ -310,7 +314,8 @@ def experts_speed() -> str:
     """Slices of models with experts, beside transformers."""
     result = load("kinds_h100")
     rows = {row["name"]: row for row in result["rows"]}
-    labels = {"transformers": "transformers BF16, compiled", **{name: f"te-models `{name}`" for name in KINDS_RECIPES}}
+    labels = {"transformers": "transformers BF16, compiled", "torchao": "the same, torchao's FP8 for experts"}
+    labels |= {name: f"te-models `{name}`" for name in KINDS_RECIPES}
     slices = {"a3b-layers": "128 experts of 768", "mixtral-layers": "8 experts of 14,336"}
     lines = []
     for shape, experts in slices.items():
@@ -323,6 +328,19 @@ def experts_speed() -> str:
         f"{measured_on(result)}"
     )
     return f"{prose(about)}\n\n{markdown('experts | variant | ms | speed | peak memory', lines)}"
+
+
+@table
+def lora_experts() -> str:
+    """Adapters on all experts of a large model."""
+    result = load("lora_experts_h100")
+    return prose(
+        f"All {result['layers']} layers of Qwen3.5-35B-A3B ({result['parameters'] / 1e9:.1f} billion parameters, "
+        f"random) with adapters of rank {result['rank']} on {result['adapters']} ({result['trained'] / 1e9:.2f} "
+        f"billion parameters), the rest in FP8 under `{result['recipe']}`, all activations recomputed: "
+        f"{result['tokens_per_second']:,.0f} tokens/s at {result['batch']} x {result['seq']:,} tokens per step, "
+        f"{result['peak'] / GIB:.1f} GiB at the peak (planned: {result['planned'] / GIB:.1f}). {measured_on(result)}"
+    )
 
 
 @table
@@ -388,7 +406,7 @@ def hybrid_finetune() -> str:
     shape = result["shapes"]["qwen3.5-2b"]
     about = (
         f"The shape of Qwen3.5-2B with random weights, {shape['batch_size']} x {shape['seq_len']:,} tokens of packed "
-        "conversations, all activations recomputed, 8-bit AdamW; TRL's SFTTrainer on the same rows sees the documents "
-        f"of a row as one. {measured_on(result)}"
+        "conversations, all activations recomputed, 8-bit AdamW (AdamW for adapters, on FP8 weights under `current` "
+        f"and `delayed`); TRL's SFTTrainer on the same rows sees the documents of a row as one. {measured_on(result)}"
     )
     return f"{prose(about)}\n\n{markdown('trained | with | tokens/s | speed | peak memory | loss (steps)', lines)}"

@@ -67,34 +67,36 @@ EDGES = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "lm_head", 
 class Scheme:
     """Requirements of a Transformer Engine recipe class: `rows` and `features` of a GEMM must be multiples of these."""
 
-    fields: tuple[str, ...] = ()
+    fields: Mapping[str, object] = field(default_factory=dict)  # name -> Transformer Engine's default
     rows: int = 16
     features: int = 16
     scattered_rows: int = 0  # of each rank under sequence parallelism, where quantized rows are sent; 0: `rows`
     available: str = "is_fp8_available"  # the engine's function that returns whether it runs here, else the reason
     stateful: bool = False  # scales and amax histories persist over steps and belong in a checkpoint
     forward: str = "E4M3"
-    fp8_format: str = ""  # Transformer Engine's default, where a recipe may choose it
 
 
 SCHEMES: dict[str, Scheme] = {
     "none": Scheme(rows=1, features=1, available="", forward="BF16"),
     "DelayedScaling": Scheme(
-        ("margin", "fp8_format", "amax_history_len", "amax_compute_algo", "reduce_amax"),
-        stateful=True, fp8_format="HYBRID",
+        dict(fp8_format="HYBRID", margin=0, amax_history_len=1024, amax_compute_algo="max", reduce_amax=True),
+        stateful=True,
     ),
-    "Float8CurrentScaling": Scheme(("fp8_format", "use_power_2_scales", "backward_override"), fp8_format="HYBRID"),
+    "Float8CurrentScaling": Scheme(
+        dict(fp8_format="HYBRID", use_power_2_scales=False, backward_override="none"),
+    ),
     "Float8BlockScaling": Scheme(
-        ("fp8_format", "use_f32_scales", "x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim",
-         "backward_override"),
-        scattered_rows=128, available="is_fp8_block_scaling_available", fp8_format="E4M3",
+        dict(fp8_format="E4M3", use_f32_scales=False, x_block_scaling_dim=1, w_block_scaling_dim=2,
+             grad_block_scaling_dim=1, backward_override="none"),
+        scattered_rows=128, available="is_fp8_block_scaling_available",
     ),
     "MXFP8BlockScaling": Scheme(
-        ("fp8_format", "enable_2d_quantization", "backward_override"),
-        rows=32, features=32, available="is_mxfp8_available", fp8_format="E4M3",
+        dict(fp8_format="E4M3", enable_2d_quantization=False, backward_override="none"),
+        rows=32, features=32, available="is_mxfp8_available",
     ),
     "NVFP4BlockScaling": Scheme(
-        ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization", "backward_override"),
+        dict(disable_rht=False, disable_stochastic_rounding=False, disable_2d_quantization=False,
+             backward_override="none"),
         rows=128, features=32, available="is_nvfp4_available", forward="E2M1",
     ),
 }  # fmt: skip
@@ -152,7 +154,7 @@ class Recipe:
         if isinstance(given := fields.get("fp8_format"), str):
             fields["fp8_format"] = given.upper()  # as Transformer Engine spells it
         refuse(self._mistakes(fields), ConfigError)
-        object.__setattr__(self, "fields", MappingProxyType(fields))
+        object.__setattr__(self, "fields", MappingProxyType({**SCHEMES[self.scheme].fields, **fields}))
         object.__setattr__(self, "precision", MappingProxyType(dict(self.precision)))
         used = [self.called(name) for name in dict.fromkeys((self.name, *self.precision.values()))]
         object.__setattr__(self, "in_use", tuple(recipe for recipe in used if recipe is not None))
@@ -175,6 +177,10 @@ class Recipe:
             if name not in known:
                 yield unknown_option(f"field of recipe {self.name!r}", name, known)
             RECIPE_FIELDS[name].check(value)
+        resolved = {**SCHEMES[self.scheme].fields, **fields}
+        square = [name for name, value in resolved.items() if name.endswith("_block_scaling_dim") and value == 2]
+        if len(square) > 1:  # Transformer Engine asserts it
+            yield f"{' and '.join(square)} are 2, and a GEMM takes one of its operands so: give 1 for all but one"
         for pattern, value in self.precision.items():
             if not isinstance(value, str) or value not in (self.name, *_shipped()):
                 choices = dict.fromkeys((*_shipped(), self.name))
@@ -241,9 +247,8 @@ class Recipe:
     @property
     def formats(self) -> str:
         """The formats of activations and gradients, such as "E4M3/E5M2"."""
-        scheme = SCHEMES[self.scheme]
-        hybrid = self.fields.get("fp8_format", scheme.fp8_format) == "HYBRID"
-        return f"{scheme.forward}/E5M2" if hybrid else scheme.forward
+        forward = SCHEMES[self.scheme].forward
+        return f"{forward}/E5M2" if self.fields.get("fp8_format") == "HYBRID" else forward
 
     def replace(self, **overrides: Any) -> Recipe:
         """Return this recipe with some fields changed; an unknown field or a bad value is a ConfigError."""
@@ -261,9 +266,7 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Return every resolved value as plain JSON values: the content of `recipe.json`."""
-        default = SCHEMES[self.scheme].fp8_format
-        fields = ({"fp8_format": default} if default else {}) | dict(self.fields)
-        return {"name": self.name, "scheme": self.scheme, **fields, **self.edges}
+        return {"name": self.name, "scheme": self.scheme, **self.fields, **self.edges}
 
     def build(self, te: ModuleType) -> EngineRecipe | None:
         """Return the engine's recipe object, an instance of Transformer Engine's class; None for BF16."""

@@ -73,17 +73,7 @@ def open_data(
     """
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = load_tokenizer(Path(tokenizer) if isinstance(tokenizer, os.PathLike) else tokenizer)
-    eval_data = options.pop("eval_data", ())
-    own = {
-        name: cast(Iterable[object], given)
-        for name, given in ((OWN, data), (OWN_EVALUATION, eval_data))
-        if is_records(given)
-    }
-    if isinstance(data, DataConfig):
-        settings = data
-    else:
-        paths: object = OWN if OWN in own else data
-        settings = DataConfig(data=paths, eval_data=OWN_EVALUATION if OWN_EVALUATION in own else eval_data, **options)
+    settings, own = _settings(data, options)
     named = data is None or isinstance(data, DataConfig) or bool(settings.data)
     refuse({
         "formatting is for records in memory: give a list or a datasets.Dataset, or for files columns":
@@ -95,20 +85,37 @@ def open_data(
     opened = {name: [read_records(given, columns, formatting, name)] for name, given in own.items()}
     sources = [] if built_in else opened.get(OWN) or open_sources(settings.data, columns)
     evaluated = opened.get(OWN_EVALUATION) or open_sources(settings.eval_data, columns, required=False)
-    records = settings.data == (PYTHON_DOCSTRINGS,) or not all(source.is_text for source in sources)
-    packing = settings.packing or ("documents" if records else "stream")
-    streaming = not built_in and _must_stream(sources) if settings.streaming is None else settings.streaming
+    settings, records, streaming = _resolved(settings, sources)
     refuse({
         "packing stream would cut answers at the ends of windows: use documents, or none":
-            packing == "stream" and records,
+            settings.packing == "stream" and records,
         "--streaming needs --data PATH: built-in data and records in memory are there as a whole":
             streaming and (built_in or OWN in own),
     })  # fmt: skip
     if settings.chat_template is not None:
         tokenizer.set_chat_template(read_template(settings.chat_template))
-    settings = dataclasses.replace(settings, packing=packing)
     opening = _Opening(settings, sources, evaluated, columns, tokenizer, config, rank, world_size, ranks)
     return opening.streamed() if streaming else opening.in_memory()
+
+
+def _settings(data: Data, options: Fields) -> tuple[DataConfig, dict[str, Iterable[object]]]:
+    """Return the settings that `data` and options of open_data give, and the records in memory among them, by name."""
+    eval_data = options.pop("eval_data", ())
+    given = {OWN: data, OWN_EVALUATION: eval_data}
+    own = {name: cast(Iterable[object], records) for name, records in given.items() if is_records(records)}
+    if isinstance(data, DataConfig):
+        return data, own
+    paths: object = OWN if OWN in own else data
+    evaluated: object = OWN_EVALUATION if OWN_EVALUATION in own else eval_data
+    return DataConfig(data=paths, eval_data=evaluated, **options), own
+
+
+def _resolved(settings: DataConfig, sources: Sequence[Source]) -> tuple[DataConfig, bool, bool]:
+    """Return the settings with a packing, whether there are records, and whether the data is streamed."""
+    records = settings.data == (PYTHON_DOCSTRINGS,) or not all(source.is_text for source in sources)
+    packing = settings.packing or ("documents" if records else "stream")
+    streaming = _must_stream(sources) if settings.streaming is None else settings.streaming
+    return dataclasses.replace(settings, packing=packing), records, streaming
 
 
 def steps_of(dataset: TokenDataset | StreamingDataset, config: TrainConfig) -> int:

@@ -51,12 +51,15 @@ class Ranks:
         """
         if self.world == 1:
             return action()
-        value, failure, cause = None, None, None
+        value = None
+        failure = None
+        cause = None
         if self.first:
             try:
                 value = action()
             except Exception as problem:
-                failure, cause = str(problem) or type(problem).__name__, problem
+                failure = str(problem) or type(problem).__name__
+                cause = problem
         value, failure = self._broadcast([value, failure])
         if cause is not None:
             raise cause

@@ -35,7 +35,8 @@ def whole(tensor: Tensor) -> Tensor:
 def shares(like: Tensor) -> list[int]:
     """Return the number of rows of a DTensor on each rank."""
     assert isinstance(like, DTensor)
-    count, world = len(like), like.device_mesh.size()
+    count = len(like)
+    world = like.device_mesh.size()
     most = -(-count // world)
     return [min(most, max(0, count - rank * most)) for rank in range(world)]
 

@@ -22,7 +22,9 @@ def check_place(gpus: int) -> None:
     `gpus` is the number of this host's GPUs, 0 for a job on CPUs.
     """
     needed = (*NEEDED, "LOCAL_RANK") if gpus else NEEDED
-    rank, world, port = number("RANK", 0), number("WORLD_SIZE", 1), number("MASTER_PORT", 0)
+    rank = number("RANK", 0)
+    world = number("WORLD_SIZE", 1)
+    port = number("MASTER_PORT", 0)
     local = number("LOCAL_RANK", 0) if gpus else 0
     mistakes = {
         **{f"the environment variable {name} is not set, and WORLD_SIZE is: {_STARTED}": not os.environ.get(name)

@@ -55,7 +55,7 @@ from te_models.device.autograd import Context
 from te_models.kernels.early_save import save_early, save_input, saved_input
 from te_models.kernels.expert_cast_triton import Delayed
 from te_models.kernels.expert_rows import Route, dispatch
-from te_models.kernels.grouped_linear_triton import Casts, Stored, Weights, in_bf16, in_fp8
+from te_models.kernels.grouped_linear_triton import Casts, Locations, Stored, Weights, in_bf16, in_fp8
 from te_models.kernels.groups import Groups
 from te_models.kernels.handover_triton import FP8Data
 
@@ -335,7 +335,7 @@ def _counts_on_device(module: Module, te_recipe: recipe.Recipe | None) -> bool:
     weight = module.get_parameter("weight0")
     plain = type(weight) in (Tensor, Parameter) and weight.dtype == torch.bfloat16
     stored = isinstance(weight, Float8Tensor) and not weight.requires_grad
-    if not (plain or stored) or not weight.is_cuda or _expert_places(module) is None:
+    if not (plain or stored) or not weight.is_cuda or _expert_weights(module) is None:
         return False
     return plain if te_recipe is None else _joint_casts(te_recipe) is not None
 
@@ -371,25 +371,18 @@ def _with_scales(module: GroupedLinear, casts: Casts, x: Tensor) -> Casts:
     return casts._replace(of_x=own[0], of_weights=own[1], of_dy=own[2], after=after)
 
 
-_PLACES: WeakKeyDictionary[Module, tuple[list[int], Tensor]] = WeakKeyDictionary()  # by the addresses of the weights
+_LOCATIONS: WeakKeyDictionary[Module, Locations] = WeakKeyDictionary()  # graphs read them where they are
 
 
-def _expert_places(module: GroupedLinear) -> tuple[list[Tensor], Tensor] | None:
-    """Return the weights of a te.GroupedLinear, those in FP8 as bytes, and where they are (`Matrices.places`).
-
-    None if the kernels cannot read them there.
-    """
+def _expert_weights(module: GroupedLinear) -> Weights | None:
+    """Return the weights of a te.GroupedLinear, those in FP8 as bytes; None if the kernels cannot read them."""
     weights = [module.get_parameter(f"weight{expert}") for expert in range(module.num_gemms)]
     data = [weight._data if isinstance(weight, Float8Tensor) else weight for weight in weights]
-    addresses = [one.data_ptr() for one in data]
-    known, places = _PLACES.get(module, ([], data[0]))
-    if known != addresses:
-        behind = [address - addresses[0] for address in addresses]
-        if any(distance % 16 for distance in behind):
-            return None
-        places = torch.tensor(behind).div_(data[0].element_size(), rounding_mode="floor").to(data[0].device)
-        _PLACES[module] = addresses, places
-    return data, places
+    at = Locations.of(data, _LOCATIONS.get(module))
+    if at is None:
+        return None
+    _LOCATIONS[module] = at
+    return Weights(data, at)
 
 
 def _grouped(
@@ -399,33 +392,33 @@ def _grouped(
     """See te_models.kernels.handover.grouped."""
     te_recipe = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
     plain = isinstance(module, GroupedLinear)  # without adapters
-    found = _expert_places(module) if plain and _counts_on_device(module, te_recipe) else None
-    casts = None if found is None or te_recipe is None else _joint_casts(te_recipe)
+    weights = _expert_weights(module) if plain and _counts_on_device(module, te_recipe) else None
+    casts = None if weights is None or te_recipe is None else _joint_casts(te_recipe)
     if route is not None and casts is None:
         x = dispatch(x, *route)
         route = None
     if not plain:
         return module(x, rows, is_first_microbatch=is_first_microbatch, run=_grouped)
-    if found is None:
+    if weights is None:
         return module(x, rows, is_first_microbatch=is_first_microbatch)
-    data, places = found
+    data = weights.tensors
     groups = rows if isinstance(rows, Groups) else Groups.of(rows, x.device)
     bias = None
     if module.use_bias:
         bias = torch.stack([module.get_parameter(f"bias{expert}") for expert in range(len(data))])
-    weights = Weights(data, places)
     if casts is None:
         return in_bf16(x, groups, weights, bias)
     with module.prepare_forward_ctx(x, num_gemms=len(data)):
         casts = _with_scales(module, casts, x)
         if data[0].dtype == torch.uint8:
             inverses = [module.get_parameter(f"weight{expert}")._scale_inv for expert in range(len(data))]
-            return in_fp8(x, groups, casts, Stored(data[0], places, torch.cat(inverses)), None, bias, route)
+            return in_fp8(x, groups, casts, Stored(data, weights.at, torch.cat(inverses)), None, bias, route)
         cache = module._fp8_workspaces
-        own = cache.get("experts") if is_first_microbatch is False else None
+        kept = is_first_microbatch is not None and not module.is_fsdp2  # FSDP2 gathers and casts again in backward
+        own = cache.get("experts") if kept and not is_first_microbatch else None
         if own is None:
-            own = weights.cast(casts.of_weights, turn=is_first_microbatch is not None)
-        if is_first_microbatch is not None:
+            own = weights.cast(casts.of_weights, turn=kept)
+        if kept:
             cache["experts"] = own
         return in_fp8(x, groups, casts, own, weights, bias, route)
 

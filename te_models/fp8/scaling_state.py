@@ -142,7 +142,7 @@ def _largest(recipe: Recipe, direction: str) -> float:
 
 def fp8_max(recipe: Recipe, direction: str) -> float:
     """Return the largest number of a direction's format: 448 in E4M3, 57344 in E5M2."""
-    wide = direction == "scaling_bwd" and recipe.fields.get("fp8_format", "HYBRID") == "HYBRID"
+    wide = direction == "scaling_bwd" and recipe.fields["fp8_format"] == "HYBRID"
     return 57344.0 if wide else 448.0
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
-from te_models.errors import UsageError, check_known, field_values, mistyped, unknown
+from te_models.errors import UsageError, check_known, field_values, mistyped
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -99,6 +99,5 @@ def complete(options: GenerationOptions) -> Settings:
     """
     known = [*(field.name for field in fields(Settings)), "max_new_tokens", "attention_mask", "tokenizer"]
     for name in options:
-        if name not in known:
-            raise unknown("option of generation", name, [*known, "max_new_tokens", "attention_mask", "tokenizer"])
+        check_known("option of generation", name, known)
     return Settings(**options)

@@ -191,15 +191,11 @@ def _add(part: nn.Module, name: str, make: Callable[[], nn.Module]) -> None:
 
 def _show_parameters(model: CausalLM, places: Mapping[str, Place], transposed: bool) -> Placed:
     """Show the parameters of experts and routers, which have the same names in every family."""
-    shapes = _shapes(model)
-    counts = {name: linear.experts for name, linear in model.config.linears.items() if linear.experts}
-    sizes = {name: shapes[f"{name}.weight0"] for name in counts}
-    whole = {name: Place(f"{name}.weight", ((0, size[0]),), 1, tuple(size)) for name, size in sizes.items()}
-    entire = {place.name: place for place in places.values() if place.shape == tuple(shapes[place.name])}
+    linears = model.config.linears
     shown: dict[str, tuple[str, str, Stack]] = {}  # te module -> its parameter: of which module, its name, its values
-    for name, place in expert_places("", whole, counts, entire).items():
+    for name, place in expert_places("", model.config, _shapes(model), places).items():
         ours, leaf = place.name.removesuffix(".weight"), name.rpartition(".")[2]
-        shown[ours] = ("experts", leaf, Stack(model.get_submodule(ours), place, counts[ours], transposed))
+        shown[ours] = ("experts", leaf, Stack(model.get_submodule(ours), place, linears[ours].experts, transposed))
     for theirs, place in places.items():
         ours = place.name.removesuffix(".weight")
         if ours.endswith(".router") and theirs.endswith(".mlp.gate.weight"):
@@ -229,8 +225,7 @@ def _places(model: CausalLM) -> tuple[dict[str, Place], Family | None]:
         family = family_for(model.config, family_of(config) if config else None)
     except ConfigError:
         linears = [f"{name}.weight" for name in model.config.linears]
-        own = {name: tuple(shapes[name]) for name in linears if name in shapes}
-        return {name: Place(name, ((0, shape[0]),), 1, shape) for name, shape in own.items()}, None
+        return {name: Place.whole(name, shapes[name]) for name in linears if name in shapes}, None
     return module_places(family, model.config, shapes), family
 
 

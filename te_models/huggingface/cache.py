@@ -6,16 +6,12 @@ values and says which slots it returns; the masks are made here.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from te_models.config.attention import SoftmaxAttentionSpec
 from te_models.config.layer import MixerSpec
@@ -24,29 +20,6 @@ from te_models.errors import UsageError
 from te_models.kernels.sdpa import attention_mask as causal_mask
 from te_models.kernels.sdpa import masks_nothing
 from te_models.model.kv_cache import RecurrentState
-
-NAMES = ("cache", "past_key_values")  # of a cache among arguments: since transformers 5.24, and before
-INSTALLED = fields(BaseModelOutputWithPast)[1].name  # that of the installed version
-Result = TypeVar("Result")
-
-
-def cache_by_either_name(method: Callable[..., Result]) -> Callable[..., Result]:
-    """Let a method take a cache by either of its names.
-
-    The method gets it as `cache` if it has an argument of that name, and else as the installed transformers calls it,
-    which is also what the signature says: `generate` looks there for what it may pass.
-    """
-    signature = inspect.signature(method)
-    own = "cache" if "cache" in signature.parameters else INSTALLED
-    (other,) = set(NAMES) - {own}
-
-    @functools.wraps(method)
-    def call(*args: object, **options: object) -> Result:
-        return method(*args, **{own: options.pop(other)}, **options) if other in options else method(*args, **options)
-
-    shown = [p.replace(name=INSTALLED) if p.name == own else p for p in signature.parameters.values()]
-    call.__signature__ = signature.replace(parameters=shown)  # type: ignore[missing-attribute]
-    return call
 
 
 def refuse_other_states(config: ModelConfig) -> None:

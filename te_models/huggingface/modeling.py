@@ -25,11 +25,12 @@ from te_models.files.formats import Fields, list_some, parse_size
 from te_models.fp8.region import saving
 from te_models.generation.decode_loop import te_linears
 from te_models.huggingface.adapters import Head, place_adapters, show_embedding, show_linears
-from te_models.huggingface.cache import INSTALLED, NAMES, CacheView, cache_by_either_name, refuse_other_states
+from te_models.huggingface.cache import CacheView, refuse_other_states
 from te_models.huggingface.config import TEModelsConfig
 from te_models.huggingface.saving import add_prefix, leave_out_empty, save_model
 from te_models.interop.hf import hugging_face_documents
 from te_models.interop.hub import local_folder, split_options
+from te_models.interop.remote_code.modeling_te_models import CACHE, CACHES, cache_by_either_name
 from te_models.model.inputs import check_inputs, checked_tokens
 from te_models.model.rope import context_before_long_angles
 from te_models.model.targets import IGNORED, nan_if, shifted, valid_targets
@@ -54,7 +55,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = TEModelsConfig
     base_model_prefix = "model"
     _no_split_modules = ["Block"]
-    _skip_keys_device_placement = [*NAMES]
+    _skip_keys_device_placement = [*CACHES]
     _tied_weights_keys = {"model.lm_head.weight": "model.embed_tokens.weight"}
     _supports_sdpa = True
     supports_gradient_checkpointing = True
@@ -294,7 +295,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is not None and self._angles_change(input_ids, cache, *told):
             cache = None  # and all tokens are passed
             kwargs |= dict.fromkeys(kwargs.keys() & {"next_sequence_length"})
-        kwargs |= {INSTALLED: cache, "inputs_embeds": inputs_embeds}
+        kwargs |= {CACHE: cache, "inputs_embeds": inputs_embeds}
         prepare = super().prepare_inputs_for_generation
         return prepare(input_ids, **kwargs)  # type: ignore[bad-argument-type]  # its protocol lacks properties
 

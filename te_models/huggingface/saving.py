@@ -14,9 +14,8 @@ from te_models.files.atomic import first_line, write_file
 from te_models.files.formats import Fields, list_some, read_json
 from te_models.fp8.extra_state import EXTRA, extra_states
 from te_models.fp8.primary_weights import plain
-from te_models.interop.hf_writing import tokenizer_files
-from te_models.saving.folder import MANIFEST, read_listed, save_folder
-from te_models.saving.pretrained import model_content
+from te_models.saving.folder import MANIFEST, save_folder
+from te_models.saving.pretrained import model_content, read_tokenizer
 from te_models.saving.restore import WRAPPED
 
 
@@ -56,9 +55,7 @@ def save_model(
     tensors["model"] = {WRAPPED + name: tensor for name, tensor in weights.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tokenizer = (
-            read_listed(model.origin.folder, tokenizer_files(model.origin.folder)) if model.origin.folder else {}
-        )
+        tokenizer = read_tokenizer(model.origin)
         with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as temp:
             save_folder(Path(temp) / "new", tensors, documents, max_shard_bytes=max_shard_bytes)
             _move_in(Path(temp) / "new", folder)

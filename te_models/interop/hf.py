@@ -248,6 +248,12 @@ class Place:
     groups: int
     shape: tuple[int, ...]  # of their tensor
 
+    @classmethod
+    def whole(cls, name: str, shape: Iterable[int]) -> Place:
+        """Return the place of a tensor that is all of our parameter `name`."""
+        rows, *others = shape
+        return cls(name, ((0, rows),), 1, (rows, *others))
+
     def pieces(self, parameter: Tensor) -> list[Tensor]:
         """Return views [groups, rows, ...] of each block of the parameter."""
         return [
@@ -318,16 +324,19 @@ def module_places(family: Family, config: ModelConfig, shapes: Mapping[str, torc
 
 
 def expert_places(
-    root: str, ours: Mapping[str, Place], counts: Iterable[str], entire: Mapping[str, Place]
+    root: str, config: ModelConfig, shapes: Mapping[str, torch.Size], places: Mapping[str, Place]
 ) -> dict[str, Place]:
     """Return the experts' parameters of transformers, which have the same names in every family.
 
-    `ours` are the places of the weights of our linears by the names of these, `counts` the te.GroupedLinears among
-    them. The rows are in the order of ours, or of a place in `entire`, which fills all of an expert's weight.
+    `shapes` are those of our parameters. The rows are in the order of ours, or of one of `places` that fills all of an
+    expert's weight.
     """
+    entire = {place.name: place for place in places.values() if place.shape == tuple(shapes[place.name])}
     found = {}
-    for name in counts:
-        parent, _, leaf = name.rpartition(".")
-        place = entire.get(f"{name}.weight0", ours[name])
-        found[f"{root}{parent}.experts.{leaf}"] = dataclasses.replace(place, name=ours[name].name)
+    for name, linear in config.linears.items():
+        if linear.experts:
+            parent, _, leaf = name.rpartition(".")
+            first = f"{name}.weight0"
+            place = entire.get(first) or Place.whole(first, shapes[first])
+            found[f"{root}{parent}.experts.{leaf}"] = dataclasses.replace(place, name=f"{name}.weight")
     return found

@@ -80,23 +80,8 @@ def write_hugging_face(
         SaveError: writing failed; the previous content of `folder` is intact.
     """
     folder = Path(os.path.realpath(folder))
-    present = sorted(os.listdir(folder)) if folder.is_dir() else [folder.name] if folder.exists() else []
-    if strangers := [name for name in present if not _replaceable(name)]:
-        raise UsageError(f"{folder} holds {list_some(strangers)}, which saving would delete; choose another folder")
-    preferred = family_of(origin.config) if origin.config else None
-    aside: Mapping[str, Tensor] = {}
-    if preferred is not None:
-        found = _tensors_beside(origin) if quantize is None else {}
-        aside, nested = found or {}, bool(preferred.aside)
-        others = preferred.prefixes_aside(origin.config or {})
-        if quantize is None and ((found is None and others) or (nested and not aside)):
-            warnings.warn(
-                f"{folder} gets the text model alone, without the {list_some(f'{name}*' for name in others)} that a "
-                "release has: name its folder (beside=, --beside) to have them copied from there",
-                stacklevel=5,
-            )
-        preferred = None if nested and not aside else preferred
-    family = family_for(model.config, preferred)
+    _refuse_strangers(folder)
+    family, aside = _family_and_others(model, origin, folder, quantize is None)
     places = tensor_places(family, model.config, {name: p.shape for name, p in parameters.items()})
     config = _config_document(model, origin, family)
     if quantize is None:
@@ -105,12 +90,9 @@ def write_hugging_face(
         tensors, config = quantize(places, parameters, config)
     if family.stacked:
         tensors = stacked(tensors)
-    own = model.config.to_dict()
-    ids = {key: own[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if own[key] is not None}
-    generation = dict(origin.generation) if origin.generation is not None else {"_from_model_config": True, **ids}
     files = {
         "config.json": render_json(config, "config.json"),
-        "generation_config.json": render_json(generation, "generation_config.json"),
+        "generation_config.json": render_json(_generation(model, origin), "generation_config.json"),
         **tokenizer,
     }
     tensors |= aside
@@ -123,13 +105,53 @@ def write_hugging_face(
     card = user_card(folder) or model_card(model, origin.folder, config, name or folder.name, family.code)
     if card is not None:
         files[CARD] = card
+    _write(folder, files, shards)
+    _say_what_loads(model, family, str(name or folder))
+
+
+def _write(folder: Path, files: Mapping[str, bytes], shards: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Write small files and safetensors files, file name -> content, in place of the folder's content."""
     with replacing_folder(folder) as temp:
         for file, content in files.items():
             (temp / file).parent.mkdir(exist_ok=True)
             write_file(temp / file, content)
         for file, members in shards.items():
             write_safetensors(temp / file, members)
-    _say_what_loads(model, family, str(name or folder))
+
+
+def _refuse_strangers(folder: Path) -> None:
+    """Raise a UsageError if the folder has files that may be the user's work."""
+    present = sorted(os.listdir(folder)) if folder.is_dir() else [folder.name] if folder.exists() else []
+    if strangers := [name for name in present if not _replaceable(name)]:
+        raise UsageError(f"{folder} holds {list_some(strangers)}, which saving would delete; choose another folder")
+
+
+def _family_and_others(
+    model: Decoder, origin: Origin, folder: Path, whole: bool
+) -> tuple[Family, Mapping[str, Tensor]]:
+    """Return the family that the model is written as, and the tensors of other models to write with it, if `whole`."""
+    if not origin.config:
+        return family_for(model.config), {}
+    preferred = family_of(origin.config)
+    found = _tensors_beside(origin) if whole else {}
+    alone = bool(preferred.aside) and not found
+    others = preferred.prefixes_aside(origin.config)
+    if whole and (alone or (found is None and others)):
+        warnings.warn(
+            f"{folder} gets the text model alone, without the {list_some(f'{name}*' for name in others)} that a "
+            "release has: name its folder (beside=, --beside) to have them copied from there",
+            stacklevel=6,
+        )
+    return family_for(model.config, None if alone else preferred), found or {}
+
+
+def _generation(model: Decoder, origin: Origin) -> Document:
+    """Return generation_config.json: the origin's, or the special tokens of the model."""
+    if origin.generation is not None:
+        return dict(origin.generation)
+    own = model.config.to_dict()
+    ids = {key: own[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if own[key] is not None}
+    return {"_from_model_config": True, **ids}
 
 
 def _tensors_beside(origin: Origin) -> dict[str, Tensor] | None:

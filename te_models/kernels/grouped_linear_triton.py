@@ -4,6 +4,8 @@ The numbers are those of te.GroupedLinear, which takes a launch per expert for e
 expert's rows on the host.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -36,50 +38,79 @@ class Casts(NamedTuple):
     after: Callable[[], None] | None = None
 
 
-class Weights(NamedTuple):
-    """The experts' weights [O, I], contiguous and of one dtype, and where they are (`Matrices.places`)."""
+class Locations(NamedTuple):
+    """Where the matrices of experts are in memory: their addresses, and the same on the device (`Matrices.places`)."""
 
-    tensors: Sequence[Tensor]
+    addresses: list[int]
     places: Tensor
 
-    @property
-    def matrices(self) -> Matrices:
-        """The operand of a cast."""
-        first = self.tensors[0]
-        return Matrices(first, Groups.equal(len(self.tensors), len(first), first.device), self.places)
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], before: Locations | None = None) -> Locations | None:
+        """Return where `tensors` are, which is `before` unless they were moved; None if kernels cannot read them there.
+
+        FSDP2 frees gathered weights after the forward pass, and gathers them elsewhere for the backward pass.
+        """
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if before is not None and before.addresses == addresses:
+            return before
+        behind = [address - addresses[0] for address in addresses]
+        if any(distance % 16 for distance in behind):
+            return None
+        size = tensors[0].element_size()
+        places = torch.tensor([distance // size for distance in behind], device=tensors[0].device)
+        return cls(addresses, places)
+
+    def again(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the places of the same tensors in a backward pass."""
+        now = self.of(tensors, self)
+        assert now is not None  # memory that PyTorch allocates begins at multiples of 16 bytes
+        return now.places
+
+
+class Weights(NamedTuple):
+    """The experts' weights [O, I], contiguous and of one dtype, and where they are."""
+
+    tensors: Sequence[Tensor]
+    at: Locations
 
     def cast(self, delayed: Delayed | None = None, turn: bool = True) -> FP8Matrices:
         """Return them in FP8, with `turn` transposed too."""
-        return cast(self.matrices, E4M3, delayed, turn)
+        return cast(_matrices(self.tensors, self.at.places), E4M3, delayed, turn)
+
+
+def _matrices(weights: Sequence[Tensor], places: Tensor) -> Matrices:
+    """Return the operand of a cast."""
+    return Matrices(weights[0], Groups.equal(len(weights), len(weights[0]), weights[0].device), places)
 
 
 class Stored(NamedTuple):
-    """The experts' frozen weights [O, I] in E4M3: the bytes of the first, where all are, and FP32 factors [E]."""
+    """The experts' frozen weights [O, I] in E4M3: their bytes, where they are, and FP32 factors [E]."""
 
-    data: Tensor
-    places: Tensor
+    data: Sequence[Tensor]
+    at: Locations
     scale_inv: Tensor
 
 
 class _BF16(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, bias: Tensor | None, groups: Groups, places: Tensor, *weights: Tensor
+        ctx: Context, x: Tensor, bias: Tensor | None, groups: Groups, at: Locations, *weights: Tensor
     ) -> Tensor:
         ctx.groups = groups
+        ctx.at = at
         x = x.contiguous()
-        ctx.save_for_backward(x if ctx.needs_input_grad[4] else None, places, *weights)
-        b = Operand(weights[0], places=places)
+        ctx.save_for_backward(x if ctx.needs_input_grad[4] else None, *weights)
+        b = Operand(weights[0], places=at.places)
         return rows_times(Operand(x), b, groups, len(weights[0]), bias, down=False, precise=False, dtype=x.dtype)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy = grads[0].contiguous()
-        (x, places, *weights) = ctx.saved_tensors
+        (x, *weights) = ctx.saved_tensors
         height, width = weights[0].shape
         how = dict(precise=False, dtype=dy.dtype)
         a = Operand(dy)
-        b = Operand(weights[0], places=places)
+        b = Operand(weights[0], places=ctx.at.again(weights))
         dx = rows_times(a, b, ctx.groups, width, down=True, **how) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[4]:  # then Transformer Engine sums no biases either
             return dx, None, None, None, *[None] * len(weights)
@@ -95,10 +126,11 @@ class _FP8(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context, x: Tensor, bias: Tensor | None, groups: Groups, casts: Casts, own: FP8Matrices | Stored,
-        route: Route | None, places: Tensor | None, *weights: Tensor,
+        route: Route | None, at: Locations, *weights: Tensor,
     ) -> Tensor:  # fmt: skip
         ctx.groups = groups
         ctx.casts = casts
+        ctx.at = at
         ctx.inputs = x.shape[1]
         ctx.weights = len(weights)
         trained = any(ctx.needs_input_grad[7:])
@@ -106,15 +138,14 @@ class _FP8(torch.autograd.Function):
         token, row, ctx.kernels = (None, None, None) if route is None else route
         given = cast(Matrices(x, groups, source=token), E4M3, casts.of_x, turn=trained and route is None)
         kept = x if trained and route is not None else given.transposed
-        stored = own.data if isinstance(own, Stored) else own.transposed
-        again = () if stored is not None or isinstance(own, Stored) else (own.scale, *weights)
-        ctx.save_for_backward(
-            kept, given.scale_inv, given.scale, token, row, stored, places, own.scale_inv, *again
-        )  # fmt: skip
-        at = places if isinstance(own, Stored) else None
+        ctx.stored = own.data if isinstance(own, Stored) else ()
+        turned = None if isinstance(own, Stored) else own.transposed
+        again = () if turned is not None or isinstance(own, Stored) else (own.scale, *weights)
+        ctx.save_for_backward(kept, given.scale_inv, given.scale, token, row, turned, own.scale_inv, *again)
+        data, places = (own.data[0], at.places) if isinstance(own, Stored) else (own.data, None)
         a = Operand(given.data.view(E4M3), given.scale_inv)
-        b = Operand(own.data.view(E4M3), own.scale_inv, at)
-        width = len(weights[0] if weights else own.data)
+        b = Operand(data.view(E4M3), own.scale_inv, places)
+        width = len(weights[0] if weights else data)
         return rows_times(a, b, groups, width, bias, down=False, precise=casts.output, dtype=x.dtype)
 
     @staticmethod
@@ -123,14 +154,15 @@ class _FP8(torch.autograd.Function):
         groups = ctx.groups
         casts = ctx.casts
         dx = None
-        x, x_inverse, x_scale, token, row, stored, places, weights_scale, *again = ctx.saved_tensors
+        x, x_inverse, x_scale, token, row, turned, weights_scale, *again = ctx.saved_tensors
         given = cast(Matrices(dy, groups), casts.gradient, casts.of_dy, turn=x is not None)
         db = sums_of_rows(dy, groups) if ctx.needs_input_grad[1] else None
         if ctx.needs_input_grad[0]:
             if again:
-                turned = cast_transposed(Weights(again[1:], places).matrices, E4M3, again[0])
-            else:
-                turned = stored if ctx.weights else transposed(stored, places)
+                scale, *weights = again
+                turned = cast_transposed(_matrices(weights, ctx.at.again(weights)), E4M3, scale)
+            elif ctx.stored:
+                turned = transposed(ctx.stored[0], ctx.at.again(ctx.stored))
             a = Operand(given.data.view(casts.gradient), given.scale_inv)
             b = Operand(turned.view(E4M3), weights_scale)
             dx = rows_times(a, b, groups, ctx.inputs, down=False, precise=casts.input_gradient, dtype=dy.dtype)
@@ -153,7 +185,7 @@ class _FP8(torch.autograd.Function):
 
 def in_bf16(x: Tensor, groups: Groups, weights: Weights, bias: Tensor | None = None) -> Tensor:
     """Return the experts' rows of x [R, I] times their weights, plus their biases [E, O]: [R, O]."""
-    return _BF16.apply(x, bias, groups, weights.places, *weights.tensors)
+    return _BF16.apply(x, bias, groups, weights.at, *weights.tensors)
 
 
 def in_fp8(
@@ -165,6 +197,6 @@ def in_fp8(
     With `route`, x [T, I] are tokens, and their rows are never stored in x's dtype.
     """
     if isinstance(own, Stored):
-        return _FP8.apply(x, bias, groups, casts, own, route, own.places)
+        return _FP8.apply(x, bias, groups, casts, own, route, own.at)
     assert weights is not None
-    return _FP8.apply(x, bias, groups, casts, own, route, weights.places, *weights.tensors)
+    return _FP8.apply(x, bias, groups, casts, own, route, weights.at, *weights.tensors)

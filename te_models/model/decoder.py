@@ -28,10 +28,10 @@ from te_models.config.recompute_modes import check_mode, offload_allows_fused
 from te_models.device.choice import choose_device, computing_device
 from te_models.device.cpu_threads import TOO_SMALL_TO_SHARE, one_thread, untracked_on_cpu
 from te_models.engine import check_support, engine_module, get_engine
-from te_models.engine.emulated.short_rows import fewest_rows, short_rows
+from te_models.engine.emulated.short_rows import short_rows
 from te_models.errors import UsageError
 from te_models.fp8.precision import ModelPrecision, model_precision, take_scales
-from te_models.fp8.primary_weights import check_recipe, clear_states, drop_transposed, relink
+from te_models.fp8.primary_weights import check_recipe, clear_states, relink
 from te_models.fp8.region import Autocasts, forward_pass, preserve_scales_in_backward
 from te_models.fp8.scaling_state import fp8_state
 from te_models.kernels.dispatch import PLAIN, compile_mode, get_kernels
@@ -158,7 +158,6 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.tp.mark(self, self.config)
         clear_states(self)
-        drop_transposed(self)
         if initialize and where.type != "meta":
             self.init_weights()
 
@@ -328,10 +327,15 @@ class Decoder(nn.Module):
         return untracked_on_cpu(tokens) and tokens.shape[:2].numel() * self._largest_weight <= TOO_SMALL_TO_SHARE
 
     def _row_alignment(self, tokens: Tensor) -> int:
-        """Return the recipe's multiple of rows, but for a step of generation on a CPU that of `short_rows`."""
+        """Return the recipe's multiple of rows, but that of the norms for a step of generation on a CPU."""
         full, alone = self.recipe.row_alignment, self.engine == "emulated" and self.tp.size == 1
         few = alone and untracked_on_cpu(tokens) and tokens.shape[:2].numel() < full
-        return min(full, fewest_rows()) if few else full
+        return min(full, self._rows_of_norms) if few else full
+
+    @functools.cached_property
+    def _rows_of_norms(self) -> int:
+        """The multiple of rows that tells a norm of few rows which kernel it would have with all of them."""
+        return max((norm.row_multiple for norm in self.modules() if isinstance(norm, self.te.RMSNorm)), default=1)
 
     @functools.cached_property
     def _largest_weight(self) -> int:

@@ -94,10 +94,10 @@ def check_layers(config: ModelConfig, recipe: Recipe) -> None:
     edges = recipe.num_layers_at_start_in_bf16 + recipe.num_layers_at_end_in_bf16
     if not recipe.quantized or any(found.recipe is not None for found in precisions(recipe, config.layers).values()):
         return
-    raise ConfigError(
-        f"recipe {recipe.name!r} keeps {edges} layers in BF16 and the model has {config.num_hidden_layers}: nothing "
-        "would run in FP8; lower num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16, or change its precision"
-    )
+    layers = config.num_hidden_layers
+    kept = f"{edges} layers in BF16 and the model has {layers}" if edges >= layers else "all linears in BF16"
+    advice = "lower num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16, or " if edges else ""
+    raise ConfigError(f"recipe {recipe.name!r} keeps {kept}: nothing would run in FP8; {advice}change its precision")
 
 
 def check_sizes(layers: tuple[LayerSpec, ...], vocab_size: int, recipe: Recipe, each: str = "") -> None:

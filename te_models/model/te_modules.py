@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from te_models.config.layer import LinearSpec
 from te_models.config.recipe import EngineRecipe
+from te_models.fp8.primary_weights import drop_transposed
 from te_models.model.expert_parallel import ExpertParallel
 from te_models.model.tensor_parallel import TensorParallel
 
@@ -61,7 +62,9 @@ class Factory:
             return self._linear(spec)
         quantized = self.te.quantized_model_init(recipe=recipe)  # whoever gives values keeps them for a master
         with torch.enable_grad(), quantized:  # both copies, also under no_grad
-            return self._linear(spec)
+            module = self._linear(spec)
+        drop_transposed(module)  # at once: dropped from the whole model, they leave half of its memory in holes
+        return module
 
     def _linear(self, spec: LinearSpec) -> nn.Module:
         if spec.experts:

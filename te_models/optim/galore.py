@@ -68,7 +68,9 @@ class GaLore(torch.optim.Optimizer):
 
     def expected_state(self, view: Tensor, group: Group) -> State:
         """Return the state of one matrix after a step, as a template for te_models.optim.state_tensors.check_values."""
-        rank, short, long = group["rank"], min(view.shape), max(view.shape)
+        rank = group["rank"]
+        short = min(view.shape)
+        long = max(view.shape)
         if short <= rank:
             return dict(step=int, exp_avg=like(view), exp_avg_sq=like(view))
         moment = like(view, rank, long)

@@ -82,7 +82,8 @@ class GradientSums(Gradients):
         """Add the gradients of all backward passes inside to the sums, which start at zero."""
         torch._foreach_zero_(self._buckets)
         self._used.clear()
-        self._waiting, self._works = [], []
+        self._waiting = []
+        self._works = []
         with ExitStack() as hooks:
             for parameter in self.parameters:
                 hooks.enter_context(parameter.register_post_accumulate_grad_hook(self._add))
@@ -95,7 +96,8 @@ class GradientSums(Gradients):
 
     def last_micro_batch(self) -> None:
         """Reduce each bucket over the processes as soon as the next backward pass has filled it."""
-        self._waiting, self._full = [0] * len(self._buckets), 0
+        self._waiting = [0] * len(self._buckets)
+        self._full = 0
         for number in self._bucket_of.values():
             self._waiting[number] += 1
 
@@ -127,7 +129,8 @@ def chunks(parameters: Iterable[P], most: int) -> Iterator[list[P]]:
         count = parameter.numel()
         if chunk and size + count > most:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
+            size = 0
         chunk.append(parameter)
         size += count
     if chunk:

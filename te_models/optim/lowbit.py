@@ -86,10 +86,12 @@ def _update(optimizer: LowBit, parameter: Tensor, group: Group, place: int) -> N
     kernel = importlib.import_module("te_models.optim.lowbit_triton")
     state = optimizer.state[parameter]
     if not state:
-        first, second = optimizer._new_buffer(parameter, True), optimizer._new_buffer(parameter, False)
+        first = optimizer._new_buffer(parameter, True)
+        second = optimizer._new_buffer(parameter, False)
         state.update(step=torch.tensor(0.0), exp_avg=first, exp_avg_sq=second)
     state["step"] += 1
-    number, (beta1, beta2) = int(state["step"]), group["betas"]
+    number = int(state["step"])
+    beta1, beta2 = group["betas"]
     step = kernel.Step(
         number, _seed(number, place), float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"]
     )
@@ -109,7 +111,8 @@ def _round_alike(optimizer: LowBit) -> None:
     The generator is seeded with the number of the step. Further calls of `step` with the same number, for other
     parameters, continue where the last one ended. The caller's state of the generator is restored.
     """
-    number, own = -1, torch.get_rng_state()
+    number = -1
+    own = torch.get_rng_state()
     callers: list[Tensor] = []
 
     def begin(optimizer: LowBit, *arguments: object) -> None:
@@ -119,7 +122,8 @@ def _round_alike(optimizer: LowBit) -> None:
             return
         callers.append(torch.get_rng_state())
         if (now := int(steps[0])) != number:
-            number, own = now, torch.default_generator.manual_seed(_seed(now, 0)).get_state()
+            number = now
+            own = torch.default_generator.manual_seed(_seed(now, 0)).get_state()
         torch.set_rng_state(own)
 
     def end(optimizer: LowBit, *arguments: object) -> None:

@@ -95,7 +95,8 @@ def _update_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    exists, here = row * BLOCK < size, at < size
+    exists = row * BLOCK < size
+    here = at < size
     g = tl.load(grad + at, here, 0.0).to(tl.float32)
     x = tl.load(p + at, here, 0.0).to(tl.float32)
     m = _load_moment(first, first_scale, signed, row, exists, at, here, FORMAT)
@@ -150,7 +151,8 @@ def update(parameter: Tensor, gradient: Tensor, first: Moment, second: Moment, s
     stochastic = stochastic and parameter.dtype == torch.bfloat16
     device = parameter.device
     pairs = [(m.codes.view(torch.uint8), m.scale) if quantized else (m, parameter) for m in (first, second)]
-    bias1, bias2 = 1 - step.beta1**step.number, 1 - step.beta2**step.number
+    bias1 = 1 - step.beta1**step.number
+    bias2 = 1 - step.beta2**step.number
     numbers = (step.lr * step.weight_decay, step.lr / bias1, step.beta1, step.beta2, bias2**-0.5, step.eps)
     with torch.cuda.device_of(parameter):
         _update_kernel[(triton.cdiv(parameter.numel(), ROWS * BLOCK),)](

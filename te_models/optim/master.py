@@ -218,7 +218,8 @@ class MasterWeights:
 
         Names, shapes and dtypes of all tensors are compared, and all values are finite.
         """
-        copies, stateful = list(compress(self.masters, self._copied)), list(self._stateful())
+        copies = list(compress(self.masters, self._copied))
+        stateful = list(self._stateful())
         check_kind(self.kind, state, masters=len(copies), state=len(stateful))
         for number, (master, saved) in enumerate(self._own(copies, state["masters"], "masters")):
             check_values(saved, master, f"masters.{number}")

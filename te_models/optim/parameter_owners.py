@@ -42,7 +42,8 @@ class Owners:
     """The owners of `parameters`, DTensors split along their first dimension, among the ranks of `group`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, ranks: Ranks) -> None:
-        self.group, self.ranks = group, ranks
+        self.group = group
+        self.ranks = ranks
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.device = local(parameters[0]).device
         owners = share_out([parameter.numel() for parameter in parameters], self.world)
@@ -126,7 +127,8 @@ class Owners:
         """Send pieces of transfers in one all-to-all, as bytes, since they may have several dtypes."""
         outgoing = sorted((piece for piece in pieces if piece[0].sender == self.rank), key=lambda p: p[0].receiver)
         incoming = sorted((piece for piece in pieces if piece[0].receiver == self.rank), key=lambda p: p[0].sender)
-        sent, received = [0] * self.world, [0] * self.world
+        sent = [0] * self.world
+        received = [0] * self.world
         for transfer, part in outgoing:
             sent[transfer.receiver] += _size(transfer, part)
         for transfer, part in incoming:
@@ -151,7 +153,8 @@ def _size(transfer: Transfer, part: slice) -> int:
 def _rounds(transfers: Sequence[Transfer], world: int) -> Iterator[list[tuple[Transfer, slice]]]:
     """Yield the parts of transfers that travel together: from and to each rank at most EXCHANGE_CHUNK bytes."""
     pieces: list[tuple[Transfer, slice]] = []
-    sent, received = [0] * world, [0] * world
+    sent = [0] * world
+    received = [0] * world
     for transfer in transfers:
         start = 0
         while start < transfer.size:
@@ -159,7 +162,9 @@ def _rounds(transfers: Sequence[Transfer], world: int) -> Iterator[list[tuple[Tr
             part = slice(start, min(transfer.size, start + room // transfer.kind.itemsize))
             if part.stop == start:
                 yield pieces
-                pieces, sent, received = [], [0] * world, [0] * world
+                pieces = []
+                sent = [0] * world
+                received = [0] * world
                 continue
             pieces.append((transfer, part))
             sent[transfer.sender] += _size(transfer, part)

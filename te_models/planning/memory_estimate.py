@@ -19,7 +19,6 @@ from te_models.config.recipe import SCHEMES, Recipe
 from te_models.planning.operations import PER_TENSOR, Region, Tape, Training, operand_bytes
 from te_models.planning.parameter_bytes import FP32, OPTIMIZERS, has_masters, model_parameters, trained_parameters
 
-AMAX_HISTORY_LEN = 1024  # of DelayedScaling in Transformer Engine, for a recipe that does not name one
 CUBLAS_WORKSPACE = 2**25 + 1024  # bytes; Transformer Engine on Hopper and newer (get_cublas_workspace_size_bytes)
 
 
@@ -61,7 +60,8 @@ def fp8_saving(config: ModelConfig, recipe: Recipe, training: Training) -> int:
     """
     if not training.fp8_params:
         return 0
-    saved, element = 0, training.dtype_bytes
+    saved = 0
+    element = training.dtype_bytes
     linears = {**config.linears, **({} if config.tie_word_embeddings else {HEAD: config.head})}
     found = precisions(recipe, config.layers)
     for name, linear in linears.items():
@@ -104,7 +104,8 @@ def _walk(regions: list[Region], now: Memory, training: Training) -> Iterator[Me
             extra = sum(step.saved for step in region.steps) - region.recompute_input
             now = now.plus(recomputed=extra, fp8_weight_copies=sum(step.copies for step in region.steps))
         for number, step in reversed(list(enumerate(region.steps))):
-            passing, weights = step.produces + step.scratch, 0 if training.lora_rank else step.weights
+            passing = step.produces + step.scratch
+            weights = 0 if training.lora_rank else step.weights
             if training.gradient_sums:
                 yield now.plus(step.name, activation_gradients=passing + weights)
             else:  # a new gradient stays; under FSDP2 its shard does, and whole gradients are in buffers counted above
@@ -114,15 +115,20 @@ def _walk(regions: list[Region], now: Memory, training: Training) -> Iterator[Me
             now = now.plus(fp8_weight_copies=-step.copies, activation_gradients=change)
             saved = step.saved
             if region.recompute_input is not None and number == 0:  # saved since the forward, so not recomputed
-                now, saved = now.plus(activations=-region.recompute_input), saved - region.recompute_input
+                now = now.plus(activations=-region.recompute_input)
+                saved = saved - region.recompute_input
             now = now.plus(None, **{"logits" if step.of_logits else where: -saved})
 
 
 def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory:
     """Return the memory before the forward."""
-    parameters, element, gpus = model_parameters(config), training.dtype_bytes, training.gpus
+    parameters = model_parameters(config)
+    element = training.dtype_bytes
+    gpus = training.gpus
     every = sum(p.numel for p in parameters) * element - fp8_saving(config, recipe, training)
-    share, gathered, whole = -(-every // gpus), 0, 0
+    share = -(-every // gpus)
+    gathered = 0
+    whole = 0
     if gpus > 1:  # FSDP2 gathers the running unit and the next; embedding, norm and head stay gathered
         block = sum(p.numel for p in parameters if p.kind in ("hidden", "gate")) // config.num_hidden_layers * element
         gathered = sum(p.numel for p in parameters if p.kind == "table") * element + 2 * block
@@ -150,7 +156,7 @@ def _delayed_state(config: ModelConfig, recipe: Recipe) -> int:
     linears = {**config.linears, HEAD: config.head}
     found = [(linears[name].gemms, own.recipe) for name, own in precisions(recipe, config.layers).items()]
     delayed = [(gemms, own) for gemms, own in found if own is not None and SCHEMES[own.scheme].stateful]
-    return sum(g * 5 * FP32 * (own.fields.get("amax_history_len", AMAX_HISTORY_LEN) + 1) for g, own in delayed)
+    return sum(g * 5 * FP32 * (own.fields["amax_history_len"] + 1) for g, own in delayed)
 
 
 def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> list[Memory]:
@@ -171,7 +177,8 @@ def _updated(config: ModelConfig, training: Training) -> int:
     the GPU that owns it, beside the buffers of an exchange.
     """
     assert training.optimizer is not None
-    parameters, masters = model_parameters(config), has_masters(training.optimizer_options)
+    parameters = model_parameters(config)
+    masters = has_masters(training.optimizer_options)
     share = -(-sum(p.numel for p in parameters) // training.gpus)
     if training.gpus > 1 and not OPTIMIZERS[training.optimizer].elementwise:
         largest = max(p.numel // p.count for p in parameters if p.kind == "table")

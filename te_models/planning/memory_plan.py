@@ -66,20 +66,27 @@ class MemoryPlan(Printable):
             plan = replace(self, training=replace(self.training, batch_size=batch))
             return (1 - HEADROOM) * gigabytes * 10**9 - plan.peak.total
 
-        least, most = 1, 2
-        below, above = spare(least), spare(most)
+        least = 1
+        most = 2
+        below = spare(least)
+        above = spare(most)
         if below < 0:
             return 0
         while above >= 0:
             further = most + 1 + int(1.05 * above * (most - least) / max(1.0, below - above))
-            least, below, most, above = most, above, further, spare(further)
+            least = most
+            below = above
+            most = further
+            above = spare(further)
         while most - least > 1:
             middle = least + min(max(1, int(below * (most - least) / (below - above))), most - least - 1)
             found = spare(middle)
             if found >= 0:
-                least, below = middle, found
+                least = middle
+                below = found
             else:
-                most, above = middle, found
+                most = middle
+                above = found
         return least
 
     def by_mode(self) -> Iterator[tuple[str | int, MemoryPlan]]:
@@ -117,7 +124,8 @@ class MemoryPlan(Printable):
         }
 
     def __rich__(self) -> Group:
-        t, each = self.training, " per GPU" if self.training.gpus > 1 else ""
+        t = self.training
+        each = " per GPU" if self.training.gpus > 1 else ""
         lora = f", LoRA of rank {t.lora_rank}{' on experts too' * t.lora_experts}" if t.lora_rank else ""
         host = f", {_gib(self.host)} GiB on the host" if self.host else ""
         about = (
@@ -216,38 +224,42 @@ def plan_memory(
     Raises:
         UsageError: for a value that no training run could have.
     """
-
-    def mistakes() -> Iterator[str]:
-        counts = dict(batch_size=batch_size, seq_len=seq_len, gpus=gpus, gradient_accumulation=gradient_accumulation)
-        for name, number in counts.items():
-            if number < 1:
-                yield f"{name}={number} is out of range: give 1 or more"
-        if gpus > 0 and batch_size % gpus:
-            yield f"batch_size={batch_size} cannot be shared by gpus={gpus}: give a multiple of it"
-        if seq_len > config.max_position_embeddings:
-            longest = config.max_position_embeddings
-            yield f"seq_len={seq_len} is longer than max_position_embeddings={longest}: lower it or raise that field"
-        if lora_rank < 0:
-            yield f"lora_rank={lora_rank}: a rank is 1 or more, such as 16, or 0 to train all weights"
-        if lora_experts and not lora_rank:
-            yield "lora_experts=True is for adapters: give lora_rank, or leave it out"
-        if lora_experts and not config.moe:
-            yield "the model has no experts to adapt: leave out lora_experts, or experts among the targets of adapters"
-        if fp8_params and not recipe.quantized:
-            advice = "choose another, or leave fp8_params out"
-            yield f"fp8_params=True needs an FP8 recipe, but {recipe.name!r} is not one: {advice}"
-        if fp8_params and not lora_rank and not has_masters(optimizer_options):
-            yield "fp8_params=True needs FP32 masters: leave stochastic_rounding out, or fp8_params"
-
     if optimizer is not None:
         check_known("optimizer", optimizer, OPTIMIZERS)
-    refuse(mistakes())
     training = Training(
-        batch_size=batch_size // gpus, seq_len=seq_len, optimizer=optimizer, optimizer_offload=optimizer_offload,
-        optimizer_options=dict(optimizer_options), lora_rank=lora_rank, lora_experts=lora_experts,
-        activation_checkpointing=check_mode(activation_checkpointing),
-        activation_offload=activation_offload, gpus=gpus, gradient_sums=gradient_accumulation > 1,
-        cached_weights=gradient_accumulation > 1 and gpus == 1, fp8_params=fp8_params, logits=logits, compile=compile,
-        fused=fused, dtype_bytes=dtype_bytes,
+        batch_size=batch_size // max(gpus, 1), seq_len=seq_len, gpus=gpus, gradient_sums=gradient_accumulation > 1,
+        cached_weights=gradient_accumulation > 1 and gpus == 1, optimizer=optimizer,
+        optimizer_offload=optimizer_offload, optimizer_options=dict(optimizer_options), lora_rank=lora_rank,
+        lora_experts=lora_experts, activation_checkpointing=check_mode(activation_checkpointing),
+        activation_offload=activation_offload, fp8_params=fp8_params, dtype_bytes=dtype_bytes, logits=logits,
+        compile=compile, fused=fused,
     )  # fmt: skip
+    refuse(_mistakes(config, recipe, training, batch_size, gradient_accumulation))
     return MemoryPlan(config, recipe, training)
+
+
+def _mistakes(
+    config: ModelConfig, recipe: Recipe, training: Training, batch_size: int, gradient_accumulation: int
+) -> Iterator[str]:
+    """Yield what no training run could have; `batch_size` is that of all GPUs."""
+    gpus = training.gpus
+    counts = dict(batch_size=batch_size, seq_len=training.seq_len, gpus=gpus)
+    for name, number in {**counts, "gradient_accumulation": gradient_accumulation}.items():
+        if number < 1:
+            yield f"{name}={number} is out of range: give 1 or more"
+    if batch_size % gpus:
+        yield f"batch_size={batch_size} cannot be shared by gpus={gpus}: give a multiple of it"
+    if training.seq_len > (longest := config.max_position_embeddings):
+        said = f"seq_len={training.seq_len} is longer than max_position_embeddings={longest}"
+        yield f"{said}: lower it or raise that field"
+    if training.lora_rank < 0:
+        yield f"lora_rank={training.lora_rank}: a rank is 1 or more, such as 16, or 0 to train all weights"
+    if training.lora_experts and not training.lora_rank:
+        yield "lora_experts=True is for adapters: give lora_rank, or leave it out"
+    if training.lora_experts and not config.moe:
+        yield "the model has no experts to adapt: leave out lora_experts, or experts among the targets of adapters"
+    if training.fp8_params and not recipe.quantized:
+        advice = "choose another, or leave fp8_params out"
+        yield f"fp8_params=True needs an FP8 recipe, but {recipe.name!r} is not one: {advice}"
+    if training.fp8_params and not training.lora_rank and not has_masters(training.optimizer_options):
+        yield "fp8_params=True needs FP32 masters: leave stochastic_rounding out, or fp8_params"

@@ -75,14 +75,18 @@ def operand_bytes(recipe: Recipe, rows: int, columns: int, role: str, copies: st
     Layouts are those of Transformer Engine's quantizers; see te_models/engine/emulated/tensors.py. `role` is "x", "w"
     or "grad", for which Float8BlockScaling may have other blocks, and `copies` "rowwise", "columnwise" or "both".
     """
-    size, m, k = rows * columns, -(-rows // 128), -(-columns // 128)
+    size = rows * columns
+    m = -(-rows // 128)
+    k = -(-columns // 128)
     shared = 0
     if recipe.scheme in ("DelayedScaling", "Float8CurrentScaling"):
         rowwise, columnwise, shared = size, size, FP32  # one scale, for any number of copies
     elif recipe.scheme == "Float8BlockScaling" and recipe.fields[f"{role}_block_scaling_dim"] == 2:
-        rowwise, columnwise = size + FP32 * m * _up(k, 4), size + FP32 * k * _up(m, 4)
+        rowwise = size + FP32 * m * _up(k, 4)
+        columnwise = size + FP32 * k * _up(m, 4)
     elif recipe.scheme == "Float8BlockScaling":
-        rowwise, columnwise = size + FP32 * k * _up(rows, 4), size + FP32 * m * _up(columns, 4)
+        rowwise = size + FP32 * k * _up(rows, 4)
+        columnwise = size + FP32 * m * _up(columns, 4)
     elif recipe.scheme == "MXFP8BlockScaling":
         rowwise = size + _up(rows, 128) * _up(columns // 32, 4)
         columnwise = size + _up(rows // 32, 4) * _up(columns, 128)
@@ -101,12 +105,17 @@ class Tape:
     """The operations of a forward pass with the bytes of each; te_models.config.layer.Tape explains its attributes."""
 
     def __init__(self, config: ModelConfig, recipe: Recipe, training: Training) -> None:
-        self.config, self.recipe, self.training = config, recipe, training
+        self.config = config
+        self.recipe = recipe
+        self.training = training
         self.tokens = training.batch_size * training.seq_len
         self.alignment = recipe.row_alignment
         self.rows = _up(self.tokens, self.alignment)
-        self.seq_len, self.element = training.seq_len, training.dtype_bytes
-        self.compiled, self.fused, self.cuda = training.compile, training.fused_kernels, training.cuda
+        self.seq_len = training.seq_len
+        self.element = training.dtype_bytes
+        self.compiled = training.compile
+        self.fused = training.fused_kernels
+        self.cuda = training.cuda
         self.stream = self.rows * config.hidden_size * self.element  # the residual stream, or its gradient
         self.fp8_layers = recipe.fp8_layers(config.num_hidden_layers)
         self.precisions = precisions(recipe, config.layers)
@@ -120,7 +129,8 @@ class Tape:
 
     def gathers(self, linear: LinearSpec) -> bool:
         """Return whether experts read rows of tokens through indices, in FP8: see te_models.config.layer.Tape."""
-        own, plain = self.precisions[self._part + linear.name].recipe, self.training
+        own = self.precisions[self._part + linear.name].recipe
+        plain = self.training
         return own is not None and self._casts_experts(own) and not (plain.lora_rank or plain.fp8_params)
 
     def _casts_experts(self, recipe: Recipe) -> bool:
@@ -144,9 +154,13 @@ class Tape:
 
         If `gathered`, experts make their rows from tokens again, which another operation saves.
         """
-        name, inputs, outputs = linear.name, linear.inputs, linear.outputs
+        name = linear.name
+        inputs = linear.inputs
+        outputs = linear.outputs
         recipe = self.precisions[self._part + name].recipe
-        rows, element, gemms = rows or self.rows, self.element, linear.gemms
+        rows = rows or self.rows
+        element = self.element
+        gemms = linear.gemms
         lora = self.training.lora_rank if name != HEAD else 0
         rank = lora if linear.adapted or (linear.experts and self.training.lora_experts) else 0
         frozen = bool(lora) and not rank
@@ -245,7 +259,8 @@ class Tape:
         if not self.training.logits and self.precisions[HEAD].recipe is None:
             return [*routers, self.norm("norm")._replace(produces=self.stream, scratch=0), self.fused_head()]
         width = self.tokens * c.vocab_size
-        logits, fp32 = width * self.element, width * FP32
+        logits = width * self.element
+        fp32 = width * FP32
         cut = self.rows * c.vocab_size * self.element
         if self.training.compile:  # saves logits, a maximum and a sum per row, the targets and how many count
             kept = cut + self.tokens * (2 * FP32 + INT64) + INT64
@@ -273,11 +288,14 @@ class Tape:
         also allocates a chunk and the FP32 sum of the weight gradient (on a CPU one more product). They count as
         scratch where they exceed the backward's own buffers.
         """
-        c, size = self.config, self.config.vocab_size * self.config.hidden_size
+        c = self.config
+        size = self.config.vocab_size * self.config.hidden_size
         trained = not self.training.lora_rank
-        own, weight = self.tokens * c.hidden_size * self.element, size * self.element * trained
+        own = self.tokens * c.hidden_size * self.element
+        weight = size * self.element * trained
         rows = head_rows(self.tokens, c.vocab_size, c.hidden_size, self.training.cuda, trained)
-        chunk, sums = rows * c.vocab_size, 1 if self.training.cuda else 2
+        chunk = rows * c.vocab_size
+        sums = 1 if self.training.cuda else 2
         sums = sums if trained and rows < self.tokens else 0  # with one chunk its product is the gradient
         beside = self.element + (0 if self.training.compile else 3 * FP32)
         if self.fused:
@@ -299,7 +317,9 @@ class Tape:
 
     def regions(self) -> Iterator[Region]:
         """Yield the whole forward pass; te_models/config/recompute_modes.py decides what is recomputed."""
-        mode, c, fp8_weights = self.training.activation_checkpointing, self.config, self.training.fp8_params
+        mode = self.training.activation_checkpointing
+        c = self.config
+        fp8_weights = self.training.fp8_params
         rotary = self.rotary_tables()
         table = c.vocab_size * c.hidden_size * self.element
         tied = c.tie_word_embeddings  # then its gradient is added to lm_head's

@@ -84,7 +84,9 @@ def _levers(options: Options, quantized: bool, processes: int, own_options: str)
     mode = options["activation_checkpointing"]
     if stronger := modes[modes.index(mode) + 1 :] if mode in modes else ("full",):
         yield [(("--activation-checkpointing", m), dict(activation_checkpointing=m)) for m in stronger]
-    batch, gpus, parts = options["batch_size"], options["gpus"], options["gradient_accumulation"]
+    batch = options["batch_size"]
+    gpus = options["gpus"]
+    parts = options["gradient_accumulation"]
     if smaller := _divisors(batch // gpus)[1:]:
         values: list[Value] = []
         for size in smaller:

@@ -80,7 +80,8 @@ class _Source:
 
     def names(self) -> tuple[set[str], set[str]]:
         """Return the names of the tensor groups and of the documents."""
-        groups, documents = set(), set()
+        groups = set()
+        documents = set()
         for file in self.files:
             for names, suffix in ((groups, ".safetensors"), (groups, INDEX), (documents, ".json")):
                 name = file.removesuffix(suffix)
@@ -94,7 +95,8 @@ class _Source:
         if not _FILE.fullmatch(file) or file not in self.files:
             raise CheckpointError(f"{self.folder} holds no file {file[:80]!r}")
         try:
-            found, size = path.stat() if self.links else path.lstat(), self.files[file].size
+            found = path.stat() if self.links else path.lstat()
+            size = self.files[file].size
         except FileNotFoundError:
             raise CheckpointError(f"{self.folder} is incomplete: it lacks {file}, which was saved") from None
         regular = stat.S_ISREG(found.st_mode)
@@ -105,7 +107,8 @@ class _Source:
 
     def read(self, file: str, parsed: bool = True) -> Value:
         """Return the content of a small listed file, which is what was saved: JSON, or bytes that are not `parsed`."""
-        path, sha256 = self.locate(file), self.files[file].sha256
+        path = self.locate(file)
+        sha256 = self.files[file].sha256
         data = read_bytes(path, json_limit(file), links=self.links)
         if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
             raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one that was saved")
@@ -202,9 +205,12 @@ def match(expected: Mapping[str, Tensor], loaded: Mapping[str, Tensor], *, check
     Raises:
         CheckpointError: the message lists missing, unexpected and different tensors.
     """
-    missing, extra, different = sorted(expected.keys() - loaded.keys()), sorted(loaded.keys() - expected.keys()), []
+    missing = sorted(expected.keys() - loaded.keys())
+    extra = sorted(loaded.keys() - expected.keys())
+    different = []
     for name in sorted(expected.keys() & loaded.keys()):
-        want, have = expected[name], loaded[name]
+        want = expected[name]
+        have = loaded[name]
         if want.shape != have.shape:
             different.append(f"{name} has shape {list(have.shape)}, not {list(want.shape)}")
         elif check_dtype and want.dtype != have.dtype:
@@ -330,7 +336,8 @@ def _read_groups(source: _Source, groups: Iterable[str]) -> dict[str, dict[str, 
     maps: dict[str, dict[str, str] | None] = {}
     shards: dict[str, list[str]] = {}
     for group in groups:
-        index, single = group + INDEX, f"{group}.safetensors"
+        index = group + INDEX
+        single = f"{group}.safetensors"
         maps[group] = weight_map = (
             None if single in source.files else parse_index(source.read(index), source.folder / index)
         )
@@ -368,7 +375,8 @@ def _joined(source: _Source, group: str, shards: Groups, weight_map: Mapping[str
 
 def _memory_share() -> int:
     """Return a quarter of the host memory, in bytes, of this process, which is one of several on this host."""
-    memory, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), Path("/sys/fs/cgroup/memory.max")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()).isdecimal():
         memory = min(memory, int(text))
     processes = os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun

@@ -109,7 +109,7 @@ def write_pretrained(
     with saving(model):
         tensors, documents = model_content(model, origin)
         if model.tp.rank == model.ep.rank == 0:
-            tokenizer = read_listed(origin.folder, tokenizer_files(origin.folder)) if origin.folder is not None else {}
+            tokenizer = read_tokenizer(origin)
             if format == "hf":
                 write_hugging_face(model, origin, folder, tensors["model"], tokenizer, max_shard_bytes, name=name)
             else:
@@ -117,6 +117,11 @@ def write_pretrained(
                 save_folder(folder, tensors, documents | tokenizer, max_shard_bytes=max_shard_bytes)
         model.tp.wait()
         model.ep.wait()
+
+
+def read_tokenizer(origin: Origin) -> dict[str, bytes]:
+    """Return the files of the tokenizer that came with a model: file name -> bytes."""
+    return {} if origin.folder is None else read_listed(origin.folder, tokenizer_files(origin.folder))
 
 
 def read_pretrained(build: Callable[..., Model], folder: Path, options: Document) -> tuple[Model, Origin]:
@@ -134,7 +139,8 @@ def read_pretrained(build: Callable[..., Model], folder: Path, options: Document
 @contextmanager
 def open_model(build: Callable[..., Model], folder: Path, options: Document) -> Iterator[tuple[Model, Opened]]:
     """Provide the model of `read_pretrained`, and the open folder that it was read from."""
-    folder, fields = saved_folder(folder), config_fields()
+    folder = saved_folder(folder)
+    fields = config_fields()
     shape = {name: value for name, value in options.items() if name in fields}
     with ExitStack() as stack:
         stack.enter_context(offering_older(folder))
@@ -166,7 +172,9 @@ def open_model(build: Callable[..., Model], folder: Path, options: Document) -> 
 
 def _is_te_folder(folder: Path) -> bool:
     """Return whether a folder holds a checkpoint of Transformer Engine's modules; refuse one without any model."""
-    own, config, problem = (folder / MANIFEST).exists(), (folder / "config.json").exists(), ""
+    own = (folder / MANIFEST).exists()
+    config = (folder / "config.json").exists()
+    problem = ""
     if (folder / ADAPTERS).is_file() and not config:
         merged = next((parent / "merged" for parent in folder.parents[:2] if (parent / "merged").is_dir()), None)
         first = "" if merged is not None else f"te-models convert --format te --model {folder} --out MERGED, then "
@@ -196,7 +204,9 @@ def _with_saved_recipe(source: Opened, options: Document, shape: Document) -> Fi
 def _gated(config: ModelConfig, overrides: Document) -> ModelConfig:
     """Return `config` with `overrides`; a gate may be added to an ungated model but not changed or removed."""
     wanted = dataclasses.replace(config, **overrides)
-    before, after, activation = config.attention_gate, wanted.attention_gate, wanted.attention_gate_activation
+    before = config.attention_gate
+    after = wanted.attention_gate
+    activation = wanted.attention_gate_activation
     change = f"the model has attention_gate={before!r}, which cannot become {after!r}"
     mistakes = {
         f"{change}: only an ungated model can be given a gate": before not in ("none", after),
@@ -210,8 +220,10 @@ def _gated(config: ModelConfig, overrides: Document) -> ModelConfig:
 def _reshaped(build: Callable[..., Decoder], source: Opened, overrides: Document) -> ModelConfig:
     """Return the config of an opened folder with `overrides`, if its weights fit: a gate and a larger vocabulary, of
     zeros, may be added."""
-    config, wanted = source.config, _gated(source.config, overrides)
-    before, after = config.to_dict(), wanted.to_dict()
+    config = source.config
+    wanted = _gated(source.config, overrides)
+    before = config.to_dict()
+    after = wanted.to_dict()
     changed = [name for name in overrides if before[name] != after[name]]
     if not changed:
         return wanted
@@ -231,7 +243,8 @@ def _reshaped(build: Callable[..., Decoder], source: Opened, overrides: Document
 
 def _grown(tensors: Iterator[tuple[str, Tensor]], model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors with rows of zeros where the model has more: of a gate, or of more tokens."""
-    linears, parameters = model.config.linears, dict(model.named_parameters(remove_duplicate=False))
+    linears = model.config.linears
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in tensors:
         linear = linears.get(name.rpartition(".")[0])
         rows = len(parameters[name]) if linear is None else linear.outputs
@@ -279,15 +292,20 @@ def read_shape(name: str | Path, overrides: Document | None = None) -> Shape:
         ValueError: there is no such model, or its config is damaged; the error is that of loading it.
     """
     folder = saved_folder(local_folder(name))
-    documents, weights = hugging_face_documents(folder), False
+    documents = hugging_face_documents(folder)
+    weights = False
     with offering_older(folder):
         if documents is not None:
-            told, recipe = describe(folder, documents), None
+            told = describe(folder, documents)
+            recipe = None
             read_scheme(folder, documents["config"])
-            config, dtype = told.config, told.dtype
+            config = told.config
+            dtype = told.dtype
         elif _is_te_folder(folder):
             source = open_te_folder(folder, read_json(folder / "config.json"))
-            config, dtype, recipe = source.config, source.dtype, source.recipe
+            config = source.config
+            dtype = source.dtype
+            recipe = source.recipe
         else:
             saved = load_folder(folder, ["config", "recipe"])
             config, dtype = read_own_config(folder / "config.json", saved.documents["config"])

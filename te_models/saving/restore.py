@@ -61,7 +61,8 @@ class OwnFolder(Opened):
         """Return the saved FP8 data and scales that belong to FP8 weights of the model, once they are known to fit."""
         if not self.fp8_weights or self.recipe is None:
             return {}
-        now, live = model.precision, quantized_weights(model)
+        now = model.precision
+        live = quantized_weights(model)
         with explained(self.path / "recipe.json", ConfigError):
             then = precisions(self.recipe, model.specs)
         alike = {name for name in then if quantize_weights_alike(then[name].recipe, now.linears[name].recipe)}
@@ -80,7 +81,8 @@ class OwnFolder(Opened):
         """Give the model the saved scales and histories; those that it has no use for are left out with a warning."""
         if not self.fp8_state or self.recipe is None:
             return
-        taken, count = model.take_fp8_state(self.fp8_state, self.recipe), len(self.fp8_state)
+        taken = model.take_fp8_state(self.fp8_state, self.recipe)
+        count = len(self.fp8_state)
         if taken < count:
             lost = f"{count - taken} of its {count}" if taken else "its"
             new = model.recipe.name
@@ -258,7 +260,8 @@ def read_training_state(model: Decoder, folder: Path) -> TrainingState:
     with offering_older(folder):
         saved = load_folder(folder, ["config", "model", "recipe", "training"], optional=["fp8_state", "fp8_weights"])
     source = opened(saved)
-    then, now = source.config.to_dict(), model.config.to_dict()
+    then = source.config.to_dict()
+    now = model.config.to_dict()
     for key in (key for key in now if then.get(key) != now[key]):
         raise CheckpointError(
             f"{folder} was trained with {key}={then.get(key)!r}, not {now[key]!r}: resume with the same config, or "

@@ -86,7 +86,8 @@ class Checkpoints:
         path = self.root / f"step-{step:08d}"
         if blocking:
             self._retrying(path, lambda: self._commit(path, content))
-            self._error, self._failed_saves = None, 0
+            self._error = None
+            self._failed_saves = 0
         else:
             self._copied.clear()
             saved = (tensor for members in content.tensors.values() for tensor in members.values())
@@ -130,7 +131,9 @@ class Checkpoints:
         """
         self._join()
         if self._error is not None:
-            error, self._error, self._failed_saves = self._error, None, 0
+            error = self._error
+            self._error = None
+            self._failed_saves = 0
             raise error
 
     def _join(self) -> None:
@@ -189,14 +192,16 @@ class Checkpoints:
             finally:
                 self._copied.set()
             self._retrying(path, lambda: self._commit(path, content))
-            self._error, self._failed_saves = None, 0
+            self._error = None
+            self._failed_saves = 0
         except BaseException as error:
             self._note_failure(error)
 
     def _note_failure(self, error: BaseException) -> None:
         """Remember that a save failed; logged here, for a run that ends without another one."""
         logging.getLogger(__name__).warning("%s; the next save tries again", error)
-        self._error, self._failed_saves = error, self._failed_saves + 1
+        self._error = error
+        self._failed_saves = self._failed_saves + 1
 
     def _retrying(self, path: Path, save: Callable[[], None]) -> None:
         """Run `save`, again after each of `retry_pauses` if it fails."""

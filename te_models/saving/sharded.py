@@ -58,7 +58,10 @@ class ShardedCheckpoints(Checkpoints):
     ) -> None:
         """Accept the options of Checkpoints, the names of the optimizer's parameters in its order, and its `fetch`."""
         super().__init__(root, **options)
-        self.ranks, self.model, self.names, self.fetch = ranks, model, names, fetch
+        self.ranks = ranks
+        self.model = model
+        self.names = names
+        self.fetch = fetch
 
     def save(
         self,
@@ -87,7 +90,8 @@ class ShardedCheckpoints(Checkpoints):
                 raise
             self._note_failure(error)
         else:
-            self._error, self._failed_saves = None, 0
+            self._error = None
+            self._failed_saves = 0
         return path
 
     def _save(self, path: Path, tensors: Groups, documents: Document) -> None:
@@ -131,7 +135,9 @@ class ShardedCheckpoints(Checkpoints):
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         """Return the whole tensor, from its shards (FSDP), its parts (tensor parallelism) or the rank of the expert."""
-        tensor, found, model = whole(tensor), _OPTIMIZER.match(name), self.model
+        tensor = whole(tensor)
+        found = _OPTIMIZER.match(name)
+        model = self.model
         if found:
             tensor = self.fetch(found[1], int(found[2]), tensor)
         if found and (model.tp.size > 1 or model.ep.size > 1):

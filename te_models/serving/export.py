@@ -25,14 +25,13 @@ from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import WIDTHS
 from te_models.interop.hf import Place
 from te_models.interop.hf_families import family_for, family_of
-from te_models.interop.hf_writing import tokenizer_files, write_hugging_face
+from te_models.interop.hf_writing import write_hugging_face
 from te_models.interop.origin import Origin
 from te_models.interop.quantized import BLOCK, E4M3
 from te_models.interop.stored_weights import collapse, spread
 from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state
-from te_models.saving.folder import read_listed
-from te_models.saving.pretrained import refuse_adapters, weights
+from te_models.saving.pretrained import read_tokenizer, refuse_adapters, weights
 from te_models.serving.formats import E4M3_MAX, FORMATS, TINY, Format, Options, Parts, encode_blocks, static_scale
 
 # E4M3 with the largest power of two for a scale rounds this to 2^128, which is infinite in FP32.
@@ -81,8 +80,7 @@ def export(
         writer = _Writer(model, format, calibration)
         parameters = model.ep.gather(gather_state(weights(model), model.config, model.tp), model.device)
         if model.tp.rank == 0:
-            tokenizer = read_listed(origin.folder, tokenizer_files(origin.folder)) if origin.folder is not None else {}
-            write_hugging_face(model, origin, folder, parameters, tokenizer, quantize=writer.quantize)
+            write_hugging_face(model, origin, folder, parameters, read_tokenizer(origin), quantize=writer.quantize)
         model.tp.wait()
     notes = (*writer.notes, *_size_notes(format, writer.shapes))
     return Export(Path(folder), format, tuple(writer.quantized), tuple(writer.ignored), notes)
@@ -213,10 +211,10 @@ class _Writer:
         fields = recipe.fields
         blockwise = recipe.scheme == "Float8BlockScaling"
         square = {
-            "MXFP8BlockScaling": bool(fields.get("enable_2d_quantization", False)),
-            "NVFP4BlockScaling": not fields.get("disable_2d_quantization", False),
+            "MXFP8BlockScaling": bool(fields.get("enable_2d_quantization")),
+            "NVFP4BlockScaling": not fields.get("disable_2d_quantization"),
         }
-        power_of_2 = blockwise and not fields.get("use_f32_scales", False)
+        power_of_2 = blockwise and not fields["use_f32_scales"]
         return Options(recipe.scheme, power_of_2, square.get(recipe.scheme, False))
 
 

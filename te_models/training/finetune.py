@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.console import Console
 from te_models.causal_lm import CausalLM
 from te_models.config.model import config_fields
 from te_models.config.presets import get_preset
-from te_models.config.recipe import AUTO, RECIPE_FIELDS
+from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset, check_fit
 from te_models.data.streaming import StreamingDataset
@@ -57,10 +58,7 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         Diverged: the loss became NaN or infinite.
         LostPeer: another process of the run died.
     """
-    recorded = settings.file is not None and "parallel" not in settings.given
-    config = choose_parallel(settings.train, recorded, lora=settings.lora is not None)
-    if settings.lora is not None and settings.lora.merge and config.parallel.startswith("fsdp"):
-        raise UsageError("--merge needs the whole model in one process: leave it out, and merge with te-models convert")
+    config = _train_config(settings)
     resolve_options(config.optimizer, config.optimizer_options)  # fail before reading data
     loggers = check_loggers(settings.log)
     with parallel(config, settings.build.get("device")) as shared, contextlib.ExitStack() as stack:
@@ -81,22 +79,14 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         model = _build(settings, shared, newest)
         check_fit(words, model.config, config.seq_len)
         adapters = _adapters(settings, model)
-        again = "merge_dtype" in settings.given
-        start = starting_step(folder, newest is not None, config.steps, settings.lora, again)
-        # A resumed model may have left the first recipe of a schedule.
-        scheduled = settings.train.recipe_schedule and settings.recipe != AUTO
-        first = scheduled_recipes(settings)[0] if scheduled else model.recipe
+        start = starting_step(folder, newest is not None, config.steps, settings.lora, "merge_dtype" in settings.given)
+        first = _first_recipe(settings, model)
         about = summary(model, dataset, config, start, shared.describe(), settings.command, memory, first)
         for part in (*_notes(settings, folder, newest, model), about):
             console.print(part)
-        sampler = _sampler(settings.sample_tokens, model, words, eval_batches, shared)
-        chosen = "sample_tokens" in settings.given or settings.sample_tokens != SETTINGS["sample_tokens"].default
-        bounded = not (chosen or shared.sharded)  # ranks would stop at different tokens
+        sampler = _sampler(settings, model, words, eval_batches, shared)
         if sampler and settings.model is not None and not start and shared.ranks.world == 1:
-            with console.status("answering prompts of the evaluation data before the first step"):
-                if bounded:
-                    sampler.take_at_most(SHARE / 2 * _expected_seconds(model, eval_batches[0], config))
-                sampler.note_before()
+            _note_before(console, sampler, model, eval_batches[0], config)
         record = {**(read_record(folder) if newest is not None else {})}
         record["id"] = shared.ranks.from_first(lambda: run_id(record))
         run_file = run_document(settings, model, dataset, eval_batches, shared, record, first)
@@ -113,11 +103,24 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         content = None if adapters is None or result.interrupted else adapters.content(live=False)
         written = _write_end(settings, trainer, adapters, content, words) if shared.ranks.first else {}
         print_outcome(console, result, config, settings.command, folder, written)
-        if sampler and bounded:
-            sampler.take_at_most(SHARE / 2 * seconds)
         if not result.interrupted:
-            _show_samples(console, sampler, folder, words, model, eval_batches)
+            _show_samples(console, sampler, folder, words, model, eval_batches, seconds)
         return result
+
+
+def _train_config(settings: RunSettings) -> TrainConfig:
+    """Return the run's training config with the kind of parallelism resolved."""
+    recorded = settings.file is not None and "parallel" not in settings.given
+    config = choose_parallel(settings.train, recorded, lora=settings.lora is not None)
+    if settings.lora is not None and settings.lora.merge and config.parallel.startswith("fsdp"):
+        raise UsageError("--merge needs the whole model in one process: leave it out, and merge with te-models convert")
+    return config
+
+
+def _first_recipe(settings: RunSettings, model: CausalLM) -> Recipe:
+    """Return the recipe of the run's first step; a resumed model may have left that of its schedule."""
+    scheduled = settings.train.recipe_schedule and settings.recipe != AUTO
+    return scheduled_recipes(settings)[0] if scheduled else model.recipe
 
 
 def _write_end(
@@ -132,6 +135,12 @@ def _write_end(
     label = f"{settings.label} · {trainer.model.recipe.name}"
     about = f"{config.tokens_per_step:,} tokens; {settings.command}"
     return {"loss curve": draw_run(result, label, settings.data.data, trainer.out, about), **written}
+
+
+def _note_before(console: Console, sampler: Sampler, model: CausalLM, batch: Batch, config: TrainConfig) -> None:
+    """Note the model's answers before the first step, in a share of the time that the run is expected to take."""
+    with console.status("answering prompts of the evaluation data before the first step"):
+        sampler.note_before(SHARE / 2 * _expected_seconds(model, batch, config) if sampler.bounded else math.inf)
 
 
 def _expected_seconds(model: CausalLM, batch: Batch, config: TrainConfig) -> float:
@@ -242,10 +251,10 @@ def _moved_changes(config: TrainConfig, steps: int) -> list[str]:
 
 
 def _show_samples(console: Console, sampler: Sampler | None, folder: Path, words: Tokenizer, model: CausalLM,
-                  eval_batches: list[Batch]) -> None:  # fmt: skip
-    """Print the trained model's answers, and the commands to run next."""
+                  eval_batches: list[Batch], seconds: float) -> None:  # fmt: skip
+    """Print the answers of the model, which has been trained for so many seconds, and the commands to run next."""
     if sampler:
-        sampler.show(console)
+        sampler.show(console, SHARE / 2 * seconds if sampler.bounded else math.inf)
     prompts = sampler.prompts if sampler else held_out_prompts(eval_batches, words, model.config.longest_sequence)
     try:
         format = default_format(model, model.origin)
@@ -254,8 +263,11 @@ def _show_samples(console: Console, sampler: Sampler | None, folder: Path, words
     print_next(console, folder, words, prompts, format)
 
 
-def _sampler(tokens: int, model: CausalLM, words: Tokenizer, batches: list[Batch], shared: Parallel) -> Sampler | None:
+def _sampler(
+    settings: RunSettings, model: CausalLM, words: Tokenizer, batches: list[Batch], shared: Parallel
+) -> Sampler | None:
     """Return the sampler; None on a process that does not take part. With a sharded model all do."""
+    tokens = settings.sample_tokens
     if not tokens or not (shared.sharded or shared.ranks.first):
         return None
     longest = model.config.longest_sequence
@@ -264,4 +276,7 @@ def _sampler(tokens: int, model: CausalLM, words: Tokenizer, batches: list[Batch
     if shared.sharded:
         options["cuda_graph"] = False  # collectives are not captured
         prompts = [Prompt(*map(tuple, found)) for found in shared.ranks.from_first(lambda: prompts)]
-    return Sampler(model, words, prompts, tokens, options)
+    sampler = Sampler(model, words, prompts, tokens, options)
+    chosen = "sample_tokens" in settings.given or tokens != SETTINGS["sample_tokens"].default
+    sampler.bounded = not (chosen or shared.sharded)  # ranks would stop at different tokens
+    return sampler

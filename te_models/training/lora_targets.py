@@ -133,14 +133,14 @@ def adaptable_modules(model: CausalLM) -> Modules:
     if model.config.tie_word_embeddings:
         linears.remove("lm_head")  # an update of it would be one of the embedding too
     counts = {name: linear.experts for name, linear in model.config.linears.items() if linear.experts}
-    sizes = {name: tuple(shapes[f"{name}.weight{'0' if name in counts else ''}"]) for name in (*linears, *counts)}
-    ours = {name: Place(f"{name}.weight", ((0, shape[0]),), 1, shape) for name, shape in sizes.items()}
+    sizes = {name: shapes[f"{name}.weight{'0' if name in counts else ''}"] for name in (*linears, *counts)}
+    ours = {name: Place.whole(f"{name}.weight", shape) for name, shape in sizes.items()}
     config = model.origin.config
     try:
         family = family_for(model.config, family_of(config) if config else None)
     except ConfigError:  # transformers has no names for it
         named = {name if name == "lm_head" else f"model.{name}": ours[name] for name in linears}
-        return Modules(named, ours, expert_places("model.", ours, counts, {}), counts, {}, "te_models")
+        return Modules(named, ours, expert_places("model.", model.config, shapes, {}), counts, {}, "te_models")
     places = tensor_places(family, model.config, shapes)
     theirs = {
         name.removesuffix(".weight"): _in_one_piece(place)
@@ -150,8 +150,7 @@ def adaptable_modules(model: CausalLM) -> Modules:
     tops = () if model.config.tie_word_embeddings else ("embed_tokens.weight", "lm_head.weight")
     whole = {name.removesuffix(".weight"): place.name for name, place in places.items() if place.name in tops}
     whole = {name: own.removesuffix(".weight") for name, own in whole.items()}
-    entire = {place.name: place for place in places.values() if place.shape == tuple(shapes[place.name])}
-    experts = expert_places(family.root, ours, counts, entire)
+    experts = expert_places(family.root, model.config, shapes, places)
     return Modules(theirs, ours, experts, counts, whole, family.model_type, family.renamed)
 
 

@@ -17,7 +17,7 @@ from te_models.device.choice import choose_device
 from te_models.distributed.environment import number
 from te_models.errors import UsageError
 from te_models.files.formats import Fields
-from te_models.fp8.primary_weights import SHARDED_SCHEMES
+from te_models.fp8.primary_weights import SHARDED_SCHEMES, quantize_weights_alike
 from te_models.optim import resolve_options
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.smallest_change import Change, smallest_change
@@ -76,7 +76,7 @@ def check_memory(
         options |= dict.fromkeys(OFFLOADS, False)
 
     used = [recipe, *(recipe.followed_by(name) for _, name in config.recipe_changes)]
-    if options.get("fp8_params") and recipe.quantized and not all(one.quantized for one in used):
+    if options.get("fp8_params") and recipe.quantized and not all(quantize_weights_alike(recipe, one) for one in used):
         raise UsageError(
             f"recipe_schedule={config.recipe_schedule!r}: FP8 weights have the format of one recipe: leave out "
             "recipe_schedule, or fp8_params"

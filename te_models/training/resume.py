@@ -64,12 +64,7 @@ def scheduled_recipes(settings: RunSettings) -> list[Recipe]:
 
 def run_choices(model: CausalLM) -> Fields:
     """Return the choices that a checkpoint records besides config and recipe, as JSON."""
-    return {
-        "engine": model.engine,
-        "fp8_params": model.fp8_params,
-        "activation_checkpointing": model.activation_checkpointing,
-        "activation_offload": model.activation_offload,
-    }
+    return {name: getattr(model, name) for name in RUN_CHOICES}
 
 
 def saved_choices(newest: Path) -> Fields:

@@ -98,6 +98,7 @@ class Sampler:
     "...".
     """
 
+    bounded = False  # whether the samples of a run may take only a share of its time
     seconds = math.inf
     cut = False  # whether an answer was cut
 
@@ -128,12 +129,17 @@ class Sampler:
         """Bound the time of the next answers to all prompts together."""
         self.seconds = seconds / max(1, len(self.prompts))
 
-    def note_before(self) -> None:
-        """Note the answers of the model as it is now, to be shown beside the later ones."""
+    def note_before(self, seconds: float = math.inf) -> None:
+        """Note the answers of the model as it is now, within `seconds`, to be shown beside the later ones."""
+        self.take_at_most(seconds)
         self.before = ["".join(_first_lines(self.answer(prompt))) for prompt in self.prompts]
 
-    def show(self, console: Console) -> None:
-        """Print each prompt with the earlier answer and that in the data, and stream the present answer."""
+    def show(self, console: Console, seconds: float = math.inf) -> None:
+        """Print each prompt with the earlier answer and that in the data, and stream the present answer.
+
+        The answers take at most `seconds` together.
+        """
+        self.take_at_most(seconds)
         for number, prompt in enumerate(self.prompts, start=1):
             kind = "prompt" if prompt.reference else "opening"
             console.print(Text(f"\nsample {number} of {len(self.prompts)}, from the evaluation data", "bold"))

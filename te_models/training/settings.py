@@ -324,10 +324,8 @@ def changed_settings(saved: Mapping[str, object], given: Mapping[str, object]) -
         if before == now:
             continue
         if one.fixed:
-            said = repr(before) if name in then else "not set"
-            raise UsageError(
-                f"a resumed run keeps its {name}: it is {said}, not {now!r}: leave out {one.flag}, or start a new run"
-            )
+            said = f", which is {before!r}" if name in then else ""
+            raise UsageError(f"a resumed run keeps its {name}{said}: leave out {one.flag}, or start a new run")
         changed[name] = (before, now)
     return changed
 

@@ -68,7 +68,7 @@ class Callback:
     """Methods that a run calls on every process. A subclass overrides those it needs; by default they do nothing.
 
     On a GPU the next step is already queued when `on_step` is called, except before an evaluation or a save: a change
-    of the model takes effect in the step after that. `trainer.stop()` ends the run after the current step.
+    of the model takes effect in the step after that. `trainer.stop()` ends the run after the step that follows.
     """
 
     def on_step(self, trainer: Trainer, row: Row) -> None:
@@ -217,7 +217,7 @@ class Trainer(NamedFields):
         return self.result
 
     def stop(self) -> None:
-        """End the run after the current step, with a checkpoint, as Ctrl-C does; any process may call it."""
+        """End the run with a checkpoint, as Ctrl-C does; from a callback after one more step. Any process may call."""
         self.stop_requested = lambda: -1
 
     def _evaluated(self, row: Row) -> None:

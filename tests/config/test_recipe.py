@@ -76,6 +76,11 @@ def test_a_recipe_survives_json(name: str) -> None:
         ("current", dict(margin=1), "unknown field 'margin' of recipe 'current'"),
         ("current", dict(fp8_format="E5M2"), "choose one of E4M3, HYBRID"),
         ("blockwise", dict(x_block_scaling_dim=3), "choose one of 1, 2"),
+        (
+            "blockwise",
+            dict(x_block_scaling_dim=2),
+            "x_block_scaling_dim and w_block_scaling_dim are 2, and a GEMM takes one",
+        ),
         ("bf16", dict(amax_history_len=4), "unknown field 'amax_history_len' of recipe 'bf16'"),
         ("mxfp8", dict(num_layers_at_start_in_bf16=-1), "out of range: give 0 or more"),
         ("missing.toml", {}, "cannot read missing.toml: No such file"),
@@ -106,8 +111,8 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('scheme = "DelayedScaling"\namax_history_len = 7\nnum_layers_at_start_in_bf16 = 2\n')
     recipe = get_recipe(path)
-    assert (recipe.name, recipe.fields, recipe.num_layers_at_start_in_bf16) == ("mine", {"amax_history_len": 7}, 2)
-    assert get_recipe(str(path), amax_history_len=9).fields == {"amax_history_len": 9}
+    assert (recipe.name, recipe.fields["amax_history_len"], recipe.num_layers_at_start_in_bf16) == ("mine", 7, 2)
+    assert get_recipe(str(path), amax_history_len=9).fields == {**recipe.fields, "amax_history_len": 9}
     for text, message in (
         ("scheme = ", "is not TOML"),
         ("scheme = []", "description and hardware are text, not"),
@@ -153,6 +158,15 @@ def test_a_saved_recipe_gives_every_field_and_keeps_its_meaning(scheme: str) -> 
     assert saved.keys() >= {"num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "lm_head"}
     again = recipe_from_dict(json.loads(json.dumps(saved)))
     assert (again.num_layers_at_start_in_bf16, again.num_layers_at_end_in_bf16) == (0, 0)
+
+
+@pytest.mark.parametrize("scheme", QUANTIZED_SCHEMES)
+def test_a_scheme_alone_has_transformer_engines_defaults(scheme: str) -> None:
+    recipe = Recipe("mine", scheme)
+    built, default = recipe.build(te), getattr(te.recipe, scheme)()
+    assert repr(built) == repr(default)
+    for field, value in recipe.fields.items():
+        assert getattr(getattr(default, field), "name", getattr(default, field) or "none") == (value or "none")
 
 
 @pytest.mark.parametrize(

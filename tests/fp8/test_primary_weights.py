@@ -16,6 +16,7 @@ from te_models.config.recipe import FP8_WEIGHTS, get_recipe
 from te_models.errors import CheckpointError
 from te_models.fp8.primary_weights import is_quantized, plain, quantized_weights, set_scale, write_weight
 from te_models.fp8.scaling_state import fp8_state
+from te_models.model.te_modules import Factory
 from te_models.optim import build_optimizer
 from te_models.saving.folder import load_folder, save_folder
 from te_models.saving.pretrained import model_content
@@ -72,13 +73,43 @@ def assert_same(one: CausalLM, other: CausalLM) -> None:
 ON_A_GPU = [pytest.param(recipe, PLACE, marks=pytest.mark.gpu) for recipe in RECIPES if recipe != "mxfp8"]
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_new_weight_has_no_transposed_copy(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that go when the whole model is there leave half of its memory in holes."""
+    made, linear = [], Factory.linear
+
+    def watched(self: Factory, *args: Any, **options: Any) -> torch.nn.Module:
+        module = linear(self, *args, **options)
+        made.extend(weight.get_usages()["columnwise"] for weight in module.parameters() if is_quantized(weight))
+        return module
+
+    monkeypatch.setattr(Factory, "linear", watched)
+    build(recipe, moe=dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32))
+    assert len(made) > 8 and not any(made)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_building_reserves_little_more_than_the_model(recipe: str) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    size = dict(hidden_size=512, num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=8, vocab_size=512)
+    moe = dict(num_experts=16, num_experts_per_tok=2, moe_intermediate_size=1024)
+    edges = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+    model = build(recipe, moe=moe, **size, **edges, **PLACE)
+    weights = sum(w.nbytes for w in quantized_weights(model).values())
+    assert weights < torch.cuda.memory_reserved() - before < 1.4 * weights
+
+
 @pytest.mark.parametrize(("recipe", "place"), [*every(4, RECIPES, [{}]), *ON_A_GPU])
 def test_fp8_weights_learn_as_bf16_weights_do(recipe: str, place: dict[str, Any]) -> None:
     ours, _ = train(build(recipe, **place), STEPS)
     theirs, _ = train(build(recipe, fp8_params=False, **place), STEPS)
     assert theirs[0] - theirs[-1] > 1.0, "nothing was learned, so nothing is compared"
-    ends = [sum(losses[-5:]) / 5 for losses in (ours, theirs)]
-    assert ends[0] == pytest.approx(ends[1], rel=0.02)
+    # Of 36 such pairs on a GPU means differed by up to 0.5 %, last losses by up to 1.6 %. Weights that lose their
+    # updates, whose loss stays at the first, are 43 % above.
+    assert sum(ours) == pytest.approx(sum(theirs), rel=0.02)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

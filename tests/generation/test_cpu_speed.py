@@ -113,3 +113,14 @@ def test_steps_use_packed_weights_and_drop_them(monkeypatch: pytest.MonkeyPatch)
     model.generate(IDS, max_new_tokens=5)
     assert len(calls) == 5 * (2 * 4 + 1) and len({id(w) for w in calls}) == 2 * 4 + 1
     assert not any(module._packed for module in model.modules() if isinstance(module, te.LINEARS))
+
+
+@pytest.mark.parametrize("width, rows", [(64, 1), (512, 4)])  # the norms of 512 channels have a kernel for fours
+@torch.no_grad()
+def test_a_step_of_one_token_has_no_more_rows_than_its_norms_need(width: int, rows: int) -> None:
+    options = dict(hidden_size=width, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, **PLACE)
+    model = CausalLM.from_preset("gated-nano", recipe="current", num_key_value_heads=1, head_dim=32, **options).eval()
+    found: list[int] = []
+    model.layers[2].mlp.down_proj.register_forward_pre_hook(lambda module, args: found.append(len(args[0])))
+    model.generate(IDS, max_new_tokens=3)
+    assert found == [12, rows, rows]

@@ -17,7 +17,7 @@ from te_models.engine.emulated.quantizers import Float8CurrentScalingQuantizer, 
 from te_models.kernels import grouped_gemm_triton
 from te_models.kernels.expert_cast_triton import Delayed
 from te_models.kernels.expert_rows import Route, dispatch
-from te_models.kernels.grouped_linear_triton import E4M3, E5M2, Casts, Stored, Weights, in_bf16, in_fp8
+from te_models.kernels.grouped_linear_triton import E4M3, E5M2, Casts, Locations, Stored, Weights, in_bf16, in_fp8
 from te_models.kernels.groups import Groups
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -41,9 +41,14 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def weights_of(count: int, inputs: int, outputs: int) -> tuple[list[Tensor], Weights]:
     """Weights of different magnitudes in memory of their own."""
     made = [torch.randn(outputs, inputs, device=DEVICE).mul_(2.0**e).to(DTYPE).requires_grad_() for e in range(count)]
-    size = made[0].element_size()
-    places = torch.tensor([(weight.data_ptr() - made[0].data_ptr()) // size for weight in made], device=DEVICE)
-    return made, Weights(made, places)
+    return made, Weights(made, locations(made))
+
+
+def locations(tensors: list[Tensor]) -> Locations:
+    """Where these tensors are."""
+    found = Locations.of(tensors)
+    assert found is not None
+    return found
 
 
 def operands(rows: list[int], inputs: int, outputs: int) -> tuple[Tensor, Tensor, Groups]:
@@ -219,13 +224,51 @@ def test_weights_in_fp8(case: tuple[list[int], int, int], precise: bool) -> None
     x, dy, groups = operands(rows, inputs, outputs)
     own, casts = weights.cast(), Casts(E5M2, precise, precise, precise)
     data = [part.clone() for part in own.data.split(outputs)]  # each in memory of its own
-    places = torch.tensor([part.data_ptr() - data[0].data_ptr() for part in data], device=DEVICE)
+    stored = Stored(data, locations(data), own.scale_inv)
     results = []
-    for y in (in_fp8(x, groups, casts, own, weights), in_fp8(x, groups, casts, Stored(data[0], places, own.scale_inv))):
+    for y in (in_fp8(x, groups, casts, own, weights), in_fp8(x, groups, casts, stored)):
         (dx,) = torch.autograd.grad(y, [x], dy)
         results.append((y[: sum(rows)], dx[: sum(rows)]))
     for found, wanted in zip(*results, strict=True):
         assert torch.equal(found, wanted) and (wanted.any() or not sum(rows))
+
+
+def moved(tensors: list[Tensor]) -> None:
+    """Free the memory of these tensors and give them other memory, in reverse, as FSDP2 does before backward."""
+    values = [tensor.detach().clone() for tensor in tensors]
+    before = [tensor.data_ptr() for tensor in tensors]
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+        for tensor, value in zip(reversed(tensors), reversed(values), strict=True):
+            tensor.set_(
+                torch.empty(3 * value.numel(), dtype=value.dtype, device=DEVICE)[: value.numel()].view_as(value)
+            )
+            tensor.copy_(value)
+    apart = [
+        [address - addresses[0] for address in addresses] for addresses in (before, [t.data_ptr() for t in tensors])
+    ]
+    assert apart[0] != apart[1]
+
+
+@pytest.mark.parametrize("way", ["bf16", "fp8", "stored"])
+def test_weights_that_were_gathered_elsewhere_before_backward(way: str) -> None:
+    torch.manual_seed(5)
+    rows, inputs, outputs = FEW
+    made, weights = weights_of(len(rows), inputs, outputs)
+    x, dy, groups = operands(rows, inputs, outputs)
+    casts, own = Casts(E5M2, False, True, True), weights.cast(turn=False)
+    data = [part.clone() for part in own.data.split(outputs)]
+    results = []
+    for move in (False, True):
+        if way == "bf16":
+            y = in_bf16(x, groups, weights)
+        elif way == "fp8":
+            y = in_fp8(x, groups, casts, own, weights)
+        else:
+            y = in_fp8(x, groups, casts, Stored(data, locations(data), own.scale_inv))
+        if move:
+            moved(data if way == "stored" else made)
+        results.append(torch.autograd.grad(y, [x], dy)[0][: sum(rows)])
+    assert torch.equal(*results) and results[0].any()
 
 
 def test_frozen_weights_get_no_gradient() -> None:

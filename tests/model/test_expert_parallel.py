@@ -174,13 +174,14 @@ def test_rows_in_fp8_are_rounded_once(folder: Path) -> None:
     assert found["bytes"] == 30 * (64 + 4)
 
 
-def sharded(device: str, rank: int, folder: str) -> None:
-    """Experts divided between two ranks, or all, and everything sharded by FSDP2 as well."""
+def sharded(device: str, kind: str, rank: int, folder: str) -> None:
+    """Everything sharded by FSDP2; by "fsdp+ep" experts divided as well, between two ranks or all."""
     found: dict[str, float] = {}
-    with parallel(TrainConfig(parallel="fsdp+ep"), device) as everyone:
+    with parallel(TrainConfig(parallel=kind), device) as everyone:
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        for name, size in {"plain": 2, "experts in FP8": 0}.items():  # FP8 has one process's amaxes only among all
-            config = TrainConfig(parallel="fsdp+ep", expert_parallel_size=size)
+        # FP8 has one process's amaxes only where an expert gets the rows of all.
+        for name, size in ({"plain": 0} if kind == "fsdp" else {"plain": 2, "experts in FP8": 0}).items():
+            config = TrainConfig(parallel=kind, expert_parallel_size=size)
             assert everyone.device is not None
             shared = replace(everyone, config=config, **meshes(config, everyone.device)._asdict())
             options: dict[str, Any] = {"recipe": "bf16", **CASES[name], "dtype": dtype}
@@ -201,7 +202,7 @@ def sharded(device: str, rank: int, folder: str) -> None:
 
 
 def test_sharded_experts_have_the_gradients_of_one_process(tmp_path: Path) -> None:
-    run_ranks(partial(sharded, "cpu"), tmp_path, 4, backend=None)
+    run_ranks(partial(sharded, "cpu", "fsdp+ep"), tmp_path, 4, backend=None)
     errors = torch.load(tmp_path / "sharded.pt")
     for name, error in errors.items():
         assert error < (1e-5 if name.startswith("plain") else 2e-3), name  # as above
@@ -209,8 +210,10 @@ def test_sharded_experts_have_the_gradients_of_one_process(tmp_path: Path) -> No
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_sharded_experts_have_the_gradients_of_one_gpu(tmp_path: Path) -> None:
-    run_ranks(partial(sharded, "cuda"), tmp_path, 2, backend=None)
+@pytest.mark.parametrize("kind", ["fsdp", "fsdp+ep"])
+def test_sharded_experts_have_the_gradients_of_one_gpu(kind: str, tmp_path: Path) -> None:
+    """Those that FSDP2 gathers again for the backward pass are elsewhere in memory then."""
+    run_ranks(partial(sharded, "cuda", kind), tmp_path, 2, backend=None)
     # Some twenty operations round to BF16, 2^-9 each, and move some values to the next code; gradients that are not
     # averaged are off by a factor of 2.
     assert all(error < 2.0**-3 for error in torch.load(tmp_path / "sharded.pt").values())

@@ -145,14 +145,15 @@ def test_a_change_that_the_model_cannot_make_is_refused_before_the_run(tmp_path:
         Trainer(build(intermediate_size=48), batches(), None, config(recipe_schedule="mxfp8@3"), tmp_path)
 
 
-def test_fp8_weights_and_a_schedule_to_bf16_are_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("change", ["bf16@0.5", "delayed@0.5"])
+def test_fp8_weights_and_a_schedule_are_refused_with_a_way_out(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    asked = ["--recipe", "current", "--fp8-params", "--recipe-schedule", "bf16@0.5", "--out", "one"]
+    asked = ["--recipe", "current", "--fp8-params", "--recipe-schedule", change, "--out", "one"]
     (tmp_path / "text.txt").write_text("some text of a run\n" * 200)
     assert main([*RUN, "--data", "text.txt", *asked]) == 2
-    assert "recipe_schedule='bf16@0.5': FP8 weights have the format of one recipe" in capsys.readouterr().err
+    assert f"recipe_schedule={change!r}: FP8 weights have the format of one recipe" in capsys.readouterr().err
 
 
 def test_edges_and_table_stay() -> None:

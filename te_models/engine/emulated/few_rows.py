@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,66 +17,56 @@ from torch import Tensor
 from te_models.engine.emulated.gemm import finish, is_exact
 from te_models.engine.emulated.numerics import FP8_MAX, TORCH_FP8, on_host
 from te_models.engine.emulated.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
+from te_models.engine.emulated.short_rows import enough_rows, multiply
 from te_models.engine.emulated.tensor_core import HostFactor, row_product
 from te_models.engine.emulated.tensors import Float8TensorStorage, FP8Matrix, QuantizedTensorStorage, Value, as_matrix
 
 _TINY = 2.0**-64  # of smaller amaxes scales may overflow
-_CACHED = 2**18  # the largest weight, in elements, whose FP32 values stay in a core's cache until the product
 
 
-class FewRows(NamedTuple):
-    """Rows in FP8: the numbers [T, K], and their scale."""
-
-    data: Tensor
-    scale: np.float32
-
-
-def cast(x: Value, quantizer: Quantizer) -> FewRows | None:
-    """Return x [..., K] in FP8; None where quantizers.py and gemm.py have to serve."""
-    per_tensor = isinstance(quantizer, (Float8Quantizer, Float8CurrentScalingQuantizer))
-    if not per_tensor or isinstance(x, QuantizedTensorStorage) or not on_host(x):
+def scale(x: Value, quantizer: Quantizer) -> np.float32 | None:
+    """Return the scale with which `product` casts x [..., K]; None where quantizers.py and gemm.py have to serve."""
+    if isinstance(x, QuantizedTensorStorage) or not on_host(x):
         return None
-    scale = _scale(x, quantizer)
-    if scale is None:
-        return None
-    largest = FP8_MAX[quantizer.dtype]
-    numbers = torch.mul(as_matrix(x).float(), float(scale)).clamp_(-largest, largest)
-    return FewRows(numbers.to(TORCH_FP8[quantizer.dtype]), scale)
-
-
-def product(
-    x: FewRows, weight: QuantizedTensorStorage, bias: Tensor | None, dtype: torch.dtype, split_accumulator: bool
-) -> Tensor:
-    """Return x times `weight` [N, K] plus `bias` [N]: [T, N] in `dtype`."""
-    assert isinstance(weight, Float8TensorStorage)
-    if is_exact(len(x.data), *reversed(weight._matrix)):
-        out = _exact(x.data, weight, split_accumulator)
-    else:
-        out = x.data.float() @ _columns(weight)
-    scale = np.float32(1) / x.scale * np.float32(weight._scale_inv.item())
-    return finish(out.mul_(float(scale)), None, bias, dtype)
-
-
-def _scale(x: Tensor, quantizer: Float8Quantizer | Float8CurrentScalingQuantizer) -> np.float32 | None:
-    """Return the scale of x as `numerics.scale_from_amax` does; None where that has a case of its own."""
     if isinstance(quantizer, Float8Quantizer):
         return np.float32(quantizer.scale.item())
+    if not isinstance(quantizer, Float8CurrentScalingQuantizer):
+        return None
     amax = np.float32(max(x.abs().amax().item(), quantizer.amax_epsilon))
     if not _TINY < amax < np.inf:  # as NaN is not
         return None
-    scale = np.float32(FP8_MAX[quantizer.dtype]) / amax
-    return np.float32(2.0 ** (math.frexp(scale)[1] - 1)) if quantizer.force_pow_2_scales else scale
+    found = np.float32(FP8_MAX[quantizer.dtype]) / amax  # as numerics.scale_from_amax does
+    return np.float32(2.0 ** (math.frexp(found)[1] - 1)) if quantizer.force_pow_2_scales else found
+
+
+def product(
+    x: Tensor, scale: np.float32, quantizer: Quantizer, weight: QuantizedTensorStorage, bias: Tensor | None,
+    dtype: torch.dtype, split_accumulator: bool,
+) -> Tensor:  # fmt: skip
+    """Return x [..., K], cast with `scale`, times `weight` [N, K] plus `bias` [N]: [T, N] in `dtype`."""
+    assert isinstance(quantizer, (Float8Quantizer, Float8CurrentScalingQuantizer))
+    assert isinstance(weight, Float8TensorStorage)
+    largest = FP8_MAX[quantizer.dtype]
+    numbers = torch.mul(as_matrix(x).float(), float(scale)).clamp_(-largest, largest).to(TORCH_FP8[quantizer.dtype])
+    outputs, inputs = weight._matrix
+    if is_exact(len(numbers), inputs, outputs):
+        out = _exact(numbers, weight, split_accumulator)
+    else:
+        out = multiply(numbers.float(), _columns(weight))
+    inverse = weight.kept("inverse scale", False, lambda: np.float32(weight._scale_inv.item()))
+    return finish(out.mul_(float(np.float32(1) / scale * inverse)), None, bias, dtype)
 
 
 def _columns(weight: Float8TensorStorage) -> Tensor:
-    """Return the numbers of a weight in FP32, [K, N]: from BF16, which is exact, where reading them costs the most."""
+    """Return the numbers of a weight in FP32, [K, N], in the layout in which fewer rows have the bits of many."""
 
     def numbers() -> Tensor:
-        return weight.operand(False).values.t().bfloat16().contiguous()
+        columns = weight.operand(False).values.t()
+        outputs, inputs = weight._matrix
+        suits = weight.keeps and enough_rows(1, inputs, outputs, columns.dtype, True, torch.get_num_threads())
+        return columns.contiguous() if suits else columns
 
-    if weight.keeps and weight._shape.numel() <= _CACHED:
-        return weight.kept("columns", False, numbers).float()
-    return weight.kept("operand", False, lambda: weight.operand(False)).values.t()
+    return weight.kept("columns", False, numbers)
 
 
 def _exact(data: Tensor, weight: Float8TensorStorage, split_accumulator: bool) -> Tensor:
@@ -88,9 +77,11 @@ def _exact(data: Tensor, weight: Float8TensorStorage, split_accumulator: bool) -
     bits = np.pad(bits, ((0, 0), (0, len(right.values) - bits.shape[1]))) if len(right.values) > bits.shape[1] else bits
     out = np.zeros((len(bits), right.values.shape[1]), np.float32)
     with np.errstate(all="ignore"):
-        for row in bits.any(1).nonzero()[0]:
-            left = HostFactor(table.values[bits[row]], table.exponents[bits[row]])
-            out[row] = row_product(left, right, split_accumulator)
+        for row, numbers in zip(out, bits, strict=True):
+            if numbers.any():
+                row[:] = row_product(
+                    HostFactor(table.values[numbers], table.exponents[numbers]), right, split_accumulator
+                )
     return torch.from_numpy(out)
 
 

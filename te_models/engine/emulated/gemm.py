@@ -13,9 +13,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from te_models.device.cpu_matmul import matmul
 from te_models.engine.emulated import fused
-from te_models.engine.emulated.short_rows import are_short, full_rows
+from te_models.engine.emulated.short_rows import are_short, full_rows, multiply
 from te_models.engine.emulated.tensor_core import PROMOTION_K, Factor, hopper_matmul
 from te_models.engine.emulated.tensors import Float8TensorStorage, FP8Matrix, Operand, QuantizedTensorStorage, pad_to
 
@@ -147,7 +146,7 @@ def _product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
     """Return the product of the values, summed in FP32 and rounded once."""
     if a.narrow and b.narrow:
         return _narrow_product(a.values, b.values, dtype)
-    return (a.values.float() @ b.values.float()).to(dtype)
+    return multiply(a.values.float(), b.values.float()).to(dtype)
 
 
 def _narrow_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -158,4 +157,5 @@ def _narrow_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=torch.float32).to(dtype)
     # A CPU's BF16 units return BF16. With FP32 results they are reached only through a switch of the whole process,
     # under which the products of other threads would be rounded too.
-    return matmul(a.bfloat16(), b.bfloat16()) if dtype == torch.bfloat16 else (a.float() @ b.float()).to(dtype)
+    narrow = dtype == torch.bfloat16
+    return multiply(a.bfloat16(), b.bfloat16()) if narrow else multiply(a.float(), b.float()).to(dtype)

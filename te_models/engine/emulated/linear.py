@@ -26,8 +26,8 @@ from te_models.engine.emulated.numerics import device_type
 from te_models.engine.emulated.parallel import MODES, Parallelism
 from te_models.engine.emulated.quantizers import Quantizer
 from te_models.engine.emulated.recipe import Recipe, refuse_options
-from te_models.engine.emulated.short_rows import are_short, full_rows
-from te_models.engine.emulated.tensors import QuantizedTensorStorage, Value, as_matrix, pad_to
+from te_models.engine.emulated.short_rows import are_short, full_rows, multiply
+from te_models.engine.emulated.tensors import QuantizedTensor, QuantizedTensorStorage, Value, as_matrix, pad_to
 from te_models.errors import require
 
 
@@ -92,13 +92,13 @@ def product(
     parallel = call.parallel
     with no_autocast(inp):
         if call.fp8 is not None:
-            if bias is not None:
-                bias = bias.to(torch.bfloat16 if call.dtype == torch.float32 else call.dtype)
+            bias = _fp8_bias(bias, call.dtype)
             short = are_short()
-            few = few_rows.cast(inp, call.fp8.input) if short else None
-            if few is not None:
+            scale = few_rows.scale(inp, call.fp8.input) if short else None
+            if scale is not None:
                 w = fp8_weight(weight, call, call.fp8, dgrad)
-                return few_rows.product(few, w, bias, call.dtype, call.splits[0]), inp, w
+                out = few_rows.product(inp, scale, call.fp8.input, w, bias, call.dtype, call.splits[0])
+                return out, inp, w
             x, w = _fp8_operands(inp, weight, call, call.fp8, wgrad, dgrad)
             total = parallel.gather_input(x, call.fp8.input)
             rows = inp.shape[:-1].numel() if short else None  # without those that `_fp8_operands` adds
@@ -111,7 +111,12 @@ def product(
             kept = call.module.packed_weight(call.weight_name, w, call.first_microbatch)
             if kept is not None:
                 return packed_matmul(total, kept), x, w
-        return matmul(total, w.t(), None if bias is None else bias.to(call.dtype)), x, w
+        return multiply(total, w.t(), None if bias is None else bias.to(call.dtype)), x, w
+
+
+def _fp8_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return the bias as a GEMM in FP8 with results in `dtype` adds it."""
+    return None if bias is None else bias.to(torch.bfloat16 if dtype == torch.float32 else dtype)
 
 
 def _result(out: Tensor, weight: Tensor, inp: Tensor, call: Call) -> Tensor:
@@ -161,8 +166,8 @@ def _fp8_operands(
     columnwise = wgrad and call.override is None and not call.parallel.rowwise_only(how.input)
     how.input.set_usage(rowwise=True, columnwise=columnwise)
     x = as_matrix(inp)
-    if not how.input.is_quantizable(x):
-        x = pad_to(x, full_rows(len(x)), 1)
+    if are_short() and not how.input.is_quantizable(x):
+        x = pad_to(x, how.input._multiple, 1)
     return how.input(x), fp8_weight(weight, call, how, dgrad)
 
 
@@ -308,6 +313,10 @@ class Linear(TransformerEngineBaseModule):
         `is_first_microbatch` True quantizes the weight and caches the result, False uses the cached one, None quantizes
         and caches nothing. `fp8_output` and `fp8_grad` quantize the output and the input gradient.
         """
+        if is_first_microbatch is False and are_short():
+            step = self._step(inp)
+            if step is not None:
+                return step
         parallel = self.parallelism
         self.prepare_forward(inp)
         bias: Tensor | None = self.bias if self.use_bias else None
@@ -330,6 +339,33 @@ class Linear(TransformerEngineBaseModule):
         if self.return_bias:
             return out, None if bias is None else bias.to(self.activation_dtype)
         return out if bias is None or fused else out + bias.to(self.activation_dtype)
+
+    def _step(self, inp: Tensor) -> Tensor | None:
+        """Return the output of a step of generation in which weight and recipe are those of the pass before it.
+
+        To prepare one anew takes longer than a small product. None: something may have changed.
+        """
+        weight, recipe = self._fp8_workspaces.get("weight"), self.fp8_meta.get("recipe")
+        state = FP8GlobalStateManager.quantization_state
+        if weight is None or not weight.keeps or recipe is None:
+            return None
+        if not state.fp8_enabled or state.fp8_recipe is not recipe:
+            return None
+        if (
+            self.parallel_mode is not None
+            or self.return_bias
+            or isinstance(self._parameters["weight"], QuantizedTensor)
+        ):
+            return None
+        if inp.dtype != self.activation_dtype or torch.is_autocast_enabled("cpu"):
+            return None
+        quantizer = self.quantizers["scaling_fwd"][0]
+        scale = few_rows.scale(inp, quantizer)
+        if scale is None:
+            return None
+        bias = _fp8_bias(self.bias if self.use_bias else None, inp.dtype)
+        out = few_rows.product(inp, scale, quantizer, weight, bias, inp.dtype, recipe.split_accumulators[0])
+        return out if inp.ndim == 2 else out.view(*inp.shape[:-1], -1)
 
     def _call(
         self, parallel: Parallelism, inp: Tensor, weight: Tensor, bias: Tensor | None, first: bool | None,

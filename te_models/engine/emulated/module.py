@@ -298,6 +298,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
         recipe = FP8GlobalStateManager.get_fp8_recipe()
         old = meta.get("recipe")
         if self.fp8_initialized and (recipe is old or (recipe == old and repr(recipe) == repr(old))):
+            meta["recipe"] = recipe  # by which a step of generation recognizes it
             return
         self.init_fp8_meta_tensors(recipe)
         meta["recipe"] = recipe

@@ -11,7 +11,7 @@ from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.delayed_scaling import ScaleRegistry
 from te_models.engine.emulated.module import EmptyExtraState
 from te_models.engine.emulated.numerics import device_type
-from te_models.engine.emulated.rmsnorm_kernels import input_gradient, reciprocal_rms, weight_gradient
+from te_models.engine.emulated.rmsnorm_kernels import input_gradient, reciprocal_rms, row_multiple, weight_gradient
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -91,6 +91,11 @@ class RMSNorm(EmptyExtraState):
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         if self.weight.device.type != "meta":
             self.reset_parameters()
+
+    @property
+    def row_multiple(self) -> int:
+        """The number of rows whose multiples all have one kernel."""
+        return row_multiple(self.weight.numel())
 
     def reset_parameters(self) -> None:
         """Set gamma to 1, in a new parameter, on the default device if it was on meta."""

@@ -31,6 +31,7 @@ from te_models.engine.emulated.numerics import on_host
 LANES = 32
 _FEW = 2**13  # elements of a step of generation
 _TUNED = (512, 768, 1024, 2048, 4096, 8192)
+_TUNED_ROWS = 4  # the tuned kernels' multiple of rows
 _GENERAL = {"forward": (128, 512, 1024, 2048, 8192), "backward": (128, 512, 1024, 2048, 4096)}
 _ONE_WARP = {"forward": 2048, "backward": 1024}  # the largest kernel that gives a row to one warp; else four
 _H200_MULTIPROCESSORS = 132
@@ -56,7 +57,7 @@ class Kernel(NamedTuple):
     def of(cls, stage: str, x: Tensor) -> Kernel:
         """Return the kernel for x [rows, cols]; `stage` is "forward" or "backward"."""
         rows, cols = x.shape
-        tuned = rows % 4 == 0 and cols in _TUNED
+        tuned = rows % row_multiple(cols) == 0 and cols in _TUNED
         sizes = _GENERAL[stage]
         size = cols if tuned else next((s for s in sizes if s >= cols), sizes[-1])
         width = 4 if x.dtype == torch.float32 or size == 128 else 8
@@ -96,6 +97,11 @@ class Kernel(NamedTuple):
         per = _BLOCKS_OF_DTYPE.get((self.tuned, self.size, self.dtype), _BLOCKS[self.tuned][self.size])
         most = count * per // self.blocks
         return self.rows * (most if self.tuned else min(-(-rows // self.rows), most))
+
+
+def row_multiple(cols: int) -> int:
+    """Return the number whose multiples of rows have one kernel, and other rows another."""
+    return _TUNED_ROWS if cols in _TUNED else 1
 
 
 def reciprocal_rms(x: Tensor, wide: Tensor, eps: float) -> Tensor:

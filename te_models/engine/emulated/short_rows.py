@@ -5,34 +5,48 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from te_models.device.cpu_matmul import matmul
 from te_models.device.measured import once
 
-_SHAPES = ((256, 128), (512, 192), (192, 512), (2048, 40), (96, 16), (64, 256))  # of weights, outputs last
+_MANY = 128  # rows whose products `enough_rows` compares with those of fewer
+_MOST = 16  # rows from which on products are taken to have the bits of more
+_DRAWN = 1024  # outputs with weights of their own; further ones have the same again
+_COMPARED = 2**16  # numbers that it compares, since not every sum in another order differs
 _MULTIPLE: ContextVar[int] = ContextVar("short_rows", default=1)
 
 
 @once
-def fewest_rows() -> int:
-    """Return the rows from which on a product in FP32 has the bits of one of any more rows.
+def enough_rows(rows: int, inputs: int, outputs: int, dtype: torch.dtype, columns: bool, threads: int) -> int:
+    """Return the number of rows, `rows` or somewhat more, whose product with a weight has the bits of many rows.
 
-    Fewer rows may take another way through a CPU's library, in which sums differ in the last bit: below 16 rows where
-    it has AMX. And RMSNorm's kernels depend on whether the rows are a multiple of 4.
+    Fewer rows may take another way through a CPU's library, in which sums differ in the last bit. From how many on they
+    do not depends on the CPU, the shape [outputs, inputs] of the weight and its layout: with `columns` it is contiguous
+    as [inputs, outputs], for which two or four often suffice where the other layout needs 16. 0: no few rows do.
     """
-    generator, fewest = torch.Generator().manual_seed(0), 4
-    for inputs, outputs in _SHAPES:
-        x, weight = (torch.randn(rows, inputs, generator=generator) for rows in (128, outputs))
-        many = x @ weight.t()
-        while fewest < len(x) and not torch.equal(x[:fewest] @ weight.t(), many[:fewest]):
-            fewest *= 2
-    return fewest
+    if rows >= _MOST and not columns:
+        return rows
+    with _disable_current_modes():  # which record or count the step's operations
+        generator = torch.Generator().manual_seed(0)
+        x, weight = (torch.randn(n, inputs, generator=generator).to(dtype) for n in (_MANY, min(outputs, _DRAWN)))
+        weight = weight.repeat(-(-outputs // _DRAWN), 1)[:outputs]
+        many = matmul(x, weight.t())
+        right = weight.t().contiguous() if columns else weight.t()
+        for count in (rows, *(2**i for i in range(_MOST.bit_length()) if 2**i > rows)):
+            parts = max(1, min(_MANY, _COMPARED // outputs) // count)
+            pairs = list(zip(x.split(count), many.split(count), strict=True))[:parts]
+            if all(torch.equal(matmul(part, right), expected) for part, expected in pairs):
+                return count
+    return 0
 
 
 @contextlib.contextmanager
 def short_rows(multiple: int) -> Iterator[None]:
     """Inside, te modules take rows as if zeros followed them up to `multiple`, with the same results.
 
-    The rows are a multiple of `fewest_rows()`, no pass has a backward, and none records an amax.
+    No pass has a backward, and none records an amax.
     """
     token = _MULTIPLE.set(multiple)
     try:
@@ -50,3 +64,16 @@ def full_rows(rows: int) -> int:
     """Return the rows that `rows` stand for."""
     multiple = _MULTIPLE.get()
     return -(-rows // multiple) * multiple
+
+
+def multiply(x: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `matmul`; inside `short_rows` the bits are those that the rows have among many."""
+    if torch.compiler.is_compiling() or not are_short() or not len(x):  # no compiler traces the variable
+        return matmul(x, right, bias)
+    rows = len(x)
+    inputs, outputs = right.shape
+    how = x.dtype, right.is_contiguous(), torch.get_num_threads()
+    enough = enough_rows(rows, inputs, outputs, *how) or max(rows, _MOST)
+    if enough == rows:
+        return matmul(x, right, bias)
+    return matmul(torch.cat((x,) * -(-enough // rows))[:enough], right, bias)[:rows]  # faster than zeros

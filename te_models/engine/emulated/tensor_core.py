@@ -90,22 +90,24 @@ def row_product(a: HostFactor, b: HostFactor, promote: bool) -> Array:
     columns = b.values.shape[1]
     tops = (a.exponents + b.exponents).reshape(-1, INSTRUCTION_K, columns).max(1).astype(np.int32)
     tops = np.maximum(tops * _ONE, _LOWEST) + _BIAS
-    instructions = np.empty((len(tops), INSTRUCTION_K + 1, columns), np.float32)  # products, then the accumulator
-    shape = len(tops), INSTRUCTION_K, -1
-    np.multiply(a.values.reshape(shape), b.values.reshape(shape), out=instructions[:, :INSTRUCTION_K])
-    total = accumulator = np.zeros(columns, np.float32)
-    for done, (terms, top) in enumerate(zip(instructions, tops, strict=True), 1):
-        terms[-1] = accumulator
-        unit = np.maximum(accumulator.view(np.int32) & _EXPONENT_BITS, top)
-        unit -= FRACTION_BITS * _ONE
-        unit = unit.view(np.float32)
-        terms *= np.reciprocal(unit)
-        accumulator = np.add.reduce(np.trunc(terms, out=terms))  # exact in any order
-        accumulator *= unit
-        bits = accumulator.view(np.int32)
+    terms = np.empty((INSTRUCTION_K + 1, columns), np.float32)  # one instruction's, which stay in a cache
+    products, accumulator = terms[:-1], terms[-1]
+    total, sums, unit = np.zeros((3, columns), np.float32)
+    accumulator[:] = 0.0
+    bits, unit_bits = accumulator.view(np.int32), unit.view(np.int32)
+    factors = (values.reshape(len(tops), INSTRUCTION_K, -1) for values in (a.values, b.values))
+    for done, (left, right, top) in enumerate(zip(*factors, tops, strict=True), 1):
+        np.multiply(left, right, out=products)
+        np.bitwise_and(bits, _EXPONENT_BITS, out=unit_bits)
+        np.maximum(unit_bits, top, out=unit_bits)
+        unit_bits -= FRACTION_BITS * _ONE
+        terms /= unit
+        np.add.reduce(np.trunc(terms, out=terms), out=sums)  # exact in any order
+        np.multiply(sums, unit, out=accumulator)
         bits &= _CUT
         if promote and done % (PROMOTION_K // INSTRUCTION_K) == 0:
-            total, accumulator = total + accumulator, np.zeros_like(total)
+            total += accumulator
+            accumulator[:] = 0.0
     return total + accumulator
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial, wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,17 +30,23 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
 }
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
-CACHE = fields(BaseModelOutputWithPast)[1].name  # "cache" since transformers 5.24, "past_key_values" before
+CACHES = ("cache", "past_key_values")  # of a cache among arguments: since transformers 5.24, and before
+CACHE = fields(BaseModelOutputWithPast)[1].name  # that of the installed version
+Result = TypeVar("Result")
 
 
-def cache_by_either_name(method: Callable) -> Callable:
-    """Let a method take a cache as `cache` and as `past_key_values`; its signature says what transformers looks for."""
+def cache_by_either_name(method: Callable[..., Result]) -> Callable[..., Result]:
+    """Let a method take a cache by either of its names.
+
+    The method gets it as `cache` if it has an argument of that name, and else as the installed transformers calls it,
+    which is also what the signature says: `generate` looks there for what it may pass.
+    """
     signature = inspect.signature(method)
     own = "cache" if "cache" in signature.parameters else CACHE
-    (other,) = {"cache", "past_key_values"} - {own}
+    (other,) = set(CACHES) - {own}
 
     @wraps(method)
-    def call(*args: object, **options: object) -> object:
+    def call(*args: object, **options: object) -> Result:
         return method(*args, **{own: options.pop(other)}, **options) if other in options else method(*args, **options)
 
     shown = [p.replace(name=CACHE) if p.name == own else p for p in signature.parameters.values()]
