@@ -21,6 +21,7 @@ CLOSE = 0.6  # similarity of a name that was probably meant
 # Names of ours, and those that transformers, TRL, peft and other libraries have for the same thing.
 SYNONYMS = {
     "model": "model_name_or_path model_name",
+    "preset": "model model_name_or_path model_name",  # of a command that takes no trained model
     "data": "dataset dataset_name train_file train_dataset",
     "out": "output_dir output save_dir",
     "steps": "max_steps num_steps train_steps iterations max_iters",

@@ -9,6 +9,9 @@ from te_models.config.model import config_fields
 from te_models.config.presets import get_preset
 
 
+SEQ_LEN = 2048  # default, unless the model's maximum is less
+
+
 @click.command(cls=Command)
 @setting_option("preset", required=True)
 @build_options
@@ -19,7 +22,7 @@ from te_models.config.presets import get_preset
 )
 @option("--peers", default="none", help="Other implementations to time: torch, torchao, te-layer, te-layer-bf16.")
 @option("--batch-size", default=8, help="Sequences per step.")
-@option("--seq-len", default=2048, help="Tokens per sequence.")
+@option("--seq-len", type=int, help=f"Tokens per sequence; default: {SEQ_LEN}, or the model's maximum if that is less.")
 @option("--steps", default=15, help="Timed rounds; every variant runs once in each.")
 @option("--warm-up", default=3, help="Steps of each variant that are not timed.")
 @out_option("Folder for bench.json and bench.png.")
@@ -32,6 +35,7 @@ def bench(preset: str, recipes: str, peers: str, out: str | None, **options: obj
 
     given = given_options(options)
     config = get_preset(preset, **{name: given.pop(name) for name in list(given) if name in config_fields()})
+    given.setdefault("seq_len", min(SEQ_LEN, config.longest_sequence))
     device = choose_device(given.pop("device", None))
     terminal = console(160)
     with terminal.status("") as status:

@@ -18,7 +18,7 @@ import torch
 
 from te_models.causal_lm import CausalLM
 from te_models.config.model import ModelConfig
-from te_models.config.recipe import EDGES, RECIPE_FIELDS, SCHEMES, get_recipe
+from te_models.config.recipe import AUTO, EDGES, RECIPE_FIELDS, SCHEMES, get_recipe
 from te_models.engine import get_engine
 from te_models.errors import check_known, unknown
 from te_models.files.formats import Fields
@@ -66,8 +66,10 @@ class Measured:
 
 
 def parse(recipe: str) -> tuple[str, Fields]:
-    """Split "delayed+fused" into ("delayed", {"fused": True})."""
+    """Split "delayed+fused" into ("delayed", {"fused": True}); an unknown name is an error."""
     name, *ways = recipe.split("+")
+    if name != AUTO:
+        get_recipe(name)
     for way in ways:
         check_known("way to run a recipe", way, WAYS)
     return name, {key: value for way in ways for key, value in WAYS[way].items()}

@@ -117,7 +117,7 @@ def test_the_command_writes_figures(
     if not matplotlib:
         pretend("matplotlib", None)
     fields = [part for name, value in SHAPE.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    shape = ["--batch-size", "1", "--seq-len", "8", "--steps", "2", "--warm-up", "1", *fields]
+    shape = ["--batch-size", "1", "--max-position-embeddings", "8", "--steps", "2", "--warm-up", "1", *fields]
     assert main(["bench", "--preset", "gated-nano", "--recipes", "bf16,current", "--out", str(tmp_path), *shape]) == 0
     out = capsys.readouterr().out
     assert "te-models current" in out
