@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from te_models.causal_lm import CausalLM
 
 LAST_GROUPS = (FIELDS, SHAPE)
+EXAMPLES = {"DIR": "exported", "NAME": "gated-nano", "PATH": "notes.txt"}  # of required options, by what they take
 HELP_ALL = "te_models.cli.help_all"  # in a context's meta: show every group
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -61,7 +62,10 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the words of the command line; a name without its option is answered with the options that take one."""
         ctx.allow_extra_args = True
-        rest = super().parse_args(ctx, args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.MissingParameter as error:
+            raise click.UsageError(_missing(error.param)) from None
         if not ctx.args or ctx.resilient_parsing:
             return rest
         takers = {"preset": "--preset NAME", "model": "--model DIR", "data": "--data PATH"}
@@ -98,6 +102,14 @@ class Command(click.Command):
 def _group(parameter: click.Parameter) -> str:
     """Return the heading of an option in the help."""
     return parameter.group if isinstance(parameter, Option) else EVERYDAY
+
+
+def _missing(parameter: click.Parameter | None) -> str:
+    """Return what to give for a required option that is not given: its help says what that is."""
+    assert isinstance(parameter, click.Option) and parameter.help is not None
+    flag, kind = parameter.opts[0], str(parameter.metavar)
+    about = parameter.help.split(": ")[0].rstrip(".")
+    return f"give {flag} {kind}, such as {flag} {EXAMPLES[kind]}: {about[:1].lower()}{about[1:]}"
 
 
 def _show_all_help(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -179,6 +191,8 @@ def setting_option(name: str, **attributes: Any) -> Decorator:
         return option(f"{one.flag}/--no-{one.flag[2:]}", name, **own | {"metavar": None} | attributes)
     else:
         own |= dict(type=kind, range=one.range)
+    if attributes.get("required"):
+        del own["default"]  # click takes one of None as given
     return option(one.flag, name, **own | attributes)
 
 
