@@ -125,9 +125,10 @@ class MemoryPlan(Printable):
 
     def __rich__(self) -> Group:
         t = self.training
+        name, unit = _unit_for(self.peak.total)
         each = " per GPU" if self.training.gpus > 1 else ""
         lora = f", LoRA of rank {t.lora_rank}{' on experts too' * t.lora_experts}" if t.lora_rank else ""
-        host = f", {_gib(self.host)} GiB on the host" if self.host else ""
+        host = f", {self.host / unit:.2f} {name} on the host" if self.host else ""
         about = (
             f"{self.config.num_parameters:,} parameters{lora}, recipe {self.recipe.name}, {t.batch_size} x "
             f"{t.seq_len:,} tokens{each}, {t.optimizer or 'no optimizer'}, activation "
@@ -135,21 +136,23 @@ class MemoryPlan(Printable):
         )
         lines: list[RenderableType] = [about, ""]
         for title, table in (
-            (f"memory of a training step{each}, GiB", self._parts_table()),
+            (f"memory of a training step{each}, {name}", self._parts_table(unit)),
             (f"largest batch per GPU, in sequences of {t.seq_len:,} tokens", self._fit_table()),
             (f"optimizer state, with FP32 masters where there are any{each}", self._optimizer_table()),
         ):
             lines += [Text(title, style="bold"), table, ""]
         return Group(*lines[:-1])
 
-    def _parts_table(self) -> Table:
+    def _parts_table(self, unit: int) -> Table:
         moments = self.moments
         columns = (Column(m.moment, justify="right", style="green" if m == self.peak else "") for m in moments)
         table = Table("part", *columns, box=None, pad_edge=False)
         for name in moments[0].parts():
             if any(values := [memory.parts()[name] for memory in moments]):
-                table.add_row(name.replace("_", " ").replace("fp8", "FP8"), *(_gib(value) for value in values))
-        totals = [_gib(memory.total) + (" (peak)" if memory == self.peak else "") for memory in moments]
+                table.add_row(
+                    name.replace("_", " ").replace("fp8", "FP8"), *(f"{value / unit:.2f}" for value in values)
+                )
+        totals = [f"{memory.total / unit:.2f}" + (" (peak)" if memory == self.peak else "") for memory in moments]
         table.add_row("total", *totals, style="bold")
         return table
 
@@ -163,20 +166,24 @@ class MemoryPlan(Printable):
         return table
 
     def _optimizer_table(self) -> Table:
-        numbers = (Column(name, justify="right") for name in ("bytes per parameter", "GiB", "against adamw"))
-        table = Table("optimizer", *numbers, "state", box=None, pad_edge=False)
         found = self.optimizers()
+        label, unit = _unit_for(max(found.values()))
+        numbers = (Column(text, justify="right") for text in ("bytes per parameter", label, "against adamw"))
+        table = Table("optimizer", *numbers, "state", box=None, pad_edge=False)
         trained = trained_parameters(self.config, self.training.lora_rank, self.training.lora_experts)
         elements = sum(p.numel for p in trained) / self.training.gpus
         for name, size in found.items():
             saved = f"{100 * (size / found['adamw'] - 1):+.0f} %" if name != "adamw" else ""
             style = "green" if name == self.training.optimizer else ""
-            table.add_row(name, f"{size / elements:.2f}", _gib(size), saved, OPTIMIZERS[name].description, style=style)
+            table.add_row(
+                name, f"{size / elements:.2f}", f"{size / unit:.2f}", saved, OPTIMIZERS[name].description, style=style
+            )
         return table
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f}"
+def _unit_for(largest: int) -> tuple[str, int]:
+    """Return the unit of a table of sizes, name and bytes."""
+    return ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
 
 
 def plan_memory(

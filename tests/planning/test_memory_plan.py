@@ -407,6 +407,13 @@ def test_a_notebook_shows_the_printed_table(plan: Any) -> None:
     assert [line.rstrip() for line in text.splitlines()] == [line.rstrip() for line in str(plan).splitlines()]
 
 
+def test_a_small_plan_is_in_mib() -> None:
+    text = str(nano())
+    assert "memory of a training step, MiB" in text and "GiB" not in text and " 0.00  0.00  0.00" not in text
+    large = str(plan_memory(get_preset("gated-8b"), get_recipe("delayed"), batch_size=1, seq_len=64))
+    assert "memory of a training step, GiB" in large and "MiB" not in large
+
+
 def test_a_recipe_without_a_history_length_has_that_of_the_engine() -> None:
     """A recipe file needs no field but its scheme."""
     shape, bare = get_preset("gated-nano"), recipe_from_dict({"scheme": "DelayedScaling"})
