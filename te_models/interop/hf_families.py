@@ -6,7 +6,6 @@ is known to have no effect; writing uses the same entry in reverse. Facts: the c
 transformers 5.23, and modeling_qwen3.py of qiuzh20/gated_attention.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ from te_models.interop.hf_experts import (
     NO_WIDTH,
     QWEN3_5_EXPERTS,
 )
-from te_models.interop.hf_family import COPIED, LENGTHS, NO_DROPOUT, UNGATED, Family, whole_heads
+from te_models.interop.hf_family import LENGTHS, NO_DROPOUT, UNGATED, Family, whole_heads
 from te_models.interop.hf_hybrid_parts import HYBRID, MROPE
 from te_models.interop.hf_obstacles import obstacle, text_type
 from te_models.interop.hf_parts import (
@@ -432,6 +431,9 @@ def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:
                 return family
         except (ArithmeticError, ValueError):  # numbers of ours for which theirs would be zero or infinite
             continue
-    plain = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
-    features = {name: value for name, value in config.to_dict().items() if name not in COPIED and value != plain[name]}
-    raise ConfigError(f"no architecture of Hugging Face combines {features}: save it with format='te'")
+    others = [(family, family.lacks(config)) for family in FAMILIES if family.written and family.accepts(config)]
+    nearest, lacks = min(others, key=lambda other: len(other[1]))
+    raise ConfigError(
+        f"no architecture of Hugging Face has all of this model: save it with format='te'; the nearest, "
+        f"{nearest.model_type!r}, lacks {', '.join(lacks)}"
+    )

@@ -1,7 +1,7 @@
 """One family of Hugging Face's decoders as data: what reads and writes its config.json. No torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError
@@ -125,6 +125,17 @@ class Family:
         """Return whether every te.Linear of the model has a place in this architecture."""
         modules = {rows.module for rows in self.layer.values()}
         return all(layer.linears.keys() <= modules for layer in config.layers)
+
+    def lacks(self, config: ModelConfig) -> list[str]:
+        """Return what this architecture cannot express of a model: te.Linears, and fields with their values."""
+        modules = {rows.module for rows in self.layer.values()}
+        linears = {name for layer in config.layers for name in layer.linears} - modules
+        try:
+            read = self.read(self.write(config)).to_dict()
+        except (ArithmeticError, ValueError):  # numbers of ours for which theirs would be zero or infinite
+            read = {}
+        fields = [f"{name}={value!r}" for name, value in config.to_dict().items() if read.get(name, MISSING) != value]
+        return [*sorted(linears), *fields]
 
     def known(self) -> set[str]:
         """The keys that `write` writes or a part reads."""

@@ -14,7 +14,7 @@ from judge import CACHE, AutoModelForCausalLM, transformers
 from torch import Tensor
 
 from te_models import CausalLM, ModelConfig, get_preset, list_presets
-from te_models.errors import CheckpointError
+from te_models.errors import CheckpointError, ConfigError
 from te_models.interop.hf import describe
 from te_models.interop.hf_families import FAMILIES, family_for, family_of
 from te_models.interop.origin import Origin
@@ -65,6 +65,11 @@ def test_presets_have_the_parameters_of_transformers_models(name: str) -> None:
         kind = written.pop("model_type")
         judge = AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **written))
     assert sum(p.numel() for p in judge.parameters()) == config.num_parameters
+
+
+def test_a_model_that_no_family_has_names_the_nearest_and_what_it_lacks() -> None:
+    with pytest.raises(ConfigError, match="the nearest, 'qwen3_5_moe_text', lacks attention_sinks=True$"):
+        family_for(get_preset("gated-moe-nano", attention_sinks=True))
 
 
 def test_gemma_means_the_approximation_of_gelu() -> None:
