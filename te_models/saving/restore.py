@@ -85,8 +85,8 @@ class OwnFolder(Opened):
         count = len(self.fp8_state)
         if taken < count:
             lost = f"{count - taken} of its {count}" if taken else "its"
-            new = model.recipe.name
-            what = f"recipe {new!r}" if new != self.recipe.name else "with other linears in BF16 the model"
+            same = model.recipe.name == self.recipe.name
+            what = "with other linears in BF16 the model" if same else "another recipe"  # unnamed: once for several
             warnings.warn(
                 f"{self.path} was saved under recipe {self.recipe.name!r}; {what} has no use for {lost} scales and "
                 "amax histories, which are left out",
