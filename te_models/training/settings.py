@@ -323,9 +323,11 @@ def changed_settings(saved: Mapping[str, object], given: Mapping[str, object]) -
         before, now = then.get(name, one.default), resolved_path(given[name]) if one.path else given[name]
         if before == now:
             continue
-        if one.fixed:
-            said = f", which is {before!r}" if name in then else ""
-            raise UsageError(f"a resumed run keeps its {name}{said}: leave out {one.flag}, or start a new run")
+        without = name in TABLES["lora"] and not then.get("lora")
+        if one.fixed or without:
+            kept = f"keeps its {name}" + (f", which is {before!r}" if name in then else "")
+            what = kept if one.fixed else "keeps its adapters, and this one has none"
+            raise UsageError(f"a resumed run {what}: leave out {one.flag}, or start a new run")
         changed[name] = (before, now)
     return changed
 

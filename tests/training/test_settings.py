@@ -125,6 +125,12 @@ def test_a_resumed_run_keeps_settings_that_define_it(name: str) -> None:
     assert changed_settings(SAVED, {name: SAVED[name]}) == {}
 
 
+@pytest.mark.parametrize("given", [{"merge": True}, {"merge_dtype": "float32"}])
+def test_a_resumed_run_without_adapters_has_none_to_merge(given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="keeps its adapters, and this one has none: leave out --merge"):
+        changed_settings({"preset": "gated-nano"}, given)
+
+
 def test_changed_settings_are_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("texts").mkdir()
