@@ -63,10 +63,15 @@ class CausalLM(Decoder):
             tie_head(self)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Return the number of parameters on all ranks, counting tied ones once; transformers.Trainer calls it."""
+        """Return the number of parameters on all ranks, counting tied ones once; transformers.Trainer calls it.
+
+        As in ModelConfig.num_parameters, rows that only pad a weight are none.
+        """
         left_out = self.embed_tokens.weight if exclude_embeddings else None
         counted = (p for p in self.parameters() if p is not left_out)
-        return sum(p.numel() for p in counted if p.requires_grad or not only_trainable)
+        found = sum(p.numel() for p in counted if p.requires_grad or not only_trainable)
+        frozen = only_trainable and not all(p.requires_grad for p in self.layers.parameters())
+        return found if frozen else found - self.config.num_padding_parameters
 
     def __repr__(self) -> str:
         """Show recipe, engine, and each linear's precision; identical layers share a line."""

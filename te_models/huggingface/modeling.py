@@ -348,6 +348,10 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed_tokens
 
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Return the CausalLM's number: without rows of padding."""
+        return self.model.num_parameters(only_trainable, exclude_embeddings)
+
     def get_output_embeddings(self) -> nn.Module:
         """Return the head as an nn.Linear; peft leaves it out of "all-linear"."""
         return self.head

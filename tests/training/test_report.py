@@ -9,7 +9,7 @@ from te_models import CausalLM
 from te_models.cli import main
 from te_models.config.training import TrainConfig
 from te_models.kernels.dispatch import COMPILE_MODES, compile_mode
-from te_models.training.report import speed_rows
+from te_models.training.report import _parameters, speed_rows
 
 TINY = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
 GRAPH, COMPILED = "forward and backward", "elementwise operations"
@@ -47,3 +47,13 @@ def test_modes_of_compilation() -> None:
     assert [compile_mode(given) for given in (True, False, *COMPILE_MODES)] == ["default", None, *COMPILE_MODES]
     with pytest.raises(ValueError, match="unknown compile 'max_autotune': did you mean 'max-autotune'"):
         CausalLM.from_preset("gated-nano", device="meta", compile="max_autotune")
+
+
+def test_a_run_has_the_parameters_of_its_plan() -> None:
+    """Without rows of padding, as of a gate per head; of a model with adapters too."""
+    model = CausalLM.from_preset("gated-nano", device="meta", engine="emulated", attention_gate="headwise", **TINY)
+    count = model.config.num_parameters
+    assert model.config.num_padding_parameters > 0 and _parameters(model) == f"{count:,} in bfloat16"
+    model.requires_grad_(False)
+    model.norm.weight.requires_grad_(True)
+    assert _parameters(model) == f"{count:,} in bfloat16, 32 of them trained"
