@@ -158,6 +158,10 @@ class TokenDataset:
         rest = share_of(epochs, 1) % 1
         return whole + (math.ceil(rest * self._shuffled(int(epochs)).num_windows) if rest else 0)
 
+    def __repr__(self) -> str:
+        about = self.describe().splitlines()[0]
+        return f"{type(self).__name__}({about}, in batches of {self.batch_size} x {self.seq_len:,} tokens)"
+
     def describe(self) -> str:
         """Describe the corpus: one line, and one for each remark."""
         documents = plural(self.num_documents, "record" if self.whole else "document")

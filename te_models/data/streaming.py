@@ -131,6 +131,10 @@ class StreamingDataset:
         self._loaded_at = self._next_window = 0  # windows counted over all epochs, lanes and ranks
         self.order = lru_cache(maxsize=4)(self._order)
 
+    def __repr__(self) -> str:
+        about = self.describe().splitlines()[0]
+        return f"{type(self).__name__}({about}, in batches of {self.batch_size} x {self.seq_len:,} tokens)"
+
     def describe(self) -> str:
         """Describe the corpus: one line, and one for each remark."""
         chunks = self.chunks

@@ -63,6 +63,11 @@ class Tokenizer(ABC):
     _template: ChatTemplate | None = None
     _template_source: str | None = None  # in place of the one in the folder
 
+    def __repr__(self) -> str:
+        place = f", {self.folder}" if self.folder is not None else ""
+        ids = ", ".join(f"{role} {getattr(self, f'{role}_token_id')}" for role in _ROLES)
+        return f"{type(self).__name__}({self.vocab_size:,} ids, {ids}{place})"
+
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_template"}  # it is a process
 

@@ -263,4 +263,6 @@ def test_description(tmp_path: Path) -> None:
     assert described == f"2 documents, 2,101 tokens in 21 windows, from {tmp_path}", (
         "a last window of one token has nothing to predict"
     )
-    assert dataset([Document("text")]).describe() == "1 document, 5 tokens in 1 window"
+    one = dataset([Document("text")])
+    assert one.describe() == "1 document, 5 tokens in 1 window"
+    assert repr(one).startswith("TokenDataset(1 document, 5 tokens in 1 window, in batches of ")

@@ -167,6 +167,7 @@ def test_hugging_face_tokenizer_comes_back(folder: Path, tmp_path: Path) -> None
     first.save(tmp_path)
     again = load_tokenizer(tmp_path)
     assert isinstance(again, HuggingFaceTokenizer)
+    assert repr(again).startswith(f"HuggingFaceTokenizer({again.vocab_size} ids, ") and str(tmp_path) in repr(again)
     assert (ids(again), [again.encode(text) for text in TEXTS]) == (ids(first), [first.encode(text) for text in TEXTS])
     assert again.documents()["tokenizer_config"]["chat_template"] == "x"
     again.save(tmp_path)  # over the files it came from
