@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import importlib.metadata
 import inspect
+import logging
 import re
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -52,6 +53,8 @@ SYNONYMS = {
     "max_position_embeddings": "block_size n_positions max_seq_len",
     "tie_word_embeddings": "weight_tied weight_tying tie_weights",
 }
+# torchao, which peft and lm-evaluation-harness import, logs its missing kernels and its use of torch.
+QUIET = ("torchao", "torch.utils._pytree")
 LONGEST = 1000  # characters of a message
 # What to do with names that Megatron-LM, older releases of Transformer Engine and guides to FP8 use.
 ELSEWHERE = {
@@ -269,7 +272,8 @@ def field_values(instance: DataclassInstance) -> dict[str, Any]:
 def needs(what: str, package: str, oldest: str, extra: str) -> Iterator[None]:
     """Turn a failed import of an optional package in the block into one line that says what to install.
 
-    `what` is the feature that needs the package, `extra` the extra of te-models that installs it, as in pyproject.toml.
+    Libraries of QUIET log no warning meanwhile. `what` is the feature that needs the package, `extra` the extra of
+    te-models that installs it, as in pyproject.toml.
 
     Raises:
         MissingPackage: the package is not installed, is older than `oldest`, or fails to import.
@@ -281,6 +285,9 @@ def needs(what: str, package: str, oldest: str, extra: str) -> Iterator[None]:
         raise MissingPackage(install % "") from None
     if _release(found) < _release(oldest):
         raise MissingPackage(install % f", not {found}")
+    levels = {logger: logger.level for logger in map(logging.getLogger, QUIET)}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     except ImportError as error:
@@ -289,6 +296,9 @@ def needs(what: str, package: str, oldest: str, extra: str) -> Iterator[None]:
             f"{what} needs {package}, and the installed {found} cannot be imported ({reason}): "
             f"pip install -U torch 'te-models[{extra}]'"
         ) from None
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def _release(version: str) -> list[int]:

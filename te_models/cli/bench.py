@@ -8,7 +8,6 @@ from te_models.config.data import split_names
 from te_models.config.model import config_fields
 from te_models.config.presets import get_preset
 
-
 SEQ_LEN = 2048  # default, unless the model's maximum is less
 
 

@@ -5,7 +5,6 @@ torch when they run, so that `--help` is fast.
 """
 
 import contextlib
-import logging
 import os
 import shlex
 import signal
@@ -28,8 +27,6 @@ from te_models.cli.training import finetune, pretrain
 from te_models.cli.verify import verify
 from te_models.errors import TeModelsError, one_line, unknown
 
-# torchao, which peft and lm-evaluation-harness import, logs its missing kernels and its use of torch's registry.
-QUIET = ("torchao", "torch.utils._pytree")
 # Turns for which an idle thread of OpenMP spins before it sleeps. libgomp's own 300,000 keep a core for milliseconds
 # that the thread it waits for may need: beside other work a step of training took twenty times as long as alone.
 SPINS = "2000"
@@ -80,16 +77,18 @@ def _say(message: str) -> None:
 
 @contextlib.contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Show warnings in the block as one line each, once, without file names and lines of source."""
+    """Show warnings in the block as one line each, once, without file names and lines of source.
+
+    Of the processes of a run, the first one shows them.
+    """
     shown: set[str] = set()
+    first = os.environ.get("RANK", "0") == "0"
 
     def show(message: Warning | str, *place: object, **more: object) -> None:
-        if str(message) not in shown:  # a run that resumes reads its checkpoint twice
+        if first and str(message) not in shown:  # a run that resumes reads its checkpoint twice
             shown.add(str(message))
             _say(f"note: {message}")
 
-    for library in QUIET:
-        logging.getLogger(library).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.showwarning = show
         warnings.filterwarnings("ignore", message=r"\s*Dynamo ")  # of torch.compile, for its developers

@@ -130,8 +130,13 @@ def test_a_second_interrupt_ends_the_program_at_once(
     assert codes == [130] and capsys.readouterr().err == "te-models: stopped\n" * 2
 
 
-def test_warnings_are_one_line_each_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Those of torch.compile about its own work are none."""
+@pytest.mark.parametrize("rank, said", [(None, "te-models: note: a b\n"), ("0", "te-models: note: a b\n"), ("1", "")])
+def test_warnings_are_one_line_each_once(
+    rank: str | None, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Those of torch.compile about its own work are none, and of several processes the first one shows them."""
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
 
     def warn() -> None:
         for text in ("a\n  b", "a\n  b", "\nDynamo detected a call to something"):
@@ -141,7 +146,7 @@ def test_warnings_are_one_line_each_once(monkeypatch: pytest.MonkeyPatch, capsys
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         assert main(["warn"]) == 0
-    assert capsys.readouterr().err == "te-models: note: a b\n"
+    assert capsys.readouterr().err == said
 
 
 def test_list_names_every_preset_and_recipe(capsys: pytest.CaptureFixture) -> None:
