@@ -118,9 +118,11 @@ def _applies(option: str, recipe: str) -> bool:
 
     The table `precision` is for recipes in FP8: BF16 stays what they are compared with.
     """
-    scheme = get_recipe(recipe).scheme
+    if option not in RECIPE_FIELDS:
+        return True
+    scheme = "none" if recipe == AUTO else get_recipe(recipe).scheme  # which of them auto is, is not known yet
     own = {*EDGES} - ({"precision"} if scheme == "none" else set())
-    return option not in RECIPE_FIELDS or option in {*own, *SCHEMES[scheme].fields}
+    return option in {*own, *SCHEMES[scheme].fields}
 
 
 def bench(

@@ -71,7 +71,7 @@ def test_bench_times_every_variant_as_often() -> None:
     config = get_preset("gated-nano", **SHAPE)
     result = bench(
         config,
-        ["bf16", "delayed+fused"],
+        ["bf16", "delayed+fused", "auto"],
         ["torch"],
         batch_size=1,
         seq_len=8,
@@ -80,10 +80,15 @@ def test_bench_times_every_variant_as_often() -> None:
         device=CPU,
         amax_history_len=4,
     )
-    assert [row["name"] for row in result["rows"]] == ["torch", "te-models bf16", "te-models delayed+fused"]
+    assert [row["name"] for row in result["rows"]] == [
+        "torch",
+        "te-models bf16",
+        "te-models delayed+fused",
+        "te-models auto",
+    ]
     assert result["reference"] == "torch" and result["rows"][0]["speed"] == 1.0 and result["roofline"] is None
     losses = [row["loss"] for row in result["rows"]]
-    assert max(losses) - min(losses) < 0.5 and len(set(losses)) == 3
+    assert max(losses) - min(losses) < 0.5 and len(set(losses)) == 3 and losses[1] == losses[3]
     json.dumps(result)
 
 
