@@ -9,6 +9,7 @@ Nothing runs through them until peft has adapted one.
 import functools
 import warnings
 from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -129,9 +130,24 @@ def _grouped(kind: type[nn.Module]) -> type[nn.Module]:
     """Return an engine's te.GroupedLinear as a module that peft adapts, though no linear that "all-linear" names.
 
     peft takes the target "down_proj" of an expert of all tokens for the te.GroupedLinear of that name too, and refuses
-    modules that it does not know. `place_adapters` removes the layer that it makes for an embedding of one element.
+    modules that it does not know. `OwnExperts` drops the layer that it makes for an embedding of one element.
     """
     return _dressed(kind, nn.Embedding, _grouped, num_embeddings=1, embedding_dim=1)
+
+
+class OwnExperts(nn.Module):
+    """A module whose te.GroupedLinears no layer of peft replaces, whichever adapter names them."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute, unless it is peft's layer around what `_grouped` returns."""
+        grouped = isinstance(getattr(value, "base_layer", None), nn.Embedding)
+        if not (grouped and type(value).__module__.startswith("peft.")):
+            super().__setattr__(name, cast(nn.Module, value))
+
+
+@functools.cache
+def _own_experts(kind: type[nn.Module]) -> type[nn.Module]:
+    return _dressed(kind, OwnExperts, _own_experts)
 
 
 @functools.cache
@@ -205,12 +221,20 @@ def _show_parameters(model: CausalLM, places: Mapping[str, Place], transposed: b
         _add(part, holder, Shown)
         if type(stack.owner) is model.te.GroupedLinear:
             object.__setattr__(stack.owner, "__class__", _grouped(type(stack.owner)))
+        if stack.experts and not isinstance(part, OwnExperts):
+            object.__setattr__(part, "__class__", _own_experts(type(part)))
         module = part.get_submodule(holder)
         if isinstance(module, Shown):  # not one that peft has adapted
             module.show(name, stack)
     return {
-        ours: functools.partial(AdaptedWeight, holder=holder, name=name) for ours, (holder, name, _) in shown.items()
+        ours: functools.partial(_adapted_experts if stack.experts else AdaptedWeight, holder=holder, name=name)
+        for ours, (holder, name, stack) in shown.items()
     }
+
+
+def _adapted_experts(base_layer: nn.Module, part: nn.Module, holder: str, name: str) -> nn.Module:
+    """Return an AdaptedWeight of experts, which peft may meet as it meets their te.GroupedLinear."""
+    return _grouped(AdaptedWeight)(base_layer, part, holder, name)
 
 
 def _shapes(model: CausalLM) -> dict[str, torch.Size]:
@@ -240,8 +264,6 @@ def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
         parent, _, leaf = ours.rpartition(".")
         part = model.get_submodule(parent)
         module = part.get_submodule(leaf)
-        if model.config.linears[ours].experts and hasattr(module, "lora_A"):
-            module = module.get_submodule("base_layer")  # see _grouped
         if not isinstance(module, (DividedLinear, AdaptedWeight)):
             part.add_module(leaf, stand_in(module, part))
     family = _places(model)[1]

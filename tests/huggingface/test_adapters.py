@@ -296,6 +296,27 @@ def test_adapters_of_experts_and_routers_are_those_of_transformers(case: str, ta
     assert set(merged.state_dict()) == set(load(tmp_path / "base").state_dict())
 
 
+def test_a_second_adapter_beside_experts(tmp_path: Path) -> None:
+    """It names down_proj, which the expert of all tokens has, and here the others too."""
+    theirs = experts_of_transformers("laguna-experts", tmp_path)
+    both = []
+    for base in (theirs, load(tmp_path)):
+        adapted = peft.get_peft_model(base, config("attention", target_parameters=["mlp.experts.gate_up_proj"]))
+        adapted.add_adapter("other", config("unequal"))
+        for name in ("default", "other"):
+            adapted.set_adapter(name)
+            fill(adapted)
+        both.append(adapted.eval())
+    assert trainable(both[1]).keys() == trainable(both[0]).keys()
+    both[1] = pickle.loads(pickle.dumps(both[1]))
+    for name in ("other", "default"):
+        outputs = []
+        for adapted in both:
+            adapted.set_adapter(name)
+            outputs.append(adapted(input_ids=IDS).logits)
+        torch.testing.assert_close(outputs[1], outputs[0], **CLOSE)
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "current"])
 @pytest.mark.parametrize("place", [{}, pytest.param(PLACE, marks=pytest.mark.gpu)])
 def test_adapters_of_experts_under_a_recipe(recipe: str, place: dict[str, Any], tmp_path: Path) -> None:
