@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
-from te_models.errors import ConfigError, UsageError
-from te_models.files.formats import Document
+from te_models.errors import ConfigError, refuse
+from te_models.files.formats import Document, list_some
 from te_models.fp8.primary_weights import plain
 from te_models.huggingface.expert_adapters import AdaptedWeight, Alias, Shown, Stack, write_rows
 from te_models.interop.hf import Place, expert_places, module_places
@@ -239,7 +239,8 @@ def _adapted_experts(base_layer: nn.Module, part: nn.Module, holder: str, name: 
 
 def _shapes(model: CausalLM) -> dict[str, torch.Size]:
     """Return the shapes of the parameters by their names without adapters."""
-    return {name.replace(".base_layer.", "."): parameter.shape for name, parameter in model.named_parameters()}
+    names = ((name.replace(".base_layer.", "."), parameter) for name, parameter in model.named_parameters())
+    return {name.replace(".original_module.", "."): parameter.shape for name, parameter in names}
 
 
 def _places(model: CausalLM) -> tuple[dict[str, Place], Family | None]:
@@ -253,13 +254,31 @@ def _places(model: CausalLM) -> tuple[dict[str, Place], Family | None]:
     return module_places(family, model.config, shapes), family
 
 
+def _named_otherwise(model: CausalLM, wanted: list[str]) -> list[str]:
+    """Return the modules with names that end so, in transformers or here, that are not the same in both."""
+    places, family = _places(model)
+    if family is None:
+        return []
+    theirs = {
+        n.removeprefix("model.").removesuffix(".weight"): p.name.removesuffix(".weight") for n, p in places.items()
+    }
+    names = dict.fromkeys([*theirs, *(name for name, _ in model.named_modules())])
+    return [name for name in names if name.endswith(tuple(wanted)) and theirs.get(name) != name]
+
+
 def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
     """Replace te modules by what is `placed` there, from `show_linears`, also where adapters may come later."""
-    if not isinstance(model.lm_head, model.te.Linear):
-        raise UsageError("peft cannot adapt the head here: give add_lora the CausalLM inside (`.model`)")
     biases = any(name.endswith(".bias") for name, p in model.named_parameters() if p.numel())
-    if biases and any(getattr(config, "bias", "none") != "none" for config in configs.values()):
-        raise UsageError("peft cannot train the biases of fused linears: leave out bias=")
+    trained = biases and any(getattr(config, "bias", "none") != "none" for config in configs.values())
+    moved = _named_otherwise(model, [w for c in configs.values() for w in getattr(c, "modules_to_save", None) or ()])
+    head = "peft cannot adapt the head here: give add_lora the CausalLM inside (`.model`)"
+    names = f"peft cannot train copies of {list_some(moved)} here, which transformers names otherwise"
+    mistakes = {
+        head: not isinstance(model.lm_head, model.te.Linear),
+        "peft cannot train the biases of fused linears: leave out bias=": trained,
+        f"{names}: change modules_to_save": moved,
+    }
+    refuse(mistakes)
     for ours, stand_in in placed.items():
         parent, _, leaf = ours.rpartition(".")
         part = model.get_submodule(parent)
