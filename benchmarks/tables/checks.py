@@ -289,7 +289,7 @@ def save_blocking() -> str:
 def journeys() -> str:
     """Count the journeys that passed on one and on two GPUs."""
     lines = []
-    for name, place in (("journeys_h200", "one"), ("journeys_h200_x2", "two")):
+    for name, place in (("journeys_h200", "one"), ("journeys_h100", "one"), ("journeys_h200_x2", "two")):
         result = load(name)
         rows = result["journeys"].values()
         fine = sum(not row["problems"] for row in rows)
@@ -303,11 +303,13 @@ def journeys() -> str:
 @table
 def readme_journeys() -> str:
     """Count the journeys in a sentence."""
-    one, two = (len(load(name)["journeys"]) for name in ("journeys_h200", "journeys_h200_x2"))
+    names = ("journeys_h200", "journeys_h100", "journeys_h200_x2")
+    one, kinds, two = (len(load(name)["journeys"]) for name in names)
     return prose(
-        f"On H200s, {one} journeys of a user on one GPU and {two} on two [end as they should](docs/results/runs.md): "
-        "every recipe, saves, kills, resumes, odd lengths, LoRA, FSDP2, tensor parallelism. Blackwell's recipes have "
-        "run only on the emulated engine. Nothing has run on more than two GPUs."
+        f"On Hopper, {one + kinds} journeys of a user on one GPU and {two} on two "
+        "[end as they should](docs/results/runs.md): every recipe, saves, kills, resumes, odd lengths, LoRA, FSDP2, "
+        f"tensor parallelism, and {kinds} with hybrids and experts. Blackwell's recipes have run only on the emulated "
+        "engine. Nothing has run on more than two GPUs."
     )
 
 

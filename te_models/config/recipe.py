@@ -208,7 +208,7 @@ class Recipe:
     @property
     def quantized(self) -> bool:
         """Return whether any te.Linear runs below BF16."""
-        return bool(self.in_use)
+        return len(self.in_use) > 0  # torch.compile of torch 2.10 traces no bool of a tuple
 
     @property
     def stateful(self) -> bool:

@@ -254,11 +254,7 @@ def print_next(
 ) -> None:
     """Print the next commands: talk to the model or continue a prompt, and export it in `format`, unless that is ""."""
     first = ["te-models", "generate", "--model", str(folder), "--prompt", _example(tokenizer, prompts)]
-    try:
-        tokenizer.chat_template()
-    except DataError:
-        pass
-    else:
+    if _conversations(tokenizer, prompts):
         first = ["te-models", "chat", "--model", str(folder)]
     commands = [(first, "try the model")]
     if format:
@@ -269,6 +265,17 @@ def print_next(
     console.print(Text("\nnext", "bold"))
     for command, purpose in commands:
         console.print(f"  {shlex.join(command)}", Text(f"  # {purpose}", "dim"), soft_wrap=True, sep="")
+
+
+def _conversations(tokenizer: Tokenizer, prompts: list[Prompt]) -> bool:
+    """Return whether a prompt begins as the chat template does; without prompts, whether there is a template."""
+    try:
+        rendered = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
+    except DataError:
+        return False
+    start = len(tokenizer.encode_prompt(""))  # ids that begin every text
+    opening = tuple(rendered[start : start + 1])
+    return not prompts or any(prompt.ids[start : start + 1] == opening for prompt in prompts)
 
 
 def _example(tokenizer: Tokenizer, prompts: list[Prompt]) -> str:

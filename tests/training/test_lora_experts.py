@@ -272,7 +272,7 @@ def test_gaussian_values_of_a_new_adapter_depend_on_the_rank_of_an_expert() -> N
 @pytest.mark.parametrize("recipe", ["bf16", "current", "delayed"])
 def test_a_merge_of_experts_is_undone_to_the_bit(recipe: str) -> None:
     torch.manual_seed(3)
-    moe = dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=64)
+    moe = dict(num_experts=3, num_experts_per_tok=3, moe_intermediate_size=64)  # no rounding chooses another
     options: dict[str, Any] = dict(recipe=recipe, fp8_params=recipe != "bf16", device="cpu", **SHAPE, moe=moe)
     model = CausalLM.from_preset("gated-moe-nano", **options)
     before = {name: plain(parameter).clone() for name, parameter in model.named_parameters()}

@@ -153,6 +153,15 @@ def test_next_commands(tmp_path: Path) -> None:
     assert second.startswith(f"  te-models export --model '{tmp_path}/my run' --out ")
 
 
+@pytest.mark.parametrize(("prompt", "command"), [(b"<user>Hi", "chat"), (b"2 + 2 = ", "generate")])
+def test_the_next_command_is_chat_only_after_conversations(prompt: bytes, command: str, tmp_path: Path) -> None:
+    """A tokenizer with a template may have been given prompts and completions, which `chat` would render otherwise."""
+    words, out = ByteTokenizer(), io.StringIO()
+    words.set_chat_template("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}")
+    print_next(Console(file=out, width=200), tmp_path, words, [Prompt(tuple(prompt))])
+    assert out.getvalue().splitlines()[-2].startswith(f"  te-models {command} ")
+
+
 def test_the_next_command_is_an_export_that_the_model_has() -> None:
     out = io.StringIO()
     print_next(Console(file=out, width=200), Path("run"), WORDS, [], "bf16")
