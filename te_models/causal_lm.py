@@ -257,8 +257,8 @@ class CausalLM(Decoder):
             format: "fp8-block" (128 x 128, as DeepSeek and Qwen), "fp8-tensor" (static), "fp8-channel", "mxfp8",
                 "nvfp4" or "bf16". See docs/guide/serving.md.
             calibration: token ids, int64 [B, S], or several such batches, on which to measure the linears' inputs. Only
-                fp8-tensor and nvfp4 need it: without it they use the scales that recipe "delayed" has learned, and
-                nvfp4 those of random tokens under other recipes.
+                fp8-tensor and nvfp4 need it: without it they use the scales that recipe "delayed" has learned, or those
+                of the folder that the model was read from, and nvfp4 those of random tokens otherwise.
 
         Returns:
             the names of the quantized modules and of the others, and notes on limits of the format.

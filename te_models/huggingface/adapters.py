@@ -9,14 +9,15 @@ Nothing runs through them until peft has adapted one.
 import functools
 import warnings
 from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
-from te_models.errors import ConfigError, UsageError
-from te_models.files.formats import Document
+from te_models.errors import ConfigError, refuse
+from te_models.files.formats import Document, list_some
 from te_models.fp8.primary_weights import plain
 from te_models.huggingface.expert_adapters import AdaptedWeight, Alias, Shown, Stack, write_rows
 from te_models.interop.hf import Place, expert_places, module_places
@@ -129,9 +130,24 @@ def _grouped(kind: type[nn.Module]) -> type[nn.Module]:
     """Return an engine's te.GroupedLinear as a module that peft adapts, though no linear that "all-linear" names.
 
     peft takes the target "down_proj" of an expert of all tokens for the te.GroupedLinear of that name too, and refuses
-    modules that it does not know. `place_adapters` removes the layer that it makes for an embedding of one element.
+    modules that it does not know. `OwnExperts` drops the layer that it makes for an embedding of one element.
     """
     return _dressed(kind, nn.Embedding, _grouped, num_embeddings=1, embedding_dim=1)
+
+
+class OwnExperts(nn.Module):
+    """A module whose te.GroupedLinears no layer of peft replaces, whichever adapter names them."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute, unless it is peft's layer around what `_grouped` returns."""
+        grouped = isinstance(getattr(value, "base_layer", None), nn.Embedding)
+        if not (grouped and type(value).__module__.startswith("peft.")):
+            super().__setattr__(name, cast(nn.Module, value))
+
+
+@functools.cache
+def _own_experts(kind: type[nn.Module]) -> type[nn.Module]:
+    return _dressed(kind, OwnExperts, _own_experts)
 
 
 @functools.cache
@@ -205,17 +221,26 @@ def _show_parameters(model: CausalLM, places: Mapping[str, Place], transposed: b
         _add(part, holder, Shown)
         if type(stack.owner) is model.te.GroupedLinear:
             object.__setattr__(stack.owner, "__class__", _grouped(type(stack.owner)))
+        if stack.experts and not isinstance(part, OwnExperts):
+            object.__setattr__(part, "__class__", _own_experts(type(part)))
         module = part.get_submodule(holder)
         if isinstance(module, Shown):  # not one that peft has adapted
             module.show(name, stack)
     return {
-        ours: functools.partial(AdaptedWeight, holder=holder, name=name) for ours, (holder, name, _) in shown.items()
+        ours: functools.partial(_adapted_experts if stack.experts else AdaptedWeight, holder=holder, name=name)
+        for ours, (holder, name, stack) in shown.items()
     }
+
+
+def _adapted_experts(base_layer: nn.Module, part: nn.Module, holder: str, name: str) -> nn.Module:
+    """Return an AdaptedWeight of experts, which peft may meet as it meets their te.GroupedLinear."""
+    return _grouped(AdaptedWeight)(base_layer, part, holder, name)
 
 
 def _shapes(model: CausalLM) -> dict[str, torch.Size]:
     """Return the shapes of the parameters by their names without adapters."""
-    return {name.replace(".base_layer.", "."): parameter.shape for name, parameter in model.named_parameters()}
+    names = ((name.replace(".base_layer.", "."), parameter) for name, parameter in model.named_parameters())
+    return {name.replace(".original_module.", "."): parameter.shape for name, parameter in names}
 
 
 def _places(model: CausalLM) -> tuple[dict[str, Place], Family | None]:
@@ -229,19 +254,35 @@ def _places(model: CausalLM) -> tuple[dict[str, Place], Family | None]:
     return module_places(family, model.config, shapes), family
 
 
+def _named_otherwise(model: CausalLM, wanted: list[str]) -> list[str]:
+    """Return the modules with names that end so, in transformers or here, that are not the same in both."""
+    places, family = _places(model)
+    if family is None:
+        return []
+    theirs = {
+        n.removeprefix("model.").removesuffix(".weight"): p.name.removesuffix(".weight") for n, p in places.items()
+    }
+    names = dict.fromkeys([*theirs, *(name for name, _ in model.named_modules())])
+    return [name for name in names if name.endswith(tuple(wanted)) and theirs.get(name) != name]
+
+
 def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
     """Replace te modules by what is `placed` there, from `show_linears`, also where adapters may come later."""
-    if not isinstance(model.lm_head, model.te.Linear):
-        raise UsageError("peft cannot adapt the head here: give add_lora the CausalLM inside (`.model`)")
     biases = any(name.endswith(".bias") for name, p in model.named_parameters() if p.numel())
-    if biases and any(getattr(config, "bias", "none") != "none" for config in configs.values()):
-        raise UsageError("peft cannot train the biases of fused linears: leave out bias=")
+    trained = biases and any(getattr(config, "bias", "none") != "none" for config in configs.values())
+    moved = _named_otherwise(model, [w for c in configs.values() for w in getattr(c, "modules_to_save", None) or ()])
+    head = "peft cannot adapt the head here: give add_lora the CausalLM inside (`.model`)"
+    names = f"peft cannot train copies of {list_some(moved)} here, which transformers names otherwise"
+    mistakes = {
+        head: not isinstance(model.lm_head, model.te.Linear),
+        "peft cannot train the biases of fused linears: leave out bias=": trained,
+        f"{names}: change modules_to_save": moved,
+    }
+    refuse(mistakes)
     for ours, stand_in in placed.items():
         parent, _, leaf = ours.rpartition(".")
         part = model.get_submodule(parent)
         module = part.get_submodule(leaf)
-        if model.config.linears[ours].experts and hasattr(module, "lora_A"):
-            module = module.get_submodule("base_layer")  # see _grouped
         if not isinstance(module, (DividedLinear, AdaptedWeight)):
             part.add_module(leaf, stand_in(module, part))
     family = _places(model)[1]

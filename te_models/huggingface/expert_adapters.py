@@ -144,7 +144,7 @@ class AdaptedWeight(nn.Module):
     """
 
     def __init__(self, base_layer: nn.Module, part: nn.Module, holder: str, name: str) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.base_layer, self.part, self.holder, self.name = base_layer, (part,), holder, name
 
     def forward(

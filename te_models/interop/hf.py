@@ -165,10 +165,14 @@ class HuggingFaceFolder(Opened):
                         values = dequantize(self.stored.scheme, values, self.stored.scales[name])
                     yield file, name, values
                 elif self.family.stacked and STACK.fullmatch(data):
-                    for expert, values in experts_of(data, file.read(data), self._read):
+                    for expert, values in experts_of(data, file.read(data), self.read):
                         yield file, expert, values
 
-    def _read(self, name: str) -> Tensor:
+    def has(self, name: str) -> bool:
+        """Return whether a tensor is stored under this name."""
+        return any(name in file.tensors for file in self.files)
+
+    def read(self, name: str) -> Tensor:
         """Return a stored tensor, from whichever file has it."""
         return next(file for file in self.files if name in file.tensors).read(name)
 

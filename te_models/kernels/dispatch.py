@@ -94,6 +94,15 @@ def compile_mode(compile: bool | str) -> str | None:
     return compile if isinstance(compile, str) else "default" if compile else None
 
 
+def compile_status(mode: str | None, place: str) -> str:
+    """Return whether operations are compiled in this mode on this type of device, or why not, in a few words."""
+    if mode is None:
+        return "off, because compile=False"
+    if place != "cuda":
+        return f"off, because the model is on {place}"
+    return "elementwise operations" + (f", {mode}" if mode != "default" else "")
+
+
 @functools.cache
 def compiled_kernels(mode: str) -> Kernels:
     """Return the plain operations, each compiled to one kernel forward and one backward (torch.compile)."""

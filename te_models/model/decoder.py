@@ -161,15 +161,6 @@ class Decoder(nn.Module):
         if initialize and where.type != "meta":
             self.init_weights()
 
-    @property
-    def compile_status(self) -> str:
-        """Return whether the operations between the GEMMs are compiled, or why not, in a few words."""
-        if self.compile_mode is None:
-            return "off, because compile=False"
-        if (place := computing_device(self.device).type) != "cuda":
-            return f"off, because the model is on {place}"
-        return "elementwise operations" + (f", {self.compile_mode}" if self.compile_mode != "default" else "")
-
     @torch.no_grad()
     def init_weights(self) -> None:
         """Set every initial value: normal(0, initializer_range), the scales of norms 1, biases 0.

@@ -23,7 +23,7 @@ from te_models.files.formats import Document, Fields, list_some
 from te_models.fp8.primary_weights import quantized_weights
 from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import WIDTHS
-from te_models.interop.hf import Place
+from te_models.interop.hf import HuggingFaceFolder, Place
 from te_models.interop.hf_families import family_for, family_of
 from te_models.interop.hf_writing import write_hugging_face
 from te_models.interop.origin import Origin
@@ -33,6 +33,7 @@ from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state
 from te_models.saving.pretrained import read_tokenizer, refuse_adapters, weights
 from te_models.serving.formats import E4M3_MAX, FORMATS, TINY, Format, Options, Parts, encode_blocks, static_scale
+from te_models.serving.kept import kept_parts, source_in, stored_inputs
 
 # E4M3 with the largest power of two for a scale rounds this to 2^128, which is infinite in FP32.
 TOO_LARGE = 31 * 2.0**123
@@ -76,8 +77,8 @@ def export(
     }
     refuse(mistakes)
     refuse_adapters(model)
-    with saving(model):
-        writer = _Writer(model, format, calibration)
+    with saving(model), source_in(FORMATS[format], origin) as source:
+        writer = _Writer(model, format, calibration, source)
         parameters = model.ep.gather(gather_state(weights(model), model.config, model.tp), model.device)
         if model.tp.rank == 0:
             write_hugging_face(model, origin, folder, parameters, read_tokenizer(origin), quantize=writer.quantize)
@@ -106,8 +107,14 @@ def quantized_modules(model: Decoder) -> dict[str, nn.Module]:
 class _Writer:
     """Makes the tensors and the config of an export."""
 
-    def __init__(self, model: Decoder, format: str, calibration: Tensor | Iterable[Tensor] | None) -> None:
-        self.model, self.name, self.format = model, format, FORMATS[format]
+    def __init__(
+        self,
+        model: Decoder,
+        format: str,
+        calibration: Tensor | Iterable[Tensor] | None,
+        source: HuggingFaceFolder | None,
+    ) -> None:
+        self.model, self.name, self.format, self.source = model, format, FORMATS[format], source
         self.modules = quantized_modules(model) if self.format.scheme else {}
         self.weights: dict[str, str] = {}  # name of a weight to quantize -> name of its module
         for name in self.modules:
@@ -118,7 +125,7 @@ class _Writer:
                     f"{name} has {size} inputs, no multiple of {self.format.columns}, which {format} needs: choose "
                     "another format"
                 )
-        self.inputs, self.notes = _input_scales(model, self.format, self.modules, calibration)
+        self.inputs, self.notes = _input_scales(model, self.format, self.modules, calibration, source)
         self.fp8_weights = quantized_weights(model) if model.tp.size == 1 else {}
         self.quantized: list[str] = []
         self.ignored: list[str] = []
@@ -167,13 +174,17 @@ class _Writer:
         ours = places[names[0]].name
         static = {self.format.static: self.inputs[self.weights[ours]]} if self.format.static else {}
         shared = self._shared_parts(ours, names, places, parameter)
+        values = {name: places[name].save(parameter) for name in names}
+        made = [
+            self._block_parts(ours, places[name], weight) if shared is None else _rows(shared, places[name])
+            for name, weight in values.items()
+        ]
         found = {}
-        for name in names:
-            place, module = places[name], name.removesuffix(".weight")
-            parts = self._block_parts(ours, place, place.save(parameter)) if shared is None else _rows(shared, place)
+        for name, parts in zip(names, kept_parts(self.source, values, made), strict=True):
+            module = name.removesuffix(".weight")
             found |= {f"{module}.{part}": tensor for part, tensor in {**parts, **static}.items()}
             self.quantized.append(module)
-            self.shapes[module] = place.shape
+            self.shapes[module] = places[name].shape
         return found
 
     def _shared_parts(
@@ -232,7 +243,11 @@ def _rows(parts: Parts, place: Place) -> Parts:
 
 
 def _input_scales(
-    model: Decoder, format: Format, modules: Mapping[str, nn.Module], calibration: Tensor | Iterable[Tensor] | None
+    model: Decoder,
+    format: Format,
+    modules: Mapping[str, nn.Module],
+    calibration: Tensor | Iterable[Tensor] | None,
+    source: HuggingFaceFolder | None,
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return the static scale of the input of each module, and notes on where they come from."""
     if not format.static:
@@ -245,6 +260,9 @@ def _input_scales(
         if format.static == "input_scale":
             return {name: scale.reciprocal().clamp(min=TINY) for name, scale in trained.items()}, []
         return {name: static_scale(format, _largest(model, name) / s.item()) for name, s in trained.items()}, []
+    stored = stored_inputs(source, model, format)
+    if source is not None and modules.keys() <= stored.keys():
+        return stored, [f"{format.static} is that of {source.path}: give calibration=token ids to measure it again"]
     if format.static == "input_scale":
         why = f"under recipe {model.recipe.name!r} has none" if not model.recipe.stateful else "has not trained"
         why = f"has them for {len(trained)} of {len(modules)} linears" if trained else why

@@ -20,7 +20,9 @@ from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer
+from te_models.device.choice import computing_device
 from te_models.errors import DataError, plural
+from te_models.kernels.dispatch import compile_status
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.cuda_graph import step_obstacle
 from te_models.training.metrics import read_metrics
@@ -110,7 +112,7 @@ def speed_rows(model: CausalLM, config: TrainConfig) -> dict[str, str]:
     ranks = max(model.ep.size, config.expert_parallel_size)
     experts = {"experts": places_of_experts(model.config.layers, ranks)} if ranks > 1 else {}
     return experts | {
-        "compiled": model.compile_status,
+        "compiled": compile_status(model.compile_mode, computing_device(model.device).type),
         "CUDA graph": f"off, because {obstacle}" if obstacle else "forward and backward",
     }
 

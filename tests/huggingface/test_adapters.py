@@ -296,6 +296,27 @@ def test_adapters_of_experts_and_routers_are_those_of_transformers(case: str, ta
     assert set(merged.state_dict()) == set(load(tmp_path / "base").state_dict())
 
 
+def test_a_second_adapter_beside_experts(tmp_path: Path) -> None:
+    """It names down_proj, which the expert of all tokens has, and here the others too."""
+    theirs = experts_of_transformers("laguna-experts", tmp_path)
+    both = []
+    for base in (theirs, load(tmp_path)):
+        adapted = peft.get_peft_model(base, config("attention", target_parameters=["mlp.experts.gate_up_proj"]))
+        adapted.add_adapter("other", config("unequal"))
+        for name in ("default", "other"):
+            adapted.set_adapter(name)
+            fill(adapted)
+        both.append(adapted.eval())
+    assert trainable(both[1]).keys() == trainable(both[0]).keys()
+    both[1] = pickle.loads(pickle.dumps(both[1]))
+    for name in ("other", "default"):
+        outputs = []
+        for adapted in both:
+            adapted.set_adapter(name)
+            outputs.append(adapted(input_ids=IDS).logits)
+        torch.testing.assert_close(outputs[1], outputs[0], **CLOSE)
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "current"])
 @pytest.mark.parametrize("place", [{}, pytest.param(PLACE, marks=pytest.mark.gpu)])
 def test_adapters_of_experts_under_a_recipe(recipe: str, place: dict[str, Any], tmp_path: Path) -> None:
@@ -379,7 +400,7 @@ def test_adapters_on_the_embedding(family: str, pair: Callable[..., Any], tmp_pa
     torch.testing.assert_close(again(input_ids=IDS).logits, outputs[0].logits, **CLOSE)
 
 
-@pytest.mark.parametrize("whole", ["norm", "embed_tokens"])
+@pytest.mark.parametrize("whole", ["norm", "embed_tokens", "down_proj"])
 def test_modules_to_save_are_read_and_trained_as_by_transformers(
     whole: str, pair: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -406,6 +427,7 @@ def test_modules_to_save_are_read_and_trained_as_by_transformers(
         ),
         (dict(target_modules=["q_proj"], bias="all"), "peft cannot train the biases of fused linears: leave out bias="),
         (dict(target_modules=["q_proj"], bias="lora_only"), "peft cannot train the biases of fused linears"),
+        (dict(target_modules=["o_proj"], modules_to_save=["q_proj"]), "cannot train copies of layers.0.self_attn.q_pr"),
     ],
 )
 def test_files_that_transformers_would_not_know_are_refused(
@@ -414,6 +436,13 @@ def test_files_that_transformers_would_not_know_are_refused(
     ours = TEModelsForCausalLM.wrap(build(attention_bias=True))
     with pytest.raises(UsageError, match=message):
         peft.get_peft_model(ours, peft.LoraConfig(**fields))
+
+
+def test_copies_of_norms_that_transformers_names_otherwise_are_refused(pair: Callable[..., Any]) -> None:
+    """A norm of Gemma 2 has the name of another one here."""
+    fields = peft.LoraConfig(target_modules=["o_proj"], modules_to_save=["post_attention_layernorm"])
+    with pytest.raises(UsageError, match="copies of layers.0.post_attention_layernorm.*names otherwise: change mod"):
+        peft.get_peft_model(load(pair("gemma2").folder), fields)
 
 
 @pytest.mark.parametrize("pattern", [r".*_proj", r".*\.(qkvg_proj|q_proj|k_proj|v_proj|o_proj)"])

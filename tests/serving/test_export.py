@@ -583,6 +583,28 @@ def test_a_checkpoint_in_fp8_is_trained_and_served_again(shape: str, format: str
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "fp8-tensor"])
+def test_an_export_of_an_export_is_the_same(format: str, tmp_path: Path) -> None:
+    """Its weights, until they change, and the scales of inputs, which random tokens would measure otherwise."""
+    model = build("bf16", dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.layers[1].self_attn.o_proj.weight[0, 0] = 447.9  # E4M3 rounds it to its largest number
+    model.export(tmp_path / "first", format=format, calibration=IDS)
+    again = CausalLM.from_pretrained(tmp_path / "first", device="cpu")
+    again.export(tmp_path / "second", format=format)
+    first, second = tensors_of(tmp_path / "first"), tensors_of(tmp_path / "second")
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert_same_bits(name, second[name], tensor)
+    with torch.no_grad():
+        again.layers[1].mlp.down_proj.weight.mul_(2)
+    again.export(tmp_path / "third", format=format)
+    changed = {
+        name for name, t in tensors_of(tmp_path / "third").items() if not torch.equal(t.float(), first[name].float())
+    }
+    assert changed and all(name.startswith("model.layers.1.mlp.down_proj.weight") for name in changed)
+
+
 def test_unsupported_exports_are_refused_in_one_line(tmp_path: Path) -> None:
     model = build("bf16", intermediate_size=176)
     with pytest.raises(UsageError, match="unknown format 'fp8-blocks'.*fp8-block"):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from te_models import CausalLM, ModelConfig
 from te_models.cli import main
+from te_models.config.moe import MoEConfig
 from te_models.errors import UsageError
 from te_models.interop.quantized import BLOCK, CHANNEL, MXFP8, NVFP4, Scheme
 from te_models.model import recipe_fit
@@ -88,6 +89,18 @@ def test_an_expert_without_tokens_adds_no_row(scheme: Scheme) -> None:
     x = torch.randn(5, 64)
     found = ServedExperts(linears)(x, [2, 0, 3])
     assert torch.equal(found, torch.cat((linears[0](x[:2]), linears[2](x[2:]))))
+
+
+def test_more_than_ten_experts_are_served_in_their_order(tmp_path: Path) -> None:
+    """A file has the tensors of expert 10 before those of expert 2."""
+    moe = MoEConfig(num_experts=12, num_experts_per_tok=2, moe_intermediate_size=32)
+    model = build("bf16", steps=0, moe=moe, num_hidden_layers=1, qk_norm=True)
+    model.export(tmp_path, format="fp8-channel")
+    read, served = CausalLM.from_pretrained(tmp_path, device="cpu"), read_served(tmp_path, "cpu")
+    experts: Any = served.get_submodule("layers.0.mlp.down_proj")
+    for number, linear in enumerate(experts.linears):
+        expected = read.get_parameter(f"layers.0.mlp.down_proj.weight{number}")
+        torch.testing.assert_close(linear.weight, expected.float(), rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize(("recipe", "format"), [("bf16", "bf16"), ("mxfp8", "mxfp8")])
