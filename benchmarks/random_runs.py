@@ -61,7 +61,7 @@ class Run:
 
 @dataclass
 class Group:
-    """What the runs of a group share.
+    """Options that all runs of a group have in common.
 
     Attributes:
         model: the preset and its shape, as options.
@@ -104,7 +104,7 @@ def draw_dense(rng: random.Random, length: int, tiny: bool) -> tuple[list[str], 
 
 
 def draw_group(rng: random.Random, tiny: bool) -> Group:
-    """Return what the runs of a group share."""
+    """Draw the options that all runs of a group have in common."""
     length, rows = (48, 2) if tiny else (rng.choice((129, 384, 521, 1000)), 12)
     kind = rng.choice(("dense", "dense", "hybrid", "experts"))
     if kind == "dense":
