@@ -73,11 +73,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         show_embedding(model)
         if model.origin.generation is not None:
             self.generation_config = GenerationConfig.from_dict(dict(model.origin.generation))
-        kinds = (
-            model.te.RMSNorm,
-            model.te.Linear,
-        )  # of which peft trains copies, and looks for the names of their state
-        for module in (self, *(module for module in model.modules() if isinstance(module, kinds))):
+        copied = (model.te.RMSNorm, model.te.Linear)  # by peft, which looks for the names of their state
+        for module in (self, *(module for module in model.modules() if isinstance(module, copied))):
             module.register_state_dict_post_hook(leave_out_empty)
         self.register_load_state_dict_pre_hook(add_prefix)
         self._weights_pass: bool | None = None  # is_first_microbatch of the next forward pass

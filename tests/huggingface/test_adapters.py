@@ -381,6 +381,17 @@ def test_dora_is_that_on_the_model_of_transformers_and_is_pickled(pair: Callable
     assert torch.equal(pickle.loads(pickle.dumps(ours))(input_ids=IDS).logits, logits)
 
 
+def assert_trained_alike(theirs: Any, ours: Any) -> torch.Tensor:
+    """Compare logits and the gradients of what is trained; return the logits."""
+    outputs = [model(input_ids=IDS, labels=IDS) for model in (theirs, ours)]
+    torch.testing.assert_close(outputs[1].logits, outputs[0].logits, **CLOSE)
+    for output in outputs:
+        output.loss.backward()
+    for name, parameter in trainable(theirs).items():
+        torch.testing.assert_close(trainable(ours)[name].grad, parameter.grad, rtol=1e-3, atol=1e-4, msg=name)
+    return outputs[0].logits
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_adapters_on_the_embedding(family: str, pair: Callable[..., Any], tmp_path: Path) -> None:
     models = pair(family)
@@ -389,15 +400,10 @@ def test_adapters_on_the_embedding(family: str, pair: Callable[..., Any], tmp_pa
     ours = peft.get_peft_model(load(models.folder), targets)
     assert trainable(ours).keys() == trainable(theirs).keys()
     fill(theirs, ours)
-    outputs = [model(input_ids=IDS, labels=IDS) for model in (theirs, ours)]
-    torch.testing.assert_close(outputs[1].logits, outputs[0].logits, **CLOSE)
-    for output in outputs:
-        output.loss.backward()
-    for name, parameter in trainable(theirs).items():
-        torch.testing.assert_close(trainable(ours)[name].grad, parameter.grad, rtol=1e-3, atol=1e-4, msg=name)
+    logits = assert_trained_alike(theirs, ours)
     ours.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(copy.deepcopy(models.theirs), tmp_path)
-    torch.testing.assert_close(again(input_ids=IDS).logits, outputs[0].logits, **CLOSE)
+    torch.testing.assert_close(again(input_ids=IDS).logits, logits, **CLOSE)
 
 
 @pytest.mark.parametrize("whole", ["norm", "embed_tokens", "down_proj"])
@@ -410,12 +416,7 @@ def test_modules_to_save_are_read_and_trained_as_by_transformers(
     fill(theirs)
     theirs.save_pretrained(tmp_path)
     ours = peft.PeftModel.from_pretrained(load(models.folder), tmp_path, is_trainable=True)
-    outputs = [model(input_ids=IDS, labels=IDS) for model in (theirs, ours)]
-    torch.testing.assert_close(outputs[1].logits, outputs[0].logits, **CLOSE)
-    for output in outputs:
-        output.loss.backward()
-    for name, parameter in trainable(theirs).items():
-        torch.testing.assert_close(trainable(ours)[name].grad, parameter.grad, rtol=1e-3, atol=1e-4, msg=name)
+    assert_trained_alike(theirs, ours)
 
 
 @pytest.mark.parametrize(
