@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from bits import assert_same_bits
 from places import PLACE
 from short_conv import registered
 from torch import Tensor
@@ -195,9 +194,3 @@ def assert_close(found: Tensor, expected: Tensor, bound: float, name: str = "") 
     if found.numel() < 16:  # sums over all tokens of both signs: the ratio of so few scatters
         bound *= 2
     assert error <= bound * size, f"{name}: difference {error:.2g}, size {size:.2g}"
-
-
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert_same_bits(name, tensor, other[name])

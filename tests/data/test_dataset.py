@@ -2,11 +2,11 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -140,14 +140,6 @@ def test_evaluation_is_fixed_and_apart_from_training() -> None:
     assert windows([next(data)]) == windows(take(other, 6)[5:])
 
 
-def test_batches_are_int64_windows() -> None:
-    batch = next(dataset([Document("some text to learn")], 8, 2))
-    assert {name: (tensor.shape, tensor.dtype) for name, tensor in batch.items()} == {
-        "input_ids": ((2, 8), torch.int64),
-        "labels": ((2, 8), torch.int64),
-    }
-
-
 def test_each_epoch_and_seed_has_its_own_order() -> None:
     documents = [Document(f"{number:03}") for number in range(50)]
     data = dataset(documents, 4)
@@ -178,22 +170,28 @@ def test_padding_without_a_pad_token_is_the_end_token() -> None:
     assert windows([next(data)]) == [([*b"abc", END, END, END], [*b"abc", END, IGNORED, IGNORED])]
 
 
-OTHER_DATA: dict[str, Callable[[list[Document]], TokenDataset]] = {
-    "text": lambda documents: dataset([Document("other"), *documents[1:]]),
-    "order": lambda documents: dataset(documents[::-1]),
-    "prompt": lambda documents: dataset([Document("xt 0", prompt="te"), *documents[1:]]),
-    "seq_len": lambda documents: dataset(documents, 5),
-    "shuffle": lambda documents: dataset(documents, shuffle=False),
+RECORDS = [Document("a", "xy")] * 3
+OTHER_DATA: dict[str, tuple[list[Document], dict[str, Any]]] = {
+    "text": ([Document("abc"), Document("de")], dict(documents=[Document("abc"), Document("df")])),
+    "order": ([Document("abc"), Document("de")], dict(documents=[Document("de"), Document("abc")])),
+    "prompt of a text": ([Document("abc")] * 3, dict(documents=[Document("bc", prompt="a")] * 3)),
+    "shuffle": ([Document("abc")] * 3, dict(shuffle=False)),
+    "answer": (RECORDS, dict(documents=[Document("b", "xy")] * 3)),
+    "border of the prompt": (RECORDS, dict(documents=[Document("ya", "x")] * 3)),
+    "weights": (RECORDS, dict(weights=np.full(3, 2.0))),
+    "packing": (RECORDS, dict(packing="none")),
+    "seq_len": (RECORDS, dict(seq_len=5)),
 }
 
 
 @pytest.mark.parametrize("change", OTHER_DATA)
 def test_resuming_on_other_data_is_an_error(change: str) -> None:
-    documents = [Document(f"text {number}") for number in range(9)]
-    state = dataset(documents).state_dict()
-    dataset(list(documents)).load_state_dict(state)
+    documents, other = OTHER_DATA[change]
+    same = dict(documents=documents, packing="documents" if documents is RECORDS else "stream")
+    state = dataset(**same).state_dict()
+    dataset(**same).load_state_dict(state)
     with pytest.raises(ValueError, match="position is of other data: resume with the same --data"):
-        OTHER_DATA[change](documents).load_state_dict(state)
+        dataset(**{**same, **other}).load_state_dict(state)
 
 
 def test_state_is_plain_integers_that_json_keeps() -> None:

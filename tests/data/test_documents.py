@@ -82,12 +82,6 @@ def test_impossible_splits(documents: list[Document], fraction: float, message: 
         split_documents(documents, fraction)
 
 
-def test_text_file_with_a_byte_order_mark(tmp_path: Path) -> None:
-    file = tmp_path / "a.txt"
-    file.write_bytes(b"\xef\xbb\xbf h\xc3\xa9\r\n")
-    assert load_documents(file) == [Document(" h\u00e9\r\n", None, str(file), str(file))]
-
-
 def test_jsonl_rows(tmp_path: Path) -> None:
     file = tmp_path / "a.JSONL"
     rows = [
@@ -106,22 +100,6 @@ def test_jsonl_rows(tmp_path: Path) -> None:
         Document("", "q", f"{file}:5", str(file)),
         Document("a", "q", f"{file}:6", str(file)),
         Document("\U0001f600", "", f"{file}:7", str(file)),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("columns", "expected"),
-    [
-        ({"text": ["a", "", "b"], "n": [1, 2, 3]}, [("a", None, 1), ("b", None, 3)]),
-        ({"completion": ["a", "b"], "prompt": ["x", "y"]}, [("a", "x", 1), ("b", "y", 2)]),
-    ],
-)
-def test_parquet_rows(tmp_path: Path, columns: dict[str, list], expected: list[tuple[str, str | None, int]]) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    file = tmp_path / "a.parquet"
-    parquet.write_table(pyarrow.table(columns), file, row_group_size=1)
-    assert load_documents(file) == [
-        Document(text, prompt, f"{file}, row group {row - 1}, row 1", str(file)) for text, prompt, row in expected
     ]
 
 
@@ -173,12 +151,6 @@ def test_default_corpus_is_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [document.name for document in load_documents(None)[:3]] == ["topics/a", "topics/b", "__future__.py"]
 
 
-def test_parquet_in_a_folder_is_not_taken_for_binary(tmp_path: Path) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "a.PARQUET")
-    assert [document.text for document in load_documents(tmp_path)] == ["a"]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -202,7 +174,6 @@ def test_no_text(tmp_path: Path, name: str, content: bytes | None, message: str)
     [
         ({"body": ["a"], "n": [1]}, "a.parquet: has 'body', 'n', but needs one of the formats messages"),
         ({"text": ["a", None]}, "a.parquet, row group 0, row 2: 'text' is null, not a string"),
-        ({"text": [1, 2]}, "a.parquet, row group 0, row 1: 'text' is a number, not a string"),
     ],
 )
 def test_bad_parquet_columns(tmp_path: Path, columns: dict[str, list], message: str) -> None:
@@ -309,10 +280,6 @@ REFUSED: list[tuple[str, bytes, str]] = [
     ("a.jsonl", b'{"text": "a"}\n{"text": }', r"a.jsonl:2: not JSON \(Expecting value, column 10\)"),
     ("a.jsonl", b'{"text": "a"}\n[1]', "a.jsonl:2: a JSON list, not an object"),
     ("a.jsonl", b'{"txt": "a", "n": 1}', "a.jsonl:1: has 'txt', 'n': rename 'txt' to 'text', in all records with"),
-    ("a.jsonl", b'{"prompt": "a"}', "a.jsonl:1: has 'prompt', but needs"),
-    ("a.jsonl", b"{}", "a.jsonl:1: has no fields, but needs"),
-    ("a.jsonl", b'{"text": 1}', "a.jsonl:1: 'text' is a number, not a string"),
-    ("a.jsonl", b'{"prompt": null, "completion": "a"}', "a.jsonl:1: 'prompt' is null, not a string"),
     ("a.jsonl", b'{"text": "ab\\ud800"}', "a.jsonl:1: 'text' holds half of a surrogate pair at character 2"),
     ("a.parquet", b"", "a.parquet: not a readable Parquet file"),
     ("a.parquet", b"PAR1 and nothing else PAR1", "a.parquet: not a readable Parquet file"),

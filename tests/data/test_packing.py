@@ -85,24 +85,6 @@ def test_resuming_anywhere_equals_going_on(
         assert all(one[name].equal(other[name]) for name in one)
 
 
-OTHER = {
-    "answer": dict(documents=[Document("b", "xy")] * 3),
-    "border of the prompt": dict(documents=[Document("yb", "x")] * 3),
-    "weights": dict(weights=np.full(3, 2.0)),
-    "packing": dict(packing="none"),
-    "seq_len": dict(seq_len=15),
-}
-
-
-@pytest.mark.parametrize("change", OTHER)
-def test_resuming_on_other_records_is_an_error(change: str) -> None:
-    same = dict(documents=[Document("a", "xy")] * 3)
-    state = dataset(**same).state_dict()
-    dataset(**same).load_state_dict(state)
-    with pytest.raises(ValueError, match="position is of other data"):
-        dataset(**{**same, **OTHER[change]}).load_state_dict(state)
-
-
 def best_fit_decreasing(lengths: list[int], size: int) -> int:
     """Return how many windows it takes: the longest record first, each into the fullest window that has room."""
     free: list[int] = []

@@ -485,5 +485,3 @@ def test_open_data_streams_where_it_must(corpus: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr("te_models.data.training_data.STREAMED_BYTES", 1000)
     assert type(opened(str(tmp_path / "a.jsonl"))[0]) is StreamingDataset
     assert type(opened(str(tmp_path / "a.jsonl"), streaming=False)[0]) is TokenDataset
-    with pytest.raises(ValueError, match="--streaming needs --data"):
-        opened(None, streaming=True)

@@ -69,14 +69,6 @@ def test_a_forward_outside_training_changes_no_scale(small: Build, how: str) -> 
     assert before and same(before, fp8_state(model))
 
 
-def test_a_sequence_beyond_the_positions_is_refused(small: Build) -> None:
-    model = small("bf16")
-    with pytest.raises(ValueError, match="max_position_embeddings=64"):
-        model(tokens(1, 65).to(model.device))
-    with pytest.raises(ValueError, match="max_new_tokens=60"):
-        model.generate(tokens(1, 5).to(model.device), max_new_tokens=60)
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_loss_without_logits_is_the_one_with_them(name: str) -> None:
     """Two routes through the head: autograd over all logits, and chunks that write their gradient themselves."""
@@ -119,10 +111,3 @@ def test_positions_count_from_the_start_of_each_document() -> None:
     for own, table in zip(ids.split(lengths, 1), tables, strict=True):
         assert_same_bits("cos of RoPE", table, described(own).rotary[model.config.rope][0])
     assert described(ids).masks == {None: None}, "without documents: the causal kernel"
-
-
-def test_documents_go_with_neither_a_cache_nor_a_mask() -> None:
-    model = build_kind(KINDS["attention"])
-    ids = tokens_of(model)
-    with pytest.raises(ValueError, match="document_ids goes with neither a cache nor an attention_mask"):
-        model(ids, document_ids=torch.zeros_like(ids), attention_mask=torch.ones_like(ids))

@@ -30,21 +30,6 @@ def test_cached_steps_and_chunks_give_the_logits_of_the_whole(feature: str) -> N
         model(ids[:, :1], cache=cache)
 
 
-@pytest.mark.parametrize("window", [None, 4])
-@torch.no_grad()
-def test_the_cache_remembers_which_keys_are_padding(window: int | None) -> None:
-    model = build(attention_bias=True, sliding_window=window)
-    for block in model.layers:
-        block.self_attn.qkvg_proj.bias.normal_(0, 1)
-    ids, mask = torch.randint(0, 256, (2, 12)), torch.ones(2, 12, dtype=torch.long)
-    mask[0, :7] = 0
-    whole = model(ids, attention_mask=mask).logits
-    cache = model.new_cache(2, 12)
-    parts = [model(ids[:, :9], cache=cache, attention_mask=mask[:, :9]).logits]
-    parts += [model(ids[:, i : i + 1], cache=cache).logits for i in range(9, 12)]
-    torch.testing.assert_close(torch.cat(parts, dim=1)[mask.bool()], whole[mask.bool()], atol=1e-5, rtol=0)
-
-
 def test_the_cache_says_its_size(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()
     with caplog.at_level("INFO", logger="te_models.generation.decode_loop"):

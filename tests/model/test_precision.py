@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from bits import assert_same_bits
+from bits import assert_all_same_bits, assert_same_bits
 from fewer import every
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -110,10 +110,7 @@ def step(model: CausalLM) -> None:
 def assert_same_step(found: CausalLM, expected: CausalLM) -> None:
     for (name, parameter), other in zip(found.named_parameters(), expected.parameters(), strict=True):
         assert_same_bits(f"gradient of {name}", parameter.grad, other.grad)
-    state, wanted = fp8_state(found), fp8_state(expected)
-    assert state.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert_same_bits(name, state[name], tensor)
+    assert_all_same_bits(fp8_state(found), fp8_state(expected))
 
 
 def asking(model: CausalLM, own: str, expected: Callable[[str, str], str]) -> Callable[[str], Any]:
@@ -226,8 +223,7 @@ def test_evaluation_and_a_failed_pass_change_no_scale(own: str) -> None:
     with pytest.raises(ZeroDivisionError):
         model(tokens(6))
     hook.remove()
-    for name, tensor in fp8_state(model).items():
-        assert_same_bits(name, tensor, before[name])
+    assert_all_same_bits(fp8_state(model), before)
 
 
 def test_a_third_party_recompute_of_delayed_linears_is_refused() -> None:
