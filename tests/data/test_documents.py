@@ -172,15 +172,15 @@ def test_no_text(tmp_path: Path, name: str, content: bytes | None, message: str)
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"body": ["a"], "n": [1]}, "a.parquet: has 'body', 'n', but needs one of the formats messages"),
-        ({"text": ["a", None]}, "a.parquet, row group 0, row 2: 'text' is null, not a string"),
+        ({"body": ["a"], "n": [1]}, "a.PARQUET: has 'body', 'n', but needs one of the formats messages"),
+        ({"text": ["a", None]}, "a.PARQUET, row group 0, row 2: 'text' is null, not a string"),
     ],
 )
 def test_bad_parquet_columns(tmp_path: Path, columns: dict[str, list], message: str) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.PARQUET")
     with pytest.raises(ValueError, match=message):
-        load_documents(tmp_path / "a.parquet")
+        load_documents(tmp_path / "a.PARQUET")
 
 
 def test_a_missing_package_is_named(tmp_path: Path, pretend: Callable) -> None:
