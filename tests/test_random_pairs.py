@@ -63,7 +63,10 @@ def test_a_random_model_is_the_fp64_model(number: int) -> None:
     rng = random.Random(number)
     config, tokens = other_kinds(rng, draw_config(rng), linear=False, width=rng.choice((12, 32))), draw_tokens(rng)
     torch.manual_seed(number)
-    model = CausalLM(config, recipe="bf16", engine="emulated", device="cpu", dtype=torch.float32)
+    place = dict(
+        engine="emulated", device="cpu", fused=rng.random() < 0.5
+    )  # on a CPU, the plain twins of fused kernels
+    model = CausalLM(config, recipe="bf16", dtype=torch.float32, **place)
     model.train(config.moe is None)  # the losses of routers have tests of their own
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -73,7 +76,7 @@ def test_a_random_model_is_the_fp64_model(number: int) -> None:
     weights = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
     mode = rng.choice(("none", "none", "selective", "full"))
     model.activation_checkpointing = mode
-    about = f"{config}, {tokens.inputs}, {mode}"
+    about = f"{config}, {tokens.inputs}, {mode}, {place}"
     logits, loss = judged(model, tokens, weights)
     output, chunked = (model(**tokens.inputs, return_logits=whole) for whole in (True, False))
     found = [output.logits] if tokens.documents is not None else [output.logits, decoded(model, tokens, rng)]
