@@ -116,9 +116,6 @@ def test_mxfp8_on_hopper_is_refused_with_the_reason() -> None:
 CONVERSIONS: dict[str, Callable[[CausalLM], Any]] = {
     "double()": lambda model: model.double(),
     "to(float64)": lambda model: model.to(torch.float64),
-    "to(cpu, float64)": lambda model: model.to("cpu", torch.float64),
-    "to(tensor)": lambda model: model.to(torch.ones(1, dtype=torch.float64)),
-    "type(float64)": lambda model: model.type(torch.float64),
     "inside another module": lambda model: torch.nn.Sequential(model).to(torch.float64),
     "half()": lambda model: model.half(),
     "to(float16)": lambda model: model.to(dtype=torch.float16),

@@ -298,7 +298,7 @@ REFUSED: list[tuple[str, bytes, str]] = [
     (
         "a.tsv.gz",
         gzip.compress(b"text,n\none,two\n"),
-        "a.tsv.gz:1: the columns are separated by commas",
+        "a.tsv.gz:1: the columns are separated by commas: save the table with tabs",
     ),
     ("a.json", b'{\n  "text": "a"\n}', r"a.json:1: not JSON \(.*\): a .json file is an array of objects"),
     ("a.json", b'[{"text": "a"}, 1]', "a.json, record 2: a JSON int, not an object"),
