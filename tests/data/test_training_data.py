@@ -426,18 +426,9 @@ def test_bad_input_is_one_line_with_exit_code_2(
 
 EMPTY: dict[str, Any] = {
     "pairs": [{"prompt": f"{n}?", "completion": ("", " ", None, f"<{n}>")[n % 4]} for n in range(40)],
-    "a pair of nothing": [{"prompt": "", "completion": f"<{n}>" if n % 4 == 3 else ""} for n in range(40)],
-    "Alpaca": [{"instruction": f"{n}?", "output": ("", " ", None, f"<{n}>")[n % 4]} for n in range(40)],
     "messages in Parquet": [
         {"messages": [
             {"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": (None, None, None, f"<{n}>")[n % 4]},
-        ]}
-        for n in range(40)
-    ],
-    "messages": [
-        {"messages": [
-            {"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": ("", "\n", None, f"<{n}>")[n % 4]},
-            {"role": "user", "content": "And?"}, {"role": "assistant", "content": ""},
         ]}
         for n in range(40)
     ],
