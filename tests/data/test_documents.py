@@ -224,9 +224,9 @@ def test_an_empty_file_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
         load_documents(tmp_path)
 
 
-def streamed(path: Path) -> list[tuple[str | None, str]]:
-    """Read in chunks of 64 bytes; only JSONL and small texts give the same documents as in memory."""
-    chunks = find_chunks(str(path), 64)
+def streamed(path: Path, chunk_bytes: int = 64) -> list[tuple[str | None, str]]:
+    """Read in chunks; only JSONL and small texts give the same documents as in memory."""
+    chunks = find_chunks(str(path), chunk_bytes)
     reader = ChunkReader(str(path), ByteTokenizer(), seed=0)
     return [(d.prompt, d.text) for i in range(len(chunks)) for d in reader.documents(chunks[i])]
 
@@ -354,22 +354,15 @@ def test_one_long_line_is_read_once(tmp_path: Path) -> None:
     """A range without the start of a line must not read on to its end:
     32 MiB in 64 KiB ranges took 8 GiB of reading."""
     (tmp_path / "a.txt").write_bytes(b"a" * 2**25)
-    chunks = find_chunks(str(tmp_path), 2**16)
-    reader = ChunkReader(str(tmp_path), ByteTokenizer(), seed=0)
     start = time.process_time()
-    lengths = [len(d.text) for i in range(len(chunks)) for d in reader.documents(chunks[i])]
-    assert lengths == [2**25] and time.process_time() - start < 3
+    assert [len(text) for _, text in streamed(tmp_path, 2**16)] == [2**25] and time.process_time() - start < 3
 
 
 def test_a_binary_file_is_left_out_in_every_range(tmp_path: Path) -> None:
     """Only the first range has the NUL that tells."""
     (tmp_path / "a.txt").write_text("text\n")
     (tmp_path / "b.bin").write_bytes(b"line\n" * 100 + b"\0" + b"line\n" * 2000)
-    chunks = find_chunks(str(tmp_path), 400)
-    reader = ChunkReader(str(tmp_path), ByteTokenizer(), seed=0)
-    assert len(chunks) == 1
-    assert [d.text for i in range(len(chunks)) for d in reader.documents(chunks[i])] == ["text\n"]
-    assert in_memory(tmp_path) == [(None, "text\n")]
+    assert streamed(tmp_path, 400) == in_memory(tmp_path) == [(None, "text\n")]
 
 
 @pytest.mark.parametrize("read", [in_memory, streamed])

@@ -107,12 +107,8 @@ def blocks_of(path: Path, chunk_bytes: int) -> list[list[Document]]:
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 333, 10**6])
 def test_blocks_cover_jsonl_once(corpus: Path, chunk_bytes: int) -> None:
     blocks = blocks_of(corpus, chunk_bytes)
-    assert [d for block in contents_of(blocks) for d in block] == contents(load_documents(corpus))
+    assert [d for block in blocks for d in contents(block)] == contents(load_documents(corpus))
     assert (len(blocks) == 1) == (chunk_bytes == 10**6)
-
-
-def contents_of(blocks: list[list[Document]]) -> list[list[tuple[str | None, str]]]:
-    return [contents(block) for block in blocks]
 
 
 @given(st.lists(st.text("ab\u00e9\u2028 ", max_size=12), min_size=1, max_size=12), st.integers(1, 60), st.booleans())

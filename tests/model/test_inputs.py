@@ -102,11 +102,13 @@ def test_on_a_gpu_no_kernel_sees_such_an_id_and_the_host_does_not_wait() -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
 @pytest.mark.parametrize("return_logits", [True, False])
-def test_a_bad_id_on_a_gpu(recipe: str, return_logits: bool) -> None:
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+def test_a_bad_id_or_label_on_a_gpu(name: str, recipe: str, return_logits: bool) -> None:
     built = CausalLM.from_preset("gated-nano", device="cuda", recipe=recipe)
     ids = torch.randint(0, 256, (2, 128), device="cuda")
+    good = dict(input_ids=ids, labels=ids)
     for bad in (-1, 288, 2**40):
         wrong = ids.clone()
         wrong[1, 3] = bad
-        assert built(wrong, labels=ids, return_logits=return_logits).loss.isnan()
-    assert built(ids, labels=ids, return_logits=return_logits).loss.isfinite(), "the device works on"
+        assert built(**good | {name: wrong}, return_logits=return_logits).loss.isnan()
+    assert built(**good, return_logits=return_logits).loss.isfinite(), "the device works on"
