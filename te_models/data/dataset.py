@@ -36,11 +36,12 @@ def check_fit(tokenizer: Tokenizer, config: ModelConfig, seq_len: int = 0) -> No
     """Raise a UsageError for ids of the tokenizer without an embedding, or sequences longer than the model allows."""
     ids = tokenizer.vocab_size
     limit = config.max_position_embeddings
-    if ids > config.vocab_size or seq_len > limit:
-        own = "or more, or for a model that is already trained its own tokenizer"
-        many = f"the tokenizer has {ids} ids but the model's vocab_size is {config.vocab_size}: use --vocab-size {ids}"
-        long = f"--seq-len {seq_len} is longer than the model's max_position_embeddings={limit}: lower it or raise"
-        raise UsageError(f"{many} {own}" if ids > config.vocab_size else f"{long} --max-position-embeddings")
+    refuse({
+        f"the tokenizer has {ids} ids but the model's vocab_size is {config.vocab_size}: use --vocab-size {ids} or "
+        "more, or for a model that is already trained its own tokenizer": ids > config.vocab_size,
+        f"--seq-len {seq_len} is longer than the model's max_position_embeddings={limit}: lower it or raise "
+        "--max-position-embeddings": seq_len > limit,
+    })  # fmt: skip
 
 
 def check_position(state: Mapping[str, object], fingerprint: int) -> None:

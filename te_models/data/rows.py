@@ -41,14 +41,8 @@ from te_models.errors import DataError, DataUnavailable, needs, refuse
 from te_models.files.atomic import first_line
 from te_models.files.formats import collecting_later
 
-TEXT, JSON_LINES, JSON_ARRAY, TABLE, HUB_ROWS, BINARY = (
-    -1,
-    -2,
-    -3,
-    -4,
-    -5,
-    -6,
-)  # the group of a range that is not of Parquet
+# The group of a range that is not of Parquet.
+TEXT, JSON_LINES, JSON_ARRAY, TABLE, HUB_ROWS, BINARY = range(-1, -7, -1)
 Columns = Mapping[str, str]  # your names -> those of the formats
 
 _SNIFFED = 8000  # bytes at the start of a file that identify its kind

@@ -128,9 +128,8 @@ def _turn_fields(row: Mapping[str, object]) -> list[str]:
     return [name for turns in lists for turn in turns if isinstance(turn, dict) for name in turn]
 
 
-Formatting = Callable[
-    [Mapping[str, object]], object
-]  # a record -> its text, its messages, or a dict with a format's fields
+# A record -> its text, its messages, or a dict with a format's fields.
+Formatting = Callable[[Mapping[str, object]], object]
 
 
 def is_records(data: object) -> TypeGuard[Iterable[object]]:

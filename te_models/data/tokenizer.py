@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,7 @@ from te_models.saving.folder import read_listed
 from te_models.saving.pretrained import saved_folder
 from te_models.saving.run_folder import offering_older
 
+T = TypeVar("T")
 CONTEXT = 16  # tokens before new ones that their text may depend on
 _ROLES = ("bos", "eos", "pad")
 
@@ -210,13 +212,13 @@ def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
 def _tokenizer_in(folder: Path) -> Tokenizer:
     """Load the tokenizer in a folder."""
     file = folder / "tokenizer.json"
-    base = (read_json_object(folder / "adapter_config.json") or {}).get("base_model_name_or_path")
-    if not os.path.lexists(file) and isinstance(base, str):  # adapters that peft has saved
-        return load_tokenizer(base)
-    if not os.path.lexists(file) and (converted := convert_tokenizer(folder)) is not None:
-        return HuggingFaceTokenizer(converted[0], file, converted[1])
     if os.path.lexists(file):
         return _tokenizer_of(file)
+    base = (read_json_object(folder / "adapter_config.json") or {}).get("base_model_name_or_path")
+    if isinstance(base, str):  # adapters that peft has saved
+        return load_tokenizer(base)
+    if (converted := convert_tokenizer(folder)) is not None:
+        return HuggingFaceTokenizer(converted[0], file, converted[1])
     has_model = (folder / "config.json").is_file()
     if has_model and hugging_face_documents(folder) is None:
         return ByteTokenizer()
@@ -376,23 +378,19 @@ class HuggingFaceTokenizer(Tokenizer):
             return self._backend.encode(text).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        encoded = []
-        # In parts, since the library's encodings take many times the memory of their ids.
-        for start in range(0, len(texts), 1024):
-            with self._encoding():
-                part = self._backend.encode_batch_fast(list(texts[start : start + 1024]), add_special_tokens=False)
-            encoded += [np.array(encoding.ids, dtype=np.int32) for encoding in part]
-        return encoded
+        parts = self._in_parts(self._backend.encode_batch_fast, texts, 1024)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in parts]
 
     def encode_rendered(self, texts: Sequence[str]) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
-        encoded = []
-        for start in range(0, len(texts), 256):
+        parts = self._in_parts(self._backend.encode_batch, texts, 256)
+        return [(np.array(e.ids, dtype=np.int32), np.array(e.offsets, dtype=np.int64).reshape(-1, 2)) for e in parts]
+
+    def _in_parts(self, encode: Callable[..., Iterable[T]], texts: Sequence[str], size: int) -> Iterator[T]:
+        """Yield the library's encodings of texts, `size` at a time: they take many times the memory of their ids."""
+        for start in range(0, len(texts), size):
             with self._encoding():
-                part = self._backend.encode_batch(list(texts[start : start + 256]), add_special_tokens=False)
-            encoded += [
-                (np.array(e.ids, dtype=np.int32), np.array(e.offsets, dtype=np.int64).reshape(-1, 2)) for e in part
-            ]
-        return encoded
+                part = encode(list(texts[start : start + size]), add_special_tokens=False)
+            yield from part
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, also without special tokens that tokenizer.json does not mark as special."""
