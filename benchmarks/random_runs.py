@@ -130,7 +130,7 @@ def draw_run(rng: random.Random, number: int, group: Group, gpus: int, tiny: boo
     options: list[str] = []
     mode = ["--activation-checkpointing", rng.choice(("selective", "full", "2"))]
     for share, given in (
-        (0.5, mode), (0.2, ["--activation-offload"]), (0.3, ["--no-cuda-graph"]), (0.3, ["--no-compile"]),
+        (0.5, mode), (0.2, ["--activation-offload"]), (0.3, ["--no-cuda-graph"]), (0.6, ["--no-compile"]),
         (0.3, ["--deterministic"]), (0.3, ["--optimizer-offload"]), (0.5, ["--save-every", rng.choice("135")]),
         (0.3, ["--fp8-params"]), (0.2, ["--no-cache-fp8-weights"]), (0.2, ["--data-workers", "0"]),
     ):  # fmt: skip
