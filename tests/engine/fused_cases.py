@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_reference import QUANTIZERS, RECIPES
 from fewer import every
 from torch import Tensor
 
@@ -24,18 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 E4M3, E5M2 = DType.kFloat8E4M3, DType.kFloat8E5M2
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PRODUCTS = ((False, False), (False, True), (True, True))  # the columnwise copies in fprop, dgrad and wgrad
-QUANTIZERS = {
-    "delayed": lambda d: te.Float8Quantizer(torch.tensor([3.0]), torch.zeros(1), d),
-    "current": lambda d: te.Float8CurrentScalingQuantizer(d),
-    "current_pow2": lambda d: te.Float8CurrentScalingQuantizer(d, force_pow_2_scales=True, amax_epsilon=0.125),
-    "block1": lambda d: te.Float8BlockQuantizer(d, rowwise=True, columnwise=True, block_scaling_dim=1),
-    "block2": lambda d: te.Float8BlockQuantizer(d, rowwise=True, columnwise=True),
-    "block1_fp32": lambda d: te.Float8BlockQuantizer(
-        d, rowwise=True, columnwise=True, block_scaling_dim=1, force_pow_2_scales=False, amax_epsilon=1e-3
-    ),
-    "mxfp8": lambda d: te.MXFP8Quantizer(d),
-    "mxfp8_2d": lambda d: te.MXFP8Quantizer(d, with_2d_quantization=True),
-}
+FP8 = ("delayed", "current", "current_pow2", "block1", "block2", "block1_fp32", "mxfp8", "mxfp8_2d")
 
 
 @pytest.fixture
@@ -82,7 +72,7 @@ def both(quantizer: Quantizer, x: Tensor) -> tuple[Any, Any]:
 
 @pytest.mark.usefixtures("on_cpu")
 class TestQuantizers:
-    @pytest.mark.parametrize(("name", "dtype", "seed"), every(3, QUANTIZERS, [E4M3, E5M2], range(3)))
+    @pytest.mark.parametrize(("name", "dtype", "seed"), every(3, FP8, [E4M3, E5M2], range(3)))
     def test_every_bit(self, name: str, dtype: DType, seed: int) -> None:
         rows, cols = ((160, 96), (64, 288), (128, 128))[seed]
         if not name.startswith("mx"):
@@ -261,18 +251,10 @@ def test_update_of_delayed_scaling(length: int, algo: str, reduced: bool) -> Non
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        R.DelayedScaling(amax_history_len=3),
-        R.Float8CurrentScaling(),
-        R.Float8BlockScaling(),
-        R.MXFP8BlockScaling(fp8_format=R.Format.HYBRID),
-        R.NVFP4BlockScaling(),
-    ],
-)
-def test_a_layer(recipe: R.Recipe) -> None:
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_layer(name: str) -> None:
     """Three steps of te.Linear: outputs, gradients, scales."""
+    recipe = RECIPES[name]()
 
     def steps() -> list[Tensor]:
         torch.manual_seed(0)

@@ -2,13 +2,12 @@
 
 import copy
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from bits import assert_same_bits
-from engine_reference import nearest, wide
+from engine_reference import QUANTIZERS, nearest, wide
 from torch import Tensor
 
 import te_models.engine.emulated as te
@@ -21,16 +20,8 @@ FP8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 MAX = {E4M3: 448.0, E5M2: 57344.0}
 FLT_MAX = torch.finfo(FP32).max
 
-MAKE: dict[str, Callable[[DType], Any]] = {
-    "delayed": lambda d: te.Float8Quantizer(torch.tensor([3.0]), torch.zeros(1), d),
-    "current": lambda d: te.Float8CurrentScalingQuantizer(d, "cpu"),
-    "block1": lambda d: te.Float8BlockQuantizer(d, rowwise=True, columnwise=True, block_scaling_dim=1),
-    "block2": lambda d: te.Float8BlockQuantizer(d, rowwise=True, columnwise=True),
-    "mxfp8": te.MXFP8Quantizer,
-    "mxfp8_2d": lambda d: te.MXFP8Quantizer(d, with_2d_quantization=True),
-    "nvfp4": lambda d: te.NVFP4Quantizer(),
-    "nvfp4_2d": lambda d: te.NVFP4Quantizer(with_2d_quantization=True),
-}
+NAMES = ("delayed", "current", "block1", "block2", "mxfp8", "mxfp8_2d", "nvfp4", "nvfp4_2d")
+MAKE = {name: QUANTIZERS[name] for name in NAMES}
 
 
 def reference_codes(x: Tensor, dtype: DType) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_reference import RECIPES
 from fewer import every
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -15,13 +16,6 @@ from te_models.engine.emulated import recipe as R
 from te_models.engine.emulated.delayed_scaling import ScaleRegistry
 
 BF16 = torch.bfloat16
-RECIPES: dict[str, Callable[[], R.Recipe]] = {
-    "delayed": lambda: R.DelayedScaling(amax_history_len=3),
-    "current": R.Float8CurrentScaling,
-    "block": R.Float8BlockScaling,
-    "mxfp8": R.MXFP8BlockScaling,
-    "nvfp4": R.NVFP4BlockScaling,
-}
 
 
 class Block(nn.Module):
