@@ -97,46 +97,6 @@ def test_an_expert_without_rows(name: str) -> None:
         assert (state.amax_history[-2:, 1::3] > 0).all()  # both steps recorded every weight
 
 
-def test_delayed_scaling_keeps_the_scale_of_an_idle_expert() -> None:
-    m, recipe = grouped(2, bias=False), R.DelayedScaling(amax_history_len=3)
-    x, g = torch.randn(64, 64).to(BF16), torch.randn(64, 96).to(BF16)
-    step(m, recipe, x, g, [32, 32])
-    state, seen = m.fp8_meta["scaling_fwd"], []
-    for _ in range(4):
-        step(m, recipe, x * 8, g, [64, 0])
-        seen.append((state.scale[3].item(), state.amax_history[:, 3].tolist()))
-    assert len({repr(one) for one in seen}) == 1  # neither rolled nor updated
-    assert state.scale[3] == 448 / x[32:].abs().max().float()
-
-
-def test_blocks_of_columns_begin_anew_at_each_expert() -> None:
-    """An outlier in the last rows of an expert moves no code of the next one's."""
-    m, recipe = grouped(2, bias=False), R.Float8BlockScaling()
-    x, g = torch.randn(96, 64).to(BF16), torch.randn(96, 96).to(BF16)
-    _, _, _, before = step(m, recipe, x, g, [48, 48])
-    x[47] *= 1000
-    _, _, _, after = step(m, recipe, x, g, [48, 48])
-    assert_same_bits("dw of the second expert", after, before)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["delayed", "current", "bf16"])
-def test_recompute(name: str, reentrant: bool) -> None:
-    found = []
-    for wrap in (False, True):
-        torch.manual_seed(3)
-        m, recipe = grouped(3), MAKERS[name]()
-        for rows in ([32, 16, 0], [0, 16, 32], [48, 0, 0]):
-            x, g = torch.randn(48, 64).to(BF16).requires_grad_(), torch.randn(48, 96).to(BF16)
-            with te.autocast(enabled=recipe is not None, recipe=recipe):
-                y = te.checkpoint(m, x, rows, use_reentrant=reentrant) if wrap else m(x, rows)
-            y.backward(g)
-            found.append([y, x.grad, *(p.grad for p in m.parameters()), *(s.scale.clone() for s in m._states())])
-    for plain, recomputed in zip(found[:3], found[3:], strict=True):
-        for a, b in zip(plain, recomputed, strict=True):
-            assert_same_bits("recomputed", a, b)
-
-
 def test_cached_weights_serve_later_microbatches() -> None:
     m, recipe = grouped(3), R.Float8CurrentScaling()
     x, g = torch.randn(64, 64).to(BF16), torch.randn(64, 96).to(BF16)

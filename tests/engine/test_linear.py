@@ -256,15 +256,12 @@ class TestWeightCache:
         assert_same_bits("run(m, RECIPES[name](), x)", run(m, RECIPES[name](), x), first * 2)
         assert m._fp8_workspaces.keys() == {"weight"}
 
-    def test_reset_fp8_state_drops_it(self) -> None:
+    @pytest.mark.parametrize(("first", "cached"), [(None, False), (False, True), (True, True)])
+    def test_a_flag_caches_until_a_reset(self, first: bool | None, cached: bool) -> None:
         m = te.Linear(32, 32, params_dtype=BF16)
-        run(m, R.Float8CurrentScaling(), torch.ones(32, 32, dtype=BF16), is_first_microbatch=True)
+        run(m, R.Float8CurrentScaling(), torch.ones(32, 32, dtype=BF16), is_first_microbatch=first)
+        assert bool(m._fp8_workspaces) == cached
         te.reset_fp8_state(m)
-        assert not m._fp8_workspaces
-
-    def test_without_a_flag_nothing_is_cached(self) -> None:
-        m = te.Linear(32, 32, params_dtype=BF16)
-        run(m, R.Float8CurrentScaling(), torch.ones(32, 32, dtype=BF16))
         assert not m._fp8_workspaces
 
     def test_under_fsdp2_nothing_is_cached(self) -> None:
@@ -277,11 +274,6 @@ class TestWeightCache:
             m.weight.mul_(2)
         assert_same_bits("result", run(m, R.Float8CurrentScaling(), x, is_first_microbatch=False), first * 2)
         assert not m._fp8_workspaces
-
-    def test_false_without_a_cache_makes_it(self) -> None:
-        m = te.Linear(32, 32, params_dtype=BF16)
-        run(m, R.Float8CurrentScaling(), torch.ones(32, 32, dtype=BF16), is_first_microbatch=False)
-        assert "weight" in m._fp8_workspaces
 
     def test_a_reused_weight_leaves_its_amax_silent(self) -> None:
         m, recipe = te.Linear(32, 32, params_dtype=BF16), R.DelayedScaling(amax_history_len=4)
