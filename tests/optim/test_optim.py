@@ -13,7 +13,7 @@ import pytest
 import torch
 from bits import assert_same_bits
 from state_bytes import state_bytes
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_models import CausalLM
@@ -73,16 +73,12 @@ def trainer(out: Path, optimizer: str, options: str, dtype: torch.dtype = torch.
     return Trainer(model, data, [], config, out)
 
 
-def same(one: Any, other: Any) -> bool:
-    """Two nested states are equal in every bit, dtypes included."""
+def assert_same_state(one: Any, other: Any) -> None:
+    """Two nested states are equal in every bit."""
     (tensors, document), (others, other_document) = flatten_state(one), flatten_state(other)
-    if document != other_document or tensors.keys() != others.keys():
-        return False
-    return all(t.dtype == others[n].dtype and torch.equal(bits(t), bits(others[n])) for n, t in tensors.items())
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    assert document == other_document and tensors.keys() == others.keys()
+    for name, tensor in tensors.items():
+        assert_same_bits(name, tensor, others[name])
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +104,7 @@ def assert_same_run(one: Trainer, other: Trainer) -> None:
     for (name, p), q in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
         assert_same_bits(name, p, q)
     for name in ("kind", "state"):
-        assert same(one.optimizer.state_dict()[name], other.optimizer.state_dict()[name])
+        assert_same_state(one.optimizer.state_dict()[name], other.optimizer.state_dict()[name])
     for number, (m, n) in enumerate(zip(one.optimizer.masters, other.optimizer.masters, strict=True)):
         assert_same_bits(f"master {number}", m, n)
     assert quantized(one) == quantized(other)
@@ -180,7 +176,7 @@ def test_optimizers_learn_and_stop_at_a_bad_loss(optimizer: str, options: str, t
         run.model.layers[1].mlp.down_proj.weight[0, 0] = math.nan
     with pytest.raises(Diverged, match="step 17: the loss is nan"):
         run.step(iter(run.dataset))
-    assert same(before, run.optimizer.state_dict())
+    assert_same_state(before, run.optimizer.state_dict())
 
 
 def test_another_optimizers_state_is_refused(tmp_path: Path) -> None:
@@ -442,6 +438,6 @@ def test_te_adam_keeps_exact_masters_and_resumes_in_every_bit(moments: str) -> N
     resumed = run(2, half[1].state_dict(), weights)
     for (name, p), q in zip(whole[0].named_parameters(), resumed[0].parameters(), strict=True):
         assert_same_bits(name, p, q)
-    assert same(whole[1].state_dict(), resumed[1].state_dict())
+    assert_same_state(whole[1].state_dict(), resumed[1].state_dict())
     per_parameter = state_bytes(whole[1].state_dict()["state"]) / sum(p.numel() for p in whole[0].parameters())
     assert per_parameter == pytest.approx({"bf16": 6, "fp8": 5, "fp32": 10}[moments], rel=0.01)
