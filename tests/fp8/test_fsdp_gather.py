@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_job import SHAPE, assert_same_checkpoint, by_one, continue_from, make_trainer, solo, start
-from ranks import run_ranks
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from ranks import as_one_of, run_ranks
 
 from te_models import CausalLM
 from te_models.config.presets import get_preset
@@ -221,16 +220,9 @@ def test_any_number_of_processes_goes_on_from_any_other(two: dict[str, Any], roo
     ],
 )
 def test_unsupported_gathers_are_refused_in_one_line(kind: str, options: dict[str, Any], reason: str) -> None:
-    world = options.pop("world", 2)
-    store = FakeStore()
-    dist.init_process_group("fake", store=store, rank=0, world_size=world)
-    try:
-        config = TrainConfig(parallel=kind)
-        shared = Parallel(
-            kind, Ranks(dist.group.WORLD), torch.device("cpu"), *meshes(config, torch.device("cpu")), config
-        )
+    config, device = TrainConfig(parallel=kind), torch.device("cpu")
+    with as_one_of(options.pop("world", 2)):
+        shared = Parallel(kind, Ranks(dist.group.WORLD), device, *meshes(config, device), config)
         with pytest.raises(ValueError, match=reason) as found:
             shared.build(get_preset("gated-nano", **SHAPE), fp8_params=True, **options)
-        assert "\n" not in str(found.value)
-    finally:
-        dist.destroy_process_group()
+    assert "\n" not in str(found.value)
