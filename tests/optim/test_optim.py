@@ -26,7 +26,7 @@ from te_models.files.formats import flatten_state
 from te_models.model.attention import GatedAttention
 from te_models.optim import OPTIMIZERS, build_optimizer, master, muon8bit, resolve_options
 from te_models.optim.groups import groups, parts
-from te_models.optim.muon8bit import Muon8bit, dequantize, orthogonalize, quantize
+from te_models.optim.muon8bit import Muon8bit, dequantize, quantize
 from te_models.saving.restore import read_training_state
 from te_models.training.metrics import read_metrics
 from te_models.training.trainer import Trainer
@@ -402,17 +402,6 @@ def test_muon8bit_is_torchs_muon_up_to_rounding(
         assert error < (0.02 if step == 0 else 0.1), step
         previous = pairs[0][1].clone()
         pairs[0][0].copy_(previous)
-
-
-def test_orthogonalizing_together_is_orthogonalizing_each() -> None:
-    x = torch.randn(5, 24, 40)
-    together = orthogonalize(x, 5)
-    for one, result in zip(x, together, strict=True):
-        assert torch.allclose(orthogonalize(one.unsqueeze(0), 5)[0], result, atol=1e-5)
-    assert (torch.linalg.svdvals(together.float()) - 0.95).abs().max() < 0.3
-
-
-# GaLore.
 
 
 @pytest.mark.gpu
