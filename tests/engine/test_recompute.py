@@ -1,8 +1,8 @@
 """te.checkpoint: same numbers as without, under every recipe, and no silent misuse."""
 
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -156,18 +156,13 @@ def test_a_module_without_te_modules_goes_to_torch(monkeypatch: pytest.MonkeyPat
 def test_context_fn(reentrant: bool) -> None:
     log: list[str] = []
 
-    class Note:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __enter__(self) -> None:
-            log.append(self.name)
-
-        def __exit__(self, *_: object) -> None:
-            pass
+    @contextmanager
+    def note(name: str) -> Iterator[None]:
+        log.append(name)
+        yield
 
     m, x = te.Linear(32, 32), torch.ones(32, 32, requires_grad=True)
-    y = te.checkpoint(m, x, use_reentrant=reentrant, context_fn=lambda: (Note("forward"), Note("recompute")))
+    y = te.checkpoint(m, x, use_reentrant=reentrant, context_fn=lambda: (note("forward"), note("recompute")))
     assert log == ["forward"]
     y.sum().backward()
     assert log == ["forward", "recompute"]

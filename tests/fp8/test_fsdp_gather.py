@@ -50,11 +50,9 @@ def born(recipe: str, shared: Parallel, root: Path) -> dict[str, Any]:
         sent.append(own.nbytes)
         return gather(out, own, *args, **options)
 
-    setattr(dist, name, counted)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, name, counted)
         shared.ranks.gather(run.run().loss)
-    finally:
-        setattr(dist, name, gather)
     return dict(fresh=fresh, sent=sorted(set(sent)), wrong=differing(run))
 
 

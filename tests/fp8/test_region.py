@@ -3,9 +3,9 @@
 import contextlib
 import copy
 import pickle
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -59,17 +59,8 @@ def assert_same_state(name: str, model: CausalLM, expected: dict[str, Tensor]) -
 
 def run(*functions: Callable[[], Any]) -> list[Any]:
     """The results of functions that run in a thread each."""
-    results: list[Any] = [None] * len(functions)
-
-    def work(place: int) -> None:
-        results[place] = functions[place]()
-
-    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    with ThreadPoolExecutor(len(functions)) as threads:
+        return [running.result() for running in [threads.submit(function) for function in functions]]
 
 
 @torch.no_grad()
