@@ -1,7 +1,14 @@
 """Comparison of tensors bit for bit, with a message that says where they differ."""
 
+import hashlib
+
 import torch
 from torch import Tensor
+
+
+def digest(tensor: Tensor) -> str:
+    """Return the SHA-256 of the bits of a tensor, in hex digits."""
+    return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def assert_same_bits(name: str, a: Tensor, b: Tensor) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import seeds  # noqa: F401  processes of a test move their seeds too
 import torch
+from bits import assert_same_bits
 from ranks import run_ranks
 from torch import nn
 
@@ -29,6 +30,7 @@ from te_models.errors import Diverged
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model import offload
 from te_models.optim import gradients, master
+from te_models.saving.folder import load_folder
 from te_models.training.launch import meshes, parallel
 from te_models.training.lora_run import LoraRun
 from te_models.training.metrics import read_metrics
@@ -218,6 +220,16 @@ def by_one(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     if name not in _by_one:
         _by_one[name] = solo(folder, own)
     return _by_one[name]
+
+
+def assert_same_checkpoint(root: Path, first: str, then: str) -> None:
+    """Every tensor of the last checkpoints of two cases is equal in every bit."""
+    one, other = (load_folder(max((root / name / "checkpoints").glob("step-*"))).tensors for name in (first, then))
+    assert one.keys() == other.keys() and len(one) > 1
+    for group, tensors in one.items():
+        assert tensors.keys() == other[group].keys()
+        for name, tensor in tensors.items():
+            assert_same_bits(f"{group} {name}", tensor, other[group][name])
 
 
 class Outcomes(dict[str, Any]):
