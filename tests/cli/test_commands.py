@@ -242,81 +242,83 @@ def test_equal_seeds_give_equal_weights_and_losses(corpus: Path, tmp_path: Path)
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["pretrain", "--preset", "gated-nan"], "did you mean 'gated-nano'"),
-        (["pretrain", "--fp8-interval", "1"], "'--fp8-interval': leave it out: scales are updated in every step"),
-        (["pretrain", "--model", "gated-nano"], "pretrain starts from random weights"),
-        (["finetune", "--preset", "llama-3.1-8b"], "`te-models pretrain --preset llama-3.1-8b` trains it from random"),
-        (["finetune", "--preset", "llama-3.1-8"], "did you mean 'llama-3.1-8b'"),
-        (["finetune", "--model", "llama-3.1-8b"], "a preset, a shape without weights"),
-        (["finetune"], "give --model: a folder"),
-        (["evaluate", "--model", "gated-nano", "--data", "a", "--data", "b"], "give --data once, not 2 times"),
-        (["finetune", "--model", "."], "has no config.json: it holds no model"),
-        (
-            ["finetune", "--model", "nosuch"],
-            "nosuch: no such folder, and no model that ships with te-models (gated-nano)",
-        ),
-        (["chat", "--model", "nosuch"], "nosuch: no such folder, and no model that ships with te-models (gated-nano)"),
-        (["pretrain", "--preset", "gated-nano", "--recipe", "delayd"], "did you mean 'delayed'"),
-        (
-            ["pretrain", "--preset", "gated-nano", "--recipe", "current", "--margin", "1"],
-            "unknown field 'margin' of recipe 'current'",
-        ),
-        (["pretrain", "--preset", "gated-nano", "--amax-histroy-len", "1"], "--amax-history-len"),
-        (["pretrain", "--preset", "gated-nano", "--engine", "nativ"], "did you mean 'native'"),
-        (
-            ["pretrain", "--preset", "gated-nano", "--engine", "native", "--device", "cpu"],
-            "engine='native' is not possible here",
-        ),
-        (["pretrain", "--preset", "gated-nano", "--data", "/does/not/exist"], "/does/not/exist"),
-        (
-            ["pretrain", "--preset", "gated-nano", "--data", "hf://datasets/nobody/nothing/*.jsonl"],
-            "hf://datasets/nobody",
-        ),
-        (["pretrain", "--preset", "gated-nano", "--device", "cuda:77"], "device 'cuda:77' is not available"),
-        (["generate", "--preset", "gated-nano", "--prompt", "x", "--device", "gpu"], "device 'gpu' is not supported"),
-        (["generate", "--preset", "gated-nano", "--prompt", "x", "--device", "meta"], "--device meta has no numbers"),
-        (["pretrain", "--preset", "gated-nano", "--data", ""], "the path of the data is empty"),
-        (["bench", "--preset", "gated-nano", "--device", "xpu"], "device 'xpu' is not supported"),
-        (["bench", "--model", "gated-nano"], "unknown option '--model': did you mean '--preset'?"),
-        (["bench", "--preset", "gated-nano", "--recipes", "bf16,delayd"], "did you mean 'delayed'"),
-        (["bench"], "give --preset NAME, such as --preset gated-nano"),
-        (["export", "--preset", "gated-nano"], "give --out DIR, such as --out exported: folder to write"),
-        (["convert", "--model", "gated-nano"], "give --out DIR, such as --out exported: folder to write"),
-        (["parity", "--model", "gated-nano"], "give --data PATH, such as --data notes.txt: text or records"),
-        (["bench", "--preset", "gated-nano", "--out", "/dev/null"], "--out /dev/null: /dev/null is not a folder"),
-        (["pretrain", "--preset", "gated-nano", "--vocab-size", "64"], "--vocab-size 259 or more"),
-        (["pretrain", "--preset", "gated-nano", "--seq-len", "4096"], "max_position_embeddings=1024"),
-        (["pretrain", "--preset", "gated-nano", "--steps", "0"], "steps=0 is out of range"),
-        (["pretrain", "--preset", "gated-nano", "--optimizer", "adam"], "did you mean 'adamw'"),
-        (["pretrain", "--preset", "gated-nano", "--resume"], "nothing to resume"),
-        (["generate", "--model", "/does/not/exist", "--prompt", "x"], "/does/not/exist"),
-        (["generate", "--preset", "gated-nano", "--prompt", ""], "the prompt is empty"),
-        (["plan", "--preset", "gated-nano", "--hidden-size", "100"], "not a multiple of num_attention_heads"),
-        (["plan", "--preset", "gated-nano", "--intermediate-size", str(2**62)], "parameters: choose smaller ones"),
-        (["plane"], "plan"),
-        (["plan", "gated-nano"], "give it to an option, such as --preset NAME or --model DIR"),
-        (["plan", "--presett", "gated-nano"], "did you mean '--preset'?"),
-        (["generate", "--num-samples", "2"], "unknown option '--num-samples': --help-all lists all"),
-        (["pretrain", "--activation-offload", "2"], "unexpected 2: the one argument is RUN.TOML, a file of settings"),
-        (["pretrain", "--preset", "gated-nano", "--recipe-schedule", "bf16@1.5"], "below 1 or a whole number"),
-        (["pretrain", "--preset", "gated-nano", "--warmup-steps", "1.5"], "warmup_steps=1.5 is neither"),
-    ],
-)
+MISTAKES = [
+    ("pretrain --preset gated-nan", "did you mean 'gated-nano'"),
+    ("pretrain --fp8-interval 1", "'--fp8-interval': leave it out: scales are updated in every step"),
+    ("pretrain --model gated-nano", "pretrain starts from random weights"),
+    ("pretrain --activation-offload 2", "unexpected 2: the one argument is RUN.TOML, a file of settings"),
+    ("pretrain --preset gated-nano --amax-histroy-len 1", "--amax-history-len"),
+    ("pretrain --preset gated-nano --engine nativ", "did you mean 'native'"),
+    ("pretrain --preset gated-nano --engine native --device cpu", "engine='native' is not possible here"),
+    ("pretrain --preset gated-nano --data /does/not/exist", "/does/not/exist"),
+    ("pretrain --preset gated-nano --data hf://datasets/nobody/nothing/*.jsonl", "hf://datasets/nobody"),
+    ("pretrain --preset gated-nano --data ''", "the path of the data is empty"),
+    ("pretrain --preset gated-nano --device cuda:77", "device 'cuda:77' is not available"),
+    ("pretrain --preset gated-nano --vocab-size 64", "--vocab-size 259 or more"),
+    ("pretrain --preset gated-nano --seq-len 4096", "max_position_embeddings=1024"),
+    ("pretrain --preset gated-nano --optimizer adam", "did you mean 'adamw'"),
+    ("pretrain --preset gated-nano --warmup-steps 1.5", "warmup_steps=1.5 is neither"),
+    ("pretrain --preset gated-nano --resume", "nothing to resume"),
+    ("finetune", "give --model: a folder"),
+    ("finetune --preset llama-3.1-8b", "`te-models pretrain --preset llama-3.1-8b` trains it from random"),
+    ("finetune --preset llama-3.1-8", "did you mean 'llama-3.1-8b'"),
+    ("finetune --model llama-3.1-8b", "a preset, a shape without weights"),
+    ("finetune --model .", "has no config.json: it holds no model"),
+    ("finetune --model nosuch", "nosuch: no such folder, and no model that ships with te-models (gated-nano)"),
+    ("chat --model nosuch", "nosuch: no such folder, and no model that ships with te-models (gated-nano)"),
+    ("chat --model gated-nano --template-option thinking", "has no value or no name: write NAME=VALUE"),
+    ("chat --model gated-nano", "no chat template"),
+    ("generate --preset gated-nano --prompt x --device gpu", "device 'gpu' is not supported"),
+    ("generate --preset gated-nano --prompt x --device meta", "--device meta has no numbers"),
+    ("generate --preset gated-nano --prompt ''", "the prompt is empty"),
+    ("generate --num-samples 2", "unknown option '--num-samples': --help-all lists all"),
+    ("evaluate --model gated-nano", "give --data PATH, --tasks NAMES, or both"),
+    ("evaluate --model gated-nano --data a --data b", "give --data once, not 2 times"),
+    ("evaluate --model gated-nano --data a --recipe bf16 --recipes current", "not both"),
+    ("evaluate --model gated-nano --data a --recipes bf16,curent", "did you mean 'current'"),
+    ("evaluate --model gated-nano --data missing", "missing"),
+    ("export --preset gated-nano", "give --out DIR, such as --out exported: folder to write"),
+    ("convert --model gated-nano", "give --out DIR, such as --out exported: folder to write"),
+    ("parity --model gated-nano", "give --data PATH, such as --data notes.txt: text or records"),
+    ("bench", "give --preset NAME, such as --preset gated-nano"),
+    ("bench --model gated-nano", "unknown option '--model': did you mean '--preset'?"),
+    ("bench --preset gated-nano --device xpu", "device 'xpu' is not supported"),
+    ("bench --preset gated-nano --out /dev/null", "--out /dev/null: /dev/null is not a folder"),
+    ("bench --preset gated-nano --recipe bf16", "did you mean '--recipes'"),
+    ("bench --preset gated-nano --recipes bf16,delayd", "did you mean 'delayed'"),
+    ("bench --preset gated-nano --recipes delayed+fussed", "did you mean 'fused'"),
+    ("bench --preset gated-nano --peers tourch", "did you mean 'torch'"),
+    ("bench --preset gated-nano --peers torchao --device cpu", "needs a CUDA device"),
+    ("bench --preset gated-nano --peers torch --sliding-window 8", "no sliding_window"),
+    ("plane", "plan"),
+    ("plan gated-nano", "give it to an option, such as --preset NAME or --model DIR"),
+    ("plan --presett gated-nano", "did you mean '--preset'?"),
+    (f"plan --preset gated-nano --intermediate-size {2**62}", "parameters: choose smaller ones"),
+    ("plan --preset gated-nano --lora 16", "--lora changes no precision: add --memory"),
+    ("plan --preset gated-nano --batch-size 4", "--batch-size changes no precision: add --memory"),
+    ("plan --preset gated-nano --memory --optimizer adamv", "did you mean 'adamw'"),
+    ("plan --preset gated-nano --memory --gpus 3", "cannot be shared by gpus=3"),
+    ("plan --preset gated-nano --memory --gpus 0", "gpus=0 is out of range: give 1 or more"),
+    ("plan --preset gated-nano --memory --batch-size 0", "batch_size=0 is out of range: give 1 or more"),
+    ("plan --preset gated-nano --memory --seq-len 9999", "max_position_embeddings"),
+    ("plan --preset gated-nano --memory --activation-checkpointing some", "activation_checkpointing"),
+    ("plan --preset gated-nano --memory --lora -1", "lora_rank=-1: a rank is 1 or more"),
+    ("plan --preset gated-nano --memory --lora 4 --lora-experts", "has no experts to adapt: leave out lora_experts"),
+]
+
+
+@pytest.mark.parametrize("command, message", MISTAKES)
 def test_a_mistake_is_one_line_and_exit_code_2(
-    arguments: list[str], message: str, corpus: Path, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture
+    command: str, message: str, corpus: Path, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if arguments[0] in ("pretrain", "finetune") and "--data" not in arguments:
-        arguments = [*arguments, "--data", str(corpus)]
+    arguments = shlex.split(command)
     if arguments[0] in ("pretrain", "finetune"):
-        arguments = [*arguments, "--out", str(tmp_path / "run")]
+        arguments += ["--out", "run", *(["--data", str(corpus)] if "--data" not in arguments else [])]
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1 and captured.err.startswith("te-models: ")
-    assert not (tmp_path / "run").exists(), "nothing is left behind"
+    assert not Path("run").exists(), "nothing is left behind"
 
 
 def out_of_memory(kind: str) -> BaseException:

@@ -99,22 +99,6 @@ def test_the_plot_of_a_gpu_run(tmp_path: Path) -> None:
     assert (tmp_path / "bench.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--peers", "tourch"], "did you mean 'torch'"),
-        (["--peers", "torchao"], "needs a CUDA device"),
-        (["--recipes", "delayed+fussed"], "did you mean 'fused'"),
-        (["--recipes", "delaid"], "did you mean 'delayed'"),
-        (["--peers", "torch", "--sliding-window", "8"], "no sliding_window"),
-        (["--recipe", "bf16"], "--recipes"),
-    ],
-)
-def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--preset", "gated-nano", "--batch-size", "1", "--seq-len", "8", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("matplotlib", [True, False])
 def test_the_command_writes_figures(
     matplotlib: bool, tmp_path: Path, pretend: Any, capsys: pytest.CaptureFixture[str]

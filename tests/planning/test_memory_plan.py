@@ -379,27 +379,6 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (["--memory", "--optimizer", "adamv"], "did you mean 'adamw'"),
-        (["--memory", "--gpus", "3"], "cannot be shared by gpus=3"),
-        (["--memory", "--activation-checkpointing", "some"], "activation_checkpointing"),
-        (["--memory", "--seq-len", "9999"], "max_position_embeddings"),
-        (["--memory", "--batch-size", "0"], "batch_size=0 is out of range: give 1 or more"),
-        (["--memory", "--gpus", "0"], "gpus=0 is out of range: give 1 or more"),
-        (["--memory", "--lora", "-1"], "lora_rank=-1: a rank is 1 or more"),
-        (["--memory", "--lora", "4", "--lora-experts"], "the model has no experts to adapt: leave out lora_experts"),
-        (["--lora", "16"], "add --memory"),
-        (["--batch-size", "4"], "--memory"),
-    ],
-)
-def test_mistakes_are_one_line(wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--preset", "gated-nano", *wrong]) == 2
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     "plan", [nano(), CausalLM.from_preset("gated-nano", device="meta").plan()], ids=["memory", "precision"]
 )
 def test_a_notebook_shows_the_printed_table(plan: Any) -> None:

@@ -109,7 +109,9 @@ def test_the_command_and_its_file(texts: None) -> None:
     assert [row["loss"] for row in again[:2]] == [row["loss"] for row in first[:2]]
 
 
-@pytest.mark.parametrize("schedule", ["bf16", "bf16@", "bf16@x", "bf16@0", "bf16@-1", "bf16@inf", "@0.5", "bf16@nan"])
+@pytest.mark.parametrize(
+    "schedule", ["bf16", "bf16@", "bf16@x", "bf16@0", "bf16@-1", "bf16@inf", "@0.5", "bf16@nan", "bf16@1.5"]
+)
 def test_a_schedule_that_is_none_is_refused(schedule: str) -> None:
     with pytest.raises(ConfigError, match="write RECIPE@PLACE, a name and a share of the steps"):
         TrainConfig(recipe_schedule=schedule)
