@@ -188,10 +188,8 @@ def test_plan_shows_any_preset_at_once(preset: str, capsys: pytest.CaptureFixtur
 def test_plan_as_json_has_the_rows_of_the_table_and_of_the_step(capsys: pytest.CaptureFixture) -> None:
     assert main(["plan", "--preset", "gated-nano", "--recipe", "current", "--device", "cpu", "--json"]) == 0
     *linears, compiled, graph = json.loads(capsys.readouterr().out)
-    assert len(linears) == 6 * 4 + 1 and {row["precision"] for row in linears} == {
-        "BF16",
-        "E4M3/E5M2 Float8CurrentScaling",
-    }
+    assert len(linears) == 6 * 4 + 1
+    assert {row["precision"] for row in linears} == {"BF16", "E4M3/E5M2 Float8CurrentScaling"}
     assert compiled["module"] == "compiled" and compiled["reason"] == "off, because the model is on cpu"
     assert graph["module"] == "CUDA graph" and graph["reason"] == "off, because the model is on cpu"
     assert compiled.keys() == graph.keys() == linears[0].keys()
@@ -202,7 +200,8 @@ def test_plan_as_json_has_the_rows_of_the_table_and_of_the_step(capsys: pytest.C
 @pytest.mark.drawn
 def test_finetune_resume_and_generate(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "run"
-    assert main(finetune(out, corpus, "--recipe", "delayed", "--amax-history-len", "4")) == 0
+    command = finetune(out, corpus, "--recipe", "delayed", "--amax-history-len", "4")
+    assert main(command) == 0
     printed = capsys.readouterr().out
     for part in (
         "parameters", "engine", "emulated", "8 in E4M3/E5M2, 9 in BF16", "tokens per step", "eval loss before",
@@ -216,16 +215,12 @@ def test_finetune_resume_and_generate(corpus: Path, tmp_path: Path, capsys: pyte
     assert run_file["model"]["engine"] == "auto" and run_file["record"]["engine"] == "emulated"
     newest = out / "checkpoints" / "step-00000003"
     assert json.loads((newest / "recipe.json").read_text())["amax_history_len"] == 4
-    assert (
-        main(finetune(out, corpus, "--recipe", "delayed", "--amax-history-len", "4", "--steps", "5", "--resume")) == 0
-    )
+    assert main([*command, "--steps", "5", "--resume"]) == 0
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 5
     capsys.readouterr()
     for model in (out, newest):
-        assert (
-            main(["generate", "--model", str(model), "--prompt", "7 green", "--max-new-tokens", "8", "--device", "cpu"])
-            == 0
-        )
+        options = ["--prompt", "7 green", "--max-new-tokens", "8", "--device", "cpu"]
+        assert main(["generate", "--model", str(model), *options]) == 0
         assert capsys.readouterr().out.startswith("7 green")
 
 
@@ -297,6 +292,7 @@ MISTAKES = [
     ("plan --preset gated-nano --lora 16", "--lora changes no precision: add --memory"),
     ("plan --preset gated-nano --batch-size 4", "--batch-size changes no precision: add --memory"),
     ("plan --preset gated-nano --memory --optimizer adamv", "did you mean 'adamw'"),
+    ("plan --preset gated-nano --memory --fp8-params --recipe bf16", "fp8_params=True needs an FP8 recipe"),
     ("plan --preset gated-nano --memory --gpus 3", "cannot be shared by gpus=3"),
     ("plan --preset gated-nano --memory --gpus 0", "gpus=0 is out of range: give 1 or more"),
     ("plan --preset gated-nano --memory --batch-size 0", "batch_size=0 is out of range: give 1 or more"),
@@ -363,18 +359,14 @@ def test_names_with_markup_are_printed_as_they_are(corpus: Path, tmp_path: Path,
     data, out = tmp_path / "[train] :smile:", tmp_path / "r/[x]y[/b]"
     corpus.rename(data)
     recipe = tmp_path / "[red]mine.toml"
-    recipe.write_text(
-        'scheme = "DelayedScaling"\namax_history_len = 4\n'
-        "num_layers_at_start_in_bf16 = 1\nnum_layers_at_end_in_bf16 = 1\n"
-    )
+    recipe.write_text('scheme = "DelayedScaling"\namax_history_len = 4\n')
     assert main(finetune(out, data, "--recipe", str(recipe), "--eval-batches", "1", "--sample-tokens", "0")) == 0
     printed = "".join(capsys.readouterr().out.split())
     for part in (data.name, str(out / "loss.png"), str(out / "checkpoints/step-00000003"), "[red]mine"):
         assert "".join(part.split()) in printed, part
-    assert main(["plan", "--preset", "gated-nano", "--recipe", str(recipe)]) == 0
-    assert "[red]mine" in capsys.readouterr().out
-    assert main(["plan", "--preset", "gated-nano", "--recipe", str(recipe), "--memory"]) == 0
-    assert "[red]mine" in capsys.readouterr().out
+    for more in ([], ["--memory"]):
+        assert main(["plan", "--preset", "gated-nano", "--recipe", str(recipe), *more]) == 0
+        assert "[red]mine" in capsys.readouterr().out
     assert main(["pretrain", "--preset", "[/x]"]) == 2
     assert "[/x]" in capsys.readouterr().err
 
@@ -406,9 +398,8 @@ def test_a_run_is_not_overwritten_nor_a_damaged_checkpoint_read(
     assert main(finetune(out, corpus)) == 2
     assert "already holds a run of 3 steps: add --resume or give another --out" in capsys.readouterr().err
     assert main(["finetune", str(out)]) == 2
-    assert (
-        f"{out} is a folder: {out}/run.toml runs it once more, and --resume {out} continues" in capsys.readouterr().err
-    )
+    again = f"{out} is a folder: {out}/run.toml runs it once more, and --resume {out} continues"
+    assert again in capsys.readouterr().err
     assert main(["finetune", "--model", str(corpus), "--out", str(corpus), "--data", str(corpus)]) == 2
     assert "is the folder of the model, whose place the run would take" in capsys.readouterr().err
     assert main(["finetune", str(corpus)]) == 2

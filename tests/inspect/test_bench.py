@@ -68,24 +68,11 @@ def test_a_way_to_run_reaches_the_model(way: str) -> None:
 
 
 def test_bench_times_every_variant_as_often() -> None:
-    config = get_preset("gated-nano", **SHAPE)
-    result = bench(
-        config,
-        ["bf16", "delayed+fused", "auto"],
-        ["torch"],
-        batch_size=1,
-        seq_len=8,
-        steps=3,
-        warm_up=1,
-        device=CPU,
-        amax_history_len=4,
-    )
-    assert [row["name"] for row in result["rows"]] == [
-        "torch",
-        "te-models bf16",
-        "te-models delayed+fused",
-        "te-models auto",
-    ]
+    sizes = dict(batch_size=1, seq_len=8, steps=3, warm_up=1, amax_history_len=4)
+    variants = ["bf16", "delayed+fused", "auto"], ["torch"]
+    result = bench(get_preset("gated-nano", **SHAPE), *variants, device=CPU, **sizes)
+    names = ["torch", "te-models bf16", "te-models delayed+fused", "te-models auto"]
+    assert [row["name"] for row in result["rows"]] == names
     assert result["reference"] == "torch" and result["rows"][0]["speed"] == 1.0 and result["roofline"] is None
     losses = [row["loss"] for row in result["rows"]]
     assert max(losses) - min(losses) < 0.5 and len(set(losses)) == 3 and losses[1] == losses[3]

@@ -70,9 +70,8 @@ def test_the_loss_is_that_of_each_document_by_itself(
 
 
 def test_every_recipe_sees_the_same_tokens(folder: Path, text: Path) -> None:
-    found = evaluate_recipes(
-        lambda name: load(folder, name), ["bf16", "delayed", "nvfp4"], load_tokenizer(folder), model="m", data=str(text)
-    )
+    recipes, words = ["bf16", "delayed", "nvfp4"], load_tokenizer(folder)
+    found = evaluate_recipes(lambda name: load(folder, name), recipes, words, model="m", data=str(text))
     assert len({(row.tokens, row.text_bytes) for row in found.losses}) == 1
     assert len({row.loss for row in found.losses}) == 3
     assert [row.note for row in found.losses] == ["", "scales from 2 forward passes", ""]

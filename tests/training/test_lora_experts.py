@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import assert_same_files, ours, theirs, trained_by_transformers
-from autograd_bytes import autograd_bytes
+from autograd_bytes import autograd_bytes, planned_bytes
 from families import make_config
 from fewer import every, some
 from hf_models import randomize
@@ -25,7 +25,6 @@ from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import plain
 from te_models.kernels.grouped_product import grouped_product
 from te_models.kernels.groups import Groups
-from te_models.planning.memory_estimate import saved_bytes
 from te_models.planning.operations import Tape, Training
 
 pytest.importorskip("peft")
@@ -132,14 +131,10 @@ def test_the_memory_plan_is_what_autograd_keeps(name: str, recipe: str, mode: st
     model = CausalLM.from_preset("gated-moe-nano", **SHAPE, moe=moe, **place)
     targets = dict.fromkeys(linear.name for linear in model.config.linears.values() if linear.adapted)
     LoraRun(model, LoraSettings(rank=4, alpha=8.0, targets=(*targets, *["experts"] * experts)), None)
-    size: dict[str, Any] = dict(batch_size=2, seq_len=64, logits=False, compile=False, cuda=False)
-    size |= dict(lora_rank=4, lora_experts=experts, fp8_params=fp8_params, activation_checkpointing=mode)
-    training = Training(**size)
-    tape = Tape(model.config, model.recipe, training)
-    expected = saved_bytes(model.config, model.recipe, training)
-    if mode == "full":
-        expected -= tape.rotary_tables()
-    for region in tape.regions():
+    how: dict[str, Any] = dict(logits=False, lora_rank=4, lora_experts=experts)
+    expected = planned_bytes(model, 2, 64, **how)
+    size = dict(batch_size=2, seq_len=64, compile=False, cuda=False, activation_checkpointing=mode)
+    for region in Tape(model.config, model.recipe, Training(**how, **size, fp8_params=fp8_params)).regions():
         down = [step.saved for step in region.steps if step.name == "down_proj" and step.saved < step.produces]
         if region.recompute_input is None:  # the hooks that discard its input hide what its adapter saves beside it
             expected -= sum(down)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_runs import TINY
 
 from te_models import CausalLM
 from te_models.cli import main
@@ -20,9 +21,6 @@ from te_models.training import preflight
 from te_models.training.parallel import Parallel
 from te_models.training.preflight import available_memory, check_memory
 from te_models.training.settings import LoraSettings, RunSettings, run_settings
-
-TINY: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2)
-TINY |= dict(num_key_value_heads=1)
 
 
 def settings(**given: Any) -> RunSettings:
@@ -41,14 +39,10 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_plan_is_that_of_the_run(there: Any) -> None:
     there(500)
-    own = settings(
-        batch_size=4, seq_len=1024, fp8_params=True, activation_checkpointing="selective", num_hidden_layers=6
-    )
+    size = dict(batch_size=4, seq_len=1024, fp8_params=True, activation_checkpointing="selective")
+    own = settings(**size, num_hidden_layers=6)
     found = check(own)
-    shape = get_preset("gated-1b", num_hidden_layers=6)
-    expected = plan_memory(
-        shape, get_recipe("current"), batch_size=4, seq_len=1024, fp8_params=True, activation_checkpointing="selective"
-    )
+    expected = plan_memory(get_preset("gated-1b", num_hidden_layers=6), get_recipe("current"), **size)
     on_cpu = dataclasses.replace(expected, training=dataclasses.replace(expected.training, cuda=False))
     assert found.needed == on_cpu.peak.total
     assert found.plan.recipe == get_recipe("current") and found.available == 500 * 2**30

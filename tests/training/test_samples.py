@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from tiny_runs import tiny_model
 
 from te_models import CausalLM
 from te_models.cli import main
@@ -25,8 +26,6 @@ from te_models.training.result import Result
 from te_models.training.samples import OPENING, Prompt, Sampler, held_out_prompts
 
 WORDS = ByteTokenizer()
-TINY: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2)
-TINY |= dict(num_key_value_heads=1, device="cpu", engine="emulated")
 
 
 def batches(documents: list[Document], packing: str, seq_len: int = 64) -> list[dict[str, torch.Tensor]]:
@@ -76,7 +75,7 @@ def test_padding_and_short_texts_are_no_prompts() -> None:
 
 @pytest.fixture
 def model() -> CausalLM:
-    return CausalLM.from_preset("gated-nano", recipe="delayed", **TINY)
+    return tiny_model("delayed")
 
 
 def test_answers_before_and_after(model: CausalLM) -> None:
@@ -165,9 +164,8 @@ def test_the_next_command_is_chat_only_after_conversations(prompt: bytes, comman
 def test_the_next_command_is_an_export_that_the_model_has() -> None:
     out = io.StringIO()
     print_next(Console(file=out, width=200), Path("run"), WORDS, [], "bf16")
-    assert (
-        out.getvalue().splitlines()[-1].endswith("--format bf16  # write it for vLLM, SGLang or transformers, in BF16")
-    )
+    said = "--format bf16  # write it for vLLM, SGLang or transformers, in BF16"
+    assert out.getvalue().splitlines()[-1].endswith(said)
     print_next(Console(file=out, width=200), Path("run"), WORDS, [], "")
     assert out.getvalue().count("export") == 2  # the command of the first, and its folder
 
@@ -195,17 +193,18 @@ def test_the_time_is_estimated_once_without_the_first_steps(start: int) -> None:
         assert not any(left.line(dict(step=start + n, tokens_per_second=9.0)) for n in range(1, steps + 1))
 
 
-def test_a_run_shows_the_same_prompts_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    data = tmp_path / "pairs.jsonl"
+@pytest.fixture
+def start(texts: None) -> list[str]:
+    """The words of a run on pairs of prompts and answers, in a folder of its own."""
     pairs = [dict(prompt=f"number {n:03} is ", completion=f"written {n:03}.") for n in range(120)]
-    data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    CausalLM.from_preset("gated-nano", recipe="current", **TINY).save_pretrained(tmp_path / "start")
-    sizes = ["--steps", "12", "--seq-len", "64", "--batch-size", "2", "--sample-tokens", "6", "--device", "cpu"]
-    given = [
-        "--model", str(tmp_path / "start"), "--data", str(data), "--recipe", "current", "--out",
-        str(tmp_path / "run"),
-    ]  # fmt: skip
-    assert main(["finetune", *given, *sizes]) == 0
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    tiny_model("current").save_pretrained("start")
+    options = ["--seq-len", "64", "--device", "cpu", "--eval-every", "0", "--out", "run"]
+    return ["finetune", "--model", "start", "--data", "pairs.jsonl", *options]
+
+
+def test_a_run_shows_the_same_prompts_before_and_after(start: list[str], capsys: pytest.CaptureFixture) -> None:
+    assert main([*start, "--steps", "12", "--batch-size", "2", "--sample-tokens", "6"]) == 0
     out = capsys.readouterr().out
     for part in (
         "memory", "tokens", "epochs", "estimated time: ", "eval loss before", "eval loss after",
@@ -214,9 +213,9 @@ def test_a_run_shows_the_same_prompts_before_and_after(tmp_path: Path, capsys: p
     ):  # fmt: skip
         assert part in out, part
     assert "free on cpu" in " ".join(out.split())
-    assert main(["finetune", "--resume", str(tmp_path / "run"), "--steps", "14", "--sample-tokens", "6"]) == 0
+    assert main(["finetune", "--resume", "run", "--steps", "14", "--sample-tokens", "6"]) == 0
     assert "\nbefore\n" not in capsys.readouterr().out
-    assert main(["finetune", "--resume", str(tmp_path / "run"), "--steps", "15", "--sample-tokens", "0"]) == 0
+    assert main(["finetune", "--resume", "run", "--steps", "15", "--sample-tokens", "0"]) == 0
     out = capsys.readouterr().out
     assert "sample 1" not in out and "--prompt 'number " in out
 
@@ -225,8 +224,7 @@ def test_an_answer_out_of_time_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
     monkeypatch.setattr(samples, "stream_text", lambda *args, **options: (str(n) for n in range(9)))
     monkeypatch.setattr(samples.time, "monotonic", lambda: next(clock))
-    model = CausalLM.from_preset("gated-nano", recipe="bf16", **TINY)
-    sampler = samples.Sampler(model, ByteTokenizer(), [samples.Prompt((1, 2), (3,))] * 2, 9, {})
+    sampler = Sampler(tiny_model(), WORDS, [Prompt((1, 2), (3,))] * 2, 9, {})
     assert "".join(sampler.answer(sampler.prompts[0])) == "012345678"
     sampler.take_at_most(6)  # 3 s for each of the two
     assert "".join(sampler.answer(sampler.prompts[0])) == "0123..." and sampler.cut
@@ -234,24 +232,9 @@ def test_an_answer_out_of_time_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_samples_of_a_short_run_are_short_unless_asked_for(
-    asked: bool, tmp_path: Path, capsys: pytest.CaptureFixture
+    asked: bool, start: list[str], capsys: pytest.CaptureFixture
 ) -> None:
-    data = tmp_path / "pairs.jsonl"
-    pairs = [dict(prompt=f"number {n:03} is ", completion=f"written {n:03}.") for n in range(120)]
-    data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    CausalLM.from_preset("gated-nano", recipe="bf16", **TINY).save_pretrained(tmp_path / "start")
-    given = [
-        "--model",
-        str(tmp_path / "start"),
-        "--data",
-        str(data),
-        "--recipe",
-        "bf16",
-        "--out",
-        str(tmp_path / "run"),
-    ]
-    given += ["--steps", "1", "--seq-len", "64", "--batch-size", "1", "--device", "cpu", "--eval-every", "0"]
-    assert main(["finetune", *given, *(["--sample-tokens", "16"] if asked else [])]) == 0
+    assert main([*start, "--steps", "1", "--batch-size", "1", *(["--sample-tokens", "16"] if asked else [])]) == 0
     assert ("samples take at most a tenth" in " ".join(capsys.readouterr().out.split())) != asked
-    assert main(["finetune", "--resume", str(tmp_path / "run"), "--steps", "2"]) == 0  # run.toml has what was asked
+    assert main(["finetune", "--resume", "run", "--steps", "2"]) == 0  # run.toml has what was asked
     assert ("samples take at most a tenth" in " ".join(capsys.readouterr().out.split())) != asked
