@@ -63,10 +63,8 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     fields = dict(steps=3, batch_size=4, seq_len=48, warmup_steps=2, eval_every=0, learning_rate=3e-3)
     config = TrainConfig(**{**fields, **case})
     shared = replace(shared, kind=config.parallel, config=config, frozen=lora is not None)
-    if config.parallel in ("tp", "fsdp+tp"):
-        shared.dp, shared.tp, *_ = meshes(config, torch.device("cpu"))
-    elif config.parallel == "fsdp+ep":
-        _, _, shared.ep, shared.replicas = meshes(config, torch.device("cpu"))
+    if config.parallel in ("tp", "fsdp+tp", "fsdp+ep"):
+        shared = replace(shared, **{"dp": None, **meshes(config, torch.device("cpu"))})
     history = dict(amax_history_len=4) if recipe == "delayed" else {}
     shape = get_preset("gated-nano", **SHAPE | experts | family, tie_word_embeddings=tied)
     options |= dict(recipe=recipe, device="cpu", dtype=dtype, activation_checkpointing=mode)

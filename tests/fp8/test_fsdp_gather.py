@@ -65,7 +65,7 @@ def gpu_job(rank: int, folder: str) -> None:
     all ranks on the same batches."""
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
     config, control = TrainConfig(parallel="fsdp"), Ranks(dist.new_group(backend="gloo"))
-    shared = Parallel("fsdp", control, device, *meshes(config, device), config)
+    shared = Parallel("fsdp", control, device, config=config, **meshes(config, device))
     for recipe, mode in itertools.product(("delayed", "current"), ("none", "full")):
         options: dict[str, Any] = dict(recipe=recipe, fp8_params=True, activation_checkpointing=mode, device=device)
         one, cut = (losses(build, options) for build in (CausalLM, shared.build))
@@ -230,9 +230,8 @@ def test_unsupported_gathers_are_refused_in_one_line(kind: str, options: dict[st
     dist.init_process_group("fake", store=store, rank=0, world_size=world)
     try:
         config = TrainConfig(parallel=kind)
-        shared = Parallel(
-            kind, Ranks(dist.group.WORLD), torch.device("cpu"), *meshes(config, torch.device("cpu")), config
-        )
+        cpu = torch.device("cpu")
+        shared = Parallel(kind, Ranks(dist.group.WORLD), cpu, config=config, **meshes(config, cpu))
         with pytest.raises(ValueError, match=reason) as found:
             shared.build(get_preset("gated-nano", **SHAPE), fp8_params=True, **options)
         assert "\n" not in str(found.value)
