@@ -1,14 +1,18 @@
 """Runs of a tiny model on a few lines of text, from Python and from the command line."""
 
+import io
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from te_models import CausalLM, TrainConfig, Trainer, load_tokenizer
 from te_models.data.dataset import TokenDataset
 from te_models.data.documents import Document
 from te_models.training.metrics import read_metrics
+from te_models.training.report import print_outcome
+from te_models.training.result import Result
 
 TINY = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)
 TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(40)]
@@ -37,3 +41,10 @@ def tiny_trainer(model: CausalLM, out: Path, saved: Any = None, documents: Any =
 def losses(folder: Path | str) -> list[float]:
     """The training loss of each step of a run."""
     return [row["loss"] for row in read_metrics(Path(folder, "metrics.jsonl"))]
+
+
+def said_at_the_end(result: Result, config: TrainConfig, folder: Path) -> str:
+    """What the command prints of the outcome of a run."""
+    out = io.StringIO()
+    print_outcome(Console(file=out, width=200), result, config, "finetune", folder, {})
+    return out.getvalue()

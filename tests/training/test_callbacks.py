@@ -1,22 +1,19 @@
 """Callbacks, early stopping and the best checkpoint of a run."""
 
 import dataclasses
-import io
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from tiny_runs import losses, tiny_model, tiny_trainer
+from tiny_runs import losses, said_at_the_end, tiny_model, tiny_trainer
 
 from te_models import CausalLM, Trainer, load_tokenizer
 from te_models.errors import UsageError
 from te_models.fp8.scaling_state import fp8_state
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.metrics import read_metrics
-from te_models.training.report import print_outcome
 from te_models.training.trainer import Callback
 
 
@@ -112,16 +109,13 @@ def test_a_run_ends_after_evaluations_without_a_lower_loss(
     assert kept is not None and kept.name == f"step-{best:08d}" and len(Checkpoints(kept.parent).all()) == 1
 
 
-def test_the_evaluation_before_the_first_step_may_be_the_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_evaluation_before_the_first_step_may_be_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = trainer(tmp_path, patience=3)
     result = evaluating(run, [1, 9, 8, 7, 6, 5, 4, 3, 2], monkeypatch).run()
     assert (result.step, result.best_step, result.stopped_early) == (3, 0, True)
     assert not (tmp_path / "best").exists()
-    out = io.StringIO()
-    print_outcome(Console(file=out, width=200), result, run.config, "finetune", tmp_path, {})
-    assert "1.0000, before the first step: training made the model worse" in out.getvalue()
+    said = said_at_the_end(result, run.config, tmp_path)
+    assert "1.0000, before the first step: training made the model worse" in said
 
 
 def test_patience_is_counted_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,10 +127,7 @@ GOOD = batches(1)[0]
         ([{**GOOD, "position_ids": GOOD["labels"]}], "batch 1 has 'position_ids'"),
         ([{**GOOD, "labels": GOOD["labels"].tolist()}], "labels is no tensor of the shape of input_ids"),
         ([{**GOOD, "labels": GOOD["labels"][:1]}], "labels is no tensor of the shape of input_ids"),
-        (
-            [{name: tensor[0] for name, tensor in GOOD.items()}],
-            r"input_ids has shape \[16\]: give .* \[B, S\]",
-        ),
+        ([{name: tensor[0] for name, tensor in GOOD.items()}], r"input_ids has shape \[16\]: give .* \[B, S\]"),
     ],
 )
 def test_a_mistake_in_the_data_is_named(data: Any, message: str, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import io
 import itertools
 import json
 import math
@@ -15,8 +14,7 @@ import pytest
 import torch
 from bits import assert_same_bits
 from fewer import every, some
-from rich.console import Console
-from tiny_runs import PRETRAIN, losses, tiny_model, tiny_trainer
+from tiny_runs import PRETRAIN, losses, said_at_the_end, tiny_model, tiny_trainer
 
 from te_models import CausalLM, list_recipes
 from te_models.cli import main
@@ -29,7 +27,6 @@ from te_models.saving.pretrained import saved_folder
 from te_models.training.evaluation import evaluate
 from te_models.training.metrics import MetricsLog, read_metrics
 from te_models.training.parallel import Parallel
-from te_models.training.report import print_outcome
 from te_models.training.trainer import Trainer
 
 PRIMARY = ["delayed", "current", "blockwise", "mxfp8"]  # recipes with FP8 primary weights
@@ -329,9 +326,7 @@ def test_a_failed_save_of_the_best_model_does_not_end_the_run(
     result = run.run()
     assert result.best_step and "the disk is full" in caplog.text and run.best.latest() is None
     assert result.checkpoint is not None and Path(result.checkpoint).name == "step-00000003"
-    out = io.StringIO()
-    print_outcome(Console(file=out, width=200), result, run.config, "finetune", tmp_path, {})
-    assert "saved in" not in out.getvalue()
+    assert "saved in" not in said_at_the_end(result, run.config, tmp_path)
 
 
 @pytest.mark.parametrize("place", ["checkpoints", "best"])
