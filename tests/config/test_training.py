@@ -67,3 +67,9 @@ def test_each_schedule_is_that_of_transformers(schedule: str, steps: int, warmup
 def test_patience_needs_evaluations() -> None:
     with pytest.raises(ValueError, match="patience=2 counts evaluations, and eval_every=0 makes none"):
         TrainConfig(patience=2, eval_every=0)
+
+
+@pytest.mark.parametrize("field", ["steps", "batch_size", "gradient_accumulation", "keep_last"])
+def test_sizes_out_of_range_are_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field}=0 is out of range"):
+        TrainConfig(**{field: 0})

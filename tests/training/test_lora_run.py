@@ -179,7 +179,7 @@ def test_from_the_command_line_to_a_merged_model(choices: list[str], start: list
 @pytest.mark.parametrize(
     "command, given, message",
     [
-        ("finetune", {"lora": -1}, "out of range: give 1 or more"),
+        ("finetune", {"lora": 0}, "out of range: give 1 or more"),
         ("finetune", {"lora": 4, "lora_dropout": 1.0}, "--lora-dropout 1.0 is out of range: give 0 or more, below 1"),
         ("finetune", {"lora": 4, "lora_alpha": 0.0}, "--lora-alpha 0.0 is out of range: give a number above 0"),
         ("finetune", {"merge": True}, "--merge is for adapters: give --lora RANK"),

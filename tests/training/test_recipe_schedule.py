@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from bits import assert_same_bits
-from tiny_runs import PRETRAIN
+from tiny_runs import PRETRAIN, tiny_model
 from torch import Tensor
 
 from te_models import CausalLM, TrainConfig, Trainer
@@ -20,8 +20,6 @@ from te_models.fp8.scaling_state import fp8_state
 from te_models.optim import build_optimizer
 from te_models.training.metrics import read_metrics
 
-SHAPE: dict[str, Any] = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3)
-SHAPE |= dict(num_attention_heads=1, num_key_value_heads=1, engine="emulated", device="cpu")
 STEPS = 6
 SCHEDULES = {  # --recipe, schedule -> the recipe of each step
     ("current", "bf16@0.5"): ["current"] * 3 + ["bf16"] * 3,
@@ -31,9 +29,7 @@ SCHEDULES = {  # --recipe, schedule -> the recipe of each step
 
 
 def build(recipe: str = "current", **options: Any) -> CausalLM:
-    torch.manual_seed(0)
-    given = dict(amax_history_len=4) if recipe == "delayed" else {}
-    return CausalLM.from_preset("gated-nano", recipe=recipe, **{**SHAPE, **given, **options})
+    return tiny_model(recipe, **dict(vocab_size=96, intermediate_size=64) | options)
 
 
 def batches() -> list[dict[str, Tensor]]:
@@ -53,7 +49,7 @@ def by_hand(recipe: str, names: list[str]) -> CausalLM:
     optimizer = build_optimizer("adamw", model, options.learning_rate, options.weight_decay)
     for name, batch in zip(names, batches(), strict=True):
         if model.recipe.name != name:
-            model.set_recipe(name, **(dict(amax_history_len=4) if name == recipe == "delayed" else {}))
+            model.set_recipe(name, **(dict(amax_history_len=8) if name == recipe == "delayed" else {}))
         model.calibrate(batch)
         model(**batch, return_logits=False).loss.backward()
         optimizer.take_gradients(options.clip_grad_norm)

@@ -43,7 +43,6 @@ def run(texts: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     return command
 
 
-@pytest.mark.filterwarnings("default:.* was trained under recipe")
 @pytest.mark.filterwarnings("default")
 def test_a_resumed_run_keeps_the_choices_of_its_checkpoint(run: Any, capsys: pytest.CaptureFixture) -> None:
     first = run("--steps", "1", *CHOSEN)
