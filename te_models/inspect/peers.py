@@ -158,13 +158,14 @@ def _need_cuda(device: torch.device, name: str) -> None:
         raise UsageError(f"peer {name!r} needs a CUDA device: choose --peers torch, or none")
 
 
-def step_of(model: nn.Module, loss_of: Callable[[], Any]) -> Step:
+def step_of(model: nn.Module, loss_of: Callable[[], Tensor | None]) -> Step:
     """Return a function that computes the gradients of the loss that `loss_of` returns, and returns it."""
 
     def step() -> Tensor:
         for parameter in model.parameters():
             parameter.grad = None
         loss = loss_of()
+        assert loss is not None
         loss.backward()
         return loss.detach()
 
