@@ -234,6 +234,8 @@ def test_adapters_on_fp8_layers_and_their_scales_come_back(base: Callable[[str],
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "another name": (dict(rank=8), "unknown field 'rank' of LoraConfig: write r, as peft does"),
+    "a field": (dict(lora_alfa=8), "unknown field 'lora_alfa' of LoraConfig: did you mean 'lora_alpha'"),
     "typo": (dict(target_modules=["q_prj"]), "did you mean 'q_proj'"),
     "twice": (dict(target_modules=["q_proj", "qkvg_proj"]), "choose one of the two"),
     "nothing": (dict(target_modules=".*z"), "matches no linear"),
