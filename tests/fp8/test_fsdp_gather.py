@@ -61,7 +61,7 @@ def gpu_job(rank: int, folder: str) -> None:
     all ranks on the same batches."""
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
     config, control = TrainConfig(parallel="fsdp"), Ranks(dist.new_group(backend="gloo"))
-    shared = Parallel("fsdp", control, device, *meshes(config, device), config)
+    shared = Parallel("fsdp", control, device, config=config, **meshes(config, device))
     for recipe, mode in itertools.product(("delayed", "current"), ("none", "full")):
         options: dict[str, Any] = dict(recipe=recipe, fp8_params=True, activation_checkpointing=mode, device=device)
         one, cut = (losses(build, options) for build in (CausalLM, shared.build))
@@ -220,7 +220,7 @@ def test_any_number_of_processes_goes_on_from_any_other(two: dict[str, Any], roo
 def test_unsupported_gathers_are_refused_in_one_line(kind: str, options: dict[str, Any], reason: str) -> None:
     config, device = TrainConfig(parallel=kind), torch.device("cpu")
     with as_one_of(options.pop("world", 2)):
-        shared = Parallel(kind, Ranks(dist.group.WORLD), device, *meshes(config, device), config)
+        shared = Parallel(kind, Ranks(dist.group.WORLD), device, config=config, **meshes(config, device))
         with pytest.raises(ValueError, match=reason) as found:
             shared.build(get_preset("gated-nano", **SHAPE), fp8_params=True, **options)
     assert "\n" not in str(found.value)
