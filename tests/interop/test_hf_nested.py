@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FULL, LINEAR, PAIRS, SIZES, SLIDING, YARN
+from families import FAMILY_CASES, FULL, LINEAR, PAIRS, SIZES, SLIDING, YARN
 from hf_models import load, randomize, same_tensors, tensors_of
 from judge import transformers
 
@@ -14,6 +14,8 @@ from te_models.interop.hf_families import family_of
 
 VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28,
               patch_size=14)  # fmt: skip
+MORE_VISION = {"Gemma3": {}, "Mistral3": dict(head_dim=16)}
+MORE_VISION["Qwen3_5Moe"] = dict(depth=1, num_heads=2, out_hidden_size=48, num_position_embeddings=16)
 GEMMA = dict(model_type="gemma3_text", sliding_window=5, query_pre_attn_scalar=11, layer_types=[SLIDING, FULL, SLIDING])
 SCALED = {**YARN, "llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 7}
 # Name of a case -> class of transformers, its text model, and what the outer config has.
@@ -25,6 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral3-ministral": (
         "Mistral3", dict(model_type="ministral3", rope_parameters=SCALED), dict(tie_word_embeddings=False)
     ),
+    "qwen3_5_moe": ("Qwen3_5Moe", dict(FAMILY_CASES["qwen3_5_moe_text"]["full"]), dict(tie_word_embeddings=False)),
 }  # fmt: skip
 
 
@@ -33,7 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_the_text_of_a_folder_with_images(case: str, tmp_path: Path) -> None:
     name, text, outer = CASES[case]
     torch.manual_seed(len(case))
-    vision = {**VISION, **({"head_dim": 16} if name == "Mistral3" else {})}
+    vision = {**VISION, **MORE_VISION[name]}
     config = getattr(transformers, f"{name}Config")(text_config={**SIZES, **text}, vision_config=vision, **outer)
     judge = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     randomize(judge)
