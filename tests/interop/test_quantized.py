@@ -235,22 +235,8 @@ def test_the_commands_train_and_serve_a_checkpoint_in_fp8(
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("Ten green bottles, hanging on the wall.\n" * 60)
     data = ["--data", "text.txt", "--seq-len", "32", "--device", "cpu"]
-    line = [
-        "finetune",
-        "--model",
-        str(folder),
-        "--out",
-        "run",
-        "--steps",
-        "2",
-        "--batch-size",
-        "2",
-        "--sample-tokens",
-        "0",
-        *words,
-        *data,
-    ]
-    assert main(line) == 0
+    line = f"finetune --model {folder} --out run --steps 2 --batch-size 2 --sample-tokens 0".split()
+    assert main([*line, *words, *data]) == 0
     assert main(["export", "--model", "run", "--format", format, "--out", "served", "--device", "cpu"]) == 0
     assert main(["evaluate", "--model", "served", *data]) == 0
     assert json.loads(Path("served/config.json").read_text())["quantization_config"]
