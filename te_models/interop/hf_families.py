@@ -6,9 +6,6 @@ is known to have no effect; writing uses the same entry in reverse. Facts: the c
 transformers 5.23, and modeling_qwen3.py of qiuzh20/gated_attention.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError, unknown
 from te_models.interop import hf_experts as experts
@@ -358,15 +355,6 @@ def family_of(config: Values) -> Family:
         return family
     types = {f.model_type for f in FAMILIES}
     raise unknown("architecture (model_type)", kind, types, advice=obstacle(config, types))
-
-
-def text_part(config: object) -> tuple[Any, str]:
-    """Return the part of a config.json that describes the text model, and the prefix of its tensors' names."""
-    if isinstance(config, Mapping):
-        for family in FAMILIES:
-            if family.inner and family.model_type == config.get("model_type"):
-                return config.get(family.inner), family.root
-    return config, "model."
 
 
 def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:
