@@ -361,8 +361,24 @@ def hybrids_speed() -> str:
         "At batch size 1 Qwen3.5-2B generates {current:.0f} tokens/s under `current` and {bf16:.0f} in BF16; "
         "transformers generates {transformers:.0f}."
     )
-    table = markdown("variant | ms | speed | peak memory", lines)
-    return f"{prose(about)}\n\n{table}\n\n{prose(below.format(**generated))}"
+    header = "variant | ms | speed | peak memory"
+    parts = [prose(about), markdown(header, lines), prose(below.format(**generated)), prose(_whole_hybrid())]
+    return "\n\n".join(parts)
+
+
+def _whole_hybrid() -> str:
+    """Return a sentence about all layers of a hybrid beside transformers."""
+    result = load("kinds_h200")
+    rows = {row["name"]: row for row in result["rows"]}
+    cells = {name: rows[f"2b 2x4096 {name}"] for name in ("bf16", "current", "transformers")}
+    ms, peak = ({name: row[key] for name, row in cells.items()} for key in ("ms", "peak_gib"))
+    return (
+        f"All layers of Qwen3.5-2B, 2 x 4,096 tokens, forward and backward: {ms['current']:.0f} ms under `current` and "
+        f"{ms['bf16']:.0f} in BF16, {ms['transformers']:.0f} with transformers, whose layers are compiled one by one "
+        f"({ms['transformers'] / ms['current']:.1f} times as long); peaks of {peak['current']:.0f}, {peak['bf16']:.0f} "
+        f"and {peak['transformers']:.0f} GiB. With 4 x 4,096 tokens transformers needs more than this GPU has; "
+        f"te-models needs {rows['2b 4x4096 current']['peak_gib']:.0f} GiB. {measured_on(result)}"
+    )
 
 
 @table
@@ -409,4 +425,19 @@ def hybrid_finetune() -> str:
         "conversations, all activations recomputed, 8-bit AdamW (AdamW for adapters, on FP8 weights under `current` "
         f"and `delayed`); TRL's SFTTrainer on the same rows sees the documents of a row as one. {measured_on(result)}"
     )
-    return f"{prose(about)}\n\n{markdown('trained | with | tokens/s | speed | peak memory | loss (steps)', lines)}"
+    table = markdown("trained | with | tokens/s | speed | peak memory | loss (steps)", lines)
+    return f"{prose(about)}\n\n{table}\n\n{prose(_documents_apart())}"
+
+
+def _documents_apart() -> str:
+    """Return a sentence about TRL where it knows the documents of a row."""
+    result = load("finetune_hybrid_h200")
+    rows = {(row["method"], row["way"]): row for row in result["rows"]}
+    full, lora = (rows[method, "trl-documents"] for method in ("full", "lora"))
+    return (
+        f"Told where each document begins, as te-models is, TRL ends at {full['losses'][-1]:.3f} (all weights) "
+        f"and {lora['losses'][-1]:.3f} (LoRA); with {full['tokens_per_second']:,.0f} and "
+        f"{lora['tokens_per_second']:,.0f} tokens/s, beside {rows['lora', 'trl']['tokens_per_second']:,.0f} with the "
+        f"documents as one and te-models' {rows['lora', 'current']['tokens_per_second']:,.0f} under `current` (LoRA). "
+        f"{measured_on(result)} A fused projection has one A here, a separate one per part in peft."
+    )
