@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 import torch
 from chat_model import write_chat_model
+from decoding import PROMPTS, build
 
 from te_models import CausalLM, list_recipes
 from te_models.cli import main
@@ -27,17 +28,6 @@ with warnings.catch_warnings():
     from transformers.generation import logits_process
 
 RECIPES = [name for name in list_recipes() if name != "nvfp4"]
-SHAPE: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
-SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=96, device="cpu", engine="emulated")
-
-
-def build(recipe: str = "bf16", **options: Any) -> CausalLM:
-    torch.manual_seed(1)
-    dtype = torch.float32 if recipe == "bf16" else torch.bfloat16
-    return CausalLM.from_preset("gated-nano", recipe=recipe, **{"dtype": dtype, **SHAPE, **options})
-
-
-PROMPTS = [list(b"the quick brown fox"), list(b"jumps"), list(b"over the dog")]
 
 
 @pytest.mark.parametrize("original", [12, 19, 22])
