@@ -1,4 +1,4 @@
-"""A small run of the Trainer, whose saves the tests of saved state look at."""
+"""A small run of the Trainer, and a small model after three steps, whose saves the tests of saved state look at."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from te_models import CausalLM
 from te_models.config.presets import get_preset
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
@@ -15,6 +16,7 @@ from te_models.training.parallel import Parallel
 from te_models.training.trainer import Trainer
 
 STEPS = 3
+IDS = torch.arange(32).reshape(2, 16)
 SHAPE = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)
 TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(20)]
 
@@ -44,3 +46,15 @@ def make_trainer(out: Path, case: dict[str, Any], shared: Parallel | None = None
 
         saved = LoraRun(model, LoraSettings(**{"rank": 4, **lora}))
     return Trainer(model, data, held_out.eval_batches(1), config, out, parallel=shared, saved=saved)
+
+
+def trained(recipe: str, **fields: Any) -> CausalLM:
+    """Return a small model after three steps on the CPU."""
+    torch.manual_seed(2)
+    model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", **{**SHAPE, **fields})
+    for number in range(3):
+        loss = model((IDS + number) % 200, labels=IDS).loss
+        assert loss is not None
+        loss.backward()
+    model.zero_grad()
+    return model

@@ -396,13 +396,6 @@ def test_mistakes_in_converting(
     assert message in error and error.count("\n") == 1 and not out.exists()
 
 
-def test_tokenizer_files_come_along(chat_model: Path, tmp_path: Path) -> None:
-    model = CausalLM.from_pretrained(chat_model, device="cpu", engine="emulated")
-    model.save_pretrained(tmp_path / "back", format="hf")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / "back" / name).read_bytes() == (chat_model / name).read_bytes()
-
-
 def test_a_hugging_face_model_without_tokenizer_is_no_model_of_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

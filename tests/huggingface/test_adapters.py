@@ -205,18 +205,27 @@ def test_a_merge_into_fp8_weights(build: Callable[..., CausalLM]) -> None:
     )
 
 
-def test_a_second_adapter_elsewhere_and_the_model_inside(pair: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("case", "first", "second"),
+    [
+        ("llama3", config("one"), config("some")),
+        # down_proj is a module of the expert of all tokens, and here of the others too.
+        ("laguna-experts", config("attention", target_parameters=["mlp.experts.gate_up_proj"]), config("unequal")),
+    ],
+)
+def test_a_second_adapter_elsewhere_and_the_model_inside(case: str, first: Any, second: Any, tmp_path: Path) -> None:
     """Also where the CausalLM is called, and where a copy is."""
-    models = pair("llama")
     both = []
-    for base in (copy.deepcopy(models.theirs), load(models.folder)):
-        adapted = peft.get_peft_model(base, config("one"))
-        fill(adapted)
-        adapted.add_adapter("other", config("some"))
-        adapted.set_adapter("other")
-        fill(adapted)
+    for base in (make_theirs(case, tmp_path), load(tmp_path)):
+        adapted = peft.get_peft_model(base, copy.deepcopy(first))
+        adapted.add_adapter("other", copy.deepcopy(second))
+        for name in ("default", "other"):
+            adapted.set_adapter(name)
+            fill(adapted)
         both.append(adapted.eval())
     theirs, ours = both
+    assert trainable(ours).keys() == trainable(theirs).keys()
+    ours = pickle.loads(pickle.dumps(ours))
     for name in ("other", "default"):
         theirs.set_adapter(name)
         ours.set_adapter(name)
@@ -291,27 +300,6 @@ def test_adapters_of_experts_and_routers_are_those_of_transformers(case: str, ta
     merged = ours.merge_and_unload()
     torch.testing.assert_close(merged(IDS).logits, expected, **CLOSE)
     assert set(merged.state_dict()) == set(load(tmp_path / "base").state_dict())
-
-
-def test_a_second_adapter_beside_experts(tmp_path: Path) -> None:
-    """It names down_proj, which the expert of all tokens has, and here the others too."""
-    theirs = make_theirs("laguna-experts", tmp_path)
-    both = []
-    for base in (theirs, load(tmp_path)):
-        adapted = peft.get_peft_model(base, config("attention", target_parameters=["mlp.experts.gate_up_proj"]))
-        adapted.add_adapter("other", config("unequal"))
-        for name in ("default", "other"):
-            adapted.set_adapter(name)
-            fill(adapted)
-        both.append(adapted.eval())
-    assert trainable(both[1]).keys() == trainable(both[0]).keys()
-    both[1] = pickle.loads(pickle.dumps(both[1]))
-    for name in ("other", "default"):
-        outputs = []
-        for adapted in both:
-            adapted.set_adapter(name)
-            outputs.append(adapted(input_ids=IDS).logits)
-        torch.testing.assert_close(outputs[1], outputs[0], **CLOSE)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "current"])

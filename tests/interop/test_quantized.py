@@ -184,15 +184,6 @@ def test_values_are_those_of_the_library(kind: str, written: Any, tmp_path: Path
         torch.testing.assert_close(model(IDS).logits, other(IDS).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_transformers_reads_the_same_blocks(written: Any) -> None:
-    folder, _ = written("block")
-    ours = CausalLM.from_pretrained(folder, device="cpu")
-    config = FineGrainedFP8Config(dequantize=True)
-    other = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config).eval()
-    with torch.no_grad():
-        torch.testing.assert_close(ours(IDS).logits, other(IDS).logits, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("recipe", ["current", "blockwise"])
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
 def test_fp8_checkpoints_train(recipe: str, adapters: bool, written: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from bits import assert_same_bits
 from fewer import every
 from ranks import run_ranks
-from small_run import SHAPE, STEPS, make_trainer
+from small_run import STEPS, make_trainer, trained
 from torch import Tensor
 
 import te_models.engine.emulated as emulated
@@ -131,13 +131,6 @@ def run_sharded(rank: int, folder: str) -> None:
 def test_a_save_of_two_processes(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     run_ranks(run_sharded, tmp_path, 2, backend=None)
-
-
-def trained(recipe: str, **options: Any) -> CausalLM:
-    torch.manual_seed(0)
-    model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", **SHAPE, **options)
-    step(model)
-    return model
 
 
 def step(model: CausalLM) -> None:
