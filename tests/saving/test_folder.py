@@ -18,8 +18,8 @@ from bits import assert_same_bits
 from torch import Tensor
 
 from te_models.errors import CheckpointError
-from te_models.files.formats import TEXT_BYTES
-from te_models.files.tensors import MAX_HEADER_BYTES
+from te_models.files.formats import TEXT_BYTES, read_json
+from te_models.files.tensors import MAX_HEADER_BYTES, read_safetensors
 from te_models.saving.folder import _digest as manifest_digest
 from te_models.saving.folder import load_folder, save_folder
 
@@ -133,26 +133,10 @@ def test_reads_only_what_is_asked_for(tmp_path: Path) -> None:
     assert (set(found.tensors), set(found.documents)) == ({"fp8_state"}, {"config"})
     everything = load_folder(tmp_path / "out")
     assert (set(everything.tensors), set(everything.documents)) == ({"model", "fp8_state"}, {"config", "trainer"})
-    assert set(everything.versions) == {"python", "torch", "safetensors", "te_models"}
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_bytes())
+    assert set(manifest["versions"]) == {"python", "torch", "safetensors", "te_models"}
     with pytest.raises(CheckpointError, match="holds no 'trainr'; did you mean 'trainer'"):
         load_folder(tmp_path / "out", ["trainr"])
-
-
-def test_reads_a_hugging_face_folder_with_links(tmp_path: Path) -> None:
-    blobs, folder = tmp_path / "blobs", tmp_path / "snapshot"
-    blobs.mkdir()
-    folder.mkdir()
-    safetensors.torch.save_file({"w": torch.ones(3)}, blobs / "a")
-    (blobs / "b").write_text('{"model_type": "llama"}')
-    (folder / "model.safetensors").symlink_to(blobs / "a")
-    (folder / "config.json").symlink_to(blobs / "b")
-    (folder / "tokenizer.json").write_text("not read")
-    with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
-        load_folder(folder)
-    found = load_folder(folder, require_manifest=False)
-    assert found.documents == {"config": {"model_type": "llama"}}
-    assert_same_bits("found.tensors['model']['w']", found.tensors["model"]["w"], torch.ones(3))
-    assert found.versions == {}
 
 
 class Subclass(torch.Tensor):
@@ -238,12 +222,10 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 @pytest.mark.parametrize("manifest", [True, False], ids=["manifest", "no manifest"])
 @pytest.mark.parametrize("seed", range(2))
 def test_mutated_folders_are_refused_or_unharmed(seed: int, manifest: bool, tmp_path: Path) -> None:
-    """Without a manifest changed data goes unnoticed, but nothing may crash. benchmarks/fuzz.py runs thousands."""
+    """In files that no manifest lists changed data goes unnoticed, but nothing may crash; fuzz.py runs thousands."""
     rng = random.Random(seed)
     folder = tmp_path / "out"
     save_folder(folder, *small(), max_shard_bytes=40)
-    if not manifest:
-        (folder / "manifest.json").unlink()
     files = {path: path.read_bytes() for path in sorted(folder.iterdir())}
     refused = 0
     for _ in range(400 if manifest else 200):
@@ -253,7 +235,7 @@ def test_mutated_folders_are_refused_or_unharmed(seed: int, manifest: bool, tmp_
             if manifest:
                 assert_unharmed(folder)
             else:
-                load_folder(folder, ["config", "trainer", "model", "fp8_state"], require_manifest=False)
+                (read_json if path.suffix == ".json" else read_safetensors)(path)
         except CheckpointError as error:
             refused += 1
             assert "\n" not in str(error)
@@ -326,23 +308,20 @@ JSON: dict[str, bytes] = {
 }
 
 
-def quickly_refused(folder: Path, **options: Any) -> str:
+def quickly_refused(folder: Path) -> str:
     start = time.process_time()
     with pytest.raises(CheckpointError) as caught:
-        load_folder(folder, **options)
+        load_folder(folder)
     assert time.process_time() - start < 1
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("manifest", [True, False], ids=["manifest", "no manifest"])
 @pytest.mark.parametrize("name", SAFETENSORS)
-def test_hostile_tensor_files(name: str, manifest: bool, tmp_path: Path) -> None:
+def test_hostile_tensor_files(name: str, tmp_path: Path) -> None:
     save_folder(tmp_path / "out", {"model": {"w": torch.ones(1)}}, {"config": {}})
     replace_file(tmp_path / "out", "model.safetensors", SAFETENSORS[name])
-    if not manifest:
-        (tmp_path / "out" / "manifest.json").unlink()
-    quickly_refused(tmp_path / "out", require_manifest=manifest)
+    quickly_refused(tmp_path / "out")
 
 
 @pytest.mark.parametrize("file", ["config.json", "manifest.json", "model.safetensors.index.json"])
