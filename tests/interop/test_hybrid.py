@@ -1,17 +1,14 @@
-"""Hybrids of gated attention and Gated DeltaNet inside transformers, and those in folders with images."""
+"""Hybrids of gated attention and Gated DeltaNet inside transformers: generation, training and adapters."""
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hf_models import Pair, close, load, randomize, read_by_transformers, same_folder
+from hf_models import Pair, close, load, read_by_transformers
 from judge import transformers
 from torch import Tensor
-
-from te_models.errors import UsageError
 
 TOLERANCE = 1e-4  # of FP32 rounding, which a recurrence adds up
 
@@ -71,54 +68,3 @@ def test_adapters_compute_the_same_in_transformers(case: str, theirs: Callable[.
     lora.save_lora(adapted, tmp_path)
     judge = peft.PeftModel.from_pretrained(read_by_transformers(folder), tmp_path).eval()
     close(adapted.eval()(tokens(2, 70)).logits, judge(tokens(2, 70)).logits, TOLERANCE)
-
-
-TEXT: dict[str, Any] = dict(
-    vocab_size=131, hidden_size=48, intermediate_size=40, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
-    linear_value_head_dim=12, max_position_embeddings=64, attn_output_gate=True, mtp_num_hidden_layers=1,
-    mtp_use_dedicated_embeddings=False, mamba_ssm_dtype="float32", mlp_only_layers=[], full_attention_interval=4,
-    rope_parameters=dict(
-        rope_type="default", rope_theta=1e7, partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True
-    ),
-)  # fmt: skip
-VISION = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=48, patch_size=4)
-
-
-@pytest.fixture
-def multimodal(tmp_path: Path) -> Pair:
-    """transformers' multimodal model of the text model TEXT, and the folder it is saved in."""
-    torch.manual_seed(0)
-    config = transformers.Qwen3_5Config(
-        text_config=TEXT, vision_config={**VISION, "num_position_embeddings": 16}, tie_word_embeddings=True,
-        image_token_id=1, video_token_id=2, vision_start_token_id=3, vision_end_token_id=4,
-    )  # fmt: skip
-    model = transformers.Qwen3_5ForConditionalGeneration(config).eval()
-    randomize(model)
-    model.save_pretrained(tmp_path / "multimodal")
-    return model, tmp_path / "multimodal"
-
-
-@torch.no_grad()
-def test_the_text_of_a_multimodal_folder_is_read_and_the_rest_written_back(
-    multimodal: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    judge, folder = multimodal
-    with caplog.at_level(logging.WARNING):
-        model = load(folder)
-    assert "model.visual.*, mtp.*" in caplog.text
-    ids = tokens(2, 33).clamp(min=5)
-    close(model(ids).logits, judge(ids).logits, TOLERANCE)
-    model.save_pretrained(tmp_path / "back", format="hf")
-    same_folder(folder, tmp_path / "back")
-    model.save_pretrained(folder, format="hf")  # over the tensors that it reads
-    same_folder(folder, tmp_path / "back")
-    model.save_pretrained(tmp_path / "native")
-    native = load(tmp_path / "native")
-    native.save_pretrained(tmp_path / "whole", format="hf", beside=folder)
-    same_folder(folder, tmp_path / "whole")
-    with pytest.raises(UsageError, match="has no tensors that belong beside"):
-        native.save_pretrained(tmp_path / "none", format="hf", beside=tmp_path / "native")
-    with pytest.warns(UserWarning, match="the text model alone"):
-        native.save_pretrained(tmp_path / "text", format="hf")
-    close(read_by_transformers(tmp_path / "text")(ids).logits, judge(ids).logits, TOLERANCE)
