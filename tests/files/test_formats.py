@@ -56,6 +56,7 @@ LEAVES = (
     | st.booleans()
     | st.integers(-(2**200), 2**200)
     | st.floats()
+    | st.just(math.nan)
     | st.text(max_size=5)
     | st.sampled_from([torch.arange(3), torch.tensor(2.5), torch.empty(0)])
 )

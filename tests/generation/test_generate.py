@@ -253,6 +253,9 @@ def test_a_stop_string_may_begin_with_the_first_space(sentencepiece: Any, monkey
         ([1], dict(do_sample=True, min_p=-0.1), "min_p=-0.1"),
         ([1], dict(stop_strings=["x"]), "needs tokenizer="),
         ([1], dict(stop_strings=[""], tokenizer=ByteTokenizer()), "a stop string is empty"),
+        ([1], dict(cuda_graph=True), "cuda_graph=True needs a CUDA device and the model is on cpu"),
+        ([1], dict(cuda_graph=True, use_cache=False), "cuda_graph=True needs the cache"),
+        ([1], dict(cuda_graph="yes"), "unknown cuda_graph 'yes'"),
     ],
 )
 def test_bad_prompts_are_refused_in_one_line(prompt: Any, options: dict, message: str) -> None:

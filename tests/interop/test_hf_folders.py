@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import Pair, close, load, prompts, same_tensors, tensors_of
+from hf_models import Pair, close, document_of, load, prompts, same_tensors, tensors_of
 from judge import AutoModelForCausalLM
 from ranks import run_process
 from safetensors.torch import load_file, save_file
@@ -76,7 +76,7 @@ def test_unsupported_fields_of_a_config_are_named(
     case: str, change: dict[str, Any], message: str, theirs: Callable[..., Pair], tmp_path: Path
 ) -> None:
     folder = theirs(case)[1]
-    config = json.loads((folder / "config.json").read_text()) | change
+    config = document_of(folder) | change
     if change.get("hidden_size", 1) is None:
         del config["hidden_size"]
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -88,13 +88,13 @@ def test_fields_without_effect_are_accepted(theirs: Callable[..., Pair], tmp_pat
     folder = theirs("llama2")[1]
     more = {"transformers.js_config": {"dtype": "q4"}, "_name_or_path": "x", "unsloth_fixed": True, "temperature": 0.6}
     more |= {"pretraining_tp": 2, "rope_interleaved": False, "some_feature": None, "id2label": {"0": "a"}}
-    config = json.loads((folder / "config.json").read_text()) | more
+    config = document_of(folder) | more
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     model = load(tmp_path)
     assert model.config == load(folder).config
     model.save_pretrained(tmp_path / "back", format="hf")
-    assert json.loads((tmp_path / "back/config.json").read_text()) == config
+    assert document_of(tmp_path / "back") == config
 
 
 def refused(folder: Path | str, message: str, **options: Any) -> None:
