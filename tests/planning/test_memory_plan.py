@@ -155,10 +155,14 @@ def test_measured_peaks(name: str) -> None:
     ids=str,
 )
 def test_a_fused_head_writes_the_gradient_over_the_logits(way: dict[str, Any], buffers: int) -> None:
-    """Counted where a logit's bytes are all that changes: between BF16 and FP32."""
+    """Counted where a logit's bytes are all that changes: between BF16 and FP32.
+
+    With several chunks, which a CPU needs here, the weight's gradient is rounded when the last chunk is gone.
+    """
     config, own = get_preset("gated-1b"), dict(batch_size=8, seq_len=2048, logits=False)
     tapes = [Tape(config, get_recipe("bf16"), Training(**own | way, dtype_bytes=size)) for size in (2, 4)]
-    bf16, fp32 = (tape.fused_head().scratch + tape.stream + tape.fused_head().weights for tape in tapes)
+    gradients = 1 if way.get("cuda", True) else 2
+    bf16, fp32 = (tape.fused_head().scratch + tape.stream + gradients * tape.fused_head().weights for tape in tapes)
     rows = min(8 * 2048, HEAD_CHUNK[way.get("cuda", True)] // (4 * 32000))
     assert fp32 - bf16 == buffers * 2 * rows * 32000
 
