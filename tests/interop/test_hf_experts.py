@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from families import CASES, FAMILY_CASES
-from hf_models import load, make_theirs
+from hf_models import load, make_theirs, tensors_of
 from hybrids import HYBRIDS
 from torch import Tensor
 
@@ -61,7 +61,7 @@ def test_losses_and_gradients_are_those_of_transformers(case: str, tmp_path: Pat
         assert whole.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
     expected.loss.backward()
     whole.loss.backward()
-    theirs = theirs_by_expert(judge)
+    theirs = gradients_of(judge, tmp_path / "gradients")
     parameters = dict(model.named_parameters())
     places = tensor_places(family_of(judge.config.to_dict()), model.config, {n: p.shape for n, p in parameters.items()})
     names = [name for name, place in places.items() if parameters[place.name].requires_grad]
@@ -85,29 +85,14 @@ def test_a_model_of_transformers_has_the_balance_loss_where_it_is_asked_for(tmp_
     assert wrapped(**inputs).loss.item() == pytest.approx(judge(**inputs).loss.item(), rel=1e-5)
 
 
-def theirs_by_expert(judge: Any) -> dict[str, Tensor]:
-    """transformers' gradients by the names in its folders, in which each expert has tensors of its own."""
-    mixtral = judge.config.model_type == "mixtral"
-    block = "block_sparse_moe" if mixtral else "mlp"
-    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    found: dict[str, Tensor] = {}
-    for name, parameter in judge.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        before, experts, kind = name.partition(".mlp.experts.")
-        if judge.config.model_type == "gpt_oss":
-            found |= experts_of(name, gradient, torch.Tensor)  # no scales
-            continue
-        if not experts:
-            name = name.replace(".mlp.gate.", f".{block}.gate.")
-            if judge.config.model_type == "laguna":
-                name = name.replace(".shared_experts.", ".shared_expert.")
-            found[name] = gradient
-            continue
-        for expert, own in enumerate(gradient):
-            parts = own.chunk(2) if kind == "gate_up_proj" else (own,)
-            for part, short in zip(parts, names[:2] if kind == "gate_up_proj" else names[2:], strict=True):
-                found[f"{before}.{block}.experts.{expert}.{short}.weight"] = part
-    return found
+@torch.no_grad()
+def gradients_of(judge: Any, folder: Path) -> dict[str, Tensor]:
+    """transformers' gradients by the names in its folders, into which it writes them in place of the parameters."""
+    for parameter in judge.parameters():
+        parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    judge.save_pretrained(folder)
+    # Of stacked experts each by itself; there are no scales.
+    return {own: part for name, t in tensors_of(folder).items() for own, part in experts_of(name, t, torch.Tensor)}
 
 
 def test_cases_exist() -> None:
