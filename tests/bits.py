@@ -1,7 +1,16 @@
 """Comparison of tensors bit for bit, with a message that says where they differ."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
+
+
+def assert_same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    """Fail unless both have the same names, and under each the same bits."""
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert_same_bits(name, tensor, other[name])
 
 
 def assert_same_bits(name: str, a: Tensor, b: Tensor) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_tensors
 from families import make_config
 from hybrids import HYBRIDS, hybrid_config
 from judge import AutoModelForCausalLM, transformers
@@ -163,15 +164,10 @@ def document_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
 
-def same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one
-    )
-
-
 def same_folder(one: Path, other: Path) -> None:
     """Check that two folders have the same tensors and config.json."""
-    assert same_tensors(tensors_of(one), tensors_of(other)) and document_of(one) == document_of(other)
+    assert_same_tensors(tensors_of(one), tensors_of(other))
+    assert document_of(one) == document_of(other)
 
 
 def read_by_transformers(folder: Path) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bits import assert_same_bits
+from bits import assert_same_bits, assert_same_tensors
 from judge import AutoModelForCausalLM, transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -176,9 +176,7 @@ def test_values_are_those_of_the_library(kind: str, written: Any, tmp_path: Path
     assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
     assert not (tmp_path / "plain/hf_quant_config.json").exists()
     plain = load_file(tmp_path / "plain/model.safetensors")
-    assert plain.keys() == values.keys()
-    for name, tensor in values.items():
-        assert_same_bits(name, plain[name], tensor)
+    assert_same_tensors(plain, values)
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, other(IDS).logits, atol=1e-5, rtol=1e-5)
@@ -291,8 +289,7 @@ def test_kept_weights_survive_our_own_folder(written: Any, tmp_path: Path) -> No
     model = CausalLM.from_pretrained(folder, device="cpu", recipe="blockwise", fp8_params=True)
     model.save_pretrained(tmp_path / "te")
     back: Any = CausalLM.from_pretrained(tmp_path / "te", device="cpu")
-    for name, tensor in quantized_weights(model).items():
-        assert_same_bits(name, quantized_weights(back)[name], tensor)
+    assert_same_tensors(quantized_weights(back), quantized_weights(model))
     assert not back.layers[1].mlp.down_proj.weight._quantizer.force_pow_2_scales
     with torch.no_grad():
         assert_same_bits("logits", back(IDS).logits, model(IDS).logits)

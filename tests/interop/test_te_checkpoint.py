@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bits import assert_same_bits
+from bits import assert_same_bits, assert_same_tensors
 from safetensors.torch import save_file
 from small_run import IDS, SHAPE, trained
 
@@ -54,10 +54,8 @@ def write(form: str, folder: Path, tensors: dict[str, Any]) -> Path:
 
 def assert_same(one: CausalLM, other: CausalLM) -> None:
     assert one.recipe.to_dict() == other.recipe.to_dict()
-    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert_same_bits(name, p, q)
-    have, want = fp8_state(one), fp8_state(other)
-    assert have.keys() == want.keys() and [name for name in want if not torch.equal(have[name], want[name])] == []
+    assert_same_tensors(dict(one.named_parameters()), dict(other.named_parameters()))
+    assert_same_tensors(fp8_state(one), fp8_state(other))
 
 
 @pytest.mark.parametrize("form", ["safetensors", "model.pt", "nested.pt"])
@@ -130,4 +128,4 @@ def test_a_weight_that_is_not_finite_is_refused(form: str, tmp_path: Path) -> No
     before = {name: p.clone() for name, p in model.named_parameters()}
     with pytest.raises(CheckpointError, match="layers.1.mlp.down_proj.weight has a NaN"):
         load_te_checkpoint(model, path)
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert_same_tensors(dict(model.named_parameters()), before)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from bits import assert_same_bits
+from bits import assert_same_bits, assert_same_tensors
 from torch import Tensor
 
 from te_models.errors import CheckpointError
@@ -40,15 +40,6 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return flat.view(dtype).reshape(shape)
 
 
-def raw(tensor: Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def assert_same(found: Tensor, expected: Tensor) -> None:
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-    assert raw(found) == raw(expected)
-
-
 def small() -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """A checkpoint of a few hundred bytes with everything in it: shards, a tie, documents."""
     weight = filled((3, 5), torch.bfloat16)
@@ -72,13 +63,11 @@ def test_every_dtype_and_shape_round_trips_exactly(dtype: torch.dtype, tmp_path:
     tensors["expanded"] = filled((1, 4), dtype).expand(3, 4)
     save_folder(tmp_path / "out", {"training": tensors}, {})
     found = load_folder(tmp_path / "out").tensors["training"]
-    assert found.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert_same(found[name], tensor)
+    assert_same_tensors(found, tensors)
     if dtype not in (torch.uint64, torch.uint32, torch.uint16):
         other = safetensors.torch.load_file(tmp_path / "out" / "training.safetensors")
         assert other.keys() == tensors.keys()
-        assert_same(other["strided"], tensors["strided"])
+        assert_same_bits("strided", other["strided"], tensors["strided"])
 
 
 def test_tensors_are_aligned_and_may_be_written_to(tmp_path: Path) -> None:
@@ -103,8 +92,7 @@ def test_tied_tensors_are_written_once_and_come_back_tied(tmp_path: Path) -> Non
     assert "head" not in safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
     found = load_folder(tmp_path / "out").tensors["model"]
     assert found["head"].data_ptr() == found["embed"].data_ptr()
-    for name, tensor in tensors.items():
-        assert_same(found[name], tensor)
+    assert_same_tensors(found, tensors)
 
 
 @pytest.mark.parametrize(("limit", "files"), [(10**6, 1), (200, 2), (100, 4), (1, 4)])
@@ -124,7 +112,7 @@ def test_shards_have_hugging_faces_layout(limit: int, files: int, tmp_path: Path
         assert set(index["weight_map"]) == set(tensors)
     found = load_folder(tmp_path / "out", ["model"])
     assert found.documents == {}
-    assert all(torch.equal(found.tensors["model"][name], tensor) for name, tensor in tensors.items())
+    assert_same_tensors(found.tensors["model"], tensors)
 
 
 def test_reads_only_what_is_asked_for(tmp_path: Path) -> None:
@@ -193,12 +181,9 @@ def assert_unharmed(folder: Path) -> None:
     """Load the folder and compare it with what was saved."""
     found, (tensors, documents) = load_folder(folder), small()
     assert found.documents == documents
-    assert {group: set(members) for group, members in found.tensors.items()} == {
-        group: set(members) for group, members in tensors.items()
-    }
+    assert found.tensors.keys() == tensors.keys()
     for group, members in tensors.items():
-        for name, tensor in members.items():
-            assert_same(found.tensors[group][name], tensor)
+        assert_same_tensors(found.tensors[group], members)
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:

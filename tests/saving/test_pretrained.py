@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from bits import assert_same_bits
+from bits import assert_same_bits, assert_same_tensors
 from fewer import every
 from kinds import KINDS
 from kinds import build as build_kind
@@ -108,7 +108,7 @@ def test_saved_after_an_evaluation_outside_fp8_the_scales_are_there(tmp_path: Pa
         model.layers[1].mlp.down_proj(torch.ones(16, 32, dtype=torch.bfloat16))
     model.save_pretrained(tmp_path / "m")
     after = fp8_state(CausalLM.from_pretrained(tmp_path / "m", device="cpu"))
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert_same_tensors(before, after)
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from bits import assert_same_bits
+from bits import assert_same_tensors
 from fewer import every
 from ranks import run_ranks
 from small_run import STEPS, make_trainer, trained
@@ -78,8 +78,7 @@ def assert_saved(root: Path, seen: dict[int, Content]) -> None:
         assert found.tensors.keys() == tensors.keys()
         assert without_result(found.documents["training"]) == document
         for group, members in tensors.items():
-            for name, tensor in members.items():
-                assert_same_bits(f"step {step}: {group}: {name}", found.tensors[group][name], tensor)
+            assert_same_tensors(found.tensors[group], members)
     (first, _), (last, _) = seen[1], seen[3]
     for group in first.keys() - {"fp8_weights"}:  # whose codes may stay the same
         assert any(not torch.equal(tensor, last[group][name]) for name, tensor in first[group].items()), group
@@ -229,5 +228,4 @@ def test_scales_are_saved_between_the_passes_of_other_threads() -> None:
     with torch.no_grad():
         model(torch.arange(16)[None] + 100)
     saver.join(60)
-    for name, tensor in before.items():
-        assert_same_bits(name, found[0][name], tensor)
+    assert_same_tensors(found[0], before)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bits import assert_same_bits
+from bits import assert_same_bits, assert_same_tensors
 from families import make_config
 from hf_models import document_of, randomize, tensors_of
 from judge import AutoModelForCausalLM
@@ -465,10 +465,8 @@ def test_bf16_is_the_plain_folder(tmp_path: Path) -> None:
     model = build("delayed")
     assert model.export(tmp_path / "out", format="bf16").quantized == ()
     model.save_pretrained(tmp_path / "plain", format="hf")
-    plain = tensors_of(tmp_path / "plain")
-    assert {n: t.to(torch.bfloat16) for n, t in plain.items()}.keys() == tensors_of(tmp_path / "out").keys()
-    for name, tensor in tensors_of(tmp_path / "out").items():
-        assert_same_bits(name, tensor, plain[name].to(torch.bfloat16))
+    plain = {name: tensor.to(torch.bfloat16) for name, tensor in tensors_of(tmp_path / "plain").items()}
+    assert_same_tensors(tensors_of(tmp_path / "out"), plain)
     config = document_of(tmp_path / "out")
     assert config["torch_dtype"] == "bfloat16" and "quantization_config" not in config
 
@@ -544,9 +542,7 @@ def test_an_export_of_an_export_is_the_same(format: str, tmp_path: Path) -> None
     again = CausalLM.from_pretrained(tmp_path / "first", device="cpu")
     again.export(tmp_path / "second", format=format)
     first, second = tensors_of(tmp_path / "first"), tensors_of(tmp_path / "second")
-    assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        assert_same_bits(name, second[name], tensor)
+    assert_same_tensors(first, second)
     with torch.no_grad():
         again.layers[1].mlp.down_proj.weight.mul_(2)
     again.export(tmp_path / "third", format=format)
