@@ -1,6 +1,7 @@
 """Comparison of tensors bit for bit, with a message that says where they differ."""
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -9,6 +10,13 @@ from torch import Tensor
 def digest(tensor: Tensor) -> str:
     """Return the SHA-256 of the bits of a tensor, in hex digits."""
     return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def assert_same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    """Fail unless both have the same names, and under each the same bits."""
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert_same_bits(name, tensor, other[name])
 
 
 def assert_same_bits(name: str, a: Tensor, b: Tensor) -> None:
