@@ -112,53 +112,47 @@ def digest(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(bits)).hexdigest()
 
 
-def stop_one(run: Trainer, rank: int) -> Trainer:
-    """Process `rank` alone is sent SIGTERM after step 2."""
+def stop(run: Trainer) -> None:
+    """The process is sent SIGTERM."""
+    os.kill(os.getpid(), signal.SIGTERM)
 
-    def kill(row: dict[str, Any]) -> None:
+
+def poison(run: Trainer) -> None:
+    """A weight of the process becomes NaN."""
+    with torch.no_grad():
+        local(run.model.layers[2].mlp.down_proj.weight)[0, 0] = float("nan")
+
+
+def enlarge(run: Trainer) -> None:
+    """The process has recorded the largest backward amaxes when the step is saved."""
+    for name, history in fp8_state(run.model, ("scaling_bwd",)).items():
+        if name.endswith("amax_history"):
+            history[0] = 4 * history[-1]
+
+
+EVENTS = {"stop": stop, "poison": poison, "enlarge": enlarge}
+
+
+def strike(run: Trainer, event: Callable[[Trainer], None], rank: int) -> None:
+    """Let the event happen to process `rank` alone, after step 2."""
+
+    def on_step(row: dict[str, Any]) -> None:
         if row["step"] == 2 and run.parallel.ranks.rank == rank:
-            os.kill(os.getpid(), signal.SIGTERM)
+            event(run)
 
-    run.on_step = kill
-    return run
-
-
-def poison_one(run: Trainer, rank: int) -> Trainer:
-    """A weight of process `rank` alone becomes NaN after step 2."""
-
-    def poison(row: dict[str, Any]) -> None:
-        if row["step"] == 2 and run.parallel.ranks.rank == rank:
-            with torch.no_grad():
-                local(run.model.layers[2].mlp.down_proj.weight)[0, 0] = float("nan")
-
-    run.on_step = poison
-    return run
-
-
-def enlarge_one(run: Trainer, rank: int) -> Trainer:
-    """Process `rank` alone has recorded the largest backward amaxes when step 2 is saved."""
-
-    def enlarge(row: dict[str, Any]) -> None:
-        if row["step"] == 2 and run.parallel.ranks.rank == rank:
-            for name, history in fp8_state(run.model, ("scaling_bwd",)).items():
-                if name.endswith("amax_history"):
-                    history[0] = 4 * history[-1]
-
-    run.on_step = enlarge
-    return run
+    run.on_step = on_step
 
 
 def run_case(shared: Parallel, root: Path, name: str, case: dict[str, Any]) -> dict[str, Any]:
-    """One case; `resume` names the folder whose oldest checkpoint it continues, `stop`, `poison`, `enlarge` a rank."""
+    """One case; `resume` names the folder whose oldest checkpoint it continues, a name in EVENTS a rank."""
     case = dict(case)
-    source, stop, poison, enlarge = (case.pop(key, None) for key in ("resume", "stop", "poison", "enlarge"))
+    source, struck = case.pop("resume", None), {name: case.pop(name) for name in EVENTS.keys() & case.keys()}
     out = root / name
     if source is not None:
         shared.ranks.from_first(lambda: continue_from(root / source, out))
     run = make_trainer(shared, out, case)
-    run = run if stop is None else stop_one(run, stop)
-    run = run if poison is None else poison_one(run, poison)
-    run = run if enlarge is None else enlarge_one(run, enlarge)
+    for event, rank in struck.items():
+        strike(run, EVENTS[event], rank)
     try:
         return outcome(run, run.run(resume=source is not None))
     except Diverged as error:
