@@ -199,8 +199,10 @@ class TransformerEngineBaseModule(EmptyExtraState):
         state.use_recipe(recipe)
         self.quantizers[key] = state.make_quantizers()
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialize: new Parameter objects, on the default device if they were on meta."""
+        if defer_init:
+            return
         columnwise = torch.is_grad_enabled()
         for name, old in list(self.named_parameters(recurse=False)):
             with torch.no_grad():

@@ -83,13 +83,15 @@ class Quantizer:
         """Quantize a FP32, BF16 or FP16 tensor."""
         return self.quantize(tensor)
 
-    def quantize(self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None) -> Any:
-        """Quantize `tensor`, into `out` if given."""
+    def quantize(
+        self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
+    ) -> Any:
+        """Quantize `tensor`, into `out` if given. `dtype` is the nominal dtype (None: the tensor's)."""
         if out is not None:
             return self.update_quantized(tensor, out)
         if self.internal:
-            return self._build(tensor)
-        return StraightThrough.apply(tensor, self._build)
+            return self._build(tensor, dtype)
+        return StraightThrough.apply(tensor, lambda t: self._build(t, dtype))
 
     def update_quantized(self, src: Tensor, dst: QuantizedTensorStorage) -> QuantizedTensorStorage:
         """Quantize `src` into the copies that `dst` has, and return `dst`."""
@@ -102,10 +104,18 @@ class Quantizer:
         return dst
 
     def make_empty(
-        self, shape: Iterable[int], *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+        self,
+        shape: Iterable[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
     ) -> QuantizedTensorStorage:
         """Return a quantized tensor of zeros, whose amax of 0 raises none."""
-        return self._build(torch.zeros(tuple(shape), dtype=dtype, device=device))
+        made = self._build(torch.zeros(tuple(shape), dtype=dtype, device=device), None)
+        if isinstance(made, Tensor):
+            made.requires_grad_(requires_grad)
+        return made
 
     def is_quantizable(self, inp: Tensor) -> bool:
         """Return True if both matrix dimensions are multiples of what the format needs."""
@@ -115,9 +125,9 @@ class Quantizer:
     def _get_compatible_recipe(self) -> type[Recipe]:
         return self._recipe
 
-    def _build(self, tensor: Tensor) -> Any:
+    def _build(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
         fields = self._fields(tensor, self.rowwise_usage, self.columnwise_usage)
-        fields |= {"shape": tensor.shape, "dtype": tensor.dtype, "quantizer": self.copy()}
+        fields |= {"shape": tensor.shape, "dtype": dtype or tensor.dtype, "quantizer": self.copy()}
         if self.internal:
             return self._tensor_class._storage_class()(**fields)
         return self._tensor_class(device=tensor.device, **fields)

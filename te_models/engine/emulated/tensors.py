@@ -104,11 +104,13 @@ class QuantizedTensorStorage:
     _fp8_dtype: DType
     _kept: dict[tuple[str, bool], object] | None = None
 
-    def __init__(self, *, shape: torch.Size, dtype: torch.dtype, quantizer: Quantizer, **data: object) -> None:
+    def __init__(
+        self, *, shape: torch.Size, dtype: torch.dtype, quantizer: Quantizer | None = None, **data: object
+    ) -> None:
         """Take `shape` and `dtype` of the high-precision tensor; `data` sets the other attributes."""
         self._shape = torch.Size(shape)
         self._dtype = dtype
-        self._quantizer = quantizer
+        self._quantizer = cast("Quantizer", quantizer)
         self.__dict__.update({f"_{name}": value for name, value in data.items()})
 
     @property
