@@ -25,11 +25,6 @@ class TestNVFP4:
         assert_same_bits(
             "h[:, 0] * 4", h[:, 0] * 4, torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1.0])
         )
-        y = torch.randn(64, 32).to(BF16)
-        a, b = turned.operand(True), te.NVFP4Quantizer(with_rht=True)(y).operand(True)
-        product = (a.values * a.scale).t() @ (b.values * b.scale)
-        exact = x.float().t() @ y.float()
-        assert (product - exact).norm() / exact.norm() < 0.2
 
     def test_stochastic_rounding_is_unbiased_and_seeded(self) -> None:
         x = torch.full((256, 256), 0.3)
