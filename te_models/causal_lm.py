@@ -30,6 +30,7 @@ from te_models.model.calibration import calibrate
 from te_models.model.decoder import Decoder
 from te_models.model.dynamic import dynamic
 from te_models.model.options import BuildOptions, LoadOptions, ModelOptions, PushOptions
+from te_models.model.part import BlockPart
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.precision_plan import PlanRow, PrecisionPlan
 from te_models.saving.pretrained import read_pretrained, write_pretrained
@@ -116,8 +117,8 @@ class CausalLM(Decoder):
             for title, names in obstacles.items()
             if names
         ]
-        blocks = [self._block(layer) for layer in range(self.config.num_hidden_layers)]
-        for spec, part in {part.spec: part for block in blocks for part in (block.mixer, block.feedforward)}.items():
+        parts = [module for module in self.modules() if isinstance(module, BlockPart)]
+        for spec, part in {part.spec: part for part in parts}.items():
             if remark := part.remark(computing_device(self.device), self.dtype):
                 notes.append(f"{spec.title}: {remark}")
         if self.engine == "native" and (reason := dynamic(self)):

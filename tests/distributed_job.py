@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import seeds  # noqa: F401  processes of a test move their seeds too
 import torch
+from bits import assert_same_bits
 from ranks import run_ranks
+from tiny_runs import TEXT
 from torch import nn
 
 import te_models.engine.emulated as emulated
@@ -29,6 +31,7 @@ from te_models.errors import Diverged
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model import offload
 from te_models.optim import gradients, master
+from te_models.saving.folder import Folder, load_folder
 from te_models.training.launch import meshes, parallel
 from te_models.training.lora_run import LoraRun
 from te_models.training.metrics import read_metrics
@@ -39,7 +42,6 @@ from te_models.training.trainer import Result, Trainer
 Case = dict[str, Any] | Callable[[Parallel, Path], Any]
 SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=3, moe_intermediate_size=32, shared_expert_intermediate_size=32)
-TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(40)]
 ANSWERS = [
     Document("yes " * (1 + 7 * (i % 4)), prompt="how many legs has an animal? " * (1 + i % 3)) for i in range(40)
 ]
@@ -61,10 +63,8 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     fields = dict(steps=3, batch_size=4, seq_len=48, warmup_steps=2, eval_every=0, learning_rate=3e-3)
     config = TrainConfig(**{**fields, **case})
     shared = replace(shared, kind=config.parallel, config=config, frozen=lora is not None)
-    if config.parallel in ("tp", "fsdp+tp"):
-        shared.dp, shared.tp, *_ = meshes(config, torch.device("cpu"))
-    elif config.parallel == "fsdp+ep":
-        _, _, shared.ep, shared.replicas = meshes(config, torch.device("cpu"))
+    if config.parallel in ("tp", "fsdp+tp", "fsdp+ep"):
+        shared = replace(shared, **{"dp": None, **meshes(config, torch.device("cpu"))})
     history = dict(amax_history_len=4) if recipe == "delayed" else {}
     shape = get_preset("gated-nano", **SHAPE | experts | family, tie_word_embeddings=tied)
     options |= dict(recipe=recipe, device="cpu", dtype=dtype, activation_checkpointing=mode)
@@ -112,53 +112,47 @@ def digest(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(bits)).hexdigest()
 
 
-def stop_one(run: Trainer, rank: int) -> Trainer:
-    """Process `rank` alone is sent SIGTERM after step 2."""
+def stop(run: Trainer) -> None:
+    """The process is sent SIGTERM."""
+    os.kill(os.getpid(), signal.SIGTERM)
 
-    def kill(row: dict[str, Any]) -> None:
+
+def poison(run: Trainer) -> None:
+    """A weight of the process becomes NaN."""
+    with torch.no_grad():
+        local(run.model.layers[2].mlp.down_proj.weight)[0, 0] = float("nan")
+
+
+def enlarge(run: Trainer) -> None:
+    """The process has recorded the largest backward amaxes when the step is saved."""
+    for name, history in fp8_state(run.model, ("scaling_bwd",)).items():
+        if name.endswith("amax_history"):
+            history[0] = 4 * history[-1]
+
+
+EVENTS = {"stop": stop, "poison": poison, "enlarge": enlarge}
+
+
+def strike(run: Trainer, event: Callable[[Trainer], None], rank: int) -> None:
+    """Let the event happen to process `rank` alone, after step 2."""
+
+    def on_step(row: dict[str, Any]) -> None:
         if row["step"] == 2 and run.parallel.ranks.rank == rank:
-            os.kill(os.getpid(), signal.SIGTERM)
+            event(run)
 
-    run.on_step = kill
-    return run
-
-
-def poison_one(run: Trainer, rank: int) -> Trainer:
-    """A weight of process `rank` alone becomes NaN after step 2."""
-
-    def poison(row: dict[str, Any]) -> None:
-        if row["step"] == 2 and run.parallel.ranks.rank == rank:
-            with torch.no_grad():
-                local(run.model.layers[2].mlp.down_proj.weight)[0, 0] = float("nan")
-
-    run.on_step = poison
-    return run
-
-
-def enlarge_one(run: Trainer, rank: int) -> Trainer:
-    """Process `rank` alone has recorded the largest backward amaxes when step 2 is saved."""
-
-    def enlarge(row: dict[str, Any]) -> None:
-        if row["step"] == 2 and run.parallel.ranks.rank == rank:
-            for name, history in fp8_state(run.model, ("scaling_bwd",)).items():
-                if name.endswith("amax_history"):
-                    history[0] = 4 * history[-1]
-
-    run.on_step = enlarge
-    return run
+    run.on_step = on_step
 
 
 def run_case(shared: Parallel, root: Path, name: str, case: dict[str, Any]) -> dict[str, Any]:
-    """One case; `resume` names the folder whose oldest checkpoint it continues, `stop`, `poison`, `enlarge` a rank."""
+    """One case; `resume` names the folder whose oldest checkpoint it continues, a name in EVENTS a rank."""
     case = dict(case)
-    source, stop, poison, enlarge = (case.pop(key, None) for key in ("resume", "stop", "poison", "enlarge"))
+    source, struck = case.pop("resume", None), {name: case.pop(name) for name in EVENTS.keys() & case.keys()}
     out = root / name
     if source is not None:
         shared.ranks.from_first(lambda: continue_from(root / source, out))
     run = make_trainer(shared, out, case)
-    run = run if stop is None else stop_one(run, stop)
-    run = run if poison is None else poison_one(run, poison)
-    run = run if enlarge is None else enlarge_one(run, enlarge)
+    for event, rank in struck.items():
+        strike(run, EVENTS[event], rank)
     try:
         return outcome(run, run.run(resume=source is not None))
     except Diverged as error:
@@ -187,6 +181,19 @@ def run_cases(cases: dict[str, Case], rank: int, folder: str) -> None:
         for name, case in cases.items():
             found = case(shared, root) if callable(case) else run_case(shared, root, name, case)
             shared.ranks.from_first(partial((root / f"{name}.json").write_text, json.dumps(found)))
+
+
+def newest_checkpoint(run: Path) -> Folder:
+    return load_folder(max((run / "checkpoints").glob("step-*")))
+
+
+def assert_same_checkpoints(one: Path, other: Path) -> None:
+    """The newest checkpoints of two runs have the same tensors, to the bit."""
+    whole, resumed = newest_checkpoint(one).tensors, newest_checkpoint(other).tensors
+    for group in whole:
+        assert whole[group].keys() == resumed[group].keys()
+        for name, tensor in whole[group].items():
+            assert_same_bits(name, tensor, resumed[group][name])
 
 
 MANY = ("parallel", "resume", "tensor_parallel_size", "expert_parallel_size", "sequence_parallel")
@@ -218,6 +225,16 @@ def by_one(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     if name not in _by_one:
         _by_one[name] = solo(folder, own)
     return _by_one[name]
+
+
+def assert_same_checkpoint(root: Path, first: str, then: str) -> None:
+    """Every tensor of the last checkpoints of two cases is equal in every bit."""
+    one, other = (load_folder(max((root / name / "checkpoints").glob("step-*"))).tensors for name in (first, then))
+    assert one.keys() == other.keys() and len(one) > 1
+    for group, tensors in one.items():
+        assert tensors.keys() == other[group].keys()
+        for name, tensor in tensors.items():
+            assert_same_bits(f"{group} {name}", tensor, other[group][name])
 
 
 class Outcomes(dict[str, Any]):

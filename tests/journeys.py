@@ -1,14 +1,9 @@
 """Journeys of a user at the command line, as a table: default flags, real shapes, expected results.
 
-    python tests/journeys.py --jobs 10                     # the whole table; on two GPUs those for two as well
-    python tests/journeys.py delayed resume two-fsdp       # these
-    python tests/journeys.py --tiny --jobs 2 delayed kill  # a tiny model on the CPU: does the table itself work?
-
 A journey is a few commands, one after the other, in a folder of its own; several journeys run at a time. The table is
 in tests/journey_table.py, and tests/test_journeys.py asserts what `problems` finds. A new feature adds a row.
 """
 
-import argparse
 import contextlib
 import importlib.util
 import json
@@ -280,24 +275,3 @@ def write(path: Path, rows: dict[str, dict[str, Any]], jobs: int) -> None:
     document = dict(environment=environment(), gpus=gpus, jobs_at_a_time=jobs, base=BASE, journeys=rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def main() -> int:
-    """Walk, print and write; 1 if something is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=list(JOURNEYS), metavar="JOURNEY")
-    parser.add_argument("--jobs", type=int, default=10)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        rows = walk(options.names, Path(folder), options.jobs, options.tiny, options.out)
-    bad = {name: row for name, row in rows.items() if row["problems"]}
-    for name, row in bad.items():
-        print(f"\n=== {name}: {'; '.join(row['problems'])}\n{row['output']}")  # noqa: T201
-    print(f"{len(rows) - len(bad)} of {len(rows)} journeys are as they should be")  # noqa: T201
-    return bool(bad)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

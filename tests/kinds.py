@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from bits import assert_same_bits
 from places import PLACE
 from short_conv import registered
 from torch import Tensor
@@ -47,37 +46,30 @@ class Kind(NamedTuple):
 EXPERTS: dict[str, Any] = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=64, router_aux_loss_coef=0.0)
 SHARED: dict[str, Any] = dict(shared_expert_intermediate_size=96, shared_expert_gate=True, norm_topk_prob=False)
 LATENT: dict[str, Any] = dict(attention_gate="none", num_key_value_heads=4, head_dim=16)
+BY_TURNS = ("sliding_attention", "full_attention", "sliding_attention")
+BIASED = dict(attention_bias=True, attention_output_bias=True)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+# Of latent attention: its values are narrower than its keys, wider, or as wide.
+NARROW = dict(q_lora_rank=32, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)
+ALIKE = dict(q_lora_rank=64, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32)
 KINDS = {
     "attention": Kind(dict(qk_norm=True)),
     "headwise gate": Kind(
         dict(attention_gate="headwise", partial_rotary_factor=0.5, no_rope_layers=(1, 0, 1), tie_word_embeddings=True)
     ),
     "no gate": Kind(
-        dict(
-            attention_gate="none",
-            attention_bias=True,
-            attention_output_bias=True,
-            mlp_bias=True,
-            norm_position="both",
-            attn_logit_softcapping=5.0,
-        )
+        dict(attention_gate="none", **BIASED, mlp_bias=True, norm_position="both", attn_logit_softcapping=5.0)
     ),
-    "sliding": Kind(dict(sliding_window=4, layer_types=("sliding_attention", "full_attention", "sliding_attention"))),
+    "sliding": Kind(dict(sliding_window=4, layer_types=BY_TURNS)),
     "experts": Kind(dict(attention_gate="none", qk_norm=True, moe=EXPERTS), chooses=True),
     "shared expert": Kind(
         dict(attention_gate="none", moe=EXPERTS | SHARED, mlp_layer_types=("dense", "sparse", "sparse")), chooses=True
     ),
     "sinks, biased experts": Kind(
         dict(
-            attention_gate="none",
-            attention_sinks=True,
-            attention_bias=True,
-            attention_output_bias=True,
-            sliding_window=4,
-            layer_types=("sliding_attention", "full_attention", "sliding_attention"),
-            moe=EXPERTS | dict(num_experts=3, bias=True, swiglu_limit=1.5),
-            intermediate_size=64,
-            rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, truncate=False),
+            attention_gate="none", attention_sinks=True, **BIASED, sliding_window=4, layer_types=BY_TURNS,
+            moe=EXPERTS | dict(num_experts=3, bias=True, swiglu_limit=1.5), intermediate_size=64,
+            rope_scaling=YARN | dict(truncate=False),
         ),
         chooses=True,
     ),
@@ -85,44 +77,24 @@ KINDS = {
         dict(
             layer_types=("linear_attention", "full_attention", "linear_attention"),
             linear_attention=dict(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16),
-            attention_gate="elementwise",
-            qk_norm=True,
-            zero_centered_norm=True,
+            attention_gate="elementwise", qk_norm=True, zero_centered_norm=True,
         ),
         rounds=2.0,
     ),
-    "latent attention": Kind(  # its values are narrower than its keys, and rows of the first projection are padded
-        dict(
-            **LATENT,
-            attention_bias=True,
-            attention_output_bias=True,
-            rope_interleaved=True,
-            latent_attention=dict(
-                q_lora_rank=32, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32
-            ),
-        )
+    "latent attention": Kind(  # rows of the first projection are padded
+        dict(**LATENT, **BIASED, rope_interleaved=True, latent_attention=NARROW)
     ),
-    "latent attention, wide values": Kind(  # as wide as keys in the next
+    "latent attention, wide values": Kind(
         dict(
-            **LATENT,
+            **LATENT, rope_scaling=YARN | dict(mscale_all_dim=1.0),
             latent_attention=dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=64),
-            rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, mscale_all_dim=1.0),
         )
     ),
-    "latent attention, one width": Kind(
-        dict(
-            **LATENT,
-            latent_attention=dict(
-                q_lora_rank=64, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32
-            ),
-        )
-    ),
+    "latent attention, one width": Kind(dict(**LATENT, latent_attention=ALIKE)),
     "short convolution": Kind(dict(layer_types=("short_conv", "full_attention", "short_conv")), registered),
     "no attention": Kind(dict(layer_types=("short_conv",) * 3), registered),
-}
-WINDOW: dict[str, Any] = dict(
-    sliding_window=5, layer_types=("sliding_attention", "full_attention", "sliding_attention")
-)
+}  # fmt: skip
+WINDOW: dict[str, Any] = dict(sliding_window=5, layer_types=BY_TURNS)
 OPTIONS: dict[str, dict[str, Any]] = {
     "Granite": dict(
         attention_gate="none", embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0,
@@ -195,9 +167,3 @@ def assert_close(found: Tensor, expected: Tensor, bound: float, name: str = "") 
     if found.numel() < 16:  # sums over all tokens of both signs: the ratio of so few scatters
         bound *= 2
     assert error <= bound * size, f"{name}: difference {error:.2g}, size {size:.2g}"
-
-
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert_same_bits(name, tensor, other[name])

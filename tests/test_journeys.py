@@ -1,7 +1,8 @@
 """The journeys of a user (tests/journeys.py) end as they should: exit code, steps, a falling loss, nothing left behind.
 
 They are walked several at a time before the first test. TE_MODELS_JOBS says how many; TE_MODELS_RESULTS is a file for
-the results, such as benchmarks/results/journeys_h200.json.
+the results, such as benchmarks/results/journeys_h200.json. With TE_MODELS_DRY_RUN=1 the models are tiny and run on a
+CPU: does the table itself work?
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Any
 import journey_table
 import journeys
 import pytest
+from places import DRY_RUN
 
 JOBS = int(os.environ.get("TE_MODELS_JOBS", 10))
 
@@ -22,13 +24,13 @@ def walked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     tests = [item for item in request.session.items if getattr(item, "originalname", "") == "test_a_journey"]
     wanted = [item.callspec.params["name"] for item in tests]
     path = os.environ.get("TE_MODELS_RESULTS")
-    return journeys.walk(wanted, tmp_path_factory.mktemp("journeys"), JOBS, out=Path(path) if path else None)
+    return journeys.walk(wanted, tmp_path_factory.mktemp("journeys"), JOBS, DRY_RUN, Path(path) if path else None)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", journeys.JOURNEYS)
 def test_a_journey(name: str, walked: dict[str, dict[str, Any]]) -> None:
-    if reason := journeys.obstacle(name):
+    if reason := journeys.obstacle(name, DRY_RUN):
         pytest.skip(reason)
     row = walked[name]
     assert not row["problems"], f"{name}: {'; '.join(row['problems'])}\n{row['output']}"

@@ -48,13 +48,25 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return ((found.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
 
 
+@torch.no_grad()
+def decoded(model: CausalLM, tokens: Tokens, rng: random.Random) -> Tensor:
+    """Return the logits of rows that are read in parts, with a cache."""
+    cache, size = model.new_cache(*tokens.ids.shape), rng.choice((1, 3, 9))
+    mask = torch.ones_like(tokens.ids) if tokens.mask is None else tokens.mask
+    parts = zip(tokens.ids.split(size, 1), mask.split(size, 1), strict=True)
+    return torch.cat([model(ids, cache=cache, attention_mask=seen).logits for ids, seen in parts], 1)
+
+
 @pytest.mark.parametrize("number", cases(30, 400))
 def test_a_random_model_is_the_fp64_model(number: int) -> None:
-    """Logits of every document, the loss, and the gradient of every parameter, in FP32."""
+    """Logits of every document, also while decoding, the loss with and without logits, and every gradient, in FP32."""
     rng = random.Random(number)
     config, tokens = other_kinds(rng, draw_config(rng), linear=False, width=rng.choice((12, 32))), draw_tokens(rng)
     torch.manual_seed(number)
-    model = CausalLM(config, recipe="bf16", engine="emulated", device="cpu", dtype=torch.float32)
+    place = dict(
+        engine="emulated", device="cpu", fused=rng.random() < 0.5
+    )  # on a CPU, the plain twins of fused kernels
+    model = CausalLM(config, recipe="bf16", dtype=torch.float32, **place)
     model.train(config.moe is None)  # the losses of routers have tests of their own
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -64,15 +76,17 @@ def test_a_random_model_is_the_fp64_model(number: int) -> None:
     weights = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
     mode = rng.choice(("none", "none", "selective", "full"))
     model.activation_checkpointing = mode
-    about = f"{config}, {tokens.inputs}, {mode}"
+    about = f"{config}, {tokens.inputs}, {mode}, {place}"
     logits, loss = judged(model, tokens, weights)
-    output = model(**tokens.inputs)
+    output, chunked = (model(**tokens.inputs, return_logits=whole) for whole in (True, False))
+    found = [output.logits] if tokens.documents is not None else [output.logits, decoded(model, tokens, rng)]
     for (row, places), expected in zip(tokens.texts(), logits, strict=True):
-        assert relative(output.logits[row, places], expected) < 1e-4, about
+        assert all(relative(one[row, places], expected) < 1e-4 for one in found), about
     if loss is None:
         return
-    assert relative(output.loss, loss) < 1e-5, about
-    output.loss.backward()
+    assert chunked.logits is None
+    assert all(relative(one.loss, loss) < 1e-5 for one in (output, chunked)), about
+    rng.choice((output, chunked)).loss.backward()
     loss.backward()
     whole = torch.stack([w.grad.norm() for w in weights.values() if w.grad is not None]).norm()
     for parameter in model.parameters():

@@ -93,18 +93,16 @@ def find_chunks(corpus: str | Sequence[Source], chunk_bytes: int = CHUNK_BYTES) 
 class ChunkReader:
     """Reads chunks and encodes them; each worker process has one.
 
-    `side` is "all", or "train" or "eval" for the documents of one side of a split by content: evaluation gets those
-    whose hash of (seed, content) is among the lowest `eval_fraction`, so copies are on one side. `columns` are those of
-    te_models.config.data.parse_columns. With a `packing` other than "stream", documents that are records are packed
-    whole into windows of `seq_len` tokens (`whole`). All documents must be records, or none, as `records` says; None:
-    they may be of both kinds.
+    It leaves out the documents reserved for evaluation: those whose hash of (seed, content) is among the lowest
+    `eval_fraction`, so copies are on one side. `columns` are those of te_models.config.data.parse_columns. With a
+    `packing` other than "stream", documents that are records are packed whole into windows of `seq_len` tokens
+    (`whole`). All documents must be records, or none, as `records` says; None: they may be of both kinds.
     """
 
     source: str
     tokenizer: Tokenizer
     seed: int
     eval_fraction: float = 0.0
-    side: str = "all"
     columns: Mapping[str, str] = field(default_factory=dict)
     whole: bool = False
     seq_len: int = 0
@@ -113,12 +111,11 @@ class ChunkReader:
     records: bool | None = None
 
     def documents(self, chunk: list[FileRange]) -> list[Document]:
-        """Return the documents of a chunk in file order, leaving out blank ones and those of the other side."""
+        """Return the documents of a chunk in file order, leaving out blank and reserved ones."""
         found = chain.from_iterable(read_range(part, self.source, self.columns) for part in chunk)
         documents = [document for document in found if has_text(document)]
-        if self.side != "all":
-            reserved = self.eval_fraction * 2**64
-            documents = [d for d in documents if (self.place(d) < reserved) == (self.side == "eval")]
+        if self.eval_fraction:
+            documents = [d for d in documents if self.place(d) >= self.eval_fraction * 2**64]
         refuse_mixture(documents, self.records)
         return documents
 

@@ -160,11 +160,8 @@ def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, begin_
         prompt, text = next(plain)
         pieces += [prompt, text, end]
         sizes.append((len(prompt), len(prompt) + len(text) + 1))
-        if document.prompt is not None or chats:
-            learned = document.prompt is None or bool(document.text.strip())
-            flags.append((np.arange(sizes[-1][1]) >= len(prompt)) & learned)
-        else:
-            flags.append(np.ones(sizes[-1][1], dtype=np.bool_))
+        flags.append(np.full(sizes[-1][1], document.prompt is None or bool(document.text.strip())))
+        flags[-1][: len(prompt)] = False
     records = np.array([document.is_record for document in documents])
     prompt_lengths, lengths = np.array(sizes, dtype=np.int64).T
     counted = np.concatenate(flags) if records.any() else None

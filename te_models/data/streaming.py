@@ -114,13 +114,12 @@ class StreamingDataset:
         self.ranks = ranks or Ranks()
         self.chunks = find_chunks(corpus, chunk_bytes)
         self.num_lanes = _count_lanes(self.chunks, num_lanes) if shuffle else 1
-        side = "train" if eval_fraction else "all"
         self.whole = packing == "none" or (
             packing == "documents" and not all(source.is_text for source in self.chunks.sources)
         )
         self.reader = ChunkReader(
-            self.chunks.source, tokenizer, seed, eval_fraction, side, columns or {}, self.whole, seq_len, packing,
-            truncate, records,
+            self.chunks.source, tokenizer, seed, eval_fraction, columns or {}, self.whole, seq_len, packing, truncate,
+            records,
         )  # fmt: skip
         self.remarks: list[str] = []  # lines that `describe` ends with
         self.fingerprint = self._hash_data(tokenizer)
@@ -216,7 +215,7 @@ class StreamingDataset:
             DataError: no document is reserved for evaluation.
         """
         share = self.reader.eval_fraction
-        reader = replace(self.reader, side="all")
+        reader = replace(self.reader, eval_fraction=0.0)  # which leaves out none
         found: list[Document] = []
         size = 0
         lowest = 2**64

@@ -72,26 +72,20 @@ def open_data(
         DataError: the data cannot be read, is of no known format, or is too short.
     """
     if not isinstance(tokenizer, Tokenizer):
-        tokenizer = load_tokenizer(Path(tokenizer) if isinstance(tokenizer, os.PathLike) else tokenizer)
+        tokenizer = load_tokenizer(os.fspath(tokenizer))
     settings, own = _settings(data, options)
-    named = data is None or isinstance(data, DataConfig) or bool(settings.data)
     refuse({
         "formatting is for records in memory: give a list or a datasets.Dataset, or for files columns":
             formatting is not None and not own,
-        "no data in the list: give a path, or None for Python's own documentation and sources": not named,
+        "no data in the list: give a path, or None for Python's own documentation and sources":
+            not (data is None or isinstance(data, DataConfig) or settings.data),
     })  # fmt: skip
     columns = parse_columns(settings.columns)
     built_in = settings.data in ((), (PYTHON_DOCSTRINGS,))
     opened = {name: [read_records(given, columns, formatting, name)] for name, given in own.items()}
     sources = [] if built_in else opened.get(OWN) or open_sources(settings.data, columns)
     evaluated = opened.get(OWN_EVALUATION) or open_sources(settings.eval_data, columns, required=False)
-    settings, records, streaming = _resolved(settings, sources)
-    refuse({
-        "packing stream would cut answers at the ends of windows: use documents, or none":
-            settings.packing == "stream" and records,
-        "--streaming needs --data PATH: built-in data and records in memory are there as a whole":
-            streaming and (built_in or OWN in own),
-    })  # fmt: skip
+    settings, streaming = _resolved(settings, sources, whole=built_in or OWN in own)
     if settings.chat_template is not None:
         tokenizer.set_chat_template(read_template(settings.chat_template))
     opening = _Opening(settings, sources, evaluated, columns, tokenizer, config, rank, world_size, ranks)
@@ -110,12 +104,18 @@ def _settings(data: Data, options: Fields) -> tuple[DataConfig, dict[str, Iterab
     return DataConfig(data=paths, eval_data=evaluated, **options), own
 
 
-def _resolved(settings: DataConfig, sources: Sequence[Source]) -> tuple[DataConfig, bool, bool]:
-    """Return the settings with a packing, whether there are records, and whether the data is streamed."""
+def _resolved(settings: DataConfig, sources: Sequence[Source], whole: bool) -> tuple[DataConfig, bool]:
+    """Return the settings with a packing, and whether the data is streamed, which data that is there as a `whole` is
+    not."""
     records = settings.data == (PYTHON_DOCSTRINGS,) or not all(source.is_text for source in sources)
     packing = settings.packing or ("documents" if records else "stream")
     streaming = _must_stream(sources) if settings.streaming is None else settings.streaming
-    return dataclasses.replace(settings, packing=packing), records, streaming
+    refuse({
+        "packing stream would cut answers at the ends of windows: use documents, or none":
+            packing == "stream" and records,
+        "--streaming needs --data PATH: built-in data and records in memory are there as a whole": streaming and whole,
+    })  # fmt: skip
+    return dataclasses.replace(settings, packing=packing), streaming
 
 
 def steps_of(dataset: TokenDataset | StreamingDataset, config: TrainConfig) -> int:

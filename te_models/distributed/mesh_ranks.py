@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, barrier
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Self
 
@@ -38,3 +38,8 @@ class MeshRanks:
     def group(self) -> ProcessGroup | None:
         """Their process group."""
         return None if self.mesh is None else self.mesh.get_group()
+
+    def wait(self) -> None:
+        """Wait until all ranks are here."""
+        if self.size > 1:
+            barrier(self.group)

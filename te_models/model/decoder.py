@@ -141,12 +141,18 @@ class Decoder(nn.Module):
         where = device if materialize else torch.device("meta")
         fp8_weights = self.precision.te_recipes if fp8_params else {}
         norms = (config.rms_norm_eps, config.zero_centered_norm)
-        factory = Factory(self.te, self.tp, self.ep, *norms, where, dtype, fp8_weights)
+        self._make_modules(Factory(self.te, self.tp, self.ep, *norms, where, dtype, fp8_weights))
         movable = not activation_offload or offload_allows_fused(self.activation_checkpointing)
         fast = device.type == "cuda" and movable if fused is None else fused
         self.fused = fast and self.tp.size == 1
         self.kernels = get_kernels(self.te, device, compile=self.compile_mode, fused=self.fused)
-        table = torch.empty(config.vocab_size, config.hidden_size, device=where, dtype=dtype)
+        if initialize and where.type != "meta":
+            self.init_weights()
+
+    def _make_modules(self, factory: Factory) -> None:
+        """Make the embedding, the blocks, the norm and the head, without values."""
+        config = self.config
+        table = torch.empty(config.vocab_size, config.hidden_size, device=factory.device, dtype=factory.dtype)
         self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
         self.embedding_multiplier = config.embedding_multiplier  # 1.0 where the embedding is a ScaledEmbedding
         self.layers = nn.ModuleList()
@@ -156,10 +162,8 @@ class Decoder(nn.Module):
         self.lm_head = factory.linear(config.head, fp8_weight=not config.tie_word_embeddings)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self.tp.mark(self, self.config)
+        self.tp.mark(self, config)
         clear_states(self)
-        if initialize and where.type != "meta":
-            self.init_weights()
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -173,7 +177,7 @@ class Decoder(nn.Module):
             with self.tp.filling(name, parameter, self.config) as values:
                 if name.startswith("layers."):
                     _, layer, rest = name.split(".", 2)
-                    self._block(int(layer)).initialize(rest, values, std, residual)
+                    cast(Block, self.layers[int(layer)]).initialize(rest, values, std, residual)
                     if values.ndim > 1 and (linear := self.config.linears.get(name.rpartition(".")[0])):
                         for section, rows in zip(linear.sections, values.split(linear.rows), strict=True):
                             rows[section.used :] = 0  # padding, as in a loaded model: it may not decide a scale
@@ -227,9 +231,6 @@ class Decoder(nn.Module):
     def device(self) -> torch.device:
         """The device of the parameters."""
         return self.embed_tokens.weight.device
-
-    def _block(self, layer: int) -> Block:
-        return cast(Block, self.layers[layer])
 
     @property
     def generation_values(self) -> Mapping[str, Any]:
@@ -290,18 +291,11 @@ class Decoder(nn.Module):
         unknown = None
         if labels is not None and input_ids is not None and tokens.device.type != "cpu":
             tokens, unknown = known_ids(tokens, self.config.vocab_size)
-        recompute = self._recompute(tokens.device, is_first_microbatch)
-        passed = (cache, attention_mask, document_ids, recompute, self.kernels, self.fp8_layers)
-        others = {
-            self.get_submodule(name): (self.precision.te_recipes[name], self.ep.amax_group(name, self.amax_group))
-            for name in self.precision.others
-        }
-        autocasts = Autocasts(self.te, self.te_recipe, self.amax_group, others)
-        alignment = self._row_alignment(tokens)
-        context = forward_context(self.specs, tokens, *passed, self.dtype, autocasts, alignment)
         wanted = Wanted(labels, attention_mask, document_ids, return_logits, logits_to_keep)
+        context = self._context(tokens, wanted, cache, is_first_microbatch)
         full, one = self.recipe.row_alignment, one_thread(self._too_small_to_share(tokens))
-        short = short_rows(full) if alignment < full else contextlib.nullcontext()  # no compiler traces its variable
+        less = context.alignment < full
+        short = short_rows(full) if less else contextlib.nullcontext()  # no compiler traces its variable
         with one, short, forward_pass(self, self.te, self.recipe, self.te_recipe):
             evaluated = not self.training
             losses = None if evaluated else self.router_losses
@@ -312,6 +306,24 @@ class Decoder(nn.Module):
         if self.recipe.stateful and evaluated:
             preserve_scales_in_backward(self, output.tensors)
         return output
+
+    def _context(
+        self, tokens: Tensor, wanted: Wanted, cache: Cache | None, first_microbatch: bool | None
+    ) -> ForwardContext:
+        """Describe the pass over ids [B, S] or vectors [B, S, D] that begins, and how it runs."""
+        count = len(self.layers)
+        offload = Offload(self.host_memory, count, tokens.device) if self.activation_offload else None
+        lock = self.te.region_lock(self, self.recipe.quantized)
+        how = (first_microbatch, offload, self.fp8_params, lock, bool(self.precision.others))
+        recompute = Recompute(self.activation_checkpointing, self.te, self.te_recipe, count, *how)
+        others = {
+            self.get_submodule(name): (self.precision.te_recipes[name], self.ep.amax_group(name, self.amax_group))
+            for name in self.precision.others
+        }
+        autocasts = Autocasts(self.te, self.te_recipe, self.amax_group, others)
+        visible = (cache, wanted.attention_mask, wanted.document_ids)
+        passed = (recompute, self.kernels, self.fp8_layers, self.dtype, autocasts, self._row_alignment(tokens))
+        return forward_context(self.specs, tokens, *visible, *passed)
 
     def _too_small_to_share(self, tokens: Tensor) -> bool:
         """Return whether no product of a pass over `tokens` [B, S, ...] is worth a second thread of the CPU."""
@@ -344,14 +356,6 @@ class Decoder(nn.Module):
                 return self._output(x, context, wanted)
         x = self._run(range(fp8.stop, len(self.layers)), x, context)
         return self._output(x, context, wanted)
-
-    def _recompute(self, device: torch.device, first_microbatch: bool | None) -> Recompute:
-        """Return the activation checkpointing of the pass that begins."""
-        count = len(self.layers)
-        offload = Offload(self.host_memory, count, device) if self.activation_offload else None
-        lock = self.te.region_lock(self, self.recipe.quantized)
-        how = (first_microbatch, offload, self.fp8_params, lock, bool(self.precision.others))
-        return Recompute(self.activation_checkpointing, self.te, self.te_recipe, count, *how)
 
     def _embedded(self, tokens: Tensor, context: ForwardContext) -> Tensor:
         """Return ids [B, S] or vectors [B, S, D] as [B*S, D], zero at padding."""
@@ -414,7 +418,7 @@ class Decoder(nn.Module):
         Raises:
             OutOfMemory: it does not fit on the device.
         """
-        mixers = [self._block(layer).mixer for layer in range(len(self.specs))]
+        mixers = [cast(Block, block).mixer for block in self.layers]
         states = new_states(mixers, batch, max_length, self.device, self.dtype)
         return DecodingCache(states, batch, max_length, self.device, self.dtype)
 

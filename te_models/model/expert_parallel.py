@@ -56,11 +56,6 @@ class ExpertParallel(MeshRanks):
         """
         return layers if self.size == 1 else with_local_experts(layers, self.size)
 
-    def wait(self) -> None:
-        """Wait until all ranks are here."""
-        if self.size > 1:
-            dist.barrier(self.group)
-
     def check_recipe(self, recipe: Recipe, fp8_params: bool) -> None:
         """Raise if experts on different ranks could not have the scales that they have on one."""
         refuse({

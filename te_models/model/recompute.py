@@ -87,16 +87,11 @@ class Recompute:
 
     def run_block(self, block: nn.Module, layer: int, x: Tensor, *args: object) -> Tensor:
         """Return block(x, *args), which backward recomputes if the mode asks for it in block number `layer`."""
-        if self.offload is None:
-            return self._run_block(block, layer, x, *args)
-        with self.offload.block(layer, block, args):
-            return self._run_block(block, layer, x, *args)
-
-    def _run_block(self, block: nn.Module, layer: int, x: Tensor, *args: object) -> Tensor:
         self.layer = layer
-        if recomputes_block(self.mode, layer):
-            return self.recomputed(block, block, x, *args, restore_random=may_draw(block))
-        return block(x, *args)
+        with contextlib.nullcontext() if self.offload is None else self.offload.block(layer, block, args):
+            if recomputes_block(self.mode, layer):
+                return self.recomputed(block, block, x, *args, restore_random=may_draw(block))
+            return block(x, *args)
 
     def run_mlp(
         self, block: nn.Module, mlp: nn.Module, function: Callable[..., T], x: Tensor, delta: Tensor, *args: object

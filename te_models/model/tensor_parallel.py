@@ -143,11 +143,6 @@ class TensorParallel(MeshRanks):
         weight = Mapped.apply(norm.weight, lambda weight: weight.view_as(weight), self._sum)
         return torch.func.functional_call(norm, {"weight": weight}, (x,))
 
-    def wait(self) -> None:
-        """Wait until all ranks are here."""
-        if self.size > 1:
-            torch.distributed.barrier(self.group)
-
     def mark(self, model: nn.Module, config: ModelConfig) -> None:
         """Set `tp_sharded` on each parameter."""
         for name, parameter in model.named_parameters():

@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in an adapter's file
-PROJECTIONS = ("qkvg_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
 class AdaptedModel(PeftModel):
@@ -196,7 +195,7 @@ def add_lora(model: CausalLM | TEModelsForCausalLM, config: LoraConfig | None = 
 
 
 def _linears_of_blocks(model: CausalLM | TEModelsForCausalLM) -> list[str]:
-    """Return our names of the linears in blocks that are adapted by default: PROJECTIONS if there is one kind."""
+    """Return our names of the linears in blocks that are adapted by default."""
     whole = isinstance(model, CausalLM)
     linears = (model if whole else model.model).config.linears.values()
     leaves = dict.fromkeys(linear.name for linear in linears if linear.adapted)

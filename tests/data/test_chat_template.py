@@ -29,6 +29,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "repeated text": ("{{ 'a' * 10 ** 10 }}", "memory"),
     "width": ("{{ '%9999999999d' % 1 }}", "refuses these messages"),
     "long text": ("{{ 'a' * 10 ** 8 }}", "longer than 16 MiB"),
+    "a long message": ("{{ raise_exception('no ' * 999 ~ '\\n' ~ 'second') }}", "refuses these messages: no no"),
     "classes": ("{{ ''.__class__.__mro__ }}", "unsafe"),
     "a filter's way round": ("{{ ''|attr('format')|attr('__globals__') }}", "refuses these messages"),
 }
@@ -124,13 +125,6 @@ def test_a_tokenizer_travels_without_its_template(tmp_path: Path) -> None:
 def test_the_guide_shows_the_plain_template() -> None:
     guide = Path(__file__).parents[2] / "docs/reference/data.md"
     assert f"```jinja\n{module.PLAIN}```\n" in guide.read_text()
-
-
-def test_the_message_of_a_template_is_one_line_of_bounded_length() -> None:
-    template = ChatTemplate("{{ raise_exception('no ' * 999 ~ '\\n' ~ 'second') }}", {})
-    with pytest.raises(DataError, match="refuses these messages: no no") as caught:
-        template.render([{"role": "user", "content": "Why?"}])
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize("name", ["random", "json", "jinja2", "te_models"])

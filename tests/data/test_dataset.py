@@ -2,15 +2,16 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from te_models.config.data import PACKINGS
 from te_models.config.presets import get_preset
 from te_models.data.dataset import TokenDataset, check_fit
 from te_models.data.documents import Document, load_documents
@@ -82,12 +83,18 @@ def test_an_epoch_has_every_window_with_something_to_predict_once(
     assert data.num_tokens == sum(len(expected(document)) for document in documents)
 
 
-@given(DOCUMENTS, st.integers(2, 9), st.integers(1, 4), st.integers(1, 3), st.integers(0, 12), st.booleans())
+@given(
+    DOCUMENTS, st.integers(2, 9), st.integers(1, 4), st.integers(1, 3), st.integers(0, 12), st.booleans(),
+    st.sampled_from(PACKINGS), st.sampled_from([None, 0.5, 2.5]),
+)  # fmt: skip
 def test_resuming_anywhere_equals_going_on(
-    documents: list[Document], seq_len: int, batch_size: int, world_size: int, done: int, shuffle: bool
-) -> None:
+    documents: list[Document], seq_len: int, batch_size: int, world_size: int, done: int, shuffle: bool, packing: str,
+    weight: float | None,
+) -> None:  # fmt: skip
     documents = long_enough(documents, seq_len)
+    weights = None if weight is None else np.full(len(documents), weight)
     shape = {"seq_len": seq_len, "shuffle": shuffle, "rank": world_size - 1, "world_size": world_size}
+    shape |= {"packing": packing, "weights": weights}
     first = dataset(documents, batch_size=batch_size, **shape)
     take(first, done)
     state = json.loads(json.dumps(first.state_dict()))
@@ -95,14 +102,17 @@ def test_resuming_anywhere_equals_going_on(
     take(again, 3)
     again.load_state_dict(state)
     assert again.state_dict() == state
-    assert windows(take(again, 6)) == windows(take(first, 6))
+    for one, other in zip(take(first, 6), take(again, 6), strict=True):
+        assert all(one[name].equal(other[name]) for name in one)
 
 
-@given(DOCUMENTS, st.integers(2, 9), st.integers(1, 4), st.integers(1, 4))
-def test_ranks_partition_the_windows(documents: list[Document], seq_len: int, batch_size: int, world_size: int) -> None:
-    documents = long_enough(documents, seq_len)
-    ranks = [dataset(documents, seq_len, batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
-    alone = dataset(documents, seq_len, batch_size * world_size)
+@given(DOCUMENTS, st.integers(2, 9), st.integers(1, 4), st.integers(1, 4), st.sampled_from(PACKINGS))
+def test_ranks_partition_the_windows(
+    documents: list[Document], seq_len: int, batch_size: int, world_size: int, packing: str
+) -> None:
+    documents, how = long_enough(documents, seq_len), dict(packing=packing, world_size=world_size)
+    ranks = [dataset(documents, seq_len, batch_size, rank=rank, **how) for rank in range(world_size)]
+    alone = dataset(documents, seq_len, batch_size * world_size, packing=packing)
     for _ in range(5):
         assert windows([next(rank) for rank in ranks]) == windows([next(alone)])
     assert {json.dumps(data.state_dict()) for data in [*ranks, alone]} == {json.dumps(alone.state_dict())}
@@ -140,14 +150,6 @@ def test_evaluation_is_fixed_and_apart_from_training() -> None:
     assert windows([next(data)]) == windows(take(other, 6)[5:])
 
 
-def test_batches_are_int64_windows() -> None:
-    batch = next(dataset([Document("some text to learn")], 8, 2))
-    assert {name: (tensor.shape, tensor.dtype) for name, tensor in batch.items()} == {
-        "input_ids": ((2, 8), torch.int64),
-        "labels": ((2, 8), torch.int64),
-    }
-
-
 def test_each_epoch_and_seed_has_its_own_order() -> None:
     documents = [Document(f"{number:03}") for number in range(50)]
     data = dataset(documents, 4)
@@ -178,22 +180,28 @@ def test_padding_without_a_pad_token_is_the_end_token() -> None:
     assert windows([next(data)]) == [([*b"abc", END, END, END], [*b"abc", END, IGNORED, IGNORED])]
 
 
-OTHER_DATA: dict[str, Callable[[list[Document]], TokenDataset]] = {
-    "text": lambda documents: dataset([Document("other"), *documents[1:]]),
-    "order": lambda documents: dataset(documents[::-1]),
-    "prompt": lambda documents: dataset([Document("xt 0", prompt="te"), *documents[1:]]),
-    "seq_len": lambda documents: dataset(documents, 5),
-    "shuffle": lambda documents: dataset(documents, shuffle=False),
+RECORDS = [Document("a", "xy")] * 3
+OTHER_DATA: dict[str, tuple[list[Document], dict[str, Any]]] = {
+    "text": ([Document("abc"), Document("de")], dict(documents=[Document("abc"), Document("df")])),
+    "order": ([Document("abc"), Document("de")], dict(documents=[Document("de"), Document("abc")])),
+    "prompt of a text": ([Document("abc")] * 3, dict(documents=[Document("bc", prompt="a")] * 3)),
+    "shuffle": ([Document("abc")] * 3, dict(shuffle=False)),
+    "answer": (RECORDS, dict(documents=[Document("b", "xy")] * 3)),
+    "border of the prompt": (RECORDS, dict(documents=[Document("ya", "x")] * 3)),
+    "weights": (RECORDS, dict(weights=np.full(3, 2.0))),
+    "packing": (RECORDS, dict(packing="none")),
+    "seq_len": (RECORDS, dict(seq_len=5)),
 }
 
 
 @pytest.mark.parametrize("change", OTHER_DATA)
 def test_resuming_on_other_data_is_an_error(change: str) -> None:
-    documents = [Document(f"text {number}") for number in range(9)]
-    state = dataset(documents).state_dict()
-    dataset(list(documents)).load_state_dict(state)
+    documents, other = OTHER_DATA[change]
+    same = dict(documents=documents, packing="documents" if documents is RECORDS else "stream")
+    state = dataset(**same).state_dict()
+    dataset(**same).load_state_dict(state)
     with pytest.raises(ValueError, match="position is of other data: resume with the same --data"):
-        OTHER_DATA[change](documents).load_state_dict(state)
+        dataset(**{**same, **other}).load_state_dict(state)
 
 
 def test_state_is_plain_integers_that_json_keeps() -> None:

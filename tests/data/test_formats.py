@@ -9,9 +9,13 @@ from te_models.config.data import parse_columns
 from te_models.data.formats import ALPACA, MESSAGES, PAIRS, SHAREGPT, TEXT, recognize, row_document
 from te_models.errors import DataError, UsageError
 
+SYSTEM = {"role": "system", "content": "s"}
 USER, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 TALK = [USER, REPLY]
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+AS_JSON = {"name": "f", "arguments": '{"x": 1}'}
+EMPTY = {**REPLY, "content": "", "weight": 0}
 Row = dict[str, Any]
 
 
@@ -25,125 +29,71 @@ def read(row: Row, columns: str = "") -> Any:
     return found.text if found.prompt is None else (found.prompt, found.text)
 
 
+def sharegpt(*turns: tuple[str, str]) -> list[Row]:
+    return [{"from": who, "value": said} for who, said in turns]
+
+
 ROWS: dict[str, tuple[Row, str, Any]] = {
     "messages": ({"messages": TALK}, MESSAGES, TALK),
     "messages as JSON in a cell": ({"messages": json.dumps(TALK), "id": "1"}, MESSAGES, TALK),
     "messages beside a prompt": ({"prompt": "q", "prompt_id": "1", "messages": TALK}, MESSAGES, TALK),
     "messages under ShareGPT's name": ({"conversations": TALK}, MESSAGES, TALK),
     "ShareGPT": (
-        {
-            "conversations": [
-                {"from": "system", "value": "s"},
-                {"from": "human", "value": "q"},
-                {"from": "gpt", "value": "a"},
-            ]
-        },
-        SHAREGPT,
-        [{"role": "system", "content": "s"}, *TALK],
+        {"conversations": sharegpt(("system", "s"), ("human", "q"), ("gpt", "a"))}, SHAREGPT, [SYSTEM, *TALK]
     ),
     "ShareGPT under OpenAI's name, with a system prompt": (
-        {"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": "s"},
-        SHAREGPT,
-        [{"role": "system", "content": "s"}, *TALK],
+        {"messages": sharegpt(("human", "q"), ("gpt", "a")), "system": "s"}, SHAREGPT, [SYSTEM, *TALK]
     ),
     "ShareGPT with tools": (
-        {
-            "conversations": [
-                {"from": "human", "value": "q"},
-                {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
-                {"from": "observation", "value": "2"},
-                {"from": "gpt", "value": "a"},
-            ],
-            "tools": '[{"name": "f"}]',
-        },
+        {"conversations": sharegpt(("human", "q"), ("function_call", '{"name": "f", "arguments": {"x": 1}}'),
+                                   ("observation", "2"), ("gpt", "a")),
+         "tools": '[{"name": "f"}]'},
         SHAREGPT,
-        {
-            "messages": [
-                USER,
-                {"role": "assistant", "content": "", "tool_calls": [CALL]},
-                {"role": "tool", "content": "2"},
-                REPLY,
-            ],
-            "tools": [{"name": "f"}],
-        },
+        {"messages": [USER, CALLING, {"role": "tool", "content": "2"}, REPLY], "tools": [{"name": "f"}]},
     ),
     "Alpaca, with the text made of it": (
-        {"instruction": "q", "input": "", "output": "a", "text": "### q a"},
-        ALPACA,
-        TALK,
+        {"instruction": "q", "input": "", "output": "a", "text": "### q a"}, ALPACA, TALK,
     ),
     "Alpaca with all": (
         {"instruction": "do", "input": "this", "output": "a", "system": "s", "history": [["x", "y"]]},
         ALPACA,
-        [
-            {"role": "system", "content": "s"},
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": "y"},
-            {"role": "user", "content": "do\nthis"},
-            REPLY,
-        ],
+        [SYSTEM, {**USER, "content": "x"}, {**REPLY, "content": "y"}, {**USER, "content": "do\nthis"}, REPLY],
     ),
     "Alpaca without input": ({"instruction": "q", "output": "a", "input": None}, ALPACA, TALK),
     "prompt and completion": ({"prompt": "q", "completion": "a", "text": "q a"}, PAIRS, ("q", "a")),
     "prompt and completion as messages": (
-        {"prompt": [USER, REPLY, USER], "completion": [REPLY]},
-        PAIRS,
-        [USER, {**REPLY, "weight": 0}, USER, REPLY],
+        {"prompt": [USER, REPLY, USER], "completion": [REPLY]}, PAIRS, [USER, {**REPLY, "weight": 0}, USER, REPLY],
     ),
     "text": ({"text": "t", "n": 1}, TEXT, "t"),
     "text that looks like JSON": ({"text": "[1]"}, TEXT, "[1]"),
     "content as parts": (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": text} for text in "q!"]}, REPLY]},
+        {"messages": [{**USER, "content": [{"type": "text", "text": text} for text in "q!"]}, REPLY]},
         MESSAGES,
-        [{"role": "user", "content": "q!"}, REPLY],
+        [{**USER, "content": "q!"}, REPLY],
     ),
     "a tool call with its arguments as JSON and no content": (
-        {
-            "messages": [
-                USER,
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}],
-                },
-                {"role": "tool", "tool_call_id": "1", "name": "f", "content": "2"},
-            ]
-        },
-        MESSAGES,
-        [
+        {"messages": [
             USER,
-            {"role": "assistant", "content": "", "tool_calls": [{"id": "1", **CALL}]},
-            {"role": "tool", "content": "2", "tool_call_id": "1", "name": "f"},
-        ],
+            {**REPLY, "content": None, "tool_calls": [{"id": "1", "type": "function", "function": AS_JSON}]},
+            {"role": "tool", "tool_call_id": "1", "name": "f", "content": "2"},
+        ]},
+        MESSAGES,
+        [USER, {**CALLING, "tool_calls": [{"id": "1", **CALL}]},
+         {"role": "tool", "content": "2", "tool_call_id": "1", "name": "f"}],
     ),
     "OpenAI's older calls": (
-        {
-            "messages": [
-                USER,
-                {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
-                {"role": "function", "name": "f", "content": "2"},
-                REPLY,
-            ],
-            "functions": [{"name": "f"}],
-        },
+        {"messages": [USER, {**REPLY, "content": None, "function_call": AS_JSON},
+                      {"role": "function", "name": "f", "content": "2"}, REPLY],
+         "functions": [{"name": "f"}]},
         MESSAGES,
-        {
-            "messages": [
-                USER,
-                {"role": "assistant", "content": "", "tool_calls": [CALL]},
-                {"role": "tool", "content": "2", "name": "f"},
-                REPLY,
-            ],
-            "tools": [{"type": "function", "function": {"name": "f"}}],
-        },
+        {"messages": [USER, CALLING, {"role": "tool", "content": "2", "name": "f"}, REPLY],
+         "tools": [{"type": "function", "function": {"name": "f"}}]},
     ),
     "a prompt that looks like JSON": ({"prompt": "[3, 1]", "completion": "[1, 3]"}, PAIRS, ("[3, 1]", "[1, 3]")),
     "a prompt that looks like JSON of objects": (
         {"prompt": '[{"id": 1}]', "completion": '{"id": 2}'}, PAIRS, ('[{"id": 1}]', '{"id": 2}')
     ),
-    "messages in cells": (
-        {"prompt": json.dumps([USER]), "completion": json.dumps([REPLY])}, PAIRS, TALK,
-    ),
+    "messages in cells": ({"prompt": json.dumps([USER]), "completion": json.dumps([REPLY])}, PAIRS, TALK),
     "fields that an Arrow schema fills": (
         {"messages": [{**USER, "tool_calls": None, "name": None}, {**REPLY, "weight": 0}]},
         MESSAGES,
@@ -153,24 +103,22 @@ ROWS: dict[str, tuple[Row, str, Any]] = {
         {"messages": [USER, {**REPLY, "content": ""}, USER, {**REPLY, "content": None, "weight": 1}, USER,
                       {**REPLY, "content": [{"type": "text", "text": "\u00a0\n"}]}, REPLY]},
         MESSAGES,
-        [USER, {**REPLY, "content": "", "weight": 0}, USER, {**REPLY, "content": "", "weight": 0}, USER,
-         {**REPLY, "content": "\u00a0\n", "weight": 0}, REPLY],
+        [USER, EMPTY, USER, EMPTY, USER, {**EMPTY, "content": "\u00a0\n"}, REPLY],
     ),
     "a thought alone": (
-        {"messages": [USER, {"role": "assistant", "content": "", "reasoning_content": "r"}]},
+        {"messages": [USER, {**REPLY, "content": "", "reasoning_content": "r"}]},
         MESSAGES,
-        [USER, {"role": "assistant", "content": "", "reasoning_content": "r"}],
+        [USER, {**REPLY, "content": "", "reasoning_content": "r"}],
     ),
     "empty answers of Alpaca": (
         {"instruction": "q", "output": None, "history": [["x", " "]]},
         ALPACA,
-        [{"role": "user", "content": "x"}, {"role": "assistant", "content": " ", "weight": 0},
-         USER, {**REPLY, "content": "", "weight": 0}],
+        [{**USER, "content": "x"}, {**EMPTY, "content": " "}, USER, EMPTY],
     ),
     "a completion that is null": ({"prompt": "q", "completion": None}, PAIRS, ("q", "")),
     "no answer": ({"messages": [USER]}, MESSAGES, [USER]),
     "letters": ({"messages": [{"role": "USER", "content": "\u00e9\u2028\r\n\U0001f600"}]}, MESSAGES,
-                [{"role": "user", "content": "\u00e9\u2028\r\n\U0001f600"}]),
+                [{**USER, "content": "\u00e9\u2028\r\n\U0001f600"}]),
 }  # fmt: skip
 
 
@@ -184,9 +132,7 @@ def test_rows_are_recognized_and_read(case: str) -> None:
 COLUMNS: dict[str, tuple[str, Row, Any]] = {
     "a pair": ("prompt=question, completion=answer", {"question": "q", "answer": "a"}, ("q", "a")),
     "a pair beside a text": (
-        "prompt=question,completion=answer",
-        {"question": "q", "answer": "a", "text": "t"},
-        ("q", "a"),
+        "prompt=question,completion=answer", {"question": "q", "answer": "a", "text": "t"}, ("q", "a"),
     ),
     "half a pair": ("prompt=question", {"question": "q", "completion": "a"}, ("q", "a")),
     "text beside messages": ("text=body", {"body": "t", "messages": TALK}, "t"),
@@ -198,11 +144,9 @@ COLUMNS: dict[str, tuple[str, Row, Any]] = {
         TALK,
     ),
     "Alpaca": (
-        "instruction=question,input=context,output=response",
-        {"question": "q", "context": "", "response": "a"},
-        TALK,
+        "instruction=question,input=context,output=response", {"question": "q", "context": "", "response": "a"}, TALK,
     ),
-    "system": ("system=persona", {"persona": "s", "messages": TALK}, [{"role": "system", "content": "s"}, *TALK]),
+    "system": ("system=persona", {"persona": "s", "messages": TALK}, [SYSTEM, *TALK]),
     "a row without the column": ("text=body", {"messages": TALK}, TALK),
 }  # fmt: skip
 

@@ -1,6 +1,5 @@
 """Windows of whole records: nothing lost, cut or seen by another, little padding, something to predict in each."""
 
-import json
 from collections import Counter
 
 import numpy as np
@@ -49,11 +48,8 @@ def expected(document: Document) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (*prompt, *text, END), (*[IGNORED] * len(prompt), *text, END)
 
 
-@given(RECORDS, st.integers(13, 40), st.integers(0, 2), st.integers(1, 3), st.integers(1, 2))
-def test_an_epoch_has_every_record_once_and_whole(
-    documents: list[Document], seq_len: int, epoch: int, batch_size: int, world_size: int
-) -> None:
-    ranks = [dataset(documents, seq_len, batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
+@given(RECORDS, st.integers(13, 40), st.integers(0, 2))
+def test_an_epoch_has_every_record_once_and_whole(documents: list[Document], seq_len: int, epoch: int) -> None:
     alone = dataset(documents, seq_len)
     before = round(alone.windows_in(epoch))
     for _ in range(before):
@@ -61,46 +57,6 @@ def test_an_epoch_has_every_record_once_and_whole(
     batches = [next(alone) for _ in range(alone.windows_in(epoch + 1) - before)]
     assert Counter(records(batches)) == Counter(map(expected, documents))
     assert all(bool((batch["labels"][:, 1:] != IGNORED).any()) for batch in batches)
-    again = dataset(documents, seq_len)
-    for _ in range(3):
-        together = [next(rank) for rank in ranks]
-        assert records(together) == records([next(again) for _ in range(batch_size * world_size)])
-
-
-@given(RECORDS, st.integers(0, 12), st.integers(1, 3), st.sampled_from([None, 0.5, 2.5]))
-def test_resuming_anywhere_equals_going_on(
-    documents: list[Document], done: int, batch_size: int, weight: float | None
-) -> None:
-    weights = None if weight is None else np.full(len(documents), weight)
-    first = dataset(documents, batch_size=batch_size, weights=weights)
-    for _ in range(done):
-        next(first)
-    state = json.loads(json.dumps(first.state_dict()))
-    again = dataset(documents, batch_size=batch_size, weights=weights, seed=7)
-    next(again)
-    again.load_state_dict(state)
-    assert again.state_dict() == state
-    for _ in range(4):
-        one, other = next(first), next(again)
-        assert all(one[name].equal(other[name]) for name in one)
-
-
-OTHER = {
-    "answer": dict(documents=[Document("b", "xy")] * 3),
-    "border of the prompt": dict(documents=[Document("yb", "x")] * 3),
-    "weights": dict(weights=np.full(3, 2.0)),
-    "packing": dict(packing="none"),
-    "seq_len": dict(seq_len=15),
-}
-
-
-@pytest.mark.parametrize("change", OTHER)
-def test_resuming_on_other_records_is_an_error(change: str) -> None:
-    same = dict(documents=[Document("a", "xy")] * 3)
-    state = dataset(**same).state_dict()
-    dataset(**same).load_state_dict(state)
-    with pytest.raises(ValueError, match="position is of other data"):
-        dataset(**{**same, **OTHER[change]}).load_state_dict(state)
 
 
 def best_fit_decreasing(lengths: list[int], size: int) -> int:

@@ -1,7 +1,6 @@
 """Pairs of function and docstring: which functions qualify, what remains of them, and how they are split."""
 
 import ast
-import dataclasses
 import functools
 import sysconfig
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from te_models.data import python_docstrings as module
 from te_models.data.python_docstrings import python_docstrings, read_pairs
 from te_models.data.tokenizer import ByteTokenizer
 from te_models.data.training_data import open_data
-from te_models.errors import DataError, UsageError
+from te_models.errors import DataError
 
 TEXT = "Return one more than x, an int."
 
@@ -100,8 +99,6 @@ def test_open_data_takes_the_name(pairs: tuple) -> None:
     first = ByteTokenizer().decode(batches[0]["input_ids"][0].tolist())
     assert any(first.startswith(pair.prompt + pair.text) for pair in pairs[1])
     assert (batches[0]["labels"] == -100).any()
-    with pytest.raises(UsageError, match="--streaming needs --data PATH"):
-        open_data("python-docstrings", ByteTokenizer(), dataclasses.replace(config), streaming=True)
 
 
 def test_a_python_without_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,14 +11,7 @@ from te_models.fp8.scaling_state import fp8_state
 from te_models.model.inputs import invalid_token, known_ids
 
 IDS = torch.arange(6).reshape(2, 3)
-SHAPE = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=1,
-    num_key_value_heads=1,
-)
+SHAPE = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1)
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "an id that is too large": (torch.tensor([[3, 99999]]), {}, r"input_ids holds 99999: give 0 to 63 \("),
     "the first id after the last": (torch.tensor([[64]]), {}, "input_ids holds 64: "),
@@ -42,6 +35,9 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a mask of one row": (IDS, {"attention_mask": IDS[:1] >= 0}, r"attention_mask has shape \[1, 3\], "),
     "a mask of scores": (IDS, {"attention_mask": torch.zeros(2, 1, 3, 3)}, r"attention_mask has shape \[2, 1, 3, 3\]"),
     "documents of one dimension": (IDS, {"document_ids": IDS[0]}, r"document_ids has shape \[3\], "),
+    "documents beside a mask": (
+        IDS, {"document_ids": IDS, "attention_mask": IDS >= 0}, "document_ids goes with neither a cache nor an attentio"
+    ),
     "vectors of another size": (None, {"inputs_embeds": torch.zeros(2, 3, 5)}, r"inputs_embeds has shape .*D=32"),
     "vectors of one row": (None, {"inputs_embeds": torch.zeros(3, 32)}, r"inputs_embeds has shape \[3, 32\]: "),
     "vectors of integers": (None, {"inputs_embeds": torch.zeros(1, 3, 32).long()}, "inputs_embeds is of torch.int64"),
@@ -59,7 +55,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
 def model() -> CausalLM:
     torch.manual_seed(0)
     return CausalLM.from_preset(
-        "gated-nano", recipe="delayed", amax_history_len=4, engine="emulated", device="cpu", **SHAPE
+        "gated-nano", recipe="delayed", amax_history_len=4, device="cpu", num_key_value_heads=1, **SHAPE
     )
 
 
@@ -106,11 +102,13 @@ def test_on_a_gpu_no_kernel_sees_such_an_id_and_the_host_does_not_wait() -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
 @pytest.mark.parametrize("return_logits", [True, False])
-def test_a_bad_id_on_a_gpu(recipe: str, return_logits: bool) -> None:
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+def test_a_bad_id_or_label_on_a_gpu(name: str, recipe: str, return_logits: bool) -> None:
     built = CausalLM.from_preset("gated-nano", device="cuda", recipe=recipe)
     ids = torch.randint(0, 256, (2, 128), device="cuda")
+    good = dict(input_ids=ids, labels=ids)
     for bad in (-1, 288, 2**40):
         wrong = ids.clone()
         wrong[1, 3] = bad
-        assert built(wrong, labels=ids, return_logits=return_logits).loss.isnan()
-    assert built(ids, labels=ids, return_logits=return_logits).loss.isfinite(), "the device works on"
+        assert built(**good | {name: wrong}, return_logits=return_logits).loss.isnan()
+    assert built(**good, return_logits=return_logits).loss.isfinite(), "the device works on"

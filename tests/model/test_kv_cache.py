@@ -4,45 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import FEATURES, PROMPTS, build
+from decoding import PROMPTS, build
 
 from te_models.errors import OutOfMemory
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("feature", FEATURES)
-def test_cached_steps_and_chunks_give_the_logits_of_the_whole(feature: str) -> None:
-    if feature == "dynamic" or feature == "longrope":
-        pytest.skip("its angles depend on the length so far: model/test_rope.py compares with transformers")
-    model = build(**FEATURES[feature]).eval()
-    ids, mask = torch.randint(0, 256, (3, 24)), torch.ones(3, 24, dtype=torch.long)
-    mask[1, :6] = mask[2, :9] = 0
-    whole = model(ids, attention_mask=mask).logits
-    cache = model.new_cache(3, 24)
-    parts, at = [], 0
-    for size in (10, 1, 1, 4, 1, 7):
-        part = slice(at, at + size)
-        parts.append(model(ids[:, part], cache=cache, attention_mask=mask[:, part]).logits)
-        at += size
-    torch.testing.assert_close(torch.cat(parts, dim=1)[mask.bool()], whole[mask.bool()], atol=1e-4, rtol=0)
-    assert cache.length == int(cache.filled) == 24 and cache.counts.tolist() == [24, 18, 15]
-    with pytest.raises(ValueError, match="room for 24 positions, not 25"):
-        model(ids[:, :1], cache=cache)
-
-
-@pytest.mark.parametrize("window", [None, 4])
-@torch.no_grad()
-def test_the_cache_remembers_which_keys_are_padding(window: int | None) -> None:
-    model = build(attention_bias=True, sliding_window=window)
-    for block in model.layers:
-        block.self_attn.qkvg_proj.bias.normal_(0, 1)
-    ids, mask = torch.randint(0, 256, (2, 12)), torch.ones(2, 12, dtype=torch.long)
-    mask[0, :7] = 0
-    whole = model(ids, attention_mask=mask).logits
-    cache = model.new_cache(2, 12)
-    parts = [model(ids[:, :9], cache=cache, attention_mask=mask[:, :9]).logits]
-    parts += [model(ids[:, i : i + 1], cache=cache).logits for i in range(9, 12)]
-    torch.testing.assert_close(torch.cat(parts, dim=1)[mask.bool()], whole[mask.bool()], atol=1e-5, rtol=0)
 
 
 def test_the_cache_says_its_size(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from bits import assert_same_bits
+from bits import assert_all_same_bits, assert_same_bits
 from fewer import every
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -110,10 +110,7 @@ def step(model: CausalLM) -> None:
 def assert_same_step(found: CausalLM, expected: CausalLM) -> None:
     for (name, parameter), other in zip(found.named_parameters(), expected.parameters(), strict=True):
         assert_same_bits(f"gradient of {name}", parameter.grad, other.grad)
-    state, wanted = fp8_state(found), fp8_state(expected)
-    assert state.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert_same_bits(name, state[name], tensor)
+    assert_all_same_bits(fp8_state(found), fp8_state(expected))
 
 
 def asking(model: CausalLM, own: str, expected: Callable[[str, str], str]) -> Callable[[str], Any]:
@@ -122,18 +119,21 @@ def asking(model: CausalLM, own: str, expected: Callable[[str, str], str]) -> Ca
     return lambda name: built[expected(name, own)]
 
 
-@pytest.mark.parametrize("own, table", every(4, RECIPES, TABLES))
-def test_a_pass_is_that_of_linears_with_autocasts_of_their_own(own: str, table: str) -> None:
-    precision, expected = TABLES[table][0](own), TABLES[table][1]
-    model, by_hand = build(own, precision), build("bf16")
-    asked = asking(by_hand, own, expected)
-    for number in range(3):
+def assert_steps_are_those_by_hand(model: CausalLM, by_hand: CausalLM, asked: Callable[[str], Any], steps: int) -> None:
+    for number in range(steps):
         loss = model(tokens(number), labels=tokens(number)).loss
         loss.backward()
         assert_same_bits("loss", loss, reference(by_hand, tokens(number), asked))
         assert_same_step(model, by_hand)
         step(model)
         step(by_hand)
+
+
+@pytest.mark.parametrize("own, table", every(4, RECIPES, TABLES))
+def test_a_pass_is_that_of_linears_with_autocasts_of_their_own(own: str, table: str) -> None:
+    precision, expected = TABLES[table][0](own), TABLES[table][1]
+    model, by_hand = build(own, precision), build("bf16")
+    assert_steps_are_those_by_hand(model, by_hand, asking(by_hand, own, expected), steps=3)
     delayed = [name for name in model.precision.linears if expected(name, own) == "delayed"]
     assert len(fp8_state(model)) == 4 * len(delayed)
     for name, tensor in fp8_state(model).items():
@@ -178,13 +178,7 @@ def test_a_recompute_has_the_precision_of_its_first_pass(table: str, own: str, m
 def test_a_head_in_fp8_after_layers_in_bf16(own: str) -> None:
     model, by_hand = build(own, lm_head="fp8"), build("bf16")
     asked = asking(by_hand, own, lambda name, own: own if not name.startswith(EDGES[:2]) else "bf16")
-    for number in range(2):
-        loss = model(tokens(number), labels=tokens(number)).loss
-        loss.backward()
-        assert_same_bits("loss", loss, reference(by_hand, tokens(number), asked))
-        assert_same_step(model, by_hand)
-        step(model)
-        step(by_hand)
+    assert_steps_are_those_by_hand(model, by_hand, asked, steps=2)
 
 
 def test_two_passes_and_then_their_backwards() -> None:
@@ -226,8 +220,7 @@ def test_evaluation_and_a_failed_pass_change_no_scale(own: str) -> None:
     with pytest.raises(ZeroDivisionError):
         model(tokens(6))
     hook.remove()
-    for name, tensor in fp8_state(model).items():
-        assert_same_bits(name, tensor, before[name])
+    assert_all_same_bits(fp8_state(model), before)
 
 
 def test_a_third_party_recompute_of_delayed_linears_is_refused() -> None:

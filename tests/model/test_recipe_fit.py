@@ -15,7 +15,7 @@ from te_models import CausalLM, get_preset, plan
 from te_models.cli import main
 from te_models.config.recipe import AUTO
 from te_models.engine import check_support
-from te_models.errors import ConfigError, UsageError
+from te_models.errors import UsageError
 from te_models.model import recipe_fit
 from te_models.model.decoder import Decoder
 from te_models.model.recipe_fit import WIDE_ENOUGH, auto_recipe
@@ -166,20 +166,3 @@ def test_nvfp4_where_transformer_engines_check_is_wrong(
         return
     with pytest.raises(UsageError, match=f"'nvfp4' does not run on the native engine here: .*{missing}.*emulated"):
         check_support(te, "native", recipe)
-
-
-def test_requests_that_cannot_be_met_have_types_of_their_own() -> None:
-    build: Any = lambda **options: CausalLM.from_preset("gated-nano", device="cpu", **{**TINY, **options})  # noqa: E731
-    for options, kind in (
-        (dict(engine="native"), UsageError),
-        (dict(recipe="mxfp8", intermediate_size=112), ConfigError),
-        (dict(recipe="current", num_hidden_layers=2), ConfigError),
-        (dict(sequence_parallel=True), UsageError),
-        (dict(fp8_params=True), UsageError),
-    ):
-        with pytest.raises(kind) as caught:
-            build(**options)
-        assert "\n" not in str(caught.value)
-    model = build(recipe="current", fp8_params=True)
-    with pytest.raises(UsageError, match="FP8 primary weights were made for recipe 'current'"):
-        model.set_recipe("blockwise")

@@ -2,12 +2,13 @@
 
 import contextlib
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from bits import assert_same_bits
+from bits import assert_all_same_bits, assert_same_bits
 from fewer import every
 from small_model import Build, loss_of, registry, tokens
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -48,9 +49,19 @@ def trace(model: CausalLM) -> dict[str, torch.Tensor]:
     return found | {name: t.clone() for name, t in fp8_state(model).items()}
 
 
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+def assert_recompute_changes_no_bit(
+    make: Build, recipe: str, mode: str | int, step: Callable[[CausalLM, int], None]
+) -> None:
+    """Compare everything that three steps change, `step` being the passes of one, with that of no recompute."""
+    traces = []
+    for which in ("none", mode):
+        model = make(recipe, which)
+        for number in range(3):
+            step(model, number)
+            traces.append(trace(model))
+            update(model)
+    for one, other in zip(traces[:3], traces[3:], strict=True):
+        assert_all_same_bits(other, one)
 
 
 def eventful_run(model: CausalLM, steps: int, cached: bool) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
@@ -95,7 +106,7 @@ def test_eventful_steps_change_no_bit(make: Build, recipe: str, mode: str | int,
         again, recomputed = eventful_run(make(recipe, mode), steps, cached)
         assert losses == again
         for one, other in zip(traces, recomputed, strict=True):
-            assert_same(one, other)
+            assert_all_same_bits(other, one)
 
 
 @pytest.mark.parametrize(
@@ -104,20 +115,15 @@ def test_eventful_steps_change_no_bit(make: Build, recipe: str, mode: str | int,
 def test_two_forwards_then_two_backwards_in_either_order(
     make: Build, recipe: str, mode: str | int, order: tuple[int, int]
 ) -> None:
-    traces = []
-    for which in ("none", mode):
-        model = make(recipe, which)
-        for step in range(3):
-            # Each forward caches its FP8 weights, which its own backward takes again. Transformer Engine's second
-            # forward overwrites those of the first, whose backward would then see another scale.
-            first = None if model.engine == "native" else True
-            losses = [loss_of(model, 2 * step + n, is_first_microbatch=first) * (1 + 2 * n) for n in range(2)]
-            for index in order:
-                losses[index].backward()
-            traces.append(trace(model))
-            update(model)
-    for one, other in zip(traces[:3], traces[3:], strict=True):
-        assert_same(one, other)
+    def step(model: CausalLM, number: int) -> None:
+        # Each forward caches its FP8 weights, which its own backward takes again. Transformer Engine's second
+        # forward overwrites those of the first, whose backward would then see another scale.
+        first = None if model.engine == "native" else True
+        losses = [loss_of(model, 2 * number + n, is_first_microbatch=first) * (1 + 2 * n) for n in range(2)]
+        for index in order:
+            losses[index].backward()
+
+    assert_recompute_changes_no_bit(make, recipe, mode, step)
 
 
 @pytest.mark.parametrize(("recipe", "mode"), every(3, ["delayed", "blockwise"], MODES))
@@ -132,7 +138,7 @@ def test_an_inner_autograd_grad_returns_the_gradients(make: Build, recipe: str, 
         assert all(p.grad is None for p in parameters)
     (grads, state), (again, state_again) = results
     assert all(map(torch.equal, grads, again)) and any(g.abs().sum() > 0 for g in grads)
-    assert_same(state, state_again)
+    assert_all_same_bits(state_again, state)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -140,19 +146,18 @@ def test_random_numbers_in_a_block_are_drawn_again(make: Build, mode: str | int)
     def dropout(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.dropout(output, 0.3, training=True)
 
-    traces = []
-    for which in ("none", mode):
-        model = make("delayed", which)
+    def dropping(recipe: str, mode: str | int) -> CausalLM:
+        model = make(recipe, mode)
         for block in model.layers:
             block.self_attn.register_forward_hook(dropout)
             block.post_attention_layernorm.register_forward_hook(dropout)
-        for step in range(3):
-            torch.manual_seed(step)
-            loss_of(model, step).backward()
-            traces.append(trace(model))
-            update(model)
-    for one, other in zip(traces[:3], traces[3:], strict=True):
-        assert_same(one, other)
+        return model
+
+    def step(model: CausalLM, number: int) -> None:
+        torch.manual_seed(number)
+        loss_of(model, number).backward()
+
+    assert_recompute_changes_no_bit(dropping, "delayed", mode, step)
 
 
 def by_torch(block: torch.nn.Module, reentrant: bool) -> None:
@@ -189,8 +194,7 @@ def test_a_third_party_checkpoint_round_blocks_is_right_elsewhere(make: Build, r
             loss_of(model, step).backward()
         traces.append({name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()})
         assert not registry(model).is_fp8_enabled()
-    assert traces[0].keys() == traces[1].keys()
-    assert [name for name, grad in traces[0].items() if not torch.equal(grad, traces[1][name])] == []
+    assert_all_same_bits(traces[1], traces[0])
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from te_models import CausalLM, ModelConfig
 from te_models.model.targets import IGNORED, invalid_label, nan_if, next_token_targets
@@ -19,30 +18,9 @@ def model() -> CausalLM:
     return built
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("return_logits", [True, False])
-@torch.no_grad()
-def test_padding_changes_no_loss(side: str, return_logits: bool, model: CausalLM) -> None:
-    torch.manual_seed(3)
-    rows = [torch.randint(0, 64, (length,)) for length in (9, 4)]
-    pads = [(0, 0), (5, 0) if side == "left" else (0, 5)]
-    ids = torch.stack([F.pad(row, pad) for row, pad in zip(rows, pads, strict=True)])
-    mask = torch.stack([F.pad(torch.ones_like(row), pad) for row, pad in zip(rows, pads, strict=True)])
-    labels = ids.masked_fill(mask == 0, IGNORED)
-    alone = [F.cross_entropy(model(row[None]).logits[0, :-1], row[1:], reduction="sum") for row in rows]
-    loss = model(ids, labels=labels, attention_mask=mask, return_logits=return_logits).loss
-    torch.testing.assert_close(loss, sum(alone) / (8 + 3), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("return_logits", [True, False])
-@torch.no_grad()
-def test_a_document_does_not_predict_the_next(return_logits: bool, model: CausalLM) -> None:
-    parts = [torch.randint(0, 64, (length,)) for length in (5, 1, 6)]
-    ids, documents = torch.cat(parts)[None], torch.tensor([[0] * 5 + [1] + [2] * 6])
-    alone = [F.cross_entropy(model(part[None]).logits[0, :-1], part[1:], reduction="sum") for part in parts]
-    loss = model(ids, labels=ids, document_ids=documents, return_logits=return_logits).loss
-    torch.testing.assert_close(loss, sum(alone) / (4 + 0 + 5), atol=1e-5, rtol=0)
-    assert count_targets(dict(labels=ids, document_ids=documents)) == 9
+def test_a_document_does_not_predict_the_next() -> None:
+    documents = torch.tensor([[0] * 5 + [1] + [2] * 6])
+    assert count_targets(dict(labels=torch.zeros(1, 12, dtype=torch.long), document_ids=documents)) == 4 + 0 + 5
 
 
 @pytest.mark.parametrize("label", [-1, -101, 64, 2**40])
@@ -70,18 +48,3 @@ def test_on_a_gpu_the_loss_is_nan_and_no_kernel_sees_the_label() -> None:
 def test_the_mistake_is_named_afterwards() -> None:
     assert invalid_label(torch.tensor([[3, IGNORED, 63]]), 64) is None
     assert "a label is 64" in str(invalid_label(torch.tensor([[3, 64, -7]]), 64))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
-@pytest.mark.parametrize("return_logits", [True, False])
-def test_a_bad_label_on_a_gpu(recipe: str, return_logits: bool) -> None:
-    built = CausalLM.from_preset("gated-nano", device="cuda", recipe=recipe)
-    ids = torch.randint(0, 256, (2, 128), device="cuda")
-    labels = ids.clone()
-    good = built(ids, labels=labels, return_logits=return_logits).loss
-    for label in (-1, 288, 2**40):
-        labels[1, 3] = label
-        assert built(ids, labels=labels, return_logits=return_logits).loss.isnan()
-    again = built(ids, labels=ids, return_logits=return_logits).loss
-    assert good.isfinite() and again.isfinite(), "the device works on"

@@ -277,11 +277,6 @@ def test_indivisible_shapes_are_refused(results: Path) -> None:
     assert found["output bias"].endswith("supports no attention_output_bias: use sequence_parallel=False")
 
 
-def test_sequence_parallelism_needs_ranks() -> None:
-    with pytest.raises(ValueError, match="give tp_mesh"):
-        CausalLM(SHAPES["none"], sequence_parallel=True, engine="emulated", device="cpu")
-
-
 def native(rank: int, folder: str) -> None:
     """Transformer Engine itself on two GPUs, and on each of them alone."""
     mesh = init_device_mesh("cuda", (2,))

@@ -22,56 +22,44 @@ def build(recipe: str, mode: str | int, **fields: Any) -> CausalLM:
     )
 
 
-def run(model: CausalLM, cache: bool, steps: int = 2, swap: str | None = None) -> list[Any]:
-    """Steps of three micro-batches: an evaluation after the first, an abandoned forward and a swap after the second."""
-    found: list[Any] = []
-    for step in range(steps):
-        for micro in range(3):
-            loss = loss_of(model, 10 * step + micro, is_first_microbatch=micro == 0 if cache else None)
-            if micro == 2:
-                loss_of(model, 90 + step, is_first_microbatch=False if cache else None)  # its backward never comes
-            loss.backward()
-            found.append(loss.item())
-            if micro == 0:
-                with torch.no_grad():
-                    found.append(loss_of(model.eval(), 50).item())
-                model.train()
-            if micro == 1 and swap:
-                model.set_recipe(swap)
-        found += [p.grad.clone() for p in model.parameters()]
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.1 * p.grad
-                p.grad = None
-    return found
-
-
-def assert_same(one: list[Any], other: list[Any]) -> None:
-    assert len(one) == len(other)
-    assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True))
+def run(model: CausalLM, cache: bool, swap: str | None = None) -> tuple[list[float], list[torch.Tensor]]:
+    """Return the losses and gradients of two steps of three micro-batches, with a swap after each second one."""
+    losses, gradients = [], []
+    for number in range(6):
+        loss = loss_of(model, number, is_first_microbatch=number % 3 == 0 if cache else None)
+        loss.backward()
+        losses.append(loss.item())
+        if number % 3 == 1 and swap:
+            model.set_recipe(swap)
+        if number % 3 == 2:
+            gradients += [p.grad.clone() for p in model.parameters()]
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+                    p.grad = None
+    return losses, gradients
 
 
 def test_a_recipe_swapped_between_micro_batches_is_followed() -> None:
-    swapped = (run(build("current", "full"), cache=cache, swap="blockwise") for cache in (False, True))
-    assert_same(*swapped)
+    (losses, gradients), (again, found) = (run(build("current", "full"), cache, "blockwise") for cache in (False, True))
+    assert losses == again and all(map(torch.equal, gradients, found))
 
 
 def test_under_delayed_scaling_a_weight_counts_once_a_step() -> None:
     """Cached FP8 weights keep the scale of the first micro-batch, as in Transformer Engine; losses lag."""
     cached, plain = build("delayed", "none"), build("delayed", "none")
-    with_cache, without = run(cached, cache=True), run(plain, cache=False)
+    losses, expected = run(cached, cache=True)[0], run(plain, cache=False)[0]
     for name, history in fp8_state(cached).items():
         if name.endswith("scaling_fwd.amax_history"):
             assert (history[:, 1] != 0).sum() == 2 and (history[:, 0] != 0).sum() == 3, "two steps, six micro-batches"
-    scalars = [(a, b) for a, b in zip(with_cache, without, strict=True) if isinstance(a, float)]
-    assert all(a == pytest.approx(b, rel=2e-3) for a, b in scalars)
+    assert losses == pytest.approx(expected, rel=2e-3)
 
 
-@pytest.mark.parametrize("recipe, mode, first, again", [
-    ("current", "none", 1, 0), ("mxfp8", "none", 1, 0), ("current", "full", 1, 0), ("mxfp8", "selective", 1, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "recipe, mode", [("current", "none"), ("mxfp8", "none"), ("current", "full"), ("mxfp8", "selective")]
+)
 def test_a_weight_is_quantized_once_a_step_also_by_recomputes(
-    recipe: str, mode: str, first: int, again: int, monkeypatch: pytest.MonkeyPatch
+    recipe: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build(recipe, mode, **ALL_FP8, tie_word_embeddings=False)
     loss_of(model, 0).backward()
@@ -86,7 +74,7 @@ def test_a_weight_is_quantized_once_a_step_also_by_recomputes(
                 return original(*args)
 
             monkeypatch.setattr(quantizer, "_build", spy)
-    for flag, expected in ((True, first), (False, again), (False, again), (None, 2 if mode == "full" else None)):
+    for flag, expected in ((True, 1), (False, 0), (False, 0), (None, 2 if mode == "full" else None)):
         counts["now"] = 0
         loss_of(model, 1, is_first_microbatch=flag).backward()
         if expected is not None:
