@@ -5,20 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_runs import TEXT, TINY
 
 from te_models import CausalLM
 from te_models.config.presets import get_preset
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
-from te_models.data.documents import Document
 from te_models.data.tokenizer import load_tokenizer
 from te_models.training.parallel import Parallel
 from te_models.training.trainer import Trainer
 
 STEPS = 3
 IDS = torch.arange(32).reshape(2, 16)
-SHAPE = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)
-TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(20)]
 
 
 def make_trainer(out: Path, case: dict[str, Any], shared: Parallel | None = None) -> Trainer:
@@ -33,11 +31,11 @@ def make_trainer(out: Path, case: dict[str, Any], shared: Parallel | None = None
     shared = Parallel() if shared is None else shared
     shared.kind, shared.config, shared.frozen = config.parallel, config, lora is not None
     torch.manual_seed(5)
-    model = shared.build(get_preset("gated-nano", **SHAPE), device="cpu", **options)
+    model = shared.build(get_preset("gated-nano", **TINY), device="cpu", **options)
     words = load_tokenizer(None)
     sizes: dict[str, Any] = dict(batch_size=shared.rows(2), seed=0, rank=shared.data_rank, world_size=shared.data_world)
     data = TokenDataset(TEXT[:15], words, 16, **sizes)
-    held_out = TokenDataset(TEXT[15:], words, 16, shuffle=False, **sizes)
+    held_out = TokenDataset(TEXT[15:20], words, 16, shuffle=False, **sizes)
     saved = None
     if lora is not None:
         pytest.importorskip("peft")
@@ -51,7 +49,7 @@ def make_trainer(out: Path, case: dict[str, Any], shared: Parallel | None = None
 def trained(recipe: str, **fields: Any) -> CausalLM:
     """Return a small model after three steps on the CPU."""
     torch.manual_seed(2)
-    model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", **{**SHAPE, **fields})
+    model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", **{**TINY, **fields})
     for number in range(3):
         loss = model((IDS + number) % 200, labels=IDS).loss
         assert loss is not None

@@ -11,7 +11,8 @@ import pytest
 import torch
 from bits import assert_same_bits, assert_same_tensors
 from safetensors.torch import save_file
-from small_run import IDS, SHAPE, trained
+from small_run import IDS, trained
+from tiny_runs import TINY
 
 from te_models import CausalLM
 from te_models.cli import main
@@ -76,12 +77,12 @@ def test_a_folder_with_a_config_loads_by_itself(form: str, recipe: str, tmp_path
 def test_into_a_model_of_other_names_and_another_recipe(tmp_path: Path) -> None:
     model = trained("delayed", num_layers_at_end_in_bf16=0, **OPTIONS)
     path = write("model.pt", tmp_path, {f"decoder.{name}": value for name, value in stock(model).items()})
-    options = {**SHAPE, **OPTIONS, "num_layers_at_end_in_bf16": 0}
+    options = {**TINY, **OPTIONS, "num_layers_at_end_in_bf16": 0}
     fresh = CausalLM.from_preset("gated-nano", recipe="delayed", device="cpu", **options)
     load_te_checkpoint(fresh, path, rename=lambda name: name.removeprefix("decoder."))
     assert_same(fresh, model)
     assert read_te_checkpoint(path, lambda name: name[8:]).recipe(4).to_dict() == model.recipe.to_dict()
-    current = CausalLM.from_preset("gated-nano", recipe="current", device="cpu", **{**SHAPE, "num_hidden_layers": 4})
+    current = CausalLM.from_preset("gated-nano", recipe="current", device="cpu", **{**TINY, "num_hidden_layers": 4})
     with pytest.warns(UserWarning, match="has no use for its scales"):
         load_te_checkpoint(current, path, rename=lambda name: name.removeprefix("decoder."))
     with pytest.raises(CheckpointError, match="missing: embed_tokens.weight"):
