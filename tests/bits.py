@@ -43,10 +43,3 @@ def assert_same_bits(name: str, a: Tensor, b: Tensor) -> None:
     raise AssertionError(
         f"{name}: {count} of {different.numel()} elements differ, by up to {largest:.3g}; first at {'; '.join(places)}"
     )
-
-
-def assert_all_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Fail unless both have the same names, and under each of them the same bits."""
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert_same_bits(name, found[name], tensor)

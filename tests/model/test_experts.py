@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from autograd_bytes import autograd_bytes, planned_bytes
-from bits import assert_all_same_bits, assert_same_bits
+from bits import assert_same_bits, assert_same_tensors
 from fewer import every
 from torch import Tensor
 
@@ -181,7 +181,7 @@ def test_a_recompute_keeps_the_choice(recipe: str, mode: str, monkeypatch: pytes
         return 4 - choose(*args).flip(1) if len(calls) > 3 else choose(*args)
 
     monkeypatch.setattr(moe_module, "choose", turned)
-    assert_all_same_bits(gradients(mode), expected)
+    assert_same_tensors(gradients(mode), expected)
     assert not calls
 
 
@@ -311,7 +311,7 @@ def test_a_backward_of_an_evaluation_changes_no_scale() -> None:
     (output.loss + output.routing.balance_loss).backward()
     output = model(ids, labels=ids)
     output.routing.z_loss.backward()
-    assert_all_same_bits(fp8_state(model), before)
+    assert_same_tensors(fp8_state(model), before)
 
 
 def batches(count: int) -> list[dict[str, Tensor]]:
