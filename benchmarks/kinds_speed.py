@@ -47,7 +47,7 @@ MIXTRAL: dict[str, Any] = dict(
 )  # fmt: skip
 # The preset or the fields, the layers, the batches (rows, tokens), and whether it is a slice of a larger model.
 SHAPES: dict[str, tuple[str | dict[str, Any], int, tuple[tuple[int, int], ...], bool]] = {
-    "2b": ("qwen3.5-2b", 24, ((4, 4096),), False),
+    "2b": ("qwen3.5-2b", 24, ((4, 4096), (1, 32768)), False),
     "9b-wide": ("qwen3.5-9b", 4, ((4, 4096), (1, 32768)), True),
     "a3b-wide": (A3B, 4, ((4, 4096),), True),
     "mixtral-wide": (MIXTRAL, 2, ((4, 4096),), True),

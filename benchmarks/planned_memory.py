@@ -1,9 +1,10 @@
-"""Predicted and measured peaks of every run on an H200 in benchmarks/results/."""
+"""Predicted and measured peaks of every run on a GPU in benchmarks/results/."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from benchmarks.kinds_speed import SHAPES, shape_of
 from benchmarks.tables.text import load
 from te_models.config.attention import AttentionSpec
 from te_models.config.presets import get_preset
@@ -15,15 +16,16 @@ NO_EDGES = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
 
 
 def planned_and_measured() -> Iterator[tuple[str, int, int]]:
-    """Yield (run, predicted bytes, measured bytes) for every peak measured on an H200 that the present code has.
+    """Yield (run, predicted bytes, measured bytes) for every peak measured on a GPU that the present code has.
 
-    Attention that is not one operation kept the whole output of its projection when its peaks were measured.
+    Attention that is not one operation kept the whole output of its projection when the older peaks were measured.
     """
     for name, plan, measured in _runs():
         tape = Tape(plan.config, plan.recipe, plan.training)
         mixers = [layer.mixer for layer in plan.config.layers if isinstance(layer.mixer, AttentionSpec)]
         if not any(mixer.copies_queries and not mixer.fuses(tape) for mixer in mixers):
             yield name, plan.peak.total, measured
+    yield from _kinds()
 
 
 def _runs() -> Iterator[tuple[str, MemoryPlan, int]]:
@@ -73,3 +75,19 @@ def _runs() -> Iterator[tuple[str, MemoryPlan, int]]:
             kernels = ", unfused" if "plain" in ways else "" if edges else ", first and last layer in BF16"
             yield f"{run['settings']['preset']}, {recipe}{kernels}, {size['batch_size']} x {size['seq_len']:,}", \
                 plan, peak  # fmt: skip
+
+
+def _kinds() -> Iterator[tuple[str, int, int]]:
+    """Yield the runs of hybrids and of experts, whose tokens a random router shares out almost evenly."""
+    for file in ("kinds_h100", "kinds_h200"):
+        for row in load(file)["rows"]:
+            if "planned_gib" not in row:
+                continue
+            shape, size, recipe = row["name"].split()
+            batch, seq = map(int, size.split("x"))
+            edges = NO_EDGES if SHAPES[shape][3] and recipe != "bf16" else {}
+            plan = plan_memory(shape_of(shape, tiny=False), get_recipe(recipe, **edges), batch_size=batch, seq_len=seq,
+                               optimizer=None, logits=False)  # fmt: skip
+            gpu = file.removeprefix("kinds_").upper()
+            name = shape.replace("-layers", " width, few layers")
+            yield f"{name}, {recipe}, {batch} x {seq:,}, {gpu}", plan.peak.total, int(row["peak_gib"] * 2**30)

@@ -130,7 +130,7 @@ def draw_run(rng: random.Random, number: int, group: Group, gpus: int, tiny: boo
     options: list[str] = []
     mode = ["--activation-checkpointing", rng.choice(("selective", "full", "2"))]
     for share, given in (
-        (0.5, mode), (0.2, ["--activation-offload"]), (0.3, ["--no-cuda-graph"]), (0.3, ["--no-compile"]),
+        (0.5, mode), (0.2, ["--activation-offload"]), (0.3, ["--no-cuda-graph"]), (0.6, ["--no-compile"]),
         (0.3, ["--deterministic"]), (0.3, ["--optimizer-offload"]), (0.5, ["--save-every", rng.choice("135")]),
         (0.3, ["--fp8-params"]), (0.2, ["--no-cache-fp8-weights"]), (0.2, ["--data-workers", "0"]),
     ):  # fmt: skip
@@ -142,7 +142,10 @@ def draw_run(rng: random.Random, number: int, group: Group, gpus: int, tiny: boo
     if world == 2:
         options += ["--parallel", rng.choice(group.parallel)]
     export = rng.choice(("fp8-block", "fp8-channel", "bf16")) if rng.random() < 0.3 else ""
-    return Run(number, rng.choice(RECIPES), options, world, rng.random() < 0.3, export)
+    recipe = rng.choice(RECIPES)
+    if recipe == "bf16":  # FP8 weights under BF16 are refused: nothing would be learned
+        options = [option for option in options if option != "--fp8-params"]
+    return Run(number, recipe, options, world, rng.random() < 0.3, export)
 
 
 def call(arguments: list[str], world: int, gpu: int) -> subprocess.CompletedProcess[str]:
@@ -159,6 +162,12 @@ def call(arguments: list[str], world: int, gpu: int) -> subprocess.CompletedProc
         return subprocess.CompletedProcess(command, 124, "", f"timeout {late.stderr!r:.300}")
 
 
+def said(stderr: str) -> str:
+    """Return the line of te-models, below which torchrun prints much, or the end of what was printed."""
+    own = [line for line in stderr.splitlines() if line.startswith("te-models:")]
+    return own[0] if own and "te_models/" not in stderr else stderr[-1500:]
+
+
 def train(run: Run, command: list[str], folder: Path, gpu: int) -> Run:
     """Run it, with its resume and export, and note what came of it."""
     begun = time.monotonic()
@@ -167,7 +176,7 @@ def train(run: Run, command: list[str], folder: Path, gpu: int) -> Run:
     done = call([*arguments, *(["--steps", "3"] if run.resumed else [])], run.world, gpu)
     if run.resumed and done.returncode == 0:
         done = call([*arguments[:-2], "--resume", out], run.world, gpu)
-    run.code, run.said = done.returncode, done.stderr[-1500:] if done.returncode else ""
+    run.code, run.said = done.returncode, said(done.stderr) if done.returncode else ""
     if run.code == 0:
         rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         run.losses = [row["loss"] for row in rows if "loss" in row]
@@ -187,7 +196,7 @@ def exported(run: Run, out: str, gpu: int) -> float:
             done = call(["evaluate", "--model", model, *how], 1, gpu)
             found.append(json.loads(done.stdout)["losses"][0]["loss"] if done.returncode == 0 else 0.0)
     if done.returncode:
-        run.code, run.said = done.returncode, f"export: {done.stderr[-1500:]}"
+        run.code, run.said = done.returncode, f"export: {said(done.stderr)}"
         return 0.0
     return abs(found[1] / found[0] - 1)
 
@@ -231,41 +240,47 @@ def main() -> int:
                 raise SystemExit(job.result().stderr[-1500:])
         end = time.monotonic() + given.seconds
 
-        def started(n: int, run: Run) -> Run | None:
+        finished: list[Run] = []
+
+        def start(n: int, run: Run) -> None:
             if time.monotonic() > end:
-                return None
+                return
             train(run, groups[run.group].command(bases[run.group]), Path(folder, str(n)), n % given.gpus)
+            finished.append(run)
             if run.code:  # at once: whoever ends this program early shall know
                 print("ended with", run.code, json.dumps(asdict(run)), flush=True)
-            return run
+            if given.out:
+                given.out.write_text(json.dumps(summary(given, groups, finished, runs), indent=1) + "\n")
 
-        runs = [run for run in pool.map(started, range(len(runs)), runs) if run is not None]
-    plains = {(run.group, run.recipe): run for run in reversed(runs)}  # the first of each
-    drawn = [compared(run, plains[run.group, run.recipe]) for run in runs if run is not plains[run.group, run.recipe]]
-    failures = [run for run in drawn if not run.good and not run.refused]
-    failures += [run for run in plains.values() if run.code and not run.refused]
-    for run in [*failures, *(run for run in runs if run.refused)]:
-        print("refused" if run.refused else "BAD", json.dumps(asdict(run)), groups[run.group], flush=True)
-    result = summary(given, groups, drawn, failures)
+        list(pool.map(start, range(len(runs)), runs))
+    result = summary(given, groups, finished, runs)
     print(json.dumps({name: value for name, value in result.items() if name != "groups"}, indent=1))
-    if given.out:
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
-    return 1 if failures else 0
+    return 1 if result["bad"] else 0
 
 
-def summary(given: argparse.Namespace, groups: list[Group], drawn: list[Run], failures: list[Run]) -> dict[str, Any]:
-    """Return what is committed of a run of this file."""
+def summary(given: argparse.Namespace, groups: list[Group], finished: list[Run], runs: list[Run]) -> dict[str, Any]:
+    """Compare every finished run with the plain one of its group and recipe; return what is committed."""
     import torch
 
     from te_models.inspect.environment import environment
 
+    plains = {(run.group, run.recipe): run for run in reversed(runs)}  # the first of each
+    drawn = []
+    failures = [run for run in finished if run.code and not run.refused]
+    for run in list(finished):
+        plain = plains[run.group, run.recipe]
+        if run is not plain and (plain.losses or run.code):
+            drawn.append(compared(run, plain))
+            failures += [run] if run.code == 0 and not run.good else []
     good = [run for run in drawn if run.good]
     return dict(
         environment=environment() if torch.cuda.is_available() else {"torch": torch.__version__}, seed=given.seed,
         gpus=given.gpus, runs=len(drawn), bad=len(failures), refused=sum(run.refused for run in drawn),
+        two_gpus=sum(run.world == 2 for run in good),
         resumed=sum(run.resumed for run in good), exported=sum(bool(run.export) for run in good),
         largest_difference={r: max((run.off for run in good if run.recipe == r), default=0.0) for r in RECIPES},
         largest_difference_of_exports=max((run.export_off for run in good), default=0.0),
+        failures=[asdict(run) for run in failures],
         groups=[" ".join(group.command(Path("base")) + group.model * bool(group.adapters)) for group in groups],
     )  # fmt: skip
 

@@ -6,6 +6,8 @@ import torch
 
 from te_models import CausalLM
 from te_models.fp8.primary_weights import is_quantized
+from te_models.planning.memory_estimate import saved_bytes
+from te_models.planning.operations import Tape, Training
 
 
 def autograd_bytes(model: CausalLM, ids: torch.Tensor, logits: bool = True) -> int:
@@ -34,3 +36,14 @@ def autograd_bytes(model: CausalLM, ids: torch.Tensor, logits: bool = True) -> i
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(ids, labels=ids.clone(), return_logits=logits)
     return sum(found.values())
+
+
+def planned_bytes(model: CausalLM, batch_size: int, seq_len: int, **how: Any) -> int:
+    """What the plan says that autograd keeps of this model on a CPU; `how` are other fields of Training."""
+    own: dict[str, Any] = dict(activation_checkpointing=model.activation_checkpointing, fp8_params=model.fp8_params)
+    own |= dict(batch_size=batch_size, seq_len=seq_len, dtype_bytes=model.dtype.itemsize, compile=False, cuda=False)
+    training = Training(**own | how)
+    planned = saved_bytes(model.config, model.recipe, training)
+    if model.activation_checkpointing == "full":  # the rotary tables are held by the recomputes, not by autograd
+        planned -= Tape(model.config, model.recipe, training).rotary_tables()
+    return planned

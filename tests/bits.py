@@ -1,9 +1,22 @@
 """Comparison of tensors bit for bit, with a message that says where they differ."""
 
+import hashlib
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+
+
+def digest(tensor: Tensor) -> str:
+    """Return the SHA-256 of the bits of a tensor, in hex digits."""
+    return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def assert_same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    """Fail unless both have the same names, and under each the same bits."""
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert_same_bits(name, tensor, other[name])
 
 
 def assert_same_bits(name: str, a: Tensor, b: Tensor) -> None:
@@ -30,10 +43,3 @@ def assert_same_bits(name: str, a: Tensor, b: Tensor) -> None:
     raise AssertionError(
         f"{name}: {count} of {different.numel()} elements differ, by up to {largest:.3g}; first at {'; '.join(places)}"
     )
-
-
-def assert_all_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Fail unless both have the same names, and under each of them the same bits."""
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert_same_bits(name, found[name], tensor)

@@ -10,6 +10,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import hypothesis
 import places
@@ -100,6 +101,15 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str | None], None
         monkeypatch.setattr(importlib.metadata, "version", found)
 
     return pretend
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory that is empty but for the folder texts/."""
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    for name in ("text", "more"):
+        Path(f"texts/{name}.txt").write_text(f"hello {name}, " * 400)
 
 
 # They come first, so that no worker of `make test` is left with one of them at the end: files of more than 6 seconds.

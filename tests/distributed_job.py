@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import seeds  # noqa: F401  processes of a test move their seeds too
 import torch
+from bits import assert_same_bits
 from ranks import run_ranks
+from tiny_runs import TEXT
 from torch import nn
 
 import te_models.engine.emulated as emulated
@@ -29,6 +31,7 @@ from te_models.errors import Diverged
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model import offload
 from te_models.optim import gradients, master
+from te_models.saving.folder import Folder, load_folder
 from te_models.training.launch import meshes, parallel
 from te_models.training.lora_run import LoraRun
 from te_models.training.metrics import read_metrics
@@ -39,7 +42,6 @@ from te_models.training.trainer import Result, Trainer
 Case = dict[str, Any] | Callable[[Parallel, Path], Any]
 SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=3, moe_intermediate_size=32, shared_expert_intermediate_size=32)
-TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(40)]
 ANSWERS = [
     Document("yes " * (1 + 7 * (i % 4)), prompt="how many legs has an animal? " * (1 + i % 3)) for i in range(40)
 ]
@@ -61,10 +63,8 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     fields = dict(steps=3, batch_size=4, seq_len=48, warmup_steps=2, eval_every=0, learning_rate=3e-3)
     config = TrainConfig(**{**fields, **case})
     shared = replace(shared, kind=config.parallel, config=config, frozen=lora is not None)
-    if config.parallel in ("tp", "fsdp+tp"):
-        shared.dp, shared.tp, *_ = meshes(config, torch.device("cpu"))
-    elif config.parallel == "fsdp+ep":
-        _, _, shared.ep, shared.replicas = meshes(config, torch.device("cpu"))
+    if config.parallel in ("tp", "fsdp+tp", "fsdp+ep"):
+        shared = replace(shared, **{"dp": None, **meshes(config, torch.device("cpu"))})
     history = dict(amax_history_len=4) if recipe == "delayed" else {}
     shape = get_preset("gated-nano", **SHAPE | experts | family, tie_word_embeddings=tied)
     options |= dict(recipe=recipe, device="cpu", dtype=dtype, activation_checkpointing=mode)
@@ -183,6 +183,19 @@ def run_cases(cases: dict[str, Case], rank: int, folder: str) -> None:
             shared.ranks.from_first(partial((root / f"{name}.json").write_text, json.dumps(found)))
 
 
+def newest_checkpoint(run: Path) -> Folder:
+    return load_folder(max((run / "checkpoints").glob("step-*")))
+
+
+def assert_same_checkpoints(one: Path, other: Path) -> None:
+    """The newest checkpoints of two runs have the same tensors, to the bit."""
+    whole, resumed = newest_checkpoint(one).tensors, newest_checkpoint(other).tensors
+    for group in whole:
+        assert whole[group].keys() == resumed[group].keys()
+        for name, tensor in whole[group].items():
+            assert_same_bits(name, tensor, resumed[group][name])
+
+
 MANY = ("parallel", "resume", "tensor_parallel_size", "expert_parallel_size", "sequence_parallel")
 
 
@@ -212,6 +225,16 @@ def by_one(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     if name not in _by_one:
         _by_one[name] = solo(folder, own)
     return _by_one[name]
+
+
+def assert_same_checkpoint(root: Path, first: str, then: str) -> None:
+    """Every tensor of the last checkpoints of two cases is equal in every bit."""
+    one, other = (load_folder(max((root / name / "checkpoints").glob("step-*"))).tensors for name in (first, then))
+    assert one.keys() == other.keys() and len(one) > 1
+    for group, tensors in one.items():
+        assert tensors.keys() == other[group].keys()
+        for name, tensor in tensors.items():
+            assert_same_bits(f"{group} {name}", tensor, other[group][name])
 
 
 class Outcomes(dict[str, Any]):

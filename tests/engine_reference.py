@@ -17,6 +17,22 @@ RECIPES: dict[str, Callable[[], R.Recipe]] = {
     "mxfp8": R.MXFP8BlockScaling,
     "nvfp4": R.NVFP4BlockScaling,
 }
+# By name, of an FP8 type and a device.
+QUANTIZERS: dict[str, Callable[..., Any]] = {
+    "delayed": lambda d, at="cpu": te.Float8Quantizer(torch.tensor([3.0], device=at), torch.zeros(1, device=at), d),
+    "current": te.Float8CurrentScalingQuantizer,
+    "current_pow2": lambda d: te.Float8CurrentScalingQuantizer(d, force_pow_2_scales=True, amax_epsilon=0.125),
+    "block1": lambda d, at="cpu": te.Float8BlockQuantizer(d, rowwise=True, columnwise=True, block_scaling_dim=1),
+    "block2": lambda d: te.Float8BlockQuantizer(d, rowwise=True, columnwise=True),
+    "block1_fp32": lambda d: te.Float8BlockQuantizer(
+        d, rowwise=True, columnwise=True, block_scaling_dim=1, force_pow_2_scales=False, amax_epsilon=1e-3
+    ),
+    "block2_fp32": lambda d, at: te.Float8BlockQuantizer(d, rowwise=True, columnwise=True, force_pow_2_scales=False),
+    "mxfp8": lambda d, at="cpu": te.MXFP8Quantizer(d),
+    "mxfp8_2d": lambda d: te.MXFP8Quantizer(d, with_2d_quantization=True),
+    "nvfp4": lambda d, at="cpu": te.NVFP4Quantizer(),
+    "nvfp4_2d": lambda d, at="cpu": te.NVFP4Quantizer(with_2d_quantization=True),
+}
 
 
 def relative(got: Tensor, expected: Tensor) -> float:

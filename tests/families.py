@@ -111,7 +111,7 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "qwen3": {"biases": dict(attention_bias=True), "gelu": dict(hidden_act="gelu_new")},
     "smollm3": {"biases": dict(**BIASED, no_rope_layers=[1, 0, 1])},
-    "ministral": {**_shapes(*EIGHT, sliding_window=6), **WINDOWS},
+    **dict.fromkeys(("ministral", "cwm"), {**_shapes(*EIGHT, sliding_window=6), **WINDOWS}),
     "ministral3": {
         **{
             name: {**shape, "rope_parameters": {**shape.get("rope_parameters", DEFAULT), **SCALED}}
@@ -121,9 +121,7 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
         "no-scale": dict(rope_parameters={**YARN, **SCALED, "llama_4_scaling_beta": 0.0}),
         "mscale": dict(rope_parameters={**YARN, **SCALED, "mscale": 0.7, "mscale_all_dim": 1.2}),
     },
-    "cwm": {**_shapes(*EIGHT, sliding_window=6), **WINDOWS},
-    "internlm3": {**_shapes(*EIGHT, "dynamic"), "biases": BIASED},
-    "iquestcoder": {**_shapes(*EIGHT, "dynamic"), "biases": BIASED},
+    **dict.fromkeys(("internlm3", "iquestcoder"), {**_shapes(*EIGHT, "dynamic"), "biases": BIASED}),
     "seed_oss": {
         **_shapes(*EIGHT),
         "biases": dict(attention_out_bias=True, mlp_bias=True),
@@ -185,18 +183,15 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
         "pattern": dict(sliding_window=6, sliding_window_pattern=2),
         "no-rope": dict(sliding_window=6, layer_types=[FULL] * 3),
     },
-    "glm4": {
-        **_shapes(*EIGHT),
-        "odd": {**SHAPES["odd"], "head_dim": 12},
-        "no-bias": dict(attention_bias=False),
-        "whole": dict(rope_parameters=dict(rope_theta=10000.0, partial_rotary_factor=1.0)),
-    },
-    "glm": {
-        **_shapes(*EIGHT),
-        "odd": {**SHAPES["odd"], "head_dim": 12},
-        "no-bias": dict(attention_bias=False),
-        "whole": dict(rope_parameters=dict(rope_theta=10000.0, partial_rotary_factor=1.0)),
-    },
+    **dict.fromkeys(
+        ("glm4", "glm"),
+        {
+            **_shapes(*EIGHT),
+            "odd": {**SHAPES["odd"], "head_dim": 12},
+            "no-bias": dict(attention_bias=False),
+            "whole": dict(rope_parameters=dict(rope_theta=10000.0, partial_rotary_factor=1.0)),
+        },
+    ),
     "ernie4_5": {**_shapes(), "biases": dict(use_bias=True, tie_word_embeddings=False)},
     "gemma": {**_shapes(), "no-bias": dict(attention_bias=False), "biases": dict(attention_bias=True)},
     "gemma2": {

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from bits import assert_same_tensors
+from families import make_config
+from hybrids import HYBRIDS, hybrid_config
 from judge import AutoModelForCausalLM, transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -46,13 +49,24 @@ CASES |= {name: ("gated", dict(head_dim=16, num_attention_heads=6)) for name in 
 Pair = tuple[Any, Path]
 
 
-def make_theirs(case: str, folder: Path) -> Any:
-    """Return transformers' model of a case with every parameter random, saved in `folder`."""
+def config_of(case: str) -> Any:
+    """Return the transformers config of a case of CASES, of families.py or of hybrids.py."""
+    if case in HYBRIDS:
+        return hybrid_config(HYBRIDS[case])
+    if case not in CASES:
+        return make_config(case)
     kind, changes = CASES[case]
-    torch.manual_seed(len(case))
-    config = transformers.AutoConfig.for_model("qwen3" if kind == "gated" else kind, **{**SIZES, **changes})
-    model = AutoModelForCausalLM.from_config(config).eval()
-    if kind == "gated":
+    return transformers.AutoConfig.for_model("qwen3" if kind == "gated" else kind, **{**SIZES, **changes})
+
+
+def make_theirs(case: str, folder: Path, **changes: Any) -> Any:
+    """Return transformers' model of a case with every parameter random, saved in `folder`."""
+    torch.manual_seed(HYBRIDS.get(case, len(case)))
+    config = config_of(case)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    if case in GATED_CASES:
         save_gated(model, folder, **GATED_CASES[case])
     else:
         randomize(model)
@@ -107,9 +121,8 @@ def save_gated(model: Any, folder: Path, **flags: bool) -> None:
     (folder / "config.json").write_text(json.dumps({**theirs, **dict.fromkeys(gates, False), **flags}))
 
 
-def save_hf(model: CausalLM, folder: Path) -> None:
-    """Save a model, with one line about the code that its folder needs if transformers has none."""
-    gated = model.config.attention_gate != "none" and not model.config.zero_centered_norm
+def save_hf(model: CausalLM, folder: Path, gated: bool = False) -> None:
+    """Save a model; transformers has no code for a `gated` one, which one line says."""
     message = "needs .* to load in transformers|needs its own code"
     with pytest.warns(UserWarning, match=message) if gated else nullcontext():
         model.save_pretrained(folder, format="hf")
@@ -119,8 +132,14 @@ def save_hf(model: CausalLM, folder: Path) -> None:
 def randomize(model: torch.nn.Module) -> None:
     """Values of a trained model's size, norms and biases included."""
     for name, parameter in model.named_parameters():
-        centre = 0.0 if parameter.ndim > 1 or "bias" in name or parameter.abs().max() == 0 else 1.0
-        parameter.copy_(centre + torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
+        noise = torch.randn_like(parameter)
+        if name.endswith("A_log"):
+            parameter.copy_(noise)  # half of the heads forget within a few tokens, half within hundreds
+        elif name.endswith("dt_bias"):
+            parameter.copy_(noise * 2 - 3)
+        else:
+            centre = 0.0 if parameter.ndim > 1 or "bias" in name or parameter.abs().max() == 0 else 1.0
+            parameter.copy_(centre + noise * (0.3 if parameter.ndim == 1 else 0.15))
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):
             buffer.normal_(0, 0.3)
@@ -141,7 +160,25 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-def same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one
-    )
+def document_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def same_folder(one: Path, other: Path) -> None:
+    """Check that two folders have the same tensors and config.json."""
+    assert_same_tensors(tensors_of(one), tensors_of(other))
+    assert document_of(one) == document_of(other)
+
+
+def read_by_transformers(folder: Path) -> Any:
+    """transformers' model of a folder, in which it misses no tensor and finds none too many."""
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    return model.eval()
+
+
+def close(ours: Tensor, reference: Tensor, tolerance: float = 2e-5) -> None:
+    """Compare logits within a share of the largest one, or of 1."""
+    size = reference.abs().max().item()
+    assert size > 0.05, "a comparison of zeros would prove nothing"
+    torch.testing.assert_close(ours, reference, atol=tolerance * max(size, 1.0), rtol=0)

@@ -1,14 +1,13 @@
-"""transformers' hybrids of gated attention and Gated DeltaNet, small, random and odd: what ours are compared with."""
+"""The shapes of hybrids of gated attention and Gated DeltaNet, small and odd, as transformers' configs."""
 
 import copy
 import random
 from typing import Any
 
-import torch
-from judge import AutoModelForCausalLM, transformers
+from judge import transformers
 
 LINEAR, FULL = "linear_attention", "full_attention"
-SEEDS = range(20)
+HYBRIDS = {f"hybrid-{seed}": seed for seed in range(20)}
 
 
 def hybrid_fields(seed: int) -> tuple[str, dict[str, Any]]:
@@ -32,28 +31,7 @@ def hybrid_fields(seed: int) -> tuple[str, dict[str, Any]]:
     return kind, fields
 
 
-def hybrid_judge(seed: int) -> Any:
-    """Return transformers' model of these fields with random values in every parameter."""
+def hybrid_config(seed: int) -> Any:
+    """Return the transformers config of these fields."""
     kind, fields = hybrid_fields(seed)
-    torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(kind, **copy.deepcopy(fields))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    randomize_hybrid(model)
-    return model
-
-
-@torch.no_grad()
-def randomize_hybrid(model: torch.nn.Module) -> None:
-    """Give every parameter a random value of a trained model's size."""
-    for name, parameter in model.named_parameters():
-        noise = torch.randn_like(parameter)
-        if name.endswith("A_log"):
-            parameter.copy_(noise)  # half of the heads forget within a few tokens, half within hundreds
-        elif name.endswith("dt_bias"):
-            parameter.copy_(noise * 2 - 3)
-        elif name.endswith("linear_attn.norm.weight"):
-            parameter.copy_(1 + 0.3 * noise)
-        elif parameter.ndim == 1:
-            parameter.copy_(0.3 * noise)
-        else:
-            parameter.copy_(noise * parameter[0].numel() ** -0.5)
+    return transformers.AutoConfig.for_model(kind, **copy.deepcopy(fields))

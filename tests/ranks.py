@@ -6,8 +6,8 @@ import os
 import socket
 import subprocess
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import seeds  # noqa: F401  processes of a test move their seeds too
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 multiprocessing.set_forkserver_preload(
     ["torch.distributed.tensor", "torch._dynamo", "einops._torch_specific", "te_models.causal_lm", "pytest"]
@@ -44,6 +45,17 @@ def run_ranks(
         for path in failures:
             path.unlink()
         pytest.fail(said, pytrace=False)
+
+
+@contextmanager
+def as_one_of(ranks: int) -> Iterator[None]:
+    """Inside, this process is the first of so many, of which there are no others: nothing is sent."""
+    store = FakeStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def run_once(function: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import fmean
 from typing import Any
 
 from benchmarks.planned_memory import planned_and_measured
@@ -75,6 +76,25 @@ def calibration() -> str:
     )
     header = "recipe | on | first gradient norm | to BF16 | last loss | to BF16"
     return f"{prose(about)}\n\n{markdown(header, rows)}"
+
+
+@table
+def expert_parallel() -> str:
+    """Losses of a run with experts on two GPUs, in each way, beside those on one."""
+    result = load("expert_parallel_h100_x2")
+    rows = []
+    for name, losses in result["losses"].items():
+        recipe, way = name.split(", ", 1)
+        if way == "one process":
+            alone = losses
+            continue
+        off = [abs(loss / one - 1) for loss, one in zip(losses, alone, strict=True)]
+        rows.append([f"`{recipe}`", way, *(f"{100 * part:.2f} %" for part in (max(off[:4]), fmean(off), off[-1]))])
+    about = (
+        f"`gated-moe-nano`, 8 x 512 tokens per step, {len(losses)} steps: the distance of the losses from those of one "
+        f"GPU. {measured_on(result)}"
+    )
+    return f"{prose(about)}\n\n{markdown('recipe | on two | first 4 steps | mean | last step', rows)}"
 
 
 @table

@@ -1,6 +1,7 @@
 """The options of a training run, with their defaults. No torch."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ REDUCE_DTYPES = ("float32", "bfloat16")
 # Headings of the help.
 TRAINING, OPTIMIZER = "Training", "Optimizer"
 EVALUATION, PROCESSES = "Evaluation and checkpoints", "Several processes"
+_training, _optimizer, _evaluation, _processes = (
+    functools.partial(setting, group=group) for group in (TRAINING, OPTIMIZER, EVALUATION, PROCESSES)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,94 +37,63 @@ class TrainConfig(Settings):
     epochs: float = setting(0.0, "Passes over the data in memory, in place of --steps; 0: use --steps.")
     batch_size: int = setting(8, "Sequences per micro-batch, over all processes.", least=1, fixed=True)
     seq_len: int = setting(256, "Tokens per sequence.", least=1, fixed=True)
-    gradient_accumulation: int = setting(1, "Micro-batches per step.", least=1, fixed=True, group=TRAINING)
-    cache_fp8_weights: bool = setting(
-        True, "Quantize the weights once per step instead of once per micro-batch.", group=TRAINING
+    gradient_accumulation: int = _training(1, "Micro-batches per step.", least=1, fixed=True)
+    cache_fp8_weights: bool = _training(True, "Quantize the weights once per step instead of once per micro-batch.")
+    calibrate: bool = _training(
+        True, "Measure the first scales of recipe delayed on the first step's batch; else they are 1, as in TE."
     )
-    calibrate: bool = setting(
-        True,
-        "Measure the first scales of recipe delayed on the first step's batch; else they are 1, as in TE.",
-        group=TRAINING,
+    cuda_graph: bool = _training(True, "Replay forward and backward as one CUDA graph where they can be captured.")
+    memory_check: bool = _training(True, "Refuse a run that the memory plan says does not fit.")
+    deterministic: bool = _training(False, "Give the same bits in every run on the same GPU; slower.")
+    balance_loss: float | None = _training(None, "Factor of the load-balancing loss of experts; default: the model's.")
+    z_loss: float | None = _training(None, "Factor of the z-loss of experts' routers; default: the model's.")
+    optimizer: str = _optimizer(
+        "adamw", "One of adamw, adamw8bit, adamwfp8, te-adam, muon, muon8bit or galore.", fixed=True
     )
-    cuda_graph: bool = setting(
-        True, "Replay forward and backward as one CUDA graph where they can be captured.", group=TRAINING
+    optimizer_options: str | Mapping[str, object] = _optimizer(
+        "", 'Written "name=value,name=value"; in Python also a dict. See docs/guide/optimizers.md.'
     )
-    memory_check: bool = setting(True, "Refuse a run that the memory plan says does not fit.", group=TRAINING)
-    deterministic: bool = setting(False, "Give the same bits in every run on the same GPU; slower.", group=TRAINING)
-    balance_loss: float | None = setting(
-        None, "Factor of the load-balancing loss of experts; default: the model's.", group=TRAINING
-    )
-    z_loss: float | None = setting(
-        None, "Factor of the z-loss of experts' routers; default: the model's.", group=TRAINING
-    )
-    optimizer: str = setting(
-        "adamw", "One of adamw, adamw8bit, adamwfp8, te-adam, muon, muon8bit or galore.", group=OPTIMIZER, fixed=True
-    )
-    optimizer_options: str | Mapping[str, object] = setting(
-        "", 'Written "name=value,name=value"; in Python also a dict. See docs/guide/optimizers.md.', group=OPTIMIZER
-    )
-    optimizer_offload: bool = setting(False, "Store master weights and optimizer state in CPU memory.", group=OPTIMIZER)
+    optimizer_offload: bool = _optimizer(False, "Store master weights and optimizer state in CPU memory.")
     learning_rate: float = setting(1e-3, "The peak learning rate, reached after warm-up.")
-    schedule: str = setting(
+    schedule: str = _optimizer(
         "cosine",
         "Learning rate after warm-up: cosine, linear, constant or warmup-stable-decay (linear, at the end).",
-        group=OPTIMIZER,
         choices=SCHEDULES,
     )
-    final_learning_rate: float = setting(
-        0.1, "Learning rate at the last step as a fraction of the peak.", group=OPTIMIZER
+    final_learning_rate: float = _optimizer(0.1, "Learning rate at the last step as a fraction of the peak.")
+    warmup_steps: float = _optimizer(0.05, "Steps of linear warm-up; below 1, a share of all steps.")
+    decay_steps: float = _optimizer(0.2, "Steps of decay of warmup-stable-decay; below 1, a share of all steps.")
+    recipe_schedule: str = _training(
+        "", 'Recipes that follow --recipe: "bf16@0.9" trains the last tenth of the steps in BF16; also "bf16@900".'
     )
-    warmup_steps: float = setting(0.05, "Steps of linear warm-up; below 1, a share of all steps.", group=OPTIMIZER)
-    decay_steps: float = setting(
-        0.2, "Steps of decay of warmup-stable-decay; below 1, a share of all steps.", group=OPTIMIZER
-    )
-    recipe_schedule: str = setting(
-        "",
-        'Recipes that follow --recipe: "bf16@0.9" trains the last tenth of the steps in BF16; also "bf16@900".',
-        group=TRAINING,
-    )
-    weight_decay: float = setting(0.1, "Weight decay of matrices.", group=OPTIMIZER)
-    clip_grad_norm: float = setting(1.0, "Maximum norm of the gradient; 0 disables clipping.", group=OPTIMIZER)
-    eval_every: int = setting(50, "Steps between evaluations; 0: only at the end.", group=EVALUATION)
-    eval_batches: int = setting(8, "Batches per evaluation.", least=1, group=EVALUATION)
-    patience: int = setting(
-        0, "Evaluations in a row without a new lowest loss that end the run; 0: never.", group=EVALUATION
-    )
-    keep_best: bool = setting(
-        True, "Save the model of the evaluation with the lowest loss in the folder best/.", group=EVALUATION
-    )
-    save_every: int = setting(0, "Steps between checkpoints; 0: only at the end.", group=EVALUATION)
-    keep_last: int = setting(2, "Number of checkpoints to keep.", least=1, group=EVALUATION)
+    weight_decay: float = _optimizer(0.1, "Weight decay of matrices.")
+    clip_grad_norm: float = _optimizer(1.0, "Maximum norm of the gradient; 0 disables clipping.")
+    eval_every: int = _evaluation(50, "Steps between evaluations; 0: only at the end.")
+    eval_batches: int = _evaluation(8, "Batches per evaluation.", least=1)
+    patience: int = _evaluation(0, "Evaluations in a row without a new lowest loss that end the run; 0: never.")
+    keep_best: bool = _evaluation(True, "Save the model of the evaluation with the lowest loss in the folder best/.")
+    save_every: int = _evaluation(0, "Steps between checkpoints; 0: only at the end.")
+    keep_last: int = _evaluation(2, "Number of checkpoints to keep.", least=1)
     seed: int = setting(0, "Seed of weights, data order and sampling.", fixed=True)
-    parallel: str = setting(
+    parallel: str = _processes(
         "none",
         "How the processes that torchrun starts share the work: auto, none, ddp, fsdp, tp, fsdp+tp or fsdp+ep.",
-        group=PROCESSES,
         choices=PARALLEL,
         shown="auto",
     )
-    tensor_parallel_size: int = setting(0, "With fsdp+tp: number of processes that share each layer.", group=PROCESSES)
-    expert_parallel_size: int = setting(
-        0, "With fsdp+ep: number of processes that share the experts; 0: all.", group=PROCESSES
+    tensor_parallel_size: int = _processes(0, "With fsdp+tp: number of processes that share each layer.")
+    expert_parallel_size: int = _processes(0, "With fsdp+ep: number of processes that share the experts; 0: all.")
+    fp8_dispatch: bool = _processes(False, "With fsdp+ep: send tokens to experts in FP8, with a scale per row.")
+    sequence_parallel: bool = _processes(False, "With tp: also split the tokens between tensor-parallel layers.")
+    reshard_after_forward: bool = _processes(
+        True, "With fsdp: free gathered weights after forward and gather them again in backward."
     )
-    fp8_dispatch: bool = setting(
-        False, "With fsdp+ep: send tokens to experts in FP8, with a scale per row.", group=PROCESSES
+    prefetch_blocks: int = _processes(1, "With fsdp: number of blocks whose weights are gathered ahead.")
+    reduce_dtype: str = _processes(
+        "float32", "With fsdp: dtype in which gradients are summed, float32 or bfloat16.", choices=REDUCE_DTYPES
     )
-    sequence_parallel: bool = setting(
-        False, "With tp: also split the tokens between tensor-parallel layers.", group=PROCESSES
-    )
-    reshard_after_forward: bool = setting(
-        True, "With fsdp: free gathered weights after forward and gather them again in backward.", group=PROCESSES
-    )
-    prefetch_blocks: int = setting(1, "With fsdp: number of blocks whose weights are gathered ahead.", group=PROCESSES)
-    reduce_dtype: str = setting(
-        "float32",
-        "With fsdp: dtype in which gradients are summed, float32 or bfloat16.",
-        group=PROCESSES,
-        choices=REDUCE_DTYPES,
-    )
-    collective_timeout: int = setting(
-        60, "Seconds after which a process that does not answer ends the run.", least=1, group=PROCESSES
+    collective_timeout: int = _processes(
+        60, "Seconds after which a process that does not answer ends the run.", least=1
     )
 
     def __post_init__(self) -> None:

@@ -51,31 +51,20 @@ class Ranks:
         """
         if self.world == 1:
             return action()
-        value = None
-        failure = None
+        answer: list[Any] = [None, None]  # the result, and the message of a failure
         cause = None
         if self.first:
             try:
-                value = action()
+                answer[0] = action()
             except Exception as problem:
-                failure = str(problem) or type(problem).__name__
+                answer[1] = str(problem) or type(problem).__name__
                 cause = problem
-        value, failure = self._broadcast([value, failure])
+        value, failure = self.gather(answer)[0]
         if cause is not None:
             raise cause
         if failure is not None:
             raise error(f"rank 0: {failure}")
         return value
-
-    def _broadcast(self, value: Any) -> Any:
-        """Return rank 0's JSON value."""
-        message = _encode(value)
-        size = torch.tensor([len(message)])
-        dist.broadcast(size, group=self.group, group_src=0)
-        if not self.first:
-            message = torch.zeros(int(size), dtype=torch.uint8)
-        dist.broadcast(message, group=self.group, group_src=0)
-        return _decode(message)
 
 
 def _encode(value: object) -> Tensor:

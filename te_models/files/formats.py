@@ -71,16 +71,16 @@ def open_regular(
     return descriptor, status
 
 
-def read_bytes(path: Path, limit: int, error: type[TeModelsError] = CheckpointError, *, links: bool = True) -> bytes:
-    """Return the content of a regular file of at most `limit` bytes; raise `error` for anything else."""
-    descriptor, _ = open_regular(path, limit, error, links)
+def read_bytes(path: Path, limit: int, links: bool = True) -> bytes:
+    """Return the content of a regular file of at most `limit` bytes; raise a CheckpointError for anything else."""
+    descriptor, _ = open_regular(path, limit, links=links)
     try:
         with open(descriptor, "rb") as file:
             data = file.read(limit + 1) or b""  # None: a file of /proc that has nothing yet
     except OSError as problem:
-        raise error(f"{path} cannot be read: {problem.strerror}") from None
+        raise CheckpointError(f"{path} cannot be read: {problem.strerror}") from None
     if len(data) > limit:
-        raise error(f"{path} has more than the limit of {limit} bytes")
+        raise CheckpointError(f"{path} has more than the limit of {limit} bytes")
     return data
 
 

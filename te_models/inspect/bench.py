@@ -23,7 +23,7 @@ from te_models.engine import get_engine
 from te_models.errors import check_known, unknown
 from te_models.files.formats import Fields
 from te_models.inspect.environment import environment
-from te_models.inspect.peers import PEERS, Step, peer_step
+from te_models.inspect.peers import PEERS, Step, peer_step, step_of
 from te_models.inspect.roofline import Roofline, model_flops, roofline, timed
 from te_models.training.cuda_graph import GraphedStep
 
@@ -85,15 +85,7 @@ def model_step(ids: torch.Tensor, config: ModelConfig, cuda_graph: bool = False,
         graphed = GraphedStep(model)
         return lambda: graphed(input_ids=ids, labels=ids)
 
-    def step() -> torch.Tensor:
-        for parameter in model.parameters():
-            parameter.grad = None
-        loss = model(ids, labels=ids, return_logits=False).loss
-        assert loss is not None
-        loss.backward()
-        return loss.detach()
-
-    return step
+    return step_of(model, lambda: model(ids, labels=ids, return_logits=False).loss)
 
 
 def builders(

@@ -158,6 +158,20 @@ def _need_cuda(device: torch.device, name: str) -> None:
         raise UsageError(f"peer {name!r} needs a CUDA device: choose --peers torch, or none")
 
 
+def step_of(model: nn.Module, loss_of: Callable[[], Tensor | None]) -> Step:
+    """Return a function that computes the gradients of the loss that `loss_of` returns, and returns it."""
+
+    def step() -> Tensor:
+        for parameter in model.parameters():
+            parameter.grad = None
+        loss = loss_of()
+        assert loss is not None
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
 def peer_step(peer: Peer, ids: Tensor) -> Step:
     """Return a function that runs forward and backward of `peer` on ids [B, S]; it returns the loss."""
 
@@ -166,12 +180,4 @@ def peer_step(peer: Peer, ids: Tensor) -> Step:
 
     loss_of = torch.compile(loss_of) if ids.is_cuda else loss_of
     targets = nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
-
-    def step() -> Tensor:
-        for parameter in peer.parameters():
-            parameter.grad = None
-        loss = loss_of(peer(ids), targets)
-        loss.backward()
-        return loss.detach()
-
-    return step
+    return step_of(peer, lambda: loss_of(peer(ids), targets))

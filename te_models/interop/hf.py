@@ -22,7 +22,7 @@ from te_models.errors import CheckpointError
 from te_models.files.atomic import explained
 from te_models.files.formats import Document, Fields, as_object, list_some, parse_index, read_json
 from te_models.files.tensors import SafetensorsFile, check_finite
-from te_models.interop.hf_families import Family, family_of, text_part
+from te_models.interop.hf_families import Family, family_of
 from te_models.interop.hf_places import TOP
 from te_models.interop.origin import MODEL_TYPE, Opened, Origin, check_sizes, saved_dtype
 from te_models.interop.quantized import CONFIG_KEYS, MXFP4, StoredWeights, dequantize, open_weights, read_scheme
@@ -66,13 +66,15 @@ def describe(folder: Path, documents: Document, tensors: Mapping[str, Tensor] | 
     Raises:
         CheckpointError: they are damaged, or describe a model that te-models does not compute; the message says why.
     """
-    file, document = folder / "config.json", documents["config"]
-    text, root = text_part(document)
-    if tensors is not None:
-        check_sizes(file, text, tensors, root)
-    document = {key: value for key, value in document.items() if key not in CONFIG_KEYS}
-    with explained(file, AttributeError, LookupError, ArithmeticError, TypeError, ValueError):
+    file = folder / "config.json"
+    document = {key: value for key, value in documents["config"].items() if key not in CONFIG_KEYS}
+    damage = (AttributeError, LookupError, ArithmeticError, TypeError, ValueError)
+    with explained(file, *damage):
         family = family_of(document)
+        text = family.text(document)
+    if tensors is not None:
+        check_sizes(file, text, tensors, family.root)
+    with explained(file, *damage):
         config = family.read(document)
     named = [part.get(key) for part in (document, text) for key in ("dtype", "torch_dtype")]
     quantized = any(documents["config"].get(key) for key in CONFIG_KEYS)  # gpt-oss names no dtype

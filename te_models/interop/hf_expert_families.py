@@ -3,45 +3,22 @@
 from collections.abc import Iterable
 
 from te_models.config.model import ModelConfig
+from te_models.interop import hf_experts as experts
+from te_models.interop import hf_parts as parts
 from te_models.interop import hf_places as places
-from te_models.interop.hf_experts import (
-    ALL_SLIDE_BY_FLAG,
-    DEEPSEEK_EXPERTS,
-    DEEPSEEK_V2_EXPERTS,
-    GLM_LITE_EXPERTS,
-    GPT_OSS_EXPERTS,
-    IGNORED,
-    MIXTRAL_EXPERTS,
-    OLMOE_EXPERTS,
-    QK_NORM,
-    QKV_BIAS,
-    QWEN2_EXPERTS,
-    QWEN3_EXPERTS,
-)  # fmt: skip
 from te_models.interop.hf_family import LENGTHS, NO_DROPOUT, UNGATED, Family, whole_heads
 from te_models.interop.hf_hybrid_parts import LATENT
-from te_models.interop.hf_parts import (
-    EVEN_SLIDE_BY_FLAG,
-    GPT_OSS_ROPE,
-    PARTIAL_ROPE,
-    ROPE,
-    SECOND_IS_FULL,
-    WINDOW,
-    Fields,
-    activation,
-    biases,
-)
-from te_models.interop.hf_places import EXPERTS, LATENT_LAYER, LAYER, NORMED_LAYER
+from te_models.interop.hf_parts import Fields
 
-ACT = activation()
+ACT = parts.activation()
 _SIZES = {
     "rope_interleave": True, "bos_token_id": 0, "eos_token_id": 1, "n_shared_experts": 1, "norm_topk_prob": True,
     "kv_lora_rank": 512, "qk_rope_head_dim": 64,
 }  # fmt: skip
-_DEEPSEEK_KEYS = IGNORED | {"qk_head_dim", "auto_map", "ep_size", "seq_aux", "aux_loss_alpha"}
+_DEEPSEEK_KEYS = experts.IGNORED | {"qk_head_dim", "auto_map", "ep_size", "seq_aux", "aux_loss_alpha"}
 _DEEPSEEK_V3: Fields = dict(
-    architecture="DeepseekV3ForCausalLM", layer={**LATENT_LAYER, **places.GLM_EXPERTS},
-    parts=(ROPE, LATENT, ACT, biases(), DEEPSEEK_EXPERTS), constants=UNGATED,
+    architecture="DeepseekV3ForCausalLM", layer={**places.LATENT_LAYER, **places.GLM_EXPERTS},
+    parts=(parts.ROPE, LATENT, ACT, parts.biases(), experts.DEEPSEEK_EXPERTS), constants=UNGATED,
     defaults={**_SIZES, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "n_routed_experts": 256,
               "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
               "q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_group": 8, "topk_group": 4,
@@ -59,50 +36,51 @@ def _sparse(config: ModelConfig) -> bool:
 EXPERT_FAMILIES = (
     Family(
         model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM", models="Qwen3 with experts, such as 30B-A3B",
-        layer={**NORMED_LAYER, **EXPERTS}, parts=(ROPE, ALL_SLIDE_BY_FLAG, ACT, biases(), QWEN3_EXPERTS),
+        layer={**places.NORMED_LAYER, **places.EXPERTS},
+        parts=(parts.ROPE, experts.ALL_SLIDE_BY_FLAG, ACT, parts.biases(), experts.QWEN3_EXPERTS),
         constants={**UNGATED, "qk_norm": True},
         defaults={**LENGTHS, "num_key_value_heads": 4, "head_dim": None, "num_experts": 128, "num_experts_per_tok": 8,
                   "moe_intermediate_size": 768, "norm_topk_prob": False, "router_aux_loss_coef": 0.001},
-        accepts=_sparse, only=NO_DROPOUT, ignored=IGNORED, note="experts",
+        accepts=_sparse, only=NO_DROPOUT, ignored=experts.IGNORED, note="experts",
     ),
     Family(
         model_type="qwen2_moe", architecture="Qwen2MoeForCausalLM", models="Qwen1.5-MoE, Qwen2-57B-A14B",
-        layer={**LAYER, **places.QWEN2_EXPERTS}, parts=(ROPE, EVEN_SLIDE_BY_FLAG, ACT, QKV_BIAS, QWEN2_EXPERTS),
-        constants=UNGATED,
+        layer={**places.LAYER, **places.QWEN2_EXPERTS}, constants=UNGATED,
+        parts=(parts.ROPE, parts.EVEN_SLIDE_BY_FLAG, ACT, experts.QKV_BIAS, experts.QWEN2_EXPERTS),
         defaults={**LENGTHS, "num_key_value_heads": 16, "max_window_layers": 28, "num_experts": 60,
                   "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
                   "norm_topk_prob": False, "router_aux_loss_coef": 0.001, "qkv_bias": True},
-        accepts=lambda config: _sparse(config) and whole_heads(config), only=NO_DROPOUT, ignored=IGNORED,
+        accepts=lambda config: _sparse(config) and whole_heads(config), only=NO_DROPOUT, ignored=experts.IGNORED,
         note="experts, and one for all tokens with a gate",
     ),
     Family(
         model_type="mixtral", architecture="MixtralForCausalLM", models="Mixtral 8x7B, 8x22B",
-        layer={**{name: rows for name, rows in LAYER.items() if "mlp" not in name}, **places.MIXTRAL_EXPERTS},
-        parts=(ROPE, WINDOW, ACT, MIXTRAL_EXPERTS), constants=UNGATED,
+        layer={**{name: rows for name, rows in places.LAYER.items() if "mlp" not in name}, **places.MIXTRAL_EXPERTS},
+        parts=(parts.ROPE, parts.WINDOW, ACT, experts.MIXTRAL_EXPERTS), constants=UNGATED,
         renamed={".block_sparse_moe.gate.": ".mlp.gate."},
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "bos_token_id": 1,
                   "eos_token_id": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001,
                   "router_jitter_noise": 0.0, "rope_theta": 1000000.0},
-        only=NO_DROPOUT, ignored=IGNORED, note="experts",
+        only=NO_DROPOUT, ignored=experts.IGNORED, note="experts",
     ),
     Family(
-        model_type="olmoe", architecture="OlmoeForCausalLM", models="OLMoE", layer={**NORMED_LAYER, **EXPERTS},
-        parts=(ROPE, ACT, biases(), OLMOE_EXPERTS),
+        model_type="olmoe", architecture="OlmoeForCausalLM", models="OLMoE",
+        layer={**places.NORMED_LAYER, **places.EXPERTS}, parts=(parts.ROPE, ACT, parts.biases(), experts.OLMOE_EXPERTS),
         constants={**UNGATED, "qk_norm": True, "qk_norm_scope": "all_heads"},
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "pad_token_id": 1, "eos_token_id": 50279,
                   "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
-        accepts=whole_heads, only={**NO_DROPOUT, "clip_qkv": (None,)}, ignored=IGNORED, note="experts",
+        accepts=whole_heads, only={**NO_DROPOUT, "clip_qkv": (None,)}, ignored=experts.IGNORED, note="experts",
     ),
     Family(
         model_type="glm4_moe", architecture="Glm4MoeForCausalLM", models="GLM-4.5, GLM-4.6, GLM-4.7",
-        layer={**NORMED_LAYER, **places.GLM_EXPERTS},
-        parts=(PARTIAL_ROPE, ACT, biases(out=None), QK_NORM, DEEPSEEK_EXPERTS), constants=UNGATED,
-        accepts=_sparse,
+        layer={**places.NORMED_LAYER, **places.GLM_EXPERTS},
+        parts=(parts.PARTIAL_ROPE, ACT, parts.biases(out=None), experts.QK_NORM, experts.DEEPSEEK_EXPERTS),
+        constants=UNGATED, accepts=_sparse,
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": None, "rms_norm_eps": 1e-5,
                   "partial_rotary_factor": 0.5, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 1,
                   "n_routed_experts": 128, "moe_intermediate_size": 1408, "norm_topk_prob": True, "topk_group": 1,
                   "routed_scaling_factor": 1.0, "first_k_dense_replace": 1, "use_qk_norm": False},
-        only=NO_DROPOUT, ignored=IGNORED,
+        only=NO_DROPOUT, ignored=experts.IGNORED,
         note="experts and one for all tokens; sigmoid scores with a bias for the choice; the first layers are dense",
     ),
     Family(
@@ -114,8 +92,8 @@ EXPERT_FAMILIES = (
     ),
     Family(
         model_type="deepseek_v2", architecture="DeepseekV2ForCausalLM", models="DeepSeek-V2, V2-Lite, V2.5",
-        layer={**LATENT_LAYER, **places.DEEPSEEK_V2_EXPERTS}, parts=(ROPE, LATENT, ACT, biases(), DEEPSEEK_V2_EXPERTS),
-        constants=UNGATED,
+        layer={**places.LATENT_LAYER, **places.DEEPSEEK_V2_EXPERTS}, constants=UNGATED,
+        parts=(parts.ROPE, LATENT, ACT, parts.biases(), experts.DEEPSEEK_V2_EXPERTS),
         defaults={**_SIZES, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "n_routed_experts": 64,
                   "num_experts_per_tok": None, "moe_intermediate_size": 1407, "first_k_dense_replace": 0,
                   "q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_shared_experts": 2,
@@ -126,23 +104,23 @@ EXPERT_FAMILIES = (
     ),
     Family(
         model_type="glm4_moe_lite", architecture="Glm4MoeLiteForCausalLM", models="GLM-4.7-Flash",
-        layer={**LATENT_LAYER, **places.GLM_EXPERTS}, parts=(ROPE, LATENT, ACT, biases(), GLM_LITE_EXPERTS),
-        constants=UNGATED,
+        layer={**places.LATENT_LAYER, **places.GLM_EXPERTS}, constants=UNGATED,
+        parts=(parts.ROPE, LATENT, ACT, parts.biases(), experts.GLM_LITE_EXPERTS),
         defaults={**_SIZES, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "n_routed_experts": 64,
                   "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "q_lora_rank": 768,
                   "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1, "topk_group": 1,
                   "routed_scaling_factor": 1.8},
-        only=NO_DROPOUT, ignored=IGNORED | {"qk_head_dim"}, note="as DeepSeek-V3",
+        only=NO_DROPOUT, ignored=experts.IGNORED | {"qk_head_dim"}, note="as DeepSeek-V3",
     ),
     Family(
         model_type="gpt_oss", architecture="GptOssForCausalLM", models="gpt-oss-20b, gpt-oss-120b",
-        layer=places.GPT_OSS_LAYER, parts=(GPT_OSS_ROPE, SECOND_IS_FULL, biases(), GPT_OSS_EXPERTS),
-        constants={**UNGATED, "attention_sinks": True}, stacked=True,
+        layer=places.GPT_OSS_LAYER, constants={**UNGATED, "attention_sinks": True}, stacked=True,
+        parts=(parts.GPT_OSS_ROPE, parts.SECOND_IS_FULL, parts.biases(), experts.GPT_OSS_EXPERTS),
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
                   "rope_theta": 150000.0, "attention_bias": True, "sliding_window": 128, "num_local_experts": 128,
                   "num_experts_per_tok": 4, "router_aux_loss_coef": 0.001, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
         only={**NO_DROPOUT, "hidden_act": ("silu",)},
-        ignored=IGNORED | {"experts_per_token", "initial_context_length"},
+        ignored=experts.IGNORED | {"experts_per_token", "initial_context_length"},
         note="attention sinks; experts with biases and a clamped SwiGLU, in one tensor per projection, also of MXFP4",
     ),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError, field_values
-from te_models.interop.hf_parts import Fields, Part, Values
+from te_models.interop.hf_parts import Fields, Part, Values, renamed
 
 
 @dataclass(frozen=True)
@@ -168,16 +168,8 @@ NO_WIDTH = Part(
     lambda theirs: {"intermediate_size": theirs["intermediate_size"] or theirs["moe_intermediate_size"]},
     lambda config: {},
 )
-QKV_BIAS = Part(
-    ("qkv_bias",),
-    lambda theirs: {"attention_bias": theirs["qkv_bias"]},
-    lambda config: {"qkv_bias": config.attention_bias},
-)
-QK_NORM = Part(
-    ("use_qk_norm",),
-    lambda theirs: {"qk_norm": theirs["use_qk_norm"]},
-    lambda config: {"use_qk_norm": config.qk_norm},
-)
+QKV_BIAS = renamed(attention_bias="qkv_bias")
+QK_NORM = renamed(qk_norm="use_qk_norm")
 ALL_SLIDE_BY_FLAG = Part(
     ("sliding_window", "use_sliding_window", "max_window_layers"),
     lambda theirs: {"sliding_window": theirs.get("sliding_window") if theirs.get("use_sliding_window") else None},

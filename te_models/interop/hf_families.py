@@ -6,73 +6,16 @@ is known to have no effect; writing uses the same entry in reverse. Facts: the c
 transformers 5.23, and modeling_qwen3.py of qiuzh20/gated_attention.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError, unknown
+from te_models.interop import hf_experts as experts
+from te_models.interop import hf_parts as parts
 from te_models.interop import hf_places as places
 from te_models.interop.hf_expert_families import EXPERT_FAMILIES
-from te_models.interop.hf_experts import (
-    AFMOE_EXPERTS,
-    IGNORED,
-    LAGUNA_EXPERTS,
-    NEXT_EXPERTS,
-    NO_WIDTH,
-    QWEN3_5_EXPERTS,
-)
 from te_models.interop.hf_family import LENGTHS, NO_DROPOUT, UNGATED, Family, whole_heads
 from te_models.interop.hf_hybrid_parts import HYBRID, MROPE
 from te_models.interop.hf_obstacles import obstacle, text_type
-from te_models.interop.hf_parts import (
-    AFMOE_WINDOW,
-    ALL_SLIDE,
-    ATTENTION_MULTIPLIER,
-    EMBEDDING_ROOT,
-    EXAONE_WINDOW,
-    FIRST_OF_FOUR_IS_FULL,
-    GATE,
-    GEMMA3_ROPE,
-    GEMMA_ACT,
-    INTERNLM_BIASES,
-    LAGUNA,
-    LAGUNA_ROPE,
-    MUP,
-    NO_ROPE,
-    OLMO3_ROPE,
-    OWN,
-    PARTIAL_ROPE,
-    QUERY_SCALAR,
-    QUERY_SCALE_ROPE,
-    ROPE,
-    SECOND_IS_FULL,
-    SU_ROPE,
-    WINDOW,
-    WINDOW_BY_FLAG,
-    WINDOW_WITHOUT_ROPE,
-    Fields,
-    Values,
-    activation,
-    biases,
-    same,
-)
-from te_models.interop.hf_places import (
-    AFMOE_LAYER,
-    FUSED_MLP_LAYER,
-    GATED_BY_GROUP,
-    GEMMA_NORMS,
-    GLM_LAYER,
-    LAGUNA_LAYER,
-    LAYER,
-    NORMED_LAYER,
-    OWN_LAYER,
-    PHI_LAYER,
-    POST_NORMED_LAYER,
-    QWEN3_5_LAYER,
-    QWEN3_NEXT_LAYER,
-    UNGATED_MLP_LAYER,
-    both_normed,
-)
+from te_models.interop.hf_parts import Fields, Values
 
 
 def _internlm(config: ModelConfig) -> bool:
@@ -85,8 +28,8 @@ def _phi(config: ModelConfig) -> bool:
     return not scaling or (scaling["rope_type"] == "longrope" and config.head_dim == filled)
 
 
-ACT, GELU = activation(), activation("hidden_activation")
-ALL_BIASES = biases(mlp="mlp_bias")
+ACT, GELU = parts.activation(), parts.activation("hidden_activation")
+ALL_BIASES = parts.biases(mlp="mlp_bias")
 POST_NORM = {**UNGATED, "qk_norm": True, "norm_position": "post"}
 GEMMA = {**UNGATED, "norm_position": "both", "zero_centered_norm": True}
 _LLAMA = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
@@ -97,18 +40,18 @@ _GEMMA = {
 }  # fmt: skip
 _NO_BIAS = {"attention_bias": (False,)}
 _GLM: Fields = dict(
-    parts=(PARTIAL_ROPE, ACT, biases(out=None)), only=NO_DROPOUT,
+    parts=(parts.PARTIAL_ROPE, ACT, parts.biases(out=None)), only=NO_DROPOUT,
     defaults={"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
               "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "pad_token_id": 151329,
               "eos_token_id": [151329, 151336, 151338], "attention_bias": True},
 )  # fmt: skip
 _MISTRAL: Fields = dict(
-    layer=LAYER, parts=(ROPE, WINDOW, ACT), constants=UNGATED, only=NO_DROPOUT,
+    layer=places.LAYER, parts=(parts.ROPE, parts.WINDOW, ACT), constants=UNGATED, only=NO_DROPOUT,
     defaults={**LENGTHS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1,
               "eos_token_id": 2, "sliding_window": 4096},
 )  # fmt: skip
 _MINISTRAL3: Fields = dict(
-    layer=LAYER, parts=(QUERY_SCALE_ROPE, WINDOW, ACT), constants=UNGATED, only=NO_DROPOUT,
+    layer=places.LAYER, parts=(parts.QUERY_SCALE_ROPE, parts.WINDOW, ACT), constants=UNGATED, only=NO_DROPOUT,
     defaults={"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
               "pad_token_id": 11, "bos_token_id": 1, "eos_token_id": 2},
 )  # fmt: skip
@@ -121,8 +64,9 @@ _MISTRAL3: Fields = dict(
 )  # fmt: skip
 _CAUSAL = {"use_bidirectional_attention": (None, False)}
 _GEMMA3: Fields = dict(
-    scaled_vectors=True, layer=both_normed(NORMED_LAYER, GEMMA_NORMS),
-    parts=(GEMMA3_ROPE, GELU, biases(), QUERY_SCALAR, EMBEDDING_ROOT, same("final_logit_softcapping")),
+    scaled_vectors=True, layer=places.both_normed(places.NORMED_LAYER, places.GEMMA_NORMS),
+    parts=(parts.GEMMA3_ROPE, GELU, parts.biases(), parts.QUERY_SCALAR, parts.EMBEDDING_ROOT,
+           parts.same("final_logit_softcapping")),
     constants={**GEMMA, "qk_norm": True},
     defaults={**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
               "sliding_window_pattern": 6},
@@ -135,56 +79,56 @@ _GEMMA3_IMAGES: Fields = {
 }
 _GATED_NEXT = {"attention_gate": "elementwise", "qk_norm": True, "zero_centered_norm": True}
 _QWEN3_5: Fields = dict(
-    layer=QWEN3_5_LAYER, parts=(MROPE, HYBRID, ACT), constants=_GATED_NEXT,
+    layer=places.QWEN3_5_LAYER, parts=(MROPE, HYBRID, ACT), constants=_GATED_NEXT,
     defaults={**LENGTHS, "num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
     only={**NO_DROPOUT, **_NO_BIAS, "attn_output_gate": (True,)},
     ignored=frozenset(("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers")),
 )  # fmt: skip
 _QWEN3_5_MOE: Fields = {
     **_QWEN3_5,
-    "layer": {**QWEN3_5_LAYER, **places.QWEN2_EXPERTS},
-    "parts": (MROPE, HYBRID, ACT, QWEN3_5_EXPERTS, NO_WIDTH),
+    "layer": {**places.QWEN3_5_LAYER, **places.QWEN2_EXPERTS},
+    "parts": (MROPE, HYBRID, ACT, experts.QWEN3_5_EXPERTS, experts.NO_WIDTH),
     "defaults": {**LENGTHS, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25,
                  "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "intermediate_size": 0,
                  "shared_expert_intermediate_size": 512, "router_aux_loss_coef": 0.001},
-    "ignored": _QWEN3_5["ignored"] | IGNORED,
+    "ignored": _QWEN3_5["ignored"] | experts.IGNORED,
 }  # fmt: skip
 
 FAMILIES = (
     Family(
-        model_type="llama", architecture="LlamaForCausalLM", models="Llama 2, 3, 3.1, 3.2", layer=LAYER,
-        parts=(ROPE, ACT, ALL_BIASES), constants=UNGATED, defaults=_LLAMA, accepts=whole_heads, only=NO_DROPOUT,
+        model_type="llama", architecture="LlamaForCausalLM", models="Llama 2, 3, 3.1, 3.2", layer=places.LAYER,
+        parts=(parts.ROPE, ACT, ALL_BIASES), constants=UNGATED, defaults=_LLAMA, accepts=whole_heads, only=NO_DROPOUT,
     ),
     Family(
         model_type="mistral", architecture="MistralForCausalLM", models="Mistral, Ministral 8B of 2024", **_MISTRAL,
         note="sliding window in all layers",
     ),
     Family(
-        model_type="qwen2", architecture="Qwen2ForCausalLM", models="Qwen2, Qwen2.5", layer=LAYER,
-        parts=(ROPE, WINDOW_BY_FLAG, ACT), constants={**UNGATED, "attention_bias": True},
+        model_type="qwen2", architecture="Qwen2ForCausalLM", models="Qwen2, Qwen2.5", layer=places.LAYER,
+        parts=(parts.ROPE, parts.WINDOW_BY_FLAG, ACT), constants={**UNGATED, "attention_bias": True},
         defaults={**LENGTHS, "num_key_value_heads": 32, "max_window_layers": 28}, only=NO_DROPOUT,
         note="bias on q, k, v; sliding window per layer",
     ),
     Family(
-        model_type="qwen3", architecture="Qwen3ForCausalLM", models="Qwen3, dense", layer=NORMED_LAYER,
-        parts=(ROPE, WINDOW_BY_FLAG, ACT, biases()), constants={**UNGATED, "qk_norm": True},
+        model_type="qwen3", architecture="Qwen3ForCausalLM", models="Qwen3, dense", layer=places.NORMED_LAYER,
+        parts=(parts.ROPE, parts.WINDOW_BY_FLAG, ACT, parts.biases()), constants={**UNGATED, "qk_norm": True},
         defaults={**LENGTHS, "num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28},
         only=NO_DROPOUT, note="RMSNorm on each head of q and k",
     ),
     Family(
-        model_type="smollm3", architecture="SmolLM3ForCausalLM", models="SmolLM3", layer=LAYER,
-        parts=(ROPE, NO_ROPE, WINDOW_WITHOUT_ROPE, ACT, ALL_BIASES), constants=UNGATED,
+        model_type="smollm3", architecture="SmolLM3ForCausalLM", models="SmolLM3", layer=places.LAYER,
+        parts=(parts.ROPE, parts.NO_ROPE, parts.WINDOW_WITHOUT_ROPE, ACT, ALL_BIASES), constants=UNGATED,
         defaults={**LENGTHS, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2000000.0,
                   "no_rope_layer_interval": 4, "bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": 128004},
         only=NO_DROPOUT, note="layers without RoPE",
     ),
     Family(  # qiuzh20/gated_attention, whose published files say "qwen2"
-        model_type="qwen3", architecture="Qwen3ForCausalLM", models="`QwQZh/gated_attention`", layer=GATED_BY_GROUP,
-        parts=(ROPE, GATE, ACT),
+        model_type="qwen3", architecture="Qwen3ForCausalLM", models="`QwQZh/gated_attention`",
+        layer=places.GATED_BY_GROUP, parts=(parts.ROPE, parts.GATE, ACT),
         defaults={**LENGTHS, "num_key_value_heads": 32, "head_dim": 128, "use_qk_norm": True},
         only={**NO_DROPOUT, **_NO_BIAS, "qkv_bias": (False,), "use_sliding_window": (False,)},
         ignored=frozenset(("auto_map", "sliding_window", "max_window_layers")),
-        marks=(*GATE.keys, "qkv_bias"), written=False,
+        marks=(*parts.GATE.keys, "qkv_bias"), written=False,
         sign="or `qwen2`, with `headwise_attn_output_gate` or `elementwise_attn_output_gate`",
         note="the gate's rows are inside q_proj, after the queries of each group of heads that share a key",
     ),
@@ -212,18 +156,18 @@ FAMILIES = (
     ),
     Family(
         model_type="qwen3_next", architecture="Qwen3NextForCausalLM", models="Qwen3-Next",
-        layer={**QWEN3_NEXT_LAYER, **places.QWEN2_EXPERTS}, parts=(PARTIAL_ROPE, NEXT_EXPERTS, HYBRID, ACT),
-        constants=_GATED_NEXT,
+        layer={**places.QWEN3_NEXT_LAYER, **places.QWEN2_EXPERTS}, constants=_GATED_NEXT,
+        parts=(parts.PARTIAL_ROPE, experts.NEXT_EXPERTS, HYBRID, ACT),
         defaults={**LENGTHS, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25,
                   "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True,
                   "shared_expert_intermediate_size": 512, "router_aux_loss_coef": 0.001},
-        only={**NO_DROPOUT, **_NO_BIAS}, ignored=IGNORED,
+        only={**NO_DROPOUT, **_NO_BIAS}, ignored=experts.IGNORED,
         note="the gate after the queries of each head, RoPE on a part of each head, norms that store gamma - 1, "
              "Gated DeltaNet in some layers; experts",
     ),
     Family(
-        model_type="ministral", architecture="MinistralForCausalLM", models="Ministral", layer=LAYER,
-        parts=(ROPE, ALL_SLIDE, ACT), constants=UNGATED,
+        model_type="ministral", architecture="MinistralForCausalLM", models="Ministral", layer=places.LAYER,
+        parts=(parts.ROPE, parts.ALL_SLIDE, ACT), constants=UNGATED,
         defaults={**LENGTHS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1,
                   "eos_token_id": 2, "sliding_window": 4096},
         only=NO_DROPOUT, note="sliding window per layer",
@@ -235,39 +179,39 @@ FAMILIES = (
     Family(models="Mistral Small 3.1 and 3.2", text_type="mistral", **_MISTRAL, **_MISTRAL3),
     Family(models="Ministral 3 and Devstral 2, with images", text_type="ministral3", **_MINISTRAL3, **_MISTRAL3),
     Family(
-        model_type="cwm", architecture="CwmForCausalLM", models="CWM", layer=LAYER,
-        parts=(ROPE, FIRST_OF_FOUR_IS_FULL, ACT), constants=UNGATED,
+        model_type="cwm", architecture="CwmForCausalLM", models="CWM", layer=places.LAYER,
+        parts=(parts.ROPE, parts.FIRST_OF_FOUR_IS_FULL, ACT), constants=UNGATED,
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
                   "bos_token_id": 128000, "sliding_window": 8192, "eos_token_id": [128001, 128008, 128009],
                   "rope_theta": 1000000.0},
         accepts=whole_heads, only={**NO_DROPOUT, "mlp_bias": (False,)}, note="sliding window per layer",
     ),
     Family(
-        model_type="internlm3", architecture="InternLM3ForCausalLM", models="InternLM3", layer=LAYER,
-        parts=(ROPE, ACT, INTERNLM_BIASES), constants=UNGATED,
+        model_type="internlm3", architecture="InternLM3ForCausalLM", models="InternLM3", layer=places.LAYER,
+        parts=(parts.ROPE, ACT, parts.INTERNLM_BIASES), constants=UNGATED,
         defaults={"max_position_embeddings": 32768, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5,
                   "pad_token_id": 2, "bos_token_id": 1, "eos_token_id": 2},
         accepts=_internlm, only=NO_DROPOUT, ignored=frozenset(("auto_map",)),
     ),
     Family(
-        model_type="iquestcoder", architecture="IQuestCoderForCausalLM", models="IQuest-Coder V1", layer=LAYER,
-        parts=(ROPE, ACT, ALL_BIASES), constants=UNGATED,
+        model_type="iquestcoder", architecture="IQuestCoderForCausalLM", models="IQuest-Coder V1", layer=places.LAYER,
+        parts=(parts.ROPE, ACT, ALL_BIASES), constants=UNGATED,
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
                   "bos_token_id": 1, "eos_token_id": 2},
         accepts=whole_heads, only={**NO_DROPOUT, "use_sliding_window": (False,)},
         ignored=frozenset(("auto_map", "max_window_layers", "sliding_window")),
     ),
     Family(
-        model_type="seed_oss", architecture="SeedOssForCausalLM", models="Seed-OSS", layer=LAYER,
-        parts=(ROPE, ACT, biases(out="attention_out_bias", mlp="mlp_bias")), constants=UNGATED,
+        model_type="seed_oss", architecture="SeedOssForCausalLM", models="Seed-OSS", layer=places.LAYER,
+        parts=(parts.ROPE, ACT, parts.biases(out="attention_out_bias", mlp="mlp_bias")), constants=UNGATED,
         defaults={"max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
                   "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "attention_bias": True},
         ignored=frozenset(("attention_dropout", "residual_dropout")),
         note="bias on q, k, v; its dropout is not applied in training",
     ),
     Family(
-        model_type="phi3", architecture="Phi3ForCausalLM", models="Phi-3, Phi-3.5, Phi-4, Phi-4-mini", layer=PHI_LAYER,
-        parts=(SU_ROPE, WINDOW, ACT), constants=UNGATED,
+        model_type="phi3", architecture="Phi3ForCausalLM", models="Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
+        layer=places.PHI_LAYER, parts=(parts.SU_ROPE, parts.WINDOW, ACT), constants=UNGATED,
         defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
                   "bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000},
         accepts=_phi, only={**NO_DROPOUT, "resid_pdrop": (0.0,), "embd_pdrop": (0.0,), "attention_bias": (False,),
@@ -276,52 +220,52 @@ FAMILIES = (
         note="fused projections, RoPE on a part of each head",
     ),
     Family(
-        model_type="granite", architecture="GraniteForCausalLM", models="Granite 3", layer=LAYER,
-        parts=(ROPE, ACT, ALL_BIASES, ATTENTION_MULTIPLIER,
-               same("embedding_multiplier", "residual_multiplier", "logits_scaling")),
+        model_type="granite", architecture="GraniteForCausalLM", models="Granite 3", layer=places.LAYER,
+        parts=(parts.ROPE, ACT, ALL_BIASES, parts.ATTENTION_MULTIPLIER,
+               parts.same("embedding_multiplier", "residual_multiplier", "logits_scaling")),
         constants=UNGATED, defaults={**_LLAMA, "attention_multiplier": 1.0}, ignored=frozenset(("attention_dropout",)),
         note="four multipliers; its dropout is not applied in training",
     ),
     Family(
-        model_type="arcee", architecture="ArceeForCausalLM", models="AFM-4.5B", layer=UNGATED_MLP_LAYER,
-        parts=(ROPE, ACT, ALL_BIASES), constants={**UNGATED, "mlp_gate": False},
+        model_type="arcee", architecture="ArceeForCausalLM", models="AFM-4.5B", layer=places.UNGATED_MLP_LAYER,
+        parts=(parts.ROPE, ACT, ALL_BIASES), constants={**UNGATED, "mlp_gate": False},
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 128000,
                   "eos_token_id": 128001, "hidden_act": "relu2"},
         accepts=whole_heads, only=NO_DROPOUT, note="MLP without a gate, ReLU squared",
     ),
     Family(
-        model_type="olmo2", architecture="Olmo2ForCausalLM", models="OLMo 2", layer=POST_NORMED_LAYER,
-        parts=(ROPE, ACT, biases()), constants={**POST_NORM, "qk_norm_scope": "all_heads"},
+        model_type="olmo2", architecture="Olmo2ForCausalLM", models="OLMo 2", layer=places.POST_NORMED_LAYER,
+        parts=(parts.ROPE, ACT, parts.biases()), constants={**POST_NORM, "qk_norm_scope": "all_heads"},
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "pad_token_id": 1, "eos_token_id": 50279},
         only=NO_DROPOUT, note="norms after attention and MLP, one norm over all heads of q and of k",
     ),
     Family(
-        model_type="olmo3", architecture="Olmo3ForCausalLM", models="OLMo 3", layer=POST_NORMED_LAYER,
-        parts=(OLMO3_ROPE, ACT, biases()), constants={**POST_NORM, "qk_norm_scope": "all_heads"},
+        model_type="olmo3", architecture="Olmo3ForCausalLM", models="OLMo 3", layer=places.POST_NORMED_LAYER,
+        parts=(parts.OLMO3_ROPE, ACT, parts.biases()), constants={**POST_NORM, "qk_norm_scope": "all_heads"},
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "pad_token_id": 1, "eos_token_id": 50279,
                   "rope_theta": 500000.0, "rope_local_base_freq": 500000.0, "sliding_window": 4096},
         only=NO_DROPOUT, note="as OLMo 2; sliding window per layer, with a RoPE of its own",
     ),
     Family(
-        model_type="exaone4", architecture="Exaone4ForCausalLM", models="EXAONE 4.0", layer=POST_NORMED_LAYER,
-        parts=(ROPE, EXAONE_WINDOW, ACT), constants=POST_NORM,
+        model_type="exaone4", architecture="Exaone4ForCausalLM", models="EXAONE 4.0", layer=places.POST_NORMED_LAYER,
+        parts=(parts.ROPE, parts.EXAONE_WINDOW, ACT), constants=POST_NORM,
         defaults={"max_position_embeddings": 2048, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "bos_token_id": 0,
                   "eos_token_id": 2, "sliding_window": 4096, "sliding_window_pattern": 4},
         only=NO_DROPOUT, note="norms after attention and MLP; RoPE in layers with a sliding window only",
     ),
     Family(
-        model_type="glm", architecture="GlmForCausalLM", models="GLM-4 9B of 2024, GLM-Edge", layer=FUSED_MLP_LAYER,
-        constants={**UNGATED, "rope_interleaved": True}, **_GLM,
+        model_type="glm", architecture="GlmForCausalLM", models="GLM-4 9B of 2024, GLM-Edge",
+        layer=places.FUSED_MLP_LAYER, constants={**UNGATED, "rope_interleaved": True}, **_GLM,
         note="RoPE on neighboring channels of half of each head",
     ),
     Family(
-        model_type="glm4", architecture="Glm4ForCausalLM", models="GLM-4-0414", layer=GLM_LAYER,
+        model_type="glm4", architecture="Glm4ForCausalLM", models="GLM-4-0414", layer=places.GLM_LAYER,
         constants={**UNGATED, "norm_position": "both", "rope_interleaved": True}, **_GLM,
         note="four norms per layer, RoPE on neighboring channels of half of each head",
     ),
     Family(
-        model_type="ernie4_5", architecture="Ernie4_5ForCausalLM", models="ERNIE 4.5, dense", layer=LAYER,
-        parts=(ROPE, ACT, biases("use_bias", mlp="use_bias", qkv="use_bias")),
+        model_type="ernie4_5", architecture="Ernie4_5ForCausalLM", models="ERNIE 4.5, dense", layer=places.LAYER,
+        parts=(parts.ROPE, ACT, parts.biases("use_bias", mlp="use_bias", qkv="use_bias")),
         constants={**UNGATED, "rope_interleaved": True},
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5,
                   "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 500000.0,
@@ -329,8 +273,9 @@ FAMILIES = (
         note="RoPE on neighboring channels",
     ),
     Family(
-        model_type="gemma", architecture="GemmaForCausalLM", models="Gemma 1", layer=LAYER,
-        parts=(ROPE, GEMMA_ACT, biases(), EMBEDDING_ROOT), constants={**UNGATED, "zero_centered_norm": True},
+        model_type="gemma", architecture="GemmaForCausalLM", models="Gemma 1", layer=places.LAYER,
+        parts=(parts.ROPE, parts.GEMMA_ACT, parts.biases(), parts.EMBEDDING_ROOT),
+        constants={**UNGATED, "zero_centered_norm": True},
         scaled_vectors=True,
         defaults={"num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
                   "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
@@ -340,9 +285,9 @@ FAMILIES = (
     ),
     Family(
         model_type="gemma2", architecture="Gemma2ForCausalLM", models="Gemma 2",
-        layer=both_normed(LAYER, GEMMA_NORMS),
-        parts=(ROPE, SECOND_IS_FULL, GELU, biases(), QUERY_SCALAR, EMBEDDING_ROOT,
-               same("attn_logit_softcapping", "final_logit_softcapping")),
+        layer=places.both_normed(places.LAYER, places.GEMMA_NORMS),
+        parts=(parts.ROPE, parts.SECOND_IS_FULL, GELU, parts.biases(), parts.QUERY_SCALAR, parts.EMBEDDING_ROOT,
+               parts.same("attn_logit_softcapping", "final_logit_softcapping")),
         constants=GEMMA, scaled_vectors=True,
         defaults={**_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
                   "final_logit_softcapping": 30.0},
@@ -363,17 +308,19 @@ FAMILIES = (
     ),
     Family(
         model_type="afmoe", architecture="AfmoeForCausalLM", models="Trinity (AFMoE)",
-        layer={**AFMOE_LAYER, **places.AFMOE_EXPERTS}, parts=(ROPE, AFMOE_WINDOW, ACT, AFMOE_EXPERTS, MUP),
+        layer={**places.AFMOE_LAYER, **places.AFMOE_EXPERTS},
+        parts=(parts.ROPE, parts.AFMOE_WINDOW, ACT, experts.AFMOE_EXPERTS, parts.MUP),
         constants={"attention_gate": "elementwise", "qk_norm": True, "norm_position": "both"},
         defaults={"max_position_embeddings": 16384, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 1024,
                   "num_dense_layers": 1, "num_experts": 64, "global_attn_every_n_layers": 4, "mup_enabled": False,
                   "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "num_shared_experts": 2, "route_scale": 1.0},
-        only={**NO_DROPOUT, **_NO_BIAS}, ignored=IGNORED | {"router_aux_loss_coef"},
+        only={**NO_DROPOUT, **_NO_BIAS}, ignored=experts.IGNORED | {"router_aux_loss_coef"},
         note="a projection for the gate, four norms per layer, RoPE in layers with a sliding window only",
     ),
     Family(
         model_type="laguna", architecture="LagunaForCausalLM", models="Laguna",
-        layer={**LAGUNA_LAYER, **places.LAGUNA_EXPERTS}, parts=(LAGUNA_ROPE, ACT, LAGUNA, LAGUNA_EXPERTS),
+        layer={**places.LAGUNA_LAYER, **places.LAGUNA_EXPERTS},
+        parts=(parts.LAGUNA_ROPE, ACT, parts.LAGUNA, experts.LAGUNA_EXPERTS),
         renamed={".mlp.shared_expert.": ".mlp.shared_experts."},
         constants={"attention_gate_activation": "softplus", "qk_norm": True},
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
@@ -383,13 +330,13 @@ FAMILIES = (
                   "moe_routed_scaling_factor": 1.0},
         only={**NO_DROPOUT, **_NO_BIAS, "moe_apply_router_weight_on_input": (False,),
               "moe_router_logit_softcapping": (0.0,)},
-        ignored=IGNORED,
+        ignored=experts.IGNORED,
         note="a projection for the gate, which is a softplus; one RoPE for each kind of layer",
     ),
     *EXPERT_FAMILIES,
     Family(
         model_type="te_models_decoder", architecture="TEModelsDecoderForCausalLM", models="te-models' own",
-        layer=OWN_LAYER, parts=(OWN,), code=True,
+        layer=places.OWN_LAYER, parts=(parts.OWN,), code=True,
         note="all that the others do not express; transformers needs the code in the folder (`trust_remote_code=True`)",
     ),
 )  # fmt: skip
@@ -408,15 +355,6 @@ def family_of(config: Values) -> Family:
         return family
     types = {f.model_type for f in FAMILIES}
     raise unknown("architecture (model_type)", kind, types, advice=obstacle(config, types))
-
-
-def text_part(config: object) -> tuple[Any, str]:
-    """Return the part of a config.json that describes the text model, and the prefix of its tensors' names."""
-    if isinstance(config, Mapping):
-        for family in FAMILIES:
-            if family.inner and family.model_type == config.get("model_type"):
-                return config.get(family.inner), family.root
-    return config, "model."
 
 
 def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:

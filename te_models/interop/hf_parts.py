@@ -292,24 +292,29 @@ def _read_gpt_oss_rope(theirs: Values) -> Fields:
     return _read_whole_rope(theirs if given else {**theirs, "rope_parameters": _GPT_OSS})
 
 
+def renamed(**keys: str) -> Part:
+    """Return the part of keys that say what our fields say, field -> key."""
+
+    def write(config: ModelConfig) -> Fields:
+        ours = config.to_dict()
+        return {key: ours[name] for name, key in keys.items()}
+
+    return Part(
+        tuple(dict.fromkeys(keys.values())),
+        lambda theirs: {name: theirs[key] for name, key in keys.items() if key in theirs},
+        write,
+    )
+
+
 def same(*names: str) -> Part:
     """Return the part of keys that have the names of our fields."""
-    return Part(
-        names,
-        lambda theirs: {name: theirs[name] for name in names if name in theirs},
-        lambda config: {name: config.to_dict()[name] for name in names},
-    )
+    return renamed(**dict(zip(names, names, strict=True)))
 
 
 def biases(out: str | None = "attention_bias", mlp: str | None = None, qkv: str = "attention_bias") -> Part:
     """Return the part of the keys that say which projections have a bias; None: there is none on those."""
     fields = {"attention_bias": qkv, "attention_output_bias": out, "mlp_bias": mlp}
-    named = {ours: key for ours, key in fields.items() if key is not None}
-    return Part(
-        tuple(dict.fromkeys(named.values())),
-        lambda theirs: {ours: theirs.get(key, False) for ours, key in named.items()},
-        lambda config: {key: config.to_dict()[ours] for ours, key in named.items()},
-    )
+    return renamed(**{ours: key for ours, key in fields.items() if key is not None})
 
 
 def _read_internlm_biases(theirs: Values) -> Fields:

@@ -20,6 +20,11 @@ class Rows:
     experts: bool = False
 
 
+def _alike(*names: str) -> dict[str, Rows]:
+    """Return the places of tensors that have the names of ours."""
+    return {name: Rows(name) for name in names}
+
+
 LAYER = {
     "input_layernorm": Rows("input_layernorm"),
     "self_attn.q_proj": Rows("self_attn.qkvg_proj", ("q",)),
@@ -31,16 +36,13 @@ LAYER = {
     "mlp.up_proj": Rows("mlp.gate_up_proj", ("up",)),
     "mlp.down_proj": Rows("mlp.down_proj"),
 }
-NORMED_LAYER = {**LAYER, "self_attn.q_norm": Rows("self_attn.q_norm"), "self_attn.k_norm": Rows("self_attn.k_norm")}
+NORMED_LAYER = LAYER | _alike("self_attn.q_norm", "self_attn.k_norm")
 LATENT_LAYER = {
     **{name: rows for name, rows in LAYER.items() if name[:12] not in ("self_attn.q_", "self_attn.k_", "self_attn.v_")},
     "self_attn.q_proj": Rows("self_attn.qkv_a_proj", ("q",)),
     "self_attn.q_a_proj": Rows("self_attn.qkv_a_proj", ("q_a",)),
-    "self_attn.q_a_layernorm": Rows("self_attn.q_a_layernorm"),
-    "self_attn.q_b_proj": Rows("self_attn.q_b_proj"),
     "self_attn.kv_a_proj_with_mqa": Rows("self_attn.qkv_a_proj", ("kv_a", "k_rope")),
-    "self_attn.kv_a_layernorm": Rows("self_attn.kv_a_layernorm"),
-    "self_attn.kv_b_proj": Rows("self_attn.kv_b_proj"),
+    **_alike("self_attn.q_a_layernorm", "self_attn.q_b_proj", "self_attn.kv_a_layernorm", "self_attn.kv_b_proj"),
 }
 POST_NORMED_LAYER = {
     **{name: rows for name, rows in NORMED_LAYER.items() if "layernorm" not in name},
@@ -79,12 +81,7 @@ GLM_LAYER = both_normed(FUSED_MLP_LAYER, GLM_NORMS)
 AFMOE_LAYER = {**both_normed(NORMED_LAYER, AFMOE_NORMS), "self_attn.gate_proj": Rows("self_attn.qkvg_proj", ("g",))}
 LAGUNA_LAYER = {**NORMED_LAYER, "self_attn.g_proj": Rows("self_attn.qkvg_proj", ("g",))}
 # That of remote_code/modeling_te_models.py: rows that a model has not are left out.
-OWN_LAYER = {
-    **LAGUNA_LAYER,
-    "self_attn.sinks": Rows("self_attn.sinks"),
-    "attention_output_norm": Rows("attention_output_norm"),
-    "mlp_output_norm": Rows("mlp_output_norm"),
-}
+OWN_LAYER = LAGUNA_LAYER | _alike("self_attn.sinks", "attention_output_norm", "mlp_output_norm")
 
 
 def _experts(names: tuple[str, str, str, str], router: str = "mlp.gate", shared: str = "") -> dict[str, Rows]:
@@ -124,8 +121,7 @@ LAGUNA_EXPERTS = {
 MIXTRAL_EXPERTS = _experts(("block_sparse_moe.experts.{}", "w1", "w3", "w2"), "block_sparse_moe.gate")
 GPT_OSS_LAYER = {
     **{name: rows for name, rows in LAYER.items() if "mlp" not in name},
-    "self_attn.sinks": Rows("self_attn.sinks"),
-    "mlp.router": Rows("mlp.router"),
+    **_alike("self_attn.sinks", "mlp.router"),
     "mlp.experts.{}.gate_up_proj": Rows("mlp.gate_up_proj", ("gate", "up"), "row", experts=True),
     "mlp.experts.{}.down_proj": Rows("mlp.down_proj", experts=True),
 }
@@ -133,13 +129,7 @@ UNGATED_MLP_LAYER = {name: rows for name, rows in LAYER.items() if name != "mlp.
 # The gate comes out of q_proj: after the queries of each group of heads that share a key, or of each head.
 GATED_BY_GROUP = {**NORMED_LAYER, "self_attn.q_proj": Rows("self_attn.qkvg_proj", ("q", "g"), "num_key_value_heads")}
 GATED_BY_HEAD = {**NORMED_LAYER, "self_attn.q_proj": Rows("self_attn.qkvg_proj", ("q", "g"), "num_attention_heads")}
-_DELTANET = {
-    "linear_attn.conv1d": Rows("linear_attn.conv1d"),
-    "linear_attn.A_log": Rows("linear_attn.A_log"),
-    "linear_attn.dt_bias": Rows("linear_attn.dt_bias"),
-    "linear_attn.norm": Rows("linear_attn.norm"),
-    "linear_attn.out_proj": Rows("linear_attn.out_proj"),
-}
+_DELTANET = _alike(*(f"linear_attn.{name}" for name in ("conv1d", "A_log", "dt_bias", "norm", "out_proj")))
 # Gated DeltaNet in some layers, with a projection for each part, or with those of each key head together.
 QWEN3_5_LAYER = {
     **GATED_BY_HEAD,

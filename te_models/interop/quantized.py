@@ -19,7 +19,7 @@ from torch import Tensor
 from te_models.engine.emulated import numerics, nvfp4
 from te_models.engine.emulated.numerics import DType
 from te_models.errors import CheckpointError, refuse, require
-from te_models.files.formats import Document, Value, read_json
+from te_models.files.formats import Document, Value, as_object, read_json
 from te_models.files.tensors import SafetensorsFile
 
 E4M3 = torch.float8_e4m3fn
@@ -83,15 +83,14 @@ def read_scheme(folder: Path, config: Document) -> Scheme | None:
     """
     values = next((config[key] for key in CONFIG_KEYS if config.get(key)), None)
     source = folder / "config.json"
-    if values is None and (folder / MODELOPT_FILE).is_file():
+    if values is None:
         source = folder / MODELOPT_FILE
-        values = read_json(source)
-        values = values.get("quantization") if isinstance(values, dict) else None
+        if not source.is_file():
+            return None
+        values = as_object(read_json(source), source).get("quantization")
         values = {**values, "quant_method": "modelopt"} if isinstance(values, dict) else values
-    if values is None and source.name == "config.json":
-        return None
-    readers = {"fp8": _fp8_scheme, "compressed-tensors": _compressed_scheme, "modelopt": _modelopt_scheme}
-    readers |= {"mxfp4": _mxfp4_scheme}
+    readers = {"fp8": _fp8_scheme, "compressed-tensors": _compressed_scheme, "modelopt": _modelopt_scheme,
+               "mxfp4": _mxfp4_scheme}  # fmt: skip
     method = values.get("quant_method") if isinstance(values, dict) else None
     read = readers.get(method) if isinstance(method, str) else None
     problem = f"quantization_config={_shown(values)} is not supported: te-models reads {', '.join(readers)}"

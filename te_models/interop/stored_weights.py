@@ -73,21 +73,20 @@ def collapse(by_row: Tensor, used: Tensor, rows: int) -> Tensor | None:
 @torch.no_grad()
 def keep_stored_weights(
     model: Decoder, places: Mapping[str, Place], files: Iterable[SafetensorsFile], stored: StoredWeights
-) -> int:
-    """Give FP8 primary weights the data and scales of a folder where both have the same blocks; return how many did.
+) -> None:
+    """Give FP8 primary weights the data and scales of a folder where both have the same blocks.
 
     The model is already filled. `places` are the rows of their tensors by name, in these safetensors `files`, and
     `stored` the weights in them.
     """
     if model.tp.size > 1 or stored.scheme is None or stored.scheme.packed:
-        return 0
+        return
     live = {name: p for name, p in model.named_parameters() if quantized(p) is not None}
     members: dict[str, list[str]] = {}
     for name, place in places.items():
         if place.name in live:
             members.setdefault(place.name, []).append(name)
     sources = {weight: data for data, weight in stored.data.items()}
-    count = 0
     for name, parts in members.items():
         recipe = model.precision.recipe_of(name)
         block = None if recipe is None else blocks_of(recipe)
@@ -101,17 +100,13 @@ def keep_stored_weights(
                 for source in wanted.keys() & file.tensors.keys():
                     places[wanted[source]].load(data, file.read(source).view(torch.uint8))
             _write(model, name, data, scales, live[name])
-            count += 1
-    return count
 
 
 def _fused_scales(
     parts: list[str], places: Mapping[str, Place], stored: StoredWeights, shape: torch.Size, block: tuple[int, int]
 ) -> Tensor | None:
     """Return the scales of one parameter in its own blocks; None if it cannot have the stored ones."""
-    if stored.scheme is None:
-        return None
-    if not all(part in stored.scales for part in parts):
+    if stored.scheme is None or not all(part in stored.scales for part in parts):
         return None
     rows, columns = shape
     grid = -(-columns // block[1]) if block[1] else None

@@ -14,7 +14,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,34 +25,12 @@ from te_models.kernels import elementwise, expert_rows, gated_attention, handove
 from te_models.kernels.from_inputs import from_inputs
 
 
-class Norm(Protocol):
-    """A te.RMSNorm before the te.Linear `consumer`: x [N, D], delta [N, D] or None -> (norm(x + delta), x + delta).
-
-    With `consumer` None other modules read its output too.
-    """
-
-    def __call__(
-        self, module: nn.Module, x: Tensor, delta: Tensor | None, consumer: nn.Module | None
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class SwiGLU(Protocol):
-    """SwiGLU between the te.Linear `producer` and `consumer`: [N, 2F] -> [N, F]."""
-
-    def __call__(self, gate_up: Tensor, producer: nn.Module | None, consumer: nn.Module | None) -> Tensor: ...
-
-
-class Linear(Protocol):
-    """A te.Linear: x [N, I] -> [N, O]. `is_first_microbatch` as in Transformer Engine."""
-
-    def __call__(self, module: nn.Module, x: Tensor, *, is_first_microbatch: bool | None = None) -> Tensor: ...
-
-
 @dataclass(frozen=True)
 class Kernels:
     """One implementation of every operation that is not a GEMM; the defaults are the plain ones.
 
-    Shapes: elementwise.py for rope, gate, cross_entropy and embedding, lm_head.py for loss_and_gradient and multiply.
+    Shapes: elementwise.py for rope, gate, cross_entropy and embedding, lm_head.py for loss_and_gradient and multiply,
+    handover.py for norm, swiglu, linear and grouped.
     """
 
     rope: Callable[[Tensor, Tensor, Tensor], Tensor] = elementwise.rope
@@ -62,8 +40,8 @@ class Kernels:
     embedding: Callable[[nn.Module, Tensor], Tensor] = elementwise.embedding
     loss_and_gradient: lm_head.Kernel = lm_head.loss_and_gradient
     multiply: lm_head.Multiply | None = None
-    norm: Norm = handover.norm
-    swiglu: SwiGLU = handover.swiglu
+    norm: Callable[[nn.Module, Tensor, Tensor | None, nn.Module | None], tuple[Tensor, Tensor]] = handover.norm
+    swiglu: Callable[[Tensor, nn.Module | None, nn.Module | None], Tensor] = handover.swiglu
     mlp_activation: Callable[..., Tensor] = elementwise.mlp_activation
     mlp_activation_backward: Callable[..., Tensor] = elementwise.mlp_activation_backward
     clamped_swiglu: Callable[..., Tensor] = elementwise.clamped_swiglu
@@ -72,7 +50,7 @@ class Kernels:
     delta_gates: Callable[..., tuple[Tensor, Tensor]] = from_inputs(elementwise.delta_gates)
     silu_gate: Callable[[Tensor, Tensor], Tensor] = from_inputs(elementwise.silu_gate)
     expert_rows: expert_rows.RowKernels = expert_rows.PLAIN
-    linear: Linear = handover.linear
+    linear: Callable[..., Tensor] = handover.linear
     grouped: Callable[..., Tensor] = handover.grouped
     counts_on_device: Callable[[nn.Module, EngineRecipe | None], bool] = handover.counts_on_device
     targets: Callable[[nn.Module | None, nn.Module | None], handover.Targets] = handover.targets

@@ -32,15 +32,12 @@ def softplus_gate(x: Tensor, logits: Tensor) -> Tensor:
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up [..., F] of gate_up [..., 2F] = [gate | up] (Shazeer 2020, arXiv 2002.05202)."""
-    gate_half, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate_half) * up
+    return mlp_activation(gate_up, "silu", True)
 
 
 def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     """Return the gradient of swiglu's input [..., 2F] from that of its output `dy` [..., F]."""
-    gate_half, up = gate_up.chunk(2, dim=-1)
-    dgate = torch.ops.aten.silu_backward(dy * up, gate_half)
-    return torch.cat((dgate, dy * F.silu(gate_half)), dim=-1)
+    return mlp_activation_backward(dy, gate_up, "silu", True)
 
 
 # Activation -> itself, and the gradient of x from that of its output (dy, x).

@@ -12,7 +12,7 @@ model/attention.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from te_models.kernels.sdpa import suits_cudnn
 
 if TYPE_CHECKING:
     from te_models.kernels.handover_triton import FP8Data
+    from te_models.kernels.span_attention_triton import Spans
 
 
 def can_fuse(spec: AttentionSpec, tokens: int, device: torch.device, dtype: torch.dtype, spans: bool = False) -> bool:
@@ -48,18 +49,6 @@ def split_heads(heads: Heads, qkvg: Tensor, batch: int) -> tuple[Tensor, Tensor,
     if heads.gate == "elementwise":
         return q, k, v, rest.unflatten(-1, (heads.query, heads.dim))
     return q, k, v, rest[..., : heads.query, None]  # one column per head, and padding
-
-
-class Spans(Protocol):
-    """Attention of q [B, N, S, H] over one span of keys per query (te_models.kernels.span_attention_triton.Spans)."""
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, sinks: Tensor | None = None
-    ) -> Tensor: ...
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None) -> tuple[Tensor, Tensor]: ...
-    def backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, *, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]: ...
 
 
 class Operations(NamedTuple):

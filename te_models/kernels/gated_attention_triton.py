@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from te_models.kernels.gated_attention import FP8Operations, Operations
+from te_models.kernels.handover import Place
 from te_models.kernels.handover_triton import BAND, FP8Data, new_fp8, note_inverse, raise_amax, sigmoid, store_fp8, tile
 from te_models.kernels.span_attention_triton import spans
 
@@ -283,9 +284,6 @@ def _gate_backward_fp8_kernel(
     j = own + channel
     raise_amax(amax, store_fp8(a, b, c, d, s, group, j, rows, own + dim, data, transposed, columns, E5M2))
     note_inverse(s, scale_inv)
-
-
-Place = tuple[Tensor, Tensor, bool]  # scale, amax, E5M2
 
 
 def _of(out: FP8Data, place: Place) -> tuple[Tensor, ...]:

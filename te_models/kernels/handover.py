@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 def norm(module: nn.Module, x: Tensor, delta: Tensor | None, consumer: nn.Module | None) -> tuple[Tensor, Tensor]:
     """Return a te.RMSNorm of x + delta [N, D] (None: of x), and x + delta, the residual stream.
 
-    Use the returned sum: a twin adds both of its gradients in one kernel.
+    With `consumer` None other modules read the norm too. Use the returned sum: a twin adds both of its gradients in
+    one kernel.
     """
     total = x if delta is None else x + delta
     return module(total), total
@@ -78,7 +79,10 @@ def swiglu(
 
 
 def linear(module: nn.Module, x: Tensor, **options: bool | None) -> Tensor:
-    """Return module(x), for an x that nothing else uses: a twin may free the parts that backward does not need."""
+    """Return module(x) [N, O], for an x [N, I] that nothing else uses: a twin may free what backward does not need.
+
+    The option `is_first_microbatch` is Transformer Engine's.
+    """
     return module(x, **options)
 
 

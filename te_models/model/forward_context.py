@@ -1,6 +1,6 @@
 """One forward pass, as the layers see it: positions and masks of its tokens, and how to run its operations."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,6 @@ from te_models.config.rope import Rope
 from te_models.fp8.region import Autocasts
 from te_models.kernels.dispatch import Kernels
 from te_models.kernels.expert_rows import Route
-from te_models.kernels.gated_attention import Spans
 from te_models.kernels.groups import Groups
 from te_models.kernels.sdpa import attention_mask, masks_nothing
 from te_models.model.kv_cache import Cache
@@ -22,8 +21,11 @@ from te_models.model.rope import rotary_tables
 from te_models.model.router import Routing
 from te_models.model.te_modules import pad_rows
 
+if TYPE_CHECKING:
+    from te_models.kernels.span_attention_triton import Spans
+
 # Which keys are seen: those of kernels.sdpa.attention_mask, of a span, or all before the query.
-Visible = Tensor | Spans | None
+Visible: TypeAlias = "Tensor | Spans | None"
 
 
 class ForwardContext(NamedTuple):

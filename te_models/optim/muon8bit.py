@@ -32,7 +32,6 @@ class Muon8bit(torch.optim.Optimizer):
         adjust_lr_fn: "match_rms_adamw" scales an update to the usual RMS of AdamW, 0.2 sqrt(max(A, B)), so that
             learning rate and decay of AdamW can be reused (Liu et al. 2025, arXiv 2502.16982); "original" is
             sqrt(max(1, A / B)).
-        compile: fuse dequantization, momentum and quantization into one kernel (on CUDA devices).
     """
 
     def __init__(
@@ -44,11 +43,9 @@ class Muon8bit(torch.optim.Optimizer):
         nesterov: bool = True,
         ns_steps: int = 5,
         adjust_lr_fn: str = "match_rms_adamw",
-        compile: bool = True,
     ) -> None:
         fields = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps)
         super().__init__(params, dict(**fields, adjust_lr_fn=adjust_lr_fn))
-        self._compile = compile
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
@@ -71,7 +68,7 @@ class Muon8bit(torch.optim.Optimizer):
         if not state:
             state["codes"], state["scales"] = quantize(torch.zeros_like(p))
         assert p.grad is not None
-        take = compiled_advance() if self._compile and p.is_cuda else advance
+        take = compiled_advance() if p.is_cuda else advance
         return take(state["codes"], state["scales"], p.grad, group["momentum"], group["nesterov"])
 
 

@@ -285,8 +285,9 @@ class Tape:
         """Return kernels/lm_head.py, which computes both gradients in the forward in chunks and saves only those.
 
         With fused kernels on a GPU a chunk's gradient overwrites its logits (kernels/lm_head_triton.py). The forward
-        also allocates a chunk and the FP32 sum of the weight gradient (on a CPU one more product). They count as
-        scratch where they exceed the backward's own buffers.
+        also allocates a chunk and the FP32 sum of the weight gradient (on a CPU one more product), while its input is
+        there. That sum is rounded when the last chunk is gone. They count as scratch where they exceed the backward's
+        own buffers.
         """
         c = self.config
         size = self.config.vocab_size * self.config.hidden_size
@@ -302,10 +303,11 @@ class Tape:
             beside = 0
         if c.final_logit_softcapping is not None or c.logits_scaling != 1:  # the scaled logits, and two of FP32
             beside += self.element + 2 * FP32
-        forward = sums * FP32 * size + chunk * (self.element + beside)
+        chunk *= self.element + beside
+        forward = max(sums * FP32 * size + chunk, FP32 * size + weight) if sums else chunk + weight
         return Step(
             "head and loss", own + weight, produces=self.stream, weights=weight, of_logits=True,
-            scratch=max(0, forward - self.stream - weight),
+            scratch=max(0, forward - 2 * weight),
         )  # fmt: skip
 
     def rotary_tables(self) -> int:

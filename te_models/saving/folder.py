@@ -57,12 +57,11 @@ class Folder:
     path: Path
     tensors: dict[str, dict[str, Tensor]]  # group -> tensor name -> CPU tensor, which may be written to
     documents: Fields  # document name -> parsed JSON
-    versions: dict[str, str] = field(default_factory=dict)  # of the packages that wrote it; empty without a manifest
 
 
 @dataclass(frozen=True)
 class _File:
-    """A file's entry in a manifest; both are None in a folder without one."""
+    """A file's entry in a manifest; both are None for one that none lists."""
 
     size: int | None = None
     sha256: str | None = None
@@ -76,7 +75,6 @@ class _Source:
     files: dict[str, _File]
     links: bool
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
 
     def names(self) -> tuple[set[str], set[str]]:
         """Return the names of the tensor groups and of the documents."""
@@ -156,9 +154,8 @@ def load_folder(
     names: Iterable[str] | None = None,
     *,
     optional: Iterable[str] = (),
-    require_manifest: bool = True,
 ) -> Folder:
-    """Read and check a folder that `save_folder` wrote, or one of Hugging Face.
+    """Read and check a folder that `save_folder` wrote.
 
     The size of every file that is there is checked, and the hash of the bytes that are returned. Tensors are read into
     memory; where they would fill a quarter of the memory that this process may use, files are mapped instead,
@@ -166,11 +163,8 @@ def load_folder(
 
     Args:
         path: the folder.
-        names: the groups and documents to read (a name may be both); None means everything the manifest lists, or
-            "config" and "model" where there is no manifest.
+        names: the groups and documents to read (a name may be both); None means everything.
         optional: further names, read where they exist.
-        require_manifest: False accepts a folder without a manifest, such as a Hugging Face snapshot. Its files may then
-            be symbolic links, as in Hugging Face's cache, and their content is checked for form only.
 
     Raises:
         CheckpointError: the folder is missing, damaged or incomplete; the message says how.
@@ -178,8 +172,10 @@ def load_folder(
     folder = readable(Path(path))
     if not folder.is_dir():
         raise CheckpointError(f"{path} is not a folder of saved state")
+    if not os.path.lexists(folder / MANIFEST):
+        raise CheckpointError(f"{folder} has no {MANIFEST}: it is incomplete, or was not saved by te-models")
     with explained(f"{folder} cannot be read", OSError):
-        return _load(_source(folder, require_manifest), names, optional)
+        return _load(_read_manifest(folder), names, optional)
 
 
 def read_listed(path: Path, names: Iterable[str]) -> dict[str, bytes]:
@@ -312,22 +308,19 @@ def _is_file(name: str, document: object) -> bool:
 def _load(source: _Source, names: Iterable[str] | None, optional: Iterable[str]) -> Folder:
     groups, documents = source.names()
     known = groups | documents
-    if names is None:
-        names = sorted(known) if source.versions else ("config", "model")
-    wanted = dict.fromkeys((*names, *known.intersection(optional)))
+    wanted = dict.fromkeys((*(sorted(known) if names is None else names), *known.intersection(optional)))
     for name in wanted:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise CheckpointError(f"{source.folder} holds no {name!r}{hint}")
-    for file, entry in source.files.items():
-        if entry.size is not None and os.path.lexists(source.folder / file):  # one that is not wanted may be gone
+    for file in source.files:
+        if os.path.lexists(source.folder / file):  # one that is not wanted may be gone
             source.locate(file)
     return Folder(
         path=source.folder,
         documents={name: source.read(f"{name}.json") for name in wanted if name in documents},
         tensors=_read_groups(source, [name for name in wanted if name in groups]),
-        versions=source.versions,
     )
 
 
@@ -346,7 +339,7 @@ def _read_groups(source: _Source, groups: Iterable[str]) -> dict[str, dict[str, 
     mapped = sum(path.stat().st_size for path in paths.values()) > _memory_share()
 
     def read(file: str) -> dict[str, Tensor]:
-        found = read_safetensors(paths[file], source.files[file].sha256, links=source.links, mapped=mapped)
+        found = read_safetensors(paths[file], source.files[file].sha256, links=False, mapped=mapped)
         if file in shards.get("model", ()):
             check_finite(found, source.folder)
         return found
@@ -383,15 +376,6 @@ def _memory_share() -> int:
     return memory // 4 // (max(1, int(processes)) if processes.isdecimal() else 1)
 
 
-def _source(folder: Path, require_manifest: bool) -> _Source:
-    """Return a folder with the entries of its files, from its manifest where it has one."""
-    if os.path.lexists(folder / MANIFEST):
-        return _read_manifest(folder, links=not require_manifest)
-    if require_manifest:
-        raise CheckpointError(f"{folder} has no {MANIFEST}: it is incomplete, or was not saved by te-models")
-    return _Source(folder, {file: _File() for file in os.listdir(folder)}, links=True)
-
-
 def _read_manifest(folder: Path, links: bool = False) -> _Source:
     found = _Source(folder, {MANIFEST: _File()}, links).read(MANIFEST)
     try:
@@ -404,7 +388,7 @@ def _read_manifest(folder: Path, links: bool = False) -> _Source:
         aliases = {
             group: {alias: str(name) for alias, name in ties.items()} for group, ties in found["aliases"].items()
         }
-        return _Source(folder, files, links, aliases, dict(found["versions"]))
+        return _Source(folder, files, links, aliases)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {first_line(error)}") from None
 

@@ -293,22 +293,16 @@ def read_shape(name: str | Path, overrides: Document | None = None) -> Shape:
     """
     folder = saved_folder(local_folder(name))
     documents = hugging_face_documents(folder)
-    weights = False
     with offering_older(folder):
         if documents is not None:
             told = describe(folder, documents)
-            recipe = None
             read_scheme(folder, documents["config"])
-            config = told.config
-            dtype = told.dtype
+            found = Shape(told.config, None, told.dtype, False)
         elif _is_te_folder(folder):
             source = open_te_folder(folder, read_json(folder / "config.json"))
-            config = source.config
-            dtype = source.dtype
-            recipe = source.recipe
+            found = Shape(source.config, source.recipe, source.dtype, False)
         else:
             saved = load_folder(folder, ["config", "recipe"])
             config, dtype = read_own_config(folder / "config.json", saved.documents["config"])
-            recipe = read_recipe(saved)
-            weights = any(readable(folder).glob("fp8_weights*"))
-    return Shape(_gated(config, overrides or {}), recipe, dtype, weights)
+            found = Shape(config, read_recipe(saved), dtype, any(readable(folder).glob("fp8_weights*")))
+    return found._replace(config=_gated(found.config, overrides or {}))

@@ -86,8 +86,6 @@ class Checkpoints:
         path = self.root / f"step-{step:08d}"
         if blocking:
             self._retrying(path, lambda: self._commit(path, content))
-            self._error = None
-            self._failed_saves = 0
         else:
             self._copied.clear()
             saved = (tensor for members in content.tensors.values() for tensor in members.values())
@@ -130,10 +128,8 @@ class Checkpoints:
             SaveError: the newest background save failed; this is raised once.
         """
         self._join()
-        if self._error is not None:
-            error = self._error
-            self._error = None
-            self._failed_saves = 0
+        if (error := self._error) is not None:
+            self._error, self._failed_saves = None, 0
             raise error
 
     def _join(self) -> None:
@@ -192,8 +188,6 @@ class Checkpoints:
             finally:
                 self._copied.set()
             self._retrying(path, lambda: self._commit(path, content))
-            self._error = None
-            self._failed_saves = 0
         except BaseException as error:
             self._note_failure(error)
 
@@ -201,17 +195,20 @@ class Checkpoints:
         """Remember that a save failed; logged here, for a run that ends without another one."""
         logging.getLogger(__name__).warning("%s; the next save tries again", error)
         self._error = error
-        self._failed_saves = self._failed_saves + 1
+        self._failed_saves += 1
 
     def _retrying(self, path: Path, save: Callable[[], None]) -> None:
         """Run `save`, again after each of `retry_pauses` if it fails."""
         for pause in self.retry_pauses:
             try:
-                return save()
+                save()
+                break
             except SaveError as error:
                 logging.getLogger(__name__).warning("%s; trying again in %g s", error, pause)
                 time.sleep(pause)
-        return save()
+        else:
+            save()
+        self._error, self._failed_saves = None, 0
 
     def _commit(self, path: Path, content: Content) -> None:
         self.sweep()

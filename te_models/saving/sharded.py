@@ -89,9 +89,6 @@ class ShardedCheckpoints(Checkpoints):
             if blocking:
                 raise
             self._note_failure(error)
-        else:
-            self._error = None
-            self._failed_saves = 0
         return path
 
     def _save(self, path: Path, tensors: Groups, documents: Document) -> None:

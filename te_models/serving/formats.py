@@ -4,7 +4,8 @@ Names, shapes and keys are those that vLLM's and SGLang's loaders read; docs/gui
 
 A model that was trained in a format is served with the same numbers: Transformer Engine's, from the emulated engine's
 quantizers. All others have, in every bit, the numbers of the library that defines the format: transformers' for 128 x
-128 blocks, compressed-tensors' for the rest (scale = amax / 448, data = weight / scale).
+128 blocks, compressed-tensors' for the rest (scale = amax / 448, data = weight / scale). Only NVFP4's scale of a whole
+tensor is always Transformer Engine's, up to one unit in the last place from compressed-tensors'.
 """
 
 from __future__ import annotations

@@ -299,8 +299,7 @@ class TEModelsDecoderForCausalLM(nn.Module):
             return
         layer = self.shape.layers[depth]
         ranges = layer.linears[rows.module].row_ranges
-        counts = {name: count for part in layer.parts for name, count in part.divided.items()}
-        groups = 1 if rows.per is None else counts[rows.per]
+        groups = 1 if rows.per is None else layer.divided[rows.per]
         sizes = {block: ranges[block][1] for block in rows.blocks if ranges.get(block, (0, 0))[1]}
         for block, values in zip(sizes, _split(tensor, list(sizes.values()), groups), strict=True):
             module, shard = SHARDS[block]

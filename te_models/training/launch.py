@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from te_models.distributed.control import Ranks
 from te_models.distributed.environment import check_place, number
 from te_models.errors import LostPeer, UsageError, refuse
 from te_models.files.atomic import first_line
+from te_models.files.formats import Fields
 from te_models.training.parallel import Parallel
 
 CONTROL_TIMEOUT = timedelta(minutes=30)  # for messages that may wait for a disk
@@ -60,7 +61,7 @@ def parallel(config: TrainConfig, device: torch.device | str | None = None) -> I
         store = dist.PrefixStore(f"start-{restarts()}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
         control: Any = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
-        yield Parallel(config.parallel, Ranks(control), own, *meshes(config, own), config)
+        yield Parallel(config.parallel, Ranks(control), own, config=config, **meshes(config, own))
     except RuntimeError as error:
         if lost_peer(error):
             reason = first_line(error)[:160]
@@ -121,17 +122,8 @@ def _launch_mistakes(config: TrainConfig, world: int) -> Iterator[str]:
         yield "--tensor-parallel-size is only for --parallel fsdp+tp; tp uses all processes"
 
 
-class Meshes(NamedTuple):
-    """The dimensions of all processes, as in `Parallel`; None where there is none."""
-
-    dp: DeviceMesh | None = None
-    tp: DeviceMesh | None = None
-    ep: DeviceMesh | None = None
-    replicas: DeviceMesh | None = None
-
-
-def meshes(config: TrainConfig, device: torch.device) -> Meshes:
-    """Return how the processes are divided."""
+def meshes(config: TrainConfig, device: torch.device) -> Fields:
+    """Return how the processes are divided: those of `dp`, `tp`, `ep` and `replicas` of `Parallel` that there are."""
     world = dist.get_world_size()
     sizes = {"dp": world}
     if config.parallel == "tp":
@@ -142,7 +134,7 @@ def meshes(config: TrainConfig, device: torch.device) -> Meshes:
     if config.parallel == "fsdp+ep":  # the processes that share experts have different parts of each batch
         size = config.expert_parallel_size or world
         found |= _dimensions(device, {"replicas": world // size, "ep": size})
-    return Meshes(**found)
+    return found
 
 
 def _dimensions(device: torch.device, sizes: Mapping[str, int]) -> dict[str, DeviceMesh]:

@@ -24,7 +24,8 @@ from torch import Tensor
 from te_models.causal_lm import CausalLM
 from te_models.errors import CheckpointError, UsageError, needs, refuse, unknown
 from te_models.files.atomic import explained
-from te_models.files.tensors import check_finite
+from te_models.files.formats import read_json
+from te_models.files.tensors import check_finite, read_safetensors
 from te_models.fp8.primary_weights import plain
 from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import check_fp8_state
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in an adapter's file
-PROJECTIONS = ("qkvg_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
 class AdaptedModel(PeftModel):
@@ -195,7 +195,7 @@ def add_lora(model: CausalLM | TEModelsForCausalLM, config: LoraConfig | None = 
 
 
 def _linears_of_blocks(model: CausalLM | TEModelsForCausalLM) -> list[str]:
-    """Return our names of the linears in blocks that are adapted by default: PROJECTIONS if there is one kind."""
+    """Return our names of the linears in blocks that are adapted by default."""
     whole = isinstance(model, CausalLM)
     linears = (model if whole else model.model).config.linears.values()
     leaves = dict.fromkeys(linear.name for linear in linears if linear.adapted)
@@ -294,10 +294,13 @@ def _read_adapter(model: CausalLM, folder: Path, trainable: bool) -> _Adapter:
     """Read and check an adapter for `model`, which does not change."""
     if folder.is_dir() and not (folder / WEIGHTS).exists() and list(folder.glob("*.bin")):
         raise CheckpointError(f"{folder} holds its adapters as a pickle, which can run code: save them as safetensors")
-    listed = (folder / MANIFEST).exists()
-    names = ["adapter_config", "adapter_model"]
-    saved = load_folder(folder, names, optional=["fp8_state", "recipe"] if listed else [], require_manifest=listed)
     modules, path = adaptable_modules(model), folder / "adapter_config.json"
+    if (folder / MANIFEST).exists():
+        saved = load_folder(folder, ["adapter_config", "adapter_model"], optional=["fp8_state", "recipe"])
+    else:  # of peft itself
+        saved = Folder(
+            folder, {"adapter_model": read_safetensors(folder / WEIGHTS)}, {"adapter_config": read_json(path)}
+        )
     tensors = {modules.as_stored(name): tensor for name, tensor in saved.tensors["adapter_model"].items()}
     config = read_config(path, saved.documents["adapter_config"], tensors, modules)
     config.inference_mode = not trainable

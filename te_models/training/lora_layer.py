@@ -99,11 +99,12 @@ class LoraLinear(nn.Module, LoraLayer):
         factors = fused.factors(len(b.weight)).to(b.weight.device)
         self.factors[adapter] = factors
         b.weight.mul_(factors != 0)
-        for part in fused.parts:  # peft's standard deviations depend on the rank, which differs between parts
+        # peft's standard deviations depend on the rank, which differs between parts.
+        for part, ranks in fused.divided():
             if init == "gaussian":
-                a.weight[part.ranks] *= fused.rank / part.rank
+                a.weight[ranks] *= fused.rank / part.rank
             elif init is False:
-                b.weight[:, part.ranks] *= math.sqrt(fused.rank / part.rank)
+                b.weight[:, ranks] *= math.sqrt(fused.rank / part.rank)
 
     def get_delta_weight(self, adapter: str, gemm: int = 0) -> Tensor:
         """Return the adapter's update of the weight, or of an expert's, FP32 [out, in]."""

@@ -8,8 +8,9 @@ of B. Both conversions are exact. The experts of a layer are two parameters in t
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -32,33 +33,24 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One of the adapters that form the adapter of a fused te.Linear: `rank` ranks from `first` on."""
-
-    place: Place
-    first: int
-    rank: int
-    scaling: float
-
-    @property
-    def ranks(self) -> slice:
-        return slice(self.first, self.first + self.rank)
-
-
-@dataclass(frozen=True)
 class Fused:
-    """The adapter of one te.Linear [out, in]; `parts` is empty if it has all rows of the weight under all ranks."""
+    """The adapter of one te.Linear [out, in]: the sum of `parts`, or none if it has all rows under all ranks."""
 
     rank: int
     scaling: float
-    parts: tuple[Part, ...]
+    parts: tuple[Wanted, ...]
+
+    def divided(self) -> Iterator[tuple[Wanted, slice]]:
+        """Yield each part with its ranks among those of the whole, one after the other."""
+        for part, end in zip(self.parts, accumulate(part.rank for part in self.parts), strict=True):
+            yield part, slice(end - part.rank, end)
 
     def factors(self, rows: int) -> Tensor:
         """Return FP32 [rows, rank]: the factor of each element of B, 0 outside the parts."""
         factors = torch.zeros(rows, self.rank)
-        for part in self.parts:
+        for part, ranks in self.divided():
             values = torch.full((part.place.shape[0], part.rank), part.scaling / self.scaling)
-            part.place.load(factors[:, part.ranks], values)
+            part.place.load(factors[:, ranks], values)
         return factors
 
 
@@ -183,11 +175,9 @@ def _fused(members: Sequence[Wanted], whole: Place, module: str) -> Fused:
         return Fused(members[0].rank, members[0].scaling, ())
     if any(member.place == whole for member in members):
         raise UsageError(f"the targets have {module} and a part of it: choose one of the two")
-    parts, first = [], 0
-    for member in sorted(members, key=lambda member: member.place.blocks):
-        parts.append(Part(member.place, first, member.rank, member.scaling))
-        first += member.rank
-    return Fused(first, next((part.scaling for part in parts if part.scaling), 1.0), tuple(parts))
+    parts = tuple(sorted(members, key=lambda member: member.place.blocks))
+    scaling = next((part.scaling for part in parts if part.scaling), 1.0)
+    return Fused(sum(part.rank for part in parts), scaling, parts)
 
 
 def alpha_of(scaling: float, rank: int, rslora: bool) -> float:
@@ -208,12 +198,8 @@ def split(fused: Fused, theirs: Mapping[str, Place], a: Tensor, b: Tensor) -> di
         }
     names = {place: name for name, place in theirs.items()}
     return {
-        names[part.place]: (
-            Wanted(part.place, part.rank, part.scaling),
-            a[part.ranks].clone(),
-            part.place.save(b[:, part.ranks]).clone().contiguous(),
-        )
-        for part in fused.parts
+        names[part.place]: (part, a[ranks].clone(), part.place.save(b[:, ranks]).clone().contiguous())
+        for part, ranks in fused.divided()
     }
 
 
@@ -229,8 +215,8 @@ def join(fused: Fused, whole: Place, tensors: Mapping[Place, tuple[Tensor, Tenso
         return first[0], b
     a = torch.cat([tensors[part.place][0] for part in fused.parts])
     b = torch.zeros(whole.shape[0], fused.rank, dtype=a.dtype)
-    for part in fused.parts:
-        part.place.load(b[:, part.ranks], tensors[part.place][1])
+    for part, ranks in fused.divided():
+        part.place.load(b[:, ranks], tensors[part.place][1])
     return a, b
 
 

@@ -234,7 +234,8 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
     options: dict[str, Any] = dict(mesh=parallel.dp, mp_policy=policy)
     resharded = config.reshard_after_forward
     blocks: list[Any] = list(model.layers)
-    for experts in grouped_linears(model) if parallel.replicas is not None else []:
+    grouped = [module for module in model.modules() if isinstance(module, model.te.GroupedLinear)]
+    for experts in grouped if parallel.replicas is not None else []:
         unit = fully_shard(experts, **(options | {"mesh": parallel.replicas}), reshard_after_forward=resharded)
         # They have the gradients of the tokens of all processes, which are to be averaged like all others.
         unit.set_gradient_divide_factor(float(parallel.data_world))
@@ -256,11 +257,6 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
                 # gloo has no average; of a unit on one rank FSDP2 would divide twice.
                 module.set_force_sum_reduction_for_comms(True)
     requantize_in_backward(model, resharded)
-
-
-def grouped_linears(model: CausalLM) -> list[nn.Module]:
-    """Return the te.GroupedLinears of a model."""
-    return [module for module in model.modules() if isinstance(module, model.te.GroupedLinear)]
 
 
 def requantize_in_backward(model: CausalLM, requantize: bool) -> None:

@@ -137,19 +137,6 @@ def test_an_error_ends_the_line_and_not_the_chat(chat: Callable) -> None:
     assert code == 2 and "max_position_embeddings=96" in err and not out
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--template-option", "enable_thinking"), "has no value or no name: write NAME=VALUE"),
-        (("--tokenizer", "PLAIN"), "no chat template"),
-    ],
-)
-def test_mistakes(options: tuple, message: str, chat: Callable, folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    code, _, err = chat("hi", options=tuple(str(tmp_path) if o == "PLAIN" else o for o in options))
-    assert code == 2 and message in err and len(err.splitlines()) == 1
-
-
 def test_template_options_are_json_or_text(chat: Callable, answers: list[str]) -> None:
     chat("hi", options=("--template-option", "enable_thinking=false"))
     chat("hi", options=("--template-option", "enable_thinking=no"))

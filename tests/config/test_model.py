@@ -1,6 +1,7 @@
 """ModelConfig and the presets: parameter counts, derived fields, refusals."""
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -8,20 +9,17 @@ from fewer import every
 
 from te_models import CausalLM, ModelConfig, get_preset, list_presets
 from te_models.config.presets import PRESETS
-from te_models.errors import ConfigError
+from te_models.errors import UsageError
 from te_models.planning.parameter_bytes import model_parameters
 
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
 
 
-@pytest.mark.parametrize(
-    ("name", "gate"),
-    every(
-        4,
-        [name for name in list_presets() if name.startswith(("gated", "qwen", "llama"))],
-        ["elementwise", "headwise", "none"],
-    ),
-)
+OLDEST = [name for name in list_presets() if name.startswith(("gated", "qwen", "llama"))]
+
+
+@pytest.mark.parametrize(("name", "gate"), every(4, OLDEST, ["elementwise", "headwise", "none"]))
 def test_parameter_count_is_the_built_models(name: str, gate: str) -> None:
     config = get_preset(name, attention_gate=gate, qk_norm=gate == "none", attention_bias=gate == "headwise")
     model = CausalLM(config, device="meta", engine="emulated")
@@ -31,14 +29,8 @@ def test_parameter_count_is_the_built_models(name: str, gate: str) -> None:
 
 def test_sizes_are_those_the_names_promise() -> None:
     # Millions of parameters, counted by hand from the shapes: tables + layers * (attention + 3DF + 2D) + D.
-    expected = {
-        "gated-nano": 2.638,
-        "gated-124m": 123.686,
-        "gated-350m": 366.265,
-        "gated-896": 356.265,
-        "gated-1b": 1242.647,
-    }
-    for name, millions in expected.items():
+    expected = {"gated-nano": 2.638, "gated-124m": 123.686, "gated-350m": 366.265, "gated-896": 356.265}
+    for name, millions in {**expected, "gated-1b": 1242.647}.items():
         assert get_preset(name).num_parameters / 1e6 == pytest.approx(millions, abs=5e-4)
 
 
@@ -161,10 +153,7 @@ def test_options_count_their_parameters(change: dict[str, Any], more: int) -> No
         (dict(rope_scaling={"rope_type": {}}), "rope_scaling of type {} is not supported"),
         (dict(rope_scaling={"rope_type": "linear"}), "lacks factor"),
         (dict(rope_scaling={"rope_type": "linear", "factor": 2.0, "beta": 1.0}), "beta=1.0 is not supported"),
-        (
-            dict(rope_scaling={"rope_type": "linear", "factor": "2"}),
-            "rope_scaling.factor='2' is of a wrong type: give a number",
-        ),
+        (dict(rope_scaling={"rope_type": "linear", "factor": "2"}), "rope_scaling.factor='2' is of a wrong type: give"),
         (dict(no_rope_layers=[1, 0]), "no_rope_layers has 2 entries"),
         (dict(no_rope_layers=[1, 0, 2]), "unknown no_rope_layers 2: choose one of 0, 1"),
         (dict(layer_types=["full_attention"] * 2 + ["chunked_attention"]), "'chunked_attention'"),
@@ -178,12 +167,15 @@ def test_options_count_their_parameters(change: dict[str, Any], more: int) -> No
         (dict(rope_theta=float("nan")), "rope_theta=nan is out of range: give a number above 0"),
         (dict(rope_scaling=3), "rope_scaling=3 is of a wrong type: give a table"),
         (dict(layer_types=3), "layer_types=3 is of a wrong type: give a list"),
+        (dict(moe=3), "moe=3 is of a wrong type: give a table"),
+        (dict(moe=dict(num_experts=4)), "moe lacks num_experts_per_tok, moe_intermediate_size: give all"),
+        (dict(moe=dict(EXPERTS, num_experts_per_tok=5)), "is more than the 4 experts to choose from"),
+        (dict(moe=dict(EXPERTS, router_aux_loss_coef=-1.0)), "moe.router_aux_loss_coef=-1.0 is out of range: give 0"),
     ],
 )
-def test_bad_values_are_refused_in_one_line(change: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=".") as error:
+def test_bad_values_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
         ModelConfig(**{**SMALL, **change})
-    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_unknown_names_suggest_the_nearest() -> None:
@@ -206,16 +198,3 @@ def test_a_config_survives_json(name: str) -> None:
     config.use_cache = False  # as transformers.Trainer does, every time one is made
     config.use_cache = True
     assert ModelConfig.from_dict(config.to_dict()) == config
-
-
-@pytest.mark.parametrize(("moe", "message"), [
-    (dict(router_aux_loss_coef=0.0), "moe lacks num_experts, num_experts_per_tok, moe_intermediate_size: give all"),
-    (3, "moe=3 is of a wrong type: give a table"),
-    (dict(num_experts=4, num_experts_per_tok=5, moe_intermediate_size=16), "is more than the 4 experts to choose from"),
-    (dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, router_aux_loss_coef=-1.0),
-     "moe.router_aux_loss_coef=-1.0 is out of range: give 0 or more"),
-])  # fmt: skip
-def test_a_group_of_experts_is_checked(moe: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        ModelConfig(**SMALL, moe=moe)
-    assert message in str(error.value)

@@ -1,6 +1,7 @@
 """The table `precision` of a recipe: which te.Linear it decides, and what it refuses."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("pattern", REFUSED)
 def test_a_pattern_that_matches_nothing_is_refused(pattern: str) -> None:
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UsageError, match=re.escape(REFUSED[pattern])):
         found({pattern: "bf16"})
-    assert REFUSED[pattern] in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

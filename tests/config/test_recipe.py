@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,12 @@ def test_power_of_two_scales_reach_the_operands() -> None:
 
 @pytest.mark.parametrize("name", list_recipes())
 def test_a_recipe_survives_json(name: str) -> None:
-    recipe = get_recipe(name, num_layers_at_end_in_bf16=2)
-    back = recipe_from_dict(json.loads(json.dumps(recipe.to_dict())))
-    assert back.to_dict() == recipe.to_dict() and back.num_layers_at_end_in_bf16 == 2
+    for start, end in ((0, 0), (1, 2)):  # no layer in BF16 was the default before 2026-11-23
+        recipe = get_recipe(name, num_layers_at_start_in_bf16=start, num_layers_at_end_in_bf16=end)
+        saved = json.loads(json.dumps(recipe.to_dict()))
+        assert recipe_from_dict(saved).to_dict() == saved == recipe.to_dict()
+        assert (saved["num_layers_at_start_in_bf16"], saved["num_layers_at_end_in_bf16"]) == (start, end)
+        assert saved["lm_head"] == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -76,35 +80,19 @@ def test_a_recipe_survives_json(name: str) -> None:
         ("current", dict(margin=1), "unknown field 'margin' of recipe 'current'"),
         ("current", dict(fp8_format="E5M2"), "choose one of E4M3, HYBRID"),
         ("blockwise", dict(x_block_scaling_dim=3), "choose one of 1, 2"),
-        (
-            "blockwise",
-            dict(x_block_scaling_dim=2),
-            "x_block_scaling_dim and w_block_scaling_dim are 2, and a GEMM takes one",
-        ),
-        ("bf16", dict(amax_history_len=4), "unknown field 'amax_history_len' of recipe 'bf16'"),
+        ("blockwise", dict(x_block_scaling_dim=2), "x_block_scaling_dim and w_block_scaling_dim are 2, and a GEMM"),
         ("mxfp8", dict(num_layers_at_start_in_bf16=-1), "out of range: give 0 or more"),
         ("missing.toml", {}, "cannot read missing.toml: No such file"),
         ("delayed", dict(use_f32_scales=True), "unknown field 'use_f32_scales' of recipe 'delayed': it is a field of "),
-        ("bf16", dict(amax_history_len=4), "it is a field of 'delayed'"),
-        ("delayed", dict(fp8_interval=1), "of recipe 'delayed': leave it out: scales are updated in every step"),
-        ("delayed", dict(interval=1), "leave it out: scales are updated in every step"),
-        ("delayed", dict(fp8_margin=0), "unknown field 'fp8_margin' of recipe 'delayed': give margin"),
-        ("delayed", dict(fp8_amax_history_len=1024), "give amax_history_len"),
-        ("delayed", dict(fp8_amax_compute_algo="max"), "give amax_compute_algo"),
-        ("current", dict(fp8="hybrid"), "fp8_format='HYBRID'"),
-        ("current", dict(fp8_recipe="delayed"), "give recipe"),
-        ("current", dict(use_fp8=True), "recipe='bf16' is without FP8"),
-        ("current", dict(enabled=True), "recipe='bf16' is without FP8"),
-        ("current", dict(first_last_layers_bf16=True), "num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16"),
+        ("bf16", dict(amax_history_len=4), "field 'amax_history_len' of recipe 'bf16': it is a field of 'delayed'"),
         ("tensorwise", {}, "unknown recipe 'tensorwise': give 'current'"),
         ("hybrid", {}, "fp8_format='HYBRID'"),
         ("E4M3", {}, "fp8_format='E4M3'"),
     ],
 )
-def test_mistakes_are_refused_in_one_line(name: str, change: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=".") as error:
+def test_mistakes_are_refused(name: str, change: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
         get_recipe(name, **change)
-    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
@@ -151,43 +139,18 @@ def test_the_first_and_the_last_layer_are_in_bf16_however_a_recipe_is_made(
     assert model.fp8_layers == range(1, 5)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_saved_recipe_gives_every_field_and_keeps_its_meaning(scheme: str) -> None:
-    """A recipe without BF16 layers, as a file with only a scheme meant before 2026-11-23."""
-    saved = Recipe("old", scheme, num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0).to_dict()
-    assert saved.keys() >= {"num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "lm_head"}
-    again = recipe_from_dict(json.loads(json.dumps(saved)))
-    assert (again.num_layers_at_start_in_bf16, again.num_layers_at_end_in_bf16) == (0, 0)
+FORMATS = dict.fromkeys(("DelayedScaling", "Float8CurrentScaling"), "E4M3/E5M2")
+FORMATS |= dict.fromkeys(("Float8BlockScaling", "MXFP8BlockScaling"), "E4M3") | {"NVFP4BlockScaling": "E2M1"}
 
 
 @pytest.mark.parametrize("scheme", QUANTIZED_SCHEMES)
 def test_a_scheme_alone_has_transformer_engines_defaults(scheme: str) -> None:
     recipe = Recipe("mine", scheme)
+    assert recipe.formats == FORMATS[scheme]
     built, default = recipe.build(te), getattr(te.recipe, scheme)()
     assert repr(built) == repr(default)
     for field, value in recipe.fields.items():
         assert getattr(getattr(default, field), "name", getattr(default, field) or "none") == (value or "none")
-
-
-@pytest.mark.parametrize(
-    ("scheme", "formats"),
-    [
-        ("DelayedScaling", "E4M3/E5M2"),
-        ("Float8CurrentScaling", "E4M3/E5M2"),
-        ("Float8BlockScaling", "E4M3"),
-        ("MXFP8BlockScaling", "E4M3"),
-        ("NVFP4BlockScaling", "E2M1"),
-    ],
-)
-def test_a_file_without_a_format_states_the_engines_default(scheme: str, formats: str, tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text(f'scheme = "{scheme}"\n')
-    recipe = get_recipe(path)
-    assert recipe.formats == formats == recipe_from_dict(recipe.to_dict()).formats
-    built = recipe.build(te)
-    assert "E5M2" in formats or built.fp8_format != te.recipe.Format.HYBRID
-    if scheme != "NVFP4BlockScaling":
-        assert recipe.to_dict()["fp8_format"] == built.fp8_format.name
 
 
 @pytest.mark.parametrize("given", ["hybrid", "Hybrid", "HYBRID"])
@@ -231,19 +194,16 @@ def with_option(recipe: Any, name: str, value: Any) -> Any:
         (te.recipe.MXFP8BlockScaling(fp8_mha=True), "MXFP8BlockScaling.fp8_mha=True"),
         (with_option(te.recipe.DelayedScaling(), "scaling_factor_compute_algo", max), "scaling_factor_compute_algo="),
         (te.recipe.Float8CurrentScaling(fp8_gemm_fprop=te.recipe.MMParams(True)), "fp8_gemm_fprop="),
-        (
-            with_option(te.recipe.Float8BlockScaling(), "fp8_quant_bwd_grad", te.recipe.QParams(amax_epsilon=1e-4)),
-            "Float8BlockScaling.fp8_quant_bwd_grad=",
-        ),
+        (with_option(te.recipe.Float8BlockScaling(), "fp8_quant_bwd_grad", te.recipe.QParams(amax_epsilon=1e-4)),
+         "Float8BlockScaling.fp8_quant_bwd_grad="),
     ],
-)
+)  # fmt: skip
 def test_fields_of_an_object_that_are_not_taken_are_named(recipe: Any, field: str) -> None:
-    with pytest.raises(ValueError, match="is not supported: leave it at") as raised:
+    with pytest.raises(UsageError, match=f"{re.escape(field)}.*is not supported: leave it at"):
         get_recipe(recipe)
-    assert field in str(raised.value) and "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", [name for name in list_recipes() if name != "bf16"])
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_the_engines_object_gives_the_recipe_back(name: str) -> None:
     recipe = get_recipe(name)
     assert get_recipe(recipe.build(te)).fields == recipe.fields

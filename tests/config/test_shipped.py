@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_runs import tiny_model
 
 from te_models import CausalLM, load_tokenizer
 from te_models.config import shipped
@@ -17,11 +18,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(shipped, "FOLDER", tmp_path / "pretrained")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
-    shape = dict(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=1, num_key_value_heads=1
-    )
-    model = CausalLM.from_preset("gated-nano", device="cpu", **shape)
-    model.save_pretrained(tmp_path / "pretrained/gated-nano")
+    tiny_model().save_pretrained(tmp_path / "pretrained/gated-nano")
     return tmp_path
 
 

@@ -62,15 +62,14 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
      (b'["\\""' + b" . '..' " * 60 + b"]", "a key of 50 parts"),
      (b"a = {b" + b".1-_" * 99 + b" = 1}", "a key of 50 parts"), (None, "cannot read .*: No such file")],
 )  # fmt: skip
-def test_unreadable_files_are_refused_in_one_line(content: bytes | None, message: str, tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     if content is not None:
         path.write_bytes(content)
     start = time.process_time()
     with pytest.raises(ConfigError, match=message) as error:
         read_toml(path)
-    assert time.process_time() - start < 5
-    assert "\n" not in str(error.value) and str(path) in str(error.value)
+    assert time.process_time() - start < 5 and str(path) in str(error.value)
 
 
 @pytest.mark.parametrize("preset", list_presets())

@@ -5,6 +5,7 @@ import math
 import pickle
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 import te_models.engine.emulated as te
-from te_models.engine.emulated.delayed_scaling import ScaleRegistry
 from te_models.engine.emulated.recipe import DelayedScaling, Float8CurrentScaling, Format
 
 BF16 = torch.bfloat16
@@ -111,58 +111,44 @@ def test_a_first_forward_in_inference_mode() -> None:
     assert state(m)[0][0] == 224.0
 
 
-def test_several_calls_in_one_autocast_accumulate() -> None:
-    m, recipe = layer(), DelayedScaling(amax_history_len=4)
-    with te.autocast(recipe=recipe):
-        for size in (1.0, 8.0, 2.0):
-            m(torch.full((32, 32), size, dtype=BF16))
-    assert state(m)[1][3][0] == 8.0
-
-
-@pytest.mark.parametrize(("outer", "updates"), [(True, 1), (False, 0)])
-def test_only_the_outermost_exit_updates(outer: bool, updates: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = spy(monkeypatch)
+@pytest.mark.parametrize(("outer", "count"), [(True, 1), (False, 0)])
+def test_only_the_outermost_exit_updates(outer: bool, count: int, updates: list[str]) -> None:
     m, recipe = layer(), DelayedScaling(amax_history_len=4)
     with te.autocast(enabled=outer, recipe=recipe), te.autocast(recipe=recipe):
         m(torch.ones(32, 32, dtype=BF16))
-    assert calls.count(True) == updates
+    assert updates == ["forward"] * count
 
 
-def spy(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Records `forward` of each update."""
-    calls: list[bool] = []
-    original = ScaleRegistry.update
-
-    def wrapped(self: ScaleRegistry, forward: bool) -> None:
-        calls.append(forward)
-        original(self, forward)
-
-    monkeypatch.setattr(ScaleRegistry, "update", wrapped)
-    return calls
-
-
-def test_one_backward_update_for_each_autocast_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = spy(monkeypatch)
-    layers, recipe = [layer() for _ in range(3)], DelayedScaling(amax_history_len=4)
+@pytest.mark.parametrize(
+    ("inside", "backward"),
+    [
+        ([False, False, False], 1),
+        ([True, True, True], 3),  # entered before the first module, it restores the flag
+        ([False, True], 1),  # and entered after it does not
+    ],
+)
+def test_backward_updates_for_each_autocast(inside: list[bool], backward: int, updates: list[str]) -> None:
+    """`inside`: whether a layer has an autocast of its own inside that of all."""
+    layers, recipe = [layer() for _ in inside], DelayedScaling(amax_history_len=4)
     for _ in range(2):
         h = torch.ones(32, 32, dtype=BF16, requires_grad=True)
         with te.autocast(recipe=recipe):
-            for m in layers:
-                h = m(h)
+            for m, own in zip(layers, inside, strict=True):
+                with te.autocast(recipe=recipe) if own else nullcontext():
+                    h = m(h)
         h.sum().backward()
-    assert calls == [True, False, True, False]
+    assert updates == ["forward", *["backward"] * backward] * 2
 
 
-def test_rmsnorm_takes_the_flag_and_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = spy(monkeypatch)
+def test_rmsnorm_takes_the_flag_and_updates(updates: list[str]) -> None:
     norm, m, recipe = te.RMSNorm(32, dtype=BF16), layer(), DelayedScaling(amax_history_len=4)
     order: list[str] = []
     with te.autocast(recipe=recipe):
         h = norm(torch.ones(32, 32, dtype=BF16))
-        h.register_hook(lambda _: order.append(f"{len(calls)} updates when the norm's backward starts"))
+        h.register_hook(lambda _: order.append(f"{len(updates)} updates when the norm's backward starts"))
         y = m(h)
     y.sum().backward()
-    assert calls == [True, False]
+    assert updates == ["forward", "backward"]
     assert order == ["1 updates when the norm's backward starts"]
 
 
@@ -175,40 +161,6 @@ def test_a_node_that_is_not_reached_never_updates() -> None:
             y = used(x)
         y.sum().backward()
     assert state(used, "bwd")[0][0] == 1.0 and state(used, "bwd")[1][0][0] == 1.0
-
-
-def test_an_inner_autocast_entered_before_the_first_module_restores_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = spy(monkeypatch)
-    layers, recipe = [layer() for _ in range(3)], DelayedScaling(amax_history_len=4)
-    h = torch.ones(32, 32, dtype=BF16, requires_grad=True)
-    with te.autocast(recipe=recipe):
-        for m in layers:
-            with te.autocast(recipe=recipe):
-                h = m(h)
-    h.sum().backward()
-    assert calls == [True, False, False, False]
-
-
-def test_an_inner_autocast_entered_after_the_first_module_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = spy(monkeypatch)
-    a, b, recipe = layer(), layer(), DelayedScaling(amax_history_len=4)
-    with te.autocast(recipe=recipe):
-        h = a(torch.ones(32, 32, dtype=BF16))
-        with te.autocast(recipe=recipe):
-            y = b(h)
-    y.sum().backward()
-    assert calls == [True, False]
-
-
-def test_a_silent_tensor_keeps_its_history() -> None:
-    a, b, recipe = layer(), layer(), DelayedScaling(amax_history_len=4)
-    x = torch.full((32, 32), 2.0, dtype=BF16)
-    with te.autocast(recipe=recipe):
-        a(x), b(x)
-    with te.autocast(recipe=recipe):
-        a(x)
-    assert [row[0] for row in state(b)[1]] == [0.0, 0.0, 0.0, 2.0]
-    assert state(b)[0][0] == 224.0
 
 
 def test_a_module_registers_at_its_first_forward_and_is_updated_with_all_others() -> None:
@@ -294,28 +246,19 @@ def test_scales_move_on_where_transformer_engine_freezes_them(change: Callable[.
     assert state(m)[0][0] == 112.0 and state(m, "bwd")[0][0] == 14336.0
 
 
-def test_a_copy_has_scales_of_its_own() -> None:
-    m, recipe, x = layer(), DelayedScaling(amax_history_len=1), torch.ones(32, 32, dtype=BF16)
-    step(m, recipe, x)
-    twin = copy.deepcopy(m)
-    step(twin, recipe, 4 * x)
-    assert (state(m)[0][0], state(twin)[0][0]) == (448.0, 112.0)
-
-
-@pytest.mark.parametrize(("field", "value", "scale"), [("margin", 1, 224.0), ("fp8_format", Format.E4M3, 448.0)])
-def test_another_margin_or_format_takes_effect(field: str, value: Any, scale: float) -> None:
+@pytest.mark.parametrize(
+    ("fields", "scales"),
+    [
+        (dict(margin=1), (28.0, 3584.0)),
+        (dict(fp8_format=Format.E4M3), (56.0, 56.0)),
+        (dict(amax_compute_algo="most_recent"), (448.0, 57344.0)),
+    ],
+)
+def test_another_field_takes_effect(fields: dict[str, Any], scales: tuple[float, float]) -> None:
     m, x = layer(), torch.ones(32, 32, dtype=BF16)
-    step(m, DelayedScaling(amax_history_len=4), x, x)
-    step(m, DelayedScaling(amax_history_len=4, **{field: value}), x, x)
-    assert state(m)[0][0] == scale
-    assert state(m, "bwd")[0][0] == (448.0 if field == "fp8_format" else 57344.0 / 2)
-
-
-def test_the_algorithm_may_change() -> None:
-    m = layer()
-    step(m, DelayedScaling(amax_history_len=4), torch.full((32, 32), 8.0, dtype=BF16))
-    step(m, DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent"), torch.ones(32, 32, dtype=BF16))
-    assert state(m)[0][0] == 448.0
+    step(m, DelayedScaling(amax_history_len=4), 8 * x, 8 * x)
+    step(m, DelayedScaling(amax_history_len=4, **fields), x, x)
+    assert (state(m)[0][0], state(m, "bwd")[0][0]) == scales
 
 
 def test_reset_fp8_state_leaves_no_registry_entry() -> None:
@@ -334,18 +277,12 @@ def test_reset_fp8_state_leaves_no_registry_entry() -> None:
     assert state(model[0])[0][0] == 448.0
 
 
-def test_state_moves_with_the_module() -> None:
-    m, recipe = layer(), DelayedScaling(amax_history_len=4)
-    step(m, recipe, torch.ones(32, 32, dtype=BF16))
-    m.to("meta")
-    assert m.fp8_meta["scaling_fwd"].scale.device.type == "meta"
-    assert m.quantizers["scaling_fwd"][0].scale.device.type == "meta"
-
-
-def test_modules_on_two_devices_share_a_recipe() -> None:
+def test_state_moves_with_the_module_and_others_go_on() -> None:
     a, b, recipe = layer(), layer(), DelayedScaling(amax_history_len=4)
     step(a, recipe, torch.ones(32, 32, dtype=BF16))
     step(b, recipe, torch.ones(32, 32, dtype=BF16))
     b.to("meta")
+    assert b.fp8_meta["scaling_fwd"].scale.device.type == "meta"
+    assert b.quantizers["scaling_fwd"][0].scale.device.type == "meta"
     step(a, recipe, torch.full((32, 32), 4.0, dtype=BF16))
     assert state(a)[0][0] == 112.0

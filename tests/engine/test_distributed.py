@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import te_models.engine.emulated as te
-from te_models.engine.emulated.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+from te_models.engine.emulated.recipe import DelayedScaling
 
 BF16 = torch.bfloat16
 
@@ -51,23 +51,3 @@ def test_amaxes_are_reduced_over_the_group(
         ):
             scale, history = found[direction]
             assert history[0] == amax and scale[0] == torch.tensor(fp8_max) / amax
-
-
-def quantize(rank: int, folder: str) -> None:
-    q = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu", with_amax_reduction=True)
-    torch.save(q(torch.full((16, 16), 1.0 + rank))._scale_inv, f"{folder}/{rank}.pt")
-
-
-def test_current_scaling_reduces_the_amax_of_one_tensor(tmp_path: Path) -> None:
-    run_ranks(quantize, tmp_path, 2)
-    for rank in range(2):
-        assert torch.load(tmp_path / f"{rank}.pt").item() == torch.tensor(224.0).reciprocal().item()
-
-
-@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), MXFP8BlockScaling()])
-def test_stateless_recipes_register_nothing(recipe: Any) -> None:
-    te.FP8GlobalStateManager.reset()
-    m = te.Linear(32, 32, params_dtype=BF16)
-    with te.autocast(recipe=recipe):
-        m(torch.ones(32, 32, dtype=BF16))
-    assert not te.FP8GlobalStateManager.quantization_state.scales.states

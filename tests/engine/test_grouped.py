@@ -78,65 +78,6 @@ def test_equals_a_linear_per_expert(name: str, bias: bool) -> None:
                     assert_same_bits("history", own.amax_history[:, place], other.amax_history)
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_an_expert_without_rows(name: str) -> None:
-    """Its gradients are zeros; only its weight has an amax, and the scale of its input stays."""
-    m, recipe = grouped(), MAKERS[name]()
-    for rows in (ROWS, [0] * len(ROWS)):
-        x, g = torch.randn(sum(rows), 64).to(BF16), torch.randn(sum(rows), 96).to(BF16)
-        y, dx, *_ = step(m, recipe, x, g, rows)
-        assert y.shape == g.shape and dx.shape == x.shape
-        for i, count in enumerate(rows):
-            if not count:
-                for p in (m.weights[i], m.biases[i]):
-                    assert p.grad is not None and p.grad.shape == p.shape and not p.grad.any()
-    if name == "delayed":
-        state = m.fp8_meta["scaling_fwd"]
-        assert state.scale.shape == (15,) and m.fp8_meta["scaling_bwd"].scale.shape == (10,)
-        assert state.scale[3] == 1 and not state.amax_history[:, 3].any()
-        assert (state.amax_history[-2:, 1::3] > 0).all()  # both steps recorded every weight
-
-
-def test_delayed_scaling_keeps_the_scale_of_an_idle_expert() -> None:
-    m, recipe = grouped(2, bias=False), R.DelayedScaling(amax_history_len=3)
-    x, g = torch.randn(64, 64).to(BF16), torch.randn(64, 96).to(BF16)
-    step(m, recipe, x, g, [32, 32])
-    state, seen = m.fp8_meta["scaling_fwd"], []
-    for _ in range(4):
-        step(m, recipe, x * 8, g, [64, 0])
-        seen.append((state.scale[3].item(), state.amax_history[:, 3].tolist()))
-    assert len({repr(one) for one in seen}) == 1  # neither rolled nor updated
-    assert state.scale[3] == 448 / x[32:].abs().max().float()
-
-
-def test_blocks_of_columns_begin_anew_at_each_expert() -> None:
-    """An outlier in the last rows of an expert moves no code of the next one's."""
-    m, recipe = grouped(2, bias=False), R.Float8BlockScaling()
-    x, g = torch.randn(96, 64).to(BF16), torch.randn(96, 96).to(BF16)
-    _, _, _, before = step(m, recipe, x, g, [48, 48])
-    x[47] *= 1000
-    _, _, _, after = step(m, recipe, x, g, [48, 48])
-    assert_same_bits("dw of the second expert", after, before)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["delayed", "current", "bf16"])
-def test_recompute(name: str, reentrant: bool) -> None:
-    found = []
-    for wrap in (False, True):
-        torch.manual_seed(3)
-        m, recipe = grouped(3), MAKERS[name]()
-        for rows in ([32, 16, 0], [0, 16, 32], [48, 0, 0]):
-            x, g = torch.randn(48, 64).to(BF16).requires_grad_(), torch.randn(48, 96).to(BF16)
-            with te.autocast(enabled=recipe is not None, recipe=recipe):
-                y = te.checkpoint(m, x, rows, use_reentrant=reentrant) if wrap else m(x, rows)
-            y.backward(g)
-            found.append([y, x.grad, *(p.grad for p in m.parameters()), *(s.scale.clone() for s in m._states())])
-    for plain, recomputed in zip(found[:3], found[3:], strict=True):
-        for a, b in zip(plain, recomputed, strict=True):
-            assert_same_bits("recomputed", a, b)
-
-
 def test_cached_weights_serve_later_microbatches() -> None:
     m, recipe = grouped(3), R.Float8CurrentScaling()
     x, g = torch.randn(64, 64).to(BF16), torch.randn(64, 96).to(BF16)
@@ -167,16 +108,6 @@ def test_weights_in_fp8(name: str) -> None:
         expected = step(lin, recipe, xi, gi)
         for a, b in zip((y.split([32, 64])[i], dx.split([32, 64])[i], grads[i]), expected, strict=True):
             assert_same_bits(f"expert {i}", a, b)
-
-
-@pytest.mark.parametrize("name", ["current", "bf16"])
-def test_the_first_weight_decides_which_gradients_come(name: str) -> None:
-    m, recipe = grouped(3), MAKERS[name]()
-    x, g = torch.randn(64, 64).to(BF16), torch.randn(64, 96).to(BF16)
-    m.weight0.requires_grad_(False)
-    step(m, recipe, x, g, [32, 0, 32])
-    assert all(p.grad is None for p in m.weights)
-    assert all((p.grad is None) == (name == "bf16") for p in m.biases)
 
 
 def test_parameters_are_interleaved_and_drawn_as_linears_are() -> None:

@@ -66,11 +66,6 @@ class TestStateDict:
         assert list(state) == ["weight", "bias", "_extra_state"]
         assert state["_extra_state"].dtype == torch.uint8 and state["_extra_state"].numel() == 0
 
-    def test_extra_state_stays_empty_under_delayed_scaling(self) -> None:
-        m = te.Linear(32, 32, params_dtype=BF16)
-        run(m, R.DelayedScaling(), torch.ones(32, 32, dtype=BF16))
-        assert m.state_dict()["_extra_state"].numel() == 0
-
     def test_a_plain_linear_lacks_the_extra_state(self) -> None:
         m, plain = te.Linear(8, 8), nn.Linear(8, 8)
         with pytest.raises(RuntimeError, match="_extra_state"):

@@ -25,16 +25,6 @@ class TestNVFP4:
         assert_same_bits(
             "h[:, 0] * 4", h[:, 0] * 4, torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1.0])
         )
-        y = torch.randn(64, 32).to(BF16)
-        a, b = turned.operand(True), te.NVFP4Quantizer(with_rht=True)(y).operand(True)
-        product = (a.values * a.scale).t() @ (b.values * b.scale)
-        exact = x.float().t() @ y.float()
-        assert (product - exact).norm() / exact.norm() < 0.2
-
-    def test_hadamard_spreads_an_outlier(self) -> None:
-        x = torch.zeros(16, 16, dtype=BF16)
-        x[3, :] = 4.0
-        assert te.NVFP4Quantizer(with_rht=True)(x)._amax_columnwise == 1.0
 
     def test_stochastic_rounding_is_unbiased_and_seeded(self) -> None:
         x = torch.full((256, 256), 0.3)
@@ -71,11 +61,6 @@ class TestNVFP4:
         expected = (x.float().t().reshape(-1, 16) @ h).view(32, 48).t()
         got = te.NVFP4Quantizer(with_rht=True)._transformed(x)
         assert_same_bits("got", got, expected.to(BF16))
-
-    def test_nan_is_not_swallowed(self) -> None:
-        x = torch.ones(16, 16)
-        x[3, 3] = torch.nan
-        assert te.NVFP4Quantizer()(x).dequantize().isnan().any()
 
     @pytest.mark.parametrize("option", ["row_scaled_nvfp4", "nvfp4_use_4over6"])
     def test_options_that_are_not_emulated(self, option: str) -> None:

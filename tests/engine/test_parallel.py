@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bits import assert_same_bits
-from ranks import run_ranks
+from ranks import as_one_of, run_ranks
 from torch import Tensor
 
 import te_models.engine.emulated as te
@@ -95,36 +95,17 @@ def work(rank: int, folder: str) -> None:
         split = dict(parallel_mode=mode, tp_group=dist.group.WORLD, sequence_parallel=sequence)
         found: dict[str, Any] = run(RECIPES[name], weight, bias, x, dy, **split)
         torch.save(found | {"sent": sent}, f"{folder}/{number}-{rank}.pt")
-    torch.save(others(rank), f"{folder}/others-{rank}.pt")
+    torch.save(uneven(rank), f"{folder}/uneven-{rank}.pt")
 
 
-def others(rank: int) -> dict[str, Any]:
-    """Compute the results that single tests compare."""
-    found: dict[str, Any] = {}
-    recipe = te.recipe.Float8BlockScaling()
+def uneven(rank: int) -> dict[str, Any]:
+    """A step whose ranks have half a block of tokens each, and its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         weight, x, dy = half(W, rank, 0), X[rank * 64 : (rank + 1) * 64], half(DY, rank, 1)[:128]
         split = dict(parallel_mode="column", tp_group=dist.group.WORLD, sequence_parallel=True)
-        found["uneven"] = run(recipe, weight, half(BIAS, rank, 0), x, dy, **split)
-        found["warnings"] = [str(w.message) for w in caught]
-    m = te.Linear(SIZE, SIZE, params_dtype=torch.float32, parallel_mode="row", tp_size=2)
-    try:
-        m(torch.ones(2, HALF))
-    except RuntimeError as error:
-        found["no group"] = str(error)
-    m.set_tensor_parallel_group(dist.group.WORLD)
-    found["group given"] = m(torch.ones(2, HALF)).shape
-    for case, keywords in (("unequal", {"fp8_output": True}), ("scales", {})):
-        m = te.Linear(SIZE, SIZE, params_dtype=torch.float32, parallel_mode="row", tp_group=dist.group.WORLD,
-                      sequence_parallel=True)  # fmt: skip
-        recipe = te.recipe.DelayedScaling(reduce_amax=False) if case == "scales" else te.recipe.Float8CurrentScaling()
-        try:
-            with te.autocast(recipe=recipe):
-                m(torch.ones(32, HALF), **keywords)
-        except (ValueError, AssertionError) as error:
-            found[case] = str(error)
-    return found
+        found = run(te.recipe.Float8BlockScaling(), weight, half(BIAS, rank, 0), x, dy, **split)
+    return found | {"warnings": [str(w.message) for w in caught]}
 
 
 @pytest.fixture(scope="module")
@@ -173,19 +154,26 @@ def test_two_ranks_are_one_layer(number: int, case: tuple[str, str, bool], resul
 
 def test_rows_without_whole_blocks_travel_in_high_precision(results: Path) -> None:
     expected = run(te.recipe.Float8BlockScaling(), W, BIAS, X[:128], DY[:128])
-    parts = [torch.load(results / f"others-{rank}.pt", weights_only=False) for rank in range(2)]
+    parts = [torch.load(results / f"uneven-{rank}.pt", weights_only=False) for rank in range(2)]
     assert all("all-gather in high precision" in message for message in parts[0]["warnings"]) and parts[0]["warnings"]
     for key in ("y", "dx", "dw", "db"):
         # The input is rounded twice.
-        assert error(whole([p["uneven"] for p in parts], key, "column", True), expected[key]) < 0.03, key
+        assert error(whole(parts, key, "column", True), expected[key]) < 0.03, key
 
 
-def test_invalid_options_are_refused(results: Path) -> None:
-    found = torch.load(results / "others-0.pt", weights_only=False)
-    assert found["no group"].startswith("Tensor parallel group not initialized. Call set_tensor_parallel_group()")
-    assert found["group given"] == (2, SIZE)
-    assert "use fp8_output=False" in found["unequal"]
-    assert found["scales"].startswith("Amax reduction across tensor parallel group is necessary")
+def test_invalid_options_are_refused() -> None:
+    m = te.Linear(SIZE, SIZE, parallel_mode="row", tp_size=2)
+    with pytest.raises(RuntimeError, match="^Tensor parallel group not initialized. Call set_tensor_parallel_group"):
+        m(torch.ones(2, HALF))
+    with as_one_of(2):
+        m.set_tensor_parallel_group(dist.group.WORLD)
+        assert m(torch.ones(2, HALF)).shape == (2, SIZE)
+        with te.autocast(recipe=RECIPES["current"]), pytest.raises(ValueError, match="use fp8_output=False"):
+            m(torch.ones(32, HALF), fp8_output=True)
+        m = te.Linear(SIZE, SIZE, parallel_mode="row", tp_group=dist.group.WORLD, sequence_parallel=True)
+        recipe = te.recipe.DelayedScaling(reduce_amax=False)
+        with te.autocast(recipe=recipe), pytest.raises(AssertionError, match="^Amax reduction across tensor parallel"):
+            m(torch.ones(32, HALF))
 
 
 @pytest.mark.parametrize(("mode", "shape"), [("column", (HALF, SIZE)), ("row", (SIZE, HALF))])

@@ -2,13 +2,12 @@
 
 import copy
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from bits import assert_same_bits
-from engine_reference import nearest, wide
+from engine_reference import QUANTIZERS, nearest, wide
 from torch import Tensor
 
 import te_models.engine.emulated as te
@@ -21,16 +20,8 @@ FP8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 MAX = {E4M3: 448.0, E5M2: 57344.0}
 FLT_MAX = torch.finfo(FP32).max
 
-MAKE: dict[str, Callable[[DType], Any]] = {
-    "delayed": lambda d: te.Float8Quantizer(torch.tensor([3.0]), torch.zeros(1), d),
-    "current": lambda d: te.Float8CurrentScalingQuantizer(d, "cpu"),
-    "block1": lambda d: te.Float8BlockQuantizer(d, rowwise=True, columnwise=True, block_scaling_dim=1),
-    "block2": lambda d: te.Float8BlockQuantizer(d, rowwise=True, columnwise=True),
-    "mxfp8": te.MXFP8Quantizer,
-    "mxfp8_2d": lambda d: te.MXFP8Quantizer(d, with_2d_quantization=True),
-    "nvfp4": lambda d: te.NVFP4Quantizer(),
-    "nvfp4_2d": lambda d: te.NVFP4Quantizer(with_2d_quantization=True),
-}
+NAMES = ("delayed", "current", "block1", "block2", "mxfp8", "mxfp8_2d", "nvfp4", "nvfp4_2d")
+MAKE = {name: QUANTIZERS[name] for name in NAMES}
 
 
 def reference_codes(x: Tensor, dtype: DType) -> Tensor:
@@ -108,45 +99,13 @@ def test_half_a_block_is_a_block_with_zeros(name: str, shape: tuple[int, int]) -
         assert_same_bits(scales, few[:, :used], all_of_them[: len(few), :used])
 
 
-class TestSpecialValues:
-    @pytest.mark.parametrize("name", ["delayed", "current", "block1", "block2", "mxfp8"])
-    def test_infinity_saturates_and_nan_stays_where_it_is(self, name: str) -> None:
-        x = torch.ones(128, 128)
-        x[0, 0], x[1, 1], x[2, 2] = torch.inf, -torch.inf, torch.nan
-        q = MAKE[name](E4M3)
-        t = q(x)
-        values = t.dequantize()
-        assert values.isnan().nonzero().tolist() == [[2, 2]]
-        # MXFP8's largest scale times 448 is beyond FP32.
-        assert values[0, 0] > 0 and values[1, 1] < 0 and (name == "mxfp8" or values[0, 0].isfinite())
-        codes = t._data if hasattr(t, "_data") else t._rowwise_data
-        assert codes[0, 0] == 0x7E and codes[1, 1] == 0xFE
-
-    def test_an_infinite_amax_is_recorded_and_nan_is_not(self) -> None:
-        amax = torch.zeros(1)
-        q = te.Float8Quantizer(torch.ones(1), amax, E4M3)
-        q(torch.tensor([[1.0, torch.nan, -3.0]]))
-        assert amax == 3.0
-        q(torch.tensor([[1.0, -torch.inf]]))
-        assert amax == torch.inf
-
-    def test_the_amax_accumulates(self) -> None:
-        amax = torch.tensor([5.0])
-        te.Float8Quantizer(torch.ones(1), amax, E4M3)(torch.ones(2, 2))
-        assert amax == 5.0
-
-    @pytest.mark.parametrize("name", ["delayed", "current"])
-    def test_empty(self, name: str) -> None:
-        q = MAKE[name](E4M3)
-        t = q(torch.empty(0, 16, dtype=BF16))
-        assert t._data.shape == (0, 16) and t._transpose.shape == (16, 0) and t.dequantize().shape == (0, 16)
-        if name == "delayed":
-            assert q.amax == 0
-
-    @pytest.mark.parametrize("name", MAKE)
-    def test_zeros(self, name: str) -> None:
-        t = MAKE[name](E4M3)(torch.zeros(64, 64))
-        assert (t.dequantize() == 0).all()
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_an_empty_tensor(name: str) -> None:
+    q = MAKE[name](E4M3)
+    t = q(torch.empty(0, 16, dtype=BF16))
+    assert t._data.shape == (0, 16) and t._transpose.shape == (16, 0) and t.dequantize().shape == (0, 16)
+    if name == "delayed":
+        assert q.amax == 0
 
 
 @pytest.mark.parametrize("name", MAKE)

@@ -140,17 +140,6 @@ def test_codes_of_older_weights_are_not_used() -> None:
     assert_same_bits("the second time nothing was kept", model.generate(PROMPTS, max_new_tokens=4), text)
 
 
-@pytest.mark.parametrize("options, message", [
-    (dict(cuda_graph=True), "cuda_graph=True needs a CUDA device and the model is on cpu"),
-    (dict(cuda_graph=True, use_cache=False), "cuda_graph=True needs the cache"),
-    (dict(cuda_graph="yes"), "unknown cuda_graph 'yes'"),
-])  # fmt: skip
-def test_options_without_a_graph_are_refused(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match="cuda_graph") as error:
-        build().generate(PROMPTS, max_new_tokens=4, **options)
-    assert message in str(error.value) and "\n" not in str(error.value)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("engine", ["native", "emulated"])
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "blockwise"])

@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 import torch
 from chat_model import write_chat_model
+from decoding import PROMPTS, build
 
 from te_models import CausalLM, list_recipes
 from te_models.cli import main
@@ -27,17 +28,6 @@ with warnings.catch_warnings():
     from transformers.generation import logits_process
 
 RECIPES = [name for name in list_recipes() if name != "nvfp4"]
-SHAPE: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
-SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=96, device="cpu", engine="emulated")
-
-
-def build(recipe: str = "bf16", **options: Any) -> CausalLM:
-    torch.manual_seed(1)
-    dtype = torch.float32 if recipe == "bf16" else torch.bfloat16
-    return CausalLM.from_preset("gated-nano", recipe=recipe, **{"dtype": dtype, **SHAPE, **options})
-
-
-PROMPTS = [list(b"the quick brown fox"), list(b"jumps"), list(b"over the dog")]
 
 
 @pytest.mark.parametrize("original", [12, 19, 22])
@@ -263,6 +253,9 @@ def test_a_stop_string_may_begin_with_the_first_space(sentencepiece: Any, monkey
         ([1], dict(do_sample=True, min_p=-0.1), "min_p=-0.1"),
         ([1], dict(stop_strings=["x"]), "needs tokenizer="),
         ([1], dict(stop_strings=[""], tokenizer=ByteTokenizer()), "a stop string is empty"),
+        ([1], dict(cuda_graph=True), "cuda_graph=True needs a CUDA device and the model is on cpu"),
+        ([1], dict(cuda_graph=True, use_cache=False), "cuda_graph=True needs the cache"),
+        ([1], dict(cuda_graph="yes"), "unknown cuda_graph 'yes'"),
     ],
 )
 def test_bad_prompts_are_refused_in_one_line(prompt: Any, options: dict, message: str) -> None:
@@ -404,13 +397,6 @@ def test_mistakes_in_converting(
     assert main(["convert", "--model", str(chat_model), "--out", str(out), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and not out.exists()
-
-
-def test_tokenizer_files_come_along(chat_model: Path, tmp_path: Path) -> None:
-    model = CausalLM.from_pretrained(chat_model, device="cpu", engine="emulated")
-    model.save_pretrained(tmp_path / "back", format="hf")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / "back" / name).read_bytes() == (chat_model / name).read_bytes()
 
 
 def test_a_hugging_face_model_without_tokenizer_is_no_model_of_bytes(

@@ -12,6 +12,7 @@ left out: on Hopper Transformer Engine's MXFP8 quantizer returns uninitialized m
 
 import json
 import sys
+from functools import partial
 
 import torch
 from safetensors.torch import save_file
@@ -39,9 +40,9 @@ def randn(*shape, scale=1.0, dtype=BF16):
     return (torch.randn(*shape, generator=gen) * scale).to(dtype).to(DEV)
 
 
-def attempt(case, fn):
+def attempt(case, fn, *args):
     try:
-        fn()
+        fn(case, *args)
     except Exception as e:  # recorded, so that a missing case is seen
         meta[f"{case}.error"] = f"{type(e).__name__}: {str(e)[:300]}"
 
@@ -78,24 +79,17 @@ def wide(rows, cols):
     return x.to(BF16).to(DEV)
 
 
-def quantizer(case, make, rows, cols):
+def quantizer(case, cast, rows, cols):
     x = wide(rows, cols)
-    y = make()(x)
+    y = cast(x)
     put(f"{case}.x", x)
-    for name in (
-        "_data",
-        "_transpose",
-        "_scale_inv",
-        "_rowwise_data",
-        "_columnwise_data",
-        "_rowwise_scale_inv",
-        "_columnwise_scale_inv",
-    ):
+    for name in ("_data", "_transpose", "_scale_inv", "_rowwise_data", "_columnwise_data", "_rowwise_scale_inv",
+                 "_columnwise_scale_inv"):  # fmt: skip
         if isinstance(v := getattr(y, name, None), torch.Tensor):
             put(f"{case}.{name}", v)
 
 
-def rmsnorm():
+def rmsnorm(case):
     m = te.RMSNorm(96, eps=1e-5, dtype=BF16, device=DEV)
     with torch.no_grad():
         m.weight.copy_(1 + randn(96, scale=0.2))
@@ -103,7 +97,7 @@ def rmsnorm():
     y = m(x)
     y.backward(g)
     for name, v in dict(weight=m.weight, x=x, g=g, y=y, dx=x.grad, dw=m.weight.grad).items():
-        put(f"rms.{name}", v)
+        put(f"{case}.{name}", v)
 
 
 def checkpointed(case, wrap, seed):
@@ -131,55 +125,31 @@ def checkpointed(case, wrap, seed):
                 put(f"{case}.{t}.{name}.amax_{d}", m.fp8_meta[f"scaling_{d}"].amax_history)
 
 
-attempt(
-    "delayed_max",
-    lambda: linear("delayed_max", R.DelayedScaling(amax_history_len=4, amax_compute_algo="max"), 64, 96, 48, 7),
-)
-attempt(
-    "delayed_recent",
-    lambda: linear(
-        "delayed_recent", R.DelayedScaling(amax_history_len=8, amax_compute_algo="most_recent", margin=1), 64, 96, 48, 7
-    ),
-)
-attempt(
-    "delayed_e4m3",
-    lambda: linear("delayed_e4m3", R.DelayedScaling(amax_history_len=3, fp8_format=R.Format.E4M3), 64, 96, 48, 5),
-)
-attempt("current", lambda: linear("current", R.Float8CurrentScaling(), 64, 96, 48, 3))
-attempt("block", lambda: linear("block", R.Float8BlockScaling(), 256, 384, 256, 3))
+maximum = R.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
+recent = R.DelayedScaling(amax_history_len=8, amax_compute_algo="most_recent", margin=1)
+attempt("delayed_max", linear, maximum, 64, 96, 48, 7)
+attempt("delayed_recent", linear, recent, 64, 96, 48, 7)
+attempt("delayed_e4m3", linear, R.DelayedScaling(amax_history_len=3, fp8_format=R.Format.E4M3), 64, 96, 48, 5)
+attempt("current", linear, R.Float8CurrentScaling(), 64, 96, 48, 3)
+attempt("block", linear, R.Float8BlockScaling(), 256, 384, 256, 3)
 for nm, dt in (("e4m3", te.DType.kFloat8E4M3), ("e5m2", te.DType.kFloat8E5M2)):
-    cases = {
-        f"q_delayed_{nm}": (
-            lambda dt=dt: te.Float8Quantizer(torch.tensor([3.0], device=DEV), torch.zeros(1, device=DEV), dt),
-            64,
-            128,
-        ),
-        f"q_current_{nm}": (lambda dt=dt: te.Float8CurrentScalingQuantizer(dt, torch.device(DEV)), 64, 128),
-        f"q_current_pow2_{nm}": (
-            lambda dt=dt: te.Float8CurrentScalingQuantizer(
-                dt, torch.device(DEV), force_pow_2_scales=True, amax_epsilon=1e-3
-            ),
-            64,
-            128,
-        ),
-    }
+    scale, amax = torch.tensor([3.0], device=DEV), torch.zeros(1, device=DEV)
+    attempt(f"q_delayed_{nm}", quantizer, te.Float8Quantizer(scale, amax, dt), 64, 128)
+    current = partial(te.Float8CurrentScalingQuantizer, dt, torch.device(DEV))
+    attempt(f"q_current_{nm}", quantizer, current(), 64, 128)
+    attempt(f"q_current_pow2_{nm}", quantizer, current(force_pow_2_scales=True, amax_epsilon=1e-3), 64, 128)
     for dim in (1, 2):
         for pow2 in (True, False):
-            cases[f"q_block{dim}{'' if pow2 else '_nopow2'}_{nm}"] = (
-                lambda dt=dt, dim=dim, pow2=pow2: te.Float8BlockQuantizer(
-                    dt, rowwise=True, columnwise=True, block_scaling_dim=dim, force_pow_2_scales=pow2
-                ),
-                256,
-                384,
+            block = te.Float8BlockQuantizer(
+                dt, rowwise=True, columnwise=True, block_scaling_dim=dim, force_pow_2_scales=pow2
             )
+            attempt(f"q_block{dim}{'' if pow2 else '_nopow2'}_{nm}", quantizer, block, 256, 384)
     if te.is_mxfp8_available():
-        cases[f"q_mxfp8_{nm}"] = (lambda dt=dt: te.MXFP8Quantizer(dt), 128, 256)
-    for case, (make, rows, cols) in cases.items():
-        attempt(case, lambda case=case, make=make, rows=rows, cols=cols: quantizer(case, make, rows, cols))
+        attempt(f"q_mxfp8_{nm}", quantizer, te.MXFP8Quantizer(dt), 128, 256)
 attempt("rms", rmsnorm)
-attempt("plain", lambda: checkpointed("plain", lambda f, x: f(x), SEED))
-attempt("ckpt", lambda: checkpointed("ckpt", lambda f, x: te.checkpoint(f, x, use_reentrant=False), SEED))
-attempt("ckpt_re", lambda: checkpointed("ckpt_re", lambda f, x: te.checkpoint(f, x, use_reentrant=True), SEED))
+attempt("plain", checkpointed, lambda f, x: f(x), SEED)
+attempt("ckpt", checkpointed, partial(te.checkpoint, use_reentrant=False), SEED)
+attempt("ckpt_re", checkpointed, partial(te.checkpoint, use_reentrant=True), SEED)
 differ = [
     k
     for k in tensors
@@ -190,14 +160,7 @@ differ = [
 print("checkpointing changes nothing" if not differ else f"checkpointing changes {differ[:8]}")  # noqa: T201
 for k in [k for k in tensors if k.startswith("ckpt_re.")]:
     del tensors[k]
-save_file(
-    tensors,
-    OUT,
-    metadata={
-        "meta": json.dumps(meta),
-        "engine": ENGINE,
-        "torch": torch.__version__,
-        "gpu": torch.cuda.get_device_name() if DEV == "cuda" else "",
-    },
-)
+gpu = torch.cuda.get_device_name() if DEV == "cuda" else ""
+metadata = {"meta": json.dumps(meta), "engine": ENGINE, "torch": torch.__version__, "gpu": gpu}
+save_file(tensors, OUT, metadata=metadata)
 print(f"{len(tensors)} tensors;", {k: v for k, v in meta.items() if k.endswith(".error")} or "no errors")  # noqa: T201

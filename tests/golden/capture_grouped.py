@@ -28,7 +28,7 @@ from torch.nn.functional import silu
 
 OUT, SEED, ENGINE = sys.argv[1], int(sys.argv[2]), (sys.argv[3:] or ["native"])[0]
 PART = sys.argv[sys.argv.index("--part") + 1] if "--part" in sys.argv else None
-PARTS = ("linear", "kernels", "connections", "errors", "unsupported")
+PARTS = ("linear", "kernels", "connections", "errors")
 if ENGINE == "native":
     for name in ("USE_CUTLASS_GROUPED_GEMM", "GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", "EXT_MARGIN_SM"):
         os.environ.pop(f"NVTE_{name}", None)  # which change bits
@@ -38,13 +38,9 @@ NATIVE, DEV = ENGINE == "native", "cuda" if ENGINE == "native" else "cpu"
 if PART or not NATIVE:
     if NATIVE:
         import transformer_engine.pytorch as te
-        import transformer_engine_torch as tex
-        import triton
         from transformer_engine import __version__ as version
         from transformer_engine.common import recipe as R
-        from transformer_engine.common.triton import permutation as triton_kernels
         from transformer_engine.pytorch import router as fused
-        from transformer_engine.pytorch.module.grouped_linear import is_module_grouped_tensor_path_supported
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
     else:
         import te_models.engine.emulated as te
@@ -305,25 +301,6 @@ def frozen(case, recipe, which):
     facts[case] = {name: value is not None for name, value in {"dx": dx, **grads}.items()}
 
 
-def delayed_wgrad(case, recipe):
-    draw = Draw(case)
-    m = filled(draw, 2, 64, 96, True, delay_wgrad_compute=True)
-    x, g = draw(48, 64), draw(48, 96)
-    _, _, before = run(m, recipe, x, g, [16, 32])
-    facts[f"{case}.before"] = {name: value is not None for name, value in before.items()}
-    m.backward_dw()
-    for name, p in m.named_parameters():
-        put(f"{case}.{name}", p.grad, True)
-
-
-def calibrating(case):
-    draw = Draw(case)
-    m = filled(draw, 2, 64, 96, True)
-    with te.autocast(enabled=False, calibrating=True, recipe=recipes()["delayed"]):
-        m(draw(32, 64), [16, 16])
-    state(case, m)
-
-
 def errors_part():
     for name in ("current", "delayed", "blockwise"):
         recipe = recipes()[name]
@@ -336,34 +313,6 @@ def errors_part():
     for name in ("current", "bf16", "delayed"):
         for which in (0, 1):
             attempt(f"frozen{which}_{name}", frozen, recipes()[name], which)
-        if NATIVE:
-            attempt(f"delayed_wgrad_{name}", delayed_wgrad, recipes()[name])
-    if NATIVE:
-        attempt("calibrating", calibrating)
-
-
-def fused_gemm(case, recipe):
-    """The single grouped GEMM, on the GPU's own splits, against the split path."""
-    draw = Draw(case)
-    m = filled(draw, 4, 256, 256, True)
-    rows = torch.tensor([128, 256, 0, 128])
-    x, g = draw(512, 256), draw(512, 256)
-    expected = run(m, recipe, x, g, rows)
-    m.use_grouped_tensor = True
-    got = run(m, recipe, x, g, rows.cuda())
-    facts[case] = [float((a.float() - b.float()).abs().max()) for a, b in zip(got[:2], expected[:2], strict=True)]
-
-
-def unsupported_part():
-    """What Hopper does with recipes of later GPUs, and with the fused grouped GEMM. Any of it may end the process."""
-    facts["cublaslt"] = tex.get_cublasLt_version()
-    for name, recipe in recipes().items():
-        facts[f"fused_{name}.supported"] = bool(is_module_grouped_tensor_path_supported(recipe, BF16))
-        attempt(f"fused_{name}", fused_gemm, recipe)
-    save()
-    for name, recipe in (("mxfp8", R.MXFP8BlockScaling()), ("nvfp4", R.NVFP4BlockScaling())):
-        attempt(f"on_hopper_{name}", linear, recipe, 256, 256, False, [128, 256], False)
-        save()
 
 
 # Kernels of which the emulated engine has none.
@@ -374,12 +323,12 @@ def routing(draw, tokens, experts, k):
     chosen = torch.rand(tokens, experts, generator=draw.generator).topk(k, dim=1).indices
     mask = torch.zeros(tokens, experts, dtype=torch.int32).scatter(1, chosen, 1)
     probs = torch.rand(tokens, experts, generator=draw.generator) * mask
-    return mask.to(DEV), probs.to(DEV), chosen.int().to(DEV)
+    return mask.to(DEV), probs.to(DEV)
 
 
 def permutation(case, k, probs_dtype):
     draw = Draw(case)
-    mask, probs, chosen = routing(draw, 64, 16, k)
+    mask, probs = routing(draw, 64, 16, k)
     probs = probs.to(probs_dtype)
     x = draw(64, 128).requires_grad_()
     rows, row_id_map = te.moe_permute(x, mask, 64 * k)
@@ -394,83 +343,23 @@ def permutation(case, k, probs_dtype):
     put(f"{case}.dh", h.grad, True)
     put(f"{case}.dp", p.grad, True)
     put(f"{case}.dx", x.grad, True)
-    put(f"{case}.row_id_map", row_id_map, k == 2)
-    put(f"{case}.without_probs", te.moe_unpermute(h.detach(), row_id_map, restore_shape=torch.Size((64, 128))), True)
-    rows, row_id_map = te.moe_permute(x.detach(), chosen, 64 * k, map_type="index")
-    put(f"{case}.index_rows", rows)
-    merging = torch.rand(64, k, generator=draw.generator).to(DEV)
-    put(f"{case}.index_y", te.moe_unpermute(h.detach(), row_id_map, merging, map_type="index"), True)
 
 
-def padded(case):
+def router(case, score):
     draw = Draw(case)
-    mask, probs, _ = routing(draw, 64, 16, 4)
-    x = draw(64, 128)
-    out = te.moe_permute_and_pad_with_probs(x, probs, mask, mask.sum(0), 16)
-    for name, value in zip(("rows", "probs", "row_id_map", "pad_offsets", "counts"), out, strict=True):
-        put(f"{case}.{name}", value, name != "rows")
-    back = te.moe_unpermute(out[0], out[2], restore_shape=torch.Size((64, 128)), pad_offsets=out[3])
-    put(f"{case}.back", back, True)
-
-
-def block_sizes(case):
-    """The gradient of the probabilities under each block size that the autotuner may choose."""
-    tuner, found = triton_kernels._unpermute_bwd_with_merging_probs_kernel, []
-    configs = list(tuner.configs)
-    for size in (64, 128, 256, 512, 1024, 2048, 4096):
-        draw = Draw(case)
-        mask, probs, _ = routing(draw, 64, 16, 4)
-        h, p = draw(256, 1024).requires_grad_(), probs.requires_grad_()
-        _, row_id_map = te.moe_permute(draw(64, 1024), mask, 256)
-        tuner.configs = [triton.Config({"BLOCK_SIZE": size})]
-        tuner.cache.clear()
-        te.moe_unpermute(h, row_id_map, p, restore_shape=torch.Size((64, 1024))).backward(draw(64, 1024))
-        put(f"{case}.{size}.dp", p.grad, True)
-        found.append(digests[f"{case}.{size}.dp"])
-    tuner.configs = configs
-    facts[f"{case}.distinct"] = len(set(found))
-
-
-def router(case, k, score, bias, groups, dtype, ties):
-    draw = Draw(case)
-    logits = draw(64, 64, dtype=torch.float32)
-    logits = ((logits * 2).round() / 2 if ties else logits).to(dtype).requires_grad_()
-    expert_bias = draw(64, scale=0.1, dtype=torch.float32) if bias else None
-    probs, chosen = fused.fused_topk_with_score_function(
-        logits, k, False, groups, groups and 2, 2.5 if groups else None, score, expert_bias
-    )
-    probs.backward(draw(64, 64, dtype=dtype))
+    logits = draw(64, 64, dtype=torch.float32).requires_grad_()
+    expert_bias = draw(64, scale=0.1, dtype=torch.float32) if score == "sigmoid" else None
+    probs, chosen = fused.fused_topk_with_score_function(logits, 8, False, None, None, None, score, expert_bias)
     put(f"{case}.probs", probs, True)
     put(f"{case}.map", chosen, True)
-    put(f"{case}.dlogits", logits.grad, True)
-
-
-def aux_loss(case):
-    draw = Draw(case)
-    logits = draw(4096, 128, dtype=torch.float32).requires_grad_()
-    chosen, scores = fused.fused_compute_score_for_moe_aux_loss(logits, 8, "softmax")
-    counts = chosen.sum(0)
-    losses = [float(fused.fused_moe_aux_loss(scores, counts, 4096, 128, 8, 1e-2)) for _ in range(100)]
-    fused.fused_moe_aux_loss(scores, counts, 4096, 128, 8, 1e-2).backward()
-    facts[f"{case}.spread"] = [min(losses), max(losses), len(set(losses))]
-    put(f"{case}.counts", counts, True)
-    put(f"{case}.dlogits", logits.grad)
 
 
 def kernels_part():
     for k in (2, 4, 8):
         for name, dtype in (("fp32", torch.float32), ("bf16", BF16)):
             attempt(f"permute_{name}_{k}", permutation, k, dtype)
-    attempt("pad", padded)
-    attempt("block_size", block_sizes)
-    for k in (2, 8, 16):
-        for dtype in (torch.float32, BF16):
-            attempt(f"router_ties_{k}_{dtype}", router, k, "softmax", False, None, dtype, True)
-        attempt(f"router_sigmoid_{k}", router, k, "sigmoid", True, None, torch.float32, False)
-        attempt(f"router_sqrtsoftplus_{k}", router, k, "sqrtsoftplus", True, None, torch.float32, False)
-    attempt("router_softmax", router, 8, "softmax", False, None, torch.float32, False)
-    attempt("router_groups", router, 8, "sigmoid", True, 8, torch.float32, False)
-    attempt("aux_loss", aux_loss)
+    attempt("router_softmax", router, "softmax")
+    attempt("router_sigmoid_8", router, "sigmoid")
 
 
 def save():

@@ -1,15 +1,13 @@
-"""Families with experts in training and generation, beside test_hf_families.py: transformers is the judge."""
+"""Losses and gradients of families with experts, with latents and with a recurrence: transformers is the judge."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import CASES, FAMILY_CASES, make_config
-from hf_models import load, randomize
-from judge import AutoModelForCausalLM
-from safetensors.torch import load_file, save_file
+from families import CASES, FAMILY_CASES
+from hf_models import load, make_theirs, tensors_of
+from hybrids import HYBRIDS
 from torch import Tensor
 
 from te_models import CausalLM
@@ -22,43 +20,38 @@ ROUTED = [
     "qwen3_moe-one-key", "qwen3_moe-all-keys", "qwen3_moe-tied", "qwen3_moe-normed", "qwen2_moe-odd",
     "qwen2_moe-normed", "qwen2_moe-steps", "mixtral-all-keys", "mixtral-window", "olmoe-all-keys", "olmoe-normed",
     "gpt_oss-odd", "gpt_oss-all-keys", "gpt_oss-untied", "gpt_oss-untruncated", "gpt_oss-window", "gpt_oss-plain",
-    "laguna-all-sparse",
+    "laguna-all-sparse", "qwen3_next-mixed", "qwen3_next-plain", "qwen3_5_moe_text-one-key",
 ]  # fmt: skip
 OTHERS = ["glm4_moe-groups", "glm4_moe-normed", "glm4_moe-sparse", "afmoe-experts", "laguna-experts"]
 LATENT = [f"deepseek_v3-{name}" for name in FAMILY_CASES["deepseek_v3"]]
 LATENT += [f"deepseek_v2-{name}" for name in ("plain", "groups", "direct", "mscale")]
 LATENT += ["glm4_moe_lite-plain", "glm4_moe_lite-width"]
 OTHERS += LATENT
-HYBRIDS = ["qwen3_next-mixed", "qwen3_next-plain", "qwen3_5_moe_text-one-key"]
+FEW = ("hybrid-0", "hybrid-1", "hybrid-7", "hybrid-14")
 
 
 def pair(case: str, folder: Path, **changes: Any) -> tuple[Any, CausalLM]:
     """transformers' model of a case, every parameter random, and ours."""
-    torch.manual_seed(len(case))
-    config = make_config(case)
-    for name, value in changes.items():
-        setattr(config, name, value)
-    judge = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    randomize(judge)
-    judge.save_pretrained(folder)
-    return judge, load(folder)
+    return make_theirs(case, folder, **changes), load(folder)
 
 
-def batch(padded: bool) -> dict[str, Tensor]:
-    ids = torch.randint(1, 131, (3, 17))
+def batch(padded: bool, length: int = 17) -> dict[str, Tensor]:
+    ids = torch.randint(1, 131, (3, length))
     mask = torch.ones_like(ids)
     if padded:
         mask[1, 11:] = mask[2, 5:] = 0
     return dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
 
 
-@pytest.mark.parametrize("case", [*ROUTED, *OTHERS, *HYBRIDS])
+@pytest.mark.parametrize(
+    "case", [*ROUTED, *OTHERS, *(pytest.param(name, marks=[pytest.mark.slow] * (name not in FEW)) for name in HYBRIDS)]
+)
 def test_losses_and_gradients_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     """The balance loss is reported in evaluation, and in training added with its factor."""
-    routed = case not in OTHERS
+    routed = case in ROUTED
     judge, model = pair(case, tmp_path, **(dict(router_aux_loss_coef=0.3) if routed else {}))
     for padded in (False, True):
-        inputs = batch(padded)
+        inputs = batch(padded, 100 if case in HYBRIDS else 17)
         expected = judge(**inputs, **(dict(output_router_logits=True) if routed else {}))
         found = whole = model.eval()(**inputs)
         if routed:
@@ -68,7 +61,7 @@ def test_losses_and_gradients_are_those_of_transformers(case: str, tmp_path: Pat
         assert whole.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
     expected.loss.backward()
     whole.loss.backward()
-    theirs = theirs_by_expert(judge)
+    theirs = gradients_of(judge, tmp_path / "gradients")
     parameters = dict(model.named_parameters())
     places = tensor_places(family_of(judge.config.to_dict()), model.config, {n: p.shape for n, p in parameters.items()})
     names = [name for name, place in places.items() if parameters[place.name].requires_grad]
@@ -92,65 +85,15 @@ def test_a_model_of_transformers_has_the_balance_loss_where_it_is_asked_for(tmp_
     assert wrapped(**inputs).loss.item() == pytest.approx(judge(**inputs).loss.item(), rel=1e-5)
 
 
-def theirs_by_expert(judge: Any) -> dict[str, Tensor]:
-    """transformers' gradients by the names in its folders, in which each expert has tensors of its own."""
-    mixtral = judge.config.model_type == "mixtral"
-    block = "block_sparse_moe" if mixtral else "mlp"
-    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    found: dict[str, Tensor] = {}
-    for name, parameter in judge.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        before, experts, kind = name.partition(".mlp.experts.")
-        if judge.config.model_type == "gpt_oss":
-            found |= experts_of(name, gradient, torch.Tensor)  # no scales
-            continue
-        if not experts:
-            name = name.replace(".mlp.gate.", f".{block}.gate.")
-            if judge.config.model_type == "laguna":
-                name = name.replace(".shared_experts.", ".shared_expert.")
-            found[name] = gradient
-            continue
-        for expert, own in enumerate(gradient):
-            parts = own.chunk(2) if kind == "gate_up_proj" else (own,)
-            for part, short in zip(parts, names[:2] if kind == "gate_up_proj" else names[2:], strict=True):
-                found[f"{before}.{block}.experts.{expert}.{short}.weight"] = part
-    return found
-
-
-@pytest.mark.parametrize("case", [*ROUTED[::8], *OTHERS[:5:2], *LATENT[::5], *HYBRIDS[::2]])
-def test_generation_is_that_of_transformers_token_for_token(case: str, tmp_path: Path) -> None:
-    judge, model = pair(case, tmp_path)
-    ids = torch.randint(1, 131, (2, 7))
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
-    ids = ids * mask
-    options: dict[str, Any] = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    expected = judge.generate(ids, attention_mask=mask, **options)
-    found = model.generate(ids, 12, attention_mask=mask, eos_token_id=None)
-    assert torch.equal(found, expected)
-
-
 @torch.no_grad()
-def test_the_text_of_a_folder_with_images(tmp_path: Path) -> None:
-    """Under other names and a nested config, beside tensors of images, which are written back."""
-    judge, _ = pair("qwen3_5_moe_text-full", tmp_path / "text")
-    theirs = {
-        name if name == "lm_head.weight" else name.replace("model.", "model.language_model.", 1): tensor
-        for name, tensor in load_file(tmp_path / "text" / "model.safetensors").items()
-    }
-    theirs["model.visual.patch_embed.proj.weight"] = torch.randn(4, 3)
-    text = json.loads((tmp_path / "text" / "config.json").read_text()) | {"model_type": "qwen3_5_moe_text"}
-    document = {"model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"]}
-    document |= {"text_config": text, "vision_config": {"depth": 2}, "tie_word_embeddings": False}
-    (tmp_path / "images").mkdir()
-    save_file(theirs, tmp_path / "images" / "model.safetensors", {"format": "pt"})
-    (tmp_path / "images" / "config.json").write_text(json.dumps(document))
-    model, ids = load(tmp_path / "images"), torch.randint(1, 131, (2, 17))
-    torch.testing.assert_close(model(ids).logits, judge(ids).logits, atol=1e-4, rtol=0)
-    model.save_pretrained(tmp_path / "back", format="hf")
-    back = load_file(tmp_path / "back" / "model.safetensors")
-    assert back.keys() == theirs.keys() and all(torch.equal(back[name], theirs[name]) for name in back)
+def gradients_of(judge: Any, folder: Path) -> dict[str, Tensor]:
+    """transformers' gradients by the names in its folders, into which it writes them in place of the parameters."""
+    for parameter in judge.parameters():
+        parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    judge.save_pretrained(folder)
+    # Of stacked experts each by itself; there are no scales.
+    return {own: part for name, t in tensors_of(folder).items() for own, part in experts_of(name, t, torch.Tensor)}
 
 
 def test_cases_exist() -> None:
-    assert {*ROUTED, *OTHERS, *HYBRIDS} <= CASES.keys()
+    assert {*ROUTED, *OTHERS} <= CASES.keys() and {*FEW} <= HYBRIDS.keys()

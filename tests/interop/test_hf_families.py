@@ -1,6 +1,5 @@
 """Every family of decoders in ten odd shapes: transformers' own models, small and random, are the judge."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,10 @@ import pytest
 import torch
 from families import CASES, FAMILY_CASES, make_config
 from fewer import every
-from hf_models import load, randomize, tensors_of
+from hf_models import CASES as FIRST_CASES
+from hf_models import GATED_CASES, Pair, close, document_of, load, prompts, read_by_transformers, same_folder, save_hf
+from hybrids import HYBRIDS
 from judge import CACHE, AutoModelForCausalLM, transformers
-from torch import Tensor
 
 from te_models import CausalLM, ModelConfig, get_preset, list_presets
 from te_models.errors import CheckpointError, ConfigError
@@ -19,37 +19,10 @@ from te_models.interop.hf import describe
 from te_models.interop.hf_families import FAMILIES, family_for, family_of
 from te_models.interop.origin import Origin
 
-Pair = tuple[Any, Path]
-TOLERANCE = 2e-5  # of FP32 rounding, relative to the size of the logits
-
-
-@pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
-    """A function that gives transformers' model of a case, every parameter random, and the folder it is saved in."""
-    made: dict[str, Pair] = {}
-
-    def make(case: str) -> Pair:
-        if case not in made:
-            torch.manual_seed(len(case))
-            model = AutoModelForCausalLM.from_config(make_config(case), attn_implementation="eager").eval()
-            randomize(model)
-            folder = tmp_path_factory.mktemp("families") / case
-            model.save_pretrained(folder)
-            made[case] = model, folder
-        return made[case]
-
-    return make
-
-
-def close(ours: Tensor, reference: Tensor) -> None:
-    size = reference.abs().max().item()
-    assert size > 0.05, "a comparison of zeros would prove nothing"
-    torch.testing.assert_close(ours, reference, atol=TOLERANCE * max(size, 1.0), rtol=0)
-
 
 def test_every_new_family_has_ten_shapes() -> None:
     few = {family for family, cases in FAMILY_CASES.items() if len(cases) < 10}
-    assert few == {"llama", "qwen3", "smollm3"}, "these have others in test_hf.py, and hybrids in test_hybrid.py"
+    assert few == {"llama", "qwen3", "smollm3"}, "these have others in hf_models.py, and hybrids in hybrids.py"
     others = {"mistral", "qwen2", "qwen3_5_text", "qwen3_5", "qwen3_5_moe", "te_models_decoder"}
     others |= {"gemma3", "mistral3", "kimi_k2"}  # in test_hf_nested.py
     assert set(FAMILY_CASES) | others == {family.model_type for family in FAMILIES}
@@ -95,52 +68,77 @@ def test_a_folder_is_of_a_family_whose_config_transformers_takes(family: str, tm
     shape: dict[str, Any] = {**sizes, "num_key_value_heads": 1, "head_dim": 16, "attention_gate": "none"}
     model = CausalLM(ModelConfig(**{**shape, **REFUSED[family]}), device="cpu", dtype=torch.float32).eval()
     model.save_pretrained(tmp_path / "own", format="hf")
-    assert json.loads((tmp_path / "own" / "config.json").read_text())["model_type"] == family
+    assert document_of(tmp_path / "own")["model_type"] == family
     judge = AutoModelForCausalLM.from_pretrained(tmp_path / "own", trust_remote_code=True).eval()
     ids = torch.randint(1, 64, (2, 17))
     with torch.no_grad():
         close(model(ids).logits, judge(ids).logits)
 
 
-# Two of each family in every run, and all in the long tests.
+# Two of each family in every run, and all in the long tests; of hybrids 1, 2 and 4 value heads per key head.
 FEW = {f"{family}-{name}" for n, (family, cases) in enumerate(FAMILY_CASES.items())
        for name in (*cases, *cases)[n % len(cases) :: 5][:2]}  # fmt: skip
-FEW.add("glm4_moe-dense")  # of a family with experts, which it stays
+FEW |= {"glm4_moe-dense", *FIRST_CASES, *(f"hybrid-{seed}" for seed in (0, 1, 7, 14))}
+ALL = [pytest.param(case, marks=[pytest.mark.slow] * (case not in FEW)) for case in (*FIRST_CASES, *CASES, *HYBRIDS)]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in FEW)) for case in CASES])
+@pytest.mark.parametrize("case", ALL)
 @torch.no_grad()
 def test_a_model_is_that_of_transformers(case: str, theirs: Callable[[str], Pair], tmp_path: Path) -> None:
     """Its logits, under padding and with a cache too, and its folder, which comes back in every bit."""
     judge, folder = theirs(case)
     model = load(folder)
-    vocabulary = model.config.vocab_size
-    for length in (1, model.config.longest_sequence):
+    assert model.dtype == torch.float32 and model.recipe.name == "bf16"
+    vocabulary, longest = model.config.vocab_size, model.config.longest_sequence
+    hybrid = case in HYBRIDS
+    tolerance = 1e-4 if hybrid else 2e-5  # of FP32 rounding, which a recurrence adds up
+    for length in (1, *((2, 3, 63, 64, 65, 129) if hybrid else ()), longest):
         ids = torch.randint(1, vocabulary, (2, length))
-        close(model(ids).logits, judge(ids).logits)
-    ids, mask = torch.randint(1, vocabulary, (3, 13)), torch.ones(3, 13, dtype=torch.long)
-    mask[1, :8] = mask[2, :3] = 0
+        close(model(ids).logits, judge(ids).logits, tolerance)
+    ids = torch.randint(1, vocabulary, (3, 70 if hybrid else 13))
+    mask = torch.ones_like(ids)
+    mask[1, :8] = mask[2, : 66 if hybrid else 3] = 0
     reference = judge(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
-    close(model(ids, attention_mask=mask).logits[mask.bool()], reference[mask.bool()])
+    close(model(ids, attention_mask=mask).logits[mask.bool()], reference[mask.bool()], tolerance)
 
-    ids = torch.randint(1, vocabulary, (2, 15))
-    cache, other = model.new_cache(2, 15), transformers.DynamicCache(config=judge.config)
-    for part in (ids[:, :9], *ids[:, 9:].split((1, 3, 1, 1), dim=1)):
-        close(model(part, cache=cache).logits, judge(part, **{CACHE: other}, use_cache=True).logits)
+    lengths = (30, 1, 2, 2, 55) if hybrid else (9, 1, 3, 1, 1)
+    ids = torch.randint(1, vocabulary, (2, sum(lengths)))
+    cache, other = model.new_cache(2, sum(lengths)), transformers.DynamicCache(config=judge.config)
+    for part in ids.split(lengths, dim=1):
+        close(model(part, cache=cache).logits, judge(part, **{CACHE: other}, use_cache=True).logits, tolerance)
 
     numbers = [buffer.numel() for name, buffer in judge.named_buffers() if name.endswith("correction_bias")]
     assert model.config.num_parameters == sum(p.numel() for p in judge.parameters()) + sum(numbers)
-    model.save_pretrained(tmp_path / "back", format="hf")
-    ours, original = tensors_of(tmp_path / "back"), tensors_of(folder)
-    assert ours.keys() == original.keys() and all(torch.equal(ours[name], original[name]) for name in ours)
-    configs = [json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "back")]
-    assert configs[0] == configs[1]
+    save_hf(model, tmp_path / "back", gated=case in GATED_CASES and case != "ungated")
+    same_folder(folder, tmp_path / "back")
+    if case in GATED_CASES:  # transformers has no such architecture
+        return
     model.origin = Origin()  # as if it had begun here: the first family that can express it is written
     model.save_pretrained(tmp_path / "own", format="hf")
-    again, report = AutoModelForCausalLM.from_pretrained(tmp_path / "own", output_loading_info=True)
-    assert not any(report.values()), report
-    close(again.eval()(ids).logits, model(ids).logits)
+    close(read_by_transformers(tmp_path / "own")(ids).logits, model(ids).logits, tolerance)
     assert load(tmp_path / "own").config == model.config
+
+
+# One of each kind of attention, of experts and of recurrence, and all that treats old positions unlike new ones.
+TEXTS = [
+    "llama3", "llama-linear", "qwen2-window", "qwen3", "mistral", "smollm3", "qwen3_next", "headwise", "elementwise",
+    "qwen3_moe-one-key", "mixtral-window", "gpt_oss-plain", "glm4_moe-groups", "glm4_moe-sparse", "laguna-experts",
+    "deepseek_v3-plain", "deepseek_v3-one", "deepseek_v3-mscale", "deepseek_v2-mscale", "qwen3_next-mixed",
+    "qwen3_5_moe_text-one-key", *HYBRIDS,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in HYBRIDS and case not in FEW)) for case in TEXTS]
+)
+@torch.no_grad()
+def test_greedy_text_is_that_of_transformers(case: str, theirs: Callable[[str], Pair]) -> None:
+    judge, folder = theirs(case)
+    model, (ids, mask) = load(folder), prompts()
+    expected = judge.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
+    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=20), expected)
+    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=20, use_cache=False), expected)
+    assert len(set(expected[:, 13:].flatten().tolist())) > 8
 
 
 def test_numbers_that_divide_by_zero_are_one_line(tmp_path: Path) -> None:

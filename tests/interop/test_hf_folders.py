@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import Pair, load, prompts, same_tensors, tensors_of
+from bits import assert_same_tensors
+from hf_models import Pair, close, document_of, load, prompts, tensors_of
 from judge import AutoModelForCausalLM
 from ranks import run_process
 from safetensors.torch import load_file, save_file
@@ -76,7 +77,7 @@ def test_unsupported_fields_of_a_config_are_named(
     case: str, change: dict[str, Any], message: str, theirs: Callable[..., Pair], tmp_path: Path
 ) -> None:
     folder = theirs(case)[1]
-    config = json.loads((folder / "config.json").read_text()) | change
+    config = document_of(folder) | change
     if change.get("hidden_size", 1) is None:
         del config["hidden_size"]
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -88,13 +89,13 @@ def test_fields_without_effect_are_accepted(theirs: Callable[..., Pair], tmp_pat
     folder = theirs("llama2")[1]
     more = {"transformers.js_config": {"dtype": "q4"}, "_name_or_path": "x", "unsloth_fixed": True, "temperature": 0.6}
     more |= {"pretraining_tp": 2, "rope_interleaved": False, "some_feature": None, "id2label": {"0": "a"}}
-    config = json.loads((folder / "config.json").read_text()) | more
+    config = document_of(folder) | more
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     model = load(tmp_path)
     assert model.config == load(folder).config
     model.save_pretrained(tmp_path / "back", format="hf")
-    assert json.loads((tmp_path / "back/config.json").read_text()) == config
+    assert document_of(tmp_path / "back") == config
 
 
 def refused(folder: Path | str, message: str, **options: Any) -> None:
@@ -125,7 +126,7 @@ def test_shards_are_read_and_damage_is_named(sharded: Path, theirs: Callable[...
         save_file(broken, shards[1], {"format": "pt"})
         refused(sharded, f"{name} has a NaN or an infinity")
         shards[1].write_bytes(good)
-    assert same_tensors(tensors, tensors_of(sharded))
+    assert_same_tensors(tensors, tensors_of(sharded))
     moved = shards[1].rename(sharded / "elsewhere")
     refused(sharded, f"lacks {shards[1].name}")
     moved.rename(shards[1]).write_bytes(shards[0].read_bytes())
@@ -179,10 +180,10 @@ def test_saving_in_shards(theirs: Callable[..., Pair], tmp_path: Path) -> None:
     model = load(folder)
     write_hugging_face(model, model.origin, tmp_path / "back", weights(model), max_shard_bytes=60_000)
     assert len(list((tmp_path / "back").glob("model-*-of-*.safetensors"))) > 3 and MAX_SHARD_BYTES == 5e9
-    assert same_tensors(tensors_of(folder), tensors_of(tmp_path / "back"))
+    assert_same_tensors(tensors_of(folder), tensors_of(tmp_path / "back"))
     ids = prompts()[0]
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
-    assert torch.equal(again(ids).logits, judge(ids).logits)
+    close(again(ids).logits, judge(ids).logits)
     load(tmp_path / "back").save_pretrained(tmp_path / "back", format="hf")
     assert [f.name for f in (tmp_path / "back").glob("*.safetensors")] == ["model.safetensors"], (
         "the old shards are gone"
@@ -206,7 +207,8 @@ def test_the_dtype_is_that_of_the_argument_or_the_file(dtype: Any, theirs: Calla
     assert {p.dtype for p in model.parameters()} == {dtype}
     model.save_pretrained(tmp_path, format="hf")
     expected = {name: value.to(dtype) for name, value in judge.state_dict().items()}
-    assert same_tensors(tensors_of(tmp_path), expected) and load(tmp_path).dtype == dtype
+    assert_same_tensors(tensors_of(tmp_path), expected)
+    assert load(tmp_path).dtype == dtype
 
 
 STREAMING = """

@@ -1,12 +1,13 @@
 """Folders of models with images, whose text model is read; and the line that refuses a model."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import FULL, LINEAR, PAIRS, SIZES, SLIDING, YARN
-from hf_models import load, randomize, same_tensors, tensors_of
+from families import FAMILY_CASES, FULL, LINEAR, PAIRS, SIZES, SLIDING, YARN
+from hf_models import close, load, randomize, read_by_transformers, same_folder
 from judge import transformers
 
 from te_models.errors import UsageError
@@ -14,8 +15,22 @@ from te_models.interop.hf_families import family_of
 
 VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28,
               patch_size=14)  # fmt: skip
+MORE_VISION = {"Gemma3": {}, "Mistral3": dict(head_dim=16)}
+MORE_VISION |= dict.fromkeys(
+    ("Qwen3_5", "Qwen3_5Moe"), dict(depth=1, num_heads=2, out_hidden_size=48, num_position_embeddings=16)
+)
 GEMMA = dict(model_type="gemma3_text", sliding_window=5, query_pre_attn_scalar=11, layer_types=[SLIDING, FULL, SLIDING])
 SCALED = {**YARN, "llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 7}
+# A hybrid, whose RoPE has three positions, and a head for later tokens.
+QWEN: dict[str, Any] = dict(
+    vocab_size=131, hidden_size=48, intermediate_size=40, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+    linear_value_head_dim=12, max_position_embeddings=64, attn_output_gate=True, mtp_num_hidden_layers=1,
+    mtp_use_dedicated_embeddings=False, mamba_ssm_dtype="float32", mlp_only_layers=[], full_attention_interval=4,
+    rope_parameters=dict(
+        rope_type="default", rope_theta=1e7, partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True
+    ),
+)  # fmt: skip
 # Name of a case -> class of transformers, its text model, and what the outer config has.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("Gemma3", GEMMA, {}),
@@ -25,26 +40,42 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral3-ministral": (
         "Mistral3", dict(model_type="ministral3", rope_parameters=SCALED), dict(tie_word_embeddings=False)
     ),
+    "qwen3_5": ("Qwen3_5", QWEN, dict(tie_word_embeddings=True)),
+    "qwen3_5_moe": ("Qwen3_5Moe", dict(FAMILY_CASES["qwen3_5_moe_text"]["full"]), dict(tie_word_embeddings=False)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_the_text_of_a_folder_with_images(case: str, tmp_path: Path) -> None:
+def test_the_text_of_a_folder_with_images(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is read, and the rest is written back: from the folder, or from one that is named beside our format."""
     name, text, outer = CASES[case]
     torch.manual_seed(len(case))
-    vision = {**VISION, **({"head_dim": 16} if name == "Mistral3" else {})}
+    vision = {**VISION, **MORE_VISION[name]}
     config = getattr(transformers, f"{name}Config")(text_config={**SIZES, **text}, vision_config=vision, **outer)
     judge = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     randomize(judge)
     judge.save_pretrained(tmp_path / "theirs")
-    model, ids = load(tmp_path / "theirs"), torch.randint(11, SIZES["vocab_size"], (2, 17))
+    with caplog.at_level(logging.WARNING):
+        model, ids = load(tmp_path / "theirs"), torch.randint(11, SIZES["vocab_size"], (2, 33))
+    assert ("model.visual.*, mtp.*" if name.startswith("Qwen") else "tensors of other parts (") in caplog.text
     reference = judge(input_ids=ids).logits
-    torch.testing.assert_close(model(ids).logits, reference, atol=2e-5 * reference.abs().max().item(), rtol=0)
+    close(model(ids).logits, reference, 1e-4 if case == "qwen3_5" else 2e-5)
     model.save_pretrained(tmp_path / "back", format="hf")
-    assert same_tensors(tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "back"))
+    same_folder(tmp_path / "theirs", tmp_path / "back")
     again = getattr(transformers, f"{name}ForConditionalGeneration").from_pretrained(tmp_path / "back").eval()
     assert torch.equal(again(input_ids=ids).logits, reference)
+    model.save_pretrained(tmp_path / "theirs", format="hf")  # over the tensors that it reads
+    same_folder(tmp_path / "theirs", tmp_path / "back")
+    model.save_pretrained(tmp_path / "native")
+    native = load(tmp_path / "native")
+    native.save_pretrained(tmp_path / "whole", format="hf", beside=tmp_path / "back")
+    same_folder(tmp_path / "whole", tmp_path / "back")
+    with pytest.raises(UsageError, match="has no tensors that belong beside"):
+        native.save_pretrained(tmp_path / "none", format="hf", beside=tmp_path / "native")
+    with pytest.warns(UserWarning, match="the text model alone"):
+        native.save_pretrained(tmp_path / "text", format="hf")
+    close(read_by_transformers(tmp_path / "text")(ids).logits, reference, 1e-4)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from bits import assert_same_bits
-from families import LATENT_SIZES, make_config
-from hf_models import load, randomize, tensors_of
-from judge import AutoModelForCausalLM
+from bits import assert_same_tensors
+from families import LATENT_SIZES
+from hf_models import close, document_of, load, make_theirs, tensors_of
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -72,14 +71,11 @@ def test_fields_of_other_attention_are_refused(name: str, value: object) -> None
 
 def folder_with_later_layer(case: str, folder: Path, fp8: bool) -> tuple[Any, dict[str, Tensor]]:
     """transformers' model, and its folder with a layer after the last; its tensors, in BF16 in place of FP8."""
-    torch.manual_seed(0)
-    judge = AutoModelForCausalLM.from_config(make_config(case), attn_implementation="eager").eval()
-    randomize(judge)
-    judge.save_pretrained(folder)
+    judge = make_theirs(case, folder)
     tensors = tensors_of(folder)
     later = {name.replace("layers.2.", "layers.3."): t + 1 for name, t in tensors.items() if "layers.2." in name}
     later["model.layers.3.eh_proj.weight"] = torch.randn(48, 96)
-    stored, config = dict(later), json.loads((folder / "config.json").read_text())
+    stored, config = dict(later), document_of(folder)
     config["num_nextn_predict_layers"] = 1
     if fp8:
         name = "model.layers.3.eh_proj.weight"
@@ -105,14 +101,12 @@ def test_layers_that_predict_later_tokens_are_written_back(
         model = load(tmp_path / "theirs")
     assert "tensors of other parts (model.layers.3.*) are not" in caplog.text
     ids = torch.randint(1, 131, (2, 17))
-    torch.testing.assert_close(model(ids).logits, judge(ids).logits, atol=1e-4, rtol=0)
+    close(model(ids).logits, judge(ids).logits)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.save_pretrained(tmp_path / "back", format="hf")
     found = tensors_of(tmp_path / "back")
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert_same_bits(name, tensor, expected[name])
+    assert_same_tensors(found, expected)
     assert load(tmp_path / "back").config == model.config
     model.save_pretrained(tmp_path / "own")
     own = load(tmp_path / "own")
@@ -126,7 +120,7 @@ def test_layers_that_predict_later_tokens_are_written_back(
 
 def test_a_layer_too_many_is_still_refused(tmp_path: Path) -> None:
     folder_with_later_layer("deepseek_v3-plain", tmp_path, fp8=False)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
+    config = document_of(tmp_path) | {"num_nextn_predict_layers": 0}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"unexpected: model.layers.3"):
         load(tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bits import assert_same_bits
+from bits import assert_same_bits, assert_same_tensors
 from judge import AutoModelForCausalLM, transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -176,21 +176,10 @@ def test_values_are_those_of_the_library(kind: str, written: Any, tmp_path: Path
     assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
     assert not (tmp_path / "plain/hf_quant_config.json").exists()
     plain = load_file(tmp_path / "plain/model.safetensors")
-    assert plain.keys() == values.keys()
-    for name, tensor in values.items():
-        assert_same_bits(name, plain[name], tensor)
+    assert_same_tensors(plain, values)
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, other(IDS).logits, atol=1e-5, rtol=1e-5)
-
-
-def test_transformers_reads_the_same_blocks(written: Any) -> None:
-    folder, _ = written("block")
-    ours = CausalLM.from_pretrained(folder, device="cpu")
-    config = FineGrainedFP8Config(dequantize=True)
-    other = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config).eval()
-    with torch.no_grad():
-        torch.testing.assert_close(ours(IDS).logits, other(IDS).logits, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("recipe", ["current", "blockwise"])
@@ -235,22 +224,8 @@ def test_the_commands_train_and_serve_a_checkpoint_in_fp8(
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("Ten green bottles, hanging on the wall.\n" * 60)
     data = ["--data", "text.txt", "--seq-len", "32", "--device", "cpu"]
-    line = [
-        "finetune",
-        "--model",
-        str(folder),
-        "--out",
-        "run",
-        "--steps",
-        "2",
-        "--batch-size",
-        "2",
-        "--sample-tokens",
-        "0",
-        *words,
-        *data,
-    ]
-    assert main(line) == 0
+    line = f"finetune --model {folder} --out run --steps 2 --batch-size 2 --sample-tokens 0".split()
+    assert main([*line, *words, *data]) == 0
     assert main(["export", "--model", "run", "--format", format, "--out", "served", "--device", "cpu"]) == 0
     assert main(["evaluate", "--model", "served", *data]) == 0
     assert json.loads(Path("served/config.json").read_text())["quantization_config"]
@@ -314,8 +289,7 @@ def test_kept_weights_survive_our_own_folder(written: Any, tmp_path: Path) -> No
     model = CausalLM.from_pretrained(folder, device="cpu", recipe="blockwise", fp8_params=True)
     model.save_pretrained(tmp_path / "te")
     back: Any = CausalLM.from_pretrained(tmp_path / "te", device="cpu")
-    for name, tensor in quantized_weights(model).items():
-        assert_same_bits(name, quantized_weights(back)[name], tensor)
+    assert_same_tensors(quantized_weights(back), quantized_weights(model))
     assert not back.layers[1].mlp.down_proj.weight._quantizer.force_pow_2_scales
     with torch.no_grad():
         assert_same_bits("logits", back(IDS).logits, model(IDS).logits)

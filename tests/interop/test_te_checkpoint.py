@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from bits import assert_same_bits
+from bits import assert_same_bits, assert_same_tensors
 from safetensors.torch import save_file
+from small_run import IDS, trained
+from tiny_runs import TINY
 
 from te_models import CausalLM
 from te_models.cli import main
@@ -20,20 +22,7 @@ from te_models.interop.te_checkpoint import read_te_checkpoint
 from te_models.saving.restore import load_te_checkpoint
 from tests.interop.test_te_extra_state import DelayedScaling, Format, payload, te  # noqa: F401 - a fixture
 
-SHAPE = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=1, num_key_value_heads=1)
-IDS = torch.arange(32).reshape(2, 16)
-
-
-def trained(recipe: str = "delayed", **fields: Any) -> CausalLM:
-    torch.manual_seed(2)
-    fields = {**(dict(amax_history_len=6, margin=1) if recipe == "delayed" else {}), **fields}
-    model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", **SHAPE, **fields)
-    for step in range(3):
-        loss = model((IDS + step) % 200, labels=IDS).loss
-        assert loss is not None
-        loss.backward()
-    model.zero_grad()
-    return model
+OPTIONS: dict[str, Any] = dict(amax_history_len=6, margin=1, num_hidden_layers=4)  # of delayed scaling, as stock's
 
 
 def stock(model: CausalLM) -> dict[str, Any]:
@@ -66,16 +55,14 @@ def write(form: str, folder: Path, tensors: dict[str, Any]) -> Path:
 
 def assert_same(one: CausalLM, other: CausalLM) -> None:
     assert one.recipe.to_dict() == other.recipe.to_dict()
-    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert_same_bits(name, p, q)
-    have, want = fp8_state(one), fp8_state(other)
-    assert have.keys() == want.keys() and [name for name in want if not torch.equal(have[name], want[name])] == []
+    assert_same_tensors(dict(one.named_parameters()), dict(other.named_parameters()))
+    assert_same_tensors(fp8_state(one), fp8_state(other))
 
 
 @pytest.mark.parametrize("form", ["safetensors", "model.pt", "nested.pt"])
 @pytest.mark.parametrize("recipe", ["delayed", "bf16"])
 def test_a_folder_with_a_config_loads_by_itself(form: str, recipe: str, tmp_path: Path) -> None:
-    model = trained(recipe)
+    model = trained(recipe, **(OPTIONS if recipe == "delayed" else {}))
     write(form, tmp_path / "te", stock(model))
     config = {"model_type": "te_models", "dtype": "bfloat16", **model.config.to_dict()}
     (tmp_path / "te" / "config.json").write_text(json.dumps(config))
@@ -88,14 +75,14 @@ def test_a_folder_with_a_config_loads_by_itself(form: str, recipe: str, tmp_path
 
 
 def test_into_a_model_of_other_names_and_another_recipe(tmp_path: Path) -> None:
-    model = trained(num_layers_at_end_in_bf16=0)
+    model = trained("delayed", num_layers_at_end_in_bf16=0, **OPTIONS)
     path = write("model.pt", tmp_path, {f"decoder.{name}": value for name, value in stock(model).items()})
-    fresh = CausalLM.from_preset("gated-nano", recipe="delayed", amax_history_len=6, margin=1, device="cpu",
-                                 num_layers_at_end_in_bf16=0, **SHAPE)  # fmt: skip
+    options = {**TINY, **OPTIONS, "num_layers_at_end_in_bf16": 0}
+    fresh = CausalLM.from_preset("gated-nano", recipe="delayed", device="cpu", **options)
     load_te_checkpoint(fresh, path, rename=lambda name: name.removeprefix("decoder."))
     assert_same(fresh, model)
     assert read_te_checkpoint(path, lambda name: name[8:]).recipe(4).to_dict() == model.recipe.to_dict()
-    current = CausalLM.from_preset("gated-nano", recipe="current", device="cpu", **SHAPE)
+    current = CausalLM.from_preset("gated-nano", recipe="current", device="cpu", **{**TINY, "num_hidden_layers": 4})
     with pytest.warns(UserWarning, match="has no use for its scales"):
         load_te_checkpoint(current, path, rename=lambda name: name.removeprefix("decoder."))
     with pytest.raises(CheckpointError, match="missing: embed_tokens.weight"):
@@ -135,11 +122,11 @@ def test_files_without_a_state_dict_are_refused(content: Any, tmp_path: Path) ->
 
 @pytest.mark.parametrize("form", ["safetensors", "model.pt"])
 def test_a_weight_that_is_not_finite_is_refused(form: str, tmp_path: Path) -> None:
-    model = trained()
+    model = trained("delayed", **OPTIONS)
     tensors = stock(model)
     tensors["layers.1.mlp.down_proj.weight"] = tensors["layers.1.mlp.down_proj.weight"] / 0
     path = write(form, tmp_path / "te", tensors)
     before = {name: p.clone() for name, p in model.named_parameters()}
     with pytest.raises(CheckpointError, match="layers.1.mlp.down_proj.weight has a NaN"):
         load_te_checkpoint(model, path)
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert_same_tensors(dict(model.named_parameters()), before)

@@ -14,10 +14,10 @@ from te_models.kernels.groups import LINE, Groups
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def check(found: FP8Matrices, given: list[torch.Tensor], e5m2: bool, apart: int = LINE) -> None:
+def check(found: FP8Matrices, given: list[torch.Tensor], e5m2: bool) -> None:
     quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E5M2 if e5m2 else DType.kFloat8E4M3, torch.device(DEVICE))
     rows = [len(x) for x in given]
-    lines = [-(-count // apart) * apart for count in rows]  # of the transposed copy, of which the last are not written
+    lines = [-(-count // LINE) * LINE for count in rows]  # of the transposed copy, of which the last are not written
     turned = found.transposed.flatten()[: sum(lines) * given[0].shape[1]].split([n * given[0].shape[1] for n in lines])
     parts = zip(found.data.split(rows), turned, found.scale_inv, given, strict=True)
     for data, transposed, inverse, x in parts:
@@ -39,18 +39,6 @@ def test_experts(rows: list[int], columns: int, e5m2: bool) -> None:
     for number, part in enumerate(parts):
         part.mul_(0 if number == 3 else 10.0**number)
     check(cast(Matrices(x, Groups.of(rows, x.device)), torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn), parts, e5m2)
-
-
-def test_weights() -> None:
-    weights = [torch.randn(72, 40, device=DEVICE).mul_(2.0**number).bfloat16() for number in range(5)]
-    places = [(weight.data_ptr() - weights[0].data_ptr()) // 2 for weight in weights]
-    groups = Groups.equal(5, 72, weights[0].device)
-    check(
-        cast(Matrices(weights[0], groups, torch.tensor(places, device=DEVICE)), torch.float8_e4m3fn),
-        weights,
-        False,
-        apart=4,
-    )
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # of the interpreter

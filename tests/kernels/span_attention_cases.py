@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from bits import assert_same_bits
+from kernels.test_composed_attention import by_definition
 from torch import Tensor
 
 from te_models.config.attention import Heads
@@ -53,52 +53,28 @@ def distance(name: str, found: Tensor, expected: Tensor) -> None:
     assert gap < BOUND, f"{name}: {gap:.2g} off, {BOUND:.2g} allowed"
 
 
-def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention whose scores have a column of sinks beside them, which leaves the softmax again."""
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril() if mask is None else mask
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~mask, float("-inf"))
-    column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
-    return torch.cat((scores, column), -1).softmax(-1)[..., :-1] @ v
-
-
+@pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize(("batch", "heads", "shared", "seq", "dim", "window", "lengths"), CASES, ids=str)
-def test_sinks_are_a_column_of_scores(
-    batch: int, heads: int, shared: int, seq: int, dim: int, window: int | None, lengths: list[list[int]] | None
-) -> None:
-    seq, dim, window = seq * GROW, dim * GROW, window and window * GROW
-    ids = document_ids(lengths)
-    sizes = ((batch, heads, seq, dim), (batch, shared, seq, dim), (batch, shared, seq, dim), (heads,))
-    inputs = [torch.randn(size, dtype=DTYPE, device=DEVICE).requires_grad_() for size in sizes]
-    *qkv, sinks = inputs
-    out = spans(seq, window, ids, DEVICE)(*qkv, sinks=sinks)
-    dy = torch.randn_like(out)
-    found = (out, *torch.autograd.grad(out, inputs, dy))
-    exact = [t.detach().double().requires_grad_() for t in inputs]
-    wanted = with_sinks(*exact, attention_mask(seq, window, None, ids, DEVICE))
-    expected = (wanted, *torch.autograd.grad(wanted, exact, dy.double()))
-    for name, one, other in zip(("output", "dq", "dk", "dv", "dsinks"), found, expected, strict=True):
-        distance(name, one, other)
-
-
-@pytest.mark.parametrize(("batch", "heads", "shared", "seq", "dim", "window", "lengths"), CASES, ids=str)
-def test_output_and_gradients_are_those_under_the_mask(
-    batch: int, heads: int, shared: int, seq: int, dim: int, window: int | None, lengths: list[list[int]] | None
-) -> None:
-    """PyTorch's attention in FP64 is the reference; on a GPU with four times the tokens and channels."""
+def test_output_and_gradients_are_those_by_definition(
+    batch: int, heads: int, shared: int, seq: int, dim: int, window: int | None, lengths: list[list[int]] | None,
+    sunk: bool,
+) -> None:  # fmt: skip
+    """In FP64, with sinks and without; on a GPU with four times the tokens and channels."""
     seq, dim, window = seq * GROW, dim * GROW, window and window * GROW
     ids = document_ids(lengths)
     mask = attention_mask(seq, window, None, ids, DEVICE)
     projection = torch.randn(batch, seq, heads + 2 * shared, dim, dtype=DTYPE, device=DEVICE)
-    inputs = [t.transpose(1, 2).detach().requires_grad_() for t in projection.split([heads, shared, shared], 2)]
-    out = spans(seq, window, ids, DEVICE)(*inputs)
+    inputs = [t.transpose(1, 2).detach() for t in projection.split([heads, shared, shared], 2)]
+    inputs += [torch.randn(heads, dtype=DTYPE, device=DEVICE)] * sunk
+    leaves = [t.requires_grad_() for t in inputs]
+    out = spans(seq, window, ids, DEVICE)(*leaves[:3], sinks=leaves[3] if sunk else None)
     dy = torch.randn_like(out)
-    found = (out, *torch.autograd.grad(out, inputs, dy))
+    found = (out, *torch.autograd.grad(out, leaves, dy))
     exact = [t.detach().double().requires_grad_() for t in inputs]
-    wanted = F.scaled_dot_product_attention(*exact, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    wanted = by_definition(*exact[:3], mask, dim**-0.5, None, exact[3] if sunk else None)
     expected = (wanted, *torch.autograd.grad(wanted, exact, dy.double()))
-    for name, one, other in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
-        if name in ("output", "dv") or (seq > 1 and window != 1):  # of one key the scores have no gradient
+    for name, one, other in zip(("output", "dq", "dk", "dv", "dsinks"), found, expected, strict=False):
+        if name in ("output", "dv") or sunk or (seq > 1 and window != 1):  # of one key the scores have no gradient
             distance(name, one, other)
 
 
@@ -127,7 +103,7 @@ def test_attention_as_one_operation() -> None:
     mask = attention_mask(seq, 7, None, ids, DEVICE)
     turned = [t.transpose(1, 2) for t in (q, k, v)]
     exact = sinks.detach().double().requires_grad_()
-    mixed = with_sinks(*turned, exact, mask)
+    mixed = by_definition(*turned, mask, 16**-0.5, None, exact)
     theirs = (mixed.transpose(1, 2) * torch.sigmoid(gate)).reshape(2 * seq, -1)
     dy = mine.detach()  # a sink's gradient is then a sum of one sign, whose rounding is relative to it
     distance("output", mine, theirs)

@@ -17,7 +17,7 @@ def by_definition(
     scores = q @ k.mT * scale
     scores = scores if cap is None else cap * torch.tanh(scores / cap)
     if mask is None:
-        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
     scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is None:
         return scores.softmax(-1) @ v

@@ -63,18 +63,6 @@ def test_output_and_gradient_are_those_written_out(layout: str, table: str) -> N
     assert not one.grad[BATCH * SEQ :].any()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_gradient_of_one_number_is_that_of_ones(layout: str) -> None:
-    """As `out.sum().backward()` hands it on: with strides of 0."""
-    heads, found = LAYOUTS[layout], []
-    qkvg, (cos, sin) = projection(heads, torch.float32), tables(heads.dim, torch.float32, False)
-    for dy in (torch.ones(()), torch.ones(BATCH * SEQ, heads.query * heads.dim)):
-        leaf = qkvg.clone().requires_grad_()
-        out = attention_core(leaf * 1.0, cos, sin, BATCH, SEQ, heads)
-        found.append(torch.autograd.grad(out, leaf, dy.expand(out.shape))[0])
-    assert torch.equal(*found)
-
-
 def test_rope_is_in_place_without_a_copy_of_the_projection() -> None:
     heads = LAYOUTS["grouped"]
     qkvg, (cos, sin) = projection(heads, torch.float32), tables(heads.dim, torch.float32, False)

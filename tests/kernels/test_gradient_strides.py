@@ -24,24 +24,10 @@ ROOT = Path(te_models.__file__).parent
 Operation = Callable[[Tensor], Tensor]
 
 
-def _linear(recipe: bool) -> Operation:
-    torch.manual_seed(0)
-    module = emulated.Linear(64, 32, params_dtype=torch.float32)
-
+def _te(module: nn.Module, quantized: bool, *rows: list[int]) -> Operation:
     def run(x: Tensor) -> Tensor:
-        with emulated.autocast(enabled=recipe, recipe=emulated.recipe.Float8CurrentScaling()):
-            return module(x)
-
-    return run
-
-
-def _grouped(recipe: bool) -> Operation:
-    torch.manual_seed(0)
-    module = emulated.GroupedLinear(3, 64, 32, params_dtype=torch.float32)
-
-    def run(x: Tensor) -> Tensor:
-        with emulated.autocast(enabled=recipe, recipe=emulated.recipe.Float8CurrentScaling()):
-            return module(x, [0, 16, 0] if recipe else [3, 0, 13])
+        with emulated.autocast(enabled=quantized, recipe=emulated.recipe.Float8CurrentScaling()):
+            return module(x, *rows)
 
     return run
 
@@ -56,10 +42,6 @@ def _routed(x: Tensor) -> Tensor:
 def _divided(x: Tensor) -> Tensor:
     weights = torch.linspace(-1, 1, 3 * 24 * 64).view(3, 24, 64).requires_grad_()
     return grouped_product(x, weights, [5, 0, 11])
-
-
-def _norm() -> Operation:
-    return emulated.RMSNorm(64)
 
 
 def _attention(x: Tensor) -> Tensor:
@@ -89,11 +71,11 @@ def _loss(x: Tensor) -> Tensor:
 
 # The names of autograd Functions -> an operation of x [16, 64] that uses them.
 OPERATIONS: dict[str, Operation] = {
-    "engine/emulated/linear.py": _linear(True),
-    "engine/emulated/linear.py, unquantized": _linear(False),
-    "engine/emulated/grouped.py": _grouped(True),
-    "engine/emulated/grouped.py, unquantized": _grouped(False),
-    "engine/emulated/rmsnorm.py": _norm(),
+    "engine/emulated/linear.py": _te(emulated.Linear(64, 32), True),
+    "engine/emulated/linear.py, unquantized": _te(emulated.Linear(64, 32), False),
+    "engine/emulated/grouped.py": _te(emulated.GroupedLinear(3, 64, 32), True, [0, 16, 0]),
+    "engine/emulated/grouped.py, unquantized": _te(emulated.GroupedLinear(3, 64, 32), False, [3, 0, 13]),
+    "engine/emulated/rmsnorm.py": emulated.RMSNorm(64),
     "engine/emulated/tensors.py": _quantized,
     "kernels/gated_attention.py": _attention,
     "kernels/composed_attention.py": _composed,
@@ -139,37 +121,31 @@ def gradient(operation: Operation, x: Tensor, spread: Callable[[Tensor], Tensor]
     return found
 
 
-GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "one number": (
-        lambda y: torch.full((), 0.5, dtype=y.dtype).expand(y.shape),
-        lambda y: torch.full(y.shape, 0.5, dtype=y.dtype),
-    ),
-    "one row": (
-        lambda y: torch.linspace(-1, 1, y.shape[-1]).to(y.dtype).expand(y.shape),
-        lambda y: torch.linspace(-1, 1, y.shape[-1]).to(y.dtype).expand(y.shape).contiguous(),
-    ),
-    "transposed": (
-        lambda y: torch.linspace(-1, 1, y.numel()).view(y.shape[::-1]).permute(*range(y.ndim)[::-1]),
-        lambda y: torch.linspace(-1, 1, y.numel()).view(y.shape[::-1]).permute(*range(y.ndim)[::-1]).contiguous(),
-    ),
+GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "one number": lambda y: torch.full((), 0.5, dtype=y.dtype).expand(y.shape),
+    "one row": lambda y: torch.linspace(-1, 1, y.shape[-1]).to(y.dtype).expand(y.shape),
+    "transposed": lambda y: torch.linspace(-1, 1, y.numel()).view(y.shape[::-1]).permute(*range(y.ndim)[::-1]),
 }
 
 
 @pytest.mark.parametrize("strides", GRADIENTS)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_gradient_of_any_strides_gives_that_of_a_contiguous_one(name: str, strides: str) -> None:
-    x = torch.linspace(-2, 2, 16 * 64).sin().view(16, 64)
-    odd, plain = GRADIENTS[strides]
-    assert_alike(gradient(OPERATIONS[name], x, odd), gradient(OPERATIONS[name], x, plain))
+    x, odd = torch.linspace(-2, 2, 16 * 64).sin().view(16, 64), GRADIENTS[strides]
+    plain = gradient(OPERATIONS[name], x, lambda y: odd(y).contiguous())
+    assert_alike(gradient(OPERATIONS[name], x, odd), plain)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_input_of_any_strides_gives_the_gradient_of_a_contiguous_one(name: str) -> None:
     if name == "kernels/composed_attention.py":
         pytest.skip("views its input itself")
-    _, plain = GRADIENTS["transposed"]
+
+    def plain(y: Tensor) -> Tensor:
+        return GRADIENTS["transposed"](y).contiguous()
+
     wide = torch.linspace(-2, 2, 16 * 128).sin().view(16, 128)
     for x in (wide[:, 32:96], wide[:1, :64].expand(16, 64), wide.view(32, 64)[::2], wide.view(128, 16)[:64].t()):
         assert not x.is_contiguous()
-        found = gradient(OPERATIONS[name], x, plain)
-        assert_alike(found, gradient(OPERATIONS[name], x.contiguous(), plain))
+        found, wanted = (gradient(OPERATIONS[name], own, plain) for own in (x, x.contiguous()))
+        assert_alike(found, wanted)

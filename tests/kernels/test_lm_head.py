@@ -60,14 +60,6 @@ def test_no_target_counts() -> None:
     assert not x.grad.any() and not weight.grad.any()
 
 
-@pytest.mark.parametrize("frozen", [0, 1])
-def test_a_frozen_input_gets_no_gradient(frozen: int) -> None:
-    leaves = inputs(torch.float32)
-    leaves[frozen].requires_grad_(False)
-    linear_cross_entropy(*leaves).backward()
-    assert leaves[frozen].grad is None and leaves[1 - frozen].grad is not None
-
-
 @pytest.mark.parametrize("frozen", [None, 0, 1])
 def test_a_retained_graph_gives_the_same_gradients_again(frozen: int | None) -> None:
     leaves = inputs(torch.float32)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from bits import assert_all_same_bits
+from bits import assert_same_tensors
 from torch import Tensor
 
 import te_models.engine.emulated as emulated
@@ -81,7 +81,7 @@ def test_scales_and_histories_are_those_of_a_step_with_these_amaxes(name: str) -
             tensor[0] = torch.tensor([x, w, 0.0] if "fwd" in key else [dy, 0.0])
     for forward in (True, False):
         emulated.FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=forward)
-    assert_all_same_bits(state(model), state(other))
+    assert_same_tensors(state(model), state(other))
     assert len(state(model)) == 4 * (4 * len(model.fp8_layers) + model.recipe.head_in_fp8)
 
 
@@ -100,7 +100,7 @@ def test_how_activations_are_stored_changes_no_scale(options: dict[str, Any]) ->
     model, other = build(), build(**options)
     for each in (model, other):
         each.calibrate(batch())
-    assert_all_same_bits(state(other), state(model))
+    assert_same_tensors(state(other), state(model))
     assert other.activation_checkpointing == options.get("activation_checkpointing", "none")
 
 
@@ -159,7 +159,7 @@ def test_micro_batches_are_measured_together() -> None:
     model.calibrate(batch(1), batch(2))
     other.calibrate(batch(2), batch(1), weights=[0.5, torch.tensor(0.5)])
     whole.calibrate(both)
-    assert_all_same_bits(state(other), state(model))
+    assert_same_tensors(state(other), state(model))
     for name, tensor in state(whole).items():
         torch.testing.assert_close(state(model)[name], tensor, rtol=1e-4, atol=0)
 
@@ -170,11 +170,11 @@ def test_scales_that_are_there_are_kept(length: int, tmp_path: Path) -> None:
     model.calibrate(batch())
     first = state(model)
     model.calibrate(batch(1))
-    assert_all_same_bits(state(model), first)
+    assert_same_tensors(state(model), first)
     model.save_pretrained(tmp_path)
     loaded = CausalLM.from_pretrained(tmp_path, device="cpu")
     loaded.calibrate(batch(1))
-    assert_all_same_bits(state(loaded), first)
+    assert_same_tensors(state(loaded), first)
 
 
 def test_a_measured_scale_may_be_1() -> None:
@@ -184,7 +184,7 @@ def test_a_measured_scale_may_be_1() -> None:
         tensor.fill_(1.0) if name.endswith("scale") else tensor[-1].fill_(448.0)
     first = state(model)
     model.calibrate(batch())
-    assert_all_same_bits(state(model), first)
+    assert_same_tensors(state(model), first)
 
 
 def test_a_change_of_recipe_is_measured_anew() -> None:
@@ -198,7 +198,7 @@ def test_a_change_of_recipe_is_measured_anew() -> None:
     with torch.no_grad():
         model.eval()(**batch(1))  # its first forward makes the state, and leaves it as new
     model.train().calibrate(batch())
-    assert_all_same_bits(state(model), first)
+    assert_same_tensors(state(model), first)
 
 
 def test_only_linears_without_scales_are_measured() -> None:
@@ -210,7 +210,7 @@ def test_only_linears_without_scales_are_measured() -> None:
     model.calibrate(batch())
     second = state(model)
     assert len(second) == len(first) * 3 // 2
-    assert_all_same_bits({name: second[name] for name in first}, first)
+    assert_same_tensors({name: second[name] for name in first}, first)
     assert all(bool((tensor != 0).any()) for tensor in second.values())
 
 

@@ -183,7 +183,7 @@ def sharded(device: str, kind: str, rank: int, folder: str) -> None:
         for name, size in ({"plain": 0} if kind == "fsdp" else {"plain": 2, "experts in FP8": 0}).items():
             config = TrainConfig(parallel=kind, expert_parallel_size=size)
             assert everyone.device is not None
-            shared = replace(everyone, config=config, **meshes(config, everyone.device)._asdict())
+            shared = replace(everyone, config=config, **meshes(config, everyone.device))
             options: dict[str, Any] = {"recipe": "bf16", **CASES[name], "dtype": dtype}
             torch.manual_seed(0)
             model = shared.build(CONFIG, **options)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from bits import assert_all_same_bits, assert_same_bits
+from bits import assert_same_bits, assert_same_tensors
 from fewer import every
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -110,7 +110,7 @@ def step(model: CausalLM) -> None:
 def assert_same_step(found: CausalLM, expected: CausalLM) -> None:
     for (name, parameter), other in zip(found.named_parameters(), expected.parameters(), strict=True):
         assert_same_bits(f"gradient of {name}", parameter.grad, other.grad)
-    assert_all_same_bits(fp8_state(found), fp8_state(expected))
+    assert_same_tensors(fp8_state(found), fp8_state(expected))
 
 
 def asking(model: CausalLM, own: str, expected: Callable[[str, str], str]) -> Callable[[str], Any]:
@@ -220,7 +220,7 @@ def test_evaluation_and_a_failed_pass_change_no_scale(own: str) -> None:
     with pytest.raises(ZeroDivisionError):
         model(tokens(6))
     hook.remove()
-    assert_all_same_bits(fp8_state(model), before)
+    assert_same_tensors(fp8_state(model), before)
 
 
 def test_a_third_party_recompute_of_delayed_linears_is_refused() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from bits import assert_all_same_bits, assert_same_bits
+from bits import assert_same_bits, assert_same_tensors
 from fewer import every
 from small_model import Build, loss_of, registry, tokens
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -61,7 +61,7 @@ def assert_recompute_changes_no_bit(
             traces.append(trace(model))
             update(model)
     for one, other in zip(traces[:3], traces[3:], strict=True):
-        assert_all_same_bits(other, one)
+        assert_same_tensors(other, one)
 
 
 def eventful_run(model: CausalLM, steps: int, cached: bool) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
@@ -106,7 +106,7 @@ def test_eventful_steps_change_no_bit(make: Build, recipe: str, mode: str | int,
         again, recomputed = eventful_run(make(recipe, mode), steps, cached)
         assert losses == again
         for one, other in zip(traces, recomputed, strict=True):
-            assert_all_same_bits(other, one)
+            assert_same_tensors(other, one)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_an_inner_autograd_grad_returns_the_gradients(make: Build, recipe: str, 
         assert all(p.grad is None for p in parameters)
     (grads, state), (again, state_again) = results
     assert all(map(torch.equal, grads, again)) and any(g.abs().sum() > 0 for g in grads)
-    assert_all_same_bits(state_again, state)
+    assert_same_tensors(state_again, state)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -194,7 +194,7 @@ def test_a_third_party_checkpoint_round_blocks_is_right_elsewhere(make: Build, r
             loss_of(model, step).backward()
         traces.append({name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()})
         assert not registry(model).is_fp8_enabled()
-    assert_all_same_bits(traces[1], traces[0])
+    assert_same_tensors(traces[1], traces[0])
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

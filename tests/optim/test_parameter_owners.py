@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_same_bits
-from distributed_job import alone, continue_from, make_trainer, solo, start
+from distributed_job import alone, assert_same_checkpoint, continue_from, make_trainer, solo, start
 from state_bytes import state_bytes
 from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -69,13 +69,9 @@ def buffers(size: int) -> Iterator[None]:
     parameter_owners.EXCHANGE_CHUNK = usual
 
 
+@buffers(18)  # several pieces of a tensor, some of which begin at an odd byte
 def travelled(shared: Parallel, root: Path) -> bool:
     """Send tensors in uneven pieces to their owners and back; they return in every bit."""
-    with buffers(18):  # several pieces of a tensor, some of which begin at an odd byte
-        return _travelled(shared)
-
-
-def _travelled(shared: Parallel) -> bool:
     torch.manual_seed(1)
     tensors = [torch.randn(7, 3), torch.randn(1, 5).bfloat16(), torch.randn(4)]
     parameters: Any = [torch.nn.Parameter(distribute_tensor(t, shared.dp, [Shard(0)])) for t in tensors]
@@ -95,13 +91,9 @@ def _travelled(shared: Parallel) -> bool:
 ROWS = (3000, 100)  # of a large table and of a small one
 
 
+@buffers(BUFFER)
 def peaks(shared: Parallel, root: Path) -> list[list[float]]:
     """The most memory of each rank, in bytes, that collecting tables of BF16 in FP32 takes, and returning them."""
-    with buffers(BUFFER):
-        return shared.ranks.gather(_peaks(shared))
-
-
-def _peaks(shared: Parallel) -> list[float]:
     tables = [torch.randn(rows, 64).bfloat16() for rows in ROWS]
     parameters: Any = [torch.nn.Parameter(distribute_tensor(t, shared.dp, [Shard(0)])) for t in tables]
     owners, own = Owners(parameters, shared.dp.get_group(), shared.ranks), [local(p).detach() for p in parameters]
@@ -110,7 +102,7 @@ def _peaks(shared: Parallel) -> list[float]:
     back: list[Tensor] = []
     found.append(most_allocated(lambda: back.extend(owners.distribute(parameters, wholes, [torch.bfloat16] * 2))))
     assert all(torch.equal(one, other) for one, other in zip(back, own, strict=True))
-    return found
+    return shared.ranks.gather(found)
 
 
 def most_allocated(work: Callable[[], Any]) -> float:
@@ -130,9 +122,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(root: Path) -> dict[str, Any]:
-    solo(root / "one", SAVED)
-    solo(root / "one-fp32", SAVED_FP32)
-    return start(root, 2, {**RUNS, **RESUMED, "state": state, "travelled": travelled, "peaks": peaks})
+    single = {name: solo(root / name, case) for name, case in (("one", SAVED), ("one-fp32", SAVED_FP32))}
+    found = start(root, 2, {**RUNS, **RESUMED, "state": state, "travelled": travelled, "peaks": peaks})
+    found.update(single)
+    return found
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -183,12 +176,7 @@ def test_owners_share_the_state_out(two: dict[str, Any], tmp_path: Path) -> None
 
 def test_a_resume_on_as_many_ranks_is_exact(two: dict[str, Any], root: Path) -> None:
     assert two["resumed"] == two["saved"]
-    groups = ["model", "training", "fp8_weights"]
-    saved, resumed = (load_folder(root / n / "checkpoints" / "step-00000004", groups) for n in ("saved", "resumed"))
-    for group in groups:
-        assert saved.tensors[group].keys() == resumed.tensors[group].keys()
-        for name, tensor in saved.tensors[group].items():
-            assert_same_bits(name, tensor, resumed.tensors[group][name])
+    assert_same_checkpoint(root, "saved", "resumed")
 
 
 def test_a_checkpoint_has_the_codes_and_the_values_of_the_masters(two: dict[str, Any], root: Path) -> None:
@@ -207,10 +195,10 @@ def test_any_number_of_processes_goes_on_from_any_other(two: dict[str, Any], roo
     found = solo(tmp_path / "run", SAVED, resume=True)
     assert found["losses"][:2] == two["saved"]["losses"][:2]
     assert found["losses"] == pytest.approx(two["saved"]["losses"], rel=1e-3)
-    for name, case in (("one", SAVED), ("one-fp32", SAVED_FP32)):
-        one = solo(tmp_path / name, case)
-        assert two[f"from-{name}"]["losses"][:2] == one["losses"][:2]
-        assert two[f"from-{name}"]["losses"] == pytest.approx(one["losses"], rel=1e-3 if name == "one" else 1e-4)
+    for name, close in (("one", 1e-3), ("one-fp32", 1e-4)):
+        one = two[name]["losses"]
+        assert two[f"from-{name}"]["losses"][:2] == one[:2]
+        assert two[f"from-{name}"]["losses"] == pytest.approx(one, rel=close)
 
 
 def test_unsupported_optimizers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

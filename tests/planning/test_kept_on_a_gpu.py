@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_bytes import autograd_bytes
+from autograd_bytes import autograd_bytes, planned_bytes
 from fewer import some
 from kinds import KINDS
 from planned_shapes import ROWS, SHAPE, VARIANTS
 
 from te_models import CausalLM, get_recipe
 from te_models.kernels.dispatch import Kernels, compiled_kernels
-from te_models.planning.memory_estimate import saved_bytes
 from te_models.planning.operations import Tape, Training
 from te_models.planning.parameter_bytes import FP32
 
@@ -53,14 +52,7 @@ def test_compiled_activations_are_what_autograd_keeps(
     place: dict[str, Any] = dict(engine="emulated", device="cpu", activation_checkpointing=mode)
     model = CausalLM.from_preset("gated-nano", **SHAPE | fields, recipe=recipe, **place)
     model.kernels = compiled
-    training = Training(
-        batch_size=rows[0], seq_len=rows[1], activation_checkpointing=mode, cuda=False,
-        dtype_bytes=model.dtype.itemsize,
-    )  # fmt: skip
-    expected = saved_bytes(model.config, model.recipe, training)
-    if mode == "full":
-        expected -= Tape(model.config, model.recipe, training).rotary_tables()
-    assert autograd_bytes(model, torch.randint(0, 288, rows)) == expected
+    assert autograd_bytes(model, torch.randint(0, 288, rows)) == planned_bytes(model, *rows, compile=True)
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])

@@ -79,12 +79,6 @@ def test_the_next_commands_of_a_run_are_safe_to_print(tmp_path: Path) -> None:
     assert "--prompt" in out.getvalue() and is_safe(out.getvalue())
 
 
-def test_the_suggested_prompt_ends_as_in_training(tmp_path: Path) -> None:
-    out, prompt = io.StringIO(), Prompt(tuple(ByteTokenizer().encode("7 times 2 is ")))
-    print_next(Terminal(file=out, width=200), tmp_path, ByteTokenizer(), [prompt])
-    assert "--prompt '7 times 2 is '" in out.getvalue()
-
-
 def test_generated_text_is_raw_in_a_pipe_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,39 +8,24 @@ from typing import Any
 import pytest
 import torch
 from fewer import some
+from small_run import make_trainer
 from torch import Tensor
 
 from te_models import CausalLM
-from te_models.config.training import TrainConfig
-from te_models.data.dataset import TokenDataset
-from te_models.data.formats import Document
-from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import OutputInUse, TeModelsError
 from te_models.files.formats import flatten_state, unflatten_state
 from te_models.fp8.scaling_state import fp8_state
 from te_models.saving.folder import load_folder, save_folder
 from te_models.training.trainer import Trainer
 
-SHAPE = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)
-TEXT = [Document(f"line {i}: the quick brown fox\n" * 4) for i in range(20)]
 Groups = dict[str, dict[str, Tensor]]
 OPTIMIZERS = ("adamw", "muon", "muon8bit", "galore", "adamw8bit", "adamwfp8")
-BLOCKS_OF_8_BITS = ("adamw8bit", "adamwfp8")  # torchao's
 
 
-def make_trainer(out: Path, optimizer: str = "adamw") -> Trainer:
-    torch.manual_seed(1)
+def of(optimizer: str) -> dict[str, Any]:
+    """The settings of a run under this optimizer."""
     options = "rank=8" if optimizer == "galore" else ""
-    config = TrainConfig(
-        steps=4, batch_size=2, seq_len=16, warmup_steps=1, eval_every=0, optimizer=optimizer, optimizer_options=options
-    )
-    edges = dict(num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1)
-    model = CausalLM.from_preset("gated-nano", recipe="delayed", amax_history_len=4, device="cpu", **SHAPE, **edges)
-    words = load_tokenizer(None)
-    sizes: dict[str, Any] = dict(batch_size=2, seed=0)
-    data = TokenDataset(TEXT[:15], words, 16, **sizes)
-    held_out = TokenDataset(TEXT[15:], words, 16, shuffle=False, **sizes)
-    return Trainer(model, data, held_out.eval_batches(1), config, out)
+    return dict(steps=4, amax_history_len=4, optimizer=optimizer, optimizer_options=options)
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +34,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], t
     made: dict[str, tuple[Trainer, Path]] = {}
 
     def run(optimizer: str) -> tuple[Trainer, Path]:
-        if optimizer in BLOCKS_OF_8_BITS:
-            pytest.importorskip("torchao.optim")
         if optimizer not in made:
             root = tmp_path_factory.mktemp(optimizer)
             with torch.compiler.set_stance("force_eager"):  # torchao compiles its step for each shape
-                trainer = make_trainer(root / "whole", optimizer)
+                trainer = make_trainer(root / "whole", of(optimizer))
                 trainer.run()
             made[optimizer] = trainer, Path(str(trainer.result.checkpoint))
         return made[optimizer]
@@ -266,14 +249,14 @@ def test_an_unchanged_checkpoint_is_restored(
 ) -> None:
     trainer, folder = runs(optimizer)
     craft(folder, tmp_path / "checkpoints" / folder.name, lambda tensors, documents, state: None)
-    fresh = make_trainer(tmp_path, optimizer)
+    fresh = make_trainer(tmp_path, of(optimizer))
     fresh.restore()
     want, have = live_state(trainer), live_state(fresh)
     assert [name for name in want if not torch.equal(want[name], have[name])] in ([], [f"{4}"])
 
 
 def test_two_runs_cannot_write_to_one_folder(tmp_path: Path) -> None:
-    first, second = make_trainer(tmp_path), make_trainer(tmp_path)
+    first, second = (make_trainer(tmp_path, of("adamw")) for _ in range(2))
     refusals: list[str] = []
 
     def try_second(row: dict[str, Any]) -> None:
@@ -288,7 +271,7 @@ def test_two_runs_cannot_write_to_one_folder(tmp_path: Path) -> None:
 
 
 def test_an_older_checkpoint_is_offered_where_the_newest_is_damaged(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
+    trainer = make_trainer(tmp_path, of("adamw"))
     trainer.run()
     trainer.result.step = 5
     trainer.save()

@@ -4,14 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_runs import PRETRAIN, SHORT
 
 from te_models.cli import main
 from te_models.saving.run_folder import Checkpoints
 
-TINY = ["--hidden-size", "32", "--intermediate-size", "32", "--num-hidden-layers", "3", "--num-attention-heads", "1",
-        "--num-key-value-heads", "1", "--vocab-size", "288"]  # fmt: skip
-RUN = ["--data", "texts", "--device", "cpu", "--seq-len", "16", "--batch-size", "1", "--steps", "1",
-       "--eval-batches", "1", "--sample-tokens", "0", "--recipe", "delayed", "--no-keep-best"]  # fmt: skip
+LAST = ["--steps", "1", "--recipe", "delayed", "--no-keep-best"]
 
 
 def run_folder(kind: str) -> Path:
@@ -19,10 +17,10 @@ def run_folder(kind: str) -> Path:
     Path("texts").mkdir()
     for name in ("text", "more"):
         Path(f"texts/{name}.txt").write_text(f"hello {name}, " * 40)
-    assert main(["pretrain", "--preset", "gated-nano", *TINY, *RUN, "--out", "run"]) == 0
+    assert main([*PRETRAIN, *LAST, "--out", "run"]) == 0
     if kind == "lora":
         pytest.importorskip("peft")
-        assert main(["finetune", "--model", "run", "--lora", "2", *RUN, "--out", "tuned"]) == 0
+        assert main(["finetune", "--model", "run", "--lora", "2", *SHORT, *LAST, "--out", "tuned"]) == 0
     newest = Checkpoints(Path("tuned" if kind == "lora" else "run", "checkpoints")).latest()
     assert newest is not None
     return newest

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from bits import assert_same_bits
+from bits import assert_same_bits, assert_same_tensors
 from torch import Tensor
 
-from te_models.errors import CheckpointError, SaveError
-from te_models.files.formats import TEXT_BYTES
-from te_models.files.tensors import MAX_HEADER_BYTES
+from te_models.errors import CheckpointError
+from te_models.files.formats import TEXT_BYTES, read_json
+from te_models.files.tensors import MAX_HEADER_BYTES, read_safetensors
 from te_models.saving.folder import _digest as manifest_digest
 from te_models.saving.folder import load_folder, save_folder
 
@@ -38,15 +38,6 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     width = torch.empty((), dtype=dtype).itemsize
     flat = torch.randint(256, (torch.Size(shape).numel() * width,), generator=generator, dtype=torch.uint8)
     return flat.view(dtype).reshape(shape)
-
-
-def raw(tensor: Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def assert_same(found: Tensor, expected: Tensor) -> None:
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-    assert raw(found) == raw(expected)
 
 
 def small() -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
@@ -72,13 +63,11 @@ def test_every_dtype_and_shape_round_trips_exactly(dtype: torch.dtype, tmp_path:
     tensors["expanded"] = filled((1, 4), dtype).expand(3, 4)
     save_folder(tmp_path / "out", {"training": tensors}, {})
     found = load_folder(tmp_path / "out").tensors["training"]
-    assert found.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert_same(found[name], tensor)
+    assert_same_tensors(found, tensors)
     if dtype not in (torch.uint64, torch.uint32, torch.uint16):
         other = safetensors.torch.load_file(tmp_path / "out" / "training.safetensors")
         assert other.keys() == tensors.keys()
-        assert_same(other["strided"], tensors["strided"])
+        assert_same_bits("strided", other["strided"], tensors["strided"])
 
 
 def test_tensors_are_aligned_and_may_be_written_to(tmp_path: Path) -> None:
@@ -103,8 +92,7 @@ def test_tied_tensors_are_written_once_and_come_back_tied(tmp_path: Path) -> Non
     assert "head" not in safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
     found = load_folder(tmp_path / "out").tensors["model"]
     assert found["head"].data_ptr() == found["embed"].data_ptr()
-    for name, tensor in tensors.items():
-        assert_same(found[name], tensor)
+    assert_same_tensors(found, tensors)
 
 
 @pytest.mark.parametrize(("limit", "files"), [(10**6, 1), (200, 2), (100, 4), (1, 4)])
@@ -124,7 +112,7 @@ def test_shards_have_hugging_faces_layout(limit: int, files: int, tmp_path: Path
         assert set(index["weight_map"]) == set(tensors)
     found = load_folder(tmp_path / "out", ["model"])
     assert found.documents == {}
-    assert all(torch.equal(found.tensors["model"][name], tensor) for name, tensor in tensors.items())
+    assert_same_tensors(found.tensors["model"], tensors)
 
 
 def test_reads_only_what_is_asked_for(tmp_path: Path) -> None:
@@ -133,26 +121,10 @@ def test_reads_only_what_is_asked_for(tmp_path: Path) -> None:
     assert (set(found.tensors), set(found.documents)) == ({"fp8_state"}, {"config"})
     everything = load_folder(tmp_path / "out")
     assert (set(everything.tensors), set(everything.documents)) == ({"model", "fp8_state"}, {"config", "trainer"})
-    assert set(everything.versions) == {"python", "torch", "safetensors", "te_models"}
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_bytes())
+    assert set(manifest["versions"]) == {"python", "torch", "safetensors", "te_models"}
     with pytest.raises(CheckpointError, match="holds no 'trainr'; did you mean 'trainer'"):
         load_folder(tmp_path / "out", ["trainr"])
-
-
-def test_reads_a_hugging_face_folder_with_links(tmp_path: Path) -> None:
-    blobs, folder = tmp_path / "blobs", tmp_path / "snapshot"
-    blobs.mkdir()
-    folder.mkdir()
-    safetensors.torch.save_file({"w": torch.ones(3)}, blobs / "a")
-    (blobs / "b").write_text('{"model_type": "llama"}')
-    (folder / "model.safetensors").symlink_to(blobs / "a")
-    (folder / "config.json").symlink_to(blobs / "b")
-    (folder / "tokenizer.json").write_text("not read")
-    with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
-        load_folder(folder)
-    found = load_folder(folder, require_manifest=False)
-    assert found.documents == {"config": {"model_type": "llama"}}
-    assert_same_bits("found.tensors['model']['w']", found.tensors["model"]["w"], torch.ones(3))
-    assert found.versions == {}
 
 
 class Subclass(torch.Tensor):
@@ -209,12 +181,9 @@ def assert_unharmed(folder: Path) -> None:
     """Load the folder and compare it with what was saved."""
     found, (tensors, documents) = load_folder(folder), small()
     assert found.documents == documents
-    assert {group: set(members) for group, members in found.tensors.items()} == {
-        group: set(members) for group, members in tensors.items()
-    }
+    assert found.tensors.keys() == tensors.keys()
     for group, members in tensors.items():
-        for name, tensor in members.items():
-            assert_same(found.tensors[group][name], tensor)
+        assert_same_tensors(found.tensors[group], members)
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
@@ -238,12 +207,10 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 @pytest.mark.parametrize("manifest", [True, False], ids=["manifest", "no manifest"])
 @pytest.mark.parametrize("seed", range(2))
 def test_mutated_folders_are_refused_or_unharmed(seed: int, manifest: bool, tmp_path: Path) -> None:
-    """Without a manifest changed data goes unnoticed, but nothing may crash. benchmarks/fuzz.py runs thousands."""
+    """In files that no manifest lists changed data goes unnoticed, but nothing may crash; fuzz.py runs thousands."""
     rng = random.Random(seed)
     folder = tmp_path / "out"
     save_folder(folder, *small(), max_shard_bytes=40)
-    if not manifest:
-        (folder / "manifest.json").unlink()
     files = {path: path.read_bytes() for path in sorted(folder.iterdir())}
     refused = 0
     for _ in range(400 if manifest else 200):
@@ -253,7 +220,7 @@ def test_mutated_folders_are_refused_or_unharmed(seed: int, manifest: bool, tmp_
             if manifest:
                 assert_unharmed(folder)
             else:
-                load_folder(folder, ["config", "trainer", "model", "fp8_state"], require_manifest=False)
+                (read_json if path.suffix == ".json" else read_safetensors)(path)
         except CheckpointError as error:
             refused += 1
             assert "\n" not in str(error)
@@ -326,23 +293,20 @@ JSON: dict[str, bytes] = {
 }
 
 
-def quickly_refused(folder: Path, **options: Any) -> str:
+def quickly_refused(folder: Path) -> str:
     start = time.process_time()
     with pytest.raises(CheckpointError) as caught:
-        load_folder(folder, **options)
+        load_folder(folder)
     assert time.process_time() - start < 1
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("manifest", [True, False], ids=["manifest", "no manifest"])
 @pytest.mark.parametrize("name", SAFETENSORS)
-def test_hostile_tensor_files(name: str, manifest: bool, tmp_path: Path) -> None:
+def test_hostile_tensor_files(name: str, tmp_path: Path) -> None:
     save_folder(tmp_path / "out", {"model": {"w": torch.ones(1)}}, {"config": {}})
     replace_file(tmp_path / "out", "model.safetensors", SAFETENSORS[name])
-    if not manifest:
-        (tmp_path / "out" / "manifest.json").unlink()
-    quickly_refused(tmp_path / "out", require_manifest=manifest)
+    quickly_refused(tmp_path / "out")
 
 
 @pytest.mark.parametrize("file", ["config.json", "manifest.json", "model.safetensors.index.json"])
@@ -438,8 +402,3 @@ def test_hostile_folders(name: str, tmp_path: Path) -> None:
 def test_a_missing_folder_is_named(path: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     assert "not a folder" in quickly_refused(tmp_path / path)
-
-
-def test_errors_are_of_the_promised_types() -> None:
-    assert issubclass(CheckpointError, ValueError)
-    assert not issubclass(SaveError, ValueError)

@@ -8,19 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from bits import assert_same_bits
+from bits import assert_same_bits, assert_same_tensors
 from fewer import every
 from kinds import KINDS
 from kinds import build as build_kind
 from small_model import RECIPES, Build, same, step, tokens
+from small_run import IDS, trained
 
 from te_models import CausalLM, list_recipes
 from te_models.config.recipe import get_recipe
 from te_models.errors import UsageError
 from te_models.fp8.scaling_state import fp8_state
-
-SHAPE = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=1, num_key_value_heads=1)
-IDS = torch.arange(32).reshape(2, 16)
 
 
 @pytest.fixture(scope="module")
@@ -28,20 +26,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A model of each recipe after three steps, saved."""
     root = tmp_path_factory.mktemp("recipes")
     for recipe in list_recipes():
-        model = trained(recipe)
-        model.save_pretrained(root / recipe)
+        trained(recipe, num_hidden_layers=4).save_pretrained(root / recipe)
     return {recipe: root / recipe for recipe in list_recipes()}
-
-
-def trained(recipe: str, **fields: Any) -> CausalLM:
-    torch.manual_seed(2)
-    model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", **SHAPE, **fields)
-    for number in range(3):
-        loss = model((IDS + number) % 200, labels=IDS).loss
-        assert loss is not None
-        loss.backward()
-    model.zero_grad()
-    return model
 
 
 @pytest.mark.parametrize(("old", "new"), every(3, list_recipes(), list_recipes()))
@@ -122,7 +108,7 @@ def test_saved_after_an_evaluation_outside_fp8_the_scales_are_there(tmp_path: Pa
         model.layers[1].mlp.down_proj(torch.ones(16, 32, dtype=torch.bfloat16))
     model.save_pretrained(tmp_path / "m")
     after = fp8_state(CausalLM.from_pretrained(tmp_path / "m", device="cpu"))
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert_same_tensors(before, after)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -163,17 +149,6 @@ def test_saved_and_loaded_it_continues_with_the_same_bits(small: Build, recipe: 
     assert same(fp8_state(loaded), fp8_state(model))
     for p, q in zip(model.parameters(), loaded.parameters(), strict=True):
         assert_same_bits("p.grad", p.grad, q.grad)
-
-
-def test_loaded_under_another_recipe_the_scales_are_left_out_aloud(small: Build, tmp_path: Path) -> None:
-    model = small("delayed")
-    step(model, tokens())
-    model.save_pretrained(tmp_path / "m")
-    with pytest.warns(UserWarning, match="has no use for its scales"):
-        loaded = CausalLM.from_pretrained(tmp_path / "m", recipe="current", engine=model.engine, compile=False)
-    assert loaded.recipe.name == "current" and fp8_state(loaded) == {}
-    longer = CausalLM.from_pretrained(tmp_path / "m", amax_history_len=16, engine=model.engine, compile=False)
-    assert {len(t) for n, t in fp8_state(longer).items() if n.endswith("history")} == {16}
 
 
 def test_a_gate_is_not_added_where_it_would_change_the_output(tmp_path: Path) -> None:

@@ -157,52 +157,48 @@ def test_an_interrupt_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytes
     assert step_of(tmp_path / "out") == 1
 
 
-def test_every_folder_of_a_save_is_fsynced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those inside it before they are renamed into place, and those above that were made for it."""
-    events: list[str] = []
-    fsync, rename = os.fsync, os.rename
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
+    """The calls of fsync, rename and replace: their names, and what is made durable, moved or replaced."""
+    found: list[tuple[str, Path]] = []
+    paths = {"fsync": lambda file: os.readlink(f"/proc/self/fd/{file}"), "rename": lambda one, other: one}
+    paths["replace"] = lambda one, other: other
 
     def record(name: str, call: Callable[..., Any], *args: Any) -> Any:
-        path = os.readlink(f"/proc/self/fd/{args[0]}") if name == "fsync" else str(args[0])
-        temp = re.sub(r"/\.out\.saving-[0-9a-f]+", "/NEW", str(Path(path).relative_to(tmp_path)))
-        events.append(f"{name} {temp}")
+        found.append((name, Path(paths[name](*args))))
         return call(*args)
 
-    monkeypatch.setattr(os, "fsync", partial(record, "fsync", fsync))
-    monkeypatch.setattr(os, "rename", partial(record, "rename", rename))
+    for name in paths:
+        monkeypatch.setattr(os, name, partial(record, name, getattr(os, name)))
+    return found
+
+
+def test_every_folder_of_a_save_is_fsynced(events: list[tuple[str, Path]], tmp_path: Path) -> None:
+    """Those inside it before they are renamed into place, and those above that were made for it."""
     template = {"additional_chat_templates/tools.jinja": b"{{ messages }}"}
     save_folder(tmp_path / "runs" / "mine" / "out", content(1)[0], template)
-    above = ["fsync .", "fsync runs"]
-    assert events[:2] == above and events[-1] != "rename runs/mine/NEW"
-    files, after = events[2 : events.index("rename runs/mine/NEW")], events[events.index("rename runs/mine/NEW") + 1 :]
+    told = [f"{name} {path.relative_to(tmp_path)}" for name, path in events]
+    told = [re.sub(r"/\.out\.saving-[0-9a-f]+", "/NEW", line) for line in told]
+    assert told[:2] == ["fsync .", "fsync runs"] and told[-1] != "rename runs/mine/NEW"
+    renamed = told.index("rename runs/mine/NEW")
+    files, after = told[2:renamed], told[renamed + 1 :]
     inside = "runs/mine/NEW/additional_chat_templates"
     durable = {f"runs/mine/NEW/{name}" for name in ("model.safetensors", "manifest.json")}
-    assert {path.removeprefix("fsync ") for path in files} >= {f"{inside}/tools.jinja", inside, *durable}
+    assert {line.removeprefix("fsync ") for line in files} >= {f"{inside}/tools.jinja", inside, *durable}
     assert files[-1] == "fsync runs/mine/NEW" and "fsync runs/mine" in after
 
 
-def test_the_name_of_the_newest_is_durable_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_the_newest_is_durable_too(events: list[tuple[str, Path]], tmp_path: Path) -> None:
     """Before an older checkpoint goes: after a power failure `latest` must not name one that is gone."""
-    runs, events = Checkpoints(tmp_path, keep_last=1), []
+    runs = Checkpoints(tmp_path, keep_last=1)
     runs.save(1, *content(1))
-    fsync, replace, rename = os.fsync, os.replace, os.rename
-
-    def record(name: str, call: Any, *args: Any) -> Any:
-        target = os.readlink(f"/proc/self/fd/{args[0]}") if name == "fsync" else str(args[-1])
-        events.append(f"{name} {Path(target).name.split('.saving-')[0]}")
-        return call(*args)
-
-    monkeypatch.setattr(os, "fsync", partial(record, "fsync", fsync))
-    monkeypatch.setattr(os, "replace", partial(record, "replace", replace))
-    monkeypatch.setattr(os, "rename", partial(record, "rename", rename))
+    events.clear()
     runs.save(2, *content(2))
-    at = events.index("replace latest")
-    assert events[at - 1 : at + 3] == [
-        "fsync .latest",
-        "replace latest",
-        f"fsync {tmp_path.name}",
-        "rename .step-00000001",
-    ]
+    told = [f"{name} {path.name.split('.saving-')[0]}" for name, path in events]
+    at = told.index("replace latest")
+    assert told[at - 1 : at + 3] == [
+        "fsync .latest", "replace latest", f"fsync {tmp_path.name}", "rename step-00000001",
+    ]  # fmt: skip
 
 
 # Kills

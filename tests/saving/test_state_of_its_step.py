@@ -10,18 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from bits import assert_same_bits
+from bits import assert_same_tensors
 from fewer import every
 from ranks import run_ranks
+from small_run import STEPS, make_trainer, trained
 from torch import Tensor
 
 import te_models.engine.emulated as emulated
 from te_models import CausalLM, list_recipes
-from te_models.config.presets import get_preset
 from te_models.config.training import TrainConfig
-from te_models.data.dataset import TokenDataset
-from te_models.data.documents import Document
-from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import EngineError
 from te_models.fp8.region import evaluating
 from te_models.fp8.scaling_state import fp8_state
@@ -29,12 +26,8 @@ from te_models.saving.folder import load_folder
 from te_models.saving.run_folder import Checkpoints
 from te_models.saving.sharded import ShardedCheckpoints
 from te_models.training.launch import parallel
-from te_models.training.parallel import Parallel
 from te_models.training.trainer import Callback, Row, Trainer
 
-STEPS = 3
-SHAPE = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)
-TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(20)]
 OPTIMIZERS = ("adamw8bit", "adamwfp8", "muon", "muon8bit", "galore")
 KINDS: dict[str, dict[str, Any]] = {recipe: dict(recipe=recipe) for recipe in list_recipes()}
 KINDS |= {
@@ -56,33 +49,6 @@ SHARDED = {
     "ddp-lora": dict(parallel="ddp", lora={}),
 }
 Content = tuple[dict[str, dict[str, Tensor]], Any]
-
-
-def make_trainer(out: Path, case: dict[str, Any], shared: Parallel | None = None) -> Trainer:
-    """A run of three steps that saves after each, by default under `delayed`."""
-    case = {"recipe": "delayed", **case}
-    names = ("recipe", "fp8_params", "activation_checkpointing")
-    options, lora = {name: case.pop(name) for name in names if name in case}, case.pop("lora", None)
-    config = TrainConfig(steps=STEPS, batch_size=2, seq_len=16, warmup_steps=1, learning_rate=0.01, eval_every=0,
-                         save_every=1, keep_last=STEPS, keep_best=False, **case)  # fmt: skip
-    if config.optimizer in ("adamw8bit", "adamwfp8"):
-        pytest.importorskip("torchao.optim")
-    shared = Parallel() if shared is None else shared
-    shared.kind, shared.config, shared.frozen = config.parallel, config, lora is not None
-    torch.manual_seed(5)
-    model = shared.build(get_preset("gated-nano", **SHAPE), device="cpu", **options)
-    words = load_tokenizer(None)
-    sizes: dict[str, Any] = dict(batch_size=shared.rows(2), seed=0, rank=shared.data_rank, world_size=shared.data_world)
-    data = TokenDataset(TEXT[:15], words, 16, **sizes)
-    held_out = TokenDataset(TEXT[15:], words, 16, shuffle=False, **sizes)
-    saved = None
-    if lora is not None:
-        pytest.importorskip("peft")
-        from te_models.training.lora_run import LoraRun  # noqa: PLC0415  needs peft
-        from te_models.training.settings import LoraSettings  # noqa: PLC0415
-
-        saved = LoraRun(model, LoraSettings(**{"rank": 4, **lora}))
-    return Trainer(model, data, held_out.eval_batches(1), config, out, parallel=shared, saved=saved)
 
 
 class Witness(Callback):
@@ -112,8 +78,7 @@ def assert_saved(root: Path, seen: dict[int, Content]) -> None:
         assert found.tensors.keys() == tensors.keys()
         assert without_result(found.documents["training"]) == document
         for group, members in tensors.items():
-            for name, tensor in members.items():
-                assert_same_bits(f"step {step}: {group}: {name}", found.tensors[group][name], tensor)
+            assert_same_tensors(found.tensors[group], members)
     (first, _), (last, _) = seen[1], seen[3]
     for group in first.keys() - {"fp8_weights"}:  # whose codes may stay the same
         assert any(not torch.equal(tensor, last[group][name]) for name, tensor in first[group].items()), group
@@ -165,13 +130,6 @@ def run_sharded(rank: int, folder: str) -> None:
 def test_a_save_of_two_processes(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     run_ranks(run_sharded, tmp_path, 2, backend=None)
-
-
-def trained(recipe: str, **options: Any) -> CausalLM:
-    torch.manual_seed(0)
-    model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", **SHAPE, **options)
-    step(model)
-    return model
 
 
 def step(model: CausalLM) -> None:
@@ -270,5 +228,4 @@ def test_scales_are_saved_between_the_passes_of_other_threads() -> None:
     with torch.no_grad():
         model(torch.arange(16)[None] + 100)
     saver.join(60)
-    for name, tensor in before.items():
-        assert_same_bits(name, found[0][name], tensor)
+    assert_same_tensors(found[0], before)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from bits import assert_same_bits
+from bits import assert_same_bits, assert_same_tensors
 from families import make_config
-from hf_models import randomize
+from hf_models import document_of, randomize, tensors_of
 from judge import AutoModelForCausalLM
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from te_models import CausalLM, ModelConfig
@@ -105,21 +105,13 @@ def trained(shape: str) -> CausalLM:
     return build("delayed", **SHAPES[shape])
 
 
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "config.json").read_text())
-
-
 def theirs(folder: Path, format: str) -> Any:
     """transformers' model of an exported folder, dequantized in FP32.
 
     It has no name for vLLM's static scales, whose weights are multiplied here, and no quantization to read in "bf16".
     """
     if format == "fp8-tensor":
-        config, stored = config_of(folder), tensors_of(folder)
+        config, stored = document_of(folder), tensors_of(folder)
         del config["quantization_config"]
         for name in [name for name in stored if name.endswith(".weight_scale")]:
             module = name.removesuffix("_scale")
@@ -137,7 +129,7 @@ def theirs(folder: Path, format: str) -> Any:
 
 
 def scheme_of(folder: Path) -> Any:
-    return QuantizationConfig.model_validate(config_of(folder)["quantization_config"]).config_groups["group_0"]
+    return QuantizationConfig.model_validate(document_of(folder)["quantization_config"]).config_groups["group_0"]
 
 
 @pytest.mark.filterwarnings("ignore:.*needs its own code in transformers")
@@ -153,7 +145,7 @@ def test_transformers_computes_the_same_logits(format: str, shape: str, tmp_path
     if "moe" in SHAPES[shape] and format in ("mxfp8", "nvfp4"):
         pytest.skip("transformers 5.23 fails to convert experts in this format")
     trained(shape).export(tmp_path / "out", format=format)
-    assert config_of(tmp_path / "out")["model_type"] == shape
+    assert document_of(tmp_path / "out")["model_type"] == shape
     ours = CausalLM.from_pretrained(tmp_path / "out", device="cpu", dtype=torch.float32)
     other = theirs(tmp_path / "out", format)
     if format == "nvfp4":  # compressed-tensors rounds its dequantized weights to BF16
@@ -165,55 +157,37 @@ def test_transformers_computes_the_same_logits(format: str, shape: str, tmp_path
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("format", COMPRESSED)
-def test_compressed_tensors_makes_the_same_tensors(format: str, tmp_path: Path) -> None:
-    model = build("bf16", dtype=torch.bfloat16, **ODD)
+@pytest.mark.parametrize(("gate", "format"), [("headwise", "fp8-channel"), ("elementwise", "mxfp8"), ("none", "nvfp4")])
+def test_compressed_tensors_makes_the_same_tensors(gate: str, format: str, tmp_path: Path) -> None:
+    """Data and scales of every weight, those of a gate included."""
+    model = build("bf16", dtype=torch.bfloat16, attention_gate=gate, **ODD)
     exported = model.export(tmp_path / "out", format=format)
     model.save_pretrained(tmp_path / "plain", format="hf")
     stored, plain = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "plain")
-    scheme, compressor = (
-        scheme_of(tmp_path / "out"),
-        BaseCompressor.get_value_from_registry(config_of(tmp_path / "out")["quantization_config"]["format"]),
-    )
-    assert len(exported.quantized) == 7 * SIZES["num_hidden_layers"]
+    kind = document_of(tmp_path / "out")["quantization_config"]["format"]
+    scheme, compressor = scheme_of(tmp_path / "out"), BaseCompressor.get_value_from_registry(kind)
+    args = scheme.weights
+    assert len(exported.quantized) == (7 + (gate != "none")) * SIZES["num_hidden_layers"]
     for module in exported.quantized:
-        weight = plain[f"{module}.weight"]
         own = {n.removeprefix(f"{module}."): t for n, t in stored.items() if n.startswith(f"{module}.")}
-        scale = own["weight_scale"]
-        given = {"weight": weight.float(), "weight_scale": scale.float()}
-        if format == "mxfp8":
-            given["weight_scale"] = torch.exp2(scale.float() - 127)
-        if format == "nvfp4":
-            given["weight_global_scale"] = own["weight_global_scale"]
+        weight, scale, whole = plain[f"{module}.weight"].float(), own["weight_scale"], own.get("weight_global_scale")
+        blocks = weight if args.group_size is None else weight.unflatten(1, (-1, args.group_size))
+        low, high = blocks.amin(-1), blocks.amax(-1)
+        if whole is not None and module.endswith(("o_proj", "down_proj")):  # others share it with their neighbors
+            # It multiplies by a reciprocal, which is rounded once more.
+            torch.testing.assert_close(whole, generate_gparam(low.min(), high.max()), rtol=2**-23, atol=0)
+        expected = calculate_qparams(low, high, args, global_scale=whole)[0]
+        given = {"weight": weight, "weight_scale": expected.reshape(scale.shape)}
+        given |= {} if whole is None else {"weight_global_scale": whole}
+        expected = torch.log2(expected) + 127 if format == "mxfp8" else expected
+        assert_same_bits(f"{module}: scales", scale.float().reshape(expected.shape), expected.float())
         for name, tensor in compressor.compress(given, scheme).items():
             assert_same_bits(f"{module}.{name}", own[name], tensor.to(own[name].dtype).reshape(own[name].shape))
 
 
-def test_scales_are_those_of_compressed_tensors(tmp_path: Path) -> None:
-    model = build("bf16", dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "plain", format="hf")
-    plain = tensors_of(tmp_path / "plain")
-    for format in COMPRESSED:
-        model.export(tmp_path / format, format=format)
-        stored, args = tensors_of(tmp_path / format), scheme_of(tmp_path / format).weights
-        weight = plain["model.layers.1.mlp.down_proj.weight"].float()
-        blocks = weight if args.group_size is None else weight.unflatten(1, (-1, args.group_size))
-        low, high = blocks.amin(-1), blocks.amax(-1)
-        found = stored["model.layers.1.mlp.down_proj.weight_scale"]
-        if format == "nvfp4":
-            whole = generate_gparam(low.min(), high.max())
-            assert_same_bits("global", stored["model.layers.1.mlp.down_proj.weight_global_scale"], whole)
-            expected = calculate_qparams(low, high, args, global_scale=whole)[0]
-        elif format == "mxfp8":
-            expected = torch.log2(calculate_qparams(low, high, args)[0]) + 127
-        else:
-            expected = calculate_qparams(low, high, args)[0]
-        assert_same_bits(format, found.float().reshape(expected.shape), expected.float())
-
-
 @pytest.mark.parametrize("recipe", ["bf16", "blockwise"])
 def test_blocks_are_those_of_transformers(recipe: str, tmp_path: Path) -> None:
-    model = build(recipe, dtype=torch.bfloat16)
+    model = build(recipe, dtype=torch.bfloat16, attention_gate="elementwise")
     exported = model.export(tmp_path / "out")
     model.save_pretrained(tmp_path / "plain", format="hf")
     stored, plain = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "plain")
@@ -297,19 +271,16 @@ def test_loaders_find_the_names_shapes_and_dtypes_that_they_read(format: str, tm
             for part in ("weight_scale", "input_scale", "weight_global_scale", "input_global_scale"):
                 values = [stored[f"{m}.{part}"] for m in group if stored.get(f"{m}.{part}", torch.ones(2)).numel() == 1]
                 assert all(torch.equal(values[0], value) for value in values)
-
-
-@pytest.mark.parametrize("format", QUANTIZED)
-def test_the_config_says_what_loaders_read(format: str, tmp_path: Path) -> None:
-    model = build("delayed", num_hidden_layers=4, num_layers_at_end_in_bf16=2)
-    exported = model.export(tmp_path / "out", format=format)
-    model.save_pretrained(tmp_path / "plain", format="hf")
-    config = config_of(tmp_path / "out")
+    config = document_of(tmp_path / "out")
     quantization = config.pop("quantization_config")
-    assert config == config_of(tmp_path / "plain")
-    linears = {n.removesuffix(".weight") for n in tensors_of(tmp_path / "plain") if "_proj" in n} | {"lm_head"}
-    ignored = sorted(linears - set(exported.quantized))
-    assert len(ignored) == 3 * 7 + 1
+    assert config == document_of(tmp_path / "plain")
+    linears = {n.removesuffix(".weight") for n in plain if n.endswith("_proj.weight")} | {"lm_head"}
+    assert len(linears) == 4 * 7 + 1
+    assert_says_what_loaders_read(quantization, format, sorted(linears - set(inside)))
+
+
+def assert_says_what_loaders_read(quantization: dict[str, Any], format: str, ignored: list[str]) -> None:
+    """Check a quantization_config, which lists the linears that are not quantized."""
     wanted = CONFIGS[format]
     if "format" not in wanted:
         assert {key: quantization[key] for key in wanted} == wanted
@@ -339,9 +310,8 @@ def test_what_the_table_keeps_in_bf16_is_not_quantized(recipe: str, tmp_path: Pa
     assert set(exported.quantized) == wanted
     kept = {f"model.layers.{n}.mlp.down_proj" for n in range(3)}
     kept |= {f"model.layers.{n}.{name}" for n in (0, 1) for name in projections}
-    assert (
-        set(exported.ignored) == kept | {"lm_head"} == set(config_of(tmp_path / "out")["quantization_config"]["ignore"])
-    )
+    ignored = document_of(tmp_path / "out")["quantization_config"]["ignore"]
+    assert set(exported.ignored) == kept | {"lm_head"} == set(ignored)
     back = CausalLM.from_pretrained(tmp_path / "out", device="cpu", dtype=torch.float32)
     for name in ("layers.1.self_attn.qkvg_proj", "layers.2.mlp.down_proj"):
         assert_same_bits(name, back.get_submodule(name).weight, model.get_submodule(name).weight)
@@ -424,25 +394,6 @@ def test_random_tokens_leave_room_for_inputs_four_times_as_large(tmp_path: Path)
         torch.testing.assert_close(random[name], same[name] / 4, rtol=1e-6, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:.*needs its own code in transformers")
-@pytest.mark.parametrize("gate, format", [("headwise", "fp8-block"), *(("elementwise", one) for one in QUANTIZED)])
-def test_gated_models_come_back_quantized(gate: str, format: str, tmp_path: Path) -> None:
-    model = build("delayed", attention_gate=gate, dtype=torch.bfloat16, num_attention_heads=4, head_dim=64)
-    exported = model.export(tmp_path / "out", format=format)
-    model.save_pretrained(tmp_path / "plain", format="hf")
-    plain, values = tensors_of(tmp_path / "plain"), CausalLM.from_pretrained(tmp_path / "out", device="cpu")
-    values.save_pretrained(tmp_path / "again", format="hf")
-    again = tensors_of(tmp_path / "again")
-    assert again.keys() == plain.keys() and "model.layers.1.self_attn.q_proj" in exported.quantized
-    for module in exported.quantized:
-        one, other = plain[f"{module}.weight"].float(), again[f"{module}.weight"].float()
-        # Half a step of E4M3 or E2M1, below the smallest normal number half of that one's.
-        limit = one.abs() * 2**-4 + one.abs().amax() * 2**-15
-        if format == "nvfp4":
-            limit = one.abs() * 2**-2 + one.abs().amax() * 2**-3
-        assert bool(((one - other).abs() <= limit).all()) and not torch.equal(one, other), module
-
-
 @pytest.mark.parametrize(("recipe", "format"), [("current", "fp8-tensor"), ("delayed", "fp8-tensor"),
                                                 ("blockwise", "fp8-block"), ("mxfp8", "mxfp8")])  # fmt: skip
 def test_fp8_primary_weights_are_served_as_they_are(recipe: str, format: str, tmp_path: Path) -> None:
@@ -514,11 +465,9 @@ def test_bf16_is_the_plain_folder(tmp_path: Path) -> None:
     model = build("delayed")
     assert model.export(tmp_path / "out", format="bf16").quantized == ()
     model.save_pretrained(tmp_path / "plain", format="hf")
-    plain = tensors_of(tmp_path / "plain")
-    assert {n: t.to(torch.bfloat16) for n, t in plain.items()}.keys() == tensors_of(tmp_path / "out").keys()
-    for name, tensor in tensors_of(tmp_path / "out").items():
-        assert_same_bits(name, tensor, plain[name].to(torch.bfloat16))
-    config = config_of(tmp_path / "out")
+    plain = {name: tensor.to(torch.bfloat16) for name, tensor in tensors_of(tmp_path / "plain").items()}
+    assert_same_tensors(tensors_of(tmp_path / "out"), plain)
+    config = document_of(tmp_path / "out")
     assert config["torch_dtype"] == "bfloat16" and "quantization_config" not in config
 
 
@@ -576,7 +525,7 @@ def test_a_checkpoint_in_fp8_is_trained_and_served_again(shape: str, format: str
     model.export(tmp_path / "out", format=format)
     first, second = tensors_of(tmp_path / "hub"), tensors_of(tmp_path / "out")
     assert first.keys() == second.keys() and not torch.equal(first["model.norm.weight"], second["model.norm.weight"])
-    assert config_of(tmp_path / "out") == config_of(tmp_path / "hub")
+    assert document_of(tmp_path / "out") == document_of(tmp_path / "hub")
     ours = CausalLM.from_pretrained(tmp_path / "out", device="cpu", dtype=torch.float32)
     with torch.no_grad():
         found, expected = ours(IDS).logits, theirs(tmp_path / "out", format)(IDS).logits
@@ -593,9 +542,7 @@ def test_an_export_of_an_export_is_the_same(format: str, tmp_path: Path) -> None
     again = CausalLM.from_pretrained(tmp_path / "first", device="cpu")
     again.export(tmp_path / "second", format=format)
     first, second = tensors_of(tmp_path / "first"), tensors_of(tmp_path / "second")
-    assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        assert_same_bits(name, second[name], tensor)
+    assert_same_tensors(first, second)
     with torch.no_grad():
         again.layers[1].mlp.down_proj.weight.mul_(2)
     again.export(tmp_path / "third", format=format)
@@ -624,7 +571,7 @@ def test_the_command_exports_with_text_to_measure_on(tmp_path: Path, capsys: pyt
     assert "--data PATH" in capsys.readouterr().err
     assert main([*line, "--format", "fp8-tensor", "--data", str(tmp_path / "text.txt"), "--seq-len", "64"]) == 0
     assert "fp8-tensor, 21 linears quantized, 1 not" in capsys.readouterr().out
-    assert config_of(tmp_path / "out")["quantization_config"]["activation_scheme"] == "static"
+    assert document_of(tmp_path / "out")["quantization_config"]["activation_scheme"] == "static"
 
 
 def test_an_export_does_not_replace_the_model_that_it_reads(tmp_path: Path) -> None:

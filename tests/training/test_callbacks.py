@@ -1,38 +1,24 @@
 """Callbacks, early stopping and the best checkpoint of a run."""
 
 import dataclasses
-import io
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
+from tiny_runs import losses, said_at_the_end, tiny_model, tiny_trainer
 
-from te_models import CausalLM, TrainConfig, Trainer, load_tokenizer
-from te_models.data.dataset import TokenDataset
-from te_models.data.documents import Document
+from te_models import CausalLM, Trainer, load_tokenizer
 from te_models.errors import UsageError
 from te_models.fp8.scaling_state import fp8_state
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.metrics import read_metrics
-from te_models.training.report import print_outcome
 from te_models.training.trainer import Callback
-
-TINY = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)
-TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(20)]
 
 
 def trainer(out: Path, recipe: str = "bf16", **fields: Any) -> Trainer:
-    torch.manual_seed(5)
-    model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", **TINY)
-    config = TrainConfig(**{**dict(steps=8, batch_size=1, seq_len=16, warmup_steps=1, eval_every=1), **fields})
-    words = load_tokenizer(None)
-    words.set_chat_template()
-    data = TokenDataset(TEXT[:15], words, config.seq_len, batch_size=1, seed=config.seed)
-    held_out = TokenDataset(TEXT[15:], words, config.seq_len, batch_size=2, seed=0, shuffle=False)
-    return Trainer(model, data, held_out.eval_batches(1), config, out, words.files())
+    return tiny_trainer(tiny_model(recipe), out, **fields)
 
 
 def evaluating(run: Trainer, losses: list[float], monkeypatch: pytest.MonkeyPatch) -> Trainer:
@@ -90,14 +76,13 @@ def test_a_callback_changes_the_recipe_in_the_middle(tmp_path: Path) -> None:
             if row["step"] == 2:
                 trainer.model.set_recipe("delayed")
 
-    losses = {}
-    for name, recipe, callbacks in (("bf16", "bf16", []), ("swap", "bf16", [Swap()])):
-        run = trainer(tmp_path / name, recipe, steps=5)
+    for name, callbacks in (("bf16", []), ("swap", [Swap()])):
+        run = trainer(tmp_path / name, steps=5)
         run.callbacks = callbacks
         run.run()
-        losses[name] = [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")]
-    assert losses["swap"][:2] == losses["bf16"][:2] and losses["swap"][2:] != losses["bf16"][2:]
-    assert losses["swap"] == pytest.approx(losses["bf16"], rel=0.05)
+    plain, swap = losses(tmp_path / "bf16"), losses(tmp_path / "swap")
+    assert swap[:2] == plain[:2] and swap[2:] != plain[2:]
+    assert swap == pytest.approx(plain, rel=0.05)
     saved = CausalLM.from_pretrained(tmp_path / "swap", device="cpu")
     assert saved.recipe.name == "delayed" and fp8_state(saved)
 
@@ -124,16 +109,13 @@ def test_a_run_ends_after_evaluations_without_a_lower_loss(
     assert kept is not None and kept.name == f"step-{best:08d}" and len(Checkpoints(kept.parent).all()) == 1
 
 
-def test_the_evaluation_before_the_first_step_may_be_the_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_evaluation_before_the_first_step_may_be_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = trainer(tmp_path, patience=3)
     result = evaluating(run, [1, 9, 8, 7, 6, 5, 4, 3, 2], monkeypatch).run()
     assert (result.step, result.best_step, result.stopped_early) == (3, 0, True)
     assert not (tmp_path / "best").exists()
-    out = io.StringIO()
-    print_outcome(Console(file=out, width=200), result, run.config, "finetune", tmp_path, {})
-    assert "1.0000, before the first step: training made the model worse" in out.getvalue()
+    said = said_at_the_end(result, run.config, tmp_path)
+    assert "1.0000, before the first step: training made the model worse" in said
 
 
 def test_patience_is_counted_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,14 +135,14 @@ def test_the_best_model_is_that_of_its_step(tmp_path: Path, monkeypatch: pytest.
         def on_step(self, trainer: Trainer, row: dict[str, Any]) -> None:
             weights[row["step"]] = trainer.model.embed_tokens.weight.detach().clone()
 
-    run = evaluating(trainer(tmp_path, "delayed", steps=4), [9, 5, 2, 3, 4], monkeypatch)
-    run.callbacks = [Weights()]
+    words = load_tokenizer(None)
+    words.set_chat_template()
+    run = tiny_trainer(tiny_model("delayed"), tmp_path, documents=words.files(), steps=4)
+    evaluating(run, [9, 5, 2, 3, 4], monkeypatch).callbacks = [Weights()]
     run.run()
     best = CausalLM.from_pretrained(tmp_path / "best", device="cpu")
     assert torch.equal(best.embed_tokens.weight, weights[2]) and not torch.equal(weights[2], weights[4])
     assert best.recipe.name == "delayed" and fp8_state(best)
-    words = load_tokenizer(None)
-    words.set_chat_template()
     assert load_tokenizer(tmp_path / "best").files() == load_tokenizer(tmp_path).files() == words.files()
     assert torch.equal(CausalLM.from_pretrained(tmp_path, device="cpu").embed_tokens.weight, weights[4])
 

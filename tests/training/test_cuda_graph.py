@@ -14,6 +14,7 @@ from torch import nn
 from te_models import CausalLM, list_recipes
 from te_models.config.recompute_modes import MODES
 from te_models.engine import get_engine
+from te_models.errors import UsageError
 from te_models.fp8.scaling_state import fp8_state
 from te_models.training.cuda_graph import ATTEMPTS, WARM_UP, GraphedStep, NoHostCopies, obstacle
 from te_models.training.trainer import deterministic
@@ -27,6 +28,13 @@ def build(recipe: str, **options: Any) -> CausalLM:
     torch.manual_seed(1)
     place = dict(device="cpu", engine="emulated", recipe=recipe)
     return CausalLM.from_preset("gated-nano", **{**place, **SHAPE, **options}).train()
+
+
+@pytest.fixture
+def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Steps are captured as on a GPU; the graphs that were made."""
+    monkeypatch.setattr("te_models.training.cuda_graph.obstacle", lambda model: None)
+    return pretend_cuda(monkeypatch)
 
 
 def batch(step: int, rows: int = 2) -> torch.Tensor:
@@ -71,18 +79,13 @@ def same(model: CausalLM, other: CausalLM, exactly: bool = True) -> None:
 
 
 @pytest.mark.parametrize(("recipe", "mode"), every(7, list_recipes(), MODES))
-def test_replayed_steps_are_the_eager_ones(recipe: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tapes = pretend_cuda(monkeypatch)
-    monkeypatch.setattr("te_models.training.cuda_graph.obstacle", lambda model: None)
-    models = [build(recipe, activation_checkpointing=mode) for _ in range(2)]
-    same(*models)
+def test_replayed_steps_are_the_eager_ones(recipe: str, mode: str, tapes: list[Any]) -> None:
+    same(*(build(recipe, activation_checkpointing=mode) for _ in range(2)))
     assert tapes[0].replays == STEPS - WARM_UP
 
 
-def test_a_weight_multiplies_the_gradients_of_eager_and_replayed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_multiplies_the_gradients_of_eager_and_replayed_steps(tapes: list[Any]) -> None:
     """The weight is a number or a tensor, and another one in each step."""
-    tapes = pretend_cuda(monkeypatch)
-    monkeypatch.setattr("te_models.training.cuda_graph.obstacle", lambda model: None)
     model, other, ids = build("bf16", dtype=torch.float32), build("bf16", dtype=torch.float32), batch(0)
     step = GraphedStep(model)
     loss = other(input_ids=ids, labels=ids, return_logits=False).loss
@@ -96,17 +99,11 @@ def test_a_weight_multiplies_the_gradients_of_eager_and_replayed_steps(monkeypat
     assert tapes[0].replays == STEPS - WARM_UP
 
 
-def test_calibration_is_with_the_weight_and_for_whoever_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_cuda(monkeypatch)
-    monkeypatch.setattr("te_models.training.cuda_graph.obstacle", lambda model: None)
+def test_calibration_is_with_the_weight_and_for_whoever_wants_it(tapes: list[Any]) -> None:
     ids, own, calibrated, plain = batch(0), build("delayed"), build("delayed"), build("delayed")
     own.calibrate(dict(input_ids=ids, labels=ids), weights=[0.25])
-    for model, step in (
-        (own, GraphedStep(own, calibrate=False)),
-        (calibrated, GraphedStep(calibrated)),
-        (plain, GraphedStep(plain, calibrate=False)),
-    ):
-        step(weight=0.25, input_ids=ids, labels=ids)
+    for model, calibrate in ((own, False), (calibrated, True), (plain, False)):
+        GraphedStep(model, calibrate)(weight=0.25, input_ids=ids, labels=ids)
         assert all(bool((tensor != 0).any()) for tensor in fp8_state(model).values())
     states = [fp8_state(model) for model in (own, calibrated, plain)]
     assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
@@ -116,11 +113,9 @@ def test_calibration_is_with_the_weight_and_for_whoever_wants_it(monkeypatch: py
 
 @pytest.mark.parametrize("failures", every(ATTEMPTS, range(ATTEMPTS + 1)))
 def test_a_disturbed_capture_costs_an_eager_step(
-    failures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    failures: int, tapes: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """CUDA reports a synchronization by another thread after the forward, or at the end of the capture."""
-    tapes = pretend_cuda(monkeypatch)
-    monkeypatch.setattr("te_models.training.cuda_graph.obstacle", lambda model: None)
     left = iter(range(failures))
 
     @contextmanager
@@ -137,9 +132,7 @@ def test_a_disturbed_capture_costs_an_eager_step(
     assert [next(w for w in said if w in record.message) for record in caplog.records] == said
 
 
-def test_an_error_of_the_model_itself_is_no_disturbed_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_cuda(monkeypatch)
-    monkeypatch.setattr("te_models.training.cuda_graph.obstacle", lambda model: None)
+def test_an_error_of_the_model_itself_is_no_disturbed_capture(tapes: list[Any]) -> None:
     model, ids = build("delayed"), batch(0)
     step = GraphedStep(model)
     for _ in range(WARM_UP):
@@ -193,13 +186,12 @@ def test_replayed_steps_are_the_eager_ones_on_a_gpu(recipe: str, mode: str, engi
     ],
 )
 def test_adapters_in_a_graph_train_as_eagerly(
-    place: str, recipe: str, fp8_params: bool, monkeypatch: pytest.MonkeyPatch
+    place: str, recipe: str, fp8_params: bool, request: pytest.FixtureRequest
 ) -> None:
     more: dict[str, Any] = dict(fp8_params=fp8_params)
     lora = pytest.importorskip("te_models.training.lora")
     if place == "cpu":
-        pretend_cuda(monkeypatch)
-        monkeypatch.setattr("te_models.training.cuda_graph.obstacle", lambda model: None)
+        request.getfixturevalue("tapes")
     else:
         more |= {**PLACE, "hidden_size": 256, "intermediate_size": 512}  # heads of 64 channels
     models = [build(recipe, **more) for _ in range(2)]
@@ -210,12 +202,13 @@ def test_adapters_in_a_graph_train_as_eagerly(
         same(*models)
 
 
-def test_unsupported_steps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_on_a_cpu_has_no_graph() -> None:
+    with pytest.raises(UsageError, match="the model is on cpu"):
+        GraphedStep(build("delayed"))
+
+
+def test_unsupported_steps_are_refused(tapes: list[Any]) -> None:
     model = build("delayed")
-    with pytest.raises(ValueError, match="the model is on cpu"):
-        GraphedStep(model)
-    pretend_cuda(monkeypatch)
-    monkeypatch.setattr("te_models.training.cuda_graph.obstacle", lambda model: None)
     step = GraphedStep(model)
     ids = batch(0)
     step(input_ids=ids, labels=ids)
@@ -271,10 +264,8 @@ def test_obstacles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert obstacle(model) is None
 
 
-def test_gathered_weights_are_freed_before_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathered_weights_are_freed_before_every_step(tapes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a capture after an evaluation would contain no gather, and an evaluation after a replay old weights."""
-    pretend_cuda(monkeypatch)
-    monkeypatch.setattr("te_models.training.cuda_graph.obstacle", lambda model: None)
     monkeypatch.setattr("te_models.training.cuda_graph.FSDPModule", CausalLM)
     model, plain, seen = build("delayed"), build("delayed"), []
     monkeypatch.setattr(CausalLM, "reshard", lambda self: seen.append("reshard"), raising=False)

@@ -1,5 +1,6 @@
 """Refusals of options that do not fit the way the program was started."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,22 @@ from te_models.config.training import TrainConfig
 from te_models.distributed.environment import check_place, number
 from te_models.errors import UsageError
 from te_models.training.launch import check_launch, choose_parallel, parallel
+
+PLACE = dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="29511")
+SetAll = Callable[[Mapping[str, str | None]], None]
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> SetAll:
+    """A function that sets the variables of a job, which are not set otherwise; None: not this one."""
+    for name in PLACE:
+        monkeypatch.delenv(name, raising=False)
+
+    def set_all(values: Mapping[str, str | None]) -> None:
+        for name, value in values.items():
+            monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+
+    return set_all
 
 
 @pytest.mark.parametrize(
@@ -28,11 +45,9 @@ from te_models.training.launch import check_launch, choose_parallel, parallel
     ],
 )
 def test_a_start_that_does_not_fit_is_refused(
-    world: str | None, fields: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+    world: str | None, fields: dict[str, Any], message: str, environment: SetAll
 ) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    if world is not None:
-        monkeypatch.setenv("WORLD_SIZE", world)
+    environment({"WORLD_SIZE": world})
     with pytest.raises(ValueError, match=message):
         check_launch(TrainConfig(**fields))
 
@@ -57,19 +72,13 @@ def test_a_start_that_does_not_fit_is_refused(
     ],
 )
 def test_the_kind_of_parallelism_fits_the_processes(
-    kind: str, world: int, recorded: bool, fields: dict[str, Any], chosen: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, world: int, recorded: bool, fields: dict[str, Any], chosen: str, environment: SetAll
 ) -> None:
-    if world:
-        monkeypatch.setenv("WORLD_SIZE", str(world))
-    else:
-        monkeypatch.delenv("WORLD_SIZE", raising=False)
+    environment({"WORLD_SIZE": str(world) if world else None})
     config = choose_parallel(TrainConfig(parallel=kind, **fields), recorded)
     assert config.parallel == chosen
     if kind != chosen and kind == "fsdp+tp":
         assert (config.tensor_parallel_size, config.sequence_parallel) == (0, False)
-
-
-PLACE = dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="29511")
 
 
 @pytest.mark.parametrize(
@@ -83,34 +92,25 @@ PLACE = dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="localhost", 
         (dict(MASTER_PORT="99999"), "MASTER_PORT is 99999: give a port below 65536"),
     ],
 )
-def test_a_wrong_place_in_a_job_is_one_line(
-    changes: dict[str, str | None], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {**PLACE, **changes}.items():
-        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match=message) as caught:
+def test_a_wrong_place_in_a_job_is_refused(changes: dict[str, str | None], message: str, environment: SetAll) -> None:
+    environment({**PLACE, **changes})
+    with pytest.raises(UsageError, match=message):
         check_place(gpus=1)
-    assert "\n" not in str(caught.value)
 
 
-def test_a_place_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in PLACE.items():
-        monkeypatch.setenv(name, value)
+def test_a_place_that_fits_is_taken(environment: SetAll) -> None:
+    environment(PLACE)
     check_place(gpus=1)
-    monkeypatch.delenv("LOCAL_RANK")
+    environment({"LOCAL_RANK": None, "LOCAL_WORLD_SIZE": ""})
     check_place(gpus=0)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
     assert number("LOCAL_WORLD_SIZE", 1) == 1
 
 
 @pytest.mark.parametrize("variables", [dict(WORLD_SIZE="2"), dict(WORLD_SIZE="abc"), dict(LOCAL_WORLD_SIZE="x")])
 def test_the_command_line_survives_the_environment(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    variables: dict[str, str], environment: SetAll, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    for name in PLACE:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    environment(variables)
     kind = "ddp" if "WORLD_SIZE" in variables else "none"
     options = ["--preset", "gated-nano", "--device", "cpu", "--steps", "1", "--out", str(tmp_path / "run")]
     assert main(["pretrain", "--parallel", kind, *options]) == 2
@@ -118,9 +118,7 @@ def test_the_command_line_survives_the_environment(
     assert len(said) == 1 and said[0].startswith("te-models: the environment variable "), said
 
 
-def test_a_job_without_a_place_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in PLACE:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("WORLD_SIZE", "2")
+def test_a_job_without_a_place_does_not_start(environment: SetAll) -> None:
+    environment({"WORLD_SIZE": "2"})
     with pytest.raises(UsageError, match="RANK is not set"), parallel(TrainConfig(parallel="ddp"), "cpu"):
         pass

@@ -1,7 +1,6 @@
 """Metrics sent to TensorBoard, Weights & Biases and trackio."""
 
 import importlib
-import importlib.metadata
 import re
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny_runs import PRETRAIN
 
 from te_models.cli import main
 from te_models.errors import MissingPackage, UsageError
@@ -16,26 +16,14 @@ from te_models.training.loggers import LOGGERS, check_loggers
 from te_models.training.metrics import read_metrics
 from te_models.training.run_file import read_record
 
-TINY = "--hidden-size 32 --intermediate-size 32 --num-hidden-layers 2 --num-attention-heads 1 --num-key-value-heads 1"
-RUN = (
-    f"pretrain --preset gated-nano {TINY} --data texts --device cpu --recipe bf16 --seq-len 16 --batch-size 1 --steps 2"
-)
-RUN += " --sample-tokens 0 --eval-every 0 --out run"
-
-
-@pytest.fixture
-def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("texts").mkdir()
-    for name in ("text", "more"):
-        Path(f"texts/{name}.txt").write_text(f"hello {name}, " * 100)
+RUN = [*PRETRAIN, "--recipe", "bf16", "--steps", "2", "--out", "run"]
 
 
 @pytest.mark.filterwarnings("ignore")  # tensorboard's own
 def test_tensorboard_reads_every_number_of_metrics_jsonl(texts: None) -> None:
     pytest.importorskip("tensorboard")
     reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
-    assert main([*RUN.split(), "--log", "tensorboard"]) == 0
+    assert main([*RUN, "--log", "tensorboard"]) == 0
     events = reader.EventAccumulator("run/tensorboard")
     events.Reload()
     rows = read_metrics(Path("run/metrics.jsonl"))
@@ -47,7 +35,9 @@ def test_tensorboard_reads_every_number_of_metrics_jsonl(texts: None) -> None:
 
 
 @pytest.mark.parametrize("library", ["wandb", "trackio"])
-def test_a_run_is_one_run_there_over_a_resume(library: str, texts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_one_run_there_over_a_resume(
+    library: str, texts: None, pretend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a stand-in for the library, which this machine need not have."""
     started: list[dict[str, Any]] = []
     sent: list[tuple[int, dict[str, Any]]] = []
@@ -57,10 +47,9 @@ def test_a_run_is_one_run_there_over_a_resume(library: str, texts: None, monkeyp
         started.append(options)
         return SimpleNamespace(log=lambda values, step: sent.append((step, values)), finish=lambda: ended.append(1))
 
-    version = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.0" if name == library else version(name))
+    pretend(library, "9.0")
     monkeypatch.setitem(sys.modules, library, SimpleNamespace(init=init))
-    assert main([*RUN.split(), "--log", library]) == 0
+    assert main([*RUN, "--log", library]) == 0
     assert main(["pretrain", "--resume", "run", "--steps", "3"]) == 0, "the logger is a setting of the run"
     assert [step for step, _ in sent] == [1, 2, 3] and len(ended) == 2
     rows = read_metrics(Path("run/metrics.jsonl"))
@@ -73,19 +62,12 @@ def test_a_run_is_one_run_there_over_a_resume(library: str, texts: None, monkeyp
 
 @pytest.mark.parametrize("name", LOGGERS)
 def test_a_missing_library_is_one_line_before_anything_is_done(
-    name: str, texts: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    name: str, texts: None, pretend: Any, capsys: pytest.CaptureFixture
 ) -> None:
-    version = importlib.metadata.version
-
-    def absent(package: str) -> str:
-        if package == name:
-            raise importlib.metadata.PackageNotFoundError
-        return version(package)
-
-    monkeypatch.setattr(importlib.metadata, "version", absent)
+    pretend(name, None)
     with pytest.raises(MissingPackage):
         check_loggers(name)
-    assert main([*RUN.split(), "--log", name]) == 2
+    assert main([*RUN, "--log", name]) == 2
     line = rf"te-models: --log {name} needs {name} [\d.]+ or newer: pip install -U 'te-models\[{name}\]'\n"
     assert re.fullmatch(line, capsys.readouterr().err) and not Path("run").exists()
 

@@ -2,19 +2,19 @@
 
 import json
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from autograd_bytes import autograd_bytes
-from bits import assert_same_bits
+from adapters import assert_same_files, ours, theirs, trained_by_transformers
+from autograd_bytes import autograd_bytes, planned_bytes
 from families import make_config
 from fewer import every, some
 from hf_models import randomize
 from judge import transformers
 from safetensors.torch import load_file
+from tiny_runs import SHORT
 from torch import Tensor
 
 import benchmarks.lora_experts as lora_experts
@@ -25,20 +25,17 @@ from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import plain
 from te_models.kernels.grouped_product import grouped_product
 from te_models.kernels.groups import Groups
-from te_models.planning.memory_estimate import saved_bytes
 from te_models.planning.operations import Tape, Training
 
 pytest.importorskip("peft")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import peft
-    from peft import LoraConfig, PeftModel
 
-    from te_models.huggingface.modeling import TEModelsForCausalLM
-    from te_models.training.lora import add_lora, load_lora, save_lora
-    from te_models.training.lora_layer import LoraExperts
-    from te_models.training.lora_run import LoraRun, load_adapted
-    from te_models.training.settings import LoraSettings
+from peft import PeftModel
+
+from te_models.huggingface.modeling import TEModelsForCausalLM
+from te_models.training.lora import add_lora, load_lora, save_lora
+from te_models.training.lora_layer import LoraExperts
+from te_models.training.lora_run import LoraRun, load_adapted
+from te_models.training.settings import LoraSettings
 
 SHAPE: dict[str, Any] = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -76,24 +73,6 @@ def ids_of(config: Any) -> Tensor:
     return torch.randint(1, config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(3))
 
 
-@torch.no_grad()
-def fill(adapted: Any) -> None:
-    torch.manual_seed(7)
-    for name, p in adapted.named_parameters():
-        if "lora_B" in name:
-            p.copy_(torch.randn_like(p) * 0.1)
-
-
-def ours(folder: Path, **options: Any) -> CausalLM:
-    return CausalLM.from_pretrained(
-        folder, **{"dtype": torch.float32, "device": "cpu", "engine": "emulated", **options}
-    )
-
-
-def theirs(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-
-
 def gradients(model: Any, ids: Tensor) -> Any:
     """The model with the gradient of each adapter in its place."""
     model.eval()(ids, labels=ids).loss.backward()  # in training ours adds the loss of routers
@@ -112,9 +91,7 @@ def test_adapters_of_experts_are_those_of_peft(case: str, targets: str, tmp_path
     randomize(model)
     model.save_pretrained(base)
     ids = ids_of(config)
-    judge = peft.get_peft_model(theirs(base), LoraConfig(task_type="CAUSAL_LM", **TARGETS[targets]))
-    fill(judge)
-    judge.save_pretrained(tmp_path / "start")
+    judge = trained_by_transformers(base, tmp_path / "start", 0.1, **TARGETS[targets])
 
     adapted = load_lora(ours(base), tmp_path / "start", trainable=True)
     assert any(isinstance(module, LoraExperts) for module in adapted.modules())
@@ -123,10 +100,7 @@ def test_adapters_of_experts_are_those_of_peft(case: str, targets: str, tmp_path
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     assert (wanted - plain).abs().max() > 1e-2
     save_lora(adapted, tmp_path / "again")
-    a, b = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("start", "again"))
-    assert a.keys() == b.keys()
-    for name, tensor in a.items():
-        assert_same_bits(name, tensor, b[name])
+    assert_same_files(tmp_path / "start", tmp_path / "again")
     back = PeftModel.from_pretrained(theirs(base), tmp_path / "again")
     with torch.no_grad():
         assert torch.equal(back(ids).logits, wanted)
@@ -157,14 +131,10 @@ def test_the_memory_plan_is_what_autograd_keeps(name: str, recipe: str, mode: st
     model = CausalLM.from_preset("gated-moe-nano", **SHAPE, moe=moe, **place)
     targets = dict.fromkeys(linear.name for linear in model.config.linears.values() if linear.adapted)
     LoraRun(model, LoraSettings(rank=4, alpha=8.0, targets=(*targets, *["experts"] * experts)), None)
-    size: dict[str, Any] = dict(batch_size=2, seq_len=64, logits=False, compile=False, cuda=False)
-    size |= dict(lora_rank=4, lora_experts=experts, fp8_params=fp8_params, activation_checkpointing=mode)
-    training = Training(**size)
-    tape = Tape(model.config, model.recipe, training)
-    expected = saved_bytes(model.config, model.recipe, training)
-    if mode == "full":
-        expected -= tape.rotary_tables()
-    for region in tape.regions():
+    how: dict[str, Any] = dict(logits=False, lora_rank=4, lora_experts=experts)
+    expected = planned_bytes(model, 2, 64, **how)
+    size = dict(batch_size=2, seq_len=64, compile=False, cuda=False, activation_checkpointing=mode)
+    for region in Tape(model.config, model.recipe, Training(**how, **size, fp8_params=fp8_params)).regions():
         down = [step.saved for step in region.steps if step.name == "down_proj" and step.saved < step.produces]
         if region.recompute_input is None:  # the hooks that discard its input hide what its adapter saves beside it
             expected -= sum(down)
@@ -206,11 +176,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_no_expert_is_refused_in_one_line(case: str) -> None:
+def test_what_is_no_expert_is_refused(case: str) -> None:
     fields, message = WRONG[case]
-    with pytest.raises(UsageError, match=re.escape(message)) as caught:
+    with pytest.raises(UsageError, match=re.escape(message)):
         add_lora(CausalLM.from_preset("gated-moe-nano", device="cpu", recipe="bf16"), **fields)
-    assert "\n" not in str(caught.value)
 
 
 def test_experts_of_a_model_without_any(tmp_path: Path) -> None:
@@ -230,19 +199,13 @@ def test_experts_of_a_model_without_any(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_from_the_command_line_to_a_merged_model(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("texts").mkdir()
-    for word in ("hello", "goodbye"):
-        Path(f"texts/{word}.txt").write_text(f"{word}, " * 600)
+def test_from_the_command_line_to_a_merged_model(dtype: str, texts: None, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(3)
     moe = dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=64)
     CausalLM.from_preset("gated-moe-nano", device="cpu", **SHAPE, moe=moe).save_pretrained("base")
-    flags = "finetune --model base --data texts --device cpu --seq-len 16 --batch-size 1 --steps 3 --sample-tokens 0"
-    lora = "--lora 4 --lora-targets qkvg_proj,experts --learning-rate 0.05 --recipe current --fp8-params --merge"
-    assert main([*flags.split(), *lora.split(), "--merge-dtype", dtype, "--out", "run"]) == 0
+    options = "--model base --steps 3 --learning-rate 0.05 --recipe current --fp8-params --out run"
+    lora = "--lora 4 --lora-targets qkvg_proj,experts --merge --merge-dtype"
+    assert main(["finetune", *SHORT, *options.split(), *lora.split(), dtype]) == 0
     said = capsys.readouterr().out
     assert f"in {dtype}, " in said and "with adapters" in said
     config = json.loads(Path("run/adapter/adapter_config.json").read_text())

@@ -10,6 +10,7 @@ import pytest
 import torch
 from bits import assert_same_bits
 from fewer import every
+from tiny_runs import losses
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -64,10 +65,6 @@ def run(out: Path, data: Any, evaluated: Any = None, steps: int = 8, resume: boo
     return trainer
 
 
-def losses(out: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
-
-
 @pytest.mark.parametrize("kind", every(3, DATA))
 def test_a_run_learns_from_any_batches(kind: str, tmp_path: Path) -> None:
     trainer = run(tmp_path, DATA[kind](), steps=30)
@@ -110,9 +107,9 @@ def test_epochs_shuffle_anew_and_by_the_seed(tmp_path: Path) -> None:
 def test_data_that_cannot_go_back_is_refused(then: Any, now: Any, message: str, tmp_path: Path) -> None:
     run(tmp_path, then(), steps=4)
     before = losses(tmp_path)
-    with pytest.raises(UsageError, match=message) as caught:
+    with pytest.raises(UsageError, match=message):
         run(tmp_path, now(), resume=True)
-    assert "\n" not in str(caught.value) and losses(tmp_path) == before
+    assert losses(tmp_path) == before
 
 
 GOOD = batches(1)[0]
@@ -130,16 +127,12 @@ GOOD = batches(1)[0]
         ([{**GOOD, "position_ids": GOOD["labels"]}], "batch 1 has 'position_ids'"),
         ([{**GOOD, "labels": GOOD["labels"].tolist()}], "labels is no tensor of the shape of input_ids"),
         ([{**GOOD, "labels": GOOD["labels"][:1]}], "labels is no tensor of the shape of input_ids"),
-        (
-            [{name: tensor[0] for name, tensor in GOOD.items()}],
-            r"input_ids has shape \[16\]: give .* \[B, S\]",
-        ),
+        ([{name: tensor[0] for name, tensor in GOOD.items()}], r"input_ids has shape \[16\]: give .* \[B, S\]"),
     ],
 )
-def test_a_mistake_in_the_data_is_one_line(data: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises((DataError, UsageError), match=message) as caught:
+def test_a_mistake_in_the_data_is_named(data: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises((DataError, UsageError), match=message):
         run(tmp_path, data)
-    assert "\n" not in str(caught.value)
 
 
 def test_evaluation_batches_may_be_any_iterable(tmp_path: Path) -> None:
@@ -155,9 +148,11 @@ def test_evaluation_batches_may_be_any_iterable(tmp_path: Path) -> None:
 
 
 def test_the_speed_counts_the_tokens_that_there_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("te_models.training.trainer.elapsed", lambda start, end: 2.0)
-    trainer = run(tmp_path, batches(2, rows=3, length=10), gradient_accumulation=2)
-    assert trainer.result.tokens_per_second == 2 * 3 * 10 / 2.0
+    seconds, tokens = iter((0.5, 0.25, 2.0)), 2 * 3 * 10
+    monkeypatch.setattr("te_models.training.trainer.elapsed", lambda start, end: next(seconds))
+    result = run(tmp_path, batches(2, rows=3, length=10), steps=3, gradient_accumulation=2).result
+    found = [row["tokens_per_second"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    assert found == [2 * tokens, 4 * tokens, tokens / 2] and result.tokens_per_second == 2 * tokens
 
 
 def test_subclasses_of_trainer_and_config(tmp_path: Path) -> None:

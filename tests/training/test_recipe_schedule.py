@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from bits import assert_same_bits
+from tiny_runs import PRETRAIN, tiny_model
 from torch import Tensor
 
 from te_models import CausalLM, TrainConfig, Trainer
@@ -19,8 +20,6 @@ from te_models.fp8.scaling_state import fp8_state
 from te_models.optim import build_optimizer
 from te_models.training.metrics import read_metrics
 
-SHAPE: dict[str, Any] = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3)
-SHAPE |= dict(num_attention_heads=1, num_key_value_heads=1, engine="emulated", device="cpu")
 STEPS = 6
 SCHEDULES = {  # --recipe, schedule -> the recipe of each step
     ("current", "bf16@0.5"): ["current"] * 3 + ["bf16"] * 3,
@@ -30,9 +29,7 @@ SCHEDULES = {  # --recipe, schedule -> the recipe of each step
 
 
 def build(recipe: str = "current", **options: Any) -> CausalLM:
-    torch.manual_seed(0)
-    given = dict(amax_history_len=4) if recipe == "delayed" else {}
-    return CausalLM.from_preset("gated-nano", recipe=recipe, **{**SHAPE, **given, **options})
+    return tiny_model(recipe, **dict(vocab_size=96, intermediate_size=64) | options)
 
 
 def batches() -> list[dict[str, Tensor]]:
@@ -52,7 +49,7 @@ def by_hand(recipe: str, names: list[str]) -> CausalLM:
     optimizer = build_optimizer("adamw", model, options.learning_rate, options.weight_decay)
     for name, batch in zip(names, batches(), strict=True):
         if model.recipe.name != name:
-            model.set_recipe(name, **(dict(amax_history_len=4) if name == recipe == "delayed" else {}))
+            model.set_recipe(name, **(dict(amax_history_len=8) if name == recipe == "delayed" else {}))
         model.calibrate(batch)
         model(**batch, return_logits=False).loss.backward()
         optimizer.take_gradients(options.clip_grad_norm)
@@ -88,17 +85,10 @@ def test_a_run_is_a_loop_that_changes_the_recipe_also_resumed(recipe: str, sched
         assert found == wanted, last
 
 
-RUN = ["pretrain", "--preset", "gated-nano", "--device", "cpu", "--engine", "emulated", "--hidden-size", "32"]
-RUN += ["--intermediate-size", "32", "--num-hidden-layers", "3", "--num-attention-heads", "1", "--seq-len", "16"]
-RUN += ["--num-key-value-heads", "1", "--batch-size", "1", "--sample-tokens", "0", "--eval-batches", "1"]
-
-
-def test_the_command_and_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_and_its_file(texts: None) -> None:
     """Recorded in run.toml, resumed after the change without a flag, and run again from the file alone."""
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("hello there, and here\n" * 400)
     asked = ["--recipe", "current", "--precision", "*.down_proj=bf16", "--recipe-schedule", "bf16@0.5", "--steps", "4"]
-    assert main([*RUN, "--data", "text.txt", *asked, "--out", "one", "--save-every", "1"]) == 0
+    assert main([*PRETRAIN, *asked, "--out", "one", "--save-every", "1"]) == 0
     saved = read_toml(Path("one/run.toml"))
     assert saved["recipe"]["name"] == "current" and saved["recipe"]["precision"] == {"*.down_proj": "bf16"}
     assert saved["training"]["recipe_schedule"] == "bf16@0.5"
@@ -109,17 +99,18 @@ def test_the_command_and_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert main(["pretrain", "--resume", "one", "--steps", "8"]) == 0  # half of eight: the first recipe comes back
     assert read_toml(Path("one/run.toml"))["recipe"] == saved["recipe"]
     names = [row["recipe"] for row in read_metrics(Path("one/metrics.jsonl"))]
-    assert names == ["current", "current", "bf16", "bf16", "bf16", "bf16", "bf16", "bf16"]
+    assert names == ["current"] * 2 + ["bf16"] * 6
     assert main(["pretrain", "one/run.toml", "--steps", "4", "--out", "two"]) == 0
     again, first = (read_metrics(Path(name) / "metrics.jsonl") for name in ("two", "one"))
     assert [row["loss"] for row in again[:2]] == [row["loss"] for row in first[:2]]
 
 
-@pytest.mark.parametrize("schedule", ["bf16", "bf16@", "bf16@x", "bf16@0", "bf16@-1", "bf16@inf", "@0.5", "bf16@nan"])
+@pytest.mark.parametrize(
+    "schedule", ["bf16", "bf16@", "bf16@x", "bf16@0", "bf16@-1", "bf16@inf", "@0.5", "bf16@nan", "bf16@1.5"]
+)
 def test_a_schedule_that_is_none_is_refused(schedule: str) -> None:
-    with pytest.raises(ConfigError, match="write RECIPE@PLACE, a name and a share of the steps") as error:
+    with pytest.raises(ConfigError, match="write RECIPE@PLACE, a name and a share of the steps"):
         TrainConfig(recipe_schedule=schedule)
-    assert "\n" not in str(error.value)
 
 
 def test_a_misspelled_recipe_of_a_schedule_names_the_nearest() -> None:
@@ -147,12 +138,9 @@ def test_a_change_that_the_model_cannot_make_is_refused_before_the_run(tmp_path:
 
 @pytest.mark.parametrize("change", ["bf16@0.5", "delayed@0.5"])
 def test_fp8_weights_and_a_schedule_are_refused_with_a_way_out(
-    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    change: str, texts: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    asked = ["--recipe", "current", "--fp8-params", "--recipe-schedule", change, "--out", "one"]
-    (tmp_path / "text.txt").write_text("some text of a run\n" * 200)
-    assert main([*RUN, "--data", "text.txt", *asked]) == 2
+    assert main([*PRETRAIN, "--recipe", "current", "--fp8-params", "--recipe-schedule", change, "--out", "one"]) == 2
     assert f"recipe_schedule={change!r}: FP8 weights have the format of one recipe" in capsys.readouterr().err
 
 
@@ -171,14 +159,10 @@ def test_a_change_after_the_last_step_is_said(tmp_path: Path) -> None:
         Trainer(build(), batches(), None, config(recipe_schedule="bf16@6"), tmp_path)
 
 
-def test_a_resumed_run_names_the_recipe_in_force(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_names_the_recipe_in_force(texts: None, capsys: pytest.CaptureFixture[str]) -> None:
     """Also with the first one given again; and more steps, which move a change at a share of them, are said."""
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("hello there, and here\n" * 400)
     asked = ["--recipe", "delayed", "--margin", "1", "--recipe-schedule", "bf16@0.5"]
-    assert main([*RUN, "--data", "text.txt", *asked, "--steps", "4", "--out", "one"]) == 0
+    assert main([*PRETRAIN, *asked, "--steps", "4", "--out", "one"]) == 0
     assert "margin=1" in capsys.readouterr().out
     said = []
     for more in (["--steps", "5", *asked], ["--steps", "20"]):

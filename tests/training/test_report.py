@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_runs import TINY
 
 from te_models import CausalLM
 from te_models.cli import main
@@ -11,7 +12,6 @@ from te_models.config.training import TrainConfig
 from te_models.kernels.dispatch import COMPILE_MODES, compile_mode
 from te_models.training.report import _parameters, speed_rows
 
-TINY = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
 GRAPH, COMPILED = "forward and backward", "elementwise operations"
 
 

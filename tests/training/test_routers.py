@@ -4,17 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_runs import TINY
 
 from te_models import CausalLM, TrainConfig, Trainer
 from te_models.errors import UsageError
 
-SHAPE = dict(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=1, num_key_value_heads=1)
 IDS = torch.arange(32).reshape(2, 16)
 
 
 def trainer(tmp_path: Path, preset: str = "gated-moe-nano", **options: float) -> Trainer:
-    torch.manual_seed(0)
-    model = CausalLM.from_preset(preset, recipe="bf16", dtype=torch.float32, device="cpu", **SHAPE)
+    model = CausalLM.from_preset(preset, recipe="bf16", dtype=torch.float32, device="cpu", **TINY)
     batches = [dict(input_ids=IDS, labels=IDS)]
     return Trainer(model, batches, None, TrainConfig(steps=1, learning_rate=0.0, **options), tmp_path)
 

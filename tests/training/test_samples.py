@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from tiny_runs import said_at_the_end, tiny_model
 
 from te_models import CausalLM
 from te_models.cli import main
@@ -20,13 +21,11 @@ from te_models.data.tokenizer import ByteTokenizer
 from te_models.generation.text import stream_text
 from te_models.planning.printable import Terminal
 from te_models.training import samples
-from te_models.training.report import TimeLeft, duration, print_next, print_outcome
+from te_models.training.report import TimeLeft, duration, print_next
 from te_models.training.result import Result
 from te_models.training.samples import OPENING, Prompt, Sampler, held_out_prompts
 
 WORDS = ByteTokenizer()
-TINY: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2)
-TINY |= dict(num_key_value_heads=1, device="cpu", engine="emulated")
 
 
 def batches(documents: list[Document], packing: str, seq_len: int = 64) -> list[dict[str, torch.Tensor]]:
@@ -76,7 +75,7 @@ def test_padding_and_short_texts_are_no_prompts() -> None:
 
 @pytest.fixture
 def model() -> CausalLM:
-    return CausalLM.from_preset("gated-nano", recipe="delayed", **TINY)
+    return tiny_model("delayed")
 
 
 def test_answers_before_and_after(model: CausalLM) -> None:
@@ -96,38 +95,39 @@ def test_answers_before_and_after(model: CausalLM) -> None:
     assert "".join(sampler.answer(prompts[0])) != expected
 
 
+def shown(sampler: Sampler, console: type[Console] = Console) -> str:
+    """What a run prints of its samples, when it has noted the answers before."""
+    out = io.StringIO()
+    sampler.note_before()
+    sampler.show(console(file=out, width=200))
+    return out.getvalue()
+
+
 def test_answers_end_after_some_lines(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def endless(*given: Any, **options: Any) -> Iterator[str]:
         yield from (f"{number}\n\n{number}" for number in itertools.count())
 
     monkeypatch.setattr(samples, "stream_text", endless)
-    sampler, out = Sampler(model, WORDS, [Prompt(tuple(b"ab"), tuple(b"cd"))], 6, {}), io.StringIO()
-    sampler.note_before()
-    sampler.show(Console(file=out, width=200))
-    before, after = out.getvalue().split("before\n")[1].split("after\n")
-    for shown in (before, after):
-        lines = shown.strip().splitlines()
+    said = shown(Sampler(model, WORDS, [Prompt(tuple(b"ab"), tuple(b"cd"))], 6, {}))
+    for answer in said.split("before\n")[1].split("after\n"):
+        lines = answer.strip().splitlines()
         assert len(lines) == samples.MAX_LINES + 1 and lines[-1] == "..." and "" in lines
 
 
 def test_a_terminal_gets_no_control_characters(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "stream_text", lambda *_, **__: (piece for piece in ("\x1b]0;x\x07", "a\r\n\tb\x9b")))
-    sampler, out = Sampler(model, WORDS, [Prompt(tuple(b"\x1b[2J"), tuple(b"cd"))], 6, {}), io.StringIO()
-    sampler.note_before()
-    sampler.show(Terminal(file=out, width=200))
-    assert not any(character in out.getvalue() for character in "\x1b\x07\r\x9b")
-    assert out.getvalue().count("\ufffd]0;xa\n        b\ufffd\n") == 2  # before and after; rich itself drops the bell
+    said = shown(Sampler(model, WORDS, [Prompt(tuple(b"\x1b[2J"), tuple(b"cd"))], 6, {}), Terminal)
+    assert not any(character in said for character in "\x1b\x07\r\x9b")
+    assert said.count("\ufffd]0;xa\n        b\ufffd\n") == 2  # before and after; rich itself drops the bell
 
 
-@pytest.mark.parametrize("pieces, shown", [((), "(nothing)"), (("\n", "\n\na", "\n\nb"), "a\n\nb")])
+@pytest.mark.parametrize("pieces, text", [((), "(nothing)"), (("\n", "\n\na", "\n\nb"), "a\n\nb")])
 def test_both_answers_begin_with_their_text(
-    pieces: tuple[str, ...], shown: str, model: CausalLM, monkeypatch: pytest.MonkeyPatch
+    pieces: tuple[str, ...], text: str, model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(samples, "stream_text", lambda *_, **__: (piece for piece in pieces))
-    sampler, out = Sampler(model, WORDS, [Prompt(tuple(b"ab"), tuple(b"cd"))], 6, {}), io.StringIO()
-    sampler.note_before()
-    sampler.show(Console(file=out, width=200))
-    assert out.getvalue().endswith(f"before\n{shown}\nafter\n{shown}\n")
+    sampler = Sampler(model, WORDS, [Prompt(tuple(b"ab"), tuple(b"cd"))], 6, {})
+    assert shown(sampler).endswith(f"before\n{text}\nafter\n{text}\n")
 
 
 def test_samples_change_nothing_of_a_run(model: CausalLM) -> None:
@@ -139,37 +139,37 @@ def test_samples_change_nothing_of_a_run(model: CausalLM) -> None:
 
 @pytest.mark.parametrize("early", [True, False])
 def test_the_end_says_that_a_run_stopped_early(early: bool, tmp_path: Path) -> None:
-    out, config = io.StringIO(), TrainConfig(steps=8, patience=2)
     result = Result(step=3, first_eval_loss=1.0, eval_loss=3.0, best_eval_loss=2.0, best_step=1, stopped_early=early)
-    print_outcome(Console(file=out, width=200), result, config, "finetune", tmp_path, {})
-    assert ("at step 3 of 8: no lower eval loss in 2 evaluations" in out.getvalue()) == early
+    said = said_at_the_end(result, TrainConfig(steps=8, patience=2), tmp_path)
+    assert ("at step 3 of 8: no lower eval loss in 2 evaluations" in said) == early
 
 
-def test_next_commands(tmp_path: Path) -> None:
+def next_commands(*prompts: bytes, words: ByteTokenizer = WORDS, format: str = "fp8-block") -> list[str]:
     out = io.StringIO()
-    print_next(Console(file=out, width=200), tmp_path / "my run", WORDS, [Prompt(tuple(b"\n def f(it's):\n  pass"))])
-    first, second = out.getvalue().splitlines()[-2:]
-    assert first.startswith(f"  te-models generate --model '{tmp_path}/my run' --prompt 'def f(it'\"'\"'s):'  #")
-    assert second.startswith(f"  te-models export --model '{tmp_path}/my run' --out ")
+    print_next(Console(file=out, width=200), Path("my run"), words, [Prompt(tuple(text)) for text in prompts], format)
+    return out.getvalue().splitlines()[2:]
+
+
+def test_next_commands() -> None:
+    """A suggested prompt ends as in training."""
+    first, second = next_commands(b"\n def f(it's):\n  pass")
+    assert first.startswith("  te-models generate --model 'my run' --prompt 'def f(it'\"'\"'s):'  #")
+    assert second.startswith("  te-models export --model 'my run' --out 'my run/export'  #")
+    assert "--prompt '7 times 2 is '" in next_commands(b"7 times 2 is ")[0]
 
 
 @pytest.mark.parametrize(("prompt", "command"), [(b"<user>Hi", "chat"), (b"2 + 2 = ", "generate")])
-def test_the_next_command_is_chat_only_after_conversations(prompt: bytes, command: str, tmp_path: Path) -> None:
+def test_the_next_command_is_chat_only_after_conversations(prompt: bytes, command: str) -> None:
     """A tokenizer with a template may have been given prompts and completions, which `chat` would render otherwise."""
-    words, out = ByteTokenizer(), io.StringIO()
+    words = ByteTokenizer()
     words.set_chat_template("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}")
-    print_next(Console(file=out, width=200), tmp_path, words, [Prompt(tuple(prompt))])
-    assert out.getvalue().splitlines()[-2].startswith(f"  te-models {command} ")
+    assert next_commands(prompt, words=words)[0].startswith(f"  te-models {command} ")
 
 
 def test_the_next_command_is_an_export_that_the_model_has() -> None:
-    out = io.StringIO()
-    print_next(Console(file=out, width=200), Path("run"), WORDS, [], "bf16")
-    assert (
-        out.getvalue().splitlines()[-1].endswith("--format bf16  # write it for vLLM, SGLang or transformers, in BF16")
-    )
-    print_next(Console(file=out, width=200), Path("run"), WORDS, [], "")
-    assert out.getvalue().count("export") == 2  # the command of the first, and its folder
+    _, export = next_commands(format="bf16")
+    assert export.endswith("--format bf16  # write it for vLLM, SGLang or transformers, in BF16")
+    assert len(next_commands(format="")) == 1
 
 
 @pytest.mark.parametrize(
@@ -195,17 +195,18 @@ def test_the_time_is_estimated_once_without_the_first_steps(start: int) -> None:
         assert not any(left.line(dict(step=start + n, tokens_per_second=9.0)) for n in range(1, steps + 1))
 
 
-def test_a_run_shows_the_same_prompts_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    data = tmp_path / "pairs.jsonl"
+@pytest.fixture
+def start(texts: None) -> list[str]:
+    """The words of a run on pairs of prompts and answers, in a folder of its own."""
     pairs = [dict(prompt=f"number {n:03} is ", completion=f"written {n:03}.") for n in range(120)]
-    data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    CausalLM.from_preset("gated-nano", recipe="current", **TINY).save_pretrained(tmp_path / "start")
-    sizes = ["--steps", "12", "--seq-len", "64", "--batch-size", "2", "--sample-tokens", "6", "--device", "cpu"]
-    given = [
-        "--model", str(tmp_path / "start"), "--data", str(data), "--recipe", "current", "--out",
-        str(tmp_path / "run"),
-    ]  # fmt: skip
-    assert main(["finetune", *given, *sizes]) == 0
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    tiny_model("current").save_pretrained("start")
+    options = ["--seq-len", "64", "--device", "cpu", "--eval-every", "0", "--out", "run"]
+    return ["finetune", "--model", "start", "--data", "pairs.jsonl", *options]
+
+
+def test_a_run_shows_the_same_prompts_before_and_after(start: list[str], capsys: pytest.CaptureFixture) -> None:
+    assert main([*start, "--steps", "12", "--batch-size", "2", "--sample-tokens", "6"]) == 0
     out = capsys.readouterr().out
     for part in (
         "memory", "tokens", "epochs", "estimated time: ", "eval loss before", "eval loss after",
@@ -214,9 +215,9 @@ def test_a_run_shows_the_same_prompts_before_and_after(tmp_path: Path, capsys: p
     ):  # fmt: skip
         assert part in out, part
     assert "free on cpu" in " ".join(out.split())
-    assert main(["finetune", "--resume", str(tmp_path / "run"), "--steps", "14", "--sample-tokens", "6"]) == 0
+    assert main(["finetune", "--resume", "run", "--steps", "14", "--sample-tokens", "6"]) == 0
     assert "\nbefore\n" not in capsys.readouterr().out
-    assert main(["finetune", "--resume", str(tmp_path / "run"), "--steps", "15", "--sample-tokens", "0"]) == 0
+    assert main(["finetune", "--resume", "run", "--steps", "15", "--sample-tokens", "0"]) == 0
     out = capsys.readouterr().out
     assert "sample 1" not in out and "--prompt 'number " in out
 
@@ -225,8 +226,7 @@ def test_an_answer_out_of_time_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
     monkeypatch.setattr(samples, "stream_text", lambda *args, **options: (str(n) for n in range(9)))
     monkeypatch.setattr(samples.time, "monotonic", lambda: next(clock))
-    model = CausalLM.from_preset("gated-nano", recipe="bf16", **TINY)
-    sampler = samples.Sampler(model, ByteTokenizer(), [samples.Prompt((1, 2), (3,))] * 2, 9, {})
+    sampler = Sampler(tiny_model(), WORDS, [Prompt((1, 2), (3,))] * 2, 9, {})
     assert "".join(sampler.answer(sampler.prompts[0])) == "012345678"
     sampler.take_at_most(6)  # 3 s for each of the two
     assert "".join(sampler.answer(sampler.prompts[0])) == "0123..." and sampler.cut
@@ -234,24 +234,9 @@ def test_an_answer_out_of_time_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_samples_of_a_short_run_are_short_unless_asked_for(
-    asked: bool, tmp_path: Path, capsys: pytest.CaptureFixture
+    asked: bool, start: list[str], capsys: pytest.CaptureFixture
 ) -> None:
-    data = tmp_path / "pairs.jsonl"
-    pairs = [dict(prompt=f"number {n:03} is ", completion=f"written {n:03}.") for n in range(120)]
-    data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    CausalLM.from_preset("gated-nano", recipe="bf16", **TINY).save_pretrained(tmp_path / "start")
-    given = [
-        "--model",
-        str(tmp_path / "start"),
-        "--data",
-        str(data),
-        "--recipe",
-        "bf16",
-        "--out",
-        str(tmp_path / "run"),
-    ]
-    given += ["--steps", "1", "--seq-len", "64", "--batch-size", "1", "--device", "cpu", "--eval-every", "0"]
-    assert main(["finetune", *given, *(["--sample-tokens", "16"] if asked else [])]) == 0
+    assert main([*start, "--steps", "1", "--batch-size", "1", *(["--sample-tokens", "16"] if asked else [])]) == 0
     assert ("samples take at most a tenth" in " ".join(capsys.readouterr().out.split())) != asked
-    assert main(["finetune", "--resume", str(tmp_path / "run"), "--steps", "2"]) == 0  # run.toml has what was asked
+    assert main(["finetune", "--resume", "run", "--steps", "2"]) == 0  # run.toml has what was asked
     assert ("samples take at most a tenth" in " ".join(capsys.readouterr().out.split())) != asked

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import io
 import itertools
 import json
 import math
@@ -15,14 +14,11 @@ import pytest
 import torch
 from bits import assert_same_bits
 from fewer import every, some
-from rich.console import Console
+from tiny_runs import PRETRAIN, losses, said_at_the_end, tiny_model, tiny_trainer
 
 from te_models import CausalLM, list_recipes
 from te_models.cli import main
-from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
-from te_models.data.documents import Document
-from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import Diverged, SaveError, UsageError
 from te_models.fp8.primary_weights import is_quantized, plain, quantized_weights
 from te_models.fp8.scaling_state import fp8_state
@@ -31,71 +27,32 @@ from te_models.saving.pretrained import saved_folder
 from te_models.training.evaluation import evaluate
 from te_models.training.metrics import MetricsLog, read_metrics
 from te_models.training.parallel import Parallel
-from te_models.training.report import print_outcome
 from te_models.training.trainer import Trainer
 
 PRIMARY = ["delayed", "current", "blockwise", "mxfp8"]  # recipes with FP8 primary weights
-SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1)
-TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(40)]
 
 
-def trainer(
-    out: Path, recipe: str = "delayed", mode: str | int = "none", shape: dict[str, Any] = SHAPE, **fields: Any
-) -> Trainer:
-    torch.manual_seed(5)
-    options = dict(amax_history_len=8) if recipe == "delayed" else {}
-    model = CausalLM.from_preset(
-        "gated-nano", recipe=recipe, device="cpu", activation_checkpointing=mode, **shape, **options
-    )
-    config = TrainConfig(**{**dict(steps=8, batch_size=2, seq_len=48, warmup_steps=2, eval_every=3), **fields})
-    words = load_tokenizer(None)
-    data = TokenDataset(TEXT[:30], words, config.seq_len, batch_size=config.batch_size, seed=config.seed)
-    held_out = TokenDataset(TEXT[30:], words, config.seq_len, batch_size=2, seed=0, shuffle=False)
-    return Trainer(model, data, held_out.eval_batches(2), config, out)
-
-
-def losses(out: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
-
-
-def test_the_last_micro_batch_is_known_by_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a dataset gives one object again and again: gradients would travel with every micro-batch."""
-    told: list[bool] = []
-    monkeypatch.setattr(Parallel, "prepare_micro_batch", lambda self, model, last: told.append(last))
-    run = trainer(tmp_path, gradient_accumulation=3)
-    batch = next(iter(run.dataset))
-    run.step(iter([batch] * 3))
-    assert told == [False, False, True]
+def trainer(out: Path, recipe: str = "delayed", options: dict[str, Any] | None = None, **fields: Any) -> Trainer:
+    return tiny_trainer(tiny_model(recipe, **options or {}), out, **dict(batch_size=2, eval_every=3) | fields)
 
 
 @pytest.mark.parametrize("cached, flags", [(True, [True, False, False]), (False, [None] * 3)])
-def test_micro_batches_use_fp8_weights_again_only_if_asked(
-    cached: bool, flags: list[bool | None], tmp_path: Path
+def test_what_micro_batches_are_told(
+    cached: bool, flags: list[bool | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = trainer(tmp_path, shape=TINY, seq_len=16, gradient_accumulation=3, cache_fp8_weights=cached)
+    """Which is the last, by its place: a dataset may give one object again and again. FP8 weights, if asked."""
     told: list[bool | None] = []
+    lasts: list[bool] = []
+    monkeypatch.setattr(Parallel, "prepare_micro_batch", lambda self, model, last: lasts.append(last))
+    run = trainer(tmp_path, gradient_accumulation=3, cache_fp8_weights=cached)
 
     def forward(**batch: Any) -> Any:
         told.append(batch["is_first_microbatch"])
         return run.model(**batch)
 
     run.train_model = forward
-    run.step(iter(run.dataset))
-    assert told == flags
-
-
-@pytest.mark.parametrize("micro_batches", [1, 4])
-def test_speed_counts_the_tokens_of_all_micro_batches(
-    micro_batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seconds = iter((0.5, 0.25, 2.0))
-    monkeypatch.setattr("te_models.training.trainer.elapsed", lambda start, end: next(seconds))
-    result = trainer(
-        tmp_path, "bf16", shape=TINY, steps=3, seq_len=16, eval_every=0, gradient_accumulation=micro_batches
-    ).run()
-    tokens = 2 * 16 * micro_batches
-    found = [row["tokens_per_second"] for row in read_metrics(tmp_path / "metrics.jsonl")]
-    assert found == [2 * tokens, 4 * tokens, tokens / 2] and result.tokens_per_second == 2 * tokens
+    run.step(iter([next(iter(run.dataset))] * 3))
+    assert (lasts, told) == ([False, False, True], flags)
 
 
 def calibrated_by_hand(run: Trainer) -> Trainer:
@@ -155,7 +112,7 @@ def test_a_resumed_run_measures_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("chosen", [True, False])
 def test_deterministic_algorithms_are_on_for_the_run_alone(chosen: bool, tmp_path: Path) -> None:
-    run = trainer(tmp_path, "bf16", shape=TINY, steps=1, seq_len=16, eval_every=0, deterministic=chosen)
+    run = trainer(tmp_path, "bf16", steps=1, eval_every=0, deterministic=chosen)
     found: list[bool] = []
     run.on_step = lambda row: found.append(torch.are_deterministic_algorithms_enabled())
     run.run()
@@ -164,16 +121,15 @@ def test_deterministic_algorithms_are_on_for_the_run_alone(chosen: bool, tmp_pat
 
 def test_a_run_in_python_replaces_no_other(tmp_path: Path) -> None:
     """As on the command line. `out` may be a str."""
-    done = trainer(str(tmp_path), steps=2, seq_len=16)  # type: ignore[arg-type]
+    done = trainer(str(tmp_path), steps=2)  # type: ignore[arg-type]
     done.run()
     before = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(UsageError, match=r"already holds a run of 2 steps: continue it with run\(resume=True\), or"):
-        trainer(tmp_path, steps=3, seq_len=16).run()
+        trainer(tmp_path, steps=3).run()
     assert before == {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert trainer(tmp_path, steps=3, seq_len=16).run(resume=True).step == 3
+    assert trainer(tmp_path, steps=3).run(resume=True).step == 3
 
 
-TINY = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)
 EXACT = every(8, list_recipes(), ("none", "selective", "full", 2), (False,))
 EXACT += some(2, zip(PRIMARY, ("none", "selective", "full", 2), itertools.repeat(True)))
 
@@ -183,8 +139,9 @@ def test_a_resumed_run_is_exact(recipe: str, mode: str | int, fp8_params: bool, 
     """Under every recipe in every mode, with accumulation, an evaluation and a save that fell behind."""
 
     def make(out: str, **fields: Any) -> Trainer:
-        fields = dict(steps=3, seq_len=16, batch_size=1, eval_every=2, gradient_accumulation=2) | fields
-        return trainer(tmp_path / out, recipe, mode, dict(TINY, fp8_params=fp8_params), **fields)
+        options = dict(fp8_params=fp8_params, activation_checkpointing=mode)
+        fields = dict(steps=3, batch_size=1, eval_every=2, gradient_accumulation=2) | fields
+        return trainer(tmp_path / out, recipe, options, **fields)
 
     whole = make("whole")
     whole.run()
@@ -222,7 +179,7 @@ def stop_after(run: Trainer, step: int) -> None:
 
 
 def test_the_trainer_learns_and_logs_every_step(tmp_path: Path) -> None:
-    run = trainer(tmp_path, "current", steps=30, learning_rate=3e-3)
+    run = trainer(tmp_path, "current", dict(hidden_size=64, intermediate_size=96), steps=30, learning_rate=3e-3)
     result = run.run()
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 31))
@@ -247,8 +204,7 @@ def test_a_bad_value_stops_the_run_and_names_step_and_layer(recipe: str, advice:
 
     def poison(row: dict[str, Any]) -> None:
         if row["step"] == 3:
-            with torch.no_grad():
-                run.model.layers[2].mlp.down_proj.weight[0, 0] = math.nan
+            run.model.layers[2].mlp.down_proj.weight.data[0, 0] = math.nan
 
     run.on_step = poison
     with pytest.raises(
@@ -256,7 +212,7 @@ def test_a_bad_value_stops_the_run_and_names_step_and_layer(recipe: str, advice:
     ) as stop:
         run.run()
     assert str(stop.value).endswith(f": {advice}")
-    assert losses(tmp_path) and len(losses(tmp_path)) == 3
+    assert len(losses(tmp_path)) == 3
 
 
 @pytest.mark.parametrize("recipe, fields", [("delayed", {}), ("bf16", dict(gradient_accumulation=2, save_every=3))])
@@ -264,7 +220,7 @@ def test_reading_a_step_late_changes_nothing(recipe: str, fields: dict[str, Any]
     """The host reads results a step late, as on a GPU, where it must not wait."""
     runs = []
     for ahead in (False, True):
-        run = trainer(tmp_path / str(ahead), recipe, shape=TINY, steps=8, seq_len=16, eval_every=4, **fields)
+        run = trainer(tmp_path / str(ahead), recipe, eval_every=4, **fields)
         run.ahead, order = ahead, []
         launch, run.on_step = run._queue, lambda row, order=order: order.append(row["step"])
         run._queue = lambda step, *rest, order=order, launch=launch: (order.append(-step), launch(step, *rest))[1]
@@ -282,7 +238,7 @@ def test_reading_a_step_late_changes_nothing(recipe: str, fields: dict[str, Any]
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_a_bad_step_read_late_changes_no_weight(clip: float, tmp_path: Path) -> None:
-    run = trainer(tmp_path, "delayed", shape=TINY, steps=8, seq_len=16, eval_every=0, clip_grad_norm=clip)
+    run = trainer(tmp_path, eval_every=0, clip_grad_norm=clip)
     run.ahead, seen, step = True, [], run.optimizer.step
 
     def recorded() -> None:
@@ -308,7 +264,7 @@ def test_a_bad_label_on_a_gpu_ends_the_run_with_the_label(tmp_path: Path, monkey
         invalid = labels >= vocab_size
         return next_token_targets(labels.masked_fill(invalid, -100), mask, vocab_size, documents)[0], invalid.any()
 
-    run = trainer(tmp_path, "bf16", shape=TINY, steps=4, seq_len=16, eval_every=0)
+    run = trainer(tmp_path, "bf16", steps=4, eval_every=0)
     batches = [next(run.dataset) for _ in range(4)]
     batches[1]["labels"][1, 7] = 288
     monkeypatch.setattr("te_models.model.decoder.next_token_targets", as_on_a_gpu)
@@ -317,41 +273,47 @@ def test_a_bad_label_on_a_gpu_ends_the_run_with_the_label(tmp_path: Path, monkey
         run.run()
 
 
-def test_resuming_under_another_recipe_says_so_and_goes_on(tmp_path: Path) -> None:
-    trainer(tmp_path, "delayed", shape=TINY, steps=2, seq_len=16).run()
-    other = trainer(tmp_path, "current", shape=TINY, steps=4, seq_len=16)
+@pytest.mark.parametrize("table", [{}, {"*.down_proj": "bf16"}])
+def test_resuming_under_another_recipe_says_so_and_goes_on(table: dict[str, str], tmp_path: Path) -> None:
+    trainer(tmp_path, "delayed", dict(precision=table), steps=2).run()
+    other = trainer(tmp_path, "current", steps=4)
     with pytest.warns(UserWarning) as said:
         assert other.run(resume=True).step == 4
     text = [str(warning.message) for warning in said]
     assert "trained under recipe 'delayed'; it goes on with name='current', scheme='Float8CurrentScaling'" in text[0]
     assert "has no use for its scales and amax histories, which are left out" in text[1] and len(text) == 2
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
-
-
-def test_resuming_without_the_table_says_so(tmp_path: Path) -> None:
-    table = {"*.down_proj": "bf16"}
-    trainer(tmp_path, "delayed", shape={**TINY, "precision": table}, steps=2, seq_len=16).run()
-    with pytest.warns(UserWarning) as said:
-        trainer(tmp_path, "current", shape=TINY, steps=4, seq_len=16).run(resume=True)
-    assert "precision={}" in str(said[0].message)
+    assert ("precision={}" in text[0]) == bool(table)
+    assert len(losses(tmp_path)) == 4
 
 
 def test_resuming_another_shape_or_nothing_is_refused(tmp_path: Path) -> None:
-    trainer(tmp_path, "bf16", shape=TINY, steps=1, seq_len=16).run()
+    trainer(tmp_path, "bf16", steps=1).run()
     with pytest.raises(ValueError, match="was trained with intermediate_size=32, not 64"):
-        trainer(tmp_path, "bf16", shape=dict(TINY, intermediate_size=64), steps=4, seq_len=16).run(resume=True)
+        trainer(tmp_path, "bf16", dict(intermediate_size=64)).run(resume=True)
     with pytest.raises(ValueError, match="nothing to resume"):
         trainer(tmp_path / "empty", "delayed").run(resume=True)
 
 
+def saving_badly(
+    place: str, failures: int, pauses: tuple[float, ...], out: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any
+) -> Trainer:
+    """A run whose first saves at this place fail, and are tried again after these pauses."""
+    monkeypatch.setattr("te_models.training.trainer.SAVE_RETRY_PAUSES", pauses)
+    run = trainer(out, "bf16", eval_every=1, learning_rate=0.01, **fields)
+    checkpoints, left = getattr(run, place), iter(range(failures))
+    commit = checkpoints._commit
+
+    def full_at_first(*given: Any) -> None:
+        if next(left, None) is not None:
+            raise SaveError("the disk is full")
+        commit(*given)
+
+    monkeypatch.setattr(checkpoints, "_commit", full_at_first)
+    return run
+
+
 def test_a_background_save_that_fails_is_an_error_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("te_models.training.trainer.SAVE_RETRY_PAUSES", (0.1, 0.1))
-    run = trainer(tmp_path, "bf16", shape=TINY, steps=3, seq_len=16, save_every=2)
-
-    def full(*args: Any) -> None:
-        raise SaveError("the disk is full")
-
-    monkeypatch.setattr(run.checkpoints, "_commit", full)
+    run = saving_badly("checkpoints", 99, (0.1, 0.1), tmp_path, monkeypatch, steps=3, save_every=2)
     with pytest.raises(SaveError, match="the disk is full"):
         run.run()
 
@@ -359,45 +321,27 @@ def test_a_background_save_that_fails_is_an_error_of_the_run(tmp_path: Path, mon
 def test_a_failed_save_of_the_best_model_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("te_models.training.trainer.SAVE_RETRY_PAUSES", ())
-    run = trainer(tmp_path, "bf16", shape=TINY, steps=3, seq_len=16, eval_every=1, learning_rate=0.01)
-
-    def full(*args: Any) -> None:
-        raise SaveError("the disk is full")
-
-    monkeypatch.setattr(run.best, "_commit", full)
+    run = saving_badly("best", 99, (), tmp_path, monkeypatch, steps=3)
     monkeypatch.setattr("te_models.saving.run_folder.MAX_FAILED_SAVES", 9)
     result = run.run()
     assert result.best_step and "the disk is full" in caplog.text and run.best.latest() is None
     assert result.checkpoint is not None and Path(result.checkpoint).name == "step-00000003"
-    out = io.StringIO()
-    print_outcome(Console(file=out, width=200), result, run.config, "finetune", tmp_path, {})
-    assert "saved in" not in out.getvalue()
+    assert "saved in" not in said_at_the_end(result, run.config, tmp_path)
 
 
 @pytest.mark.parametrize("place", ["checkpoints", "best"])
 def test_a_save_that_fails_once_is_tried_again(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("te_models.training.trainer.SAVE_RETRY_PAUSES", (0.01,))
-    run = trainer(tmp_path, "bf16", shape=TINY, steps=2, seq_len=16, eval_every=1, learning_rate=1e-2)
-    checkpoints, failures = getattr(run, place), [SaveError("the disk is full")]
-    commit = checkpoints._commit
-
-    def full_at_first(*args: Any) -> None:
-        if failures:
-            raise failures.pop()
-        commit(*args)
-
-    monkeypatch.setattr(checkpoints, "_commit", full_at_first)
+    run = saving_badly(place, 1, (0.01,), tmp_path, monkeypatch, steps=2)
     assert run.run().step == 2
     assert caplog.messages.count("the disk is full; trying again in 0.01 s") == 1
-    assert checkpoints.latest().name == "step-00000002"
+    assert getattr(run, place).latest().name == "step-00000002"
 
 
 @pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_signal_saves_and_ends_cleanly(
-    sent: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    sent: int, code: int, texts: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     write = MetricsLog.write
 
@@ -407,15 +351,10 @@ def test_a_signal_saves_and_ends_cleanly(
             signal.raise_signal(sent)
 
     monkeypatch.setattr(MetricsLog, "write", ask_to_stop)
-    for name in ("hello", "goodbye"):
-        (tmp_path / f"{name}.txt").write_text(f"{name} world, " * 400)
-    words = "pretrain --preset gated-nano --hidden-size 64 --intermediate-size 96 --num-hidden-layers 3"
-    words += " --num-attention-heads 2 --num-key-value-heads 1 --recipe current --device cpu --steps 20"
-    words += " --seq-len 32 --batch-size 2 --eval-every 0"
-    assert main([*words.split(), "--data", str(tmp_path), "--out", str(tmp_path / "run")]) == code
+    assert main([*PRETRAIN, "--steps", "20", "--out", "run"]) == code
     assert "continues from it" in " ".join(capsys.readouterr().out.split())
-    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
-    newest = saved_folder(tmp_path / "run")
+    assert len(losses("run")) == 4
+    newest = saved_folder("run")
     assert json.loads((newest / "training.json").read_text())["result"]["step"] == 4
     assert newest.name == "step-00000004"
 

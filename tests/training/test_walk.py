@@ -7,14 +7,13 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
+from tiny_runs import SHORT, tiny_model
 
 import te_models
-from te_models import CausalLM
 from te_models.cli import main
 
 ROOT = Path(te_models.__file__).parent
 PAGE = ROOT.parent / "docs/internals/design.md"
-SHAPE = dict(vocab_size=288, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2)
 Call = tuple[str, str, str, str]  # file and function that calls, file and function that is called
 
 
@@ -22,13 +21,9 @@ class Arrived(BaseException):
     """The first optimizer step begins."""
 
 
-def place(frame: FrameType) -> str | None:
-    """The file of a function in te_models, such as "training/finetune.py"."""
-    return file_of(frame.f_code.co_filename)
-
-
 @functools.cache
 def file_of(name: str) -> str | None:
+    """The file of a function in te_models, such as "training/finetune.py"."""
     path = Path(name)
     return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else None
 
@@ -38,14 +33,14 @@ def follow(arguments: list[str]) -> list[Call]:
     found: dict[Call, None] = {}
 
     def note(frame: FrameType, event: str, argument: object) -> None:
-        called = place(frame) if event == "call" else None
+        called = file_of(frame.f_code.co_filename) if event == "call" else None
         if called is None:
             return
         above = frame.f_back
-        while above is not None and place(above) is None:
+        while above is not None and file_of(above.f_code.co_filename) is None:
             above = above.f_back
         importing = above is not None and above.f_code.co_name == "<module>"
-        caller = place(above) if above is not None and not importing else None
+        caller = file_of(above.f_code.co_filename) if above is not None and not importing else None
         if above is not None and caller is not None and caller != called and frame.f_code.co_name != "<module>":
             found[caller, above.f_code.co_name, called, frame.f_code.co_name] = None
         if called == "optim/master.py" and frame.f_code.co_name == "step":
@@ -64,13 +59,10 @@ def follow(arguments: list[str]) -> list[Call]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_walk_of_finetune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_walk_of_finetune(texts: None) -> None:
     """It has at most the calls that the page states, and passes the files that the page lists in their order."""
-    monkeypatch.chdir(tmp_path)
-    CausalLM.from_preset("gated-nano", recipe="bf16", device="cpu", **SHAPE, num_key_value_heads=1).save_pretrained("m")
-    Path("text.txt").write_text("hello there, and here\n" * 400)
-    options = "--recipe bf16 --steps 1 --seq-len 16 --batch-size 2 --sample-tokens 0 --eval-batches 1 --device cpu"
-    calls = follow(["finetune", "--model", "m", "--data", "text.txt", "--out", "run", *options.split()])
+    tiny_model().save_pretrained("m")
+    calls = follow(["finetune", "--model", "m", *SHORT, "--steps", "1", "--recipe", "bf16", "--out", "run"])
     own = [call for call in calls if call[0].split("/")[0] in ("cli", "training", "data")]
     text = PAGE.read_text()
     (stated,) = re.findall(r"at most (\d+) calls between files", text)

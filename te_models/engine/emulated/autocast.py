@@ -140,11 +140,8 @@ class autocast:
                 "update its scales: open te.autocast outside, or pass use_reentrant=False"
             )
         self._saved = _autocast_fields(state)
-        state.fp8_enabled = self._enabled
-        state.fp8_recipe = recipe
-        state.fp8_distributed_group = self._amax_reduction_group
-        if state.autocast_depth == 0:
-            state.is_first_fp8_module = True
+        first = state.is_first_fp8_module or state.autocast_depth == 0
+        _set_autocast_fields(state, (self._enabled, recipe, self._amax_reduction_group, first))
         state.autocast_depth += 1
         return self
 
@@ -184,10 +181,7 @@ def outside_autocast() -> Iterator[Recipe | None]:
     saved = _autocast_fields(state)
     depth = state.autocast_depth
     left = state.fp8_recipe if state.fp8_enabled else None
-    state.fp8_enabled = False
-    state.fp8_recipe = None
-    state.fp8_distributed_group = None
-    state.is_first_fp8_module = False
+    _set_autocast_fields(state, (False, None, None, False))
     state.autocast_depth = 1
     try:
         yield left

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import math
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -92,11 +93,6 @@ def _blocks(n: int) -> int:
 def _tiles(x: Tensor) -> tuple[int, int]:
     rows, cols = x.shape
     return -(-rows // _TILE), -(-cols // _TILE)
-
-
-def _n_tiles(x: Tensor) -> int:
-    p, q = _tiles(x)
-    return p * q
 
 
 def _empty_data(x: Tensor, wanted: bool = True) -> Tensor:
@@ -227,7 +223,7 @@ def _decode_fp4(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, Tensor]
     right = tensors[6]
     alpha = tensors[0].new_empty(1, dtype=torch.float32)
     columnwise = {"A_COL": a.block[0] > 1, "B_COL": b.block[0] > 1}
-    grid = (_n_tiles(left) + _n_tiles(right),)
+    grid = (math.prod(_tiles(left)) + math.prod(_tiles(right)),)
     _run("nvfp4_decode_kernel", grid, (*tensors, alpha), *numbers, **columnwise, **_TILED)
     return left, right, alpha
 
@@ -244,7 +240,8 @@ def _decode_fp8(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, None]:
     e5m2 = DType.kFloat8E5M2
     how = dict(A_DOWN=a_down, A_ALONG=a_along, A_E5M2=a.dtype == e5m2, B_DOWN=b_down, B_ALONG=b_along,
                B_E5M2=b.dtype == e5m2)  # fmt: skip
-    _run("decode_kernel", (_n_tiles(a.data) + _n_tiles(b.data),), tuple(tensors), *numbers, **how, **_TILED)
+    grid = (math.prod(_tiles(a.data)) + math.prod(_tiles(b.data)),)
+    _run("decode_kernel", grid, tuple(tensors), *numbers, **how, **_TILED)
     return tensors[2], tensors[5], None
 
 
