@@ -230,6 +230,15 @@ def test_what_cannot_be_measured_is_an_error() -> None:
     assert model.recipe.name == "delayed" and not fp8_state(model)
 
 
+def test_documents_and_masks_are_taken_too() -> None:
+    model, other = build(), build()
+    ids = batch(length=32)
+    model.calibrate({**ids, "document_ids": torch.arange(32).div(16, rounding_mode="floor").expand(2, 32)})
+    other.calibrate({**ids, "attention_mask": torch.ones(2, 32, dtype=torch.int64)})
+    assert all(bool((tensor != 0).any()) for each in (model, other) for tensor in state(each).values())
+    assert any(not torch.equal(tensor, state(other)[name]) for name, tensor in state(model).items())
+
+
 def test_blocks_are_recomputed_to_save_memory() -> None:
     model, calls = build(), []
     for layer in (1, 2):
