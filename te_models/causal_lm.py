@@ -69,10 +69,22 @@ class CausalLM(Decoder):
         As in ModelConfig.num_parameters, rows that only pad a weight are none.
         """
         left_out = self.embed_tokens.weight if exclude_embeddings else None
-        counted = (p for p in self.parameters() if p is not left_out)
-        found = sum(p.numel() for p in counted if p.requires_grad or not only_trainable)
-        frozen = only_trainable and not all(p.requires_grad for p in self.layers.parameters())
-        return found if frozen else found - self.config.num_padding_parameters
+        return sum(
+            self._count(name, parameter)
+            for name, parameter in self.named_parameters()
+            if parameter is not left_out and (parameter.requires_grad or not only_trainable)
+        )
+
+    def _count(self, name: str, parameter: Tensor) -> int:
+        """Return the elements of a parameter on all ranks, as its description has them: without rows of padding."""
+        module, _, kind = name.rpartition(".")
+        module = module.replace(".base_layer", "")  # the part that an adapter adds
+        linear = self.config.linears.get(module)
+        if linear is None or kind not in (*linear.weights, "bias"):
+            vector = self.config.divided_vectors.get(name)
+            return parameter.numel() if vector is None else vector.num_parameters
+        used = sum(section.used for section in linear.sections)
+        return used * (1 if kind == "bias" else linear.inputs) * (self.ep.size if self.ep.divides(module) else 1)
 
     def __repr__(self) -> str:
         """Show recipe, engine, and each linear's precision; identical layers share a line."""

@@ -133,8 +133,11 @@ class Walk:
         )
         speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
         found["tokens_per_second"] = round(statistics.median(speeds)) if speeds else None
-        memory = re.findall(r"peak memory\s+([\d.]+) GiB", said)
-        found |= dict(peak_gib=float(memory[-1]) if memory else None, cuda_graph=graph_of(said))
+        memory = [
+            float(size) / (1 if unit == "G" else 1024)
+            for size, unit in re.findall(r"peak memory\s+([\d.]+) ([GM])iB", said)
+        ]
+        found |= dict(peak_gib=memory[-1] if memory else None, cuda_graph=graph_of(said))
         left, stray = self.left_behind(), end(self.mark)
         found["problems"] = [*self.failures(rows, said), *left, *stray]
         if found["problems"]:

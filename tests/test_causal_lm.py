@@ -9,9 +9,12 @@ import pytest
 import torch
 from bits import assert_same_bits
 from fewer import every
+from ranks import as_one_of
 from small_model import RECIPES, SHAPE, Build, same, skip_unsupported, snapshot, step, tokens
+from torch.distributed.device_mesh import init_device_mesh
 
 from te_models import CausalLM
+from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError, UsageError
 from te_models.fp8.scaling_state import fp8_state
 
@@ -139,3 +142,19 @@ def test_a_conversion_to_fp64_or_fp16_is_refused_in_one_line(how: str) -> None:
     assert "\n" not in str(caught.value)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.to("cpu").to(torch.bfloat16).to_empty(device="cpu").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["tp", "ep"])
+def test_the_number_of_parameters_is_that_of_all_ranks(moe: bool) -> None:
+    sizes: dict[str, Any] = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    sizes |= dict(num_key_value_heads=2, head_dim=16, intermediate_size=64, attention_sinks=True, attention_bias=True)
+    sizes |= dict(moe=dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)) if moe else {}
+    config = ModelConfig(**sizes, attention_gate="headwise")
+    assert config.num_padding_parameters
+    with as_one_of(2):
+        mesh = init_device_mesh("cpu", (2,))
+        model = CausalLM(config, recipe="bf16", device="cpu", **({"ep_mesh": mesh} if moe else {"tp_mesh": mesh}))
+        assert model.num_parameters() == config.num_parameters
+        model.layers[0].requires_grad_(False)
+        only = config.num_parameters - config.layers[0].num_parameters
+        assert model.num_parameters(only_trainable=True) == only

@@ -116,7 +116,8 @@ class Fit(NamedTuple):
         if self.unanswered:
             have, are = ("has", "is") if self.unanswered == 1 else ("have", "are")
             lines.append(
-                f"{self.unanswered:,} of {plural(total, 'record')} {have} no answer to learn and {are} left out"
+                f"{self.unanswered:,} of {plural(total, 'record')} {have} no answer to learn and {are} left out: "
+                "give each an assistant's message, or a completion, with text"
             )
         return lines
 

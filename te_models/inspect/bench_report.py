@@ -8,6 +8,7 @@ from rich.table import Column, Table
 
 from te_models.files.atomic import replace_text
 from te_models.files.formats import Document, Fields
+from te_models.planning.memory_plan import unit_for
 from te_models.training.plots import new_figure, save_figure, try_drawing
 
 
@@ -18,7 +19,9 @@ def bench_table(result: Fields) -> Table:
     title = f"forward + backward, batch {settings['batch_size']} x {settings['seq_len']} tokens, {where}"
     columns = ["ms", "spread", "tokens/s", "TFLOP/s", "speed"]
     columns += ["of roofline"] if result["roofline"] else []
-    columns += ["peak GiB"] if result["rows"][0]["peak_gib"] is not None else []
+    peaks = [row["peak_gib"] * 2**30 for row in result["rows"] if row["peak_gib"] is not None]
+    unit, size = unit_for(max(peaks, default=0))
+    columns += [f"peak {unit}"] if peaks else []
     numbers = (Column(name, justify="right") for name in (*columns, "loss"))
     table = Table("", *numbers, title=title, title_justify="left", box=None, pad_edge=False)
     table.caption = f"spread: between the quartiles; speed: relative to {result['reference']} at equal FLOPs"
@@ -30,7 +33,7 @@ def bench_table(result: Fields) -> Table:
         cells = [name, f"{row['ms']:.2f}", spread, f"{row['tokens_per_second']:,.0f}"]
         cells += [f"{row['model_tflops']:.1f}", f"{row['speed']:.2f}x"]
         cells += [f"{row['of_roofline']:.2f}"] if result["roofline"] else []
-        cells += [f"{row['peak_gib']:.2f}"] if row["peak_gib"] is not None else []
+        cells += [f"{row['peak_gib'] * 2**30 / size:.2f}"] if row["peak_gib"] is not None else []
         table.add_row(*cells, f"{row['loss']:.3f}")
     if result["roofline"]:
         floor = {name: part for name, part in result["roofline"].items() if name != "total" and part}
@@ -51,8 +54,9 @@ def write_bench(result: dict[str, object], out: str, title: str) -> str:
 def plot_bench(path: Path, result: Document, title: str) -> None:
     """Draw a result of te_models.inspect.bench: milliseconds per step with quartiles, and peak memory where known."""
     rows = result["rows"]
-    memory = [row["peak_gib"] for row in rows]
-    panels = 1 if None in memory else 2
+    peaks = [row["peak_gib"] * 2**30 for row in rows if row["peak_gib"] is not None]
+    panels = 2 if len(peaks) == len(rows) else 1
+    unit, size = unit_for(max(peaks, default=0))
     figure = new_figure((4 + 4 * panels, 1.6 + 0.4 * len(rows)))
     axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
     names = [row["name"] for row in rows]
@@ -65,8 +69,9 @@ def plot_bench(path: Path, result: Document, title: str) -> None:
         axes[0].axvline(result["roofline"]["total"], color="C3", linewidth=1, linestyle="--", label="roofline")
         axes[0].legend(frameon=False, fontsize=8)
     if panels == 2:
-        axes[1].bar_label(axes[1].barh(names, memory, color=colors), fmt="%.1f", padding=4, fontsize=8)
-        axes[1].set(xlabel="peak memory (GiB)")
+        memory = axes[1].barh(names, [peak / size for peak in peaks], color=colors)
+        axes[1].bar_label(memory, fmt="%.1f", padding=4, fontsize=8)
+        axes[1].set(xlabel=f"peak memory ({unit})")
     axes[0].invert_yaxis()
     for panel in axes:
         panel.margins(x=0.15)

@@ -125,7 +125,7 @@ class MemoryPlan(Printable):
 
     def __rich__(self) -> Group:
         t = self.training
-        name, unit = _unit_for(self.peak.total)
+        name, unit = unit_for(self.peak.total)
         each = " per GPU" if self.training.gpus > 1 else ""
         lora = f", LoRA of rank {t.lora_rank}{' on experts too' * t.lora_experts}" if t.lora_rank else ""
         host = f", {self.host / unit:.2f} {name} on the host" if self.host else ""
@@ -167,7 +167,7 @@ class MemoryPlan(Printable):
 
     def _optimizer_table(self) -> Table:
         found = self.optimizers()
-        label, unit = _unit_for(max(found.values()))
+        label, unit = unit_for(max(found.values()))
         numbers = (Column(text, justify="right") for text in ("bytes per parameter", label, "against adamw"))
         table = Table("optimizer", *numbers, "state", box=None, pad_edge=False)
         trained = trained_parameters(self.config, self.training.lora_rank, self.training.lora_experts)
@@ -181,8 +181,8 @@ class MemoryPlan(Printable):
         return table
 
 
-def _unit_for(largest: int) -> tuple[str, int]:
-    """Return the unit of a table of sizes, name and bytes."""
+def unit_for(largest: int) -> tuple[str, int]:
+    """Return the unit in which to print sizes up to `largest` bytes: its name and its bytes."""
     return ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
 
 

@@ -23,6 +23,7 @@ from te_models.data.tokenizer import Tokenizer
 from te_models.device.choice import computing_device
 from te_models.errors import DataError, plural
 from te_models.kernels.dispatch import compile_status
+from te_models.planning.memory_plan import unit_for
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.cuda_graph import step_obstacle
 from te_models.training.metrics import read_metrics
@@ -211,7 +212,8 @@ def print_outcome(
     if math.isfinite(result.tokens_per_second):  # not of a run that only had to write files
         rows["speed"] = f"{result.tokens_per_second:,.0f} tokens/s"
     if result.peak_memory is not None:
-        rows["peak memory"] = f"{result.peak_memory / 2**30:.2f} GiB"
+        unit, size = unit_for(result.peak_memory)
+        rows["peak memory"] = f"{result.peak_memory / size:.2f} {unit}"
     if result.stopped_early:
         patience = plural(config.patience, "evaluation")
         rows["stopped early"] = f"at step {result.step} of {config.steps}: no lower eval loss in {patience}"

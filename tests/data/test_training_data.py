@@ -316,7 +316,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     ),
     "no answers": (
         {"a.jsonl": [{"messages": [{"role": "user", "content": f"{n}"}]} for n in range(9)]}, [],
-        "no record is left: 9 of 9 records have no answer to learn",
+        "no record is left: 9 of 9 records have no answer to learn and are left out: give each an assistant's message",
     ),
     "one record": ({"a.jsonl": PAIRS[:1]}, [], "1 document cannot be split"),
     "one record that fits": (
@@ -397,7 +397,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
 
 STREAMED_MESSAGES = {  # where the data is not read as a whole before the run
     "nothing fits": "a.jsonl: no record is left: 23 of 23 records are longer than seq_len=8",
-    "no answers": "a.jsonl: no record is left: 8 of 8 records have no answer to learn",
+    "no answers": "a.jsonl: no record is left: 8 of 8 records have no answer to learn and are left out: give",
     "answers that are too long": "a.jsonl: no record is left: 23 of 23 records are longer than seq_len=32 (even",
     "one record": "a.jsonl: none of its documents is reserved for evaluation",
     "one record that fits": "evaluation data: no record is left: 1 of 1 record is longer than seq_len=32",

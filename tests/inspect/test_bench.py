@@ -11,7 +11,7 @@ from te_models import CausalLM
 from te_models.cli import main
 from te_models.config.presets import get_preset
 from te_models.inspect.bench import WAYS, Measured, bench, parse
-from te_models.inspect.bench_report import plot_bench
+from te_models.inspect.bench_report import bench_table, plot_bench
 from te_models.inspect.peers import TorchBlock, peer_step, torch_peer
 from te_models.inspect.roofline import Roofline, model_flops
 
@@ -77,6 +77,14 @@ def test_bench_times_every_variant_as_often() -> None:
     losses = [row["loss"] for row in result["rows"]]
     assert max(losses) - min(losses) < 0.5 and len(set(losses)) == 3 and losses[1] == losses[3]
     json.dumps(result)
+
+
+def test_the_table_has_mebibytes_for_a_small_model() -> None:
+    row = dict(name="torch", ms=3.0, ms_quartiles=[2.9, 3.2], speed=1.0, tokens_per_second=1.0, model_tflops=1.0)
+    rows = [row | dict(peak_gib=peak / 1024, loss=1.0) for peak in (37, 41)]
+    settings = dict(batch_size=1, seq_len=8)
+    table = bench_table(dict(settings=settings, environment={}, reference="torch", roofline=None, rows=rows))
+    assert list(table.columns[-2].cells) == ["37.00", "41.00"] and table.columns[-2].header == "peak MiB"
 
 
 def test_the_plot_of_a_gpu_run(tmp_path: Path) -> None:

@@ -1,16 +1,19 @@
 """The summary of a run: compiled or not, a CUDA graph or not, and why."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import TINY
+from tiny_runs import TINY, said_at_the_end
 
 from te_models import CausalLM
 from te_models.cli import main
 from te_models.config.training import TrainConfig
 from te_models.kernels.dispatch import COMPILE_MODES, compile_mode
 from te_models.training.report import _parameters, speed_rows
+from te_models.training.result import Result
 
 GRAPH, COMPILED = "forward and backward", "elementwise operations"
 
@@ -57,3 +60,9 @@ def test_a_run_has_the_parameters_of_its_plan() -> None:
     model.requires_grad_(False)
     model.norm.weight.requires_grad_(True)
     assert _parameters(model) == f"{count:,} in bfloat16, 32 of them trained"
+
+
+@pytest.mark.parametrize(("peak", "printed"), [(37 * 2**20, "37.00 MiB"), (3 * 2**30, "3.00 GiB")])
+def test_peak_memory_has_the_unit_of_its_size(peak: int, printed: str) -> None:
+    said = said_at_the_end(Result(peak_memory=peak, checkpoint="a"), TrainConfig(), Path("runs"))
+    assert re.search(r"peak memory +(.+?) *\n", said)[1] == printed
