@@ -13,8 +13,8 @@ def digest(tensor: Tensor) -> str:
 
 
 def assert_same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
-    """Fail unless both have the same names, of which there are some, and under each the same bits."""
-    assert one and one.keys() == other.keys()
+    """Fail unless both have the same names, and under each the same bits."""
+    assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert_same_bits(name, tensor, other[name])
 

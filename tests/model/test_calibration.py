@@ -40,7 +40,9 @@ def batch(seed: int = 0, rows: int = 2, length: int = 24) -> dict[str, Tensor]:
 
 
 def state(model: CausalLM) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in fp8_state(model).items()}
+    found = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
+    assert found
+    return found
 
 
 def amaxes(model: CausalLM, weight: float = 1.0) -> dict[str, tuple[float, float, float]]:
