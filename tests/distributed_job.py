@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import seeds  # noqa: F401  processes of a test move their seeds too
 import torch
-from bits import assert_same_bits
+from bits import assert_same_tensors
 from ranks import run_ranks
 from tiny_runs import TEXT
 from torch import nn
@@ -188,12 +188,11 @@ def newest_checkpoint(run: Path) -> Folder:
 
 
 def assert_same_checkpoints(one: Path, other: Path) -> None:
-    """The newest checkpoints of two runs have the same tensors, to the bit."""
+    """The newest checkpoints of two runs have the same tensors, to the bit: those of the model, and more."""
     whole, resumed = newest_checkpoint(one).tensors, newest_checkpoint(other).tensors
-    for group in whole:
-        assert whole[group].keys() == resumed[group].keys()
-        for name, tensor in whole[group].items():
-            assert_same_bits(name, tensor, resumed[group][name])
+    assert whole.keys() == resumed.keys() and len(whole) > 1
+    for group, tensors in whole.items():
+        assert_same_tensors(tensors, resumed[group])
 
 
 MANY = ("parallel", "resume", "tensor_parallel_size", "expert_parallel_size", "sequence_parallel")
@@ -225,16 +224,6 @@ def by_one(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     if name not in _by_one:
         _by_one[name] = solo(folder, own)
     return _by_one[name]
-
-
-def assert_same_checkpoint(root: Path, first: str, then: str) -> None:
-    """Every tensor of the last checkpoints of two cases is equal in every bit."""
-    one, other = (load_folder(max((root / name / "checkpoints").glob("step-*"))).tensors for name in (first, then))
-    assert one.keys() == other.keys() and len(one) > 1
-    for group, tensors in one.items():
-        assert tensors.keys() == other[group].keys()
-        for name, tensor in tensors.items():
-            assert_same_bits(f"{group} {name}", tensor, other[group][name])
 
 
 class Outcomes(dict[str, Any]):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_job import SHAPE, assert_same_checkpoint, by_one, continue_from, make_trainer, solo, start
+from distributed_job import SHAPE, assert_same_checkpoints, by_one, continue_from, make_trainer, solo, start
 from ranks import as_one_of, run_ranks
 
 from te_models import CausalLM
@@ -197,7 +197,7 @@ def test_a_block_sends_a_byte_a_parameter(two: dict[str, Any]) -> None:
 
 def test_a_resume_on_as_many_ranks_is_exact(two: dict[str, Any], root: Path) -> None:
     assert two["resumed"] == two["saved"]
-    assert_same_checkpoint(root, "saved", "resumed")
+    assert_same_checkpoints(root / "saved", root / "resumed")
 
 
 def test_any_number_of_processes_goes_on_from_any_other(two: dict[str, Any], root: Path, tmp_path: Path) -> None:

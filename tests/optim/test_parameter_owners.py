@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_same_bits
-from distributed_job import alone, assert_same_checkpoint, continue_from, make_trainer, solo, start
+from distributed_job import alone, assert_same_checkpoints, continue_from, make_trainer, solo, start
 from state_bytes import state_bytes
 from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -176,7 +176,7 @@ def test_owners_share_the_state_out(two: dict[str, Any], tmp_path: Path) -> None
 
 def test_a_resume_on_as_many_ranks_is_exact(two: dict[str, Any], root: Path) -> None:
     assert two["resumed"] == two["saved"]
-    assert_same_checkpoint(root, "saved", "resumed")
+    assert_same_checkpoints(root / "saved", root / "resumed")
 
 
 def test_a_checkpoint_has_the_codes_and_the_values_of_the_masters(two: dict[str, Any], root: Path) -> None:
