@@ -155,9 +155,11 @@ def unrecognized(row: Mapping[str, object], place: str) -> str:
     names = [name for name in row if name.isidentifier()]
     asked = next((name for name in names if name.lower() in _ASKED), next(iter(names), "question"))
     answered = next((name for name in names if name.lower() in _ANSWERED), "answer")
+    pairs = {"prompt": asked, "completion": answered}.items()
+    columns = ",".join(f"{ours}={theirs}" for ours, theirs in pairs if ours != theirs)
     return (
         f"{place}: has {shown or 'no fields'}, but needs one of the formats {_KNOWN}: "
-        f"rename fields, as in --columns prompt={asked},completion={answered}"
+        f"rename fields, as in --columns {columns}"
     )
 
 

@@ -157,7 +157,7 @@ def _rows(prompts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
         return [list(map(index, row)) for row in nested]
     except TypeError:  # of a text, in place of its tokens
         raise UsageError(
-            "the prompts are no lists of token ids: give tokenizer.encode_prompt(text), or a text to stream_text"
+            "the prompts must be lists of token ids: give tokenizer.encode_prompt(text), or a text to stream_text"
         ) from None
 
 

@@ -78,8 +78,8 @@ class Parity(Printable):
         for column in (
             "served as",
             "KL (nats/token)",
-            "largest KL",
-            "largest log-prob",
+            "largest\nKL",
+            "largest\nlog-prob",
             "same top-1",
             "loss",
             "served",

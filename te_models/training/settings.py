@@ -267,6 +267,7 @@ def resumed_settings(
         return run_settings(command, given, folder / RUN_FILE, called)
     nameless = not {"preset", "model"} & given.keys()
     mistakes = {
+        f"nothing to resume: {folder} does not exist; give the folder of a run": not folder.exists(),
         f"nothing to resume: {folder} has no checkpoint; start without --resume": not (folder / "checkpoints").is_dir(),
         f"{folder} has no {RUN_FILE}: give the settings of the run again, --preset or --model among them": nameless,
     }

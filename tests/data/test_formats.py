@@ -162,7 +162,7 @@ REFUSED: list[tuple[Row, str]] = [
         {"prompt": "q", "response": "a", "score": "b"},
         r"^a.jsonl:1: has 'prompt', 'response', 'score', but needs one of the formats messages \[{role, content}\], "
         r"conversations \[{from, value}\], instruction and output, prompt and completion, or text: rename fields, as "
-        "in --columns prompt=prompt,completion=response$",
+        "in --columns completion=response$",
     ),
     (
         {"prompt": "q", "complection": "a"},

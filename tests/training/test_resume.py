@@ -181,7 +181,7 @@ def test_a_resumed_run_says_what_differs_and_refuses_another_seed(run: Any, caps
     assert main(["pretrain", "mine/run.toml", "--resume", "mine"]) == 2
     assert main(["pretrain", "--resume", "elsewhere"]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 3 and "give the folder once" in errors[0] and "nothing to resume: elsewhere" in errors[2]
+    assert len(errors) == 3 and "give the folder once" in errors[0] and "elsewhere does not exist" in errors[2]
 
 
 @pytest.mark.parametrize("name", ["training_data", "evaluation_data"])
