@@ -1,7 +1,7 @@
 """Runs of the command line with options paired at random, on one GPU or two: each must end well, with the losses of the
 plain run of its model, data and recipe.
 
-    python benchmarks/random_runs.py --count 60 --seed 1 --out benchmarks/results/random_runs_h200.json
+    python benchmarks/random_runs.py --count 60 --seed 1 --out benchmarks/results/random_runs_h100.json
     python benchmarks/random_runs.py --count 4 --tiny        # anywhere: does it work?
 
 A group of runs shares a kind of model (dense, a hybrid, experts), a shape (heads of 32 to 256 channels, grouped
@@ -122,6 +122,8 @@ def draw_group(rng: random.Random, tiny: bool) -> Group:
     data = ["--data", source, "--seq-len", str(length), "--batch-size", str(rows), "--packing", packing]
     data += ["--steps", "4" if tiny else "12", "--eval-every", "4" if tiny else "6", "--eval-batches", "2"]
     data += ["--sample-tokens", "0", "--no-keep-best", "--schedule", "constant", "--warmup-steps", "2"]
+    if kind == "experts":  # at the default rate their loss jumps, and where it does two runs part
+        data += ["--learning-rate", "2e-4"]
     return Group(model, data, adapters, ways, rows)
 
 

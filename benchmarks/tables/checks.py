@@ -79,6 +79,23 @@ def calibration() -> str:
 
 
 @table
+def random_runs() -> str:
+    """Runs with options paired at random."""
+    result = load("random_runs_h100")
+    counts = ("runs", "refused", "resumed", "exported")
+    runs, refused, resumed, exported = (sum(seed[key] for seed in result["seeds"]) for key in counts)
+    apart = [failure for seed in result["seeds"] for failure in seed["failures"]]
+    assert not any(failure["code"] for failure in apart)
+    return prose(
+        f"{runs} runs of benchmarks/random_runs.py, of dense models, hybrids and experts, {resumed} of them resumed "
+        f"and {exported} exported: none crashed, {refused} were refused, {runs - refused - len(apart)} have the losses "
+        f"of the plain run of their group within 0.5 % (BF16) or 2 % (FP8) in every step. The other {len(apart)}, "
+        f"with experts under FP8, are up to {100 * max(failure['off'] for failure in apart):.0f} % away in a step "
+        f"where the loss jumps. {measured_on(result)}"
+    )
+
+
+@table
 def expert_parallel() -> str:
     """Losses of a run with experts on two GPUs, in each way, beside those on one."""
     result = load("expert_parallel_h100_x2")
