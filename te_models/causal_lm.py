@@ -82,7 +82,7 @@ class CausalLM(Decoder):
         linear = self.config.linears.get(module)
         if linear is None or kind not in (*linear.weights, "bias"):
             vector = self.config.divided_vectors.get(name)
-            return parameter.numel() if vector is None else vector.num_parameters
+            return parameter.numel() if vector is None else vector.num_parameters * parameter.shape[1:].numel()
         used = sum(section.used for section in linear.sections)
         return used * (1 if kind == "bias" else linear.inputs) * (self.ep.size if self.ep.divides(module) else 1)
 

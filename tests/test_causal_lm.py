@@ -149,6 +149,8 @@ def test_the_number_of_parameters_is_that_of_all_ranks(moe: bool) -> None:
     sizes: dict[str, Any] = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
     sizes |= dict(num_key_value_heads=2, head_dim=16, intermediate_size=64, attention_sinks=True, attention_bias=True)
     sizes |= dict(moe=dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)) if moe else {}
+    deltanet = dict(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=8)
+    sizes |= dict(layer_types=("linear_attention", "full_attention"), linear_attention=deltanet)
     config = ModelConfig(**sizes, attention_gate="headwise")
     assert config.num_padding_parameters
     with as_one_of(2):
