@@ -96,7 +96,7 @@ def test_answers_before_and_after(model: CausalLM) -> None:
 
 
 def shown(sampler: Sampler, console: type[Console] = Console) -> str:
-    """What a run prints of its samples, when it has noted the answers before."""
+    """Return what a run prints of its samples, when it has noted the answers before."""
     out = io.StringIO()
     sampler.note_before()
     sampler.show(console(file=out, width=200))
