@@ -84,12 +84,14 @@ def random_runs() -> str:
     result = load("random_runs_h100")
     counts = ("runs", "refused", "resumed", "exported")
     runs, refused, resumed, exported = (sum(seed[key] for seed in result["seeds"]) for key in counts)
+    unseen = sum(len(seed.get("hidden_refusals", ())) for seed in result["seeds"])
     apart = [failure for seed in result["seeds"] for failure in seed["failures"]]
     assert not any(failure["code"] for failure in apart)
     return prose(
         f"{runs} runs of benchmarks/random_runs.py, of dense models, hybrids and experts, {resumed} of them resumed "
-        f"and {exported} exported: none crashed, {refused} were refused, {runs - refused - len(apart)} have the losses "
-        f"of the plain run of their group within 0.5 % (BF16) or 2 % (FP8) in every step. The other {len(apart)}, "
+        f"and {exported} exported. {refused} ended as refusals do ({unseen} of them, with FP8 weights on two GPUs, by "
+        "their exit code alone: the line itself was not recorded), none with another error; "
+        f"{runs - refused - len(apart)} have the losses of the plain run of their group within 0.5 % (BF16) or 2 % (FP8) in every step. The other {len(apart)}, "
         f"with experts under FP8, are up to {100 * max(failure['off'] for failure in apart):.0f} % away in a step "
         f"where the loss jumps. {measured_on(result)}"
     )
