@@ -91,7 +91,8 @@ def random_runs() -> str:
         f"{runs} runs of benchmarks/random_runs.py, of dense models, hybrids and experts, {resumed} of them resumed "
         f"and {exported} exported. {refused} ended as refusals do ({unseen} of them, with FP8 weights on two GPUs, by "
         "their exit code alone: the line itself was not recorded), none with another error; "
-        f"{runs - refused - len(apart)} have the losses of the plain run of their group within 0.5 % (BF16) or 2 % (FP8) in every step. The other {len(apart)}, "
+        f"{runs - refused - len(apart)} have the losses of the plain run "
+        f"of their group within 0.5 % (BF16) or 2 % (FP8) in every step. The other {len(apart)}, "
         f"with experts under FP8, are up to {100 * max(failure['off'] for failure in apart):.0f} % away in a step "
         f"where the loss jumps. {measured_on(result)}"
     )
