@@ -152,8 +152,9 @@ def draw_run(rng: random.Random, number: int, group: Group, gpus: int, tiny: boo
 
 def call(arguments: list[str], world: int, gpu: int) -> subprocess.CompletedProcess[str]:
     """Run te-models in a process of its own, or in two."""
+    cards = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     environment = os.environ | {
-        "CUDA_VISIBLE_DEVICES": "0,1" if world == 2 else str(gpu),
+        "CUDA_VISIBLE_DEVICES": ",".join(cards[:2]) if world == 2 else cards[gpu],
         "TOKENIZERS_PARALLELISM": "false",
     }
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if world == 2 else []
