@@ -167,7 +167,7 @@ def call(arguments: list[str], world: int, gpu: int) -> subprocess.CompletedProc
 
 def said(stderr: str) -> str:
     """Return the line of te-models, below which torchrun prints much, or the end of what was printed."""
-    own = [line for line in stderr.splitlines() if line.startswith("te-models:")]
+    own = [line for line in stderr.splitlines() if line.startswith("te-models")]
     return own[0] if own and "te_models/" not in stderr else stderr[-1500:]
 
 

@@ -19,7 +19,7 @@ from te_models.config.presets import get_preset
 from te_models.config.recipe import unknown_option
 from te_models.data.tokenizer import Tokenizer
 from te_models.device.choice import computing_device
-from te_models.errors import check_known
+from te_models.errors import UsageError, check_known
 from te_models.files.formats import Document, Fields, parse_size
 from te_models.generation.generate import Prompts, generate, stream
 from te_models.generation.options import GenerationOptions
@@ -57,6 +57,13 @@ class CausalLM(Decoder):
     def gradient_checkpointing_disable(self) -> None:
         """Set activation_checkpointing="none", for Hugging Face's Trainer."""
         self.activation_checkpointing = "none"
+
+    def _replicate_for_data_parallel(self) -> CausalLM:
+        """Raise a UsageError: transformers' Trainer wraps a model in DataParallel where it sees several GPUs."""
+        raise UsageError(
+            "torch.nn.DataParallel cannot copy te modules: start the program with torchrun --nproc-per-node N, "
+            "or with CUDA_VISIBLE_DEVICES=0 for one GPU"
+        )
 
     def tie_weights(self) -> None:
         """Tie the head to the embedding's table again after one of Hugging Face's loaders has separated them."""

@@ -144,6 +144,12 @@ def test_a_conversion_to_fp64_or_fp16_is_refused_in_one_line(how: str) -> None:
     assert model.to("cpu").to(torch.bfloat16).to_empty(device="cpu").dtype == torch.bfloat16
 
 
+def test_data_parallel_is_refused_before_it_copies_a_model() -> None:
+    model = CausalLM.from_preset("gated-nano", **SHAPE, device="cpu")
+    with pytest.raises(UsageError, match="DataParallel cannot copy te modules: start the program with torchrun"):
+        model._replicate_for_data_parallel()  # torch.nn.DataParallel calls it on each module, on GPUs only
+
+
 @pytest.mark.parametrize("moe", [False, True], ids=["tp", "ep"])
 def test_the_number_of_parameters_is_that_of_all_ranks(moe: bool) -> None:
     sizes: dict[str, Any] = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)

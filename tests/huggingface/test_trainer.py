@@ -44,6 +44,7 @@ def trainer(model: nn.Module, out: Path, **fields: Any) -> Any:
         use_cpu=inner(model).device.type == "cpu",
         report_to=[], disable_tqdm=True, seed=1, **fields,
     )  # fmt: skip
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # more would be DataParallel, which is refused
     return transformers.Trainer(model=model, args=arguments, train_dataset=Windows(), eval_dataset=Windows())
 
 
