@@ -122,8 +122,7 @@ def draw_group(rng: random.Random, tiny: bool) -> Group:
     data = ["--data", source, "--seq-len", str(length), "--batch-size", str(rows), "--packing", packing]
     data += ["--steps", "4" if tiny else "12", "--eval-every", "4" if tiny else "6", "--eval-batches", "2"]
     data += ["--sample-tokens", "0", "--no-keep-best", "--schedule", "constant", "--warmup-steps", "2"]
-    if kind == "experts":  # at the default rate their loss jumps, and where it does two runs part
-        data += ["--learning-rate", "2e-4"]
+    data += ["--learning-rate", "2e-4"]  # at the default rate losses jump, and where they do two runs part
     return Group(model, data, adapters, ways, rows)
 
 

@@ -81,20 +81,22 @@ def calibration() -> str:
 @table
 def random_runs() -> str:
     """Runs with options paired at random."""
-    result = load("random_runs_h100")
-    counts = ("runs", "refused", "resumed", "exported")
-    runs, refused, resumed, exported = (sum(seed[key] for seed in result["seeds"]) for key in counts)
-    unseen = sum(len(seed.get("hidden_refusals", ())) for seed in result["seeds"])
-    apart = [failure for seed in result["seeds"] for failure in seed["failures"]]
+    results = [load(f"random_runs_{gpu}") for gpu in ("h100", "h200")]
+    seeds = [seed for result in results for seed in result["seeds"]]
+    counts = ("runs", "two_gpus", "refused", "resumed", "exported")
+    runs, two, refused, resumed, exported = (sum(seed.get(key, 0) for seed in seeds) for key in counts)
+    unseen = sum(len(seed.get("hidden_refusals", ())) for seed in seeds)
+    apart = [failure for seed in seeds for failure in seed["failures"]]
     assert not any(failure["code"] for failure in apart)
+    groups = sum(len({failure["group"] for failure in seed["failures"]}) for seed in seeds)
     return prose(
-        f"{runs} runs of benchmarks/random_runs.py, of dense models, hybrids and experts, {resumed} of them resumed "
-        f"and {exported} exported. {refused} ended as refusals do ({unseen} of them, with FP8 weights on two GPUs, by "
-        "their exit code alone: the line itself was not recorded), none with another error; "
-        f"{runs - refused - len(apart)} have the losses of the plain run "
-        f"of their group within 0.5 % (BF16) or 2 % (FP8) in every step. The other {len(apart)}, "
-        f"with experts under FP8, are up to {100 * max(failure['off'] for failure in apart):.0f} % away in a step "
-        f"where the loss jumps. {measured_on(result)}"
+        f"{runs} runs of benchmarks/random_runs.py, of dense models, hybrids and experts, {two} of them on two GPUs, "
+        f"{resumed} resumed and {exported} exported. {refused} ended as refusals do ({unseen} of them by their exit "
+        "code: torchrun's report had pushed out the line, which the same options print on a CPU), none with another "
+        f"error; {runs - refused - len(apart)} have the losses of the plain run of their group within 0.5 % (BF16) or "
+        f"2 % (FP8) in every step. The other {len(apart)}, under FP8 in {groups} groups, are up to "
+        f"{100 * max(failure['off'] for failure in apart):.0f} % away, where the loss jumps at the default learning "
+        "rate. " + " ".join(map(measured_on, results))
     )
 
 
