@@ -250,7 +250,7 @@ def main() -> None:
     one.add_argument("--shape", nargs="*", default=[], metavar="FIELD=N", help="fields of the config to change")
     one.add_argument("--recipe", default="delayed")
     one.add_argument("--fp8-params", action=argparse.BooleanOptionalAction, default=False, help="gather weights in FP8")
-    one.add_argument("--parallel", default="fsdp", choices=["ddp", "fsdp"])
+    one.add_argument("--parallel", default="fsdp", choices=["ddp", "fsdp", "fsdp+ep"])
     one.add_argument("--batch-size", type=int, default=8, help="sequences of each process")
     one.add_argument("--seq-len", type=int, default=2048)
     one.add_argument("--accumulation", type=int, default=1, help="batches of each process per step")

@@ -13,13 +13,17 @@ BASE = "--preset gated-124m --batch-size 8 --seq-len 512 --steps 24 --eval-every
 SHIPPED = "--model gated-nano --steps 24 --eval-every 8 --sample-tokens 0"
 HYBRID, EXPERTS = "--preset gated-hybrid-nano", "--preset gated-moe-nano"
 WIDE = "--preset gated-350m --num-hidden-layers 6"  # head_dim 128
+TINY_DENSE = (
+    "--preset gated-nano --hidden-size 64 --intermediate-size 96 --head-dim 32 --num-attention-heads 2 "
+    "--num-key-value-heads 2"
+)
 TINY = (
-    "--preset gated-nano --vocab-size 4096 --hidden-size 64 --intermediate-size 96 --num-hidden-layers 4 --head-dim 32 "
-    "--num-attention-heads 2 --num-key-value-heads 2 --seq-len 32 --batch-size 4 --device cpu --engine emulated "
+    "--vocab-size 4096 --num-hidden-layers 4 --seq-len 32 --batch-size 4 --device cpu --engine emulated "
     "--learning-rate 0.005 --warmup-steps 2"
 )
 SMALL_TEXTS = "--data te_models/config"
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2"
+TORCHRUN_4 = TORCHRUN.replace("2", "4")
 RESTARTING = f"{TORCHRUN} --max-restarts 1"
 
 
@@ -60,9 +64,9 @@ def train_shipped(flags: str) -> Journey:
     return Journey((tune(f"--learning-rate 1e-3 {flags}"),), falls=0.2)
 
 
-def together(flags: str, **fields: Any) -> Journey:
-    """One run on two GPUs."""
-    return Journey((pretrain(flags, launch=TORCHRUN),), **{"gpus": 2, **fields})
+def together(flags: str, gpus: int = 2, **fields: Any) -> Journey:
+    """One run on two or four GPUs."""
+    return Journey((pretrain(flags, launch=TORCHRUN if gpus == 2 else TORCHRUN_4),), gpus=gpus, **fields)
 
 
 ONE_GPU: dict[str, Journey] = {
@@ -306,4 +310,22 @@ TWO_GPUS: dict[str, Journey] = {
         steps=60, gpus=2, killed="all",
     ),
 }  # fmt: skip
-JOURNEYS = ONE_GPU | TWO_GPUS
+FOUR_GPUS: dict[str, Journey] = {
+    "four-ddp": together("--recipe current --parallel ddp", gpus=4, graph=False),
+    "four-fsdp": together(f"{SHARED} fsdp --save-every 8", gpus=4),
+    "four-fsdp-tp": together(f"{SHARED} fsdp+tp --tensor-parallel-size 2 --save-every 8", gpus=4, graph=False),
+    "four-fsdp-tp-sequence": together(
+        "--recipe current --parallel fsdp+tp --tensor-parallel-size 2 --sequence-parallel", gpus=4, graph=False
+    ),
+    "four-hybrid": together(f"{HYBRID} {SHARED} fsdp", gpus=4),
+    "four-experts": together(f"{EXPERTS} {SHARED} fsdp+ep", gpus=4, graph=False),
+    "four-experts-in-pairs": together(
+        f"{EXPERTS} {SHARED} fsdp+ep --expert-parallel-size 2 --fp8-dispatch --save-every 8", gpus=4, graph=False
+    ),
+    "four-then-two-then-one": Journey(
+        (pretrain(f"{SHARED} fsdp+tp --tensor-parallel-size 2 --steps 8", launch=TORCHRUN_4),
+         pretrain(f"{SHARED} fsdp --steps 16 --resume", launch=TORCHRUN), pretrain("--recipe delayed --resume")),
+        gpus=4,
+    ),
+}  # fmt: skip
+JOURNEYS = ONE_GPU | TWO_GPUS | FOUR_GPUS

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from journey_data import write_records
-from journey_table import BASE, JOURNEYS, ONE_GPU, ROOT, SMALL_TEXTS, TINY, TWO_GPUS
+from journey_table import BASE, JOURNEYS, ROOT, SMALL_TEXTS, TINY, TINY_DENSE
 
 from te_models.inspect.environment import environment
 from te_models.training.metrics import read_metrics
@@ -52,7 +52,7 @@ class Walk:
         words = shlex.split(template.format(**self.places))
         if self.tiny and {"pretrain", "finetune"} & set(words):
             if "--preset" in words:
-                words += shlex.split(TINY)
+                words += shlex.split(TINY if {"gated-hybrid-nano", "gated-moe-nano"} & set(words) else f"{TINY_DENSE} {TINY}")
             elif "--model" in words:
                 words += shlex.split("--device cpu --engine emulated")
                 words += shlex.split("--batch-size 2 --eval-batches 1" if "--data" in words else "--seq-len 32")
@@ -247,7 +247,7 @@ def obstacle(name: str, tiny: bool = False) -> str:
 def walk(
     names: Iterable[str], folder: Path, jobs: int, tiny: bool = False, out: Path | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Walk these journeys, `jobs` at a time (a third of that on two GPUs); returns a row each.
+    """Walk these journeys, `jobs` at a time (a third of that on two GPUs, a sixth on four); returns a row each.
 
     The results so far are in the file `out` after each journey, so that a run cut short leaves its part.
     """
@@ -266,9 +266,9 @@ def walk(
                 write(out, dict(found), jobs)
 
     able = [name for name in names if not obstacle(name, tiny)]
-    for group, workers in ((ONE_GPU, jobs), (TWO_GPUS, max(1, jobs // 3))):
+    for gpus, workers in ((1, jobs), (2, max(1, jobs // 3)), (4, max(1, jobs // 6))):
         with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(one, [name for name in able if name in group]))
+            list(pool.map(one, [name for name in able if JOURNEYS[name].gpus == gpus]))
     return {name: found[name] for name in able}
 
 

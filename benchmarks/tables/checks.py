@@ -84,13 +84,13 @@ def random_runs() -> str:
     results = [load(f"random_runs_{gpu}") for gpu in ("h100", "h200")]
     seeds = [seed for result in results for seed in result["seeds"]]
     counts = ("runs", "two_gpus", "refused", "resumed", "exported")
-    runs, two, refused, resumed, exported = (sum(seed.get(key, 0) for seed in seeds) for key in counts)
+    runs, two, refused, resumed, exported = (sum(seed.get(key) or 0 for seed in seeds) for key in counts)
     unseen = sum(len(seed.get("hidden_refusals", ())) for seed in seeds)
     apart = [failure for seed in seeds for failure in seed["failures"]]
     assert not any(failure["code"] for failure in apart)
     groups = sum(len({failure["group"] for failure in seed["failures"]}) for seed in seeds)
     return prose(
-        f"{runs} runs of benchmarks/random_runs.py, of dense models, hybrids and experts, {two} of them on two GPUs, "
+        f"{runs} runs of benchmarks/random_runs.py, of dense models, hybrids and experts, at least {two} of them on two GPUs, "
         f"{resumed} resumed and {exported} exported. {refused} ended as refusals do ({unseen} of them by their exit "
         "code: torchrun's report had pushed out the line, which the same options print on a CPU), none with another "
         f"error; {runs - refused - len(apart)} have the losses of the plain run of their group within 0.5 % (BF16) or "

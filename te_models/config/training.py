@@ -13,6 +13,8 @@ from te_models.errors import ConfigError, check_known, refuse
 
 PARALLEL = ("auto", "none", "ddp", "fsdp", "tp", "fsdp+tp", "fsdp+ep")
 SCHEDULES = ("cosine", "linear", "constant", "warmup-stable-decay")
+# How layers are divided, each by one kind of PARALLEL: another kind leaves them at their defaults.
+DIVISIONS = ("tensor_parallel_size", "expert_parallel_size", "fp8_dispatch", "sequence_parallel")
 REDUCE_DTYPES = ("float32", "bfloat16")
 # Headings of the help.
 TRAINING, OPTIMIZER = "Training", "Optimizer"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from te_models.config.training import TrainConfig
+from te_models.config.training import DIVISIONS, TrainConfig
 from te_models.device.choice import choose_device
 from te_models.distributed.control import Ranks
 from te_models.distributed.environment import check_place, number
@@ -81,8 +81,8 @@ def choose_parallel(config: TrainConfig, recorded: bool = False, lora: bool = Fa
     """
     world = number("WORLD_SIZE", 0)
     if recorded and (config.parallel == "none") == (world > 1):
-        config = dataclasses.replace(config, parallel="auto", tensor_parallel_size=0, sequence_parallel=False)
-        config = dataclasses.replace(config, expert_parallel_size=0, fp8_dispatch=False)
+        undivided: Fields = {name: getattr(TrainConfig, name) for name in DIVISIONS}
+        config = dataclasses.replace(config, parallel="auto", **undivided)
     if lora and config.parallel in ("tp", "fsdp+tp"):
         raise UsageError(f"--lora adapts whole layers: use --parallel ddp, fsdp or fsdp+ep, not {config.parallel}")
     if config.parallel != "auto":

@@ -20,7 +20,7 @@ from te_models.config.recipe import FP8_WEIGHTS, RECIPE_FIELDS, Recipe, get_reci
 from te_models.config.settings import EVERYDAY, Setting, Settings, as_fields, by_name, setting, settings_of
 from te_models.config.shipped import no_weights
 from te_models.config.toml import read_toml
-from te_models.config.training import EVALUATION, TRAINING, TrainConfig
+from te_models.config.training import DIVISIONS, EVALUATION, TRAINING, TrainConfig
 from te_models.errors import ConfigError, UsageError, check_known, refuse, unknown
 from te_models.files.atomic import explained
 
@@ -350,6 +350,8 @@ def _over(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """
     flat = dict(saved)
     gone: set[str] = {"epochs"} if "steps" in given else set()
+    if "parallel" in given and given["parallel"] != saved.get("parallel"):
+        gone |= set(DIVISIONS)
     if "recipe" in given:
         gone.add("recipe")
         if flat.get("fp8_params") and not given.get("fp8_params") and not _keeps_fp8_weights(given["recipe"]):

@@ -76,6 +76,15 @@ def test_another_recipe_or_shape_replaces_that_of_the_file_as_a_whole(tmp_path: 
             assert run_settings("pretrain", {"recipe": recipe, "preset": "gated-124m"}, file).build == {}
 
 
+@pytest.mark.parametrize("given, size", [({"parallel": "fsdp+tp"}, 2), ({"parallel": "fsdp"}, 0), ({}, 2)])
+def test_another_kind_of_parallelism_drops_the_sizes_of_that_in_the_file(
+    given: dict[str, Any], size: int, tmp_path: Path
+) -> None:
+    text = '[training]\nparallel = "fsdp+tp"\ntensor_parallel_size = 2\nsequence_parallel = true\n'
+    settings = run_settings("pretrain", given | {"preset": "gated-nano"}, write(tmp_path / "run.toml", text))
+    assert (settings.train.tensor_parallel_size, settings.train.sequence_parallel) == (size, size > 0)
+
+
 def test_a_shape_in_a_file_without_a_model_changes_the_preset_given(tmp_path: Path) -> None:
     file = write(tmp_path / "shape.toml", "[shape]\nhidden_size = 64\n")
     assert run_settings("pretrain", {"preset": "gated-124m"}, file).build == {"hidden_size": 64}
