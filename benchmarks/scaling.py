@@ -81,7 +81,7 @@ def step_seconds(
 
 def run(args: argparse.Namespace) -> None:
     """Time one process alone and all together, and report."""
-    args.fields = shape = {name: int(value) for name, _, value in (item.partition("=") for item in args.shape)}
+    args.fields = shape = {name: json.loads(value) for name, _, value in (item.partition("=") for item in args.shape)}
     fields = dict(reshard_after_forward=args.reshard, prefetch_blocks=args.prefetch, reduce_dtype=args.reduce_dtype)
     config = TrainConfig(
         parallel=args.parallel, collective_timeout=600, eval_every=0, save_every=0, steps=10**6, **fields
@@ -247,7 +247,7 @@ def main() -> None:
     one = commands.add_parser("run")
     one.set_defaults(function=run)
     one.add_argument("--preset", default="gated-1b")
-    one.add_argument("--shape", nargs="*", default=[], metavar="FIELD=N", help="fields of the config to change")
+    one.add_argument("--shape", nargs="*", default=[], metavar="FIELD=JSON", help="fields of the config to change")
     one.add_argument("--recipe", default="delayed")
     one.add_argument("--fp8-params", action=argparse.BooleanOptionalAction, default=False, help="gather weights in FP8")
     one.add_argument("--parallel", default="fsdp", choices=["ddp", "fsdp", "fsdp+ep"])
