@@ -7,6 +7,7 @@ Nothing runs through them until peft has adapted one.
 """
 
 import functools
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import cast
@@ -24,6 +25,8 @@ from te_models.interop.hf import Place, expert_places, module_places
 from te_models.interop.hf_expert_families import dropped_by_peft
 from te_models.interop.hf_families import Family, family_for, family_of
 from te_models.kernels.elementwise import ScaledEmbedding
+
+LINEARS_OF_MLP = re.compile(r"(gate|up|down)_proj|\bw[123]\b")  # as files of transformers name them
 
 
 class Rows(nn.Linear):
@@ -285,7 +288,32 @@ def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
         module = part.get_submodule(leaf)
         if not isinstance(module, (DividedLinear, AdaptedWeight)):
             part.add_module(leaf, stand_in(module, part))
+    adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
+    _warn_of_experts_left_out(model, configs, adapted)
     family = _places(model)[1]
-    adapted = (name for name, module in model.named_modules() if hasattr(module, "lora_A"))
     if dropped := dropped_by_peft(family.model_type if family else "", adapted):
         warnings.warn(f"{dropped}: for transformers merge them, or leave them out of target_modules", stacklevel=2)
+
+
+def _warn_of_experts_left_out(model: CausalLM, configs: Document, adapted: list[str]) -> None:
+    """Warn of experts without new adapters where a config names linears of MLPs, or there are adapters on all linears.
+
+    peft takes these names for experts too in some architectures of transformers, since they are linears in files.
+    """
+    experts = dict.fromkeys(linear.name for linear in model.config.linears.values() if linear.experts)
+    new = [config for config in configs.values() if not config.inference_mode]
+    targets = [getattr(config, "target_modules", None) or () for config in new]
+    named = " ".join(group if isinstance(group, str) else " ".join(group) for group in targets)
+    left = [
+        name
+        for name, module in model.layers.named_modules()
+        if isinstance(module, nn.Linear) and ".lora_" not in name and not name.endswith(".base_layer")
+    ]
+    if (
+        new
+        and experts
+        and not any(".experts" in name for name in adapted)
+        and (not left or LINEARS_OF_MLP.search(named))
+    ):
+        parameters = [f"experts.{name}" for name in experts]
+        warnings.warn(f"no expert has an adapter: for that, give target_parameters={parameters}", stacklevel=3)

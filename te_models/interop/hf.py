@@ -321,12 +321,7 @@ def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torc
 
 def module_places(family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]) -> dict[str, Place]:
     """Return `tensor_places` by the names in a model of transformers."""
-    found = {}
-    for name, place in tensor_places(family, config, shapes).items():
-        for stored, there in family.renamed.items():
-            name = name.replace(stored, there)
-        found[name] = place
-    return found
+    return {family.in_transformers(name): place for name, place in tensor_places(family, config, shapes).items()}
 
 
 def expert_places(

@@ -137,6 +137,12 @@ class Family:
         fields = [f"{name}={value!r}" for name, value in config.to_dict().items() if read.get(name, MISSING) != value]
         return [*sorted(linears), *fields]
 
+    def in_transformers(self, name: str) -> str:
+        """Return the name of a tensor in a model of transformers, from that in a folder."""
+        for stored, there in self.renamed.items():
+            name = name.replace(stored, there)
+        return name
+
     def known(self) -> set[str]:
         """The keys that `write` writes or a part reads."""
         return {*COPIED, *self.only, *(key for part in self.parts for key in part.keys)}

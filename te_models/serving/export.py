@@ -83,7 +83,7 @@ def export(
         if model.tp.rank == 0:
             write_hugging_face(model, origin, folder, parameters, read_tokenizer(origin), quantize=writer.quantize)
         model.tp.wait()
-    notes = (*writer.notes, *_size_notes(format, writer.shapes))
+    notes = (*writer.notes, *_notes(format, writer.shapes))
     return Export(Path(folder), format, tuple(writer.quantized), tuple(writer.ignored), notes)
 
 
@@ -162,7 +162,13 @@ class _Writer:
             return {key: "bfloat16" if key in ("dtype", "torch_dtype") else value for key, value in config.items()}
         if "lm_head" not in self.ignored:  # tied: it has no tensor, and servers have the module
             self.ignored.append("lm_head")
-        return {**config, "quantization_config": self.format.config(self.ignored)}
+        family = family_of(config)
+        # Servers look for the names of the folder, transformers for those of its model, where experts are one module.
+        theirs = [family.in_transformers(f"{name}.weight").removesuffix(".weight") for name in self.ignored]
+        linears = self.model.config.linears
+        kept = [name.rpartition(".")[0] for name in linears if linears[name].experts and name not in self.modules]
+        names = dict.fromkeys([*self.ignored, *theirs, *(f"{family.root}{name}.experts" for name in kept)])
+        return {**config, "quantization_config": self.format.config(list(names))}
 
     def _encoded(self, names: list[str], places: Mapping[str, Place], parameter: Tensor) -> dict[str, Tensor]:
         """Return the stored tensors of their weights `names`, which together are one of our parameters."""
@@ -327,8 +333,11 @@ def input_amaxes(model: Decoder, modules: Mapping[str, nn.Module], batches: Iter
     return {name: amax.item() for name, amax in found.items()}
 
 
-def _size_notes(format: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return a note on weights that servers refuse in blocks of 128."""
+def _notes(format: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return notes on quantized weights, of these shapes by name, that other programs do not read."""
+    if format in ("mxfp8", "nvfp4") and any(".experts." in name for name in shapes):
+        how = {"mxfp8": "fails on", "nvfp4": "reads wrong values, without an error, for"}[format]
+        return [f"transformers 5.24 {how} experts in {format}: use a server, or te_models"]
     if format != "fp8-block":
         return []
     odd = [f"{name} {list(shape)}" for name, shape in shapes.items() if any(size % 128 for size in shape)]

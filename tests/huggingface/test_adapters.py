@@ -1,5 +1,6 @@
 """peft's own adapters on a TEModelsForCausalLM: named, computed and saved as on the model of transformers."""
 
+import ast
 import copy
 import pickle
 import zlib
@@ -338,6 +339,21 @@ def test_what_peft_cannot_place_beside_experts_is_said(tmp_path: Path) -> None:
     make_theirs("glm4_moe-groups", tmp_path / "glm4_moe")
     with pytest.warns(UserWarning, match="drops them there: for transformers merge them"):
         peft.get_peft_model(load(tmp_path / "glm4_moe"), peft.LoraConfig(target_modules="all-linear"))
+
+
+@pytest.mark.filterwarnings("error:no expert")
+def test_experts_left_out_are_said(tmp_path: Path) -> None:
+    """Also where the linears of an MLP are named, which are those of experts in files; with the names that help."""
+    make_theirs("mixtral-one-key", tmp_path)
+    for targets in ("all-linear", ["q_proj", "w1", "w2", "w3"]):
+        with pytest.warns(UserWarning, match="no expert has an adapter: for that, give target_parameters=") as told:
+            adapted = peft.get_peft_model(load(tmp_path), peft.LoraConfig(target_modules=targets))
+    adapted.save_pretrained(tmp_path / "adapter")
+    peft.PeftModel.from_pretrained(load(tmp_path), tmp_path / "adapter")
+    named = ast.literal_eval(str(told[0].message).partition("target_parameters=")[2])
+    ours = peft.get_peft_model(load(tmp_path), peft.LoraConfig(target_modules="all-linear", target_parameters=named))
+    assert any(".experts.base_layer.lora_A" in name for name in trainable(ours))
+    peft.get_peft_model(load(tmp_path), config("one"))
 
 
 def test_the_families_whose_linears_peft_takes_for_experts_are_known() -> None:

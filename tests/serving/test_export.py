@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
     from transformers import CompressedTensorsConfig, FineGrainedFP8Config
-    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize, replace_with_fp8_linear
 
 
 SIZES: dict[str, Any] = dict(vocab_size=96, hidden_size=256, intermediate_size=384, num_hidden_layers=3)
@@ -317,6 +317,21 @@ def test_what_the_table_keeps_in_bf16_is_not_quantized(recipe: str, tmp_path: Pa
         assert_same_bits(name, back.get_submodule(name).weight, model.get_submodule(name).weight)
 
 
+def test_transformers_finds_what_an_edge_keeps_in_bf16(tmp_path: Path) -> None:
+    """By the names of its own modules, which differ from those of the folder; experts are one of them."""
+    config = make_config("laguna-all-sparse")
+    config.intermediate_size = config.moe_intermediate_size = config.shared_expert_intermediate_size = 32
+    theirs = AutoModelForCausalLM.from_config(config)
+    theirs.save_pretrained(tmp_path / "in")
+    edges = dict(recipe="current", num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=0)
+    CausalLM.from_pretrained(tmp_path / "in", device="cpu", **edges).export(tmp_path / "out")
+    told = FineGrainedFP8Config(**document_of(tmp_path / "out")["quantization_config"])
+    made = replace_with_fp8_linear(theirs, told.modules_to_not_convert, told, pre_quantized=True)
+    found = [name for name, module in made.named_modules() if type(module).__name__.startswith("FP8")]
+    depths = [name.split(".")[2] for name in found]
+    assert depths.count("0") == 0 and depths.count("1") == depths.count("2") == 9
+
+
 def test_a_linear_under_another_recipe_is_served_as_it_trained(tmp_path: Path) -> None:
     """Power-of-two scales are those of blockwise; Float8CurrentScaling's, as the model's own, are any."""
     model = build("current", precision={"layers.1.mlp.down_proj": "blockwise"}, dtype=torch.bfloat16)
@@ -561,6 +576,8 @@ def test_unsupported_exports_are_refused_in_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     (note,) = model.export(tmp_path / "out", format="fp8-block").notes
     assert "no multiples of 128" in note and "fp8-channel" in note
+    (note,) = trained("qwen3_moe").export(tmp_path / "experts", format="nvfp4").notes
+    assert "transformers 5.24 reads wrong values" in note
 
 
 def test_the_command_exports_with_text_to_measure_on(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
