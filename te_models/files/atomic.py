@@ -11,6 +11,7 @@ import contextlib
 import glob
 import hashlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -19,11 +20,12 @@ from pathlib import Path
 from te_models.errors import CheckpointError, SaveError
 
 CHUNK_BYTES = 4 * 2**20
+_ERRNO = re.compile(r"^\[Errno \d+\] ")
 
 
 def first_line(error: BaseException) -> str:
-    """Return the message of an exception as one line of bounded length."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+    """Return the message of an exception as one line of bounded length, without the number of a system error."""
+    return _ERRNO.sub("", (str(error).splitlines() or [type(error).__name__])[0])[:300]
 
 
 @contextlib.contextmanager

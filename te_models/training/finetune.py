@@ -64,7 +64,7 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
     with parallel(config, settings.build.get("device")) as shared, contextlib.ExitStack() as stack:
         shared.frozen = settings.lora is not None
         console = Terminal(quiet=not shared.ranks.first)
-        settings = settings if resume else _with_recipe(settings, console)
+        settings, chosen = (settings, []) if resume else _with_recipe(settings)
         folder, newest = _place(settings, shared, resume)
         memory = check_memory(settings, config, shared, newest)
         saved = newest if "tokenizer" not in settings.given else None
@@ -82,7 +82,7 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
         start = starting_step(folder, newest is not None, config.steps, settings.lora, "merge_dtype" in settings.given)
         first = _first_recipe(settings, model)
         about = summary(model, dataset, config, start, shared.describe(), settings.command, memory, first)
-        for part in (*_notes(settings, folder, newest, model), about):
+        for part in (*chosen, *_notes(settings, folder, newest, model), about):
             console.print(part)
         sampler = _sampler(settings, model, words, eval_batches, shared)
         if sampler and settings.model is not None and not start and shared.ranks.world == 1:
@@ -150,10 +150,10 @@ def _expected_seconds(model: CausalLM, batch: Batch, config: TrainConfig) -> flo
     return 3 * (time.monotonic() - begun) * config.steps * config.gradient_accumulation
 
 
-def _with_recipe(settings: RunSettings, console: Console) -> RunSettings:
-    """Return the settings with recipe="auto" resolved, after a line that says so: that of the model, if it has one."""
+def _with_recipe(settings: RunSettings) -> tuple[RunSettings, list[str]]:
+    """Return the settings with recipe="auto" resolved, to that of the model if it has one, and a line that says so."""
     if settings.recipe != AUTO:
-        return settings
+        return settings, []
     fields = {name: value for name, value in settings.build.items() if name in config_fields()}
     if settings.preset is not None:
         shape, recipe, dtype = get_preset(settings.preset, **fields), None, torch.bfloat16
@@ -164,8 +164,7 @@ def _with_recipe(settings: RunSettings, console: Console) -> RunSettings:
         names = ("engine", "device", "fp8_params", *RECIPE_FIELDS)
         own = {name: value for name, value in settings.build.items() if name in names}
         recipe, reason = auto_recipe(shape, dtype=dtype, **own)
-    console.print(f"recipe auto: {recipe.name} ({reason})")
-    return dataclasses.replace(settings, recipe=recipe)
+    return dataclasses.replace(settings, recipe=recipe), [f"recipe auto: {recipe.name} ({reason})"]
 
 
 def _place(settings: RunSettings, shared: Parallel, resume: bool) -> tuple[Path, Path | None]:

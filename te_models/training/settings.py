@@ -266,8 +266,10 @@ def resumed_settings(
         changed_settings(read_run_file(folder / RUN_FILE), given)
         return run_settings(command, given, folder / RUN_FILE, called)
     nameless = not {"preset", "model"} & given.keys()
+    run = next((outer for outer in folder.parents if (outer / RUN_FILE).is_file()), None)
     mistakes = {
         f"nothing to resume: {folder} does not exist; give the folder of a run": not folder.exists(),
+        f"{folder} is part of a run: give --resume {run}, which continues from its newest checkpoint": run is not None,
         f"nothing to resume: {folder} has no checkpoint; start without --resume": not (folder / "checkpoints").is_dir(),
         f"{folder} has no {RUN_FILE}: give the settings of the run again, --preset or --model among them": nameless,
     }

@@ -315,7 +315,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1 and captured.err.startswith("te-models: ")
-    assert "Errno" not in captured.err and Path("file").read_text() == "no folder"
+    assert not captured.out and "Errno" not in captured.err and Path("file").read_text() == "no folder"
     assert {path.name for path in tmp_path.iterdir()} == {"file", "text"}, "nothing is left behind"
 
 

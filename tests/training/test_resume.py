@@ -123,6 +123,9 @@ def test_the_folder_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         UsageError, match="several runs could be resumed .runs/gated-nano-bf16, runs/gated-nano-delayed.: give"
     ):
         resumed_settings("pretrain", nano)
+    Path("runs/other-bf16/run.toml").touch()
+    with pytest.raises(UsageError, match="other-bf16/checkpoints is part of a run: give --resume runs/other-bf16, "):
+        resumed_settings("pretrain", nano, Path("runs/other-bf16/checkpoints"))
 
 
 def test_a_run_from_a_file_takes_a_free_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,21 +64,16 @@ def choose(table: dict[str, Any], option: str, value: str) -> Any:
 class TEModelsRMSNorm(nn.Module):
     """RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), computed in FP32; the weight may be gamma - 1."""
 
-    def __init__(self, size: int, eps: float, zero_centered: bool) -> None:
+    def __init__(self, config: TEModelsDecoderConfig, size: int) -> None:
         super().__init__()
-        self.eps, self.zero_centered = eps, zero_centered
-        self.weight = nn.Parameter(torch.zeros(size) if zero_centered else torch.ones(size))
+        self.eps, self.zero_centered = config.rms_norm_eps, config.options["zero_centered_norm"]
+        self.weight = nn.Parameter(torch.zeros(size) if self.zero_centered else torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> the same shape and dtype."""
         wide = x.float()
         gamma = self.weight.float() + 1.0 if self.zero_centered else self.weight.float()
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * gamma).to(x.dtype)
-
-
-def norm(config: TEModelsDecoderConfig, size: int) -> TEModelsRMSNorm:
-    """Return a norm of a model."""
-    return TEModelsRMSNorm(size, config.rms_norm_eps, config.options["zero_centered_norm"])
 
 
 class RoPE:
@@ -249,8 +244,8 @@ class TEModelsAttention(nn.Module):
         self.norms_all_heads = self.options["qk_norm"] and scope
         self.norms_each_head = self.options["qk_norm"] and not scope
         if self.options["qk_norm"]:
-            self.q_norm = norm(config, q if scope else size)
-            self.k_norm = norm(config, kv if scope else size)
+            self.q_norm = TEModelsRMSNorm(config, q if scope else size)
+            self.k_norm = TEModelsRMSNorm(config, kv if scope else size)
         scale = self.options["attention_multiplier"]
         self.scale = config.head_dim**-0.5 if scale is None else scale
         self.sinks = nn.Parameter(torch.zeros(config.num_attention_heads)) if self.options["attention_sinks"] else None
@@ -322,12 +317,12 @@ class TEModelsDecoderLayer(nn.Module):
         places = {"pre": (True, False), "post": (False, True), "both": (True, True)}
         before, after = choose(places, "norm_position", options["norm_position"])
         self.multiplier = options["residual_multiplier"]
-        self.input_layernorm = norm(config, config.hidden_size) if before else nn.Identity()
+        self.input_layernorm = TEModelsRMSNorm(config, config.hidden_size) if before else nn.Identity()
         self.self_attn = TEModelsAttention(config, layer)
-        self.attention_output_norm = norm(config, config.hidden_size) if after else nn.Identity()
-        self.post_attention_layernorm = norm(config, config.hidden_size) if before else nn.Identity()
+        self.attention_output_norm = TEModelsRMSNorm(config, config.hidden_size) if after else nn.Identity()
+        self.post_attention_layernorm = TEModelsRMSNorm(config, config.hidden_size) if before else nn.Identity()
         self.mlp = TEModelsMLP(config)
-        self.mlp_output_norm = norm(config, config.hidden_size) if after else nn.Identity()
+        self.mlp_output_norm = TEModelsRMSNorm(config, config.hidden_size) if after else nn.Identity()
 
     def forward(self, x: Tensor, *attention: Tensor | None) -> Tensor:
         """x [B, S, D] -> [B, S, D]; `attention` are the further arguments of TEModelsAttention."""
@@ -364,7 +359,7 @@ class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
         super().__init__(config)
         self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(TEModelsDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = norm(config, config.hidden_size)
+        self.norm = TEModelsRMSNorm(config, config.hidden_size)
         self.ropes = {sliding: RoPE(config, sliding) for sliding in (False, True)}
         self.gradient_checkpointing = False
         self.post_init()
