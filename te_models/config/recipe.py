@@ -221,7 +221,8 @@ class Recipe:
 
     def inner_layers(self, layers: int) -> range:
         """Return the numbers of the layers, of `layers` in all, that the recipe does not keep in BF16."""
-        return range(self.num_layers_at_start_in_bf16, layers - self.num_layers_at_end_in_bf16)
+        first = min(self.num_layers_at_start_in_bf16, layers)
+        return range(first, max(first, layers - self.num_layers_at_end_in_bf16))
 
     @property
     def head_in_fp8(self) -> bool:

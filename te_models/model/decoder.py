@@ -350,7 +350,7 @@ class Decoder(nn.Module):
         fp8 = self.fp8_layers
         x = self.tp.scatter(self._padded(self._embedded(tokens, context), context))
         x = self._run(range(fp8.start), x, context)
-        with context.autocasts.layers() if fp8 else contextlib.nullcontext():
+        with context.autocasts.layers() if fp8 or self.recipe.head_in_fp8 else contextlib.nullcontext():
             x = self._run(fp8, x, context)
             if self.recipe.head_in_fp8:
                 return self._output(x, context, wanted)

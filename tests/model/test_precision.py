@@ -174,6 +174,16 @@ def test_a_recompute_has_the_precision_of_its_first_pass(table: str, own: str, m
         step(plain)
 
 
+@pytest.mark.parametrize(("start", "end"), [(4, 0), (9, 0), (3, 3), (0, 9)])
+def test_edges_that_meet_run_every_layer_once(start: int, end: int) -> None:
+    own = "delayed"
+    edges = dict(num_layers_at_start_in_bf16=start, num_layers_at_end_in_bf16=end)
+    model, by_hand = build(own, {"layers.1.*": own}, lm_head="fp8", **edges), build("bf16")
+    inside = ("layers.1.", "lm_head")
+    asked = asking(by_hand, own, lambda name, own: own if name.startswith(inside) else "bf16")
+    assert_steps_are_those_by_hand(model, by_hand, asked, steps=2)
+
+
 @pytest.mark.parametrize("own", [name for name in RECIPES if name != "bf16"])
 def test_a_head_in_fp8_after_layers_in_bf16(own: str) -> None:
     model, by_hand = build(own, lm_head="fp8"), build("bf16")
