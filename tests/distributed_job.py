@@ -96,6 +96,7 @@ def outcome(run: Trainer, result: Result) -> dict[str, Any]:
         losses=[row["loss"] for row in rows],
         norms=[row["grad_norm"] for row in rows],
         fullest=[row["fullest_expert"] for row in rows if "fullest_expert" in row],
+        balance=[row["balance_loss"] for row in rows if "balance_loss" in row],
         eval_loss=result.eval_loss,
         step=result.step,
         interrupted=result.interrupted,

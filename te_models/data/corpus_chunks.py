@@ -16,13 +16,12 @@ from te_models.data.documents import has_text, hash_document, refuse_mixture
 from te_models.data.encoding import Encoded, Fit, encode_documents, fit_records
 from te_models.data.files import check_text, file_format, readable_errors
 from te_models.data.formats import Document
-from te_models.data.packing import RecordEpoch
+from te_models.data.packing import RecordEpoch, flags_of
 from te_models.data.rows import FileRange, file_ranges, read_range
 from te_models.data.sources import Source, open_sources
 from te_models.data.tokenizer import Tokenizer, end_of_text
 
 CHUNK_BYTES = 2**19
-TARGET, FIRST = 1, 2  # flags of a token: the loss counts its prediction; it begins a document
 
 
 @dataclass(frozen=True)
@@ -132,11 +131,10 @@ class ChunkReader:
         encoded = encode_documents(documents, self.tokenizer, begin_prompts=self.whole)
         if self.whole:
             return self._pack(self.fit(encoded)[0])
-        flags = np.full(encoded.num_tokens, TARGET, dtype=np.int32)
-        if encoded.counted is not None:
-            flags[~encoded.counted] = 0
-        flags[encoded.starts] |= FIRST
-        return np.stack([encoded.tokens, flags])
+        counted = np.ones(encoded.num_tokens, dtype=np.bool_) if encoded.counted is None else encoded.counted
+        firsts = np.zeros(encoded.num_tokens, dtype=np.bool_)
+        firsts[encoded.starts] = True
+        return np.stack([encoded.tokens, flags_of(counted, firsts)])
 
     def fit(self, encoded: Encoded) -> tuple[Encoded, Fit]:
         """Leave out, or cut, the records that do not fit a window; say how many."""
@@ -153,9 +151,8 @@ class ChunkReader:
         epoch = self.windows(encoded)
         rows = [epoch.marked_window(index) for index in range(epoch.num_windows)]
         packed = np.empty((2, len(rows) * self.seq_len), dtype=np.int32)
-        for index, (ids, counted, firsts) in enumerate(rows):
-            at = slice(index * self.seq_len, (index + 1) * self.seq_len)
-            packed[0, at], packed[1, at] = ids, counted * TARGET + firsts * FIRST
+        for index, row in enumerate(rows):
+            packed[:, index * self.seq_len : (index + 1) * self.seq_len] = row
         return packed
 
     def place(self, document: Document) -> int:

@@ -29,7 +29,7 @@ from te_models.data.formats import Document
 from te_models.data.packing import CutEpoch, Epoch, RecordEpoch, check_windows, repeats, stack_windows
 from te_models.data.tokenizer import Tokenizer, end_of_text
 from te_models.errors import DataError, UsageError, plural, refuse
-from te_models.model.targets import IGNORED
+from te_models.model.targets import IGNORED, PAD_DOCUMENT
 
 
 def check_fit(tokenizer: Tokenizer, config: ModelConfig, seq_len: int = 0) -> None:
@@ -56,8 +56,9 @@ def check_position(state: Mapping[str, object], fingerprint: int) -> None:
 class TokenDataset:
     """An endless iterator of batches {"input_ids", "labels"}, both int64 [batch_size, seq_len].
 
-    Labels equal input_ids (the model shifts them), except IGNORED on prompts and padding. With packing="documents"
-    there is also "document_ids", and the first token of each document is IGNORED, since nothing before it is seen. Each
+    Labels equal input_ids (the model shifts them), except IGNORED on prompts and padding. Unless packing="stream" there
+    is also "document_ids", below 0 at padding, and the first token of each document is IGNORED, since nothing before it
+    is seen. Each
     epoch orders the documents anew and returns its windows in random order, so that a batch does not come from one
     document. Batches run on from one epoch to the next, and rank `r` of `world_size` takes the r-th of every
     `world_size` batches.
@@ -201,7 +202,7 @@ class TokenDataset:
         spread = max(self.num_windows, total)
         firsts = [(number * self.world_size + self.rank) * self.batch_size for number in range(count)]
         places = [[(first + i) * spread // total for i in range(self.batch_size)] for first in firsts]
-        filled = {"input_ids": self._pad, "labels": IGNORED, "document_ids": 1}
+        filled = {"input_ids": self._pad, "labels": IGNORED, "document_ids": PAD_DOCUMENT}
         blank = {name: np.full_like(value, filled[name]) for name, value in self._in_order.window(0).items()}
         return [
             stack_windows([self._in_order.window(place) if place < self.num_windows else blank for place in batch])

@@ -14,13 +14,13 @@ from torch import Tensor
 from te_models.config.data import PACKINGS
 from te_models.data.encoding import Encoded
 from te_models.errors import UsageError, check_known
-from te_models.model.targets import IGNORED
+from te_models.model.targets import IGNORED, PAD_DOCUMENT
 
 GROUP = 4096  # records that are packed together: the fuller windows, the larger
+TARGET, FIRST, PADDING = 1, 2, 4  # flags of a token: the loss counts its prediction; it begins a document; it is none
 
 Window = dict[str, NDArray[np.int64]]
-# The ids of a window, which of them the loss counts, and which begin a document, [seq_len] each.
-Marked = tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]
+Marked = tuple[NDArray[np.int64], NDArray[np.int32]]  # the ids of a window, and their flags, [seq_len] each
 
 
 class Epoch(ABC):
@@ -56,7 +56,7 @@ class Epoch(ABC):
         self.num_windows = count
 
     def window(self, index: int) -> Window:
-        """Return one window; its padding is a document of its own."""
+        """Return one window; its padding has the document id PAD_DOCUMENT."""
         return pack_window(*self.marked_window(index), self.packing)
 
     def padding(self) -> float:
@@ -102,8 +102,7 @@ class CutEpoch(Epoch):
         counted = inside.copy()
         if self.encoded.counted is not None:
             counted[inside] = self.encoded.counted[at]
-        firsts = np.where(inside, offset == 0, positions == self.num_tokens)  # padding is a document too
-        return ids, counted, firsts
+        return ids, flags_of(counted, inside & (offset == 0), ~inside)
 
     def _counts(self, index: int) -> bool:
         """Return whether a window has a counted label after its first token."""
@@ -145,8 +144,7 @@ class RecordEpoch(Epoch):
         counted[:total] = True if self.encoded.counted is None else self.encoded.counted[at]
         firsts = np.zeros(self.seq_len, dtype=np.bool_)
         firsts[begins] = True
-        firsts[total : total + 1] = True  # padding, if there is any, is a document too
-        return ids, counted, firsts
+        return ids, flags_of(counted, firsts, np.arange(self.seq_len) >= total)
 
 
 def cut_texts(
@@ -188,15 +186,23 @@ def pack_records(lengths: NDArray[np.int64], seq_len: int) -> tuple[NDArray[np.i
     return np.array(order, dtype=np.int64), np.cumsum([0, *map(len, windows)])
 
 
-def pack_window(ids: NDArray[np.int64], counted: NDArray[np.bool_], firsts: NDArray[np.bool_], packing: str) -> Window:
-    """Return one window of a batch: input_ids, labels and, packed by documents, document_ids, each int64 [seq_len].
+def flags_of(
+    counted: NDArray[np.bool_], firsts: NDArray[np.bool_], padding: NDArray[np.bool_] | None = None
+) -> NDArray[np.int32]:
+    """Return the flags of tokens: those that the loss counts, that begin a document, and that only fill a window."""
+    flags = counted * TARGET + firsts * FIRST
+    return (flags if padding is None else flags + padding * PADDING).astype(np.int32)
 
-    `counted` marks the tokens whose prediction the loss counts, `firsts` those that begin a document.
-    """
-    if packing != "documents":
+
+def pack_window(ids: NDArray[np.int64], flags: NDArray[np.int32], packing: str) -> Window:
+    """Return one window of a batch: input_ids, labels and, unless packed as a stream, document_ids, int64 [seq_len]."""
+    counted = flags & TARGET != 0
+    if packing == "stream":
         return {"input_ids": ids, "labels": np.where(counted, ids, IGNORED)}
+    firsts = flags & FIRST != 0
     labels = np.where(counted & ~firsts, ids, IGNORED)
-    return {"input_ids": ids, "labels": labels, "document_ids": np.cumsum(firsts, dtype=np.int64)}
+    documents = np.where(flags & PADDING, PAD_DOCUMENT, np.cumsum(firsts, dtype=np.int64))
+    return {"input_ids": ids, "labels": labels, "document_ids": documents}
 
 
 def stack_windows(windows: Sequence[Window]) -> dict[str, Tensor]:

@@ -36,12 +36,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from te_models.data.corpus_chunks import CHUNK_BYTES, FIRST, TARGET, ChunkReader, Chunks, find_chunks
+from te_models.data.corpus_chunks import CHUNK_BYTES, ChunkReader, Chunks, find_chunks
 from te_models.data.dataset import check_position
 from te_models.data.encoding import Fit, encode_documents
 from te_models.data.files import check_text
 from te_models.data.formats import Document
-from te_models.data.packing import check_windows, pack_window, repeats, stack_windows
+from te_models.data.packing import Marked, check_windows, pack_window, repeats, stack_windows
 from te_models.data.rows import FileRange
 from te_models.data.sources import Source
 from te_models.data.tokenizer import Tokenizer
@@ -354,12 +354,12 @@ class Lane:
         self._chunk: NDArray[np.int32] | None = None
         self.ahead: Request | None = data.request(number, self.epoch, self.place)
 
-    def window(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return ids, targets and document starts of window `index`, which is no earlier than the last."""
+    def window(self, index: int) -> Marked:
+        """Return window `index`, which is no earlier than the last."""
         self.skip_to(index)
         ids, flags = np.concatenate(list(self._take(self.data.seq_len)), axis=1)
         self.windows += 1
-        return ids.astype(np.int64), (flags & TARGET).astype(bool), (flags & FIRST).astype(bool)
+        return ids.astype(np.int64), flags
 
     def skip_to(self, index: int) -> None:
         """Skip the windows before `index`, which belong to other ranks."""

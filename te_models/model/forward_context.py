@@ -40,7 +40,8 @@ class ForwardContext(NamedTuple):
     cache: Cache | None
     masks: dict[int | None, Visible]  # sliding window -> which keys are seen
     real: Tensor | None  # bool [B*S, 1], False at padding inside the batch; None where there is none
-    documents: Tensor | None  # int [B, S], the document of each token; None: each row is one
+    routed: Tensor | None  # bool [B*S, 1], False at padding of either kind, which no expert gets; None: all are tokens
+    documents: Tensor | None  # int [B, S], the document of each token, below 0 at padding; None: each row is one
     recompute: Recompute  # which activations backward recomputes
     kernels: Kernels
     fp8_layers: range  # the blocks that belong inside the model's autocast
@@ -139,6 +140,7 @@ def forward_context(
             masks[spec.window] = _mask(spec, seq, padded, documents, kernels, ids.device, dtype)
     if positions is None:
         positions = _positions(seq, padded, documents, ids.device)
+    real = None if padded is None else padded.reshape(-1, 1)
     return ForwardContext(
         batch=batch,
         seq=seq,
@@ -149,7 +151,8 @@ def forward_context(
         },
         cache=cache,
         masks=masks,
-        real=None if padded is None else padded.reshape(-1, 1),
+        real=real,
+        routed=real if documents is None else documents.reshape(-1, 1) >= 0,
         documents=cache.documents if cache else documents,
         recompute=recompute,
         kernels=kernels,

@@ -84,7 +84,7 @@ def check_inputs(
     elif labels is not None and labels.dtype != torch.int64:
         mistake = f"labels is of {labels.dtype}: give an int64 tensor [B, S]"
     elif document_ids is not None and not (cache is None and attention_mask is None):
-        mistake = "document_ids goes with neither a cache nor an attention_mask: give padding a document of its own"
+        mistake = "document_ids goes with neither a cache nor an attention_mask: give padding the document -1"
     if mistake:
         raise UsageError(mistake)
 

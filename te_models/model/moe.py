@@ -74,14 +74,14 @@ class Experts(Feedforward[MoESpec]):
 
         def route() -> tuple[Tensor, Places, Exchange | None]:
             bias = self.expert_bias if moe.expert_bias else None
-            chosen = choose(logits, bias, context.real, moe)
+            chosen = choose(logits, bias, context.routed, moe)
             if self.ep.size == 1:
                 return chosen, places(chosen, moe.num_experts, context.alignment, on_device), None
             where = places(chosen, moe.num_experts, 1)
             return chosen, where, self.ep.exchange(where, context.alignment, kernels)
 
         (chosen, where, exchange), first = context.recompute.kept(self.layer, route)
-        routing = describe(logits, where.counts, context.real, moe)  # a recompute has to save what the first pass did
+        routing = describe(logits, where.counts, context.routed, moe)  # a recompute has to save what the first pass did
         if first:
             context.routing.layers.append(routing)
         own = exchange.places if exchange else where

@@ -38,11 +38,13 @@ class RoutingReport(NamedTuple):
     z_loss: Tensor
     shares: Tensor  # FP32 [layers, E]: of each layer's assignments, those of each expert
 
-    def metrics(self) -> Tensor:
-        """Return both losses, the largest share of an expert of any layer, and the mean share of each: FP32 [3 + E]."""
+    def metrics(self, weight: Tensor | float) -> Tensor:
+        """Return both losses, times `weight`, the factor of the pass in the loss of its step; then the largest share
+        of an expert of any layer, and the mean share of each: FP32 [3 + E].
+        """
         shares = self.shares.detach()
-        first = torch.stack([self.balance_loss.detach(), self.z_loss.detach(), shares.max()])
-        return torch.cat([first, shares.mean(0)])
+        losses = weight * torch.stack([self.balance_loss.detach(), self.z_loss.detach()])
+        return torch.cat([losses, shares.max()[None], shares.mean(0)])
 
     def loss(self, moe: MoEConfig) -> Tensor:
         """Return what is added to the loss in training, FP32 []."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from te_models.errors import UsageError
 
 IGNORED = -100  # label of tokens that the loss does not count: Hugging Face's and PyTorch's convention
+PAD_DOCUMENT = -1  # document id of padding, as is any below 0
 
 
 def next_token_targets(
@@ -22,7 +23,7 @@ def next_token_targets(
         labels: int64 [B, S], not shifted; -100 is not counted.
         attention_mask: [B, S], 0 at padding; None: no padding.
         vocab_size: labels must be below it.
-        document_ids: int [B, S], the document that each token belongs to; None: a row is one.
+        document_ids: int [B, S], the document that each token belongs to, below 0 at padding; None: a row is one.
 
     Returns:
         int64 [B * S] with -100 where there is no target; a bool scalar on the device, None if labels were checked.
@@ -37,7 +38,8 @@ def shifted(labels: Tensor, attention_mask: Tensor | None, document_ids: Tensor 
     """Return the target of each position, int64 [B, S], -100 where there is none; arguments as above."""
     targets = labels[:, 1:]  # [B, S - 1]
     if document_ids is not None:
-        targets = targets.masked_fill(document_ids[:, 1:] != document_ids[:, :-1], IGNORED)
+        before, after = document_ids[:, :-1], document_ids[:, 1:]
+        targets = targets.masked_fill((before != after) | (before < 0), IGNORED)
     if attention_mask is not None:
         targets = targets.masked_fill(attention_mask[:, :-1] == 0, IGNORED)
     return F.pad(targets, (0, 1), value=IGNORED)  # the last token has no next one

@@ -128,7 +128,7 @@ class GraphedStep:
         loss = output.loss * self.weight
         loss.backward()
         self.loss = loss.detach()
-        self.routing = [] if output.routing is None else [output.routing.metrics()]
+        self.routing = [] if output.routing is None else [output.routing.metrics(self.weight)]
 
     def _take(self, batch: dict[str, Tensor]) -> None:
         """Copy the batch into the buffers that the graph reads."""

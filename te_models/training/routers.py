@@ -25,9 +25,15 @@ def weigh_losses(model: CausalLM, config: TrainConfig) -> None:
     )
 
 
-def mean_of_routers(routed: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return the mean of RoutingReport.metrics of a step's micro-batches; empty for a model without routers."""
-    return torch.stack(list(routed)).mean(0) if routed else like.new_empty(0)
+def over_micro_batches(routed: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return RoutingReport.metrics of a step, from those of its micro-batches; empty for a model without routers.
+
+    Losses add up, as in the loss of the step, whose weights they have; shares are means.
+    """
+    if not routed:
+        return like.new_empty(0)
+    every = torch.stack(list(routed))
+    return torch.cat((every[:, :2].sum(0), every[:, 2:].mean(0)))
 
 
 def router_row(values: Sequence[float]) -> dict[str, object]:

@@ -49,7 +49,7 @@ from te_models.training.recipe_schedule import RecipeSchedule
 from te_models.training.restore import read_random_states, read_result, state_mistakes, waiting_in_vain
 from te_models.training.result import Result
 from te_models.training.resume import run_choices
-from te_models.training.routers import mean_of_routers, router_row, weigh_losses
+from te_models.training.routers import over_micro_batches, router_row, weigh_losses
 from te_models.training.saved import saved_part
 from te_models.training.settings import RUN_FILE
 from te_models.training.stop_signals import stop_signals
@@ -285,7 +285,7 @@ class Trainer(NamedFields):
         micro_batches = [next(batches) for _ in range(config.gradient_accumulation)]
         self.schedule.follow(step)
         loss = self._forward_backward(micro_batches)
-        routed = mean_of_routers(self.routed, loss)
+        routed = over_micro_batches(self.routed, loss)
         means = self.parallel.mean_and_any(torch.cat([loss[None], routed]), self.stop_requested() != 0)
         loss, stops = means[0], means[-1]
         norm = self.optimizer.take_gradients(config.clip_grad_norm)
@@ -350,7 +350,7 @@ class Trainer(NamedFields):
                 loss.backward()
                 total += loss.detach()
                 if output.routing is not None:
-                    self.routed.append(output.routing.metrics())
+                    self.routed.append(output.routing.metrics(weight))
         return total
 
     def _check(self, queued: QueuedStep) -> None:

@@ -79,9 +79,9 @@ def test_windows_are_as_full_as_best_fit_makes_them(lengths: list[int]) -> None:
     assert len(sums) == best_fit_decreasing(lengths, 20)
 
 
-def test_padding_behind_texts_is_a_document_of_its_own() -> None:
+def test_padding_behind_texts_is_no_document() -> None:
     batch = next(dataset([Document("abc"), Document("de")], 10, shuffle=False))
-    assert batch["document_ids"].tolist() == [[1] * 4 + [2] * 3 + [3] * 3]
+    assert batch["document_ids"].tolist() == [[1] * 4 + [2] * 3 + [-1] * 3]
     assert batch["labels"].tolist() == [[IGNORED, *b"bc", END, IGNORED, *b"e", END, *[IGNORED] * 3]]
 
 
@@ -89,7 +89,8 @@ def test_a_window_of_its_own() -> None:
     documents = [Document("ab", "x"), Document("c", "yz"), Document("t" * 20)]
     data = dataset(documents, packing="none", shuffle=False)
     batches = [next(data) for _ in range(4)]
-    assert data.num_windows == 4 and "document_ids" not in batches[0]
+    assert data.num_windows == 4
+    assert batches[0]["document_ids"].tolist() == [[1] * 4 + [-1] * 12]
     assert batches[0]["input_ids"].tolist() == [[*b"xab", END, *[PAD] * 12]]
     assert batches[0]["labels"].tolist() == [[IGNORED, *b"ab", END, *[IGNORED] * 12]]
     assert batches[2]["input_ids"].tolist() == [[*b"t" * 16]], "a text is cut"

@@ -262,7 +262,7 @@ def test_packing_by_documents_marks_borders() -> None:
     data = TokenDataset(documents, ByteTokenizer(), 8, batch_size=2, seed=0, shuffle=False, packing="documents")
     batch = next(data)
     assert batch["input_ids"].tolist() == [[*b"abc", END, *b"d", END, *b"ef"], [*b"ghij", END, 258, 258, 258]]
-    assert batch["document_ids"].diff(dim=1).tolist() == [[0, 0, 0, 1, 0, 1, 0], [0, 0, 0, 0, 1, 0, 0]]
+    assert batch["document_ids"].diff(dim=1).tolist() == [[0, 0, 0, 1, 0, 1, 0], [0, 0, 0, 0, -1, 0, 0]]
     i = IGNORED
     assert batch["labels"].tolist() == [[i, *b"bc", END, i, END, i, *b"f"], [*b"ghij", END, i, i, i]]
 

@@ -15,6 +15,9 @@ import te_models.model.moe as moe_module
 from te_models import CausalLM, ModelConfig, get_recipe
 from te_models.config.moe import MoEConfig
 from te_models.config.training import TrainConfig
+from te_models.data.dataset import TokenDataset
+from te_models.data.documents import Document
+from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import ConfigError
 from te_models.fp8.primary_weights import is_quantized, plain, write_weight
 from te_models.fp8.scaling_state import fp8_state
@@ -349,6 +352,22 @@ def test_experts_are_stored_in_fp8(recipe: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")
     again = CausalLM.from_pretrained(tmp_path / "saved", device="cpu", engine="emulated", fp8_params=True)
     assert_same_bits("logits", again.eval()(tokens()).logits, model.eval()(tokens()).logits)
+
+
+@pytest.mark.parametrize("packing", ["documents", "none"])
+def test_padding_of_windows_reaches_no_expert(packing: str) -> None:
+    """The losses of routers and the shares are those of the same documents without padding."""
+    documents = [Document("a" * (2 + 5 * n), prompt="b") for n in range(4)]
+    windows = TokenDataset(documents, load_tokenizer(None), 24, batch_size=2, seed=0, packing=packing)
+    batch = {name: tensor % 64 if name != "document_ids" else tensor for name, tensor in next(windows).items()}
+    real = batch["document_ids"] >= 0
+    assert not real.all()
+    model = build(dtype=torch.float32)
+    ids, owners = batch["input_ids"][real][None], (batch["document_ids"] + torch.tensor([[0], [9]]))[real][None]
+    report, expected = model(**batch).routing, model(ids, labels=ids, document_ids=owners).routing
+    assert report is not None and expected is not None
+    for found, wanted in zip(report, expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_metrics_have_what_the_routers_did(tmp_path: Path) -> None:

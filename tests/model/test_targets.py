@@ -20,7 +20,9 @@ def model() -> CausalLM:
 
 def test_a_document_does_not_predict_the_next() -> None:
     documents = torch.tensor([[0] * 5 + [1] + [2] * 6])
-    assert count_targets(dict(labels=torch.zeros(1, 12, dtype=torch.long), document_ids=documents)) == 4 + 0 + 5
+    labels = torch.zeros(1, 12, dtype=torch.long)
+    assert count_targets(dict(labels=labels, document_ids=documents)) == 4 + 0 + 5
+    assert count_targets(dict(labels=labels, document_ids=documents - 1)) == 5, "an id below 0 is padding"
 
 
 @pytest.mark.parametrize("label", [-1, -101, 64, 2**40])
