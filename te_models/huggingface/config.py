@@ -43,12 +43,39 @@ class TEModelsConfig(PreTrainedConfig):
         resolved = ModelConfig.from_dict(shape)
         self.use_cache = bool(values.pop("use_cache", True))
         self.auto_map: dict[str, str] = {}  # read by TRL
+        balance = values.pop("router_aux_loss_coef", None)
         values.setdefault("architectures", ["TEModelsForCausalLM"])
         super().__init__(**values)
         for name, value in resolved.to_dict().items():
             setattr(self, name, value)
+        if balance is not None:
+            self.router_aux_loss_coef = balance
         for call in self.on_first_use:
             call()
+
+    # Fields of experts under the names that they have in transformers' families, where TRL reads and sets them.
+
+    @property
+    def num_experts(self) -> int:
+        return self._of_experts("num_experts")
+
+    @property
+    def num_experts_per_tok(self) -> int:
+        return self._of_experts("num_experts_per_tok")
+
+    @property
+    def router_aux_loss_coef(self) -> float:
+        return self._of_experts("router_aux_loss_coef")
+
+    @router_aux_loss_coef.setter
+    def router_aux_loss_coef(self, factor: float) -> None:
+        self._of_experts("router_aux_loss_coef")
+        self.moe = {**self.moe, "router_aux_loss_coef": factor}
+
+    def _of_experts(self, name: str) -> Any:
+        if self.__dict__.get("moe") is None:
+            raise AttributeError(f"{type(self).__name__} has no {name}: the model has no experts")
+        return self.moe[name]
 
     @classmethod
     def get_config_dict(cls, *place: Any, **options: Any) -> tuple[Fields, Fields]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from te_models.causal_lm import CausalLM
 from te_models.errors import UsageError
-from te_models.files.formats import Fields, list_some, parse_size
+from te_models.files.formats import Fields, parse_size
 from te_models.fp8.region import saving
 from te_models.generation.decode_loop import te_linears
 from te_models.huggingface.adapters import Head, place_adapters, show_embedding, show_linears
+from te_models.huggingface.backbone import Backbone, hidden_states, refuse_unknown
 from te_models.huggingface.cache import CacheView, refuse_other_states
 from te_models.huggingface.config import TEModelsConfig
 from te_models.huggingface.saving import add_prefix, leave_out_empty, save_model
@@ -37,8 +39,6 @@ from te_models.model.targets import IGNORED, nan_if, shifted, valid_targets
 
 # Fields of the config that say what forward returns.
 OUTPUTS = ("use_cache", "output_hidden_states", "output_router_logits", "return_dict")
-# Arguments in which collators of packed documents repeat their boundaries for FlashAttention's kernels.
-PACKING = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
@@ -158,8 +158,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             output_attentions: not supported.
             return_dict: False returns a tuple.
             num_items_in_batch: divide the summed loss by this number instead of the number of labels that count.
-            output_router_logits: with experts and labels, return the load-balancing loss as `aux_loss` (but no logits)
-                and add it to the loss by its factor.
+            output_router_logits: with experts and no cache, return the load-balancing loss as `aux_loss` (but no
+                logits) and add it to the loss, if there are labels, by the factor in the config.
             loss_options: `shift_labels`, int64 [B, S], labels that are shifted already. (A Trainer assumes that
                 each batch has every argument with "label" in its name.)
 
@@ -169,33 +169,37 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         if self.config.output_attentions if output_attentions is None else output_attentions:
             raise UsageError("attention weights are never computed as a whole: leave out output_attentions")
         shift_labels = loss_options.pop("shift_labels", None)
-        _refuse_unknown(loss_options)
-        tokens = self._tokens(input_ids, inputs_embeds, labels, shift_labels)
+        refuse_unknown(loss_options)
+        tokens = self.tokens(input_ids, inputs_embeds, labels, shift_labels)
         wants_loss = labels is not None or shift_labels is not None
         cache = self._past(cache, use_cache, wants_loss)
-        passed = self._attention(tokens, attention_mask, position_ids, cache)
+        passed = self.attention(tokens, attention_mask, position_ids, cache)
         count = logits_to_keep if isinstance(logits_to_keep, int) else 0  # of positions, or all
         passed |= dict(is_first_microbatch=self._weights_pass, logits_to_keep=count or None)
-        if wants_loss and (self.config.output_router_logits if output_router_logits is None else output_router_logits):
+        asked = self.config.output_router_logits if output_router_logits is None else output_router_logits
+        if asked and cache is None:
             passed["labels"] = tokens.new_full(tokens.shape[:2], IGNORED, dtype=torch.int64)  # it then reports routing
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         before = [self.model.layers[0]] if wanted else []
         after = [*self.model.layers[:-1], self.model.norm] if wanted else []
-        with _hidden_states(before, after, tokens.shape) as hidden:
+        with hidden_states(before, after, tokens.shape) as hidden:
             _, logits, routing = self.model(input_ids, inputs_embeds=inputs_embeds, **passed)
         if self._weights_pass:
             self._weights_pass = False
-        if isinstance(logits_to_keep, Tensor):
+        if not isinstance(logits_to_keep, int):
             logits = logits[:, logits_to_keep]
+        elif count and logits.shape[1] > count:  # with routing it has those of all positions
+            logits = logits[:, -count:]
         if labels is not None and shift_labels is None:
             mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
             shift_labels = shifted(labels, None if mask is None else mask[:, -labels.shape[1] :].to(labels.device))
         loss = None if shift_labels is None else self._loss(logits, shift_labels, num_items_in_batch)
         rest = logits, cache, tuple(hidden) if hidden else None
-        if routing is None or loss is None or self.model.config.moe is None:
+        if routing is None or self.model.config.moe is None:
             output = CausalLMOutputWithPast(loss, *rest)
         else:
-            loss = loss + routing.loss(self.model.config.moe)
+            moe = replace(self.model.config.moe, router_aux_loss_coef=self.config.router_aux_loss_coef)
+            loss = None if loss is None else loss + routing.loss(moe)
             output = MoeCausalLMOutputWithPast(loss, routing.balance_loss, *rest)
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
@@ -208,18 +212,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         """The model without its head; TRL calls it, and multiplies by the head's weight a piece at a time."""
         return Backbone(self)
 
-    def hidden(
-        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, past: Cache | None, **attention: Tensor | None
-    ) -> Tensor:
-        """Return the output of the last norm, [B, S, D]; arguments as in `forward`."""
-        tokens = self._tokens(input_ids, inputs_embeds)
-        mask, positions = attention.get("attention_mask"), attention.get("position_ids")
-        passed: Fields = self._attention(tokens, mask, positions, past)
-        with _hidden_states([], [self.model.norm], tokens.shape) as found:
-            self.model(input_ids, inputs_embeds=inputs_embeds, logits_to_keep=1, **passed)
-        return found[0]
-
-    def _tokens(self, input_ids: Tensor | None, inputs_embeds: Tensor | None, *labels: Tensor | None) -> Tensor:
+    def tokens(self, input_ids: Tensor | None, inputs_embeds: Tensor | None, *labels: Tensor | None) -> Tensor:
         """Return the argument that is given, checked beside labels [B, S]."""
         ids = input_ids if inputs_embeds is None else None
         tokens = checked_tokens(self.model.config, ids, inputs_embeds, self.model.device)
@@ -235,7 +228,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             refuse_other_states(self.model.config)
         return DynamicCache(config=self.config) if use_cache and past is None else past
 
-    def _attention(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, past: Cache | None) -> Fields:
+    def attention(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, past: Cache | None) -> Fields:
         """Return the Decoder's arguments that say what each token sees, and from which position."""
         batch, seq = tokens.shape[:2]
         mask = None if mask is None else mask.to(tokens.device)
@@ -428,69 +421,12 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             self.push_to_hub(**options, token=token)
 
 
-def _refuse_unknown(options: Fields) -> None:
-    """Raise a UsageError for arguments that would have an effect."""
-    if unknown := [name for name, value in options.items() if name not in PACKING and value is not None]:
-        raise UsageError(f"forward takes no {list_some(unknown)}: leave it out")
-
-
 def _changed(config: TEModelsConfig, folder: Path) -> Fields:
     """Return the fields of the shape in which `config` differs from that of the folder; none if that is not ours."""
     if hugging_face_documents(folder) is not None:
         return {}
     own = TEModelsConfig.from_pretrained(folder).model_config().to_dict()
     return {name: value for name, value in config.model_config().to_dict().items() if own[name] != value}
-
-
-@contextlib.contextmanager
-def _hidden_states(before: list[nn.Module], after: list[nn.Module], shape: torch.Size) -> Iterator[list[Tensor]]:
-    """Collect, inside, the inputs of some modules and the outputs of others, [B, S, D], over tokens of `shape`."""
-    found: list[Tensor] = []
-    batch, seq = shape[:2]
-
-    def keep(x: Tensor) -> None:
-        found.append(x[: batch * seq].unflatten(0, (batch, seq)))
-
-    def keep_input(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        keep(args[0])
-
-    def keep_output(module: nn.Module, args: object, output: Tensor) -> None:
-        keep(output)
-
-    with contextlib.ExitStack() as hooks:
-        for module in before:
-            hooks.enter_context(module.register_forward_pre_hook(keep_input))
-        for module in after:
-            hooks.enter_context(module.register_forward_hook(keep_output))
-        yield found
-
-
-class Backbone(nn.Module):
-    """A TEModelsForCausalLM without its head, as transformers' models have it below them.
-
-    `owner` is no submodule of this one, so that its parameters are not listed twice.
-    """
-
-    def __init__(self, owner: TEModelsForCausalLM) -> None:
-        super().__init__()
-        self.owner = (owner,)
-
-    @cache_by_either_name
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        **others: object,
-    ) -> BaseModelOutputWithPast:
-        """Return the output of the last norm, [B, S, D]; arguments as in TEModelsForCausalLM."""
-        _refuse_unknown(others)
-        (owner,) = self.owner
-        attention = dict(attention_mask=attention_mask, position_ids=position_ids)
-        return BaseModelOutputWithPast(owner.hidden(input_ids, inputs_embeds, cache, **attention), cache)
 
 
 AutoModelForCausalLM.register(TEModelsConfig, TEModelsForCausalLM, exist_ok=True)

@@ -49,6 +49,7 @@ class Experts(Feedforward[MoESpec]):
         if spec.experts.expert_bias:  # in FP32, as in transformers: differences between experts are small
             bias = torch.zeros(spec.experts.num_experts, device=factory.device)
             self.expert_bias = nn.Parameter(bias, requires_grad=False)
+        self.router_logits = nn.Identity()  # where hooks see them
         self.ep = factory.ep
         self.jitters = spec.experts.router_jitter_noise > 0
 
@@ -66,7 +67,7 @@ class Experts(Feedforward[MoESpec]):
         if self.jitters and self.training:
             x = x * torch.empty_like(x).uniform_(1 - moe.router_jitter_noise, 1 + moe.router_jitter_noise)
         tokens = x[:count]
-        logits = self._logits(x, context)[:count]  # FP32 [T, E]
+        logits = self.router_logits(self._logits(x, context)[:count])  # FP32 [T, E]
 
         kernels = context.kernels.expert_rows
         gate_up = self.get_submodule("gate_up_proj")

@@ -83,6 +83,35 @@ def test_a_model_of_transformers_has_the_balance_loss_where_it_is_asked_for(tmp_
     assert found.aux_loss.item() == pytest.approx(expected.aux_loss.item(), abs=1e-5)
     assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
     assert wrapped(**inputs).loss.item() == pytest.approx(judge(**inputs).loss.item(), rel=1e-5)
+    del inputs["labels"]
+    alone = wrapped(**inputs, output_router_logits=True, use_cache=False)
+    assert alone.loss is None and alone.aux_loss.item() == found.aux_loss.item()
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_trl_finds_what_its_balance_loss_is_made_of(mode: str, tmp_path: Path) -> None:
+    """It takes the numbers of experts and the factor from the config, and the routers' logits from the backbone."""
+    modeling = pytest.importorskip("te_models.huggingface.modeling")
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    judge, model = pair("qwen3_moe-one-key", tmp_path, router_aux_loss_coef=0.3)
+    wrapped, inputs = modeling.TEModelsForCausalLM.wrap(model).train(), batch(padded=True)
+    model.activation_checkpointing = mode
+    losses = []
+    for config, network in ((judge.config, judge.model), (wrapped.config, wrapped.base_model)):
+        logits = network(inputs["input_ids"], inputs["attention_mask"], output_router_logits=True).router_logits
+        sizes = (config.num_experts, config.num_experts_per_tok, inputs["attention_mask"])
+        losses.append(config.router_aux_loss_coef * mixtral.load_balancing_loss_func(logits, *sizes))
+        losses[-1].backward()
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-5)
+    theirs, ours = judge.model.layers[0].mlp.gate.weight.grad, model.layers[0].mlp.router.weight.grad
+    assert ours is not None and (ours - theirs).norm() < 1e-4 * theirs.norm()
+    before = wrapped(**inputs, output_router_logits=True)
+    wrapped.config.router_aux_loss_coef = 0.8  # as TRL sets it
+    after = wrapped(**inputs, output_router_logits=True)
+    assert (after.loss - before.loss).item() == pytest.approx(0.5 * after.aux_loss.item(), rel=1e-3)
+    dense = type(wrapped.config)(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                 num_attention_heads=1)  # fmt: skip
+    assert not hasattr(dense, "router_aux_loss_coef"), "TRL would ask for router logits"
 
 
 @torch.no_grad()
