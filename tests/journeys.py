@@ -52,7 +52,8 @@ class Walk:
         words = shlex.split(template.format(**self.places))
         if self.tiny and {"pretrain", "finetune"} & set(words):
             if "--preset" in words:
-                words += shlex.split(TINY if {"gated-hybrid-nano", "gated-moe-nano"} & set(words) else f"{TINY_DENSE} {TINY}")
+                small = {"gated-hybrid-nano", "gated-moe-nano"} & set(words)
+                words += shlex.split(TINY if small else f"{TINY_DENSE} {TINY}")
             elif "--model" in words:
                 words += shlex.split("--device cpu --engine emulated")
                 words += shlex.split("--batch-size 2 --eval-batches 1" if "--data" in words else "--seq-len 32")

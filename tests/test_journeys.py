@@ -50,5 +50,6 @@ def test_a_failed_journey_is_reported_with_its_output(tmp_path: Path, monkeypatc
     wrong = journey_table.train("--recipe nonsense")
     monkeypatch.setitem(journeys.JOURNEYS, "wrong", wrong)
     monkeypatch.setitem(journeys.JOURNEYS, "wrong", wrong)
+    row = journeys.walk(["wrong"], tmp_path, jobs=1, tiny=True)["wrong"]
     assert "exit codes [2] instead of [0]" in row["problems"] and "nonsense" in row["output"]
     assert row["output"].startswith("$ ") and not list(tmp_path.iterdir())

@@ -84,19 +84,21 @@ def random_runs() -> str:
     results = [load(f"random_runs_{gpu}") for gpu in ("h100", "h200")]
     seeds = [seed for result in results for seed in result["seeds"]]
     counts = ("runs", "two_gpus", "refused", "resumed", "exported")
-    runs, two, refused, resumed, exported = (sum(seed.get(key) or 0 for seed in seeds) for key in counts)
+    runs, two, refused, resumed, exported = (sum(seed[key] or 0 for seed in seeds) for key in counts)
     unseen = sum(len(seed.get("hidden_refusals", ())) for seed in seeds)
     apart = [failure for seed in seeds for failure in seed["failures"]]
     assert not any(failure["code"] for failure in apart)
     groups = sum(len({failure["group"] for failure in seed["failures"]}) for seed in seeds)
+    again = results[1]["seed_72_at_a_fifth_of_the_learning_rate"]
     return prose(
-        f"{runs} runs of benchmarks/random_runs.py, of dense models, hybrids and experts, at least {two} of them on two GPUs, "
-        f"{resumed} resumed and {exported} exported. {refused} ended as refusals do ({unseen} of them by their exit "
-        "code: torchrun's report had pushed out the line, which the same options print on a CPU), none with another "
-        f"error; {runs - refused - len(apart)} have the losses of the plain run of their group within 0.5 % (BF16) or "
+        f"{runs} runs of benchmarks/random_runs.py, of dense models, hybrids and experts, {two} or more of them on two "
+        f"GPUs, {resumed} resumed and {exported} exported. {refused} ended as refusals do ({unseen} of them by their "
+        "exit code: torchrun's report had pushed out the line, which the same options print on a CPU), none with "
+        f"another error; {runs - refused - len(apart)} have the losses of the plain run of their group within 0.5 % (BF16) or "
         f"2 % (FP8) in every step. The other {len(apart)}, under FP8 in {groups} groups, are up to "
         f"{100 * max(failure['off'] for failure in apart):.0f} % away, where the loss jumps at the default learning "
-        "rate. " + " ".join(map(measured_on, results))
+        f"rate; at a fifth of it, as in all groups now, {again['runs']} runs of one of them and another group lie within "
+        f"{100 * max(again['largest_difference'].values()):.1f} %. " + " ".join(map(measured_on, results))
     )
 
 
@@ -331,12 +333,12 @@ def save_blocking() -> str:
 def journeys() -> str:
     """Count the journeys that passed on one and on two GPUs."""
     lines = []
-    for name, place in (("journeys_h200", "one"), ("journeys_h100", "one"), ("journeys_h200_x2", "two")):
+    for name, place in (("journeys_h200", "one"), ("journeys_h200_x2", "two"), ("journeys_h200_x4", "four")):
         result = load(name)
         rows = result["journeys"].values()
         fine = sum(not row["problems"] for row in rows)
         drops = [row["first_loss"] - row["last_loss"] for row in rows if row.get("first_loss")]
-        names = ", ".join(f"`{name.removeprefix('two-')}`" for name in result["journeys"])
+        names = ", ".join(f"`{name.removeprefix(f'{place}-')}`" for name in result["journeys"])
         date, fall = result["environment"]["date"], f"{min(drops):.2f} nats per token"
         lines.append([f"{place}, {date}", f"{fine} of {len(rows)}", fall, names])
     return markdown("GPUs | passed | smallest fall of the loss | journeys", lines)
@@ -345,13 +347,12 @@ def journeys() -> str:
 @table
 def readme_journeys() -> str:
     """Count the journeys in a sentence."""
-    names = ("journeys_h200", "journeys_h100", "journeys_h200_x2")
-    one, kinds, two = (len(load(name)["journeys"]) for name in names)
+    one, two, four = (len(load(f"journeys_h200{gpus}")["journeys"]) for gpus in ("", "_x2", "_x4"))
     return prose(
-        f"On Hopper, {one + kinds} journeys of a user on one GPU and {two} on two "
+        f"On H200s, {one} journeys of a user on one GPU, {two} on two and {four} on four "
         "[end as they should](docs/results/runs.md): every recipe, saves, kills, resumes, odd lengths, LoRA, FSDP2, "
-        f"tensor parallelism, and {kinds} with hybrids and experts. Blackwell's recipes have run only on the emulated "
-        "engine. Nothing has run on more than two GPUs."
+        "tensor and expert parallelism, hybrids and experts. Blackwell's recipes have run only on the emulated engine. "
+        "Nothing has run on more than four GPUs."
     )
 
 
