@@ -257,25 +257,28 @@ def to_trl(method: str, way: str) -> str:
 
 @table
 def scaling() -> str:
-    """Whole training steps on two GPUs."""
+    """Whole training steps on two GPUs and four."""
     result = load("scaling_h200")
     alone = next(r["tokens_per_second_alone"] for r in result["rows"] if r.get("alone"))
 
     def cells(r: dict[str, Any]) -> list[str]:
         flags = ["--no-reshard-after-forward"] * (not r["reshard"])
+        flags += [f"--parallel {r['parallel']}"] * (r["parallel"] != "fsdp")
         flags += [f"--reduce-dtype {r['reduce_dtype']}"] * (r["reduce_dtype"] != "float32")
         flags += [f"--prefetch-blocks {r['prefetch']}"] * (r["prefetch"] != 1)
         edges = "" if r.get("edges", True) else ", all layers"
         share = r.get("kept") or (r["tokens_per_second_each"] / alone if r["preset"] == "gated-1b" else None)
-        return [f"`{r['preset']}`", f"{r['accumulation']} x {r['batch_size']} x {r['seq_len']:,}",
-                f"`{r['recipe']}`{edges}", " ".join(f"`{flag}`" for flag in flags) or "defaults",
-                f"{r['tokens_per_second_each']:,}", f"{r['model_tflops_each']:.0f}",
-                f"{share:.2f}" if share else "", f"{r['peak_gib']:.1f} GiB" if "peak_gib" in r else "",
-                str(r["run"])]  # fmt: skip
+        return [
+            str(r["processes"]), r.get("label", f"`{r['preset']}`"),
+            f"{r['accumulation']} x {r['batch_size']} x {r['seq_len']:,}",
+            f"`{r['recipe']}`{edges}", " ".join(f"`{flag}`" for flag in flags) or "defaults",
+            f"{r['tokens_per_second_each']:,}", f"{r['model_tflops_each']:.0f}", f"{share:.2f}" if share else "",
+            f"{r['peak_gib']:.1f} GiB" if "peak_gib" in r else "", str(r["run"]),
+        ]  # fmt: skip
 
     header = (
-        "model | micro-batches x sequences x tokens, per GPU | recipe | flags | tokens/s per GPU | model TFLOP/s | "
-        "relative to one GPU | peak memory | run"
+        "GPUs | model | micro-batches x sequences x tokens, per GPU | recipe | flags | tokens/s per GPU | "
+        "model TFLOP/s | relative to one GPU | peak memory | run"
     )
     return markdown(header, map(cells, result["rows"]))
 

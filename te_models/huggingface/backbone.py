@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -87,4 +87,5 @@ class Backbone(nn.Module):
         *logits, last = found
         if not routers:
             return BaseModelOutputWithPast(last, cache)
-        return MoeModelOutputWithPast(last, cache, router_logits=tuple(layer.flatten(0, 1) for layer in logits))
+        layers: Any = tuple(layer.flatten(0, 1) for layer in logits)  # declared there as a tuple of one
+        return MoeModelOutputWithPast(last, cache, router_logits=layers)
