@@ -355,8 +355,9 @@ def test_adapters_train_merge_and_come_back(kind: Kind, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:peft has no adapters on")  # of latent attention's family, in transformers
+@pytest.mark.filterwarnings("ignore:no expert has an adapter")
 def test_peft_adapts_all_linears_of_transformers(kind: Kind) -> None:
-    """All te.Linears but the head and routers; files are judged in tests/huggingface/test_adapters.py."""
+    """All te.Linears but the head, routers and experts; files are judged in tests/huggingface/test_adapters.py."""
     peft, modeling = (pytest.importorskip(name) for name in ("peft", "te_models.huggingface.modeling"))
     model = build(kind, dtype=torch.float32).eval()
     ids = tokens(model)
