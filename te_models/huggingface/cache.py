@@ -32,6 +32,12 @@ def refuse_other_states(config: ModelConfig) -> None:
             )
 
 
+def seen_before(past: Cache, config: ModelConfig) -> int:
+    """Return how many positions a cache has, 0 if no layer needs that number: one of linear attention counts none."""
+    counts = any(isinstance(layer.mixer, SoftmaxAttentionSpec) for layer in config.layers)
+    return int(past.get_seq_length()) if counts else 0
+
+
 class CacheView:
     """The tokens seen before those of one forward pass, as the layers ask for them.
 
@@ -60,7 +66,7 @@ class CacheView:
         self.config, self.past, self.positions, self.device = config, past, positions, device
         self.whole = mask if mask is not None and mask.dim() == 4 else None
         self.mask = None if mask is None or mask.dim() == 4 or masks_nothing(mask) else mask.bool()
-        self.length = 0 if past is None else int(past.get_seq_length())
+        self.length = 0 if past is None else seen_before(past, config)
         self._slots = torch.empty(0, dtype=torch.long, device=device)
 
     def extend(self, seq: int, real: Tensor | None) -> Tensor:

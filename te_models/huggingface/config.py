@@ -73,7 +73,7 @@ class TEModelsConfig(PreTrainedConfig):
         self.moe = {**self.moe, "router_aux_loss_coef": factor}
 
     def _of_experts(self, name: str) -> Any:
-        if self.__dict__.get("moe") is None:
+        if self.__dict__.get("moe") is None or "sparse" not in (self.mlp_layer_types or ["sparse"]):
             raise AttributeError(f"{type(self).__name__} has no {name}: the model has no experts")
         return self.moe[name]
 

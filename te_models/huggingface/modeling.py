@@ -27,7 +27,7 @@ from te_models.fp8.region import saving
 from te_models.generation.decode_loop import te_linears
 from te_models.huggingface.adapters import Head, place_adapters, show_embedding, show_linears
 from te_models.huggingface.backbone import Backbone, hidden_states, refuse_unknown
-from te_models.huggingface.cache import CacheView, refuse_other_states
+from te_models.huggingface.cache import CacheView, refuse_other_states, seen_before
 from te_models.huggingface.config import TEModelsConfig
 from te_models.huggingface.saving import add_prefix, leave_out_empty, save_model
 from te_models.interop.hf import hugging_face_documents
@@ -298,7 +298,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             UsageError: it does, and `ids` are not all of its tokens, from which the keys would be computed again.
         """
-        original, seen = context_before_long_angles(self.model.config.rope), past.get_seq_length()
+        original, seen = context_before_long_angles(self.model.config.rope), seen_before(past, self.model.config)
         if original is None or not seen:
             return False
         total = max(given.shape[1] for given in (ids, mask, positions) if given is not None)

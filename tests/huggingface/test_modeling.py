@@ -65,6 +65,13 @@ def test_generate_gives_the_tokens_of_transformers(case: str, way: str, pair: Ca
     assert torch.equal(run(models.ours, **options), wanted)
 
 
+def test_generate_where_no_layer_of_the_cache_counts_tokens(build: Callable[..., CausalLM]) -> None:
+    sizes = dict(num_key_heads=1, num_value_heads=2, key_head_dim=8, value_head_dim=8)
+    model = build(num_hidden_layers=2, layer_types=("linear_attention",) * 2, linear_attention=sizes, vocab_size=96)
+    ours = TEModelsForCausalLM.wrap(model).eval()
+    assert torch.equal(run(ours), run(ours, use_cache=False))
+
+
 @pytest.mark.parametrize("way, padding", [("greedy", 0), ("greedy", 6), ("static", 2), ("beams", 2)])
 def test_longrope_with_a_cache_is_transformers_without_one(way: str, padding: int, pair: Callable[..., Any]) -> None:
     """The angles change with the longest text, not with the longest row; the prompt ends before or after that."""
@@ -342,6 +349,19 @@ def test_a_model_is_built_from_a_config() -> None:
     model = transformers.AutoModelForCausalLM.from_config(config)
     assert isinstance(model, TEModelsForCausalLM) and model.model.recipe.name == "current"
     assert model.model.fp8_layers == range(1, 2) and model.config.model_config() == model.model.config
+
+
+@torch.no_grad()
+def test_a_model_without_attention_decodes_with_a_cache() -> None:
+    """transformers' cache counts no positions where all layers are of linear attention."""
+    shape = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    sizes = dict(num_key_heads=1, num_value_heads=2, key_head_dim=16, value_head_dim=16)
+    kinds = dict(layer_types=["linear_attention"] * 2, linear_attention=sizes)
+    config = TEModelsConfig(**shape, **kinds, recipe="bf16", device="cpu", dtype=torch.float32)
+    model, ids = transformers.AutoModelForCausalLM.from_config(config).eval(), IDS[:, :12] % 64
+    first = model(ids[:, :7])
+    rest = model(ids[:, 7:], past_key_values=first.past_key_values).logits
+    torch.testing.assert_close(rest, model(ids, use_cache=False).logits[:, 7:], atol=1e-4, rtol=1e-4)
 
 
 IMPORTS = {

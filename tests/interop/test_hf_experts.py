@@ -109,9 +109,10 @@ def test_trl_finds_what_its_balance_loss_is_made_of(mode: str, tmp_path: Path) -
     wrapped.config.router_aux_loss_coef = 0.8  # as TRL sets it
     after = wrapped(**inputs, output_router_logits=True)
     assert (after.loss - before.loss).item() == pytest.approx(0.5 * after.aux_loss.item(), rel=1e-3)
-    dense = type(wrapped.config)(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-                                 num_attention_heads=1)  # fmt: skip
-    assert not hasattr(dense, "router_aux_loss_coef"), "TRL would ask for router logits"
+    sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    unused = dict(moe=dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8), mlp_layer_types=["dense"])
+    for dense in (type(wrapped.config)(**sizes), type(wrapped.config)(**sizes, **unused)):
+        assert not hasattr(dense, "router_aux_loss_coef"), "TRL would ask for router logits"
 
 
 @torch.no_grad()
