@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.errors import CheckpointError, refuse
+from te_models.errors import CheckpointError, plural, refuse
 from te_models.files.atomic import explained
 from te_models.training.result import Result
 
@@ -77,5 +77,6 @@ def read_result(saved: Any) -> Result:
 def waiting_in_vain(result: Result, patience: int) -> dict[str, object]:
     """Return the table for `refuse` of a run that stopped early, where nothing has changed that lets it continue."""
     since = result.evaluations_since_best
-    line = f"the run stopped early at step {result.step}: {since} evaluations brought no lower loss; give a larger "
-    return {f"{line}--patience, or 0": result.stopped_early and patience and since >= patience}
+    line = f"the run stopped early at step {result.step}: {plural(since, 'evaluation')} brought no lower loss"
+    advice = "give a larger --patience, or 0"
+    return {f"{line}; {advice}": result.stopped_early and patience and since >= patience}
