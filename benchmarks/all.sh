@@ -50,3 +50,15 @@ $two $large --accumulation 16 --steps 2
 $two $large --accumulation 16 --steps 2 --no-edges
 $two $large --accumulation 16 --steps 2 --recipe bf16
 cp benchmarks/results/scaling_h200.json "$out/"
+
+[ "$(nvidia-smi --list-gpus | wc -l)" -ge 4 ] || exit 0
+four="torchrun --nproc-per-node 4 benchmarks/scaling.py run --recipe delayed"
+$four --preset gated-1b --warm-up 7
+$four --preset gated-1b --warm-up 7 $lean
+experts='moe={"num_experts":128,"num_experts_per_tok":8,"moe_intermediate_size":768}'
+experts="--preset gated-moe-nano --batch-size 4 --seq-len 4096 --shape vocab_size=32000 hidden_size=2048 head_dim=128 \
+  num_hidden_layers=4 num_attention_heads=32 num_key_value_heads=4 max_position_embeddings=4096 $experts"
+for recipe in bf16 current; do $four $experts --recipe $recipe --parallel fsdp+ep; done
+$four $experts --recipe bf16 --no-alone
+$four $large --accumulation 16 --steps 2
+cp benchmarks/results/scaling_h200.json "$out/"
