@@ -351,19 +351,6 @@ def test_a_model_is_built_from_a_config() -> None:
     assert model.model.fp8_layers == range(1, 2) and model.config.model_config() == model.model.config
 
 
-@torch.no_grad()
-def test_a_model_without_attention_decodes_with_a_cache() -> None:
-    """transformers' cache counts no positions where all layers are of linear attention."""
-    shape = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-    sizes = dict(num_key_heads=1, num_value_heads=2, key_head_dim=16, value_head_dim=16)
-    kinds = dict(layer_types=["linear_attention"] * 2, linear_attention=sizes)
-    config = TEModelsConfig(**shape, **kinds, recipe="bf16", device="cpu", dtype=torch.float32)
-    model, ids = transformers.AutoModelForCausalLM.from_config(config).eval(), IDS[:, :12] % 64
-    first = model(ids[:, :7])
-    rest = model(ids[:, 7:], past_key_values=first.past_key_values).logits
-    torch.testing.assert_close(rest, model(ids, use_cache=False).logits[:, 7:], atol=1e-4, rtol=1e-4)
-
-
 IMPORTS = {
     "te_models first": "import te_models; from transformers import AutoConfig, AutoModelForCausalLM",
     "transformers first": "from transformers import AutoConfig, AutoModelForCausalLM; import te_models",
