@@ -223,6 +223,13 @@ class ModelConfig(Settings):
         return self.rope.longest_sequence
 
     @property
+    def length_limit(self) -> str:
+        """`longest_sequence` by the name of what sets it, for messages."""
+        longest = self.longest_sequence
+        own = longest == self.max_position_embeddings
+        return f"{'max_position_embeddings' if own else 'the stretched limit of RoPE'}={longest}"
+
+    @property
     def num_padding_parameters(self) -> int:
         """Parameters of rows that only pad a weight; nothing reads their output."""
         return sum(count * layer.num_padding_parameters for layer, count in Counter(self.layers).items())

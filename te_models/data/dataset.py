@@ -35,12 +35,11 @@ from te_models.model.targets import IGNORED, PAD_DOCUMENT
 def check_fit(tokenizer: Tokenizer, config: ModelConfig, seq_len: int = 0) -> None:
     """Raise a UsageError for ids of the tokenizer without an embedding, or sequences longer than the model allows."""
     ids = tokenizer.vocab_size
-    limit = config.max_position_embeddings
     refuse({
         f"the tokenizer has {ids} ids but the model's vocab_size is {config.vocab_size}: use --vocab-size {ids} or "
         "more, or for a model that is already trained its own tokenizer": ids > config.vocab_size,
-        f"--seq-len {seq_len} is longer than the model's max_position_embeddings={limit}: lower it or raise "
-        "--max-position-embeddings": seq_len > limit,
+        f"--seq-len {seq_len} is longer than the model allows ({config.length_limit}): lower it or raise "
+        "--max-position-embeddings": seq_len > config.longest_sequence,
     })  # fmt: skip
 
 

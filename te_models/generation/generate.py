@@ -162,12 +162,11 @@ def _rows(prompts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _check_room(model: Decoder, length: int, max_new_tokens: int) -> None:
-    limit = model.config.longest_sequence
-    name = "max_position_embeddings" if limit == model.config.max_position_embeddings else "the stretched limit of RoPE"
+    config = model.config
     MAX_NEW_TOKENS.check(max_new_tokens)
-    if length + max_new_tokens > limit:
+    if length + max_new_tokens > config.longest_sequence:
         raise UsageError(
-            f"{length} prompt tokens and max_new_tokens={max_new_tokens} are more than {name}={limit}: "
+            f"{length} prompt tokens and max_new_tokens={max_new_tokens} are more than {config.length_limit}: "
             "shorten one of them"
         )
 

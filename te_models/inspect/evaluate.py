@@ -198,7 +198,7 @@ def make_batches(
     Raises:
         UsageError: a size is out of range, or the tokenizer is of another model.
     """
-    limit = model.config.max_position_embeddings
+    limit = model.config.longest_sequence
     length = min(SEQ_LEN, limit) if seq_len is None else seq_len
     check_fit(tokenizer, model.config, length)
     if any(document.conversation is not None for document in documents):

@@ -70,13 +70,11 @@ def check_inputs(
 ) -> None:
     """Raise a UsageError for other arguments of Decoder.forward that do not fit `tokens` [B, S, ...] or each other."""
     length = tokens.shape[1] + (cache.length if cache else 0)
-    limit = config.longest_sequence
     others = {"attention_mask": attention_mask, "document_ids": document_ids, "labels": labels}
     unfit = [why for name, t in others.items() if t is not None and (why := _unfit(name, t, tokens))]
     mistake = ""
-    if length > limit:
-        name = "max_position_embeddings" if limit == config.max_position_embeddings else "the stretched limit of RoPE"
-        mistake = f"a sequence of {length} tokens is longer than {name}={limit}: shorten it or raise that field"
+    if length > config.longest_sequence:
+        mistake = f"a sequence of {length} tokens is longer than {config.length_limit}: shorten it or raise that field"
     elif unfit:
         mistake = unfit[0]
     elif document_ids is not None and (document_ids.is_floating_point() or document_ids.is_complex()):

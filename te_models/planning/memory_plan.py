@@ -256,9 +256,8 @@ def _mistakes(
             yield f"{name}={number} is out of range: give 1 or more"
     if batch_size % gpus:
         yield f"batch_size={batch_size} cannot be shared by gpus={gpus}: give a multiple of it"
-    if training.seq_len > (longest := config.max_position_embeddings):
-        said = f"seq_len={training.seq_len} is longer than max_position_embeddings={longest}"
-        yield f"{said}: lower it or raise that field"
+    if training.seq_len > config.longest_sequence:
+        yield f"seq_len={training.seq_len} is longer than {config.length_limit}: lower it or raise that field"
     if training.lora_rank < 0:
         yield f"lora_rank={training.lora_rank}: a rank is 1 or more, such as 16, or 0 to train all weights"
     if training.lora_experts and not training.lora_rank:

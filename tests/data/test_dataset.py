@@ -13,11 +13,13 @@ from torch import Tensor
 
 from te_models.config.data import PACKINGS
 from te_models.config.presets import get_preset
+from te_models.config.recipe import get_recipe
 from te_models.data.dataset import TokenDataset, check_fit
 from te_models.data.documents import Document, load_documents
 from te_models.data.encoding import encode_documents
 from te_models.data.tokenizer import ByteTokenizer
 from te_models.model.targets import IGNORED
+from te_models.planning.memory_plan import plan_memory
 
 END, PADDING = ByteTokenizer.eos_token_id, ByteTokenizer.pad_token_id
 Batch = dict[str, Tensor]
@@ -260,8 +262,18 @@ def test_tokenizer_and_length_fit_the_model() -> None:
     check_fit(ByteTokenizer(), config, 64)
     with pytest.raises(ValueError, match="has 259 ids but the model's vocab_size is 258: use --vocab-size 259 or more"):
         check_fit(ByteTokenizer(), dataclasses.replace(config, vocab_size=258))
-    with pytest.raises(ValueError, match="--seq-len 65 is longer than the model's max_position_embeddings=64: lower"):
+    with pytest.raises(
+        ValueError, match="--seq-len 65 is longer than the model allows .max_position_embeddings=64.: lower"
+    ):
         check_fit(ByteTokenizer(), config, 65)
+    stretched = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+    long = dataclasses.replace(config, rope_scaling=stretched)
+    check_fit(ByteTokenizer(), long, 128)
+    plan_memory(long, get_recipe("bf16"), batch_size=1, seq_len=128)
+    with pytest.raises(
+        ValueError, match="--seq-len 129 is longer than the model allows .the stretched limit of RoPE=128"
+    ):
+        check_fit(ByteTokenizer(), long, 129)
 
 
 def test_description(tmp_path: Path) -> None:
