@@ -145,8 +145,8 @@ class Recipe:
     num_layers_at_end_in_bf16: int = 1
     lm_head: str = "bf16"
     precision: Mapping[str, str] = field(default_factory=dict)
-    description: str = ""
-    hardware: str = ""
+    description: str = field(default="", compare=False)
+    hardware: str = field(default="", compare=False)
     in_use: tuple[Recipe, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

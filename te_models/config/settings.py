@@ -94,7 +94,8 @@ class Setting:
             entries = value if isinstance(value, (list, tuple)) else [value] if self.path else [None]
             return all(isinstance(entry, self.members) and not mistyped(entry, self.members) for entry in entries)
         if issubclass(kind, (Mapping, Settings)):
-            return isinstance(value, (kind, Mapping))
+            table = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+            return table or (issubclass(kind, Settings) and isinstance(value, kind))
         return isinstance(value, (int, float) if kind is float else kind) and not mistyped(value, kind)
 
     def check(self, value: Value) -> None:

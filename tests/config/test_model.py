@@ -168,6 +168,8 @@ def test_options_count_their_parameters(change: dict[str, Any], more: int) -> No
         (dict(rope_scaling=3), "rope_scaling=3 is of a wrong type: give a table"),
         (dict(layer_types=3), "layer_types=3 is of a wrong type: give a list"),
         (dict(moe=3), "moe=3 is of a wrong type: give a table"),
+        (dict(rope_scaling={1: 2}), "rope_scaling={1: 2} is of a wrong type: give a table"),
+        (dict(linear_attention={1: 2}), "linear_attention={1: 2} is of a wrong type: give a table"),
         (dict(moe=dict(num_experts=4)), "moe lacks num_experts_per_tok, moe_intermediate_size: give all"),
         (dict(moe=dict(EXPERTS, num_experts_per_tok=5)), "is more than the 4 experts to choose from"),
         (dict(moe=dict(EXPERTS, router_aux_loss_coef=-1.0)), "moe.router_aux_loss_coef=-1.0 is out of range: give 0"),

@@ -64,6 +64,7 @@ def test_a_recipe_survives_json(name: str) -> None:
         recipe = get_recipe(name, num_layers_at_start_in_bf16=start, num_layers_at_end_in_bf16=end)
         saved = json.loads(json.dumps(recipe.to_dict()))
         assert recipe_from_dict(saved).to_dict() == saved == recipe.to_dict()
+        assert recipe_from_dict(saved) == recipe, "texts for people are no part of it"
         assert (saved["num_layers_at_start_in_bf16"], saved["num_layers_at_end_in_bf16"]) == (start, end)
         assert saved["lm_head"] == "bf16"
 
