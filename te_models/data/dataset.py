@@ -57,9 +57,8 @@ class TokenDataset:
 
     Labels equal input_ids (the model shifts them), except IGNORED on prompts and padding. Unless packing="stream" there
     is also "document_ids", below 0 at padding, and the first token of each document is IGNORED, since nothing before it
-    is seen. Each
-    epoch orders the documents anew and returns its windows in random order, so that a batch does not come from one
-    document. Batches run on from one epoch to the next, and rank `r` of `world_size` takes the r-th of every
+    is seen. Each epoch orders the documents anew and returns its windows in random order, so that a batch does not come
+    from one document. Batches run on from one epoch to the next, and rank `r` of `world_size` takes the r-th of every
     `world_size` batches.
 
     Args:
