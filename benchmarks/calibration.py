@@ -37,7 +37,9 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-def train(shared: Parallel, args: argparse.Namespace, documents: list[Document], case: dict[str, Any]) -> Any:
+def train(
+    shared: Parallel, args: argparse.Namespace, documents: list[Document], case: dict[str, Any]
+) -> Any:
     """Return the losses and gradient norms of one run; `case` has the recipe, and fields of TrainConfig."""
     case = dict(case)
     recipe, micro_batches = case.pop("recipe"), case.get("gradient_accumulation", 1)
@@ -45,9 +47,13 @@ def train(shared: Parallel, args: argparse.Namespace, documents: list[Document],
     sizes = dict(batch_size=args.batch_size // micro_batches, seq_len=args.seq_len)
     config = TrainConfig(steps=10**6, eval_every=0, **rate, **sizes, **case)
     shared = replace(shared, kind=config.parallel, config=config)
-    shape = dict(num_hidden_layers=args.layers) | {n: int(v) for n, v in (pair.split("=") for pair in args.set)}
+    shape = dict(num_hidden_layers=args.layers) | {
+        n: int(v) for n, v in (pair.split("=") for pair in args.set)
+    }
     torch.manual_seed(0)
-    model = shared.build(get_preset(args.preset, **shape), recipe=recipe, device=shared.device or args.device)
+    model = shared.build(
+        get_preset(args.preset, **shape), recipe=recipe, device=shared.device or args.device
+    )
     model.te.FP8GlobalStateManager.reset()  # of the models before, which Transformer Engine would go on reducing for
     share: dict[str, Any] = dict(rank=shared.data_rank, world_size=shared.data_world, seed=0)
     rows = shared.rows(config.batch_size)
@@ -56,13 +62,19 @@ def train(shared: Parallel, args: argparse.Namespace, documents: list[Document],
     steps = list(islice(run.steps(iter(data)), args.steps))
     if run.graphed is not None:
         run.graphed.close()
-    return {"losses": [row["loss"] for row in steps], "grad_norms": [row["grad_norm"] for row in steps]}
+    return {
+        "losses": [row["loss"] for row in steps],
+        "grad_norms": [row["grad_norm"] for row in steps],
+    }
 
 
 def cases(world: int) -> dict[str, dict[str, Any]]:
     """Return the runs of this number of processes, by name."""
     if world == 1:
-        halves = {f"{name}, 2 micro-batches": dict(how, gradient_accumulation=2) for name, how in RECIPES.items()}
+        halves = {
+            f"{name}, 2 micro-batches": dict(how, gradient_accumulation=2)
+            for name, how in RECIPES.items()
+        }
         return {**RECIPES, **halves}
     return {
         f"{name}, {kind} on {world}": dict(how, parallel=kind)
@@ -73,17 +85,25 @@ def cases(world: int) -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     """Run all cases, write the JSON after each, and print a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     place = "h200" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / f"calibration_{place}.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / f"calibration_{place}.json"
+    )
     parser.add_argument("--preset", default="gated-124m")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=12, help="sequences per step, over all processes")
+    parser.add_argument(
+        "--batch-size", type=int, default=12, help="sequences per step, over all processes"
+    )
     parser.add_argument("--seq-len", type=int, default=521)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--device", default=None if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=N", help="a field of the shape")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=N", help="a field of the shape"
+    )
     args = parser.parse_args()
     documents = load_documents(None)
     settings = {name: value for name, value in vars(args).items() if name != "out"}
@@ -99,7 +119,8 @@ def main() -> None:
             args.out.write_text(json.dumps(result, indent=1) + "\n")
             reference = result["runs"].get("bf16", found)
             first, last = (
-                found[key][place] / reference[key][place] - 1 for key, place in (("grad_norms", 0), ("losses", -1))
+                found[key][place] / reference[key][place] - 1
+                for key, place in (("grad_norms", 0), ("losses", -1))
             )
             print(
                 f"{name:36} first gradient norm {found['grad_norms'][0]:8.4f} ({first:+.2%} against bf16)  "

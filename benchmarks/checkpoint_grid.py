@@ -24,9 +24,17 @@ from te_models.training.cuda_graph import WARM_UP, GraphedStep
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gated-1b": dict(preset="gated-1b", batch=8, seq=2048),
-    "8B width, 4 layers": dict(preset="gated-8b", batch=4, seq=4096, num_hidden_layers=4, num_key_value_heads=32),
+    "8B width, 4 layers": dict(
+        preset="gated-8b", batch=4, seq=4096, num_hidden_layers=4, num_key_value_heads=32
+    ),
 }
-RECIPES = (("bf16", False), ("delayed", False), ("delayed", True), ("current", False), ("current", True))
+RECIPES = (
+    ("bf16", False),
+    ("delayed", False),
+    ("delayed", True),
+    ("current", False),
+    ("current", True),
+)
 MODES = ("none", "selective", "full")
 
 
@@ -35,7 +43,9 @@ def cli() -> None:
     """Run the grid."""
 
 
-def prepared(model: CausalLM, mode: str, ids: torch.Tensor, weights: int) -> tuple[Callable[[], float], int, int]:
+def prepared(
+    model: CausalLM, mode: str, ids: torch.Tensor, weights: int
+) -> tuple[Callable[[], float], int, int]:
     """Return a timer of a step under `mode` in milliseconds, a step's peak bytes, and the bytes saved for backward.
 
     No graph of another mode is alive.
@@ -67,7 +77,9 @@ def prepared(model: CausalLM, mode: str, ids: torch.Tensor, weights: int) -> tup
     return milliseconds, peak, kept
 
 
-def measure(shape: dict[str, Any], recipe: str, fp8_params: bool, rounds: int) -> list[dict[str, Any]]:
+def measure(
+    shape: dict[str, Any], recipe: str, fp8_params: bool, rounds: int
+) -> list[dict[str, Any]]:
     """Return one row per mode. One model at a time serves all modes of its recipe, so that memory is its own."""
     fields = dict(shape)
     preset, batch, seq = fields.pop("preset"), fields.pop("batch"), fields.pop("seq")
@@ -75,14 +87,20 @@ def measure(shape: dict[str, Any], recipe: str, fp8_params: bool, rounds: int) -
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     empty = torch.cuda.memory_allocated()
-    edges = {} if recipe == "bf16" else dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
-    model = CausalLM.from_preset(preset, recipe=recipe, fp8_params=fp8_params, engine="native", **fields, **edges)
+    edges = (
+        {} if recipe == "bf16" else dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+    )
+    model = CausalLM.from_preset(
+        preset, recipe=recipe, fp8_params=fp8_params, engine="native", **fields, **edges
+    )
     weights = torch.cuda.memory_allocated() - empty
     ids = torch.randint(0, model.config.vocab_size, (batch, seq), device="cuda")
     steps = {mode: prepared(model, mode, ids, weights) for mode in MODES}
     found: dict[str, list[float]] = {mode: [] for mode in MODES}
     for number in range(rounds):
-        order = MODES if number % 2 else MODES[::-1]  # a GPU is warmer after a mode that computes more
+        order = (
+            MODES if number % 2 else MODES[::-1]
+        )  # a GPU is warmer after a mode that computes more
         for mode in order:
             found[mode].append(steps[mode][0]())
     rows = []
@@ -93,7 +111,12 @@ def measure(shape: dict[str, Any], recipe: str, fp8_params: bool, rounds: int) -
         slowest=times[-1],
                          tokens_per_second=batch * seq / median * 1e3, peak=peak, activations=kept))  # fmt: skip
         print(
-            preset, recipe, "FP8" if fp8_params else "BF16", mode, f"{median:.1f} ms {peak / 2**30:.2f} GiB", flush=True
+            preset,
+            recipe,
+            "FP8" if fp8_params else "BF16",
+            mode,
+            f"{median:.1f} ms {peak / 2**30:.2f} GiB",
+            flush=True,
         )
     return rows
 
@@ -101,7 +124,13 @@ def measure(shape: dict[str, Any], recipe: str, fp8_params: bool, rounds: int) -
 @cli.command()
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 @click.option("--rounds", default=8)
-@click.option("--shape", "names", multiple=True, type=click.Choice(list(SHAPES)), help="May be repeated; default: all.")
+@click.option(
+    "--shape",
+    "names",
+    multiple=True,
+    type=click.Choice(list(SHAPES)),
+    help="May be repeated; default: all.",
+)
 def run(out: Path, rounds: int, names: tuple[str, ...]) -> None:
     """Measure the grid."""
     from te_models.inspect.environment import environment

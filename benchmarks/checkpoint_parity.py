@@ -37,7 +37,13 @@ RECIPES: dict[str, dict[str, Any]] = {
     "mxfp8": dict(recipe="mxfp8"),
 }
 MODES: tuple[str | int, ...] = ("none", "selective", "full", 2)
-SHAPE = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+SHAPE = dict(
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 MICRO_BATCHES = 3
 
 
@@ -49,14 +55,18 @@ def digest(model: CausalLM) -> str:
     values |= {f"{name}.grad": p.grad for name, p in parameters.items() if p.grad is not None}
     for name, tensor in sorted((values | quantized_weights(model) | fp8_state(model)).items()):
         found.update(name.encode())
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
     return found.hexdigest()
 
 
 def run(options: dict[str, Any], mode: str | int, steps: int, cache: bool) -> dict[str, Any]:
     """Return the losses, a hash per step, and how often a step updated forward and backward scales."""
     torch.manual_seed(0)
-    model = CausalLM.from_preset("gated-nano", activation_checkpointing=mode, compile=False, **SHAPE, **options)
+    model = CausalLM.from_preset(
+        "gated-nano", activation_checkpointing=mode, compile=False, **SHAPE, **options
+    )
     model.te.FP8GlobalStateManager.reset()
     optimizer = build_optimizer("adamw", model, lr=1e-3, weight_decay=0.1)
     generator = torch.Generator().manual_seed(1)
@@ -70,7 +80,9 @@ def run(options: dict[str, Any], mode: str | int, steps: int, cache: bool) -> di
         original(forward)
 
     def loss_of(**how: Any) -> torch.Tensor:
-        ids = torch.randint(0, model.config.vocab_size, (4, 64), generator=generator).to(model.device)
+        ids = torch.randint(0, model.config.vocab_size, (4, 64), generator=generator).to(
+            model.device
+        )
         loss = model(ids, labels=ids, **how).loss
         assert loss is not None
         return loss
@@ -110,7 +122,11 @@ def run(options: dict[str, Any], mode: str | int, steps: int, cache: bool) -> di
 @click.option("--engine", default="native", type=click.Choice(["native", "emulated"]))
 @click.option("--steps", default=50)
 @click.option(
-    "--recipe", "only", multiple=True, type=click.Choice(list(RECIPES)), help="May be repeated; default: all."
+    "--recipe",
+    "only",
+    multiple=True,
+    type=click.Choice(list(RECIPES)),
+    help="May be repeated; default: all.",
 )
 def main(out: Path | None, engine: str, steps: int, only: tuple[str, ...]) -> None:
     """Compare; exits with 1 if a bit differs."""
@@ -128,8 +144,14 @@ def main(out: Path | None, engine: str, steps: int, only: tuple[str, ...]) -> No
                 print(name, "skipped:", error, flush=True)
                 break
             for mode in MODES[1:]:
-                same = {part: runs[mode][part] == runs["none"][part] for part in ("losses", "digests", "updates")}
-                first = [a == b for a, b in zip(runs[mode]["digests"], runs["none"]["digests"], strict=True)]
+                same = {
+                    part: runs[mode][part] == runs["none"][part]
+                    for part in ("losses", "digests", "updates")
+                }
+                first = [
+                    a == b
+                    for a, b in zip(runs[mode]["digests"], runs["none"]["digests"], strict=True)
+                ]
                 rows.append(
                     dict(recipe=name, fp8_params=fp8_params, cached_weights=cache, mode=mode, same=same,
                          first_difference=first.index(False) + 1 if False in first else None,
@@ -137,7 +159,13 @@ def main(out: Path | None, engine: str, steps: int, only: tuple[str, ...]) -> No
                 )  # fmt: skip
                 print(rows[-1], flush=True)
     if out is not None:
-        result = {"environment": environment(), "engine": engine, "steps": steps, "shape": SHAPE, "rows": rows}
+        result = {
+            "environment": environment(),
+            "engine": engine,
+            "steps": steps,
+            "shape": SHAPE,
+            "rows": rows,
+        }
         out.write_text(json.dumps(result, indent=1))
     raise SystemExit(any(not all(row.get("same", {}).values()) for row in rows))
 

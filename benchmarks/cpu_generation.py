@@ -33,7 +33,10 @@ def rates(threads: int, beside: int = 0) -> dict[str, float]:
     from te_models import CausalLM
 
     torch.set_num_threads(threads)
-    models = {name: CausalLM.from_pretrained("gated-nano", recipe=name, device="cpu").eval() for name in RECIPES}
+    models = {
+        name: CausalLM.from_pretrained("gated-nano", recipe=name, device="cpu").eval()
+        for name in RECIPES
+    }
     ids, clock = torch.arange(1, 13)[None], time.process_time if threads == 1 else time.perf_counter
     found: dict[str, list[float]] = {name: [] for name in RECIPES}
     busy = subprocess.Popen([sys.executable, "-c", BUSY.format(beside)]) if beside else None

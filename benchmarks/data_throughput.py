@@ -34,7 +34,9 @@ def write_corpus(folder: Path, mib: int) -> list[Path]:
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (folder / "corpus.jsonl").write_text(lines)
     (folder / "corpus.jsonl.gz").write_bytes(gzip.compress(lines.encode(), 6))
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "corpus.parquet", row_group_size=1000)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": texts}), folder / "corpus.parquet", row_group_size=1000
+    )
     return [folder / f"corpus{suffix}" for suffix in (".jsonl", ".jsonl.gz", ".parquet")]
 
 
@@ -79,7 +81,9 @@ def measure(path: Path, words: object, packing: str) -> tuple[float, float]:
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=8)
     arguments = parser.parse_args()
     from te_models.data.tokenizer import load_tokenizer

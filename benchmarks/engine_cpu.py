@@ -47,7 +47,9 @@ def one_pass(layer: te.Linear, recipe: R.Recipe | None, x: torch.Tensor, g: torc
     y.backward(g)
 
 
-def timed(made: dict[str, Callable[[], None]], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
+def timed(
+    made: dict[str, Callable[[], None]], rounds: int, warm_up: int = 2
+) -> dict[str, list[float]]:
     """Seconds of each pass, ascending; the passes take turns."""
     times: dict[str, list[float]] = {name: [] for name in made}
     for i in range(warm_up + rounds):
@@ -62,7 +64,9 @@ def timed(made: dict[str, Callable[[], None]], rounds: int, warm_up: int = 2) ->
 def main() -> None:
     """Print the table."""
     sizes = [int(value) for value in sys.argv[1:4]] or [1024, 1024, 512]
-    seconds = {name: statistics.median(times) for name, times in timed(passes(*sizes), rounds=15).items()}
+    seconds = {
+        name: statistics.median(times) for name, times in timed(passes(*sizes), rounds=15).items()
+    }
     print(f"in={sizes[0]} out={sizes[1]} rows={sizes[2]} threads={torch.get_num_threads()}")
     for name, value in seconds.items():
         print(f"{name:10} {value * 1e3:8.2f} ms  {value / seconds['fp32']:5.2f} x nn.Linear FP32")

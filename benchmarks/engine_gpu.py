@@ -33,7 +33,9 @@ SHAPES = ((512, 1024, 1024), (8192, 4096, 4096))  # rows, in, out
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaMemcpy", "cudaMemset")
 
 
-def one_pass(layer: te.Linear, recipe: R.Recipe | None, x: torch.Tensor, g: torch.Tensor, kernels: bool) -> None:
+def one_pass(
+    layer: te.Linear, recipe: R.Recipe | None, x: torch.Tensor, g: torch.Tensor, kernels: bool
+) -> None:
     """Forward under the recipe (None: no autocast) and backward."""
     with fused(kernels):
         with te.autocast(enabled=recipe is not None, recipe=recipe):
@@ -41,7 +43,9 @@ def one_pass(layer: te.Linear, recipe: R.Recipe | None, x: torch.Tensor, g: torc
         y.backward(g)
 
 
-def timed(runs: list[Callable[[], None]], rounds: int = 30, warm_up: int = 5) -> list[tuple[float, float]]:
+def timed(
+    runs: list[Callable[[], None]], rounds: int = 30, warm_up: int = 5
+) -> list[tuple[float, float]]:
     """Median seconds of each run, and of its part on the host; the runs take turns."""
     times: list[list[tuple[float, float]]] = [[] for _ in runs]
     for i in range(warm_up + rounds):
@@ -53,7 +57,9 @@ def timed(runs: list[Callable[[], None]], rounds: int = 30, warm_up: int = 5) ->
             torch.cuda.synchronize()
             if i >= warm_up:
                 found.append((time.perf_counter() - start, host))
-    return [tuple(statistics.median(column) for column in zip(*found, strict=True)) for found in times]
+    return [
+        tuple(statistics.median(column) for column in zip(*found, strict=True)) for found in times
+    ]
 
 
 def counted(run: Callable[[], None]) -> dict[str, int]:
@@ -64,7 +70,11 @@ def counted(run: Callable[[], None]) -> dict[str, int]:
     calls = {event.key: event.count for event in found.key_averages()}
     return {
         "launches": sum(count for name, count in calls.items() if name.startswith(LAUNCHES)),
-        "waits": sum(count for name, count in calls.items() if name.startswith(("cudaStreamSync", "cudaEventSync"))),
+        "waits": sum(
+            count
+            for name, count in calls.items()
+            if name.startswith(("cudaStreamSync", "cudaEventSync"))
+        ),
     }
 
 
@@ -79,12 +89,19 @@ def measured(rows: int, n_in: int, n_out: int) -> dict[str, dict[str, Any]]:
             layer = te.Linear(n_in, n_out, bias=False, params_dtype=torch.bfloat16, device="cuda")
             run = partial(one_pass, layer, recipe, x, g, kernels)
             (base, base_host), (seconds, host) = timed([reference, run])
-            row = {"ms": round(seconds * 1e3, 4), "host_ms": round(host * 1e3, 4), "ratio": round(seconds / base, 3)}
+            row = {
+                "ms": round(seconds * 1e3, 4),
+                "host_ms": round(host * 1e3, 4),
+                "ratio": round(seconds / base, 3),
+            }
             found.setdefault(
-                REFERENCE, {"ms": round(base * 1e3, 4), "host_ms": round(base_host * 1e3, 4), "ratio": 1.0}
+                REFERENCE,
+                {"ms": round(base * 1e3, 4), "host_ms": round(base_host * 1e3, 4), "ratio": 1.0},
             )
             found[name if kernels else f"{name} plain"] = row | counted(run)
-            te.reset_fp8_state(layer)  # else its scales would be updated in the other recipes' passes
+            te.reset_fp8_state(
+                layer
+            )  # else its scales would be updated in the other recipes' passes
     return {REFERENCE: found.pop(REFERENCE) | counted(reference)} | found
 
 
@@ -93,8 +110,12 @@ def main() -> None:
     found = {"x".join(map(str, shape)): measured(*shape) for shape in SHAPES}
     for shape, rows in found.items():
         for name, row in rows.items():
-            print(f"{shape:16} {name:16} " + "  ".join(f"{key} {value}" for key, value in row.items()))
-    Path(sys.argv[1]).write_text(json.dumps({"environment": environment(), "linear": found}, indent=1) + "\n")
+            print(
+                f"{shape:16} {name:16} " + "  ".join(f"{key} {value}" for key, value in row.items())
+            )
+    Path(sys.argv[1]).write_text(
+        json.dumps({"environment": environment(), "linear": found}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,13 @@ from te_models.optim import build_optimizer
 from te_models.saving.pretrained import weights
 from te_models.saving.restore import load_weights
 
-SHAPE = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4)
+SHAPE = dict(
+    hidden_size=512,
+    intermediate_size=1536,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+)
 RECIPES: dict[str, dict[str, Any]] = {
     "delayed": dict(amax_history_len=64),
     "delayed_max": dict(amax_history_len=16, amax_compute_algo="max"),
@@ -69,14 +75,18 @@ def compare(recipe: str, steps: int, how: str) -> dict[str, Any]:
     data = TokenDataset(load_documents(None), words, 256, batch_size=16, seed=0)
     native, emulated = pair(recipe, ("native", "native" if how == "twice" else "emulated"))
     schedule = TrainConfig(steps=steps, warmup_steps=10, learning_rate=3e-4)
-    optimizers = [build_optimizer("adamw", model, schedule.learning_rate, 0.1) for model in (native, emulated)]
+    optimizers = [
+        build_optimizer("adamw", model, schedule.learning_rate, 0.1) for model in (native, emulated)
+    ]
     rows = []
     for step in range(1, steps + 1):
         batch = {name: tensor.cuda() for name, tensor in next(data).items()}
         if how == "lockstep":
             load_weights(emulated, weights(native))
             load_fp8_state(
-                emulated, {k: v.clone() for k, v in fp8_state(native).items()}, emulated.precision.te_recipe_of
+                emulated,
+                {k: v.clone() for k, v in fp8_state(native).items()},
+                emulated.precision.te_recipe_of,
             )
         losses = []
         for model, optimizer in zip((native, emulated), optimizers, strict=True):
@@ -87,7 +97,9 @@ def compare(recipe: str, steps: int, how: str) -> dict[str, Any]:
                 group["lr"] = schedule.learning_rate_at(step)
             optimizer.step()
             losses.append(loss.item())
-        row = dict(native=losses[0], emulated=losses[1], loss=abs(losses[0] - losses[1]) / losses[0])
+        row = dict(
+            native=losses[0], emulated=losses[1], loss=abs(losses[0] - losses[1]) / losses[0]
+        )
         if state := fp8_state(native):
             other = fp8_state(emulated)
             histories = [name for name in state if name.endswith("amax_history")]
@@ -98,7 +110,10 @@ def compare(recipe: str, steps: int, how: str) -> dict[str, Any]:
             row["amax_frobenius"] = max(frobenius(state[name], other[name]) for name in histories)
         rows.append(row)
     columns = [name for name in rows[0] if name not in ("native", "emulated")]
-    worst = {f"worst_{name}": (min if name == "amax_equal" else max)(row[name] for row in rows) for name in columns}
+    worst = {
+        f"worst_{name}": (min if name == "amax_equal" else max)(row[name] for row in rows)
+        for name in columns
+    }
     return {**worst, "steps": rows}
 
 
@@ -127,9 +142,10 @@ def linear_ratio(recipe: str, size: int = 1024, rows: int = 512) -> float:
         torch.cuda.synchronize()
         return start.elapsed_time(stop)
 
-    times = [(run(fp8, te.autocast(enabled=True, recipe=built)), run(plain, torch.enable_grad())) for _ in range(60)][
-        10:
-    ]
+    times = [
+        (run(fp8, te.autocast(enabled=True, recipe=built)), run(plain, torch.enable_grad()))
+        for _ in range(60)
+    ][10:]
     median = [sorted(column)[len(column) // 2] for column in zip(*times, strict=True)]
     return median[0] / median[1]
 
@@ -142,12 +158,22 @@ def main(out: Path, steps: int) -> None:
     from te_models.inspect.environment import environment
 
     sdpa.CUDA_ORDER[:] = [SDPBackend.MATH]
-    result: dict[str, Any] = {"environment": environment(), "model": SHAPE, "recipes": {}, "linear_time_over_bf16": {}}
+    result: dict[str, Any] = {
+        "environment": environment(),
+        "model": SHAPE,
+        "recipes": {},
+        "linear_time_over_bf16": {},
+    }
     for recipe in RECIPES:
         parts = {how: compare(recipe, steps, how) for how in ("free", "twice", "lockstep")}
         result["recipes"][recipe] = parts
         for name, part in parts.items():
-            print(recipe, name, {key: f"{value:.2e}" for key, value in part.items() if key != "steps"}, flush=True)
+            print(
+                recipe,
+                name,
+                {key: f"{value:.2e}" for key, value in part.items() if key != "steps"},
+                flush=True,
+            )
         out.write_text(json.dumps(result))
     for size, rows in ((1024, 512), (4096, 8192)):
         for recipe in (*RECIPES, "mxfp8"):

@@ -39,14 +39,35 @@ RECIPES = ("bf16", "current", "delayed")
 @click.option("--tiny", is_flag=True, help="A small model on the CPU: a test of this program.")
 def main(out: Path, steps: int, tiny: bool) -> None:
     """Train under every recipe, in every way."""
-    small = ["--device", "cpu", "--engine", "emulated", "--hidden-size", "96", "--seq-len", "32", "--batch-size", "4"]
+    small = [
+        "--device",
+        "cpu",
+        "--engine",
+        "emulated",
+        "--hidden-size",
+        "96",
+        "--seq-len",
+        "32",
+        "--batch-size",
+        "4",
+    ]
 
     def losses(name: tuple[str, str]) -> list[float]:
         recipe, way = name
         launch, flags = WAYS[way]
-        run = [*RUN, "--steps", str(2 if tiny else steps), *(small if tiny else []), "--recipe", recipe, *flags]
+        run = [
+            *RUN,
+            "--steps",
+            str(2 if tiny else steps),
+            *(small if tiny else []),
+            "--recipe",
+            recipe,
+            *flags,
+        ]
         place = Path(folder, f"{recipe} {way}")
-        done = subprocess.run([sys.executable, *launch, "-m", "te_models", "pretrain", *run, "--out", str(place)])
+        done = subprocess.run(
+            [sys.executable, *launch, "-m", "te_models", "pretrain", *run, "--out", str(place)]
+        )
         if done.returncode:
             raise click.ClickException(f"{recipe}, {way}: exit code {done.returncode}")
         return [row["loss"] for row in read_metrics(place / "metrics.jsonl") if "loss" in row]
@@ -56,7 +77,12 @@ def main(out: Path, steps: int, tiny: bool) -> None:
         found = dict(zip(names, pool.map(losses, names), strict=True))
     from te_models.inspect.environment import environment
 
-    result: dict[str, Any] = {"environment": environment(), "run": RUN, "losses": {}, "largest_difference": {}}
+    result: dict[str, Any] = {
+        "environment": environment(),
+        "run": RUN,
+        "losses": {},
+        "largest_difference": {},
+    }
     for (recipe, way), own in found.items():
         one = found[recipe, "one process"]
         result["losses"][f"{recipe}, {way}"] = own

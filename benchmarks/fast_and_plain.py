@@ -36,7 +36,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(way: str, seed: int, preset: str, recipe: str, steps: int, batch_size: int, seq_len: int) -> dict[str, Any]:
+def train(
+    way: str, seed: int, preset: str, recipe: str, steps: int, batch_size: int, seq_len: int
+) -> dict[str, Any]:
     """Return the training loss of every step and the held-out loss at the end, in nats per byte."""
     options = dict(WAYS[way])
     graph = options.pop("graph")
@@ -52,16 +54,27 @@ def train(way: str, seed: int, preset: str, recipe: str, steps: int, batch_size:
     losses: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         run = Trainer(
-            model, data, held_out.eval_batches(8), config, Path(folder), on_step=lambda r: losses.append(r["loss"])
+            model,
+            data,
+            held_out.eval_batches(8),
+            config,
+            Path(folder),
+            on_step=lambda r: losses.append(r["loss"]),
         )
         run.checkpoints.save = lambda *args, **options: Path(folder)  # only the losses are needed
         result = run.run()
-    return {"losses": losses, "eval_loss": result.eval_loss, "tokens_per_second": result.tokens_per_second}
+    return {
+        "losses": losses,
+        "eval_loss": result.eval_loss,
+        "tokens_per_second": result.tokens_per_second,
+    }
 
 
 def take_a_gpu(numbers: Any) -> None:
     """Make one GPU, in turn, visible to this process; call this before anything looks for GPUs."""
-    all_of_them = ",".join(path.name.removeprefix("nvidia") for path in sorted(Path("/dev").glob("nvidia[0-9]*")))
+    all_of_them = ",".join(
+        path.name.removeprefix("nvidia") for path in sorted(Path("/dev").glob("nvidia[0-9]*"))
+    )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", all_of_them).split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[numbers.get() % len(visible)]
 
@@ -69,7 +82,11 @@ def take_a_gpu(numbers: Any) -> None:
 def pair(settings: dict[str, Any], seed: int) -> dict[str, dict[str, Any]]:
     """Both ways from one seed."""
     found = {way: train(way, seed, **settings) for way in WAYS}
-    print(f"seed {seed}:", *(f"{way} held-out {run['eval_loss']:.5f}" for way, run in found.items()), flush=True)
+    print(
+        f"seed {seed}:",
+        *(f"{way} held-out {run['eval_loss']:.5f}" for way, run in found.items()),
+        flush=True,
+    )
     return found
 
 
@@ -77,15 +94,21 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Return the relative difference of "fast" and "plain" per seed and in the mean, and that between seeds."""
     numbers = {
         "held_out": {way: [run["eval_loss"] for run in of] for way, of in runs.items()},
-        "last_50_steps": {way: [statistics.mean(run["losses"][-50:]) for run in of] for way, of in runs.items()},
-        "all_steps": {way: [statistics.mean(run["losses"]) for run in of] for way, of in runs.items()},
+        "last_50_steps": {
+            way: [statistics.mean(run["losses"][-50:]) for run in of] for way, of in runs.items()
+        },
+        "all_steps": {
+            way: [statistics.mean(run["losses"]) for run in of] for way, of in runs.items()
+        },
     }
     found = {}
     for name, of in numbers.items():
         pairs = [fast / plain - 1 for fast, plain in zip(of["fast"], of["plain"], strict=True)]
         error = statistics.stdev(pairs) / len(pairs) ** 0.5
         seeds = statistics.stdev(of["plain"]) / statistics.mean(of["plain"])
-        found[name] = dict(mean=statistics.mean(pairs), standard_error=error, pairs=pairs, between_seeds=seeds)
+        found[name] = dict(
+            mean=statistics.mean(pairs), standard_error=error, pairs=pairs, between_seeds=seeds
+        )
     return found
 
 
@@ -96,12 +119,16 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 @click.option("--batch-size", default=8)
 @click.option("--seq-len", default=512)
 @click.option("--seeds", default=16, type=click.IntRange(min=2))
-@click.option("--processes", default=1, help="Pairs that run side by side; they share out the GPUs.")
+@click.option(
+    "--processes", default=1, help="Pairs that run side by side; they share out the GPUs."
+)
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 def main(preset: str, recipe: str, steps: int, batch_size: int, seq_len: int, seeds: int, processes: int,
          out: Path) -> None:  # fmt: skip
     """Train in each way from each seed; print and write the differences of the losses."""
-    settings = dict(preset=preset, recipe=recipe, steps=steps, batch_size=batch_size, seq_len=seq_len)
+    settings = dict(
+        preset=preset, recipe=recipe, steps=steps, batch_size=batch_size, seq_len=seq_len
+    )
     context = multiprocessing.get_context("spawn")
     numbers = context.SimpleQueue()
     for number in range(processes):
@@ -109,7 +136,13 @@ def main(preset: str, recipe: str, steps: int, batch_size: int, seq_len: int, se
     with ProcessPoolExecutor(processes, context, take_a_gpu, (numbers,)) as pool:
         pairs = list(pool.map(partial(pair, settings), range(seeds)))
     runs = {way: [one[way] for one in pairs] for way in WAYS}
-    found = {"environment": environment(), "settings": settings, "ways": WAYS, "runs": runs, "summary": summary(runs)}
+    found = {
+        "environment": environment(),
+        "settings": settings,
+        "ways": WAYS,
+        "runs": runs,
+        "summary": summary(runs),
+    }
     for name, row in found["summary"].items():
         found_mean = f"{row['mean']:+.3%} +- {row['standard_error']:.3%}"
         print(f"{name:14} fast / plain - 1 = {found_mean}; seeds {row['between_seeds']:.3%}")

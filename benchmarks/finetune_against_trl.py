@@ -45,7 +45,9 @@ from te_models.kernels.delta_rule import delta_rule_kernel
 RANK = 16
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": dict(seq_len=4096, batch_size=4, recompute="none", learning_rate=2e-5),
-    "llama-3.1-8b": dict(seq_len=4096, batch_size=2, recompute="full", learning_rate=1e-6),  # 2e-5 diverges: no warm-up
+    "llama-3.1-8b": dict(
+        seq_len=4096, batch_size=2, recompute="full", learning_rate=1e-6
+    ),  # 2e-5 diverges: no warm-up
     "qwen3.5-2b": dict(seq_len=4096, batch_size=2, recompute="full", learning_rate=5e-6),
 }
 TINY = dict(vocab_size=4096, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2,
@@ -121,7 +123,11 @@ def ours(job: Job) -> dict[str, Any]:
     model = CausalLM.from_preset(job.shape, recipe=recipe, device=job.device, fp8_params=fp8_params,
                                  activation_checkpointing=job.settings()["recompute"],
                                  activation_offload=bool(offload), **job.shape_options())  # fmt: skip
-    saved = LoraRun(model, LoraSettings(rank=RANK, alpha=2.0 * RANK), None) if job.method == "lora" else None
+    saved = (
+        LoraRun(model, LoraSettings(rank=RANK, alpha=2.0 * RANK), None)
+        if job.method == "lora"
+        else None
+    )
     run = Trainer(model, job.rows(), [], job.train_config(), Path("unused"), saved=saved)
     return measure(run.steps(iter(run.dataset)), job.device)
 
@@ -140,7 +146,13 @@ def measure(rows: Any, device: str) -> dict[str, Any]:
         times.append(time.perf_counter() - start)
         start = time.perf_counter()
     peak = torch.cuda.max_memory_allocated() if device != "cpu" else None
-    return dict(losses=losses, norms=norms, times=times, seconds=statistics.median(times[WARM_UP:]), peak=peak)
+    return dict(
+        losses=losses,
+        norms=norms,
+        times=times,
+        seconds=statistics.median(times[WARM_UP:]),
+        peak=peak,
+    )
 
 
 def as_dataset(rows: list[dict[str, list[int]]]) -> Any:
@@ -188,7 +200,9 @@ def stand_in_for_datasets() -> None:
 def theirs(job: Job) -> dict[str, Any]:
     """Train with TRL's SFTTrainer; the same results as of `ours`."""
     stand_in_for_datasets()
-    delta_rule_kernel(torch.device(job.device), torch.bfloat16)  # flash-linear-attention refuses some GPUs without ours
+    delta_rule_kernel(
+        torch.device(job.device), torch.bfloat16
+    )  # flash-linear-attention refuses some GPUs without ours
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -199,7 +213,9 @@ def theirs(job: Job) -> dict[str, Any]:
             for _, batch in batches for n in range(own["batch_size"])]  # fmt: skip
     shape = get_preset(job.shape, **job.shape_options())
     with torch.device(job.device):
-        model = AutoModelForCausalLM.from_config(their_config(shape), dtype=torch.bfloat16, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            their_config(shape), dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
     model.load_state_dict(our_weights(job))
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{job.tokenizer}/tokenizer.json", eos_token="<|endoftext|>",
                                         pad_token="<|endoftext|>")  # fmt: skip
@@ -224,12 +240,18 @@ def theirs(job: Job) -> dict[str, Any]:
                 torch.cuda.synchronize()
             found["times"].append(time.perf_counter())
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
+        ) -> None:
             if logs and "loss" in logs:
                 found["losses"].append(float(logs["loss"]))
                 found["norms"].append(float(logs["grad_norm"]))
 
-    adapters = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear") if job.method == "lora" else None
+    adapters = (
+        LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
+        if job.method == "lora"
+        else None
+    )
     trainer = SFTTrainer(model=model, args=options, train_dataset=as_dataset(rows), processing_class=tokenizer,
                          peft_config=adapters, callbacks=[Watch()], data_collator=stack)  # fmt: skip
     if on_gpu:
@@ -255,7 +277,9 @@ def our_weights(job: Job) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = CausalLM.from_preset(job.shape, recipe="bf16", device=job.device, **job.shape_options())
     own = weights(model)
-    places = tensor_places(family_for(model.config), model.config, {name: p.shape for name, p in own.items()})
+    places = tensor_places(
+        family_for(model.config), model.config, {name: p.shape for name, p in own.items()}
+    )
     found = {name: place.save(own[place.name]) for name, place in places.items()}
     if model.config.tie_word_embeddings:
         found["lm_head.weight"] = found["model.embed_tokens.weight"]
@@ -278,7 +302,9 @@ def their_config(config: Any) -> Any:
     from te_models.interop.hf_families import family_for
 
     family = family_for(config)
-    return CONFIG_MAPPING[family.model_type](**{k: v for k, v in family.write(config).items() if k != "architectures"})
+    return CONFIG_MAPPING[family.model_type](
+        **{k: v for k, v in family.write(config).items() if k != "architectures"}
+    )
 
 
 @click.group()
@@ -302,10 +328,19 @@ def one(job: str) -> None:
 @click.option("--shapes", default=",".join(SHAPES))
 @click.option("--methods", default="full,lora")
 @click.option("--ways", default=",".join(WAYS))
-@click.option("--tokenizer", default=str(Path(__file__).parent.parent / "te_models/pretrained/gated-nano"))
+@click.option(
+    "--tokenizer", default=str(Path(__file__).parent.parent / "te_models/pretrained/gated-nano")
+)
 @click.option("--seconds", default=1e9, help="No variant starts after this many.")
 def run(
-    out: Path, device: str, tiny: bool, shapes: str, methods: str, ways: str, tokenizer: str, seconds: float
+    out: Path,
+    device: str,
+    tiny: bool,
+    shapes: str,
+    methods: str,
+    ways: str,
+    tokenizer: str,
+    seconds: float,
 ) -> None:
     """Run all variants, each in its own process, and write the results after each."""
     begun = time.perf_counter()
@@ -323,7 +358,9 @@ def run(
                     job = Job(shape, method, way, device, str(data), tokenizer, tiny)
                     command = [sys.executable, __file__, "one", json.dumps(dataclasses.asdict(job))]
                     done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
-                    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+                    lines = [
+                        line for line in done.stdout.splitlines() if line.startswith("RESULT ")
+                    ]
                     row: dict[str, Any] = dict(shape=shape, method=method, way=way)
                     if lines:
                         row |= json.loads(lines[-1][7:])
@@ -333,7 +370,10 @@ def run(
                         row["error"] = done.stderr[-1500:]
                     document["rows"].append(row)
                     out.write_text(json.dumps(document, indent=1) + "\n")
-                    print({k: v[-1:] if isinstance(v, list) else v for k, v in row.items()}, flush=True)
+                    print(
+                        {k: v[-1:] if isinstance(v, list) else v for k, v in row.items()},
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

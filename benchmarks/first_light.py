@@ -16,7 +16,9 @@ import click
 
 from te_models.training.metrics import read_metrics
 
-RUN = dict(preset="gated-124m", steps=400, batch_size=32, seq_len=1024, learning_rate=3e-4, warmup_steps=30)
+RUN = dict(
+    preset="gated-124m", steps=400, batch_size=32, seq_len=1024, learning_rate=3e-4, warmup_steps=30
+)
 RUN |= dict(eval_every=50, eval_batches=16, seed=0, sample_tokens=0)
 
 
@@ -28,7 +30,9 @@ def cli() -> None:
 @cli.command()
 @click.option("--recipes", default="bf16,delayed,current,blockwise", show_default=True)
 @click.option("--out", required=True, type=click.Path(path_type=Path))
-@click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change a field of the run.")
+@click.option(
+    "--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change a field of the run."
+)
 def run(recipes: str, out: Path, changes: tuple[str, ...]) -> None:
     """Train once per recipe, each in its own process through the command line, and collect the metrics."""
     from te_models.inspect.environment import environment
@@ -38,10 +42,22 @@ def run(recipes: str, out: Path, changes: tuple[str, ...]) -> None:
     for recipe in recipes.split(","):
         with tempfile.TemporaryDirectory() as folder:
             flags = [f"--{name.replace('_', '-')}={value}" for name, value in fields.items()]
-            command = [sys.executable, "-m", "te_models", "pretrain", *flags, "--recipe", recipe, "--out", folder]
+            command = [
+                sys.executable,
+                "-m",
+                "te_models",
+                "pretrain",
+                *flags,
+                "--recipe",
+                recipe,
+                "--out",
+                folder,
+            ]
             subprocess.run(command, check=True)
             rows = read_metrics(Path(folder) / "metrics.jsonl")
-            saved = json.loads(next(Path(folder).glob("checkpoints/step-*/training.json")).read_text())["result"]
+            saved = json.loads(
+                next(Path(folder).glob("checkpoints/step-*/training.json")).read_text()
+            )["result"]
             result["recipes"][recipe] = {**saved, "checkpoint": None, "metrics": rows}
     out.write_text(json.dumps(result))
 

@@ -119,7 +119,9 @@ def mutate_safetensors(data: bytes, rng: random.Random) -> bytes:
         return struct.pack("<Q", len(header)) + header + data[8 + size :]
     body = bytearray(data[8 + size :])
     place = rng.randrange(max(1, len(body) // 4)) * 4
-    body[place : place + 4] = struct.pack("<f", rng.choice([float("nan"), float("inf"), -1.0, 0.0, 1e38]))
+    body[place : place + 4] = struct.pack(
+        "<f", rng.choice([float("nan"), float("inf"), -1.0, 0.0, 1e38])
+    )
     return data[: 8 + size] + bytes(body)
 
 
@@ -159,7 +161,9 @@ def mutate_toml(text: str, rng: random.Random) -> str:
     loose = {title: values for title, values in tables.items() if not isinstance(values, dict)}
     with contextlib.suppress(TypeError):
         first = render_toml({"run": loose}, "").replace("[run]\n", "")
-        return first + render_toml({title: v for title, v in tables.items() if title not in loose}, "")
+        return first + render_toml(
+            {title: v for title, v in tables.items() if title not in loose}, ""
+        )
     return text
 
 
@@ -177,9 +181,24 @@ def mutate_file(path: Path, rng: random.Random) -> None:
             path.symlink_to("/dev/zero" if choice == "link" else path.name)
     elif kind < 0.03:
         path.write_bytes(
-            rng.choice([b"[" * 100_000, b'{"a":' * 50_000, b"", b"[" + b"[]," * 10**6 + b"0]", b"\xff" * 10**6])
+            rng.choice(
+                [
+                    b"[" * 100_000,
+                    b'{"a":' * 50_000,
+                    b"",
+                    b"[" + b"[]," * 10**6 + b"0]",
+                    b"\xff" * 10**6,
+                ]
+            )
         )
-    elif kind < 0.4 or path.suffix not in (".json", ".safetensors", ".jinja", ".jsonl", ".gz", ".toml"):
+    elif kind < 0.4 or path.suffix not in (
+        ".json",
+        ".safetensors",
+        ".jinja",
+        ".jsonl",
+        ".gz",
+        ".toml",
+    ):
         path.write_bytes(mutate_bytes(data, rng))
     elif path.suffix == ".json":
         path.write_bytes(json.dumps(mutate_json(json.loads(data), rng)).encode())
@@ -197,7 +216,9 @@ def mutate_file(path: Path, rng: random.Random) -> None:
 
 def fit_manifest(folder: Path) -> None:
     """Make sizes, hashes and the digest fit again, as someone who knows the format can."""
-    with contextlib.suppress(ValueError, OSError, KeyError, TypeError, AttributeError, RecursionError):
+    with contextlib.suppress(
+        ValueError, OSError, KeyError, TypeError, AttributeError, RecursionError
+    ):
         manifest = json.loads((folder / MANIFEST).read_bytes())
         for name, entry in manifest["files"].items():
             if _regular(folder / name):
@@ -229,14 +250,20 @@ def run_cases(root: str, seed: int, first: int, count: int, results: Any) -> Non
         for _ in range(3):
             if not found[2].startswith("failure:") or found[3] < SECONDS:
                 break
-            found = run_case(Path(root), seed, case, live, references)  # was it this case, or a machine that is busy?
+            found = run_case(
+                Path(root), seed, case, live, references
+            )  # was it this case, or a machine that is busy?
         results.put((case, *found))
     results.put(None)
 
 
 def load_all(root: Path, live: Live) -> dict[str, Any]:
     """Return the state loaded from the undamaged folder of each kind that could be made."""
-    return {k: kind.load(root / kind.folder, live) for k, kind in KINDS.items() if (root / kind.folder).is_dir()}
+    return {
+        k: kind.load(root / kind.folder, live)
+        for k, kind in KINDS.items()
+        if (root / kind.folder).is_dir()
+    }
 
 
 def run_case(
@@ -265,7 +292,11 @@ def run_case(
                 outcome = "harmless" if state == references[kind] else "accepted, different"
             except TeModelsError as error:
                 one_line = "\n" not in str(error) and len(str(error)) < 1200
-                outcome = "refused" if one_line else f"failure: {len(str(error))} characters: {str(error)[:200]!r}"
+                outcome = (
+                    "refused"
+                    if one_line
+                    else f"failure: {len(str(error))} characters: {str(error)[:200]!r}"
+                )
             except BaseException as error:  # any other error is a finding
                 outcome = f"failure: {type(error).__module__}.{type(error).__name__}: {str(error)[:200]!r}"
         seconds, memory = time.perf_counter() - start, resident() - before
@@ -291,13 +322,17 @@ def fuzz(seed: int, cases: int, budget: float) -> dict[str, Any]:
         make_folders(Path(root))
         while done < cases and time.monotonic() - begin < budget:
             results: Any = context.SimpleQueue()
-            worker = context.Process(target=run_cases, args=(root, seed, done, cases - done, results), daemon=True)
+            worker = context.Process(
+                target=run_cases, args=(root, seed, done, cases - done, results), daemon=True
+            )
             worker.start()
             running, since = done, time.monotonic() + 60  # it imports torch first
             while time.monotonic() - begin < budget:
                 if results.empty():
                     if not worker.is_alive() or time.monotonic() - since > 200:
-                        failures.append(f"case {running}: the process {'hangs' if worker.is_alive() else 'died'}")
+                        failures.append(
+                            f"case {running}: the process {'hangs' if worker.is_alive() else 'died'}"
+                        )
                         print(failures[-1], file=sys.stderr, flush=True)
                         counts["?"]["failure"] += 1
                         done = running + 1

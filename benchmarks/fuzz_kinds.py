@@ -38,7 +38,13 @@ from te_models.training.settings import RUN_FILE, run_settings
 from te_models.training.trainer import Trainer
 
 SECONDS = 5.0
-SHAPE = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)
+SHAPE = dict(
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+)
 PLACE: dict[str, Any] = dict(engine="emulated", device="cpu")
 SECRET = "TE_MODELS_FUZZ_SECRET"  # an environment variable that no template may see
 TEXT = [Document(f"line {i}: the quick brown fox\n" * 4) for i in range(12)]
@@ -54,7 +60,9 @@ def build(recipe: str = "delayed") -> CausalLM:
     """A model of some steps, with scales that are not 1."""
     torch.manual_seed(0)
     options: dict[str, Any] = dict(amax_history_len=4) if recipe == "delayed" else {}
-    edges: dict[str, Any] = dict(num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1) if options else {}
+    edges: dict[str, Any] = (
+        dict(num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1) if options else {}
+    )
     model = CausalLM.from_preset("gated-nano", recipe=recipe, **SHAPE, **PLACE, **options, **edges)
     ids = torch.arange(32).reshape(2, 16)
     for _ in range(2):
@@ -68,7 +76,9 @@ def build(recipe: str = "delayed") -> CausalLM:
 def make_trainer(out: Path) -> Trainer:
     """A run whose checkpoints have their tensors in several files."""
     torch.manual_seed(1)
-    config = TrainConfig(steps=2, batch_size=2, seq_len=16, warmup_steps=1, eval_every=0, save_every=1)
+    config = TrainConfig(
+        steps=2, batch_size=2, seq_len=16, warmup_steps=1, eval_every=0, save_every=1
+    )
     words = load_tokenizer(None)
     trainer = Trainer(build(), TokenDataset(TEXT, words, 16, batch_size=2, seed=0), [], config, out)
     trainer.checkpoints.max_shard_bytes = 20_000
@@ -103,8 +113,12 @@ def make_folders(root: Path) -> None:
 def make_data(folder: Path) -> None:
     """A corpus in every format: text, JSONL plain and compressed, Parquet."""
     (folder / "more").mkdir(parents=True)
-    rows = "".join(json.dumps({"text": f"{i} the quick brown fox \u00fc\n" * 3}) + "\n" for i in range(8))
-    pairs = "".join(json.dumps({"prompt": f"{i} + 1 =", "completion": f" {i + 1}"}) + "\n" for i in range(8))
+    rows = "".join(
+        json.dumps({"text": f"{i} the quick brown fox \u00fc\n" * 3}) + "\n" for i in range(8)
+    )
+    pairs = "".join(
+        json.dumps({"prompt": f"{i} + 1 =", "completion": f" {i + 1}"}) + "\n" for i in range(8)
+    )
     (folder / "a.jsonl").write_text(rows)
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(pairs.encode(), mtime=0))
     (folder / "more" / "c.txt").write_text("jumps over the lazy dog\n" * 20)
@@ -154,9 +168,17 @@ class Live:
     def digest(self) -> str:
         """The hash of every parameter and scale, and of the run's optimizer, data position and result."""
         found, trainer = hashlib.sha256(), self.trainer
-        training = [trainer.optimizer.state_dict(), trainer.dataset.state_dict(), vars(trainer.result)]
+        training = [
+            trainer.optimizer.state_dict(),
+            trainer.dataset.state_dict(),
+            vars(trainer.result),
+        ]
         tensors, document = flatten_state(training)
-        for state in (state_of(self.model), state_of(trainer.model), {n: data_of(t) for n, t in tensors.items()}):
+        for state in (
+            state_of(self.model),
+            state_of(trainer.model),
+            {n: data_of(t) for n, t in tensors.items()},
+        ):
             for name, data in sorted(state.items()):
                 found.update(name.encode() + data)
         frozen = [name for name, p in self.model.named_parameters() if not p.requires_grad]
@@ -171,7 +193,10 @@ def data_of(tensor: torch.Tensor) -> bytes:
 
 def state_of(model: Any) -> dict[str, bytes]:
     """Every parameter and scale of a model."""
-    return {name: data_of(t) for name, t in {**dict(model.named_parameters()), **fp8_state(model)}.items()}
+    return {
+        name: data_of(t)
+        for name, t in {**dict(model.named_parameters()), **fp8_state(model)}.items()
+    }
 
 
 def load_own(folder: Path, live: Live) -> Any:
@@ -213,7 +238,10 @@ def load_words(folder: Path, live: Live) -> Any:
 def load_chat(folder: Path, live: Live) -> Any:
     """Load a chat template and render a conversation, without a word of the environment."""
     os.environ[SECRET] = "sesame"
-    source, config = template_source(folder), read_json_object(folder / "tokenizer_config.json") or {}
+    source, config = (
+        template_source(folder),
+        read_json_object(folder / "tokenizer_config.json") or {},
+    )
     if source is None:
         raise DataError(f"{folder} has no chat template")
     text = ChatTemplate(source, template_tokens(config)).render(CONVERSATION)
@@ -245,7 +273,9 @@ def load_data(folder: Path, live: Live) -> Any:
         except TeModelsError as error:
             outcomes.append(error)
     one, other = outcomes
-    assert isinstance(one, str) == isinstance(other, str), f"in memory {one!s:.100}, streamed {other!s:.100}"
+    assert isinstance(one, str) == isinstance(other, str), (
+        f"in memory {one!s:.100}, streamed {other!s:.100}"
+    )
     assert not isinstance(one, str) or one == other, "in memory and streamed differ"
     for outcome in outcomes:
         if isinstance(outcome, TeModelsError):
@@ -257,10 +287,14 @@ def load_settings(folder: Path, live: Live) -> Any:
     """The settings and the record in a run.toml, the model that they describe, and the memory that it would take."""
     settings = run_settings("finetune", {}, folder / RUN_FILE)
     record = dict(read_record(folder))
-    shape = get_preset(str(settings.preset), **{n: v for n, v in settings.build.items() if n in config_fields()})
+    shape = get_preset(
+        str(settings.preset), **{n: v for n, v in settings.build.items() if n in config_fields()}
+    )
     recipe = get_recipe("bf16" if settings.recipe == "auto" else settings.recipe)
     train = settings.train
-    plan = plan_memory(shape, recipe, batch_size=train.batch_size, seq_len=train.seq_len, optimizer=train.optimizer)
+    plan = plan_memory(
+        shape, recipe, batch_size=train.batch_size, seq_len=train.seq_len, optimizer=train.optimizer
+    )
     return [repr(settings), repr(record), repr(shape), repr(recipe), plan.peak.total]
 
 

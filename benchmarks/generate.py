@@ -33,7 +33,13 @@ from te_models.files.atomic import first_line
 from te_models.interop.hf_writing import MAX_SHARD_BYTES, write_hugging_face
 from te_models.saving.pretrained import weights
 
-TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+TINY = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 TINY |= dict(head_dim=16, vocab_size=288, max_position_embeddings=512, dtype=torch.float32)
 
 
@@ -62,9 +68,17 @@ def cli() -> None:
 @click.option("--recipes", default="bf16,current,delayed", show_default=True)
 @click.option("--batches", default="1,16", show_default=True)
 @click.option("--prompt", default=512, show_default=True, help="Tokens in each prompt.")
-@click.option("--budget", default=330.0, show_default=True, help="Seconds; later rows are skipped, by name.")
-@click.option("--tiny", is_flag=True, help="Shrunken shapes and few tokens: a test of this program, not a measurement.")
-@click.option("--load/--no-load", "read", default=True, help="Measure loading too, in separate processes.")
+@click.option(
+    "--budget", default=330.0, show_default=True, help="Seconds; later rows are skipped, by name."
+)
+@click.option(
+    "--tiny",
+    is_flag=True,
+    help="Shrunken shapes and few tokens: a test of this program, not a measurement.",
+)
+@click.option(
+    "--load/--no-load", "read", default=True, help="Measure loading too, in separate processes."
+)
 @click.option("--out", type=click.Path(path_type=Path), help="JSON file to write; only on a GPU.")
 def run(models: str, recipes: str, batches: str, prompt: int, budget: float, tiny: bool, read: bool,
         out: Path | None) -> None:  # fmt: skip
@@ -78,17 +92,27 @@ def run(models: str, recipes: str, batches: str, prompt: int, budget: float, tin
     if tiny:
         plan = Plan(8, 3, 7, 1, plan.deadline)
     sizes = [int(batch) for batch in batches.split(",")]
-    result: dict[str, Any] = {"environment": environment(), "prompt": plan.prompt, "tokens": [plan.short, plan.long]}
+    result: dict[str, Any] = {
+        "environment": environment(),
+        "prompt": plan.prompt,
+        "tokens": [plan.short, plan.long],
+    }
     result |= {"repeats": plan.repeats, "rows": [], "loading": [], "skipped": []}
     started = time.monotonic()
     for name in models.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            result["loading"] += written_and_loaded(name, Path(folder) / "model", device, tiny, read)
-            rows, skipped = measure_model(name, Path(folder) / "model", recipes.split(","), sizes, device, plan)
+            result["loading"] += written_and_loaded(
+                name, Path(folder) / "model", device, tiny, read
+            )
+            rows, skipped = measure_model(
+                name, Path(folder) / "model", recipes.split(","), sizes, device, plan
+            )
         result["rows"] += rows
         result["skipped"] += skipped
         result["seconds"] = time.monotonic() - started
-        if out is not None and device == "cuda":  # after each model, so that a failure leaves the others
+        if (
+            out is not None and device == "cuda"
+        ):  # after each model, so that a failure leaves the others
             out.write_text(json.dumps(result, indent=1) + "\n")
     click.echo(table(result))
 
@@ -119,7 +143,12 @@ def load(folder: Path, device: str, reader: str) -> None:
     seconds = time.perf_counter() - started
     on_device = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    told = dict(reader=reader, seconds=seconds, peak_host_bytes=host_peak() - before, peak_device_bytes=on_device)
+    told = dict(
+        reader=reader,
+        seconds=seconds,
+        peak_host_bytes=host_peak() - before,
+        peak_device_bytes=on_device,
+    )
     click.echo(json.dumps({**told, "weight_bytes": weights}))
 
 
@@ -131,16 +160,23 @@ def loaders() -> dict[str, Callable[[Path, str], Any]]:
 
         return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map=device)
 
-    return {"te-models": lambda folder, device: CausalLM.from_pretrained(folder, device=device), "transformers": theirs}
+    return {
+        "te-models": lambda folder, device: CausalLM.from_pretrained(folder, device=device),
+        "transformers": theirs,
+    }
 
 
-def written_and_loaded(name: str, folder: Path, device: str, tiny: bool, read: bool) -> list[dict[str, Any]]:
+def written_and_loaded(
+    name: str, folder: Path, device: str, tiny: bool, read: bool
+) -> list[dict[str, Any]]:
     """Write a random model of this shape into `folder` as a Hugging Face checkpoint, then let each reader load it."""
     torch.manual_seed(0)
     model = CausalLM.from_preset(name, device=device, **(TINY if tiny else {}))
     started = time.perf_counter()
     limit = 200_000 if tiny else MAX_SHARD_BYTES
-    write_hugging_face(model, model.origin, folder, weights(model), max_shard_bytes=limit)  # several shards in any case
+    write_hugging_face(
+        model, model.origin, folder, weights(model), max_shard_bytes=limit
+    )  # several shards in any case
     written = time.perf_counter() - started
     shards = sorted(folder.glob("*.safetensors"))
     del model
@@ -148,7 +184,11 @@ def written_and_loaded(name: str, folder: Path, device: str, tiny: bool, read: b
     for reader in loaders() if read else ():
         command = [sys.executable, __file__, "load", str(folder), device, reader]
         done = subprocess.run(command, capture_output=True, text=True)
-        told = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-300:]}
+        told = (
+            json.loads(done.stdout.splitlines()[-1])
+            if done.returncode == 0
+            else {"error": done.stderr[-300:]}
+        )
         largest = max(shard.stat().st_size for shard in shards)
         rows.append({"model": name, "shards": len(shards), "largest_shard_bytes": largest, "write_seconds": written,
                      "reader": reader, **told})  # fmt: skip
@@ -177,7 +217,9 @@ def measure_model(
         model.set_recipe(recipe)
         warm_scales(model, plan)
         for batch in batches:
-            for graph in (False,) if device == "cpu" else (True, False) if recipe == "bf16" else (True,):
+            for graph in (
+                (False,) if device == "cpu" else (True, False) if recipe == "bf16" else (True,)
+            ):
                 who = f"te-models {recipe}" + ("" if graph else ", no graph")
                 add(batch, who, 0, partial(ours, model, batch, graph, plan))
     del model
@@ -187,13 +229,18 @@ def measure_model(
         for row in rows:
             row.pop("new")
         return rows, [*skipped, f"{name}, transformers: not installed"]
-    for label, options in (("default", {}), ("static cache + compile", dict(cache_implementation="static"))):
+    for label, options in (
+        ("default", {}),
+        ("static cache + compile", dict(cache_implementation="static")),
+    ):
         for batch in batches:
             needs = 60 if options and device == "cuda" else 0  # compiling
             add(batch, f"transformers {label}", needs, partial(theirs, judge, batch, options, plan))
     reference = {row["batch"]: row["new"] for row in rows if row["who"] == "transformers default"}
     for row in rows:
-        same = [a == b for a, b in zip(row.pop("new"), reference.get(row["batch"], []), strict=False)]
+        same = [
+            a == b for a, b in zip(row.pop("new"), reference.get(row["batch"], []), strict=False)
+        ]
         row["same_first_tokens"] = same.index(False) if False in same else len(same)
     return rows, skipped
 
@@ -234,7 +281,11 @@ def measured(generate: Callable[[int], torch.Tensor], batch: int, plan: Plan) ->
         torch.cuda.reset_peak_memory_stats()
     seconds: dict[int, float] = {}
     new: list[int] = []
-    for count in (plan.long, plan.short, 1):  # transformers keeps, and compiles for, the longest cache so far
+    for count in (
+        plan.long,
+        plan.short,
+        1,
+    ):  # transformers keeps, and compiles for, the longest cache so far
         took = []
         for repeat in range(plan.repeats + 1):
             synchronize()
@@ -264,7 +315,9 @@ def synchronize() -> None:
 
 def table(result: dict[str, Any]) -> str:
     """Two tables in Markdown: generation, and loading."""
-    lines = ["| model | batch | | prefill, tokens/s | decode, tokens/s | against transformers | peak memory |"]
+    lines = [
+        "| model | batch | | prefill, tokens/s | decode, tokens/s | against transformers | peak memory |"
+    ]
     lines.append("|---|---|---|---|---|---|---|")
     base = {(row["model"], row["batch"]): row["decode_tokens_per_second"] for row in result["rows"]
             if row["who"] == "transformers default"}  # fmt: skip
@@ -275,16 +328,27 @@ def table(result: dict[str, Any]) -> str:
             f"| `{row['model']}` | {row['batch']} | {row['who']} | {row['prefill_tokens_per_second']:,.0f} | "
             f"{decode:,.0f} | {ratio} | {row['peak_device_bytes'] / 2**30:.2f} GiB |"
         )
-    lines += ["", "| checkpoint | shards, largest | read by | seconds | peak host memory | peak device memory |"]
+    lines += [
+        "",
+        "| checkpoint | shards, largest | read by | seconds | peak host memory | peak device memory |",
+    ]
     lines.append("|---|---|---|---|---|---|")
     for row in result["loading"]:
         if "error" in row:
             lines.append(f"| `{row['model']}` | {row['shards']} | {row['reader']} | failed | | |")
             continue
         shard, host, device = (
-            f"{row[name] / 2**30:.2f} GiB" for name in ("largest_shard_bytes", "peak_host_bytes", "peak_device_bytes")
+            f"{row[name] / 2**30:.2f} GiB"
+            for name in ("largest_shard_bytes", "peak_host_bytes", "peak_device_bytes")
         )
-        cells = (f"`{row['model']}`", f"{row['shards']}, {shard}", row["reader"], f"{row['seconds']:.1f}", host, device)
+        cells = (
+            f"`{row['model']}`",
+            f"{row['shards']}, {shard}",
+            row["reader"],
+            f"{row['seconds']:.1f}",
+            host,
+            device,
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, *(f"skipped: {what}" for what in result["skipped"])])
 

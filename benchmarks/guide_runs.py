@@ -28,7 +28,9 @@ RUNS = {  # in this order: each may use the folders of those before
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), required=True)
-@click.option("--only", type=click.Choice(list(RUNS)), multiple=True, help="Repeat these; default: all.")
+@click.option(
+    "--only", type=click.Choice(list(RUNS)), multiple=True, help="Repeat these; default: all."
+)
 def main(out: Path, only: tuple[str, ...]) -> None:
     """Run and write."""
     environment = {**os.environ, "COLUMNS": "100", "PYTHONPATH": str(ROOT)}
@@ -36,9 +38,13 @@ def main(out: Path, only: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in only or RUNS:
             words = [sys.executable, "-m", "te_models", *shlex.split(RUNS[name])[1:]]
-            done = subprocess.run(words, cwd=folder, capture_output=True, text=True, env=environment, check=True)
+            done = subprocess.run(
+                words, cwd=folder, capture_output=True, text=True, env=environment, check=True
+            )
             print(done.stdout, flush=True)
-            found[name] = dict(command=RUNS[name], output=[line.rstrip() for line in done.stdout.splitlines()])
+            found[name] = dict(
+                command=RUNS[name], output=[line.rstrip() for line in done.stdout.splitlines()]
+            )
     out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
 

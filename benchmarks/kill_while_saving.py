@@ -27,7 +27,9 @@ import torch
 from te_models.saving.folder import load_folder
 from te_models.saving.run_folder import Checkpoints
 
-WAYS = [(folder, blocking) for folder in ("new folder", "same folder") for blocking in (True, False)]
+WAYS = [
+    (folder, blocking) for folder in ("new folder", "same folder") for blocking in (True, False)
+]
 FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 
 
@@ -49,7 +51,9 @@ def checkpoints(root: Path) -> Checkpoints:
     return Checkpoints(root, keep_last=2, max_shard_bytes=600_000)
 
 
-def save_until_killed(root: Path, done: int, start: int, way: tuple[str, bool], kill_at: int | None) -> None:
+def save_until_killed(
+    root: Path, done: int, start: int, way: tuple[str, bool], kill_at: int | None
+) -> None:
     """Run the child: save forever, writing the number of each finished save to the file descriptor `done`."""
     run, (folder, blocking) = checkpoints(root), way
     operations = 0
@@ -69,7 +73,9 @@ def save_until_killed(root: Path, done: int, start: int, way: tuple[str, bool], 
         os.write(done, number.to_bytes(8, "little"))
 
 
-def kill_one(root: Path, start: int, way: tuple[str, bool], kill_at: int | None, delay: float) -> int | None:
+def kill_one(
+    root: Path, start: int, way: tuple[str, bool], kill_at: int | None, delay: float
+) -> int | None:
     """Forks a child, kills it and returns the number of its last finished save."""
     reader, writer = os.pipe()
     pid = os.fork()
@@ -87,7 +93,9 @@ def kill_one(root: Path, start: int, way: tuple[str, bool], kill_at: int | None,
     with open(reader, "rb") as pipe:
         finished = pipe.read()
     if os.WTERMSIG(status) != signal.SIGKILL:
-        raise ChildFailed(f"a save failed after the last kill; the child ended with status {status}")
+        raise ChildFailed(
+            f"a save failed after the last kill; the child ended with status {status}"
+        )
     return int.from_bytes(finished[-8:], "little") if finished else None
 
 
@@ -98,7 +106,10 @@ def newest_number(root: Path) -> int | None:
         return None
     found = load_folder(path)
     number = found.documents["training"]["number"]
-    values = [found.tensors["training"]["number"], *(tensor.unique() for tensor in found.tensors["model"].values())]
+    values = [
+        found.tensors["training"]["number"],
+        *(tensor.unique() for tensor in found.tensors["model"].values()),
+    ]
     if len(values) != 5 or any(value.numel() != 1 or value.item() != number for value in values):
         raise ValueError(f"{path} mixes saves")
     return number
@@ -153,7 +164,9 @@ def leftovers(root: Path, number: int) -> list[str]:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="where to save; a temporary folder otherwise")
@@ -165,7 +178,9 @@ def main() -> None:
     finally:
         shutil.rmtree(root)
     print(json.dumps(summary, indent=2))
-    sys.exit(1 if summary["damaged"] or summary["lost"] or summary["leftovers_after_a_clean_save"] else 0)
+    sys.exit(
+        1 if summary["damaged"] or summary["lost"] or summary["leftovers_after_a_clean_save"] else 0
+    )
 
 
 if __name__ == "__main__":

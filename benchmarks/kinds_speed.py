@@ -64,13 +64,23 @@ WARM_UP, TIMED = 5, 7
 
 
 @click.command()
-@click.option("--tiny", is_flag=True, help="Shrunken shapes: a test of this program, not a measurement.")
+@click.option(
+    "--tiny", is_flag=True, help="Shrunken shapes: a test of this program, not a measurement."
+)
 @click.option("--shapes", default=",".join(SHAPES), show_default=True)
-@click.option("--recipes", default=",".join(RECIPES), show_default=True, help="Ours; '' for the others alone.")
-@click.option("--seconds", default=1500.0, show_default=True, help="No variant starts after this many.")
+@click.option(
+    "--recipes", default=",".join(RECIPES), show_default=True, help="Ours; '' for the others alone."
+)
+@click.option(
+    "--seconds", default=1500.0, show_default=True, help="No variant starts after this many."
+)
 @click.option("--decode/--no-decode", default=True, help="Measure generation at batch 1 too.")
-@click.option("--out", type=click.Path(path_type=Path), help="JSON file, written after every variant.")
-def main(tiny: bool, shapes: str, recipes: str, seconds: float, decode: bool, out: Path | None) -> None:
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="JSON file, written after every variant."
+)
+def main(
+    tiny: bool, shapes: str, recipes: str, seconds: float, decode: bool, out: Path | None
+) -> None:
     """Measure everything and print one line per variant."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not tiny:
@@ -90,7 +100,9 @@ def main(tiny: bool, shapes: str, recipes: str, seconds: float, decode: bool, ou
         for batch, seq in [(2, 70)] if tiny else SHAPES[shape][2]:
             size = (config, batch, seq, device)
             for recipe in filter(None, recipes.split(",")):
-                variants[f"{shape} {batch}x{seq} {recipe}"] = functools.partial(ours, *size, recipe, is_slice)
+                variants[f"{shape} {batch}x{seq} {recipe}"] = functools.partial(
+                    ours, *size, recipe, is_slice
+                )
             variants[f"{shape} {batch}x{seq} transformers"] = functools.partial(theirs, *size)
             if config.moe is not None:
                 variants[f"{shape} {batch}x{seq} torchao"] = functools.partial(with_torchao, *size)
@@ -131,7 +143,9 @@ def shape_of(name: str, tiny: bool) -> ModelConfig:
     layers = 4 if tiny else layers
     types = get_preset(base).layer_types
     assert types is not None
-    return get_preset(base, num_hidden_layers=layers, layer_types=types[:layers], **(TINY if tiny else small))
+    return get_preset(
+        base, num_hidden_layers=layers, layer_types=types[:layers], **(TINY if tiny else small)
+    )
 
 
 def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -199,7 +213,9 @@ def ours(
     model = CausalLM(config, recipe=recipe, device=device, **edges).train()
     ids = tokens(config, batch, seq, device)
     if device.type == "cpu":
-        return measured(lambda: model(ids, labels=ids, return_logits=False).loss.backward(), device, before)
+        return measured(
+            lambda: model(ids, labels=ids, return_logits=False).loss.backward(), device, before
+        )
     plan = model.plan_memory(batch, seq, optimizer=None, logits=False)
     graphed = None if obstacle(model) else GraphedStep(model)
 
@@ -214,7 +230,11 @@ def ours(
     if graphed is None:
         model.calibrate(dict(input_ids=ids, labels=ids))
     found = measured(step, device, before)
-    found |= {"planned_gib": plan.peak.total / 2**30, "graph": graphed is not None, "loss": step().item()}
+    found |= {
+        "planned_gib": plan.peak.total / 2**30,
+        "graph": graphed is not None,
+        "loss": step().item(),
+    }
     if graphed is not None:
         graphed.close()
     return found
@@ -229,7 +249,9 @@ def their_model(config: ModelConfig, device: torch.device) -> Any:
     made = CONFIG_MAPPING[family.model_type](**fields, dtype="bfloat16")
     experts = {} if config.moe is None else dict(experts_implementation="grouped_mm")
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16, attn_implementation="sdpa", **experts)
+        return AutoModelForCausalLM.from_config(
+            made, dtype=torch.bfloat16, attn_implementation="sdpa", **experts
+        )
 
 
 def theirs(config: ModelConfig, batch: int, seq: int, device: torch.device) -> dict[str, Any]:
@@ -276,7 +298,9 @@ def recurrence(config: ModelConfig, batch: int, seq: int, device: torch.device) 
     """Measure the delta rule alone, forward and backward, times the layers that have one."""
     mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, DeltaNetSpec)]
     sizes = mixers[0].sizes
-    shapes = [(sizes.num_key_heads, sizes.key_head_dim)] * 2 + [(sizes.num_value_heads, sizes.value_head_dim)]
+    shapes = [(sizes.num_key_heads, sizes.key_head_dim)] * 2 + [
+        (sizes.num_value_heads, sizes.value_head_dim)
+    ]
     made: dict[str, Any] = dict(device=device, requires_grad=True)
     q, k, v = (torch.randn(batch, seq, *shape, dtype=torch.bfloat16, **made) for shape in shapes)
     gates = torch.rand(batch, seq, sizes.num_value_heads, device=device)
@@ -299,7 +323,9 @@ def decoding(config: ModelConfig, device: torch.device, name: str, count: int) -
         model.generation_config.eos_token_id = None
 
         def run(new: int) -> None:
-            model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False)
+            model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False
+            )
     else:
         own = CausalLM(config, recipe=name, device=device).eval()
 

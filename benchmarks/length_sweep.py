@@ -89,8 +89,12 @@ class Bench:
         edges = EDGES if self.recipe != "bf16" else {}
         for fused, compile in ((None, case["compile"]), (False, False)):
             torch.manual_seed(1)
-            options = dict(fused=fused, compile=compile, device=self.device, recipe=self.recipe, **edges)
-            self.models.append(CausalLM.from_preset("gated-nano", **SHAPE, **heads, **options).train())
+            options = dict(
+                fused=fused, compile=compile, device=self.device, recipe=self.recipe, **edges
+            )
+            self.models.append(
+                CausalLM.from_preset("gated-nano", **SHAPE, **heads, **options).train()
+            )
         self.key = key
 
     def compare(self, case: Case) -> dict[str, float]:
@@ -106,7 +110,9 @@ class Bench:
                 raise RuntimeError("the step was not captured")
         order, sdpa.CUDA_ORDER = sdpa.CUDA_ORDER, sdpa.SMALL_ORDER
         try:
-            found |= differences("plain", eager, list(steps(plain, case, PLAIN_CALLS)), PLAIN_CALLS - 1)
+            found |= differences(
+                "plain", eager, list(steps(plain, case, PLAIN_CALLS)), PLAIN_CALLS - 1
+            )
         finally:
             sdpa.CUDA_ORDER = order
         return found
@@ -120,7 +126,9 @@ def steps(
         tensor.fill_(1.0 if name.endswith("scale") else 0.0)
     for number in range(count):
         generator = torch.Generator().manual_seed(number)
-        ids = torch.randint(0, 256, (case["batch"], case["length"]), generator=generator).to(model.device)
+        ids = torch.randint(0, 256, (case["batch"], case["length"]), generator=generator).to(
+            model.device
+        )
         if graph is not None:
             loss = graph(input_ids=ids, labels=ids)
         else:
@@ -130,33 +138,56 @@ def steps(
             loss.backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         norms = torch.stack(torch._foreach_norm(gradients)).float()
-        last = [gradient.clone() for gradient in gradients] if number in (PLAIN_CALLS - 1, CALLS - 1) else []
+        last = (
+            [gradient.clone() for gradient in gradients]
+            if number in (PLAIN_CALLS - 1, CALLS - 1)
+            else []
+        )
         yield torch.cat([loss.detach().float().reshape(1), norms]), last
     model.zero_grad(set_to_none=True)
 
 
 def differences(name: str, wanted: list[Any], found: list[Any], last: int) -> dict[str, float]:
     """The largest relative difference of the losses, and of the gradients of call number `last` in norm."""
-    losses = torch.stack([torch.stack([row[0][0] for row in rows]) for rows in (wanted[: len(found)], found)]).tolist()
+    losses = torch.stack(
+        [torch.stack([row[0][0] for row in rows]) for rows in (wanted[: len(found)], found)]
+    ).tolist()
     pairs = list(zip(*losses, strict=True))
     loss = max(0.0 if a == b else abs(a - b) / max(abs(a), 1e-30) for a, b in pairs)
     whole = torch.stack([g.float().norm() for g in wanted[last][1]]).norm()
-    gaps = [(a.float() - b.float()).norm() for a, b in zip(wanted[last][1], found[last][1], strict=True)]
+    gaps = [
+        (a.float() - b.float()).norm() for a, b in zip(wanted[last][1], found[last][1], strict=True)
+    ]
     sizes = [a.float().norm() for a in wanted[last][1]]
     # A gradient that is nothing but rounding errors (of a head's key, where it sees one key alone) is measured by all
     # of them.
-    ratios = torch.stack([gap / size.clamp(min=1e-3 * whole) for gap, size in zip(gaps, sizes, strict=True)])
-    gradient = float(ratios.max().nan_to_num(math.inf, math.inf)) if float(whole) else float(torch.stack(gaps).max())
+    ratios = torch.stack(
+        [gap / size.clamp(min=1e-3 * whole) for gap, size in zip(gaps, sizes, strict=True)]
+    )
+    gradient = (
+        float(ratios.max().nan_to_num(math.inf, math.inf))
+        if float(whole)
+        else float(torch.stack(gaps).max())
+    )
     finite = all(bool(row[0].isfinite().all()) for row in (*wanted, *found))
-    return {f"{name}_loss": loss if finite else math.inf, f"{name}_gradient": gradient if finite else math.inf}
+    return {
+        f"{name}_loss": loss if finite else math.inf,
+        f"{name}_gradient": gradient if finite else math.inf,
+    }
 
 
 def verdict(found: dict[str, float]) -> list[str]:
     """Return the differences that are out of tolerance."""
     limits = {
-        f"{name}_{what}": limit for name, of in (("graph", GRAPH), ("plain", PLAIN)) for what, limit in of.items()
+        f"{name}_{what}": limit
+        for name, of in (("graph", GRAPH), ("plain", PLAIN))
+        for what, limit in of.items()
     }
-    return [f"{name} {value:.3g} > {limits[name]}" for name, value in found.items() if not value <= limits[name]]
+    return [
+        f"{name} {value:.3g} > {limits[name]}"
+        for name, value in found.items()
+        if not value <= limits[name]
+    ]
 
 
 def work(device: str, recipe: str) -> None:
@@ -166,7 +197,9 @@ def work(device: str, recipe: str) -> None:
     for number, line in enumerate(sys.stdin):
         try:
             answer: dict[str, Any] = bench.compare(json.loads(line))
-        except Exception as error:  # what an error leaves of a CUDA context is of no use to the next case
+        except (
+            Exception
+        ) as error:  # what an error leaves of a CUDA context is of no use to the next case
             print(json.dumps(dict(error=f"{type(error).__name__}: {str(error)[:500]}")), flush=True)
             os._exit(3)
         print(json.dumps(answer), flush=True)
@@ -186,7 +219,9 @@ class Worker:
         """The result of a case: differences, or what ended it."""
         if self.job is None:
             env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-            pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            pipes: dict[str, Any] = dict(
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
             self.job = subprocess.Popen(self.command, text=True, env=env, **pipes)
         job = self.job
         assert job.stdin is not None and job.stdout is not None
@@ -213,13 +248,17 @@ class Worker:
         if self.job is not None:
             self.job.kill()
             for pipe in (self.job.stdin, self.job.stdout):
-                with contextlib.suppress(OSError):  # it may still hold what the process did not read
+                with contextlib.suppress(
+                    OSError
+                ):  # it may still hold what the process did not read
                     pipe.close()
             self.job.wait()
             self.job = None
 
 
-def run(todo: list[Case], processes: int, device: str, recipe: str, limit: float = math.inf) -> list[dict[str, Any]]:
+def run(
+    todo: list[Case], processes: int, device: str, recipe: str, limit: float = math.inf
+) -> list[dict[str, Any]]:
     """All cases with their results, in order; after `limit` seconds none is begun."""
     size = max(1, min(40, -(-len(todo) // processes)))
     chunks: queue.SimpleQueue[range] = queue.SimpleQueue()
@@ -261,7 +300,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         kinds[kind or ("differs" if wrong else "same")] += 1
         bad += [case | dict(wrong=wrong)] if wrong else []
         for name, value in () if kind else found.items():
-            largest[name] = max(largest.get(name, (-1.0, {})), (value, case), key=lambda pair: pair[0])
+            largest[name] = max(
+                largest.get(name, (-1.0, {})), (value, case), key=lambda pair: pair[0]
+            )
     worst = {name: dict(value=value, case=case) for name, (value, case) in largest.items()}
     return dict(cases=len(rows), **kinds, largest=worst, bad=bad)
 
@@ -277,7 +318,9 @@ def numbers(text: str | None, default: tuple[int, ...]) -> list[int]:
 @click.option("--heads", help="Sizes of a head; default: 64,96,128,256.")
 @click.option("--recipe", default="delayed")
 @click.option("--processes", default=14)
-@click.option("--seconds", default=math.inf, help="No case starts after this many; those left are counted.")
+@click.option(
+    "--seconds", default=math.inf, help="No case starts after this many; those left are counted."
+)
 @click.option("--device", default="cuda")
 @click.option("--out", type=click.Path(path_type=Path))
 @click.option("--work", "working", is_flag=True, hidden=True)
@@ -290,12 +333,21 @@ def main(lengths: str | None, batches: str | None, heads: str | None, recipe: st
     start = time.perf_counter()
     sizes = numbers(heads, (64, 96, 128, 256))
     chosen = numbers(lengths, LENGTHS)
-    todo = cases([n for n in chosen if n in COMPILED], [3], [size for size in sizes if size in (64, 128)], True)
+    todo = cases(
+        [n for n in chosen if n in COMPILED],
+        [3],
+        [size for size in sizes if size in (64, 128)],
+        True,
+    )
     todo += cases(chosen, numbers(batches, (1, 3, 8)), sizes, False)
     rows = run(todo, processes, device, recipe, seconds)
     found = summary(rows) | dict(seconds=round(time.perf_counter() - start))
-    settings = dict(shape=SHAPE, recipe=recipe, lengths=chosen, graph_tolerances=GRAPH, plain_tolerances=PLAIN)
-    document = dict(environment=environment(), settings=settings, processes=processes, summary=found)
+    settings = dict(
+        shape=SHAPE, recipe=recipe, lengths=chosen, graph_tolerances=GRAPH, plain_tolerances=PLAIN
+    )
+    document = dict(
+        environment=environment(), settings=settings, processes=processes, summary=found
+    )
     print(json.dumps(found, indent=1)[:6000])
     if out is not None:
         out.write_text(json.dumps(document, indent=1) + "\n")

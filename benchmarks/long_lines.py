@@ -53,7 +53,9 @@ def streamed(path: Path) -> int:
     """The same, read chunk by chunk as a training run does."""
     chunks = find_chunks(str(path))
     reader = ChunkReader(chunks.source, load_tokenizer(None), 0)
-    order = reversed(range(len(chunks)))  # those inside the line first, as a shuffled run may read them
+    order = reversed(
+        range(len(chunks))
+    )  # those inside the line first, as a shuffled run may read them
     return sum(len(d.text) for number in order for d in reader.documents(chunks[number]))
 
 
@@ -76,7 +78,12 @@ def main() -> int:
     arguments = parser.parse_args()
     rows, context = [], multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="lines") as folder:
-        for name, size in (("line.txt", 256), ("line.jsonl", 256), ("line.jsonl.gz", 1024), ("line.txt.gz", 1024)):
+        for name, size in (
+            ("line.txt", 256),
+            ("line.jsonl", 256),
+            ("line.jsonl.gz", 1024),
+            ("line.txt.gz", 1024),
+        ):
             path = Path(folder) / name
             write(path, size * MIB)
             for read in (in_memory, streamed):
@@ -84,7 +91,9 @@ def main() -> int:
                 process = context.Process(target=measure, args=(read, path, results))
                 process.start()
                 process.join(SECONDS)
-                seconds, memory, said = (SECONDS, 0, "failure: it hangs or died") if results.empty() else results.get()
+                seconds, memory, said = (
+                    (SECONDS, 0, "failure: it hangs or died") if results.empty() else results.get()
+                )
                 if process.is_alive():
                     process.kill()
                 bad = said.startswith("failure") or seconds > SECONDS or memory > MEMORY_MIB

@@ -18,7 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # 29 of 78 GiB lay unused without it
+os.environ.setdefault(
+    "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+)  # 29 of 78 GiB lay unused without it
 
 import click
 import torch
@@ -33,10 +35,17 @@ from te_models.training.lora_run import LoraRun
 from te_models.training.settings import LoraSettings
 
 # Of transformers' Qwen3_5MoeTextConfig, whose defaults are this model's.
-EXPERTS = dict(num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, norm_topk_prob=True)
+EXPERTS = dict(
+    num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, norm_topk_prob=True
+)
 SHARED = dict(shared_expert_intermediate_size=512, shared_expert_gate=True)
 PATTERN = ("linear_attention",) * 3 + ("full_attention",)
-TINY = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64)
+TINY = dict(
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    shared_expert_intermediate_size=64,
+)
 LAYERS, WARM_UP, TIMED = 40, 2, 4
 SPARE = 0.95  # of the free memory, which the plan may take
 
@@ -47,7 +56,9 @@ def shape_of(layers: int, tiny: bool) -> ModelConfig:
     if tiny:
         return get_preset("gated-hybrid-nano", **types, moe=dict(TINY, shared_expert_gate=True))
     linear = dict(num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128)
-    size = dict(hidden_size=2048, num_attention_heads=16, num_key_value_heads=2, tie_word_embeddings=False)
+    size = dict(
+        hidden_size=2048, num_attention_heads=16, num_key_value_heads=2, tie_word_embeddings=False
+    )
     return get_preset("qwen3.5-2b", **size, **types, linear_attention=linear, moe=EXPERTS | SHARED)
 
 
@@ -61,20 +72,33 @@ def fill(model: CausalLM) -> None:
             values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             write_weight(parameter, values.normal_(0, 0.02), for_master=False)
         else:  # decays of linear attention among them
-            parameter.zero_() if name.endswith("layernorm.weight") or "norm" in name else parameter.fill_(0.5)
+            parameter.zero_() if name.endswith(
+                "layernorm.weight"
+            ) or "norm" in name else parameter.fill_(0.5)
 
 
 @click.command()
-@click.option("--tiny", is_flag=True, help="A shrunken shape: a test of this program, not a measurement.")
+@click.option(
+    "--tiny", is_flag=True, help="A shrunken shape: a test of this program, not a measurement."
+)
 @click.option("--rank", default=16, show_default=True)
 @click.option("--batch", default=4, show_default=True)
 @click.option("--seq", default=4096, show_default=True)
 @click.option("--recipe", default="current", show_default=True)
-@click.option("--experts/--attention", default=True, help="Adapt experts too, or only the other linears.")
+@click.option(
+    "--experts/--attention", default=True, help="Adapt experts too, or only the other linears."
+)
 @click.option("--seconds", default=150.0, show_default=True, help="No step starts after this many.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON file with the result.")
 def main(
-    tiny: bool, rank: int, batch: int, seq: int, recipe: str, experts: bool, seconds: float, out: Path | None
+    tiny: bool,
+    rank: int,
+    batch: int,
+    seq: int,
+    recipe: str,
+    experts: bool,
+    seconds: float,
+    out: Path | None,
 ) -> None:
     """Measure, and print the result."""
     begun = time.monotonic()
@@ -91,18 +115,30 @@ def main(
         )  # fmt: skip
 
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else 2**40
-    fitting = [layers for layers in range(4 if tiny else LAYERS, 0, -4) if planned(layers).peak.total < SPARE * free]
+    fitting = [
+        layers
+        for layers in range(4 if tiny else LAYERS, 0, -4)
+        if planned(layers).peak.total < SPARE * free
+    ]
     if not fitting:
-        raise click.UsageError(f"not even four layers fit into {free / 2**30:.0f} GiB: lower --batch or --rank")
+        raise click.UsageError(
+            f"not even four layers fit into {free / 2**30:.0f} GiB: lower --batch or --rank"
+        )
     plan, config = planned(fitting[0]), shape_of(fitting[0], tiny)
-    click.echo(f"{fitting[0]} layers, {config.num_parameters:,} parameters, {plan.peak.total / 2**30:.1f} GiB planned")
+    click.echo(
+        f"{fitting[0]} layers, {config.num_parameters:,} parameters, {plan.peak.total / 2**30:.1f} GiB planned"
+    )
 
     torch.manual_seed(0)
-    options: dict[str, Any] = dict(recipe=recipe, fp8_params=fp8, device=device, activation_checkpointing="full")
+    options: dict[str, Any] = dict(
+        recipe=recipe, fp8_params=fp8, device=device, activation_checkpointing="full"
+    )
     model = CausalLM(config, **options, initialize=False)
     fill(model)
     names = list(dict.fromkeys(linear.name for linear in config.linears.values() if linear.adapted))
-    run = LoraRun(model, LoraSettings(rank=rank, alpha=2.0 * rank, targets=(*names, *["experts"] * experts)))
+    run = LoraRun(
+        model, LoraSettings(rank=rank, alpha=2.0 * rank, targets=(*names, *["experts"] * experts))
+    )
     optimizer = build_optimizer("adamw", model, 2e-4, 0.0)
     ids = torch.randint(0, config.vocab_size, (batch, seq), device=device)
     built = time.monotonic() - begun
@@ -123,7 +159,9 @@ def main(
         out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def measured(model: CausalLM, optimizer: Any, ids: Tensor, end: float) -> tuple[list[float], list[float]]:
+def measured(
+    model: CausalLM, optimizer: Any, ids: Tensor, end: float
+) -> tuple[list[float], list[float]]:
     """Return the losses of all steps, and the seconds of those after the warm-up; none starts after `end`."""
     losses, times = [], []
     if ids.is_cuda:

@@ -26,12 +26,19 @@ def main(out: Path) -> None:
     installed = (ROOT / ".venv/.installed").exists()
     begun = time.perf_counter()
     done = subprocess.run(
-        ["make", "finetune"], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "COLUMNS": "100"}
+        ["make", "finetune"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "100"},
     )
     seconds = time.perf_counter() - begun
     print(done.stdout, done.stderr, sep="\n")
     document = dict(
-        seconds=round(seconds), installed_before=installed, cores=os.cpu_count(), output=done.stdout.splitlines()
+        seconds=round(seconds),
+        installed_before=installed,
+        cores=os.cpu_count(),
+        output=done.stdout.splitlines(),
     )
     out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     sys.exit(done.returncode)

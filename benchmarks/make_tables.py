@@ -55,18 +55,37 @@ def draw_grid(path: Path) -> None:
     """Draw peak memory against speed: a panel per model, a line per recipe, a point per mode."""
     from matplotlib.figure import Figure
 
-    shapes, markers = load("checkpoint_grid_h200")["rows"], {"none": "o", "selective": "s", "full": "^"}
+    shapes, markers = (
+        load("checkpoint_grid_h200")["rows"],
+        {"none": "o", "selective": "s", "full": "^"},
+    )
     figure = Figure(figsize=(6 * len(shapes), 4.5), dpi=150, layout="constrained")
-    for axes, (name, rows) in zip(figure.subplots(1, len(shapes), squeeze=False)[0], shapes.items(), strict=True):
+    for axes, (name, rows) in zip(
+        figure.subplots(1, len(shapes), squeeze=False)[0], shapes.items(), strict=True
+    ):
         for variant in dict.fromkeys(map(precision_of, rows)):
             points = [row for row in rows if precision_of(row) == variant]
-            x, y = [row["peak"] / GIB for row in points], [row["tokens_per_second"] for row in points]
-            (line,) = axes.plot(x, y, "--" if variant[1] == "FP8" else "-", label=f"{variant[0]}, {variant[1]} weights")
+            x, y = (
+                [row["peak"] / GIB for row in points],
+                [row["tokens_per_second"] for row in points],
+            )
+            (line,) = axes.plot(
+                x,
+                y,
+                "--" if variant[1] == "FP8" else "-",
+                label=f"{variant[0]}, {variant[1]} weights",
+            )
             for row, across, up in zip(points, x, y, strict=True):
                 axes.plot(across, up, markers[row["mode"]], color=line.get_color())
         for mode, marker in markers.items():
             axes.plot([], [], marker, color="grey", label=mode)
-        axes.set(title=name, xlabel="peak memory (GiB)", ylabel="tokens/s", xlim=(0, None), ylim=(0, None))
+        axes.set(
+            title=name,
+            xlabel="peak memory (GiB)",
+            ylabel="tokens/s",
+            xlim=(0, None),
+            ylim=(0, None),
+        )
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8, ncols=2, loc="lower right")
     figure.savefig(path)

@@ -25,9 +25,15 @@ from te_models.inspect.environment import environment
 from te_models.training.trainer import Trainer
 
 SHAPE: dict[str, Any] = dict(
-    hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1
+    hidden_size=64,
+    intermediate_size=192,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    num_key_value_heads=1,
 )
-RUN: dict[str, Any] = dict(steps=500, batch_size=8, seq_len=128, eval_every=100, eval_batches=16, warmup_steps=25)
+RUN: dict[str, Any] = dict(
+    steps=500, batch_size=8, seq_len=128, eval_every=100, eval_batches=16, warmup_steps=25
+)
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": {}, "muon8bit": {}, "adamw": {}, "galore": {"rank": 16}, "adamwfp8": {}, "adamw8bit": {},
 }  # fmt: skip
@@ -40,7 +46,9 @@ def train(optimizer: str, shape: dict[str, Any], documents: tuple[Any, Any]) -> 
     model = CausalLM.from_preset("gated-nano", recipe="bf16", **shape)
     words = load_tokenizer(None)
     training, held_out = (
-        TokenDataset(part, words, config.seq_len, batch_size=config.batch_size, seed=0, shuffle=shuffle)
+        TokenDataset(
+            part, words, config.seq_len, batch_size=config.batch_size, seed=0, shuffle=shuffle
+        )
         for part, shuffle in zip(documents, (True, False), strict=True)
     )
     losses: dict[int, float] = {}
@@ -54,22 +62,46 @@ def train(optimizer: str, shape: dict[str, Any], documents: tuple[Any, Any]) -> 
     small = model.device.type == "cpu" and model.config.hidden_size <= 128
     eager = torch.compiler.set_stance("force_eager") if small else contextlib.nullcontext()
     with tempfile.TemporaryDirectory() as folder, eager:
-        run = Trainer(model, training, held_out.eval_batches(config.eval_batches), config, Path(folder), on_step=note)
+        run = Trainer(
+            model,
+            training,
+            held_out.eval_batches(config.eval_batches),
+            config,
+            Path(folder),
+            on_step=note,
+        )
         result = run.run()
-    return {"eval_loss": result.eval_loss, "eval_losses": losses, "tokens_per_second": result.tokens_per_second}
+    return {
+        "eval_loss": result.eval_loss,
+        "eval_losses": losses,
+        "tokens_per_second": result.tokens_per_second,
+    }
 
 
 def main() -> None:
     """Train under each, write the JSON after each, print the losses against muon's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     device = "h200" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / f"optimizer_loss_{device}.json")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(__file__).parent / "results" / f"optimizer_loss_{device}.json",
+    )
     parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of the shape")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of the shape"
+    )
     given = parser.parse_args()
     shape = SHAPE | {name: int(value) for name, value in (pair.split("=") for pair in given.set)}
     documents = split_documents(load_documents(None), seed=0)
-    result: dict[str, Any] = {"environment": environment(), "shape": shape, "run": RUN, "optimizers": {}}
+    result: dict[str, Any] = {
+        "environment": environment(),
+        "shape": shape,
+        "run": RUN,
+        "optimizers": {},
+    }
     for optimizer in given.optimizers.split(","):
         result["optimizers"][optimizer] = train(optimizer, shape, documents)
         given.out.parent.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 clock = time.perf_counter if DEVICE == "cuda" else time.process_time
 FULL: dict[str, Any] = dict(num_hidden_layers=18)
 SMALL: dict[str, Any] = dict(
-    num_hidden_layers=1, hidden_size=256, intermediate_size=704, num_attention_heads=2, vocab_size=8000
+    num_hidden_layers=1,
+    hidden_size=256,
+    intermediate_size=704,
+    num_attention_heads=2,
+    vocab_size=8000,
 )
 # Name in the table -> optimizer, options, what its step is compared with; "": the step is not timed.
 ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -64,7 +68,9 @@ def give_gradients(model: CausalLM, gradients: list[torch.Tensor]) -> None:
         p.grad = g
 
 
-def measure_bytes(name: str, model: CausalLM, gradients: list[torch.Tensor], options: dict[str, Any]) -> dict[str, Any]:
+def measure_bytes(
+    name: str, model: CausalLM, gradients: list[torch.Tensor], options: dict[str, Any]
+) -> dict[str, Any]:
     """Bytes after one step: masters, all other state, and the state of the first optimizer a parameter of its own."""
     if name.startswith("muon"):
         options = {**options, "ns_steps": 0}  # the bytes stored do not depend on it
@@ -72,7 +78,10 @@ def measure_bytes(name: str, model: CausalLM, gradients: list[torch.Tensor], opt
     give_gradients(model, gradients)
     with (
         mock.patch("torchao.optim.adam.single_param_adam", lambda *arguments: None),
-        mock.patch("te_models.optim.galore.leading_directions", lambda matrix, rank, seed: matrix[:, :rank].clone()),
+        mock.patch(
+            "te_models.optim.galore.leading_directions",
+            lambda matrix, rank, seed: matrix[:, :rank].clone(),
+        ),
         torch.compiler.set_stance("force_eager"),
     ):
         optimizer.step()
@@ -81,7 +90,8 @@ def measure_bytes(name: str, model: CausalLM, gradients: list[torch.Tensor], opt
     return {
         "masters_bytes": state_bytes(saved["masters"]),
         "state_bytes": state_bytes(saved["state"]),
-        "bytes_per_parameter_of_its_own": state_bytes([_plain(s) for s in first.state.values()]) / own,
+        "bytes_per_parameter_of_its_own": state_bytes([_plain(s) for s in first.state.values()])
+        / own,
     }
 
 
@@ -131,13 +141,29 @@ def stepper(model: CausalLM, optimizer: Any) -> Callable[[], None]:
 
 def table(result: dict[str, Any]) -> Table:
     """Return the result as a table, in GB of 10^9 bytes."""
-    made = Table(title=f"{result['parameters']:,} parameters, BF16 weights and gradients", title_justify="left")
-    for column in ("optimizer", "weights", "gradients", "masters", "state", "bytes/param", "total", "saved", "step"):
+    made = Table(
+        title=f"{result['parameters']:,} parameters, BF16 weights and gradients",
+        title_justify="left",
+    )
+    for column in (
+        "optimizer",
+        "weights",
+        "gradients",
+        "masters",
+        "state",
+        "bytes/param",
+        "total",
+        "saved",
+        "step",
+    ):
         made.add_column(column, justify="left" if column == "optimizer" else "right")
     weights = result["weights_bytes"]
     baseline = result["rows"]["adamw"]["total_bytes"]
     for row, r in result["rows"].items():
-        sizes = [f"{size / 1e9:.2f} GB" for size in (weights, weights, r["masters_bytes"], r["state_bytes"])]
+        sizes = [
+            f"{size / 1e9:.2f} GB"
+            for size in (weights, weights, r["masters_bytes"], r["state_bytes"])
+        ]
         saved = f"{1 - r['total_bytes'] / baseline:.0%}" if row != "adamw" else ""
         times = f"{r['step_ratio']:.2f}x {r['step_compared_with']}" if "step_ratio" in r else ""
         per = f"{r['state_bytes'] / result['parameters']:.2f}"
@@ -147,8 +173,14 @@ def table(result: dict[str, Any]) -> Table:
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = Path(__file__).parent / "results" / f"optimizer_memory_{'h200' if DEVICE == 'cuda' else 'cpu'}.json"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = (
+        Path(__file__).parent
+        / "results"
+        / f"optimizer_memory_{'h200' if DEVICE == 'cuda' else 'cpu'}.json"
+    )
     parser.add_argument("--out", type=Path, default=default)
     out = parser.parse_args().out
     torch.set_num_threads(1)

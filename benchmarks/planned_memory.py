@@ -22,7 +22,9 @@ def planned_and_measured() -> Iterator[tuple[str, int, int]]:
     """
     for name, plan, measured in _runs():
         tape = Tape(plan.config, plan.recipe, plan.training)
-        mixers = [layer.mixer for layer in plan.config.layers if isinstance(layer.mixer, AttentionSpec)]
+        mixers = [
+            layer.mixer for layer in plan.config.layers if isinstance(layer.mixer, AttentionSpec)
+        ]
         if not any(mixer.copies_queries and not mixer.fuses(tape) for mixer in mixers):
             yield name, plan.peak.total, measured
     yield from _kinds()
@@ -33,7 +35,10 @@ def _runs() -> Iterator[tuple[str, MemoryPlan, int]]:
     grid = load("checkpoint_grid_h200")
     for name, rows in grid["rows"].items():
         fields = dict(grid["shapes"][name])
-        preset, size = fields.pop("preset"), dict(batch_size=fields.pop("batch"), seq_len=fields.pop("seq"))
+        preset, size = (
+            fields.pop("preset"),
+            dict(batch_size=fields.pop("batch"), seq_len=fields.pop("seq")),
+        )
         for row in rows:  # that benchmark has no optimizer, and every layer runs in the recipe
             recipe = get_recipe(row["recipe"], **({} if row["recipe"] == "bf16" else NO_EDGES))
             plan = plan_memory(get_preset(preset, **fields), recipe, **size, optimizer=None,
@@ -59,7 +64,10 @@ def _runs() -> Iterator[tuple[str, MemoryPlan, int]]:
         plan = plan_memory(get_preset(run["preset"]), get_recipe(name), batch_size=run["batch_size"],
                            seq_len=run["seq_len"], logits=True, fused=False)  # fmt: skip
         yield f"{run['preset']}, {name}, AdamW", plan, result["peak_memory"]
-    shapes = {"gated-8b": dict(num_hidden_layers=4, num_key_value_heads=32), "gated-896": dict(num_hidden_layers=31)}
+    shapes = {
+        "gated-8b": dict(num_hidden_layers=4, num_key_value_heads=32),
+        "gated-896": dict(num_hidden_layers=31),
+    }
     for run in load("step_h200")["runs"]:
         preset = run["settings"]["preset"].split(",")[0]
         size = {key: run["settings"][key] for key in ("batch_size", "seq_len")}
@@ -72,7 +80,13 @@ def _runs() -> Iterator[tuple[str, MemoryPlan, int]]:
                                optimizer=None, logits=False, fused="plain" not in ways)  # fmt: skip
             # The benchmark subtracts what earlier variants hold, cuBLAS's workspace among that, and rounds to 0.01 GiB.
             peak = int((row["peak_gib"] + 0.005) * 2**30) + plan.peak.workspace
-            kernels = ", unfused" if "plain" in ways else "" if edges else ", first and last layer in BF16"
+            kernels = (
+                ", unfused"
+                if "plain" in ways
+                else ""
+                if edges
+                else ", first and last layer in BF16"
+            )
             yield f"{run['settings']['preset']}, {recipe}{kernels}, {size['batch_size']} x {size['seq_len']:,}", \
                 plan, peak  # fmt: skip
 
@@ -90,4 +104,8 @@ def _kinds() -> Iterator[tuple[str, int, int]]:
                                optimizer=None, logits=False)  # fmt: skip
             gpu = file.removeprefix("kinds_").upper()
             name = shape.replace("-layers", " width, few layers")
-            yield f"{name}, {recipe}, {batch} x {seq:,}, {gpu}", plan.peak.total, int(row["peak_gib"] * 2**30)
+            yield (
+                f"{name}, {recipe}, {batch} x {seq:,}, {gpu}",
+                plan.peak.total,
+                int(row["peak_gib"] * 2**30),
+            )

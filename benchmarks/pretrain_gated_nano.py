@@ -29,7 +29,9 @@ from te_models.data.python_docstrings import python_docstrings, read_pairs
 from te_models.training.metrics import read_metrics
 
 PACKAGES = Path(__file__).with_name("gated_nano_packages.txt")  # name==version
-PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|ISC|PSF|HPND|Python Software Foundation)\b", re.IGNORECASE)
+PERMISSIVE = re.compile(
+    r"\b(MIT|BSD|Apache|ISC|PSF|HPND|Python Software Foundation)\b", re.IGNORECASE
+)
 OTHER = re.compile(r"GPL|MPL|Mozilla|General Public|Proprietary", re.IGNORECASE)
 SKIPPED = re.compile(
     r"(^|/)(tests?|testing|_vendor|vendored?|_vendored|externals|third_party|extern|migrations|locales?|benchmarks)/"
@@ -42,7 +44,16 @@ VOCABULARY = 4096
 END, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # Words with the space before them, digits one by one, punctuation, and a line break with the indentation that follows.
 PIECES = r"\n[ ]*| ?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]+|\s+"
-SHAPE = ["--preset", "gated-nano", "--vocab-size", str(VOCABULARY), "--eos-token-id", "0", "--pad-token-id", "0"]
+SHAPE = [
+    "--preset",
+    "gated-nano",
+    "--vocab-size",
+    str(VOCABULARY),
+    "--eos-token-id",
+    "0",
+    "--pad-token-id",
+    "0",
+]
 SETTINGS: dict[str, Any] = {
     "recipe": "current", "optimizer": "adamw", "steps": 12000, "batch-size": 64, "seq-len": 1024,
     "learning-rate": 6e-3, "warmup-steps": 600, "schedule": "cosine", "weight-decay": 0.1, "packing": "stream",
@@ -62,7 +73,13 @@ def prepare(folder: Path) -> None:
     wheels = folder / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)
     options = "--quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp"
-    command = [sys.executable, "-m", "pip", "download", *f"{options} --abi cp312 --abi abi3 --abi none".split()]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        *f"{options} --abi cp312 --abi abi3 --abi none".split(),
+    ]
     for platform in ("2_28", "2_27", "2_17"):
         command += ["--platform", f"manylinux_{platform}_x86_64"]
     subprocess.run([*command, "--dest", str(wheels), "--requirement", str(PACKAGES)], check=True)
@@ -73,7 +90,9 @@ def prepare(folder: Path) -> None:
     with (folder / "corpus.jsonl").open("w", encoding="utf-8") as corpus:
         for wheel in sorted(wheels.glob("*.whl")):
             source, texts = read_wheel(wheel, seen, known)
-            corpus.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+            corpus.writelines(
+                json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts
+            )
             sources += [source] if texts else []
     (folder / "sources.json").write_text(json.dumps(sources, indent=1) + "\n")
     train_tokenizer(folder)
@@ -86,8 +105,14 @@ def read_wheel(wheel: Path, seen: set[bytes], known: set[str]) -> tuple[dict[str
     archive = zipfile.ZipFile(wheel)
     metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     fields = email.message_from_string(archive.read(metadata).decode("utf-8", "replace"))
-    classifiers = [str(line) for line in fields.get_all("Classifier") or [] if str(line).startswith("License")]
-    licence = [str(fields.get("License-Expression") or ""), str(fields.get("License") or "")[:200], *classifiers]
+    classifiers = [
+        str(line) for line in fields.get_all("Classifier") or [] if str(line).startswith("License")
+    ]
+    licence = [
+        str(fields.get("License-Expression") or ""),
+        str(fields.get("License") or "")[:200],
+        *classifiers,
+    ]
     stated = "; ".join(" ".join(part.split())[:60] for part in licence if part)
     texts: list[str] = []
     size = 0
@@ -100,7 +125,13 @@ def read_wheel(wheel: Path, seen: set[bytes], known: set[str]) -> tuple[dict[str
                 continue
             texts.append(text)
             size += len(raw)
-    found = dict(name=str(fields["Name"]), version=str(fields["Version"]), licence=stated, files=len(texts), bytes=size)
+    found = dict(
+        name=str(fields["Name"]),
+        version=str(fields["Version"]),
+        licence=stated,
+        files=len(texts),
+        bytes=size,
+    )
     return found, texts
 
 
@@ -155,13 +186,24 @@ def train_tokenizer(folder: Path) -> None:
 @click.option("--folder", type=click.Path(path_type=Path), required=True)
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 @click.option("--run", type=click.Path(path_type=Path), default=Path("runs/gated-nano"))
-@click.option("--set", "changes", multiple=True, help="option=value, instead of the one in SETTINGS.")
+@click.option(
+    "--set", "changes", multiple=True, help="option=value, instead of the one in SETTINGS."
+)
 def train(folder: Path, out: Path, run: Path, changes: tuple[str, ...]) -> None:
     """Train on FOLDER and write the model to OUT."""
     settings = SETTINGS | dict(change.split("=", 1) for change in changes)
     options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    data = ["--data", str(folder / "corpus.jsonl"), "--tokenizer", str(folder / "tokenizer"), "--out", str(run)]
-    subprocess.run([sys.executable, "-m", "te_models", "pretrain", *SHAPE, *options, *data], check=True)
+    data = [
+        "--data",
+        str(folder / "corpus.jsonl"),
+        "--tokenizer",
+        str(folder / "tokenizer"),
+        "--out",
+        str(run),
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "te_models", "pretrain", *SHAPE, *options, *data], check=True
+    )
     for name in ("README.md", "sources.json"):
         (out / name).unlink(missing_ok=True)  # of the model that is replaced
     CausalLM.from_pretrained(run, recipe="bf16", device="cpu").save_pretrained(out)
@@ -170,7 +212,9 @@ def train(folder: Path, out: Path, run: Path, changes: tuple[str, ...]) -> None:
     (out / "sources.json").write_text(json.dumps(sources, indent=1) + "\n")
 
 
-def card(settings: dict[str, Any], sources: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
+def card(
+    settings: dict[str, Any], sources: list[dict[str, Any]], rows: list[dict[str, Any]]
+) -> str:
     """Return the model's card."""
     from te_models.inspect.environment import environment
 

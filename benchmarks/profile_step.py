@@ -95,8 +95,12 @@ def main(preset: str, recipe: str, batch_size: int, seq_len: int, layers: int | 
     for label, (value, count) in top:
         print(f"{value:8.3f} ms {count // steps:5} x  {label[:110]}")
     if out is not None:
-        rows = [dict(kernel=label, ms=value, launches=count / steps) for label, (value, count) in top]
-        settings = dict(preset=preset, recipe=recipe, batch_size=batch_size, seq_len=seq_len, **shape)
+        rows = [
+            dict(kernel=label, ms=value, launches=count / steps) for label, (value, count) in top
+        ]
+        settings = dict(
+            preset=preset, recipe=recipe, batch_size=batch_size, seq_len=seq_len, **shape
+        )
         document = dict(environment=environment(), settings=settings, ms=dict(times), kernels=rows)
         out.write_text(json.dumps(document, indent=1) + "\n")
 

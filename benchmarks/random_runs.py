@@ -94,7 +94,11 @@ def draw_dense(rng: random.Random, length: int, tiny: bool) -> tuple[list[str], 
         head_dim=rng.choice((32, 64, 80, 96, 128, 192, 256)),
         attention_gate=rng.choice(("elementwise", "headwise", "none")),
     )  # fmt: skip
-    options = ["--preset", "gated-124m", *(f"--{name.replace('_', '-')}={value}" for name, value in shape.items())]
+    options = [
+        "--preset",
+        "gated-124m",
+        *(f"--{name.replace('_', '-')}={value}" for name, value in shape.items()),
+    ]
     for share, given in (
         (0.3, ["--sliding-window", str(length // 3)]), (0.4, ["--qk-norm"]),
         (0.3, ["--norm-position", rng.choice(("post", "both"))]), (0.3, ["--hidden-act", "gelu_pytorch_tanh"]),
@@ -111,18 +115,54 @@ def draw_group(rng: random.Random, tiny: bool) -> Group:
         model, ways = draw_dense(rng, length, tiny)
     else:
         preset = {"hybrid": "gated-hybrid-nano", "experts": "gated-moe-nano"}[kind]
-        model, ways = ["--preset", preset], ("ddp", "fsdp", "fsdp+ep" if kind == "experts" else "auto")
+        model, ways = (
+            ["--preset", preset],
+            ("ddp", "fsdp", "fsdp+ep" if kind == "experts" else "auto"),
+        )
     adapters: list[str] = []
     if rng.random() < 0.3:
-        targets = "all-linear,experts" if kind == "experts" else rng.choice(("all-linear", "q_proj,v_proj,down_proj"))
+        targets = (
+            "all-linear,experts"
+            if kind == "experts"
+            else rng.choice(("all-linear", "q_proj,v_proj,down_proj"))
+        )
         targets = "all-linear" if kind == "hybrid" else targets
         adapters, ways = ["--lora", rng.choice(("4", "16")), "--lora-targets", targets], ("ddp",)
     packing = rng.choice(("stream", "documents", "none"))
-    source = "docs" if packing == "stream" or length < 500 else rng.choice(("docs", "python-docstrings"))
-    data = ["--data", source, "--seq-len", str(length), "--batch-size", str(rows), "--packing", packing]
-    data += ["--steps", "4" if tiny else "12", "--eval-every", "4" if tiny else "6", "--eval-batches", "2"]
-    data += ["--sample-tokens", "0", "--no-keep-best", "--schedule", "constant", "--warmup-steps", "2"]
-    data += ["--learning-rate", "2e-4"]  # at the default rate losses jump, and where they do two runs part
+    source = (
+        "docs" if packing == "stream" or length < 500 else rng.choice(("docs", "python-docstrings"))
+    )
+    data = [
+        "--data",
+        source,
+        "--seq-len",
+        str(length),
+        "--batch-size",
+        str(rows),
+        "--packing",
+        packing,
+    ]
+    data += [
+        "--steps",
+        "4" if tiny else "12",
+        "--eval-every",
+        "4" if tiny else "6",
+        "--eval-batches",
+        "2",
+    ]
+    data += [
+        "--sample-tokens",
+        "0",
+        "--no-keep-best",
+        "--schedule",
+        "constant",
+        "--warmup-steps",
+        "2",
+    ]
+    data += [
+        "--learning-rate",
+        "2e-4",
+    ]  # at the default rate losses jump, and where they do two runs part
     return Group(model, data, adapters, ways, rows)
 
 
@@ -156,7 +196,11 @@ def call(arguments: list[str], world: int, gpu: int) -> subprocess.CompletedProc
         "CUDA_VISIBLE_DEVICES": ",".join(cards[:2]) if world == 2 else cards[gpu],
         "TOKENIZERS_PARALLELISM": "false",
     }
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if world == 2 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        if world == 2
+        else []
+    )
     command = [sys.executable, *launcher, "-m", "te_models", *arguments]
     try:
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
@@ -191,12 +235,26 @@ def train(run: Run, command: list[str], folder: Path, gpu: int) -> Run:
 def exported(run: Run, out: str, gpu: int) -> float:
     """Return how far the loss of the run's export lies from the run's own, both evaluated anew in BF16."""
     found = []
-    done = call(["export", "--model", out, "--format", run.export, "--out", f"{out}/export"], 1, gpu)
-    how = ["--recipes", "bf16", "--max-batches", "2", "--seq-len", "128", "--data", "README.md", "--json"]
+    done = call(
+        ["export", "--model", out, "--format", run.export, "--out", f"{out}/export"], 1, gpu
+    )
+    how = [
+        "--recipes",
+        "bf16",
+        "--max-batches",
+        "2",
+        "--seq-len",
+        "128",
+        "--data",
+        "README.md",
+        "--json",
+    ]
     for model in (out, f"{out}/export"):
         if done.returncode == 0:
             done = call(["evaluate", "--model", model, *how], 1, gpu)
-            found.append(json.loads(done.stdout)["losses"][0]["loss"] if done.returncode == 0 else 0.0)
+            found.append(
+                json.loads(done.stdout)["losses"][0]["loss"] if done.returncode == 0 else 0.0
+            )
     if done.returncode:
         run.code, run.said = done.returncode, f"export: {said(done.stderr)}"
         return 0.0
@@ -213,7 +271,9 @@ def compared(run: Run, plain: Run) -> Run:
 
 def main() -> int:
     """Draw, run, compare and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gpus", type=int, default=1)
@@ -247,12 +307,19 @@ def main() -> int:
         def start(n: int, run: Run) -> None:
             if time.monotonic() > end:
                 return
-            train(run, groups[run.group].command(bases[run.group]), Path(folder, str(n)), n % given.gpus)
+            train(
+                run,
+                groups[run.group].command(bases[run.group]),
+                Path(folder, str(n)),
+                n % given.gpus,
+            )
             finished.append(run)
             if run.code:  # at once: whoever ends this program early shall know
                 print("ended with", run.code, json.dumps(asdict(run)), flush=True)
             if given.out:
-                given.out.write_text(json.dumps(summary(given, groups, finished, runs), indent=1) + "\n")
+                given.out.write_text(
+                    json.dumps(summary(given, groups, finished, runs), indent=1) + "\n"
+                )
 
         list(pool.map(start, range(len(runs)), runs))
     result = summary(given, groups, finished, runs)
@@ -260,7 +327,9 @@ def main() -> int:
     return 1 if result["bad"] else 0
 
 
-def summary(given: argparse.Namespace, groups: list[Group], finished: list[Run], runs: list[Run]) -> dict[str, Any]:
+def summary(
+    given: argparse.Namespace, groups: list[Group], finished: list[Run], runs: list[Run]
+) -> dict[str, Any]:
     """Compare every finished run with the plain one of its group and recipe; return what is committed."""
     import torch
 

@@ -34,16 +34,27 @@ from te_models.training.evaluation import evaluate
 from te_models.training.finetune import finetune
 from te_models.training.settings import run_settings
 
-MANTISSA_BITS = {"BF16": 7, "E4M3": 3, "E4M3/E5M2": 3, "E2M1": 1}  # of the formats in the forward pass
+MANTISSA_BITS = {
+    "BF16": 7,
+    "E4M3": 3,
+    "E4M3/E5M2": 3,
+    "E2M1": 1,
+}  # of the formats in the forward pass
 
 
 @click.command()
 @click.option(
-    "--model", metavar="DIR", help="A saved model; default: gated-nano, tuned here on Python's documentation."
+    "--model",
+    metavar="DIR",
+    help="A saved model; default: gated-nano, tuned here on Python's documentation.",
 )
 @click.option("--steps", default=150, show_default=True, help="Of tuning, without --model.")
-@click.option("--data", metavar="PATH", help="Text to measure on, its held-out part; default: Python's own.")
-@click.option("--batches", default=8, show_default=True, help="Of 8 x 256 tokens, for the perplexity.")
+@click.option(
+    "--data", metavar="PATH", help="Text to measure on, its held-out part; default: Python's own."
+)
+@click.option(
+    "--batches", default=8, show_default=True, help="Of 8 x 256 tokens, for the perplexity."
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Where the JSON goes.")
 def main(model: str | None, steps: int, data: str | None, batches: int, out: Path | None) -> None:
     """Measure every recipe, print the table, write the JSON."""
@@ -53,7 +64,11 @@ def main(model: str | None, steps: int, data: str | None, batches: int, out: Pat
         if model is None:
             given = dict(preset="gated-nano", recipe="bf16", data=data, out=folder)
             given |= dict(steps=steps, eval_every=0, sample_tokens=0)
-            finetune(run_settings("pretrain", {name: value for name, value in given.items() if value is not None}))
+            finetune(
+                run_settings(
+                    "pretrain", {name: value for name, value in given.items() if value is not None}
+                )
+            )
         text = held_out(model, data, batches)
         rows = measure(model or folder, text)
     click.echo(table(rows))
@@ -63,24 +78,35 @@ def main(model: str | None, steps: int, data: str | None, batches: int, out: Pat
             "steps": None if model else steps,
         }
         tuned["tokens"] = sum(batch["input_ids"].numel() for batch in text)
-        out.write_text(json.dumps({"environment": environment(), **tuned, "rows": rows}, indent=1) + "\n")
+        out.write_text(
+            json.dumps({"environment": environment(), **tuned, "rows": rows}, indent=1) + "\n"
+        )
 
 
 def held_out(model: str | None, data: str | None, batches: int) -> list[dict[str, Tensor]]:
     """Batches of text that tuning has not seen."""
     _, documents = split_documents(load_documents(data), seed=0)
-    dataset = TokenDataset(documents, load_tokenizer(model), 256, batch_size=8, seed=0, shuffle=False)
+    dataset = TokenDataset(
+        documents, load_tokenizer(model), 256, batch_size=8, seed=0, shuffle=False
+    )
     return dataset.eval_batches(batches)
 
 
 @torch.no_grad()
-def measure(folder: str | Path, batches: list[dict[str, Tensor]], **options: Any) -> list[dict[str, Any]]:
+def measure(
+    folder: str | Path, batches: list[dict[str, Tensor]], **options: Any
+) -> list[dict[str, Any]]:
     """One row a recipe that runs here: SQNR of the logits of the first batch, and perplexity over all of them."""
     exact = CausalLM.from_pretrained(folder, recipe="bf16", dtype=torch.float32, **options).eval()
     ids = batches[0]["input_ids"].to(exact.device)
     reference = exact(ids).logits.double()
-    rows: list[dict[str, Any]] = [{"recipe": "fp32", "perplexity": math.exp(evaluate(exact, batches))}]
-    model, bf16 = CausalLM.from_pretrained(folder, recipe="bf16", dtype=torch.bfloat16, **options), math.inf
+    rows: list[dict[str, Any]] = [
+        {"recipe": "fp32", "perplexity": math.exp(evaluate(exact, batches))}
+    ]
+    model, bf16 = (
+        CausalLM.from_pretrained(folder, recipe="bf16", dtype=torch.bfloat16, **options),
+        math.inf,
+    )
     for name in ("bf16", *(name for name in list_recipes() if name != "bf16")):
         try:
             model.set_recipe(name)
@@ -133,13 +159,21 @@ def noisy_db(exact: CausalLM, ids: Tensor, formats: str, layers: range) -> float
     generator = torch.Generator(ids.device).manual_seed(0)
 
     def noisy(values: Tensor) -> Tensor:
-        return values * (1 + size * torch.randn(values.shape, generator=generator, device=values.device))
+        return values * (
+            1 + size * torch.randn(values.shape, generator=generator, device=values.device)
+        )
 
     chosen = [
-        module for layer in layers for module in exact.layers[layer].modules() if isinstance(module, exact.te.Linear)
+        module
+        for layer in layers
+        for module in exact.layers[layer].modules()
+        if isinstance(module, exact.te.Linear)
     ]
     kept = [module.weight.clone() for module in chosen]
-    hooks = [module.register_forward_pre_hook(lambda module, inputs: (noisy(inputs[0]),)) for module in chosen]
+    hooks = [
+        module.register_forward_pre_hook(lambda module, inputs: (noisy(inputs[0]),))
+        for module in chosen
+    ]
     for module in chosen:
         module.weight.copy_(noisy(module.weight))
     got = exact(ids).logits.double()
@@ -151,7 +185,9 @@ def noisy_db(exact: CausalLM, ids: Tensor, formats: str, layers: range) -> float
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
-    lines = ["| recipe | SQNR of the logits | predicted | same next token | perplexity | against BF16 |"]
+    lines = [
+        "| recipe | SQNR of the logits | predicted | same next token | perplexity | against BF16 |"
+    ]
     lines.append("|---|---|---|---|---|---|")
     bf16 = next(row["perplexity"] for row in rows if row["recipe"] == "bf16")
     for row in rows:
@@ -163,7 +199,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         if "sqnr_db" in row:
             predicted = "" if row["predicted_db"] is None else f"{row['predicted_db']:.1f} dB"
             measured = (f"{row['sqnr_db']:.1f} dB", predicted, f"{row['same_next_token']:.1%}")
-        lines.append(f"| `{row['recipe']}` | {' | '.join(measured)} | {row['perplexity']:.4f} | {change} |")
+        lines.append(
+            f"| `{row['recipe']}` | {' | '.join(measured)} | {row['perplexity']:.4f} | {change} |"
+        )
     return "\n".join(lines)
 
 

@@ -24,7 +24,9 @@ RECIPES = "bf16,delayed,current,blockwise,mxfp8,nvfp4"
 
 
 @click.command()
-@click.option("--model", default="gated-nano", show_default=True, help="The model that every run starts from.")
+@click.option(
+    "--model", default="gated-nano", show_default=True, help="The model that every run starts from."
+)
 @click.option("--data", default="python-docstrings", show_default=True, help="As finetune --data.")
 @click.option("--recipes", default=RECIPES, show_default=True, help="Recipes, the reference first.")
 @click.option("--steps", default=200, show_default=True, help="Optimizer steps of each run.")
@@ -32,10 +34,16 @@ RECIPES = "bf16,delayed,current,blockwise,mxfp8,nvfp4"
 @click.option("--seq-len", default=512, show_default=True, help="Tokens per sequence.")
 @click.option("--learning-rate", default=3e-4, show_default=True, help="The peak of each run.")
 @click.option("--eval-batches", default=32, show_default=True, help="Batches of held-out records.")
-@click.option("--seeds", default=1, show_default=True, help="Orders of the data, each under all recipes.")
+@click.option(
+    "--seeds", default=1, show_default=True, help="Orders of the data, each under all recipes."
+)
 @click.option("--device", default="cpu", show_default=True, help="Where to run.")
-@click.option("--out", type=click.Path(path_type=Path), help="Where the JSON goes; rewritten after each run.")
-def main(model: str, data: str, recipes: str, seeds: int, device: str, out: Path | None, **training: Any) -> None:
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Where the JSON goes; rewritten after each run."
+)
+def main(
+    model: str, data: str, recipes: str, seeds: int, device: str, out: Path | None, **training: Any
+) -> None:
     """Fine-tune under every recipe, print the table, write the JSON."""
     from te_models.inspect.environment import environment
 
@@ -55,12 +63,23 @@ def main(model: str, data: str, recipes: str, seeds: int, device: str, out: Path
     click.echo(table(rows))
 
 
-def run(model: str, data: str, recipe: str, seed: int, device: str, training: dict[str, Any]) -> dict[str, Any]:
+def run(
+    model: str, data: str, recipe: str, seed: int, device: str, training: dict[str, Any]
+) -> dict[str, Any]:
     """Return the losses of one run, in nats per counted token."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        given = dict(model=model, data=(data,), recipe=recipe, device=device, out=f"{folder}/run", sample_tokens=0)
-        result = finetune(run_settings("finetune", {**given, **training, "seed": seed, "eval_every": 0}))
+        given = dict(
+            model=model,
+            data=(data,),
+            recipe=recipe,
+            device=device,
+            out=f"{folder}/run",
+            sample_tokens=0,
+        )
+        result = finetune(
+            run_settings("finetune", {**given, **training, "seed": seed, "eval_every": 0})
+        )
     if result.interrupted:
         raise click.Abort
     losses = {"before": result.first_eval_loss, "after": result.eval_loss, "training": result.loss}
@@ -72,7 +91,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     names = list(dict.fromkeys(row["recipe"] for row in rows))
     lines = ["| recipe | held-out loss before | after | against the first |", "|---|---|---|---|"]
     mean = {
-        (name, when): sum(row[when] for row in rows if row["recipe"] == name) / sum(r["recipe"] == name for r in rows)
+        (name, when): sum(row[when] for row in rows if row["recipe"] == name)
+        / sum(r["recipe"] == name for r in rows)
         for name in names
         for when in ("before", "after")
     }

@@ -47,7 +47,12 @@ Settings = dict[str, Any]
 
 
 def train(
-    settings: Settings, folder: Path, until: int, exactly: bool, save_every: int = 0, resume: bool = False
+    settings: Settings,
+    folder: Path,
+    until: int,
+    exactly: bool,
+    save_every: int = 0,
+    resume: bool = False,
 ) -> None:
     """A run up to step `until` in `folder`; the schedule is always that of all steps."""
     torch.set_num_threads(1)
@@ -58,7 +63,9 @@ def train(
                                  **settings["shape"])  # fmt: skip
     words, parts = load_tokenizer(None), split_documents(load_documents(settings["data"]), seed=0)
     data, held_out = (
-        TokenDataset(part, words, config.seq_len, batch_size=config.batch_size, seed=0, shuffle=shuffle)
+        TokenDataset(
+            part, words, config.seq_len, batch_size=config.batch_size, seed=0, shuffle=shuffle
+        )
         for part, shuffle in zip(parts, (True, False), strict=True)
     )
     run = Trainer(model, data, held_out.eval_batches(2), config, folder)
@@ -81,7 +88,8 @@ def compare(one: Path, other: Path, after: int) -> dict[str, Any]:
     """Losses after step `after`, and each group of tensors of the newest checkpoint: how many differ,
     and by how much."""
     curves = [
-        [row["loss"] for row in read_metrics(run / "metrics.jsonl") if row["step"] > after] for run in (one, other)
+        [row["loss"] for row in read_metrics(run / "metrics.jsonl") if row["step"] > after]
+        for run in (one, other)
     ]
     gaps = [abs(a / b - 1) for a, b in zip(*curves, strict=True)]
     found: dict[str, Any] = dict(
@@ -94,7 +102,9 @@ def compare(one: Path, other: Path, after: int) -> dict[str, Any]:
         theirs = contents[1].tensors[group]
         assert tensors.keys() == theirs.keys(), group
         names = [name for name in tensors if not same_bits(tensors[name], theirs[name])]
-        floats = [name for name in tensors if tensors[name].is_floating_point() and tensors[name].numel()]
+        floats = [
+            name for name in tensors if tensors[name].is_floating_point() and tensors[name].numel()
+        ]
         gap, size = (
             sum(float(value.double().square().sum()) for value in values) ** 0.5
             for values in (
@@ -103,7 +113,10 @@ def compare(one: Path, other: Path, after: int) -> dict[str, Any]:
             )
         )
         found[group] = dict(
-            tensors=len(tensors), different=len(names), distance=gap / size if size else gap, names=names[:5]
+            tensors=len(tensors),
+            different=len(names),
+            distance=gap / size if size else gap,
+            names=names[:5],
         )
     return found
 
@@ -130,7 +143,10 @@ def parity(settings: Settings, exactly: bool, root: Path) -> dict[str, Any]:
         ("resumed", half, half),
     ]  # a save: no step after it is queued
     with ThreadPoolExecutor(len(first)) as pool:
-        runs = [pool.submit(alone, train, settings, root / name, end, exactly, save) for name, end, save in first]
+        runs = [
+            pool.submit(alone, train, settings, root / name, end, exactly, save)
+            for name, end, save in first
+        ]
         for run in runs:
             run.result()
     alone(train, settings, root / "resumed", steps, exactly, 0, True)
@@ -150,7 +166,9 @@ class Timed:
     """A run in a process of its own, of which a few steps are timed now and then."""
 
     def __init__(self, settings: Settings, exactly: bool) -> None:
-        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), begin, (settings, exactly))
+        self.pool = ProcessPoolExecutor(
+            1, multiprocessing.get_context("spawn"), begin, (settings, exactly)
+        )
 
     def seconds(self, steps: int) -> float:
         """Of a step, in the mean of `steps`, while no other process uses the device."""
@@ -204,38 +222,58 @@ def cost(settings: Settings, rounds: int, tiny: bool) -> dict[str, Any]:
                 if number:  # the first turn compiles and captures
                     times[name].append(spent)
         row: dict[str, Any] = {
-            name: dict(ms=statistics.median(of), quartiles=statistics.quantiles(of)[::2]) for name, of in times.items()
+            name: dict(ms=statistics.median(of), quartiles=statistics.quantiles(of)[::2])
+            for name, of in times.items()
         }
         for run in runs.values():
             run.pool.shutdown()
         ratio = row["deterministic"]["ms"] / row["default"]["ms"]
         found[preset] = dict(row, ratio=ratio, batch_size=own["batch_size"], seq_len=own["seq_len"])
         print(
-            preset, {name: row[name]["ms"] for name in ("default", "deterministic")}, f"ratio {ratio:.3f}", flush=True
+            preset,
+            {name: row[name]["ms"] for name in ("default", "deterministic")},
+            f"ratio {ratio:.3f}",
+            flush=True,
         )
     return found
 
 
 @click.command()
 @click.option("--steps", default=100)
-@click.option("--recipe", "recipes", multiple=True, help="May be repeated; default: delayed and current.")
+@click.option(
+    "--recipe", "recipes", multiple=True, help="May be repeated; default: delayed and current."
+)
 @click.option("--rounds", default=12, help="Turns of the timing; 0: none.")
 @click.option("--device", default="cuda")
 @click.option("--tiny", is_flag=True)
 @click.option("--out", type=click.Path(path_type=Path), required=True)
-def main(steps: int, recipes: tuple[str, ...], rounds: int, device: str, tiny: bool, out: Path) -> None:
+def main(
+    steps: int, recipes: tuple[str, ...], rounds: int, device: str, tiny: bool, out: Path
+) -> None:
     """Compare, time, print and write; 1 if deterministic runs differ in a bit."""
     settings: Settings = dict(
-        preset="gated-124m", shape={}, batch_size=8, seq_len=512, steps=steps, device=device, data=None
+        preset="gated-124m",
+        shape={},
+        batch_size=8,
+        seq_len=512,
+        steps=steps,
+        device=device,
+        data=None,
     )
     if tiny:
         data = str(Path(__file__).parent.parent / "te_models" / "config")
         settings |= dict(preset="gated-nano", shape=SMALL, batch_size=2, seq_len=32, data=data)
     document: dict[str, Any] = dict(environment=environment(), settings=settings, parity={})
     good = True
-    cases = [(recipe, exactly) for recipe in recipes or ("delayed", "current") for exactly in (False, True)]
+    cases = [
+        (recipe, exactly)
+        for recipe in recipes or ("delayed", "current")
+        for exactly in (False, True)
+    ]
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda case: parity_in(settings | dict(recipe=case[0]), case[1]), cases))
+        found = list(
+            pool.map(lambda case: parity_in(settings | dict(recipe=case[0]), case[1]), cases)
+        )
     for (recipe, exactly), rows in zip(cases, found, strict=True):
         title = f"{recipe}, {'deterministic' if exactly else 'default'}"
         document["parity"][title] = rows
@@ -243,7 +281,11 @@ def main(steps: int, recipes: tuple[str, ...], rounds: int, device: str, tiny: b
         for name, row in rows.items():
             parts = {part: f"{value['different']}/{value['tensors']} differ, {value['distance']:.2g}"
                      for part, value in row.items() if isinstance(value, dict) and "tensors" in value}  # fmt: skip
-            print(f"{title}, {name}: equal {row['equal']}, losses by {row['losses']['most']:.2g}", parts, flush=True)
+            print(
+                f"{title}, {name}: equal {row['equal']}, losses by {row['losses']['most']:.2g}",
+                parts,
+                flush=True,
+            )
     out.write_text(json.dumps(document, indent=1) + "\n")
     if rounds:
         document["cost"] = cost(settings | dict(recipe="delayed"), rounds, tiny)

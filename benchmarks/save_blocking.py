@@ -44,10 +44,16 @@ def forward_and_backward(model: CausalLM, ids: torch.Tensor) -> None:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path))
 @click.option("--rounds", default=5)
-@click.option("--folder", type=click.Path(path_type=Path), help="Where to save; default: the temporary folder.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    help="Where to save; default: the temporary folder.",
+)
 @click.option("--hidden-size", default=512)
 @click.option("--num-hidden-layers", default=10)
-def main(out: Path | None, rounds: int, folder: Path | None, hidden_size: int, num_hidden_layers: int) -> None:
+def main(
+    out: Path | None, rounds: int, folder: Path | None, hidden_size: int, num_hidden_layers: int
+) -> None:
     """Measure and print."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = CausalLM.from_preset(
@@ -64,9 +70,16 @@ def main(out: Path | None, rounds: int, folder: Path | None, hidden_size: int, n
 
     step()
     tensors, documents = model_content(model, model.origin)
-    tensors["training"], documents["training"] = flatten_state({"optimizer": optimizer.state_dict()})
+    tensors["training"], documents["training"] = flatten_state(
+        {"optimizer": optimizer.state_dict()}
+    )
     size = sum(tensor.nbytes for members in tensors.values() for tensor in members.values())
-    times: dict[str, list[float]] = {"blocking": [], "first": [], "second": [], "forward and backward": []}
+    times: dict[str, list[float]] = {
+        "blocking": [],
+        "first": [],
+        "second": [],
+        "forward and backward": [],
+    }
     for _ in range(rounds):
         root = Path(tempfile.mkdtemp(dir=folder))
         run = Checkpoints(root, keep_last=1)
@@ -74,7 +87,9 @@ def main(out: Path | None, rounds: int, folder: Path | None, hidden_size: int, n
         run.reserve(tensors, documents)
         for number, name in enumerate(("first", "second")):
             step()  # as in training, between the reservation and the first save
-            blocked = seconds(run.save, 2 + number, tensors, documents, blocking=False, copy_later=True)
+            blocked = seconds(
+                run.save, 2 + number, tensors, documents, blocking=False, copy_later=True
+            )
             times["forward and backward"].append(seconds(forward_and_backward, model, ids))
             times[name].append(blocked + seconds(run.copied))
             run.wait()
@@ -84,7 +99,9 @@ def main(out: Path | None, rounds: int, folder: Path | None, hidden_size: int, n
         print(f"{name}: {value * 1e3:.1f} ms, {value / medians['blocking']:.4f} of a blocking save")
     print(f"{size / 1e6:.0f} MB")
     if out is not None:
-        out.write_text(json.dumps({"environment": environment(), "bytes": size, "seconds": times}, indent=1))
+        out.write_text(
+            json.dumps({"environment": environment(), "bytes": size, "seconds": times}, indent=1)
+        )
 
 
 if __name__ == "__main__":

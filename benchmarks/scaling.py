@@ -60,7 +60,9 @@ def step_seconds(
     shared = replace(shared, config=config)
     preset = get_preset(args.preset, **shape)
     recipe = dict(
-        recipe=args.recipe, activation_checkpointing=args.activation_checkpointing, fp8_params=args.fp8_params
+        recipe=args.recipe,
+        activation_checkpointing=args.activation_checkpointing,
+        fp8_params=args.fp8_params,
     )
     if not args.edges and args.recipe != "bf16":
         recipe |= dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
@@ -75,16 +77,31 @@ def step_seconds(
     for row in islice(run.steps(data), args.warm_up + args.steps):
         times.append(config.tokens_per_step / row["tokens_per_second"])
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-    found = {"seconds": statistics.median(times[args.warm_up :]), "peak_gib": round(peak, 2), "loss": row["loss"]}
+    found = {
+        "seconds": statistics.median(times[args.warm_up :]),
+        "peak_gib": round(peak, 2),
+        "loss": row["loss"],
+    }
     return found | {"graph": run.graphed is not None}
 
 
 def run(args: argparse.Namespace) -> None:
     """Time one process alone and all together, and report."""
-    args.fields = shape = {name: json.loads(value) for name, _, value in (item.partition("=") for item in args.shape)}
-    fields = dict(reshard_after_forward=args.reshard, prefetch_blocks=args.prefetch, reduce_dtype=args.reduce_dtype)
+    args.fields = shape = {
+        name: json.loads(value) for name, _, value in (item.partition("=") for item in args.shape)
+    }
+    fields = dict(
+        reshard_after_forward=args.reshard,
+        prefetch_blocks=args.prefetch,
+        reduce_dtype=args.reduce_dtype,
+    )
     config = TrainConfig(
-        parallel=args.parallel, collective_timeout=600, eval_every=0, save_every=0, steps=10**6, **fields
+        parallel=args.parallel,
+        collective_timeout=600,
+        eval_every=0,
+        save_every=0,
+        steps=10**6,
+        **fields,
     )
     with parallel(config, args.device) as shared:
         alone = None
@@ -99,15 +116,28 @@ def run(args: argparse.Namespace) -> None:
             report(args, shared, alone, {**together, "seconds": slowest})
 
 
-def report(args: argparse.Namespace, shared: Parallel, alone: Any, together: dict[str, float]) -> None:
+def report(
+    args: argparse.Namespace, shared: Parallel, alone: Any, together: dict[str, float]
+) -> None:
     """Print the row and, on GPUs, add it to the results."""
     tokens = args.batch_size * args.seq_len * args.accumulation
     row: dict[str, Any] = {
-        name: value for name, value in vars(args).items() if name not in ("command", "function", "fields")
+        name: value
+        for name, value in vars(args).items()
+        if name not in ("command", "function", "fields")
     }
-    row |= {"processes": shared.ranks.world, "tokens_per_second_each": round(tokens / together["seconds"])}
-    row |= {"ms_a_step": round(1e3 * together["seconds"], 2), **{k: together[k] for k in ("peak_gib", "loss", "graph")}}
-    flops = model_flops(get_preset(args.preset, **args.fields), args.batch_size, args.seq_len) * args.accumulation
+    row |= {
+        "processes": shared.ranks.world,
+        "tokens_per_second_each": round(tokens / together["seconds"]),
+    }
+    row |= {
+        "ms_a_step": round(1e3 * together["seconds"], 2),
+        **{k: together[k] for k in ("peak_gib", "loss", "graph")},
+    }
+    flops = (
+        model_flops(get_preset(args.preset, **args.fields), args.batch_size, args.seq_len)
+        * args.accumulation
+    )
     row["model_tflops_each"] = round(flops / together["seconds"] / 1e12, 1)
     if alone is not None:
         row["tokens_per_second_alone"] = round(tokens / alone["seconds"])
@@ -115,7 +145,9 @@ def report(args: argparse.Namespace, shared: Parallel, alone: Any, together: dic
     print(json.dumps(row))
     if shared.device is not None and shared.device.type == "cuda":
         before = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
-        RESULTS.write_text(json.dumps({"environment": environment(), "rows": [*before, row]}, indent=2) + "\n")
+        RESULTS.write_text(
+            json.dumps({"environment": environment(), "rows": [*before, row]}, indent=2) + "\n"
+        )
 
 
 def load(name: str) -> Any:
@@ -130,20 +162,28 @@ class Assumptions:
     compute: float  # measured: s, gated-1b forward and backward, 8 x 2048 tokens
     contention: float  # measured: s more on two GPUs, where all sending could hide: copies, and SMs that NCCL takes
     parameters: float = 1.243e9  # gated-1b
-    gather_bytes: int = 2  # BF16 weights (1: FP8), gathered for forward and again for backward of every micro-batch
+    gather_bytes: int = (
+        2  # BF16 weights (1: FP8), gathered for forward and again for backward of every micro-batch
+    )
     reduce_bytes: int = 4  # FP32 gradients, summed once per step
     node: int = 8
     inside: float = 360e9  # assumed: NVLink, 80 % of an H200's 450 GB/s a direction (data sheet)
-    between: float = 40e9  # assumed: InfiniBand, 80 % of the 50 GB/s a direction of a 400 Gb/s card a GPU
+    between: float = (
+        40e9  # assumed: InfiniBand, 80 % of the 50 GB/s a direction of a 400 Gb/s card a GPU
+    )
     hop: float = 5e-6  # assumed: s for one step of a ring between nodes
     collectives: int = 21  # 20 blocks and the rest, each gathered twice and reduced once
 
     @classmethod
     def measured(cls, **assumed: Any) -> Self:
         """Return them with the newest figures under DelayedScaling, of results/step_h200.json and scaling_h200.json."""
-        run = [run for run in load("step_h200")["runs"] if run["settings"].get("preset") == "gated-1b"][-1]
+        run = [
+            run for run in load("step_h200")["runs"] if run["settings"].get("preset") == "gated-1b"
+        ][-1]
         ms = next(row["ms"] for row in run["rows"] if row["name"] == "te-models delayed+graph")
-        row = next(r for r in load("scaling_h200")["rows"] if r["preset"] == "gated-1b" and r.get("alone"))
+        row = next(
+            r for r in load("scaling_h200")["rows"] if r["preset"] == "gated-1b" and r.get("alone")
+        )
         alone = row["batch_size"] * row["seq_len"] / row["tokens_per_second_alone"]
         return cls(ms / 1e3, row["ms_a_step"] / 1e3 - alone, **assumed)
 
@@ -160,7 +200,11 @@ def estimate(gpus: int, micro_batches: int, a: Assumptions) -> dict[str, float]:
     sending = volume / (a.inside if nodes == 1 else a.between) + hops
     alone = a.compute * micro_batches
     compute = alone + a.contention * micro_batches
-    return {"sending": sending, "best": alone / max(compute, sending), "worst": alone / (compute + sending)}
+    return {
+        "sending": sending,
+        "best": alone / max(compute, sending),
+        "worst": alone / (compute + sending),
+    }
 
 
 @dataclass(frozen=True)
@@ -181,7 +225,9 @@ class ExpertLayer:
         return cls(rows["a3b-layers 4x4096 bf16"] / 4e3)
 
 
-def estimate_experts(gpus: int, size: int, node: int, a: Assumptions, layer: ExpertLayer) -> dict[str, float]:
+def estimate_experts(
+    gpus: int, size: int, node: int, a: Assumptions, layer: ExpertLayer
+) -> dict[str, float]:
     """Return the seconds that a layer's experts' weights and rows travel, and the speed relative to one GPU.
 
     Each of `gpus` has its own tokens, `size` of them share the experts, and `node` are connected by NVLink. FSDP2
@@ -194,7 +240,10 @@ def estimate_experts(gpus: int, size: int, node: int, a: Assumptions, layer: Exp
     sent = 4 * 2 * layer.tokens * layer.chosen * layer.hidden / size
     rows = sent * ((near - 1) / a.inside + (size - near) / a.between)
     sending = weights + rows
-    best, worst = layer.compute / max(layer.compute, sending), layer.compute / (layer.compute + sending)
+    best, worst = (
+        layer.compute / max(layer.compute, sending),
+        layer.compute / (layer.compute + sending),
+    )
     return {"weights": weights, "rows": rows, "best": best, "worst": worst}
 
 
@@ -208,7 +257,15 @@ def dense_table(a: Assumptions) -> Table:
         for gpus in (2, 8, 64, 256, 512):
             row = estimate(gpus, micro_batches, a)
             sending = f"{1e3 * row['sending']:,.0f}"
-            rows.append([str(gpus), str(micro_batches), sending, f"{row['best']:.2f}", f"{row['worst']:.2f}"])
+            rows.append(
+                [
+                    str(gpus),
+                    str(micro_batches),
+                    sending,
+                    f"{row['best']:.2f}",
+                    f"{row['worst']:.2f}",
+                ]
+            )
     return (
         "GPUs | micro-batches per step | communication, ms | relative speed, all overlapped | none overlapped",
         rows,
@@ -224,7 +281,9 @@ def experts_table(a: Assumptions, layer: ExpertLayer) -> Table:
     ):  # fmt: skip
         row = estimate_experts(gpus, size, node, a, layer)
         times = [f"{1e3 * row[name]:.1f}" for name in ("weights", "rows")]
-        rows.append([str(gpus), str(node), str(size), *times, f"{row['best']:.2f}", f"{row['worst']:.2f}"])
+        rows.append(
+            [str(gpus), str(node), str(size), *times, f"{row['best']:.2f}", f"{row['worst']:.2f}"]
+        )
     header = "GPUs | per NVLink domain | per set of experts | weights, ms | rows, ms | relative speed, all overlapped"
     return f"{header} | none overlapped", rows
 
@@ -239,33 +298,57 @@ def print_estimate(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     paper = commands.add_parser("estimate")
     paper.set_defaults(function=print_estimate)
-    paper.add_argument("--fp8-params", action="store_true", help="weights gathered in FP8, one byte per parameter")
+    paper.add_argument(
+        "--fp8-params", action="store_true", help="weights gathered in FP8, one byte per parameter"
+    )
     one = commands.add_parser("run")
     one.set_defaults(function=run)
     one.add_argument("--preset", default="gated-1b")
-    one.add_argument("--shape", nargs="*", default=[], metavar="FIELD=JSON", help="fields of the config to change")
+    one.add_argument(
+        "--shape",
+        nargs="*",
+        default=[],
+        metavar="FIELD=JSON",
+        help="fields of the config to change",
+    )
     one.add_argument("--recipe", default="delayed")
-    one.add_argument("--fp8-params", action=argparse.BooleanOptionalAction, default=False, help="gather weights in FP8")
+    one.add_argument(
+        "--fp8-params",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="gather weights in FP8",
+    )
     one.add_argument("--parallel", default="fsdp", choices=["ddp", "fsdp", "fsdp+ep"])
     one.add_argument("--batch-size", type=int, default=8, help="sequences of each process")
     one.add_argument("--seq-len", type=int, default=2048)
     one.add_argument("--accumulation", type=int, default=1, help="batches of each process per step")
     one.add_argument(
-        "--graph", action=argparse.BooleanOptionalAction, default=True, help="capture forward and backward"
+        "--graph",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="capture forward and backward",
     )
     one.add_argument("--activation-checkpointing", default="none")
     one.add_argument("--reshard", action=argparse.BooleanOptionalAction, default=True)
     one.add_argument("--prefetch", type=int, default=1)
     one.add_argument("--reduce-dtype", default="float32")
     one.add_argument(
-        "--cache", action=argparse.BooleanOptionalAction, default=True, help="keep FP8 weights between micro-batches"
+        "--cache",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep FP8 weights between micro-batches",
     )
     one.add_argument(
-        "--edges", action=argparse.BooleanOptionalAction, default=True, help="first and last layer in BF16"
+        "--edges",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="first and last layer in BF16",
     )
     one.add_argument("--alone", action=argparse.BooleanOptionalAction, default=True)
     one.add_argument("--warm-up", type=int, default=5)

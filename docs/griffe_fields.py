@@ -14,7 +14,9 @@ class DocumentedFields(griffe.Extension):
         call = getattr(node, "value", None)
         if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("documented", "setting"):
             owner = getattr(importlib.import_module(attr.module.path), attr.parent.name)
-            text = next(field for field in dataclasses.fields(owner) if field.name == attr.name).metadata["help"]
+            text = next(
+                field for field in dataclasses.fields(owner) if field.name == attr.name
+            ).metadata["help"]
             attr.docstring = griffe.Docstring(text, parent=attr)
             default = call.args[0]
             attr.value = None if getattr(default, "id", "") == "MISSING" else ast.unparse(default)

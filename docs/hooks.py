@@ -17,8 +17,13 @@ def _name(path):
 
 def _page(package):
     """Return the reference page of a package: one section per module."""
-    modules = [package, *(path for path in sorted(package.glob("*.py")) if not path.stem.startswith("_"))]
-    return f"# {_name(package)}\n\n" + "\n\n".join(f"::: {_name(module)}" for module in modules) + "\n"
+    modules = [
+        package,
+        *(path for path in sorted(package.glob("*.py")) if not path.stem.startswith("_")),
+    ]
+    return (
+        f"# {_name(package)}\n\n" + "\n\n".join(f"::: {_name(module)}" for module in modules) + "\n"
+    )
 
 
 def on_config(config):
@@ -31,7 +36,9 @@ def on_config(config):
 def on_files(files, config):
     """Generate the reference pages."""
     for package in PACKAGES:
-        files.append(File.generated(config, f"reference/{_name(package)}.md", content=_page(package)))
+        files.append(
+            File.generated(config, f"reference/{_name(package)}.md", content=_page(package))
+        )
     return files
 
 
@@ -45,9 +52,15 @@ def on_page_markdown(markdown, page, **_):
         if path.startswith("docs/"):
             return link[0]
         module = ROOT / path
-        if not path.startswith("te_models") or module.suffix not in ("", ".py") or module.stem.startswith("_"):
+        if (
+            not path.startswith("te_models")
+            or module.suffix not in ("", ".py")
+            or module.stem.startswith("_")
+        ):
             return text
         package = module.parent if module.suffix else module
-        return f"[{text}]({posixpath.relpath(f'reference/{_name(package)}.md', here)}#{_name(module)})"
+        return (
+            f"[{text}]({posixpath.relpath(f'reference/{_name(package)}.md', here)}#{_name(module)})"
+        )
 
     return LINK.sub(rewrite, markdown)

@@ -12,7 +12,14 @@ import torch
 
 from te_models import CausalLM, TrainConfig, Trainer, load_tokenizer, open_data, stream_text
 
-COLOURS = {"sky": "blue", "grass": "green", "snow": "white", "coal": "black", "blood": "red", "sun": "yellow"}
+COLOURS = {
+    "sky": "blue",
+    "grass": "green",
+    "snow": "white",
+    "coal": "black",
+    "blood": "red",
+    "sun": "yellow",
+}
 
 
 def write_example(path: Path) -> str:
@@ -20,16 +27,25 @@ def write_example(path: Path) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         for first, second in ((a, b) for a in COLOURS for b in COLOURS if a != b):
-            turns = [[("user", f"{thing}?"), ("assistant", f"{COLOURS[thing]}.")] for thing in (first, second)]
+            turns = [
+                [("user", f"{thing}?"), ("assistant", f"{COLOURS[thing]}.")]
+                for thing in (first, second)
+            ]
             messages = [{"role": role, "content": text} for turn in turns for role, text in turn]
             file.write(json.dumps({"messages": messages}) + "\n")
     return str(path)
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--model", help="folder or Hub name; default: gated-nano's shape with random weights")
-    options.add_argument("--data", action="append", help="PATH or PATH:WEIGHT, may be repeated; default: colours")
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument(
+        "--model", help="folder or Hub name; default: gated-nano's shape with random weights"
+    )
+    options.add_argument(
+        "--data", action="append", help="PATH or PATH:WEIGHT, may be repeated; default: colours"
+    )
     options.add_argument("--recipe", default="current")
     options.add_argument("--steps", type=int, default=60)
     options.add_argument("--seq-len", type=int, default=192)
@@ -38,20 +54,30 @@ def main() -> None:
     data = arguments.data or [write_example(Path(arguments.out, "colours.jsonl"))]
 
     rate = 2e-5 if arguments.model else 3e-3
-    config = TrainConfig(steps=arguments.steps, batch_size=4, seq_len=arguments.seq_len, learning_rate=rate)
+    config = TrainConfig(
+        steps=arguments.steps, batch_size=4, seq_len=arguments.seq_len, learning_rate=rate
+    )
     tokenizer = load_tokenizer(arguments.model)
     dataset, evaluation = open_data(data, tokenizer, config)
-    print(dataset.describe())  # formats, what is left out, padding, and how many tokens the loss counts
+    print(
+        dataset.describe()
+    )  # formats, what is left out, padding, and how many tokens the loss counts
 
     torch.manual_seed(config.seed)
     start = CausalLM.from_pretrained if arguments.model else CausalLM.from_preset
     model = start(arguments.model or "gated-nano", recipe=arguments.recipe)
     prompt = tokenizer.encode_prompt("sky?")
-    if tokenizer.template_source() is not None:  # the model's, or the plain one that conversations bring
+    if (
+        tokenizer.template_source() is not None
+    ):  # the model's, or the plain one that conversations bring
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": "sky?"}])
     print("before:", repr("".join(stream_text(model, tokenizer, prompt, 24, do_sample=False))))
-    result = Trainer(model, dataset, evaluation, config, Path(arguments.out), documents=tokenizer.documents()).run()
-    print(f"eval loss {result.first_eval_loss:.4f} -> {result.eval_loss:.4f}; saved in {result.checkpoint}")
+    result = Trainer(
+        model, dataset, evaluation, config, Path(arguments.out), documents=tokenizer.documents()
+    ).run()
+    print(
+        f"eval loss {result.first_eval_loss:.4f} -> {result.eval_loss:.4f}; saved in {result.checkpoint}"
+    )
     print("after:", repr("".join(stream_text(model, tokenizer, prompt, 24, do_sample=False))))
 
 

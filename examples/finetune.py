@@ -15,18 +15,31 @@ from te_models import CausalLM, TrainConfig, Trainer, load_tokenizer, open_data
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--model", default="gated-nano", help="a folder, a name on the Hub, or a shipped model")
-    options.add_argument("--data", help="file, folder, glob, URL or Hub dataset; default: Python's docs")
-    options.add_argument(
-        "--recipe", help="bf16, delayed, current (the default), blockwise, mxfp8, nvfp4, FILE.toml or auto"
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="a field of the recipe")
-    options.add_argument("--recompute", default="none", help="none, selective, full, or N for every N-th block")
+    options.add_argument(
+        "--model", default="gated-nano", help="a folder, a name on the Hub, or a shipped model"
+    )
+    options.add_argument(
+        "--data", help="file, folder, glob, URL or Hub dataset; default: Python's docs"
+    )
+    options.add_argument(
+        "--recipe",
+        help="bf16, delayed, current (the default), blockwise, mxfp8, nvfp4, FILE.toml or auto",
+    )
+    options.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="a field of the recipe"
+    )
+    options.add_argument(
+        "--recompute", default="none", help="none, selective, full, or N for every N-th block"
+    )
     options.add_argument("--steps", type=int, default=20)
     options.add_argument("--batch-size", type=int, default=4)
     options.add_argument("--seq-len", type=int, default=128)
-    options.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
+    options.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint in --out"
+    )
     options.add_argument("--out", default="runs/finetune-example")
     arguments = options.parse_args()
 
@@ -36,17 +49,28 @@ def main() -> None:
     dataset, evaluation = open_data(arguments.data, tokenizer, config)
     fields: dict[str, Any] = dict(pair.split("=", 1) for pair in arguments.option)
     for name, value in fields.items():
-        fields[name] = json.loads(value) if value in ("true", "false") or value.isdecimal() else value
-    source, recipe = (arguments.out, "auto") if arguments.resume else (arguments.model, "current")  # auto: its own
+        fields[name] = (
+            json.loads(value) if value in ("true", "false") or value.isdecimal() else value
+        )
+    source, recipe = (
+        (arguments.out, "auto") if arguments.resume else (arguments.model, "current")
+    )  # auto: its own
     model = CausalLM.from_pretrained(
-        source, recipe=arguments.recipe or recipe, activation_checkpointing=arguments.recompute, **fields
+        source,
+        recipe=arguments.recipe or recipe,
+        activation_checkpointing=arguments.recompute,
+        **fields,
     )
     print(model)
 
-    trainer = Trainer(model, dataset, evaluation, config, Path(arguments.out), documents=tokenizer.documents())
+    trainer = Trainer(
+        model, dataset, evaluation, config, Path(arguments.out), documents=tokenizer.documents()
+    )
     trainer.on_step = lambda row: print(f"step {row['step']:4d}  loss {row['loss']:.4f}")
     result = trainer.run(resume=arguments.resume)
-    print(f"eval loss {result.first_eval_loss:.4f} -> {result.eval_loss:.4f}; saved in {result.checkpoint}")
+    print(
+        f"eval loss {result.first_eval_loss:.4f} -> {result.eval_loss:.4f}; saved in {result.checkpoint}"
+    )
 
 
 if __name__ == "__main__":

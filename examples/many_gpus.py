@@ -15,16 +15,26 @@ from te_models import CausalLM, TrainConfig, Trainer, load_tokenizer, open_data,
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--preset", default="gated-nano")
     options.add_argument(
-        "--recipe", default="current", help="bf16, delayed, current, blockwise, mxfp8, nvfp4, FILE.toml"
+        "--recipe",
+        default="current",
+        help="bf16, delayed, current, blockwise, mxfp8, nvfp4, FILE.toml",
     )
-    options.add_argument("--fp8-params", action="store_true", help="store weights in FP8 only, and gather FP8")
+    options.add_argument(
+        "--fp8-params", action="store_true", help="store weights in FP8 only, and gather FP8"
+    )
     options.add_argument("--parallel", default="auto", help="auto, ddp, fsdp, tp or fsdp+tp")
-    options.add_argument("--data", help="file, folder, glob, URL or Hub dataset; default: Python's docs")
+    options.add_argument(
+        "--data", help="file, folder, glob, URL or Hub dataset; default: Python's docs"
+    )
     options.add_argument("--steps", type=int, default=15)
-    options.add_argument("--batch-size", type=int, default=8, help="sequences of all processes together")
+    options.add_argument(
+        "--batch-size", type=int, default=8, help="sequences of all processes together"
+    )
     options.add_argument("--seq-len", type=int, default=128)
     options.add_argument("--device", help="cpu trains on CPUs even where there are GPUs")
     options.add_argument("--out", default="runs/many-gpus-example")
@@ -39,7 +49,10 @@ def main() -> None:
         dataset, evaluation = open_data(arguments.data, tokenizer, own, **place)
         torch.manual_seed(config.seed)
         model = CausalLM.from_preset(
-            arguments.preset, build=shared.build, recipe=arguments.recipe, fp8_params=arguments.fp8_params
+            arguments.preset,
+            build=shared.build,
+            recipe=arguments.recipe,
+            fp8_params=arguments.fp8_params,
         )
         trainer = Trainer(model, dataset, evaluation, config, Path(arguments.out), parallel=shared)
         if shared.ranks.first:
@@ -47,7 +60,9 @@ def main() -> None:
             trainer.on_step = lambda row: print(f"step {row['step']:4d}  loss {row['loss']:.4f}")
         result = trainer.run()
         if shared.ranks.first:
-            print(f"eval loss {result.first_eval_loss:.4f} -> {result.eval_loss:.4f}; saved in {result.checkpoint}")
+            print(
+                f"eval loss {result.first_eval_loss:.4f} -> {result.eval_loss:.4f}; saved in {result.checkpoint}"
+            )
 
 
 if __name__ == "__main__":

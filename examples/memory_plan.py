@@ -9,7 +9,9 @@ from te_models import CausalLM
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--preset", default="gated-1b")
     options.add_argument("--recipe", default="current")
     options.add_argument("--gigabytes", type=float, default=80, help="memory of the GPU")
@@ -22,7 +24,9 @@ def main() -> None:
         plan = model.plan_memory(batch_size=1, seq_len=arguments.seq_len, optimizer="adamw")
         largest = plan.largest_batch(arguments.gigabytes)
         print(f"activation_checkpointing={mode}: {largest} x {arguments.seq_len} tokens")
-    plan = model.plan_memory(batch_size=max(1, largest), seq_len=arguments.seq_len, optimizer="adamw")
+    plan = model.plan_memory(
+        batch_size=max(1, largest), seq_len=arguments.seq_len, optimizer="adamw"
+    )
     print(f"the peak is in {plan.peak.moment}")
     print(plan)
 

@@ -24,8 +24,12 @@ class Block(nn.Module):
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--recipe", default="delayed", help="delayed, current, blockwise, mxfp8 or nvfp4")
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument(
+        "--recipe", default="delayed", help="delayed, current, blockwise, mxfp8 or nvfp4"
+    )
     options.add_argument("--steps", type=int, default=5)
     arguments = options.parse_args()
 
@@ -39,7 +43,9 @@ def main() -> None:
         y = x = torch.randn(128, 64, device=device, dtype=torch.bfloat16)
         with te.autocast(enabled=True, recipe=recipe):
             for block in blocks:
-                y = te_models.checkpoint(block, y)  # backward recomputes the block with the scales of this pass
+                y = te_models.checkpoint(
+                    block, y
+                )  # backward recomputes the block with the scales of this pass
         loss = (y - x.roll(1, dims=1)).float().square().mean()
         loss.backward()
         optimizer.step()
@@ -49,7 +55,9 @@ def main() -> None:
     state = te_models.fp8_state(blocks)  # plain tensors, to be saved with the state_dict
     print(f"{len(state)} tensors of FP8 state")
     if state:
-        te_models.load_fp8_state(nn.ModuleList(Block(te, 64, device=device) for _ in blocks), state, arguments.recipe)
+        te_models.load_fp8_state(
+            nn.ModuleList(Block(te, 64, device=device) for _ in blocks), state, arguments.recipe
+        )
 
 
 if __name__ == "__main__":

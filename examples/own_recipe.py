@@ -17,7 +17,9 @@ num_layers_at_end_in_bf16 = 2
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--preset", default="gated-nano")
     options.add_argument("--steps", type=int, default=20)
     options.add_argument("--out", default="runs/own_recipe")
@@ -33,8 +35,12 @@ def main() -> None:
     dataset, evaluation = open_data("python-docstrings", tokenizer, config)
     model = CausalLM.from_preset(arguments.preset, recipe=str(recipe))
     print(model.plan())
-    result = Trainer(model, dataset, evaluation, config, out / "run", documents=tokenizer.documents()).run()
-    print(f"held-out loss {result.first_eval_loss:.3f} before, {result.eval_loss:.3f} after {result.step} steps")
+    result = Trainer(
+        model, dataset, evaluation, config, out / "run", documents=tokenizer.documents()
+    ).run()
+    print(
+        f"held-out loss {result.first_eval_loss:.3f} before, {result.eval_loss:.3f} after {result.step} steps"
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ from te_models import TEModelsForCausalLM
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--model", required=True, help="a folder, or a name on the hub")
     options.add_argument("--data", required=True, help="JSONL")
     options.add_argument("--recipe", default="current")
@@ -26,8 +28,12 @@ def main() -> None:
     options.add_argument("--out", default="runs/dpo")
     arguments = options.parse_args()
 
-    model = TEModelsForCausalLM.from_pretrained(arguments.model, recipe=arguments.recipe, dtype="bfloat16")
-    reference = TEModelsForCausalLM.from_pretrained(arguments.model, recipe=arguments.recipe, dtype="bfloat16")
+    model = TEModelsForCausalLM.from_pretrained(
+        arguments.model, recipe=arguments.recipe, dtype="bfloat16"
+    )
+    reference = TEModelsForCausalLM.from_pretrained(
+        arguments.model, recipe=arguments.recipe, dtype="bfloat16"
+    )
     tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(arguments.model))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     config = DPOConfig(
@@ -45,7 +51,9 @@ def main() -> None:
     trainer.train()
     for row in trainer.state.log_history:
         if "rewards/accuracies" in row:
-            print(f"step {row['step']}  loss {row['loss']:.4f}  chosen preferred {row['rewards/accuracies']:.2f}")
+            print(
+                f"step {row['step']}  loss {row['loss']:.4f}  chosen preferred {row['rewards/accuracies']:.2f}"
+            )
     trainer.save_model(arguments.out)
 
 

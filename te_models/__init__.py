@@ -9,7 +9,9 @@ import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from te_models.huggingface.registration import register_with_transformers as _register_with_transformers
+from te_models.huggingface.registration import (
+    register_with_transformers as _register_with_transformers,
+)
 
 if _TYPE_CHECKING:
     from te_models.causal_lm import CausalLM, plan

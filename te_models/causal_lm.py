@@ -42,7 +42,12 @@ class CausalLM(Decoder):
     """A Decoder with presets, loading, saving, plans and generation. Arguments: te_models.model.decoder.Decoder."""
 
     def __init__(
-        self, config: ModelConfig, *, initialize: bool = True, materialize: bool = True, **options: Unpack[BuildOptions]
+        self,
+        config: ModelConfig,
+        *,
+        initialize: bool = True,
+        materialize: bool = True,
+        **options: Unpack[BuildOptions],
     ) -> None:
         super().__init__(config, initialize=initialize, materialize=materialize, **options)
         self.origin = Origin()
@@ -89,13 +94,23 @@ class CausalLM(Decoder):
         linear = self.config.linears.get(module)
         if linear is None or kind not in (*linear.weights, "bias"):
             vector = self.config.divided_vectors.get(name)
-            return parameter.numel() if vector is None else vector.num_parameters * parameter.shape[1:].numel()
+            return (
+                parameter.numel()
+                if vector is None
+                else vector.num_parameters * parameter.shape[1:].numel()
+            )
         used = sum(section.used for section in linear.sections)
-        return used * (1 if kind == "bias" else linear.inputs) * (self.ep.size if self.ep.divides(module) else 1)
+        return (
+            used
+            * (1 if kind == "bias" else linear.inputs)
+            * (self.ep.size if self.ep.divides(module) else 1)
+        )
 
     def __repr__(self) -> str:
         """Show recipe, engine, and each linear's precision; identical layers share a line."""
-        recipe = f"{self.recipe.name} ({self.recipe.scheme}, {self.recipe.formats}{self._chosen('; ')})"
+        recipe = (
+            f"{self.recipe.name} ({self.recipe.scheme}, {self.recipe.formats}{self._chosen('; ')})"
+        )
         dtype = str(self.dtype).removeprefix("torch.")
         head = f"{type(self).__name__}({self.num_parameters():,} parameters in {dtype}, recipe={recipe}, "
         lines = [f"{head}engine={self.engine}, device={self.device})"]
@@ -112,7 +127,11 @@ class CausalLM(Decoder):
     def plan(self) -> PrecisionPlan:
         """Return the precision and engine of each te.Linear with the reason, and what fused kernels do not support."""
         rows = []
-        high = "BF16" if self.dtype == torch.bfloat16 else str(self.dtype).removeprefix("torch.").upper()
+        high = (
+            "BF16"
+            if self.dtype == torch.bfloat16
+            else str(self.dtype).removeprefix("torch.").upper()
+        )
         for name, module in self.named_modules():
             if not isinstance(module, self.te.LINEARS):
                 continue
@@ -150,7 +169,10 @@ class CausalLM(Decoder):
         Options are those of te_models.planning.memory_plan.plan_memory; the model's own settings are the defaults.
         """
         own: Fields = dict(dtype_bytes=self.dtype.itemsize, batch_size=batch_size, seq_len=seq_len)
-        own |= dict(activation_checkpointing=self.activation_checkpointing, activation_offload=self.activation_offload)
+        own |= dict(
+            activation_checkpointing=self.activation_checkpointing,
+            activation_offload=self.activation_offload,
+        )
         own |= dict(fp8_params=self.fp8_params)
         return plan_memory(self.config, self.recipe, **{**own, **options})
 
@@ -169,7 +191,9 @@ class CausalLM(Decoder):
         """The values of generation_config.json in the folder that the model came from."""
         return self.origin.generation or {}
 
-    def calibrate(self, *batches: Mapping[str, Tensor], weights: Sequence[Tensor | float] | None = None) -> None:
+    def calibrate(
+        self, *batches: Mapping[str, Tensor], weights: Sequence[Tensor | float] | None = None
+    ) -> None:
         """Measure the first scales of recipe "delayed", with one forward and backward in BF16 that change nothing else.
 
         Transformer Engine begins with scales of 1, under which most gradients of the first steps are zero in FP8. Call
@@ -237,10 +261,14 @@ class CausalLM(Decoder):
             ValueError: an unknown format, or a model or folder that does not allow it.
             SaveError: writing failed; the previous content is intact.
         """
-        origin = self.origin if beside is None else dataclasses.replace(self.origin, beside=Path(beside))
+        origin = (
+            self.origin if beside is None else dataclasses.replace(self.origin, beside=Path(beside))
+        )
         write_pretrained(self, origin, folder, format, parse_size(max_shard_size))
 
-    def push_to_hub(self, repo_id: str, *, max_shard_size: int | str = "5GB", **options: Unpack[PushOptions]) -> str:
+    def push_to_hub(
+        self, repo_id: str, *, max_shard_size: int | str = "5GB", **options: Unpack[PushOptions]
+    ) -> str:
         """Write the model as `save_pretrained(format="hf")` does and upload it to the Hugging Face hub.
 
         A model card that you wrote yourself is left unchanged.
@@ -260,11 +288,16 @@ class CausalLM(Decoder):
             check_known("keyword", name, PushOptions.__annotations__)
         with tempfile.TemporaryDirectory() as temp:
             folder = Path(temp) / "model"
-            write_pretrained(self, self.origin, folder, "hf", parse_size(max_shard_size), name=repo_id)
+            write_pretrained(
+                self, self.origin, folder, "hf", parse_size(max_shard_size), name=repo_id
+            )
             return push_folder(folder, repo_id, options) if self.tp.rank == 0 else ""
 
     def export(
-        self, folder: str | Path, format: str = "fp8-block", calibration: Tensor | Iterable[Tensor] | None = None
+        self,
+        folder: str | Path,
+        format: str = "fp8-block",
+        calibration: Tensor | Iterable[Tensor] | None = None,
     ) -> Export:
         """Write the model into `folder`, atomically, as a quantized Hugging Face checkpoint for a server.
 
@@ -292,7 +325,11 @@ class CausalLM(Decoder):
 
     @classmethod
     def from_preset(
-        cls, name: str, *, build: Callable[..., CausalLM] | None = None, **options: Unpack[ModelOptions]
+        cls,
+        name: str,
+        *,
+        build: Callable[..., CausalLM] | None = None,
+        **options: Unpack[ModelOptions],
     ) -> CausalLM:
         """Build a preset with fresh weights.
 
@@ -309,7 +346,11 @@ class CausalLM(Decoder):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, *, build: Callable[..., CausalLM] | None = None, **options: Unpack[LoadOptions]
+        cls,
+        folder: str | Path,
+        *,
+        build: Callable[..., CausalLM] | None = None,
+        **options: Unpack[LoadOptions],
     ) -> CausalLM:
         """Load a model from `folder`, in our format or Hugging Face's, or from the Hugging Face hub by name.
 
@@ -349,5 +390,7 @@ def plan(shape: str | ModelConfig, **options: Unpack[ModelOptions]) -> Precision
         UsageError: an unknown name or keyword (the nearest one is named), or values that do not fit.
     """
     own, rest = _split({"device": "meta", **options})
-    config = get_preset(shape, **own) if isinstance(shape, str) else dataclasses.replace(shape, **own)
+    config = (
+        get_preset(shape, **own) if isinstance(shape, str) else dataclasses.replace(shape, **own)
+    )
     return CausalLM(config, **rest).plan()

@@ -74,7 +74,13 @@ ELSEWHERE = {
     "layer_precision": 'give precision, such as {"layers.2.*": "bf16"}',
     "first_last_layers_bf16": "give num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16, which are 1 by default",
 }
-_DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))  # which reorder the text around
+_DIRECTIONS = (
+    0x061C,
+    0x200E,
+    0x200F,
+    *range(0x202A, 0x202F),
+    *range(0x2066, 0x206A),
+)  # which reorder the text around
 _CONTROLS = dict.fromkeys([*range(32), *range(127, 160), 0x2028, 0x2029, *_DIRECTIONS], " ")
 _OBEYED = {**dict.fromkeys(_CONTROLS, "\ufffd"), ord("\r"): None, ord("\n"): "\n", ord("\t"): "\t"}
 
@@ -86,7 +92,9 @@ def one_line(message: str) -> str:
     and of more than LONGEST characters the middle is left out.
     """
     line = message.translate(_CONTROLS).encode(errors="backslashreplace").decode()
-    return f"{line[: LONGEST // 2]} ... {line[-(LONGEST // 2 - 5) :]}" if len(line) > LONGEST else line
+    return (
+        f"{line[: LONGEST // 2]} ... {line[-(LONGEST // 2 - 5) :]}" if len(line) > LONGEST else line
+    )
 
 
 def for_terminal(text: str) -> str:
@@ -169,7 +177,9 @@ class LostPeer(TeModelsError, RuntimeError):
     """Another process of the run died or no longer answers."""
 
 
-def unknown(kind: str, given: object, choices: Iterable[str], listed: str = "", advice: str = "") -> UsageError:
+def unknown(
+    kind: str, given: object, choices: Iterable[str], listed: str = "", advice: str = ""
+) -> UsageError:
     """Return the error for a `given` name that is not among `choices`; it names the nearest valid one.
 
     `listed` says where more than MANY choices are listed, so that the line stays short. `advice` takes the place of
@@ -185,7 +195,11 @@ def unknown(kind: str, given: object, choices: Iterable[str], listed: str = "", 
     bare = {_bare(name): name for name in names}
     near = _nearest(_bare(str(given)), bare)
     hint = f"did you mean {bare[near]!r}? " if near else ""
-    rest = f"{listed} lists all {len(names)}" if listed and len(names) > MANY else f"choose one of {', '.join(names)}"
+    rest = (
+        f"{listed} lists all {len(names)}"
+        if listed and len(names) > MANY
+        else f"choose one of {', '.join(names)}"
+    )
     return UsageError(f"{line}{hint}{rest}")
 
 
@@ -196,10 +210,22 @@ def _bare(name: str) -> str:
 
 def _nearest(given: str, names: Collection[str]) -> str:
     """Return the name that was probably meant, or "": by another library's name, its start, its initials or letters."""
-    synonyms = [name for name, others in SYNONYMS.items() if given in others.split() and name in names]
+    synonyms = [
+        name for name, others in SYNONYMS.items() if given in others.split() and name in names
+    ]
     longer = sorted(name for name in names if name.startswith(f"{given}_"))
     initials = [name for name in names if "".join(word[:1] for word in name.split("_")) == given]
-    return next(iter([*synonyms, *longer, *initials, *difflib.get_close_matches(given, names, n=1, cutoff=CLOSE)]), "")
+    return next(
+        iter(
+            [
+                *synonyms,
+                *longer,
+                *initials,
+                *difflib.get_close_matches(given, names, n=1, cutoff=CLOSE),
+            ]
+        ),
+        "",
+    )
 
 
 def check_known(kind: str, given: object, choices: Collection[object], listed: str = "") -> None:
@@ -214,7 +240,9 @@ def require(condition: bool, message: str, error: type[Exception] = ValueError) 
         raise error(message)
 
 
-def refuse(mistakes: Iterable[str | Exception] | Mapping[str, object], error: type[Exception] = UsageError) -> None:
+def refuse(
+    mistakes: Iterable[str | Exception] | Mapping[str, object], error: type[Exception] = UsageError
+) -> None:
     """Raise the first of the mistakes: `error` with a line that says what is wrong, or one that is an error already.
 
     A table has each line with whether it applies.
@@ -247,17 +275,30 @@ class NamedFields:
 
     def __init_subclass__(cls) -> None:
         """Add the fields' help texts to the docstring."""
-        fields = [(name, value) for name, value in vars(cls).items() if isinstance(value, dataclasses.Field)]
-        texts = [f"{name}: {field.metadata['help']}" for name, field in fields if "help" in field.metadata]
+        fields = [
+            (name, value)
+            for name, value in vars(cls).items()
+            if isinstance(value, dataclasses.Field)
+        ]
+        texts = [
+            f"{name}: {field.metadata['help']}"
+            for name, field in fields
+            if "help" in field.metadata
+        ]
         if texts and cls.__doc__:
-            lines = [textwrap.fill(text, 116, initial_indent=" " * 4, subsequent_indent=" " * 8) for text in texts]
+            lines = [
+                textwrap.fill(text, 116, initial_indent=" " * 4, subsequent_indent=" " * 8)
+                for text in texts
+            ]
             cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__), "", "Attributes:", *lines])
 
     def __new__(cls, *values: Any, **fields: Any) -> Any:
         """Raise a ValueError for a keyword that is not a field; the dataclass's own `__init__` does the rest."""
         parameters = inspect.signature(cls.__init__).parameters  # of a subclass perhaps its own
         known = list(parameters)[1:]
-        takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+        takes_any = any(
+            parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()
+        )
         for name in () if takes_any else fields:
             check_known(f"field of {cls.__name__}", name, known, f"help(te_models.{cls.__name__})")
         return super().__new__(cls)

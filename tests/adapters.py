@@ -49,7 +49,9 @@ def trained_by_transformers(folder: Path, out: Path, std: float = 0.3, **fields:
 
 def assert_same_files(first: Path, second: Path) -> None:
     a, b = (load_file(folder / "adapter_model.safetensors") for folder in (first, second))
-    a.pop("base_model.model.lm_head.base_layer.weight", None)  # peft saves a frozen head that has an adapter
+    a.pop(
+        "base_model.model.lm_head.base_layer.weight", None
+    )  # peft saves a frozen head that has an adapter
     assert a.keys() == b.keys()
     for name, tensor in a.items():
         assert_same_bits(name, tensor, b[name])

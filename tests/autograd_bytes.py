@@ -40,10 +40,20 @@ def autograd_bytes(model: CausalLM, ids: torch.Tensor, logits: bool = True) -> i
 
 def planned_bytes(model: CausalLM, batch_size: int, seq_len: int, **how: Any) -> int:
     """Return the bytes that the plan says autograd keeps of this model on a CPU; `how` are other fields of Training."""
-    own: dict[str, Any] = dict(activation_checkpointing=model.activation_checkpointing, fp8_params=model.fp8_params)
-    own |= dict(batch_size=batch_size, seq_len=seq_len, dtype_bytes=model.dtype.itemsize, compile=False, cuda=False)
+    own: dict[str, Any] = dict(
+        activation_checkpointing=model.activation_checkpointing, fp8_params=model.fp8_params
+    )
+    own |= dict(
+        batch_size=batch_size,
+        seq_len=seq_len,
+        dtype_bytes=model.dtype.itemsize,
+        compile=False,
+        cuda=False,
+    )
     training = Training(**own | how)
     planned = saved_bytes(model.config, model.recipe, training)
-    if model.activation_checkpointing == "full":  # the rotary tables are held by the recomputes, not by autograd
+    if (
+        model.activation_checkpointing == "full"
+    ):  # the rotary tables are held by the recomputes, not by autograd
         planned -= Tape(model.config, model.recipe, training).rotary_tables()
     return planned

@@ -9,7 +9,9 @@ from torch import Tensor
 
 def digest(tensor: Tensor) -> str:
     """Return the SHA-256 of the bits of a tensor, in hex digits."""
-    return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
 
 
 def assert_same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
@@ -30,7 +32,11 @@ def assert_same_bits(name: str, a: Tensor, b: Tensor) -> None:
     if one.numel() == 0:
         return
     size = one.element_size()
-    different = (one.reshape(-1).view(torch.uint8) != other.reshape(-1).view(torch.uint8)).view(-1, size).any(1)
+    different = (
+        (one.reshape(-1).view(torch.uint8) != other.reshape(-1).view(torch.uint8))
+        .view(-1, size)
+        .any(1)
+    )
     count = int(different.sum())
     if not count:
         return

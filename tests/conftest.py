@@ -27,19 +27,33 @@ from te_models.training import plots
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
-if capability := os.environ.get("ATEN_CPU_CAPABILITY"):  # which the cache of compiled kernels does not tell apart
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"inductor-{capability}"))
-with suppress(OSError):  # in memory, where there is room: a disk takes milliseconds for each of 100,000 files
+if capability := os.environ.get(
+    "ATEN_CPU_CAPABILITY"
+):  # which the cache of compiled kernels does not tell apart
+    os.environ.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"inductor-{capability}")
+    )
+with suppress(
+    OSError
+):  # in memory, where there is room: a disk takes milliseconds for each of 100,000 files
     if shutil.disk_usage("/dev/shm").free > 8 * 2**30:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
-hypothesis.settings.register_profile("busy", deadline=None, max_examples=50)  # a busy machine is no failure
+hypothesis.settings.register_profile(
+    "busy", deadline=None, max_examples=50
+)  # a busy machine is no failure
 hypothesis.settings.load_profile("busy")
-if "PYTEST_XDIST_WORKER" in os.environ:  # the whole suite needs it: let it import while the first tests run
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # the whole suite needs it: let it import while the first tests run
     multiprocessing.forkserver.ensure_running()
 gc.disable()  # until all tests are collected: what is imported stays, and looking for garbage in it took 5 s
 torch.set_num_threads(1)  # tensors are small: a second thread only waits
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what it runs in the background
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # of this process and of those that tests start
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # so a shell starts what it runs in the background
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # of this process and of those that tests start
 
 
 @pytest.fixture(autouse=True)
@@ -77,14 +91,18 @@ def plain_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(plots, "save_figure", lambda figure, path: path.touch())
 
 
-_shared_process = functools.lru_cache(maxsize=8)(lambda source, owner, start=chat_template._Process: start(source))
+_shared_process = functools.lru_cache(maxsize=8)(
+    lambda source, owner, start=chat_template._Process: start(source)
+)
 
 
 @pytest.fixture(autouse=True)
 def shared_templates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting the process of a chat template takes longer than most tests with one: those of equal source share it."""
     if request.path.stem != "test_chat_template":
-        monkeypatch.setattr(chat_template, "_Process", lambda source: _shared_process(source, os.getpid()))
+        monkeypatch.setattr(
+            chat_template, "_Process", lambda source: _shared_process(source, os.getpid())
+        )
 
 
 @pytest.fixture
@@ -144,7 +162,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if "recorded" in item.keywords:
                 item.add_marker(skip)
     if not (places.ON_GPU or places.DRY_RUN):
-        skip = pytest.mark.skip(reason="needs a CUDA device with Transformer Engine: run `make test-gpu` on one")
+        skip = pytest.mark.skip(
+            reason="needs a CUDA device with Transformer Engine: run `make test-gpu` on one"
+        )
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)

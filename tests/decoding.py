@@ -6,10 +6,17 @@ import torch
 
 from te_models import CausalLM
 
-SHAPE: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
+SHAPE: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4
+)
 SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=96, tie_word_embeddings=False)
 YARN = dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=16)
-LONG = dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8, original_max_position_embeddings=24)
+LONG = dict(
+    rope_type="longrope",
+    short_factor=[1.0] * 8,
+    long_factor=[2.0] * 8,
+    original_max_position_embeddings=24,
+)
 # What treats positions, keys or weights in a way of its own.
 FEATURES: dict[str, dict[str, Any]] = {
     "gated": {},

@@ -40,10 +40,22 @@ from te_models.training.settings import LoraSettings
 from te_models.training.trainer import Result, Trainer
 
 Case = dict[str, Any] | Callable[[Parallel, Path], Any]
-SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2)
-EXPERTS = dict(num_experts=4, num_experts_per_tok=3, moe_intermediate_size=32, shared_expert_intermediate_size=32)
+SHAPE = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+)
+EXPERTS = dict(
+    num_experts=4,
+    num_experts_per_tok=3,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+)
 ANSWERS = [
-    Document("yes " * (1 + 7 * (i % 4)), prompt="how many legs has an animal? " * (1 + i % 3)) for i in range(40)
+    Document("yes " * (1 + 7 * (i % 4)), prompt="how many legs has an animal? " * (1 + i % 3))
+    for i in range(40)
 ]
 
 
@@ -52,15 +64,25 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     case = dict(case)
     emulated.FP8GlobalStateManager.reset()
     torch.manual_seed(5)
-    recipe, mode, offloaded = case.pop("recipe", "bf16"), case.pop("mode", "none"), case.pop("offload", False)
+    recipe, mode, offloaded = (
+        case.pop("recipe", "bf16"),
+        case.pop("mode", "none"),
+        case.pop("offload", False),
+    )
     dtype, tied = getattr(torch, case.pop("dtype", "float32")), case.pop("tied", True)
     options = dict(fp8_params=case.pop("fp8_params", False))
     documents = ANSWERS if case.pop("answers", False) else TEXT
     lora, from_folder = case.pop("lora", None), case.pop("folder", False)
-    experts = dict(moe=EXPERTS | dict(shared_expert_gate=from_folder)) if case.pop("experts", False) else {}
+    experts = (
+        dict(moe=EXPERTS | dict(shared_expert_gate=from_folder))
+        if case.pop("experts", False)
+        else {}
+    )
     family = dict(qk_norm=True, zero_centered_norm=True) if from_folder else {}  # of Qwen3-Next
     family |= case.pop("shape", {})
-    fields = dict(steps=3, batch_size=4, seq_len=48, warmup_steps=2, eval_every=0, learning_rate=3e-3)
+    fields = dict(
+        steps=3, batch_size=4, seq_len=48, warmup_steps=2, eval_every=0, learning_rate=3e-3
+    )
     config = TrainConfig(**{**fields, **case})
     shared = replace(shared, kind=config.parallel, config=config, frozen=lora is not None)
     if config.parallel in ("tp", "fsdp+tp", "fsdp+ep"):
@@ -70,7 +92,9 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     options |= dict(recipe=recipe, device="cpu", dtype=dtype, activation_checkpointing=mode)
     options |= dict(activation_offload=offloaded, **history)
     if from_folder:  # of Hugging Face, where q, k, v and the gate are no one tensor
-        shared.ranks.from_first(lambda: CausalLM(shape, device="cpu").save_pretrained(out / "base", format="hf"))
+        shared.ranks.from_first(
+            lambda: CausalLM(shape, device="cpu").save_pretrained(out / "base", format="hf")
+        )
         model = CausalLM.from_pretrained(out / "base", build=shared.build, **options)
     else:
         model = shared.build(shape, **options)
@@ -80,7 +104,9 @@ def make_trainer(shared: Parallel, out: Path, case: dict[str, Any]) -> Trainer:
     held_out = TokenDataset(documents[30:], words, config.seq_len, shuffle=False, **sizes)
     saved = None if lora is None else LoraRun(model, LoraSettings(**lora))
     run = Trainer(model, data, held_out.eval_batches(2), config, out, parallel=shared, saved=saved)
-    if not config.save_every:  # the last checkpoint, which is a third of so short a run, is nobody's
+    if (
+        not config.save_every
+    ):  # the last checkpoint, which is a third of so short a run, is nobody's
         run.save = lambda blocking=True: None
     return run
 
@@ -109,7 +135,10 @@ def outcome(run: Trainer, result: Result) -> dict[str, Any]:
 
 def digest(model: nn.Module) -> str:
     """Return a hash of the bits of all weights that this process has."""
-    bits = (local(p).detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for p in model.parameters())
+    bits = (
+        local(p).detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for p in model.parameters()
+    )
     return hashlib.sha256(b"".join(bits)).hexdigest()
 
 
@@ -147,7 +176,10 @@ def strike(run: Trainer, event: Callable[[Trainer], None], rank: int) -> None:
 def run_case(shared: Parallel, root: Path, name: str, case: dict[str, Any]) -> dict[str, Any]:
     """One case; `resume` names the folder whose oldest checkpoint it continues, a name in EVENTS a rank."""
     case = dict(case)
-    source, struck = case.pop("resume", None), {name: case.pop(name) for name in EVENTS.keys() & case.keys()}
+    source, struck = (
+        case.pop("resume", None),
+        {name: case.pop(name) for name in EVENTS.keys() & case.keys()},
+    )
     out = root / name
     if source is not None:
         shared.ranks.from_first(lambda: continue_from(root / source, out))
@@ -174,11 +206,16 @@ def run_cases(cases: dict[str, Case], rank: int, folder: str) -> None:
     fails fails in the first case without a file.
     """
     offload.SMALL = 0  # tiny tensors are moved too
-    gradients.BUCKET = master.UPDATE_CHUNK = 5000  # several of tiny models too; a single process has one of each
+    gradients.BUCKET = master.UPDATE_CHUNK = (
+        5000  # several of tiny models too; a single process has one of each
+    )
     root = Path(folder)
     # A rank that dies ends the job at once; the time is for ranks that wait for a processor.
     config = TrainConfig(parallel="fsdp", collective_timeout=600)
-    with torch.compiler.set_stance("force_eager"), parallel(config, "cpu") as shared:  # torchao compiles its steps
+    with (
+        torch.compiler.set_stance("force_eager"),
+        parallel(config, "cpu") as shared,
+    ):  # torchao compiles its steps
         for name, case in cases.items():
             found = case(shared, root) if callable(case) else run_case(shared, root, name, case)
             shared.ranks.from_first(partial((root / f"{name}.json").write_text, json.dumps(found)))
@@ -214,7 +251,12 @@ def solo(out: Path, case: dict[str, Any], resume: bool = False) -> dict[str, Any
         return outcome(run, run.run(resume=resume))
 
 
-UNSEEN = ("mode", "reshard_after_forward", "prefetch_blocks", "save_every")  # what changes no number of one process
+UNSEEN = (
+    "mode",
+    "reshard_after_forward",
+    "prefetch_blocks",
+    "save_every",
+)  # what changes no number of one process
 _by_one: dict[str, dict[str, Any]] = {}
 
 
@@ -232,7 +274,9 @@ class Outcomes(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         found = super().__getitem__(name)
-        return pytest.fail(f"case {name}: {found}", pytrace=False) if isinstance(found, str) else found
+        return (
+            pytest.fail(f"case {name}: {found}", pytrace=False) if isinstance(found, str) else found
+        )
 
 
 def start(root: Path, world: int, cases: dict[str, Case]) -> Outcomes:

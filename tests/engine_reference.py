@@ -19,15 +19,28 @@ RECIPES: dict[str, Callable[[], R.Recipe]] = {
 }
 # By name, of an FP8 type and a device.
 QUANTIZERS: dict[str, Callable[..., Any]] = {
-    "delayed": lambda d, at="cpu": te.Float8Quantizer(torch.tensor([3.0], device=at), torch.zeros(1, device=at), d),
+    "delayed": lambda d, at="cpu": te.Float8Quantizer(
+        torch.tensor([3.0], device=at), torch.zeros(1, device=at), d
+    ),
     "current": te.Float8CurrentScalingQuantizer,
-    "current_pow2": lambda d: te.Float8CurrentScalingQuantizer(d, force_pow_2_scales=True, amax_epsilon=0.125),
-    "block1": lambda d, at="cpu": te.Float8BlockQuantizer(d, rowwise=True, columnwise=True, block_scaling_dim=1),
+    "current_pow2": lambda d: te.Float8CurrentScalingQuantizer(
+        d, force_pow_2_scales=True, amax_epsilon=0.125
+    ),
+    "block1": lambda d, at="cpu": te.Float8BlockQuantizer(
+        d, rowwise=True, columnwise=True, block_scaling_dim=1
+    ),
     "block2": lambda d: te.Float8BlockQuantizer(d, rowwise=True, columnwise=True),
     "block1_fp32": lambda d: te.Float8BlockQuantizer(
-        d, rowwise=True, columnwise=True, block_scaling_dim=1, force_pow_2_scales=False, amax_epsilon=1e-3
+        d,
+        rowwise=True,
+        columnwise=True,
+        block_scaling_dim=1,
+        force_pow_2_scales=False,
+        amax_epsilon=1e-3,
     ),
-    "block2_fp32": lambda d, at: te.Float8BlockQuantizer(d, rowwise=True, columnwise=True, force_pow_2_scales=False),
+    "block2_fp32": lambda d, at: te.Float8BlockQuantizer(
+        d, rowwise=True, columnwise=True, force_pow_2_scales=False
+    ),
     "mxfp8": lambda d, at="cpu": te.MXFP8Quantizer(d),
     "mxfp8_2d": lambda d: te.MXFP8Quantizer(d, with_2d_quantization=True),
     "nvfp4": lambda d, at="cpu": te.NVFP4Quantizer(),
@@ -39,7 +52,9 @@ def relative(got: Tensor, expected: Tensor) -> float:
     return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def run(m: te.Linear, recipe: R.Recipe | None, x: Tensor, g: Tensor | None = None, **options: Any) -> Any:
+def run(
+    m: te.Linear, recipe: R.Recipe | None, x: Tensor, g: Tensor | None = None, **options: Any
+) -> Any:
     with te.autocast(enabled=recipe is not None, recipe=recipe):
         y = m(x, **options)
     if g is not None:

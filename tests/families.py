@@ -3,16 +3,26 @@
 import copy
 from typing import Any
 
-SIZES: dict[str, Any] = dict(vocab_size=131, hidden_size=48, intermediate_size=72, num_hidden_layers=3)
+SIZES: dict[str, Any] = dict(
+    vocab_size=131, hidden_size=48, intermediate_size=72, num_hidden_layers=3
+)
 SIZES |= dict(num_attention_heads=6, num_key_value_heads=2, head_dim=16, max_position_embeddings=40)
 SIZES |= dict(rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None, pad_token_id=0)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=10000.0)
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=10000.0
+)
 LLAMA3 |= dict(original_max_position_embeddings=16)
 LINEAR = dict(rope_type="linear", factor=4.0, rope_theta=500.0)
 DYNAMIC = dict(rope_type="dynamic", factor=2.0, rope_theta=1000.0)
-YARN = dict(rope_type="yarn", factor=4.0, rope_theta=10000.0, original_max_position_embeddings=10, beta_fast=8.0)
+YARN = dict(
+    rope_type="yarn",
+    factor=4.0,
+    rope_theta=10000.0,
+    original_max_position_embeddings=10,
+    beta_fast=8.0,
+)
 DEFAULT = dict(rope_type="default", rope_theta=10000.0)
 LONG = [1.0 + pair / 3 for pair in range(8)]
 LONGROPE = dict(rope_type="longrope", rope_theta=10000.0, short_factor=LONG[::-1], long_factor=LONG)
@@ -20,7 +30,13 @@ HALF = dict(partial_rotary_factor=0.5, rope_theta=10000.0)
 
 # What any family can have: shapes and RoPE.
 SHAPES: dict[str, dict[str, Any]] = {
-    "odd": dict(num_attention_heads=3, num_key_value_heads=3, head_dim=10, hidden_size=30, intermediate_size=17),
+    "odd": dict(
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        head_dim=10,
+        hidden_size=30,
+        intermediate_size=17,
+    ),
     "one-key": dict(num_key_value_heads=1, head_dim=8),
     "all-keys": dict(num_attention_heads=4, num_key_value_heads=4, head_dim=12),
     "tied": dict(tie_word_embeddings=True, num_hidden_layers=1),
@@ -37,7 +53,10 @@ PAIRS = dict(full_attention=LINEAR, sliding_attention=DEFAULT)
 def _shapes(*names: str, drop: tuple[str, ...] = (), **common: Any) -> dict[str, dict[str, Any]]:
     """The shapes of these names (all: of none), without the fields that a family does not have."""
     found = {name: SHAPES[name] for name in names or SHAPES}
-    return {n: {k: v for k, v in {**common, **shape}.items() if k not in drop} for n, shape in found.items()}
+    return {
+        n: {k: v for k, v in {**common, **shape}.items() if k not in drop}
+        for n, shape in found.items()
+    }
 
 
 EIGHT = ("odd", "one-key", "all-keys", "tied", "linear", "llama3", "yarn", "gelu")
@@ -53,7 +72,9 @@ WINDOWS = {
 }
 # DEFAULT with the scale of queries, which Ministral 3 always has.
 SCALED = dict(llama_4_scaling_beta=0.3, original_max_position_embeddings=7)
-DENSE_AFMOE = dict(num_dense_layers=9, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8)
+DENSE_AFMOE = dict(
+    num_dense_layers=9, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8
+)
 ROUTED = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)
 DENSE_LAGUNA = dict(mlp_layer_types=["dense"] * 3, num_experts=2, num_experts_per_tok=1)
 
@@ -62,43 +83,80 @@ def _laguna(full: dict[str, Any], sliding: dict[str, Any] = DEFAULT) -> dict[str
     return dict(full_attention=full, sliding_attention=sliding)
 
 
-def _experts(common: dict[str, Any], number: str, *names: str, **more: Any) -> dict[str, dict[str, Any]]:
+def _experts(
+    common: dict[str, Any], number: str, *names: str, **more: Any
+) -> dict[str, dict[str, Any]]:
     """Shapes with experts: numbers that are no powers of two, one expert per token, and all of them."""
     chosen = [(5, 2), (3, 1), (3, 3), (7, 5)]
     counts = [{number: experts, "num_experts_per_tok": k} for experts, k in chosen]
     # transformers' grouped products need rows of 16 bytes.
-    odd = dict(num_attention_heads=3, num_key_value_heads=3, head_dim=12, hidden_size=36, intermediate_size=28)
+    odd = dict(
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        head_dim=12,
+        hidden_size=36,
+        intermediate_size=28,
+    )
     shapes = {**_shapes(*names), "odd": odd}
-    found = {name: {**common, **counts[place % 4], **shape} for place, (name, shape) in enumerate(shapes.items())}
+    found = {
+        name: {**common, **counts[place % 4], **shape}
+        for place, (name, shape) in enumerate(shapes.items())
+    }
     return found | {name: {**common, **counts[0], **case} for name, case in more.items()}
 
 
 _ANY = ("one-key", "all-keys", "tied", "untied", "linear", "llama3", "yarn", "gelu")
 _QWEN = dict(moe_intermediate_size=20)
-_DELTANET = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12, linear_value_head_dim=16)
-_HYBRID = dict(**_QWEN, **_DELTANET, shared_expert_intermediate_size=28, layer_types=["linear_attention", FULL, FULL])
+_DELTANET = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=12,
+    linear_value_head_dim=16,
+)
+_HYBRID = dict(
+    **_QWEN,
+    **_DELTANET,
+    shared_expert_intermediate_size=28,
+    layer_types=["linear_attention", FULL, FULL],
+)
 _HYBRID |= dict(rope_parameters=dict(DEFAULT, partial_rotary_factor=0.5))
 _ONE_LAYER = dict(layer_types=[FULL], num_hidden_layers=1, tie_word_embeddings=True)
 _WHOLE = dict(num_attention_heads=3, num_key_value_heads=1, head_dim=16)
 # Latent attention: queries with a latent or without, values narrower or wider than keys, and as wide.
-LATENT_SIZES: dict[str, Any] = dict(num_key_value_heads=6, q_lora_rank=14, kv_lora_rank=18, qk_nope_head_dim=12)
-LATENT_SIZES |= dict(qk_rope_head_dim=8, head_dim=8, v_head_dim=10, moe_intermediate_size=20, first_k_dense_replace=1)
-LATENT_SIZES |= dict(n_routed_experts=5, num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1)
+LATENT_SIZES: dict[str, Any] = dict(
+    num_key_value_heads=6, q_lora_rank=14, kv_lora_rank=18, qk_nope_head_dim=12
+)
+LATENT_SIZES |= dict(
+    qk_rope_head_dim=8, head_dim=8, v_head_dim=10, moe_intermediate_size=20, first_k_dense_replace=1
+)
+LATENT_SIZES |= dict(
+    n_routed_experts=5, num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1
+)
 MIXED = dict(plain=["sparse", "dense", "sparse"], dense=["dense"] * 3)
 _LATENT: dict[str, dict[str, Any]] = {
     name: {**LATENT_SIZES, **case}
     for name, case in dict(
         plain={},
-        odd=dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=36, kv_lora_rank=7, q_lora_rank=5),
+        odd=dict(
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            hidden_size=36,
+            kv_lora_rank=7,
+            q_lora_rank=5,
+        ),
         direct=dict(q_lora_rank=None, v_head_dim=24),
         width=dict(v_head_dim=20),
-        groups=dict(n_routed_experts=6, n_group=3, topk_group=2, num_experts_per_tok=3, n_shared_experts=2),
+        groups=dict(
+            n_routed_experts=6, n_group=3, topk_group=2, num_experts_per_tok=3, n_shared_experts=2
+        ),
         one=dict(num_experts_per_tok=1, first_k_dense_replace=0, norm_topk_prob=False),
         all=dict(num_experts_per_tok=5, routed_scaling_factor=1.0, first_k_dense_replace=2),
         tied=dict(tie_word_embeddings=True, rope_interleave=False, num_hidden_layers=2),
         biases=dict(attention_bias=True, hidden_act="gelu"),
         yarn=dict(rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}),
-        mscale=dict(rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}, q_lora_rank=None),
+        mscale=dict(
+            rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}, q_lora_rank=None
+        ),
         dense=dict(first_k_dense_replace=3, rope_parameters=LINEAR),
     ).items()
 }
@@ -117,7 +175,10 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
             name: {**shape, "rope_parameters": {**shape.get("rope_parameters", DEFAULT), **SCALED}}
             for name, shape in SHAPES.items()
         },
-        "window": dict(sliding_window=5, rope_parameters={**YARN, **SCALED, "mscale": 1.0, "mscale_all_dim": 0.0}),
+        "window": dict(
+            sliding_window=5,
+            rope_parameters={**YARN, **SCALED, "mscale": 1.0, "mscale_all_dim": 0.0},
+        ),
         "no-scale": dict(rope_parameters={**YARN, **SCALED, "llama_4_scaling_beta": 0.0}),
         "mscale": dict(rope_parameters={**YARN, **SCALED, "mscale": 0.7, "mscale_all_dim": 1.2}),
     },
@@ -128,13 +189,18 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
         "no-bias": dict(attention_bias=False, residual_dropout=0.2),
     },
     "phi3": {
-        "odd": dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=30, intermediate_size=17),
+        "odd": dict(
+            num_attention_heads=3, num_key_value_heads=3, hidden_size=30, intermediate_size=17
+        ),
         "one-key": dict(num_key_value_heads=1, rope_parameters=HALF),
         "all-keys": dict(num_attention_heads=4, num_key_value_heads=4),
         "tied": dict(tie_word_embeddings=True, rope_parameters=HALF),
         "window": dict(sliding_window=5),
         "longrope": dict(
-            num_attention_heads=3, num_key_value_heads=1, rope_parameters=LONGROPE, original_max_position_embeddings=12
+            num_attention_heads=3,
+            num_key_value_heads=1,
+            rope_parameters=LONGROPE,
+            original_max_position_embeddings=12,
         ),
         "longrope-half": dict(
             num_attention_heads=3,
@@ -150,7 +216,9 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
         "half-window": dict(rope_parameters=HALF, sliding_window=4),
         "gelu": dict(hidden_act="gelu"),
         "quarter": dict(
-            rope_parameters={**HALF, "partial_rotary_factor": 0.25}, num_attention_heads=3, num_key_value_heads=3
+            rope_parameters={**HALF, "partial_rotary_factor": 0.25},
+            num_attention_heads=3,
+            num_key_value_heads=3,
         ),
     },
     "granite": {
@@ -161,14 +229,24 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
             "logits_scaling": 3.0,
             "attention_multiplier": 0.1,
         }
-        for name, shape in {**_shapes(*EIGHT), "biases": BIASED, "mlp-bias": dict(mlp_bias=True)}.items()
+        for name, shape in {
+            **_shapes(*EIGHT),
+            "biases": BIASED,
+            "mlp-bias": dict(mlp_bias=True),
+        }.items()
     },
-    "arcee": {**_shapes(*EIGHT), "biases": BIASED, "mlp-bias": dict(mlp_bias=True, hidden_act="silu")},
+    "arcee": {
+        **_shapes(*EIGHT),
+        "biases": BIASED,
+        "mlp-bias": dict(mlp_bias=True, hidden_act="silu"),
+    },
     "olmo2": {**_shapes(*EIGHT, "dynamic"), "biases": dict(attention_bias=True)},
     "olmo3": {
         **_shapes(*SIX, sliding_window=6),
         **WINDOWS,
-        "yarn": dict(sliding_window=5, rope_parameters=dict(full_attention=YARN, sliding_attention=DEFAULT)),
+        "yarn": dict(
+            sliding_window=5, rope_parameters=dict(full_attention=YARN, sliding_attention=DEFAULT)
+        ),
         "both-scaled": dict(
             attention_bias=True,
             sliding_window=5,
@@ -178,7 +256,9 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "exaone4": {
         **_shapes(*EIGHT, sliding_window=None, layer_types=[FULL] * 3),
-        "tied": dict(tie_word_embeddings=True, num_hidden_layers=1, sliding_window=None, layer_types=[FULL]),
+        "tied": dict(
+            tie_word_embeddings=True, num_hidden_layers=1, sliding_window=None, layer_types=[FULL]
+        ),
         **WINDOWS,
         "pattern": dict(sliding_window=6, sliding_window_pattern=2),
         "no-rope": dict(sliding_window=6, layer_types=[FULL] * 3),
@@ -193,31 +273,56 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
         },
     ),
     "ernie4_5": {**_shapes(), "biases": dict(use_bias=True, tie_word_embeddings=False)},
-    "gemma": {**_shapes(), "no-bias": dict(attention_bias=False), "biases": dict(attention_bias=True)},
+    "gemma": {
+        **_shapes(),
+        "no-bias": dict(attention_bias=False),
+        "biases": dict(attention_bias=True),
+    },
     "gemma2": {
-        **{name: {"sliding_window": 6, "query_pre_attn_scalar": 11, **shape} for name, shape in GEMMA_SIX.items()},
-        "no-caps": dict(attn_logit_softcapping=None, final_logit_softcapping=None, sliding_window=7),
-        "tight-caps": dict(attn_logit_softcapping=1.5, final_logit_softcapping=2.0, attention_bias=True),
+        **{
+            name: {"sliding_window": 6, "query_pre_attn_scalar": 11, **shape}
+            for name, shape in GEMMA_SIX.items()
+        },
+        "no-caps": dict(
+            attn_logit_softcapping=None, final_logit_softcapping=None, sliding_window=7
+        ),
+        "tight-caps": dict(
+            attn_logit_softcapping=1.5, final_logit_softcapping=2.0, attention_bias=True
+        ),
         "llama3": dict(rope_parameters=LLAMA3, query_pre_attn_scalar=16),
         **WINDOWS,
     },
     "gemma3_text": {
-        **{name: {"sliding_window": 6, "query_pre_attn_scalar": 11, **shape} for name, shape in GEMMA_SIX.items()},
+        **{
+            name: {"sliding_window": 6, "query_pre_attn_scalar": 11, **shape}
+            for name, shape in GEMMA_SIX.items()
+        },
         **WINDOWS,
-        "linear": dict(rope_parameters=PAIRS, sliding_window=5, layer_types=[SLIDING, FULL, SLIDING]),
+        "linear": dict(
+            rope_parameters=PAIRS, sliding_window=5, layer_types=[SLIDING, FULL, SLIDING]
+        ),
         "capped": dict(final_logit_softcapping=2.0, attention_bias=True, layer_types=[FULL] * 3),
         "pattern": dict(sliding_window_pattern=2, sliding_window=5),
         "untruncated": dict(
             sliding_window=5,
-            rope_parameters=dict(full_attention={**YARN, "truncate": False}, sliding_attention=DEFAULT),
+            rope_parameters=dict(
+                full_attention={**YARN, "truncate": False}, sliding_attention=DEFAULT
+            ),
         ),
     },
     "afmoe": {
-        **{name: {**DENSE_AFMOE, "sliding_window": 6, **shape} for name, shape in _shapes(*EIGHT).items()},
-        "mup": dict(**DENSE_AFMOE, mup_enabled=True, global_attn_every_n_layers=2, sliding_window=4),
+        **{
+            name: {**DENSE_AFMOE, "sliding_window": 6, **shape}
+            for name, shape in _shapes(*EIGHT).items()
+        },
+        "mup": dict(
+            **DENSE_AFMOE, mup_enabled=True, global_attn_every_n_layers=2, sliding_window=4
+        ),
         "no-rope": dict(**DENSE_AFMOE, layer_types=[FULL] * 3),
         "experts": dict(**ROUTED, num_dense_layers=1, num_shared_experts=2, route_scale=2.5),
-        "all-sparse": dict(**ROUTED | dict(num_experts_per_tok=5), num_dense_layers=0, num_shared_experts=1),
+        "all-sparse": dict(
+            **ROUTED | dict(num_experts_per_tok=5), num_dense_layers=0, num_shared_experts=1
+        ),
     },
     "laguna": {
         **{
@@ -225,9 +330,17 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
             for name, shape in _shapes("one-key", "all-keys", "untied", "gelu").items()
         },
         "odd": {**DENSE_LAGUNA, **SHAPES["odd"], "head_dim": 12},
-        "tied": dict(**DENSE_LAGUNA | dict(mlp_layer_types=["dense"]), tie_word_embeddings=True, num_hidden_layers=1),
+        "tied": dict(
+            **DENSE_LAGUNA | dict(mlp_layer_types=["dense"]),
+            tie_word_embeddings=True,
+            num_hidden_layers=1,
+        ),
         "elements": dict(**DENSE_LAGUNA, gating="per-element"),
-        "experts": dict(**ROUTED, mlp_layer_types=["sparse", "dense", "sparse"], shared_expert_intermediate_size=28),
+        "experts": dict(
+            **ROUTED,
+            mlp_layer_types=["sparse", "dense", "sparse"],
+            shared_expert_intermediate_size=28,
+        ),
         "all-sparse": dict(
             **ROUTED | dict(num_experts_per_tok=1),
             mlp_layer_types=["sparse"] * 3,
@@ -238,10 +351,15 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
         "ropes": dict(
             **DENSE_LAGUNA,
             **WINDOWS["window"],
-            rope_parameters=_laguna({**YARN, "partial_rotary_factor": 0.5}, {**DEFAULT, "partial_rotary_factor": 1.0}),
+            rope_parameters=_laguna(
+                {**YARN, "partial_rotary_factor": 0.5}, {**DEFAULT, "partial_rotary_factor": 1.0}
+            ),
         ),
         "all-slide": dict(
-            **DENSE_LAGUNA, **WINDOWS["all-slide"], gating="per-element", rope_parameters=_laguna(HALF, LLAMA3)
+            **DENSE_LAGUNA,
+            **WINDOWS["all-slide"],
+            gating="per-element",
+            rope_parameters=_laguna(HALF, LLAMA3),
         ),
     },
     "qwen3_moe": _experts(
@@ -306,7 +424,9 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": _LATENT,
     "gpt_oss": _experts(
-        dict(sliding_window=6, swiglu_limit=0.5, rope_parameters=DEFAULT),  # small values reach the limit
+        dict(
+            sliding_window=6, swiglu_limit=0.5, rope_parameters=DEFAULT
+        ),  # small values reach the limit
         "num_local_experts",
         "one-key",
         "all-keys",
@@ -321,7 +441,13 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
         plain=dict(attention_bias=False, num_local_experts=1, num_experts_per_tok=1),
     ),
     "glm4_moe": {
-        name: {**case, "rope_parameters": {"partial_rotary_factor": 0.5, **case.get("rope_parameters", DEFAULT)}}
+        name: {
+            **case,
+            "rope_parameters": {
+                "partial_rotary_factor": 0.5,
+                **case.get("rope_parameters", DEFAULT),
+            },
+        }
         for name, case in _experts(
             {**_QWEN, "head_dim": 16},
             "n_routed_experts",
@@ -329,8 +455,19 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
             *_ANY[3:],
             sparse=dict(first_k_dense_replace=0, tie_word_embeddings=True),
             dense=dict(first_k_dense_replace=3),
-            groups=dict(n_routed_experts=6, n_group=3, topk_group=2, num_experts_per_tok=3, n_shared_experts=2),
-            normed=dict(use_qk_norm=True, norm_topk_prob=False, routed_scaling_factor=2.5, attention_bias=True),
+            groups=dict(
+                n_routed_experts=6,
+                n_group=3,
+                topk_group=2,
+                num_experts_per_tok=3,
+                n_shared_experts=2,
+            ),
+            normed=dict(
+                use_qk_norm=True,
+                norm_topk_prob=False,
+                routed_scaling_factor=2.5,
+                attention_bias=True,
+            ),
         ).items()
     },
 }
@@ -343,11 +480,20 @@ FAMILY_CASES["glm4_moe_lite"] = {
 V2 = dict(groups=dict(topk_method="group_limited_greedy"), odd=dict(kv_lora_rank=6))
 V2 |= dict(tied=dict(n_group=5, topk_group=1))  # which its method ignores
 FAMILY_CASES["deepseek_v2"] = {
-    name: {key: value for key, value in case.items() if key not in ("norm_topk_prob", "rope_interleave")} | more
+    name: {
+        key: value
+        for key, value in case.items()
+        if key not in ("norm_topk_prob", "rope_interleave")
+    }
+    | more
     for name, case in _LATENT.items()
     for more in [V2.get(name, {})]
 }
-CASES = {f"{family}-{name}": (family, case) for family, cases in FAMILY_CASES.items() for name, case in cases.items()}
+CASES = {
+    f"{family}-{name}": (family, case)
+    for family, cases in FAMILY_CASES.items()
+    for name, case in cases.items()
+}
 
 
 def make_config(case: str) -> Any:

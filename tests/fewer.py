@@ -14,14 +14,20 @@ def every(step: int, *axes: Iterable[Any]) -> list[Any]:
     """
     cases = itertools.product(*(enumerate(axis) for axis in axes))
     return [
-        pytest.param(*(value for _, value in case), marks=[pytest.mark.slow] if sum(n for n, _ in case) % step else [])
+        pytest.param(
+            *(value for _, value in case),
+            marks=[pytest.mark.slow] if sum(n for n, _ in case) % step else [],
+        )
         for case in cases
     ]
 
 
 def some(step: int, table: Iterable[Sequence[Any]]) -> list[Any]:
     """Return the rows of a table, of which only each `step`-th is not slow."""
-    return [pytest.param(*row, marks=[pytest.mark.slow] if n % step else []) for n, row in enumerate(table)]
+    return [
+        pytest.param(*row, marks=[pytest.mark.slow] if n % step else [])
+        for n, row in enumerate(table)
+    ]
 
 
 def slow(cases: Iterable[Any]) -> list[Any]:

@@ -33,7 +33,11 @@ def logits_of(config: ModelConfig, weights: Weights, ids: Tensor) -> Tensor:
 
 def _block(config: ModelConfig, weights: Weights, name: str, layer: int, x: Tensor) -> Tensor:
     parts = (
-        ("input_layernorm", "attention_output_norm", lambda h: _attention(config, weights, name, layer, h)),
+        (
+            "input_layernorm",
+            "attention_output_norm",
+            lambda h: _attention(config, weights, name, layer, h),
+        ),
         ("post_attention_layernorm", "mlp_output_norm", lambda h: _mlp(config, weights, name, h)),
     )
     for before, after, part in parts:
@@ -47,7 +51,9 @@ def _block(config: ModelConfig, weights: Weights, name: str, layer: int, x: Tens
 def _attention(config: ModelConfig, weights: Weights, name: str, layer: int, x: Tensor) -> Tensor:
     """q, k and v, from the input or from latents, attention of each head, the gate, the last projection."""
     name, length = f"{name}self_attn.", len(x)
-    q, k, v, gate = (_heads if config.latent_attention is None else _latents)(config, weights, name, layer, x)
+    q, k, v, gate = (_heads if config.latent_attention is None else _latents)(
+        config, weights, name, layer, x
+    )
     if config.query_scale_beta is not None and config.query_scale_length is not None:
         steps = torch.arange(length) // config.query_scale_length
         q = q * (1 + config.query_scale_beta * torch.log1p(steps.double()))[:, None, None]
@@ -65,7 +71,9 @@ def _attention(config: ModelConfig, weights: Weights, name: str, layer: int, x: 
         out.append(weights_of_keys / (weights_of_keys.sum(1, keepdim=True) + extra) @ v[:, own])
     mixed = torch.stack(out, dim=1)  # [S, A, H]
     if gate is not None:
-        mixed = mixed * (gate.sigmoid() if config.attention_gate_activation == "sigmoid" else F.softplus(gate))
+        mixed = mixed * (
+            gate.sigmoid() if config.attention_gate_activation == "sigmoid" else F.softplus(gate)
+        )
     return _linear(weights, f"{name}o_proj", mixed.flatten(1))
 
 
@@ -76,12 +84,18 @@ def _heads(
     heads, keys, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     gates = {"elementwise": heads * dim, "headwise": heads, "none": 0}[config.attention_gate]
     qkvg = _linear(weights, f"{name}qkvg_proj", x)
-    q, k, v, rest = qkvg.split([heads * dim, keys * dim, keys * dim, qkvg.shape[1] - (heads + 2 * keys) * dim], dim=1)
+    q, k, v, rest = qkvg.split(
+        [heads * dim, keys * dim, keys * dim, qkvg.shape[1] - (heads + 2 * keys) * dim], dim=1
+    )
     if config.qk_norm and config.qk_norm_scope == "all_heads":
-        q, k = (_norm(config, weights, f"{name}{which}_norm", t) for which, t in (("q", q), ("k", k)))
+        q, k = (
+            _norm(config, weights, f"{name}{which}_norm", t) for which, t in (("q", q), ("k", k))
+        )
     q, k, v = (t.reshape(len(x), -1, dim) for t in (q, k, v))
     if config.qk_norm and config.qk_norm_scope == "head":
-        q, k = (_norm(config, weights, f"{name}{which}_norm", t) for which, t in (("q", q), ("k", k)))
+        q, k = (
+            _norm(config, weights, f"{name}{which}_norm", t) for which, t in (("q", q), ("k", k))
+        )
     if config.no_rope_layers is None or config.no_rope_layers[layer]:
         q, k = _rotated(config, q), _rotated(config, k)
     return q, k, v, rest[:, :gates].reshape(len(x), heads, -1) if gates else None
@@ -93,11 +107,23 @@ def _latents(
     """Return q and k [S, A, M + P] and v [S, A, V], from one latent for all queries and one for all keys and values."""
     sizes, heads = config.latent_attention, config.num_attention_heads
     assert sizes is not None
-    parts = [sizes.q_lora_rank or heads * sizes.qk_head_dim, sizes.kv_lora_rank, sizes.qk_rope_head_dim]
+    parts = [
+        sizes.q_lora_rank or heads * sizes.qk_head_dim,
+        sizes.kv_lora_rank,
+        sizes.qk_rope_head_dim,
+    ]
     q, kv, turned = _linear(weights, f"{name}qkv_a_proj", x)[:, : sum(parts)].split(parts, dim=1)
     if sizes.q_lora_rank:
-        q = _linear(weights, f"{name}q_b_proj", _norm(config, weights, f"{name}q_a_layernorm", q, sizes.norm_eps))
-    kv = _linear(weights, f"{name}kv_b_proj", _norm(config, weights, f"{name}kv_a_layernorm", kv, sizes.norm_eps))
+        q = _linear(
+            weights,
+            f"{name}q_b_proj",
+            _norm(config, weights, f"{name}q_a_layernorm", q, sizes.norm_eps),
+        )
+    kv = _linear(
+        weights,
+        f"{name}kv_b_proj",
+        _norm(config, weights, f"{name}kv_a_layernorm", kv, sizes.norm_eps),
+    )
     q, kv = (t.reshape(len(x), heads, -1) for t in (q, kv))
     plain, last = q.split([sizes.qk_nope_head_dim, sizes.qk_rope_head_dim], dim=2)
     k, v = kv.split([sizes.qk_nope_head_dim, sizes.v_head_dim], dim=2)
@@ -110,7 +136,9 @@ def _rotated(config: ModelConfig, x: Tensor) -> Tensor:
     size = int(config.head_dim * config.partial_rotary_factor)
     out = list(x.unbind(2))
     for pair in range(size // 2):
-        one, other = (2 * pair, 2 * pair + 1) if config.rope_interleaved else (pair, pair + size // 2)
+        one, other = (
+            (2 * pair, 2 * pair + 1) if config.rope_interleaved else (pair, pair + size // 2)
+        )
         angle = torch.arange(len(x)).double()[:, None] * config.rope_theta ** (-2 * pair / size)
         a, b = x[..., one], x[..., other]
         out[one], out[other] = a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()
@@ -121,7 +149,11 @@ def _mlp(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
     """The MLP of a layer, or its experts if it has a router."""
     if f"{name}mlp.router.weight" in weights:
         return _experts(config, weights, f"{name}mlp.", x)
-    return _linear(weights, f"{name}mlp.down_proj", _activated(config, _linear(weights, f"{name}mlp.gate_up_proj", x)))
+    return _linear(
+        weights,
+        f"{name}mlp.down_proj",
+        _activated(config, _linear(weights, f"{name}mlp.gate_up_proj", x)),
+    )
 
 
 def _activated(config: ModelConfig, up: Tensor, clamped: bool = False) -> Tensor:
@@ -130,7 +162,10 @@ def _activated(config: ModelConfig, up: Tensor, clamped: bool = False) -> Tensor
         return ACTIVATIONS[config.hidden_act](up)
     gate, up = up.chunk(2, dim=-1)
     if clamped and config.moe is not None and config.moe.swiglu_limit is not None:
-        gate, up = gate.clamp(max=config.moe.swiglu_limit), up.clamp(-config.moe.swiglu_limit, config.moe.swiglu_limit)
+        gate, up = (
+            gate.clamp(max=config.moe.swiglu_limit),
+            up.clamp(-config.moe.swiglu_limit, config.moe.swiglu_limit),
+        )
         return (up + 1) * gate * (config.moe.swiglu_alpha * gate).sigmoid()
     return ACTIVATIONS[config.hidden_act](gate) * up
 
@@ -146,18 +181,28 @@ def _experts(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Ten
         size = len(own) // moe.n_group
         groups = [list(range(first, first + size)) for first in range(0, len(own), size)]
         best = sorted(groups, key=lambda g: -sum(sorted(ranked[g].tolist())[-moe.group_scores :]))
-        allowed = [expert for group in best[: moe.topk_group if moe.n_group > 1 else 1] for expert in group]
-        chosen = sorted(allowed, key=lambda expert: -ranked[expert].item())[: moe.num_experts_per_tok]
+        allowed = [
+            expert for group in best[: moe.topk_group if moe.n_group > 1 else 1] for expert in group
+        ]
+        chosen = sorted(allowed, key=lambda expert: -ranked[expert].item())[
+            : moe.num_experts_per_tok
+        ]
         total = own[chosen].sum() if moe.norm_topk_prob else 1.0
         answers = []
         for expert in chosen:
-            hidden = _activated(config, _linear(weights, f"{name}gate_up_proj", token, str(expert)), clamped=True)
-            answers.append(own[expert] / total * _linear(weights, f"{name}down_proj", hidden, str(expert)))
+            hidden = _activated(
+                config, _linear(weights, f"{name}gate_up_proj", token, str(expert)), clamped=True
+            )
+            answers.append(
+                own[expert] / total * _linear(weights, f"{name}down_proj", hidden, str(expert))
+            )
         out.append(moe.routed_scaling_factor * torch.stack(answers).sum(0))
     mixed = torch.stack(out)
     if moe.shared_expert_intermediate_size:
         hidden = _activated(config, _linear(weights, f"{name}shared_gate_up_proj", x), clamped=True)
-        gate = _linear(weights, f"{name}shared_gate", x).sigmoid() if moe.shared_expert_gate else 1.0
+        gate = (
+            _linear(weights, f"{name}shared_gate", x).sigmoid() if moe.shared_expert_gate else 1.0
+        )
         mixed = mixed + gate * _linear(weights, f"{name}shared_down_proj", hidden)
     return mixed
 
@@ -167,9 +212,15 @@ def _linear(weights: Weights, name: str, x: Tensor, expert: str = "") -> Tensor:
     return out + weights[f"{name}.bias{expert}"] if f"{name}.bias{expert}" in weights else out
 
 
-def _norm(config: ModelConfig, weights: Weights, name: str, x: Tensor, eps: float | None = None) -> Tensor:
+def _norm(
+    config: ModelConfig, weights: Weights, name: str, x: Tensor, eps: float | None = None
+) -> Tensor:
     gain = weights[f"{name}.weight"] + config.zero_centered_norm
-    return gain * x / (x.square().mean(-1, keepdim=True) + (config.rms_norm_eps if eps is None else eps)).sqrt()
+    return (
+        gain
+        * x
+        / (x.square().mean(-1, keepdim=True) + (config.rms_norm_eps if eps is None else eps)).sqrt()
+    )
 
 
 def _capped(x: Tensor, cap: float | None) -> Tensor:

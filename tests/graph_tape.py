@@ -36,16 +36,22 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         if any(tag in func.tags for tag in FORBIDDEN) or name in ("lift_fresh", "lift_fresh_copy"):
-            raise RuntimeError(f"{func} waits for the device or the host: not possible in a CUDA graph")
+            raise RuntimeError(
+                f"{func} waits for the device or the host: not possible in a CUDA graph"
+            )
         for generator in tree_leaves(kwargs):
             if isinstance(generator, torch.Generator):
-                known = [known.initial_seed() for known in self.generators]  # torch wraps a generator anew each time
+                known = [
+                    known.initial_seed() for known in self.generators
+                ]  # torch wraps a generator anew each time
                 assert generator.initial_seed() in known, "a generator that the graph does not know"
         for tensor in mutated(func, args, kwargs):
             key = (tensor.data_ptr(), tensor.shape, tensor.stride())
             self._before.setdefault(key, (tensor, tensor.clone()))
         result = func(*args, **kwargs)
-        self.calls.append((func, args, kwargs, [t for t in tree_leaves(result) if isinstance(t, Tensor)]))
+        self.calls.append(
+            (func, args, kwargs, [t for t in tree_leaves(result) if isinstance(t, Tensor)])
+        )
         return result
 
     def register_generator_state(self, generator: torch.Generator) -> None:
@@ -65,7 +71,9 @@ class Tape(TorchDispatchMode):
                 generator.set_state(state)
 
     def replay(self) -> None:
-        with torch._C._AutoDispatchBelowAutograd():  # what was recorded lies below it, backward included
+        with (
+            torch._C._AutoDispatchBelowAutograd()
+        ):  # what was recorded lies below it, backward included
             self._replay()
 
     def _replay(self) -> None:
@@ -108,14 +116,23 @@ def pretend_cuda(patch: Any) -> list[Tape]:
     patch.setattr("torch.cuda.current_stream", Stream)
     patch.setattr("torch.cuda.stream", lambda stream: contextlib.nullcontext())
     for module in ("generation.decode_loop", "training.cuda_graph"):
-        patch.setattr(f"te_models.{module}.capture", lambda tape, stream, *generators: tape.capture())
+        patch.setattr(
+            f"te_models.{module}.capture", lambda tape, stream, *generators: tape.capture()
+        )
     # On a processor labels are checked at once, on a GPU without waiting for it.
     patch.setattr(
         "te_models.model.decoder.next_token_targets",
         lambda labels, mask, size, documents: (shifted(labels, mask, documents).flatten(), None),
     )
-    patch.setattr("te_models.model.inputs.invalid_token", lambda ids, size: None)  # ids are checked likewise
+    patch.setattr(
+        "te_models.model.inputs.invalid_token", lambda ids, size: None
+    )  # ids are checked likewise
     # On a processor the emulated engine looks for NaN before it decodes; this is what it does on a GPU.
-    patch.setattr(numerics, "decode_fp8", lambda codes, dtype: codes.view(numerics.TORCH_FP8[dtype]).float())
-    patch.setattr("te_models.generation.generate._with_graph", lambda model, settings: settings.cuda_graph is True)
+    patch.setattr(
+        numerics, "decode_fp8", lambda codes, dtype: codes.view(numerics.TORCH_FP8[dtype]).float()
+    )
+    patch.setattr(
+        "te_models.generation.generate._with_graph",
+        lambda model, settings: settings.cuda_graph is True,
+    )
     return tapes

@@ -18,32 +18,58 @@ from te_models import CausalLM
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 LLAMA3 |= dict(original_max_position_embeddings=32, rope_theta=10000.0)
-SIZES: dict[str, Any] = dict(vocab_size=131, hidden_size=64, intermediate_size=96, num_hidden_layers=4)
-SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, rms_norm_eps=1e-5)
+SIZES: dict[str, Any] = dict(
+    vocab_size=131, hidden_size=64, intermediate_size=96, num_hidden_layers=4
+)
+SIZES |= dict(
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, rms_norm_eps=1e-5
+)
 SIZES |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
 # One row per case: the family, and what differs from SIZES.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama", dict(num_key_value_heads=4)),
     "llama3": ("llama", dict(rope_parameters=LLAMA3)),
     "llama3-tied": ("llama", dict(rope_parameters=LLAMA3, tie_word_embeddings=True, head_dim=32)),
-    "llama-linear": ("llama", dict(rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=500.0))),
+    "llama-linear": (
+        "llama",
+        dict(rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=500.0)),
+    ),
     "qwen2": ("qwen2", dict(tie_word_embeddings=True)),
     "qwen2-window": ("qwen2", dict(use_sliding_window=True, sliding_window=5, max_window_layers=2)),
     "qwen3": ("qwen3", dict(head_dim=32)),
-    "qwen3-window": ("qwen3", dict(head_dim=32, use_sliding_window=True, sliding_window=7, max_window_layers=1)),
+    "qwen3-window": (
+        "qwen3",
+        dict(head_dim=32, use_sliding_window=True, sliding_window=7, max_window_layers=1),
+    ),
     "mistral": ("mistral", dict(sliding_window=6)),
     "mistral-full": ("mistral", dict(sliding_window=None, head_dim=32)),
     "smollm3": ("smollm3", dict(no_rope_layers=[1, 0, 1, 0])),
     "smollm3-interval": ("smollm3", dict(no_rope_layer_interval=3, tie_word_embeddings=False)),
-    "smollm3-window": ("smollm3", dict(no_rope_layers=[1, 1, 0, 1], use_sliding_window=True, sliding_window=5)),
-    "qwen3_next": ("qwen3_next", dict(head_dim=32, layer_types=["full_attention"] * 4, mlp_only_layers=[0, 1, 2, 3])),
-    "qwen3_next-no-experts": ("qwen3_next", dict(head_dim=16, layer_types=["full_attention"] * 4, num_experts=0)),
+    "smollm3-window": (
+        "smollm3",
+        dict(no_rope_layers=[1, 1, 0, 1], use_sliding_window=True, sliding_window=5),
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        dict(head_dim=32, layer_types=["full_attention"] * 4, mlp_only_layers=[0, 1, 2, 3]),
+    ),
+    "qwen3_next-no-experts": (
+        "qwen3_next",
+        dict(head_dim=16, layer_types=["full_attention"] * 4, num_experts=0),
+    ),
 }
 # transformers ignores partial_rotary_factor where these models have the default RoPE.
-HALF = dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5))
-CASES |= {f"{kind}-half": (kind, HALF) for kind in ("llama", "qwen2", "qwen3", "mistral", "smollm3")}
+HALF = dict(
+    rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
+)
+CASES |= {
+    f"{kind}-half": (kind, HALF) for kind in ("llama", "qwen2", "qwen3", "mistral", "smollm3")
+}
 # Qwen's gated-attention release: Qwen3 with a wider q_proj.
-GATED_CASES = {"headwise": dict(headwise_attn_output_gate=True), "elementwise": dict(elementwise_attn_output_gate=True)}
+GATED_CASES = {
+    "headwise": dict(headwise_attn_output_gate=True),
+    "elementwise": dict(elementwise_attn_output_gate=True),
+}
 GATED_CASES |= {"ungated": {}}
 CASES |= {name: ("gated", dict(head_dim=16, num_attention_heads=6)) for name in GATED_CASES}
 Pair = tuple[Any, Path]
@@ -56,7 +82,9 @@ def config_of(case: str) -> Any:
     if case not in CASES:
         return make_config(case)
     kind, changes = CASES[case]
-    return transformers.AutoConfig.for_model("qwen3" if kind == "gated" else kind, **{**SIZES, **changes})
+    return transformers.AutoConfig.for_model(
+        "qwen3" if kind == "gated" else kind, **{**SIZES, **changes}
+    )
 
 
 def make_theirs(case: str, folder: Path, **changes: Any) -> Any:
@@ -84,7 +112,11 @@ class WideQuery(nn.Module):
         self.gate = torch.zeros(0)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, g = nn.functional.linear(x, self.weight).unflatten(-1, (self.groups, -1)).split(self.sizes, dim=-1)
+        q, g = (
+            nn.functional.linear(x, self.weight)
+            .unflatten(-1, (self.groups, -1))
+            .split(self.sizes, dim=-1)
+        )
         self.gate = g.flatten(-2)
         return q.flatten(-2)
 
@@ -109,16 +141,37 @@ def save_gated(model: Any, folder: Path, **flags: bool) -> None:
     gates = {"headwise_attn_output_gate": 1, "elementwise_attn_output_gate": config.head_dim}
     width = sum(gates[flag] for flag in flags)
     for layer in model.model.layers:
-        shape = (config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim, width)
+        shape = (
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            width,
+        )
         layer.self_attn.q_proj = WideQuery(*shape)
         layer.self_attn.o_proj = GatedOutput(layer.self_attn.o_proj, layer.self_attn.q_proj)
     randomize(model)
     folder.mkdir()
     save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})
-    theirs = {key: value for key, value in config.to_dict().items() if key not in ("layer_types", "rope_parameters")}
-    theirs |= {"model_type": "qwen2", "use_qk_norm": True, "qkv_bias": False, "rope_theta": 10000.0, "dtype": "float32"}
-    theirs |= {"auto_map": {"AutoConfig": "configuration_qwen3.Qwen3Config"}, "architectures": ["Qwen3ForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps({**theirs, **dict.fromkeys(gates, False), **flags}))
+    theirs = {
+        key: value
+        for key, value in config.to_dict().items()
+        if key not in ("layer_types", "rope_parameters")
+    }
+    theirs |= {
+        "model_type": "qwen2",
+        "use_qk_norm": True,
+        "qkv_bias": False,
+        "rope_theta": 10000.0,
+        "dtype": "float32",
+    }
+    theirs |= {
+        "auto_map": {"AutoConfig": "configuration_qwen3.Qwen3Config"},
+        "architectures": ["Qwen3ForCausalLM"],
+    }
+    (folder / "config.json").write_text(
+        json.dumps({**theirs, **dict.fromkeys(gates, False), **flags})
+    )
 
 
 def save_hf(model: CausalLM, folder: Path, gated: bool = False) -> None:
@@ -134,11 +187,15 @@ def randomize(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn_like(parameter)
         if name.endswith("A_log"):
-            parameter.copy_(noise)  # half of the heads forget within a few tokens, half within hundreds
+            parameter.copy_(
+                noise
+            )  # half of the heads forget within a few tokens, half within hundreds
         elif name.endswith("dt_bias"):
             parameter.copy_(noise * 2 - 3)
         else:
-            centre = 0.0 if parameter.ndim > 1 or "bias" in name or parameter.abs().max() == 0 else 1.0
+            centre = (
+                0.0 if parameter.ndim > 1 or "bias" in name or parameter.abs().max() == 0 else 1.0
+            )
             parameter.copy_(centre + noise * (0.3 if parameter.ndim == 1 else 0.15))
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):
@@ -146,7 +203,9 @@ def randomize(model: torch.nn.Module) -> None:
 
 
 def load(folder: Path, **options: Any) -> CausalLM:
-    return CausalLM.from_pretrained(folder, **{"device": "cpu", "engine": "emulated", **options}).eval()
+    return CausalLM.from_pretrained(
+        folder, **{"device": "cpu", "engine": "emulated", **options}
+    ).eval()
 
 
 def prompts() -> tuple[Tensor, Tensor]:
@@ -157,7 +216,11 @@ def prompts() -> tuple[Tensor, Tensor]:
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def document_of(folder: Path) -> dict[str, Any]:

@@ -13,8 +13,14 @@ HYBRIDS = {f"hybrid-{seed}": seed for seed in range(20)}
 def hybrid_fields(seed: int) -> tuple[str, dict[str, Any]]:
     """Return a model type and the fields of its config, in which value heads are 1, 2 or 4 times the key heads."""
     draw = random.Random(seed)
-    kind, count, heads = ("qwen3_5_text", "qwen3_next")[seed % 2], draw.choice([2, 3, 4, 5]), draw.choice([2, 3, 4])
-    types = draw.sample([LINEAR, FULL, *(draw.choice([LINEAR, LINEAR, FULL]) for _ in range(count - 2))], count)
+    kind, count, heads = (
+        ("qwen3_5_text", "qwen3_next")[seed % 2],
+        draw.choice([2, 3, 4, 5]),
+        draw.choice([2, 3, 4]),
+    )
+    types = draw.sample(
+        [LINEAR, FULL, *(draw.choice([LINEAR, LINEAR, FULL]) for _ in range(count - 2))], count
+    )
     keys = draw.choice([1, 2, 3])
     fields: dict[str, Any] = dict(
         vocab_size=131, hidden_size=draw.choice([30, 48, 56]), intermediate_size=draw.choice([17, 40, 72]),

@@ -16,13 +16,19 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 SHIPPED = ROOT / "te_models/pretrained/gated-nano"
 HEADED = re.compile(r'^ *def (\w+)\((.*)\).*:\n +"""(.+?)(?:""")?$', re.MULTILINE)
-SIZES: dict[str, Any] = dict(hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=4)
-TINY: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key_value_heads=2)
+SIZES: dict[str, Any] = dict(
+    hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=4
+)
+TINY: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key_value_heads=2
+)
 IDS: dict[str, Any] = dict(vocab_size=4096, bos_token_id=None, eos_token_id=None, pad_token_id=None)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": dict(head_dim=64),
     "qwen3": dict(head_dim=128),  # a norm of each head
-    "gemma2": dict(head_dim=128, query_pre_attn_scalar=128, sliding_window=256),  # softcaps, GELU, four norms
+    "gemma2": dict(
+        head_dim=128, query_pre_attn_scalar=128, sliding_window=256
+    ),  # softcaps, GELU, four norms
     "phi3": {},  # fused rows; its head_dim is 64
     "olmo2": {},  # norms of outputs, and of q and k over all heads
 }
@@ -34,9 +40,18 @@ def write_records(folder: Path) -> None:
     parts = [text[first : first + 2000] for text in texts for first in range(0, len(text), 2000)]
     lines = [dict(text=part) for part in parts]
     (folder / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    pairs = [(f"What does {name}({given}) do?", said) for text in texts for name, given, said in HEADED.findall(text)]
-    turns = [[dict(role="user", content=ask), dict(role="assistant", content=said)] for ask, said in pairs]
-    chats = [dict(messages=one + other) for one, other in zip(turns[::2], turns[1::2], strict=False)]
+    pairs = [
+        (f"What does {name}({given}) do?", said)
+        for text in texts
+        for name, given, said in HEADED.findall(text)
+    ]
+    turns = [
+        [dict(role="user", content=ask), dict(role="assistant", content=said)]
+        for ask, said in pairs
+    ]
+    chats = [
+        dict(messages=one + other) for one, other in zip(turns[::2], turns[1::2], strict=False)
+    ]
     (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     with (folder / "pairs.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("prompt", "completion"), *pairs])

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-BASE = "--preset gated-124m --batch-size 8 --seq-len 512 --steps 24 --eval-every 8 --sample-tokens 0"
+BASE = (
+    "--preset gated-124m --batch-size 8 --seq-len 512 --steps 24 --eval-every 8 --sample-tokens 0"
+)
 SHIPPED = "--model gated-nano --steps 24 --eval-every 8 --sample-tokens 0"
 HYBRID, EXPERTS = "--preset gated-hybrid-nano", "--preset gated-moe-nano"
 WIDE = "--preset gated-350m --num-hidden-layers 6"  # head_dim 128
@@ -66,7 +68,9 @@ def train_shipped(flags: str) -> Journey:
 
 def together(flags: str, gpus: int = 2, **fields: Any) -> Journey:
     """One run on two or four GPUs."""
-    return Journey((pretrain(flags, launch=TORCHRUN if gpus == 2 else TORCHRUN_4),), gpus=gpus, **fields)
+    return Journey(
+        (pretrain(flags, launch=TORCHRUN if gpus == 2 else TORCHRUN_4),), gpus=gpus, **fields
+    )
 
 
 ONE_GPU: dict[str, Journey] = {

@@ -33,7 +33,14 @@ from te_models.training.metrics import read_metrics
 
 MARK = "TE_MODELS_JOURNEY"  # in the environment of all processes of a journey
 SECONDS = 240  # a command may take
-PLACES = dict(out="run", again="again", served="served", model="model", texts="texts.jsonl", chats="chats.jsonl")
+PLACES = dict(
+    out="run",
+    again="again",
+    served="served",
+    model="model",
+    texts="texts.jsonl",
+    chats="chats.jsonl",
+)
 PLACES |= dict(pairs="pairs.csv")
 
 
@@ -56,13 +63,21 @@ class Walk:
                 words += shlex.split(TINY if small else f"{TINY_DENSE} {TINY}")
             elif "--model" in words:
                 words += shlex.split("--device cpu --engine emulated")
-                words += shlex.split("--batch-size 2 --eval-batches 1" if "--data" in words else "--seq-len 32")
-            if "--data" not in words and {"--preset", "--model"} & set(words):  # a run.toml has all of it
+                words += shlex.split(
+                    "--batch-size 2 --eval-batches 1" if "--data" in words else "--seq-len 32"
+                )
+            if "--data" not in words and {"--preset", "--model"} & set(
+                words
+            ):  # a run.toml has all of it
                 words += shlex.split(SMALL_TEXTS)
         elif self.tiny and words[0].startswith("examples/"):
             words += shlex.split(f"--seq-len 32 --batch-size 4 {SMALL_TEXTS}")
         elif self.tiny:
-            words += ["--tiny"] if words[0].startswith("tests/") else ["--device", "cpu", "--engine", "emulated"]
+            words += (
+                ["--tiny"]
+                if words[0].startswith("tests/")
+                else ["--device", "cpu", "--engine", "emulated"]
+            )
         return [sys.executable, *words]
 
     def environment(self) -> dict[str, str]:
@@ -76,8 +91,17 @@ class Walk:
             "import logging\nlogging.basicConfig()\nlogging.getLogger('te_models').setLevel('INFO')\n"
         )
         path = [str(self.folder / "log"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        own = {MARK: self.mark, "TMPDIR": str(self.folder / "tmp"), "PYTHONPATH": os.pathsep.join(path)}
-        shared = dict(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="2", COLUMNS="200", HF_HUB_OFFLINE="1")
+        own = {
+            MARK: self.mark,
+            "TMPDIR": str(self.folder / "tmp"),
+            "PYTHONPATH": os.pathsep.join(path),
+        }
+        shared = dict(
+            OMP_NUM_THREADS="1",
+            TORCHINDUCTOR_COMPILE_THREADS="2",
+            COLUMNS="200",
+            HF_HUB_OFFLINE="1",
+        )
         shared |= dict(TORCHINDUCTOR_CACHE_DIR=str(caches / "te_models_inductor"))
         shared |= dict(TRITON_CACHE_DIR=str(caches / "te_models_triton"))
         return {**shared, **os.environ, **own}
@@ -90,7 +114,9 @@ class Walk:
             log = self.folder / f"{number}.log"
             with log.open("w") as file:
                 streams: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=file, stderr=file)
-                job = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **streams)
+                job = subprocess.Popen(
+                    command, cwd=ROOT, env=env, start_new_session=True, **streams
+                )
                 assert job.stdin is not None
                 with job.stdin as typed, contextlib.suppress(BrokenPipeError):
                     typed.write(self.journey.typed.encode() if "chat" in command else b"")
@@ -111,7 +137,10 @@ class Walk:
 
     def kill(self, job: subprocess.Popen[bytes]) -> bool:
         """SIGKILL for the run's first command or, of several processes, for the last one, once it has saved."""
-        latest, deadline = Path(self.places["out"]) / "checkpoints" / "latest", time.time() + SECONDS
+        latest, deadline = (
+            Path(self.places["out"]) / "checkpoints" / "latest",
+            time.time() + SECONDS,
+        )
         while not latest.exists() and job.poll() is None and time.time() < deadline:
             time.sleep(0.02)
         if job.poll() is not None:
@@ -128,9 +157,13 @@ class Walk:
         said = "\n".join(self.said)
         rows = self.losses()
         losses = [row["loss"] for row in rows]
-        found: dict[str, Any] = dict(commands=list(self.journey.commands[: len(self.said)]), codes=self.codes)
+        found: dict[str, Any] = dict(
+            commands=list(self.journey.commands[: len(self.said)]), codes=self.codes
+        )
         found |= dict(
-            steps=len(rows), first_loss=losses[0] if losses else None, last_loss=losses[-1] if losses else None
+            steps=len(rows),
+            first_loss=losses[0] if losses else None,
+            last_loss=losses[-1] if losses else None,
         )
         speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
         found["tokens_per_second"] = round(statistics.median(speeds)) if speeds else None
@@ -170,21 +203,34 @@ class Walk:
         elif len(losses) >= 6:
             fall = statistics.mean(losses[:3]) - statistics.mean(losses[-3:])
             least = min(journey.falls, 0.01) if self.tiny else journey.falls
-            found += [] if fall > least else [f"the loss fell by {fall:.3f} instead of {least} or more"]
-        if journey.prints not in "\n".join(text.partition("\n")[2] for text in self.said):  # the commands left out
+            found += (
+                [] if fall > least else [f"the loss fell by {fall:.3f} instead of {least} or more"]
+            )
+        if journey.prints not in "\n".join(
+            text.partition("\n")[2] for text in self.said
+        ):  # the commands left out
             found.append(f"{journey.prints!r} was not printed")
         graph = graph_of(said)
         if not self.tiny and journey.graph != graph.startswith("captured"):
-            found.append(f"CUDA graph {'wanted' if journey.graph else 'not possible'}, and the run says: {graph}")
+            found.append(
+                f"CUDA graph {'wanted' if journey.graph else 'not possible'}, and the run says: {graph}"
+            )
         return found
 
     def left_behind(self) -> list[str]:
         """Temporary files and folders that the run did not take away; compilers' own are not ours."""
         runs = [Path(self.places[name]) for name in ("out", "again", "served")]
-        strange = [path for run in runs for path in run.rglob("*") if path.name.startswith(".") or ".tmp" in path.name]
+        strange = [
+            path
+            for run in runs
+            for path in run.rglob("*")
+            if path.name.startswith(".") or ".tmp" in path.name
+        ]
         if not self.journey.killed:  # nobody can tidy up after that
             strange += [
-                path for path in (self.folder / "tmp").iterdir() if not path.name.startswith(("torch", "triton"))
+                path
+                for path in (self.folder / "tmp").iterdir()
+                if not path.name.startswith(("torch", "triton"))
             ]
         return [f"left behind: {path.relative_to(self.folder)}" for path in strange]
 
@@ -217,7 +263,14 @@ def variable(pid: int, name: str) -> str:
         values = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return ""
-    return next((value[len(name) + 1 :].decode() for value in values if value.startswith(f"{name}=".encode())), "")
+    return next(
+        (
+            value[len(name) + 1 :].decode()
+            for value in values
+            if value.startswith(f"{name}=".encode())
+        ),
+        "",
+    )
 
 
 def end(mark: str, wait: float = 5) -> list[str]:
@@ -228,7 +281,9 @@ def end(mark: str, wait: float = 5) -> list[str]:
     found = []
     for pid in left:
         try:
-            found.append(f"still running: {Path(f'/proc/{pid}/cmdline').read_text().replace(chr(0), ' ')[:200]}")
+            found.append(
+                f"still running: {Path(f'/proc/{pid}/cmdline').read_text().replace(chr(0), ' ')[:200]}"
+            )
             os.kill(pid, signal.SIGKILL)
         except OSError:
             continue
@@ -238,7 +293,9 @@ def end(mark: str, wait: float = 5) -> list[str]:
 def obstacle(name: str, tiny: bool = False) -> str:
     """Return why a journey cannot run here; empty if it can."""
     journey = JOURNEYS[name]
-    if missing := [package for package in journey.needs if importlib.util.find_spec(package) is None]:
+    if missing := [
+        package for package in journey.needs if importlib.util.find_spec(package) is None
+    ]:
         return f"{missing[0]} is not installed"
     if tiny:
         return "it is of the native engine" if journey.native else ""
@@ -260,7 +317,10 @@ def walk(
             found[name] = Walk(name, folder, tiny).go()
         except Exception as error:  # the other journeys' results are worth having
             found[name] = dict(problems=[f"{type(error).__name__}: {error}"], output="")
-        said = found[name]["problems"] or f"{found[name]['first_loss']:.3f} to {found[name]['last_loss']:.3f}"
+        said = (
+            found[name]["problems"]
+            or f"{found[name]['first_loss']:.3f} to {found[name]['last_loss']:.3f}"
+        )
         print(f"{name}: {said}, {found[name].get('seconds')} s", file=sys.stderr, flush=True)  # noqa: T201
         if out is not None:
             with lock:
@@ -276,6 +336,8 @@ def walk(
 def write(path: Path, rows: dict[str, dict[str, Any]], jobs: int) -> None:
     """The results as JSON, with what they were measured on."""
     gpus = torch.cuda.device_count()
-    document = dict(environment=environment(), gpus=gpus, jobs_at_a_time=jobs, base=BASE, journeys=rows)
+    document = dict(
+        environment=environment(), gpus=gpus, jobs_at_a_time=jobs, base=BASE, journeys=rows
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")

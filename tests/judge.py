@@ -33,7 +33,9 @@ def takes_a_cache_by_either_name(model: Any, ids: Tensor) -> None:
         past, other = (transformers.DynamicCache(config=model.config) for _ in range(2))
         output = model(ids[:, :4], **{name: past})
         assert output[CACHE] is past
-        torch.testing.assert_close(model(ids[:, 4:], **{name: past}).logits, whole[:, 4:], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            model(ids[:, 4:], **{name: past}).logits, whole[:, 4:], rtol=1e-4, atol=1e-5
+        )
         assert torch.equal(model.generate(ids, **{name: other}, **options), text)
         assert past.get_seq_length() == ids.shape[1] == other.get_seq_length() - 2
         assert model.prepare_inputs_for_generation(ids, **{name: past})[CACHE] is past

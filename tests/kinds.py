@@ -35,7 +35,9 @@ class Kind(NamedTuple):
         """Return the place, and the bound of this kind there: where a rounding of BF16 could choose, FP32."""
         place, bound = where
         fp32 = self.chooses or place.get("dtype") == torch.float32
-        return (place | dict(dtype=torch.float32) if fp32 else place), bound * (1.0 if fp32 else self.rounds)
+        return (place | dict(dtype=torch.float32) if fp32 else place), bound * (
+            1.0 if fp32 else self.rounds
+        )
 
     @property
     def config(self) -> ModelConfig:
@@ -43,15 +45,23 @@ class Kind(NamedTuple):
 
 
 # Without the loss of their routers, which is not a mean over tokens.
-EXPERTS: dict[str, Any] = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=64, router_aux_loss_coef=0.0)
-SHARED: dict[str, Any] = dict(shared_expert_intermediate_size=96, shared_expert_gate=True, norm_topk_prob=False)
+EXPERTS: dict[str, Any] = dict(
+    num_experts=5, num_experts_per_tok=2, moe_intermediate_size=64, router_aux_loss_coef=0.0
+)
+SHARED: dict[str, Any] = dict(
+    shared_expert_intermediate_size=96, shared_expert_gate=True, norm_topk_prob=False
+)
 LATENT: dict[str, Any] = dict(attention_gate="none", num_key_value_heads=4, head_dim=16)
 BY_TURNS = ("sliding_attention", "full_attention", "sliding_attention")
 BIASED = dict(attention_bias=True, attention_output_bias=True)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 # Of latent attention: its values are narrower than its keys, wider, or as wide.
-NARROW = dict(q_lora_rank=32, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)
-ALIKE = dict(q_lora_rank=64, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32)
+NARROW = dict(
+    q_lora_rank=32, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32
+)
+ALIKE = dict(
+    q_lora_rank=64, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32
+)
 KINDS = {
     "attention": Kind(dict(qk_norm=True)),
     "headwise gate": Kind(
@@ -150,7 +160,9 @@ def build(kind: Kind, recipe: str = "bf16", **options: Any) -> CausalLM:
 
 
 def tokens(model: CausalLM, rows: int = 2, length: int = 24, seed: int = 0) -> Tensor:
-    ids = torch.randint(0, SHAPE["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(
+        0, SHAPE["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed)
+    )
     return ids.to(model.device)
 
 

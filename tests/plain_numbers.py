@@ -25,7 +25,9 @@ def weight_gradient(dy: Tensor, x: Tensor, y_hat: Tensor) -> Tensor:
 
 
 PLAIN: tuple[Callable[..., Tensor], ...] = (reciprocal_rms, input_gradient, weight_gradient)
-EXACT: tuple[Callable[..., Tensor], ...] = tuple(getattr(rmsnorm, function.__name__) for function in PLAIN)
+EXACT: tuple[Callable[..., Tensor], ...] = tuple(
+    getattr(rmsnorm, function.__name__) for function in PLAIN
+)
 
 
 @contextlib.contextmanager

@@ -25,16 +25,25 @@ class Tokens(NamedTuple):
     def inputs(self) -> dict[str, Tensor]:
         """The keywords of a forward pass."""
         given = dict(labels=self.labels, document_ids=self.documents, attention_mask=self.mask)
-        return {"input_ids": self.ids, **{name: value for name, value in given.items() if value is not None}}
+        return {
+            "input_ids": self.ids,
+            **{name: value for name, value in given.items() if value is not None},
+        }
 
     def texts(self) -> list[tuple[int, Tensor]]:
         """Return (row, places int64 [n]) of every document, padding left out."""
         found = []
         for row in range(len(self.ids)):
-            real = torch.arange(self.ids.shape[1]) if self.mask is None else self.mask[row].nonzero().flatten()
+            real = (
+                torch.arange(self.ids.shape[1])
+                if self.mask is None
+                else self.mask[row].nonzero().flatten()
+            )
             owner = torch.zeros_like(real) if self.documents is None else self.documents[row, real]
             edges = [0, *(1 + (owner[1:] != owner[:-1]).nonzero().flatten()).tolist(), len(real)]
-            found += [(row, real[start:stop]) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+            found += [
+                (row, real[start:stop]) for start, stop in zip(edges[:-1], edges[1:], strict=True)
+            ]
         return found
 
 
@@ -42,7 +51,9 @@ def draw_config(rng: random.Random, aligned: bool = False) -> ModelConfig:
     """Return a tiny model; `aligned` makes every te.Linear fit every recipe."""
     keys = rng.choice((1, 1, 2, 3))
     heads = keys * rng.choice((1, 1, 2, 3))
-    dim = rng.choice([d for d in HEAD_DIMS if heads * d <= 512 and not (aligned and (keys * d % 32 or d % 32))])
+    dim = rng.choice(
+        [d for d in HEAD_DIMS if heads * d <= 512 and not (aligned and (keys * d % 32 or d % 32))]
+    )
     step, layers = 32 if aligned else rng.choice((2, 8, 32)), rng.choice((1, 2, 3))
     gate = rng.choice(("elementwise", "elementwise", "headwise", "none"))
     fields: dict[str, Any] = dict(
@@ -106,20 +117,34 @@ class Life(NamedTuple):
     kills: tuple[int, ...]
 
 
-def other_kinds(rng: random.Random, config: ModelConfig, linear: bool = True, width: int = 32) -> ModelConfig:
+def other_kinds(
+    rng: random.Random, config: ModelConfig, linear: bool = True, width: int = 32
+) -> ModelConfig:
     """Return the same model, perhaps with latent attention, or layers of linear attention, and with experts.
 
     Their sizes are multiples of `width`.
     """
-    layers, kinds = config.num_hidden_layers, ("attention", "attention", "latent attention", "linear attention")
+    layers, kinds = (
+        config.num_hidden_layers,
+        ("attention", "attention", "latent attention", "linear attention"),
+    )
     kind = rng.choice(kinds if linear else kinds[:3])
     if kind == "linear attention" and config.norm_position == "pre":
-        sizes = dict(num_key_heads=2, num_value_heads=rng.choice((2, 4)), key_head_dim=16, value_head_dim=16)
+        sizes = dict(
+            num_key_heads=2, num_value_heads=rng.choice((2, 4)), key_head_dim=16, value_head_dim=16
+        )
         types = tuple(rng.choice(("linear_attention", "full_attention")) for _ in range(layers))
-        config = dataclasses.replace(config, layer_types=types, sliding_window=None, linear_attention=sizes)
+        config = dataclasses.replace(
+            config, layer_types=types, sliding_window=None, linear_attention=sizes
+        )
     if kind == "latent attention":
         config = with_latents(rng, config, width)
-    if rng.random() < 0.7 and config.mlp_gate and config.hidden_act == "silu" and not config.mlp_bias:
+    if (
+        rng.random() < 0.7
+        and config.mlp_gate
+        and config.hidden_act == "silu"
+        and not config.mlp_bias
+    ):
         config = with_experts(rng, config, width)
     return config
 
@@ -127,11 +152,22 @@ def other_kinds(rng: random.Random, config: ModelConfig, linear: bool = True, wi
 def with_latents(rng: random.Random, config: ModelConfig, width: int) -> ModelConfig:
     """Return the model with latents for queries, or none, and for keys and values; values narrower or wider."""
     turned = rng.choice((16, 32))
-    sizes = dict(q_lora_rank=rng.choice((None, width, 2 * width)), kv_lora_rank=rng.choice((width, 3 * width)))
-    sizes |= dict(qk_nope_head_dim=rng.choice((16, 48)), qk_rope_head_dim=turned, v_head_dim=rng.choice((32, 96)))
+    sizes = dict(
+        q_lora_rank=rng.choice((None, width, 2 * width)),
+        kv_lora_rank=rng.choice((width, 3 * width)),
+    )
+    sizes |= dict(
+        qk_nope_head_dim=rng.choice((16, 48)),
+        qk_rope_head_dim=turned,
+        v_head_dim=rng.choice((32, 96)),
+    )
     biased = config.attention_bias and sizes["q_lora_rank"] is not None
-    changes = NOT_LATENT | dict(num_key_value_heads=config.num_attention_heads, head_dim=turned, attention_bias=biased)
-    changes |= dict(qk_norm_scope="head", query_scale_length=None, attention_gate_activation="sigmoid")
+    changes = NOT_LATENT | dict(
+        num_key_value_heads=config.num_attention_heads, head_dim=turned, attention_bias=biased
+    )
+    changes |= dict(
+        qk_norm_scope="head", query_scale_length=None, attention_gate_activation="sigmoid"
+    )
     return dataclasses.replace(config, latent_attention=sizes, layer_types=None, **changes)
 
 
@@ -140,27 +176,57 @@ def with_experts(rng: random.Random, config: ModelConfig, width: int) -> ModelCo
     groups = rng.choice((1, 1, 2))
     count = groups * rng.randint(2, 4)
     chosen = rng.randint(1, count // groups)
-    sizes: dict[str, Any] = dict(num_experts=count, num_experts_per_tok=chosen, moe_intermediate_size=width)
-    sizes |= dict(n_group=groups, router_scores=rng.choice(("softmax", "sigmoid")), router_aux_loss_coef=0.01)
-    sizes |= dict(norm_topk_prob=rng.random() < 0.5, expert_bias=rng.random() < 0.4, router_fp32=rng.random() < 0.5)
+    sizes: dict[str, Any] = dict(
+        num_experts=count, num_experts_per_tok=chosen, moe_intermediate_size=width
+    )
+    sizes |= dict(
+        n_group=groups, router_scores=rng.choice(("softmax", "sigmoid")), router_aux_loss_coef=0.01
+    )
+    sizes |= dict(
+        norm_topk_prob=rng.random() < 0.5,
+        expert_bias=rng.random() < 0.4,
+        router_fp32=rng.random() < 0.5,
+    )
     if rng.random() < 0.4:
-        sizes |= dict(shared_expert_intermediate_size=2 * width, shared_expert_gate=rng.random() < 0.5)
+        sizes |= dict(
+            shared_expert_intermediate_size=2 * width, shared_expert_gate=rng.random() < 0.5
+        )
     if rng.random() < 0.3:
         sizes |= dict(bias=True, swiglu_limit=rng.choice((0.5, 7.0)), routed_scaling_factor=1.5)
-    types = tuple(rng.choice(("sparse", "sparse", "dense")) for _ in range(config.num_hidden_layers))
+    types = tuple(
+        rng.choice(("sparse", "sparse", "dense")) for _ in range(config.num_hidden_layers)
+    )
     return dataclasses.replace(config, moe=sizes, mlp_layer_types=types)
 
 
 def draw_life(rng: random.Random, recipes: list[str]) -> Life:
     """Return a run of a few steps on batches of random sizes and forms."""
-    config, recipe, steps = other_kinds(rng, draw_config(rng, aligned=True)), rng.choice(recipes), rng.randint(2, 4)
+    config, recipe, steps = (
+        other_kinds(rng, draw_config(rng, aligned=True)),
+        rng.choice(recipes),
+        rng.randint(2, 4),
+    )
     build: dict[str, Any] = dict(recipe=recipe, dtype=torch.bfloat16)
     if recipe != "bf16" and rng.random() < 0.3:
-        names = ("*.down_proj", "*.o_proj", "layers.0.*", f"layers.{config.num_hidden_layers - 1}.*")
-        build |= dict(precision={name: rng.choice(("bf16", "current", "delayed")) for name in rng.sample(names, 2)})
+        names = (
+            "*.down_proj",
+            "*.o_proj",
+            "layers.0.*",
+            f"layers.{config.num_hidden_layers - 1}.*",
+        )
+        build |= dict(
+            precision={
+                name: rng.choice(("bf16", "current", "delayed")) for name in rng.sample(names, 2)
+            }
+        )
     if recipe != "bf16":
-        edges = dict(num_layers_at_start_in_bf16=rng.choice((0, 0, 1)), num_layers_at_end_in_bf16=rng.choice((0, 0, 1)))
-        build |= edges if sum(edges.values()) < config.num_hidden_layers else dict.fromkeys(edges, 0)
+        edges = dict(
+            num_layers_at_start_in_bf16=rng.choice((0, 0, 1)),
+            num_layers_at_end_in_bf16=rng.choice((0, 0, 1)),
+        )
+        build |= (
+            edges if sum(edges.values()) < config.num_hidden_layers else dict.fromkeys(edges, 0)
+        )
     if recipe in ("delayed", "current", "blockwise", "mxfp8") and rng.random() < 0.3:
         build |= dict(fp8_params=True)
     later = [] if "fp8_params" in build else rng.sample(recipes, rng.choice((0, 0, 1, 2)))
@@ -177,15 +243,25 @@ def draw_life(rng: random.Random, recipes: list[str]) -> Life:
     )  # fmt: skip
     lora = None
     if rng.random() < 0.35:
-        names = ("o_proj", "o_proj", "all-linear", *(("all-linear", "experts") if config.moe else ("down_proj",)))
+        names = (
+            "o_proj",
+            "o_proj",
+            "all-linear",
+            *(("all-linear", "experts") if config.moe else ("down_proj",)),
+        )
         names += ("q_b_proj",) if config.latent_attention else ("q_proj", "v_proj")
         targets = rng.sample(names, rng.randint(1, 3))
         lora = dict(rank=rng.choice((2, 4)), targets=tuple(targets), dropout=rng.choice((0.0, 0.2)))
-    fields |= dict(optimizer="adamw" if lora else rng.choice(("adamw", "adamw", "muon", "muon8bit", "galore")))
+    fields |= dict(
+        optimizer="adamw" if lora else rng.choice(("adamw", "adamw", "muon", "muon8bit", "galore"))
+    )
     batches = [
-        draw_tokens(rng, rng.choice((1, 2)), rng.choice((5, 16, 33))).inputs for _ in range(steps * accumulation)
+        draw_tokens(rng, rng.choice((1, 2)), rng.choice((5, 16, 33))).inputs
+        for _ in range(steps * accumulation)
     ]
     for batch in batches:
         batch["labels"][:, -1] = batch["input_ids"][:, -1]  # no batch without a target
-    kills = tuple(step for step in range(2, steps + 1) if rng.random() < 0.5) or (steps,)  # before the step is saved
+    kills = tuple(step for step in range(2, steps + 1) if rng.random() < 0.5) or (
+        steps,
+    )  # before the step is saved
     return Life(config, build, fields, batches, lora, kills)

@@ -20,13 +20,23 @@ import torch.multiprocessing as mp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 multiprocessing.set_forkserver_preload(
-    ["torch.distributed.tensor", "torch._dynamo", "einops._torch_specific", "te_models.causal_lm", "pytest"]
+    [
+        "torch.distributed.tensor",
+        "torch._dynamo",
+        "einops._torch_specific",
+        "te_models.causal_lm",
+        "pytest",
+    ]
     + ["te_models.engine.emulated", "te_models.data.corpus_chunks", "te_models.training.launch"]
 )
 
 
 def run_ranks(
-    function: Callable[[int, str], Any], folder: Path, ranks: int, backend: str | None = "gloo", exact: bool = False
+    function: Callable[[int, str], Any],
+    folder: Path,
+    ranks: int,
+    backend: str | None = "gloo",
+    exact: bool = False,
 ) -> None:
     """Run `function(rank, folder)` in each of `ranks` processes, which share a process group.
 
@@ -35,7 +45,11 @@ def run_ranks(
     of a tiny model's time. If a rank fails, the test fails with the traceback of the one that failed first, as that
     rank saw it.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if backend is None else None
+    store = (
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        if backend is None
+        else None
+    )
     arguments = (function, str(folder), ranks, backend, store.port if store else 0, exact)
     try:
         mp.start_processes(_run, arguments, nprocs=ranks, start_method="forkserver")
@@ -71,27 +85,46 @@ def run_process(command: list[str], **options: Any) -> subprocess.CompletedProce
     """Run a command to its end; if it fails, the test fails with what the command printed."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     if done.returncode:
-        pytest.fail(f"exit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}", pytrace=False)
+        pytest.fail(
+            f"exit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}",
+            pytrace=False,
+        )
     return done
 
 
 def _run(
-    rank: int, function: Callable[[int, str], Any], folder: str, ranks: int, backend: str | None, port: int, exact: bool
+    rank: int,
+    function: Callable[[int, str], Any],
+    folder: str,
+    ranks: int,
+    backend: str | None,
+    port: int,
+    exact: bool,
 ) -> None:
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = socket.if_indextoname(1)  # the loopback: no name of a host is looked up
+    os.environ["GLOO_SOCKET_IFNAME"] = socket.if_indextoname(
+        1
+    )  # the loopback: no name of a host is looked up
     if backend == "nccl":
         torch.cuda.set_device(rank)
     if backend is None:
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        os.environ |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     else:
-        dist.init_process_group(backend, init_method=f"file://{folder}/init", rank=rank, world_size=ranks)
+        dist.init_process_group(
+            backend, init_method=f"file://{folder}/init", rank=rank, world_size=ranks
+        )
     try:
         with nullcontext() if exact else plain_numbers.plain():
             function(rank, folder)
     except BaseException:
-        Path(folder, f"failure-{rank}").write_text(f"rank {rank} of {ranks}\n{traceback.format_exc()}")
+        Path(folder, f"failure-{rank}").write_text(
+            f"rank {rank} of {ranks}\n{traceback.format_exc()}"
+        )
         raise
     finally:
         if dist.is_initialized():

@@ -72,9 +72,17 @@ class ShortConvSpec(MixerSpec):
 
     def steps(self, tape: Tape) -> list[Step]:
         into, out = self.linears
-        narrow, wide = (tape.tokens * width * tape.element for width in (self.hidden_size, 2 * self.hidden_size))
+        narrow, wide = (
+            tape.tokens * width * tape.element for width in (self.hidden_size, 2 * self.hidden_size)
+        )
         # Of each tap the shifted x, and which tokens it has; then the sum of the taps and sigmoid(g).
-        conv = Step("convolution", self.taps * (narrow + tape.tokens), consumes=narrow, produces=wide, scratch=narrow)
+        conv = Step(
+            "convolution",
+            self.taps * (narrow + tape.tokens),
+            consumes=narrow,
+            produces=wide,
+            scratch=narrow,
+        )
         gate = Step("gate", 2 * narrow, consumes=narrow, produces=2 * narrow)
         norm = Step("norm", narrow + tape.tokens * FP32, consumes=narrow, produces=narrow)
         return [tape.linear(into), conv, gate, norm, tape.linear(out)]
@@ -124,7 +132,9 @@ class ShortConv(Mixer[ShortConvSpec]):
         else:
             super().initialize(name, values, std, residual_std)
 
-    def new_state(self, batch: int, slots: int, device: torch.device, dtype: torch.dtype) -> ShortConvState:
+    def new_state(
+        self, batch: int, slots: int, device: torch.device, dtype: torch.dtype
+    ) -> ShortConvState:
         return ShortConvState(batch, self.spec.hidden_size, device, dtype)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
@@ -144,7 +154,9 @@ class ShortConv(Mixer[ShortConvSpec]):
         y = torch.zeros_like(x)
         for back in range(TAPS):
             # The token `back` places earlier, where it is of the same row and document.
-            earlier = whole[:, TAPS - 1 - back : TAPS - 1 - back + seq] * (positions >= back)[..., None]
+            earlier = (
+                whole[:, TAPS - 1 - back : TAPS - 1 - back + seq] * (positions >= back)[..., None]
+            )
             y = y + earlier * self.taps[:, back]
         y = self.norm((y * torch.sigmoid(g)).flatten(0, 1))  # [B*S, D]
         if context.real is not None:

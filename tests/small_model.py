@@ -14,7 +14,9 @@ from te_models.kernels import sdpa
 
 RECIPES = [name for name in list_recipes() if name != "nvfp4"]
 FP8 = [name for name in RECIPES if name != "bf16"]
-SHAPE = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=4)
+SHAPE = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=4
+)
 SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=64)
 ENGINES = ["emulated", pytest.param("native", marks=pytest.mark.gpu)]
 Build = Callable[..., CausalLM]
@@ -24,7 +26,9 @@ Build = Callable[..., CausalLM]
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Build:
     """A function that builds the small model under a recipe, on the CPU or for real; skips what the GPU cannot run."""
     native = request.param == "native"
-    monkeypatch.setattr(sdpa, "CUDA_ORDER", [SDPBackend.MATH])  # the fast kernels' gradients vary from run to run
+    monkeypatch.setattr(
+        sdpa, "CUDA_ORDER", [SDPBackend.MATH]
+    )  # the fast kernels' gradients vary from run to run
 
     def make(recipe: str = "delayed", **options: Any) -> CausalLM:
         torch.manual_seed(1)
@@ -39,7 +43,9 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bu
 
 
 def tokens(batch: int = 2, seq: int = 16, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, SHAPE["vocab_size"], (batch, seq), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, SHAPE["vocab_size"], (batch, seq), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def skip_unsupported(recipe: str) -> None:
@@ -52,7 +58,9 @@ def registry(model: CausalLM) -> Any:
     return model.te.FP8GlobalStateManager
 
 
-def loss_of(model: CausalLM, seed: int = 0, batch: int = 2, seq: int = 16, **options: Any) -> torch.Tensor:
+def loss_of(
+    model: CausalLM, seed: int = 0, batch: int = 2, seq: int = 16, **options: Any
+) -> torch.Tensor:
     ids = tokens(batch, seq, seed).to(model.device)
     loss = model(ids, labels=ids, **options).loss
     assert loss is not None

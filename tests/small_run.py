@@ -33,7 +33,9 @@ def make_trainer(out: Path, case: dict[str, Any], shared: Parallel | None = None
     torch.manual_seed(5)
     model = shared.build(get_preset("gated-nano", **TINY), device="cpu", **options)
     words = load_tokenizer(None)
-    sizes: dict[str, Any] = dict(batch_size=shared.rows(2), seed=0, rank=shared.data_rank, world_size=shared.data_world)
+    sizes: dict[str, Any] = dict(
+        batch_size=shared.rows(2), seed=0, rank=shared.data_rank, world_size=shared.data_world
+    )
     data = TokenDataset(TEXT[:15], words, 16, **sizes)
     held_out = TokenDataset(TEXT[15:20], words, 16, shuffle=False, **sizes)
     saved = None

@@ -24,7 +24,9 @@ def test_every_row_is_measured(name: str, tmp_path: Path) -> None:
     who = ["te-models bf16, no graph", "te-models delayed, no graph"]
     who += ["transformers default", "transformers static cache + compile"]
     assert [row["who"] for row in rows] == who and not skipped
-    assert all(row["decode_tokens_per_second"] > 0 < row["prefill_tokens_per_second"] for row in rows)
+    assert all(
+        row["decode_tokens_per_second"] > 0 < row["prefill_tokens_per_second"] for row in rows
+    )
     assert rows[0]["same_first_tokens"] == 4, "FP32: the same tokens as transformers"
     told = CliRunner().invoke(generate.cli, ["load", str(folder), "cpu", "te-models"])
     loaded = json.loads(told.stdout)
@@ -35,11 +37,25 @@ def test_every_row_is_measured(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_says_all_and_writes_nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_says_all_and_writes_nothing_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     out = tmp_path / "result.json"
-    monkeypatch.setattr(generate, "theirs", lambda *args: (_ for _ in ()).throw(RuntimeError("no compiler")))
-    options = ["run", "--tiny", "--no-load", "--models", "qwen3-0.6b", "--recipes", "bf16", "--batches", "2"]
+    monkeypatch.setattr(
+        generate, "theirs", lambda *args: (_ for _ in ()).throw(RuntimeError("no compiler"))
+    )
+    options = [
+        "run",
+        "--tiny",
+        "--no-load",
+        "--models",
+        "qwen3-0.6b",
+        "--recipes",
+        "bf16",
+        "--batches",
+        "2",
+    ]
     told = CliRunner().invoke(generate.cli, [*options, "--out", str(out)], catch_exceptions=False)
     assert told.exit_code == 0 and not out.exists()
     assert "| `qwen3-0.6b` | 2 | te-models bf16, no graph |" in told.stdout

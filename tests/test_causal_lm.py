@@ -50,7 +50,8 @@ def test_a_swap_between_delayed_recipes_moves_the_scales_along(small: Build) -> 
     moved = [
         name
         for name in before
-        if name.endswith("fwd.amax_history") and not torch.equal(after[name][-3:], before[name][-3:])
+        if name.endswith("fwd.amax_history")
+        and not torch.equal(after[name][-3:], before[name][-3:])
     ]
     assert len(moved) == 12, "the moved histories are live: the next step writes into them"
 
@@ -64,20 +65,34 @@ def test_the_plan_names_every_linear_and_its_reason(small: Build) -> None:
     assert first.gemm == "64 -> 192" and "num_layers_at_start_in_bf16 = 1" in first.reason
     text = str(plan)
     assert "E4M3/E5M2 Float8CurrentScaling" in text and "1-3" in text and "lm_head" in text
-    assert f"engine {model.engine} (asked for)" in text if model.engine == "emulated" else "NVIDIA" in text
+    assert (
+        f"engine {model.engine} (asked for)" in text
+        if model.engine == "emulated"
+        else "NVIDIA" in text
+    )
 
 
 @pytest.mark.parametrize(
     "options, kind, message",
     [
         (dict(recipe="current", num_hidden_layers=2), ConfigError, "nothing would run in FP8"),
-        (dict(recipe="current", precision={"*": "bf16"}), ConfigError, "keeps all linears in BF16: .* in FP8; lower"),
-        (dict(recipe="mxfp8", intermediate_size=112), ConfigError, "intermediate_size=112 is not a multiple of 32"),
+        (
+            dict(recipe="current", precision={"*": "bf16"}),
+            ConfigError,
+            "keeps all linears in BF16: .* in FP8; lower",
+        ),
+        (
+            dict(recipe="mxfp8", intermediate_size=112),
+            ConfigError,
+            "intermediate_size=112 is not a multiple of 32",
+        ),
         (dict(sequence_parallel=True), UsageError, "give tp_mesh"),
         (dict(recipe="bf16", fp8_params=True), UsageError, "fp8_params"),
     ],
 )
-def test_unsupported_options_are_refused(small: Build, options: dict, kind: type[Exception], message: str) -> None:
+def test_unsupported_options_are_refused(
+    small: Build, options: dict, kind: type[Exception], message: str
+) -> None:
     with pytest.raises(kind, match=message) as error:
         small(**options)
     assert "\n" not in str(error.value)
@@ -99,7 +114,9 @@ def test_the_two_engines_agree_and_exchange_their_state(recipe: str, tmp_path: P
     torch.save(native.state_dict(), tmp_path / "state.pt")
     again = CausalLM.from_preset("gated-nano", engine="native", **options)
     again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert same(fp8_state(again), fp8_state(native)) and bool(fp8_state(native)) == (recipe == "delayed")
+    assert same(fp8_state(again), fp8_state(native)) and bool(fp8_state(native)) == (
+        recipe == "delayed"
+    )
     assert step(again, tokens(8, 32, 8)) == step(native, tokens(8, 32, 8))
     native.save_pretrained(tmp_path / "n")
     place = dict(device="cuda", compile=False, fused=False)
@@ -112,7 +129,9 @@ def test_the_two_engines_agree_and_exchange_their_state(recipe: str, tmp_path: P
 def test_mxfp8_on_hopper_is_refused_with_the_reason() -> None:
     if torch.cuda.get_device_capability() >= (10, 0):
         pytest.skip("this GPU runs MXFP8")
-    with pytest.raises(ValueError, match="compute capability 10.0 or higher.*engine='emulated' runs"):
+    with pytest.raises(
+        ValueError, match="compute capability 10.0 or higher.*engine='emulated' runs"
+    ):
         CausalLM.from_preset("gated-nano", recipe="mxfp8", engine="native")
 
 
@@ -127,7 +146,9 @@ CONVERSIONS: dict[str, Callable[[CausalLM], Any]] = {
 
 @pytest.mark.parametrize("dtype", ["float32", torch.float64, torch.int8])
 def test_a_dtype_that_te_layers_do_not_have_is_refused(dtype: Any) -> None:
-    with pytest.raises(UsageError, match=r"dtype=.* is not supported: give torch\.bfloat16, torch\.float16, torch"):
+    with pytest.raises(
+        UsageError, match=r"dtype=.* is not supported: give torch\.bfloat16, torch\.float16, torch"
+    ):
         CausalLM.from_preset("gated-nano", **SHAPE, device="cpu", dtype=dtype)
 
 
@@ -135,7 +156,9 @@ def test_a_dtype_that_te_layers_do_not_have_is_refused(dtype: Any) -> None:
 def test_a_conversion_to_fp64_or_fp16_is_refused_in_one_line(how: str) -> None:
     model = CausalLM.from_preset("gated-nano", **SHAPE, device="cpu")
     says = (
-        "build or load it with dtype=torch.float16" if "half" in how or "16" in how else "te layers do not run in FP64"
+        "build or load it with dtype=torch.float16"
+        if "half" in how or "16" in how
+        else "te layers do not run in FP64"
     )
     with pytest.raises(UsageError, match=re.escape(says)) as caught:
         CONVERSIONS[how](model)
@@ -146,22 +169,38 @@ def test_a_conversion_to_fp64_or_fp16_is_refused_in_one_line(how: str) -> None:
 
 def test_data_parallel_is_refused_before_it_copies_a_model() -> None:
     model = CausalLM.from_preset("gated-nano", **SHAPE, device="cpu")
-    with pytest.raises(UsageError, match="DataParallel cannot copy te modules: start the program with torchrun"):
+    with pytest.raises(
+        UsageError, match="DataParallel cannot copy te modules: start the program with torchrun"
+    ):
         model._replicate_for_data_parallel()  # torch.nn.DataParallel calls it on each module, on GPUs only
 
 
 @pytest.mark.parametrize("moe", [False, True], ids=["tp", "ep"])
 def test_the_number_of_parameters_is_that_of_all_ranks(moe: bool) -> None:
-    sizes: dict[str, Any] = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-    sizes |= dict(num_key_value_heads=2, head_dim=16, intermediate_size=64, attention_sinks=True, attention_bias=True)
-    sizes |= dict(moe=dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)) if moe else {}
+    sizes: dict[str, Any] = dict(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4
+    )
+    sizes |= dict(
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        attention_sinks=True,
+        attention_bias=True,
+    )
+    sizes |= (
+        dict(moe=dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32))
+        if moe
+        else {}
+    )
     deltanet = dict(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=8)
     sizes |= dict(layer_types=("linear_attention", "full_attention"), linear_attention=deltanet)
     config = ModelConfig(**sizes, attention_gate="headwise")
     assert config.num_padding_parameters
     with as_one_of(2):
         mesh = init_device_mesh("cpu", (2,))
-        model = CausalLM(config, recipe="bf16", device="cpu", **({"ep_mesh": mesh} if moe else {"tp_mesh": mesh}))
+        model = CausalLM(
+            config, recipe="bf16", device="cpu", **({"ep_mesh": mesh} if moe else {"tp_mesh": mesh})
+        )
         assert model.num_parameters() == config.num_parameters
         model.layers[0].requires_grad_(False)
         only = config.num_parameters - config.layers[0].num_parameters

@@ -35,12 +35,18 @@ def blocks(page: Path, language: str) -> list[str]:
 @pytest.mark.parametrize("page", CURRENT, ids=name)
 def test_generated_tables_are_current(page: Path) -> None:
     text = page.read_text()
-    assert text.count("<!-- generated: ") == text.count("<!-- end -->") == len(make_tables.MARKED.findall(text))
+    assert (
+        text.count("<!-- generated: ")
+        == text.count("<!-- end -->")
+        == len(make_tables.MARKED.findall(text))
+    )
     assert make_tables.filled(text) == text, "run make tables"
 
 
 def test_every_table_is_on_a_page() -> None:
-    shown = {found for page in CURRENT for _, found, _ in make_tables.MARKED.findall(page.read_text())}
+    shown = {
+        found for page in CURRENT for _, found, _ in make_tables.MARKED.findall(page.read_text())
+    }
     assert shown == set(make_tables.TABLES)
 
 
@@ -58,19 +64,25 @@ def test_links_lead_to_files(page: Path) -> None:
     missing = [
         target
         for target in LINK.findall(page.read_text())
-        if not (page.parent / target).exists() and not (page.parent.name == "reference" and target in generated)
+        if not (page.parent / target).exists()
+        and not (page.parent.name == "reference" and target in generated)
     ]
     assert not missing
 
 
 def package_suffixes() -> list[str]:
-    folders = (path.parent.relative_to(ROOT / "te_models") for path in (ROOT / "te_models").rglob("*/__init__.py"))
+    folders = (
+        path.parent.relative_to(ROOT / "te_models")
+        for path in (ROOT / "te_models").rglob("*/__init__.py")
+    )
     return ["." + ".".join(folder.parts) for folder in folders]
 
 
 def test_the_reference_lists_the_public_names() -> None:
     rows = re.findall(r"\[(`.*?)\]\(te_models", (ROOT / "docs/reference/index.md").read_text())
-    assert sorted(found for row in rows for found in re.findall(r"`(\w+)`", row)) == sorted(te_models.__all__)
+    assert sorted(found for row in rows for found in re.findall(r"`(\w+)`", row)) == sorted(
+        te_models.__all__
+    )
 
 
 @pytest.mark.parametrize("page", CURRENT, ids=name)
@@ -114,7 +126,9 @@ RUNNABLE = [
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("page", "place"), RUNNABLE)
-def test_snippets_run(page: str, place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snippets_run(
+    page: str, place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(blocks(ROOT / page, "python")[place], page, "exec"), {"__name__": "__main__"})
 
@@ -127,9 +141,13 @@ def test_own_modules_go_to_disk_and_back(tmp_path: Path, monkeypatch: pytest.Mon
     for code in blocks(ROOT / "docs/guide/own_modules.md", "python"):
         exec(compile(code, "own_modules.md", "exec"), names)
     restored, block = names["restored"], names["block"]
-    assert all(torch.equal(restored.get_parameter(name), value) for name, value in block.named_parameters())
+    assert all(
+        torch.equal(restored.get_parameter(name), value) for name, value in block.named_parameters()
+    )
     saved = load_file(tmp_path / "scales.safetensors")
-    assert saved and any(bool((value != 0).any()) for name, value in saved.items() if "amax" in name)
+    assert saved and any(
+        bool((value != 0).any()) for name, value in saved.items() if "amax" in name
+    )
     assert names["again"].shape == names["x"].shape
 
 

@@ -37,7 +37,9 @@ RUN_FAILURES = (Diverged, EngineError, LostPeer, OutOfMemory)
 Pretend = Callable[[str, str | None], None]
 
 
-@pytest.mark.parametrize("kind", [TeModelsError, UsageError, DataUnavailable, MissingPackage, errors.OutputInUse])
+@pytest.mark.parametrize(
+    "kind", [TeModelsError, UsageError, DataUnavailable, MissingPackage, errors.OutputInUse]
+)
 def test_a_message_is_one_short_line_of_text(kind: type[TeModelsError]) -> None:
     text = str(kind("a\nb\r\x1b[31mc\x9bd\u2028\ud800 \u00e9" + "x" * 5000 + "end"))
     assert text.startswith("a b  [31mc d \\ud800 \u00e9xx") and text.endswith("xxend")
@@ -49,7 +51,10 @@ def test_a_message_is_one_short_line_of_text(kind: type[TeModelsError]) -> None:
     ("version", "message"),
     [
         (None, "drawing needs numpy 1.26 or newer: pip install -U 'te-models[train]'"),
-        ("1.25.9", "drawing needs numpy 1.26 or newer, not 1.25.9: pip install -U 'te-models[train]'"),
+        (
+            "1.25.9",
+            "drawing needs numpy 1.26 or newer, not 1.25.9: pip install -U 'te-models[train]'",
+        ),
         ("1.3", "drawing needs numpy 1.26 or newer, not 1.3: pip install -U 'te-models[train]'"),
         ("0.99", "drawing needs numpy 1.26 or newer, not 0.99: pip install -U 'te-models[train]'"),
         ("1.26", None),
@@ -57,12 +62,17 @@ def test_a_message_is_one_short_line_of_text(kind: type[TeModelsError]) -> None:
         ("2", None),
     ],
 )
-def test_a_version_is_compared_by_its_numbers(pretend: Pretend, version: str | None, message: str | None) -> None:
+def test_a_version_is_compared_by_its_numbers(
+    pretend: Pretend, version: str | None, message: str | None
+) -> None:
     pretend("numpy", version)
     if message is None:
         with needs("drawing", "numpy", "1.26", "train"):
             return
-    with pytest.raises(MissingPackage, match=f"^{re.escape(message)}$"), needs("drawing", "numpy", "1.26", "train"):
+    with (
+        pytest.raises(MissingPackage, match=f"^{re.escape(message)}$"),
+        needs("drawing", "numpy", "1.26", "train"),
+    ):
         raise AssertionError("not to be reached")
 
 
@@ -82,18 +92,25 @@ def test_a_package_that_cannot_be_imported_is_named(pretend: Pretend) -> None:
     """Importing torchao 0.18 on torch 2.9 fails, since torch lacks a name."""
     pretend("numpy", "2.0")
     message = (
-        "drawing needs numpy, and the installed 2.0 cannot be imported (no name 'x'): pip install -U torch 'te-models"
+        "drawing needs numpy, and the installed 2.0 cannot be imported (no name 'x'): "
+        "pip install -U torch 'te-models"
     )
-    with pytest.raises(MissingPackage, match=re.escape(message)), needs("drawing", "numpy", "1.26", "train"):
+    with (
+        pytest.raises(MissingPackage, match=re.escape(message)),
+        needs("drawing", "numpy", "1.26", "train"),
+    ):
         raise ImportError("no\n name 'x'")
 
 
 @pytest.mark.parametrize("version", [None, "0.18.1"])
-def test_lora_without_peft_is_one_line(pretend: Pretend, monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+def test_lora_without_peft_is_one_line(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch, version: str | None
+) -> None:
     pretend("peft", version)
     monkeypatch.delitem(sys.modules, "te_models.training.lora", raising=False)
     with pytest.raises(
-        ImportError, match=r"^te_models.training.lora needs peft .* or newer.*: pip install -U 'te-models\[lora\]'$"
+        ImportError,
+        match=r"^te_models.training.lora needs peft .* or newer.*: pip install -U 'te-models\[lora\]'$",
     ):
         importlib.import_module("te_models.training.lora")
 
@@ -104,7 +121,9 @@ def test_the_oldest_versions_are_those_of_pyproject() -> None:
         tuple(ast.literal_eval(argument) for argument in node.args[1:])
         for path in (ROOT / "te_models").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "needs"
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "needs"
         if path.name != "loggers.py"
     }
     asked |= {(name, oldest, name) for name, (_, oldest, _) in loggers.LOGGERS.items()}
@@ -116,14 +135,20 @@ def test_the_oldest_versions_are_those_of_pyproject() -> None:
     for package, oldest, extra in asked:
         (line,) = re.findall(rf"^{extra} = (.*)$", text, re.MULTILINE)
         (floor,) = re.findall(rf'"{package}>=([0-9.]+)', line)
-        assert [int(part) for part in floor.split(".")] >= [int(part) for part in oldest.split(".")], package
+        assert [int(part) for part in floor.split(".")] >= [
+            int(part) for part in oldest.split(".")
+        ], package
 
 
 def test_every_error_is_a_type_with_an_exit_code(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command line goes by the type alone: an error with another exit code needs no change there."""
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TeModelsError)]
+    kinds = [
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, TeModelsError)
+    ]
     assert len(kinds) > 10
     for kind in kinds:
 
@@ -132,7 +157,9 @@ def test_every_error_is_a_type_with_an_exit_code(
 
         monkeypatch.setattr(commands.cli, "main", fail)
         assert (
-            commands.main([]) == kind.exit_code == (1 if issubclass(kind, RUN_FAILURES) or kind is TeModelsError else 2)
+            commands.main([])
+            == kind.exit_code
+            == (1 if issubclass(kind, RUN_FAILURES) or kind is TeModelsError else 2)
         )
         assert capsys.readouterr().err == "te-models: first line\n"
 
@@ -145,13 +172,21 @@ def test_callers_may_catch_python_s_own_types() -> None:
 
 def test_names_of_other_libraries_lead_to_ours() -> None:
     flags = [f"--{name.replace('_', '-')}" for name in SETTINGS] + ["--max-new-tokens"]
-    theirs = {other: name for name, others in reversed(SYNONYMS.items()) for other in others.split()}
+    theirs = {
+        other: name for name, others in reversed(SYNONYMS.items()) for other in others.split()
+    }
     for other, name in theirs.items():
         flag = f"--{name.replace('_', '-')}"
         assert flag in flags
-        assert f"--{other.replace('_', '-')}" not in flags or name == "preset"  # bench has no --model
-        assert f"did you mean {flag!r}?" in str(unknown("option", f"--{other}", flags, "--help-all"))
+        assert (
+            f"--{other.replace('_', '-')}" not in flags or name == "preset"
+        )  # bench has no --model
+        assert f"did you mean {flag!r}?" in str(
+            unknown("option", f"--{other}", flags, "--help-all")
+        )
         assert f"did you mean {name!r}?" in str(unknown("keyword", other, [name, "seed"]))
     assert "did you mean 'mxfp8'?" in str(unknown("recipe", "MXFP8", ["mxfp8", "nvfp4"]))
-    assert "did you mean 'fp8-block'?" in str(unknown("format", "fp8", ["fp8-block", "fp8-tensor", "mxfp8"]))
+    assert "did you mean 'fp8-block'?" in str(
+        unknown("format", "fp8", ["fp8-block", "fp8-tensor", "mxfp8"])
+    )
     assert "did you mean '--batch-size'?" in str(unknown("option", "--bs", flags))

@@ -31,20 +31,31 @@ from te_models.training.cuda_graph import WARM_UP, GraphedStep
 from te_models.training.trainer import deterministic
 
 PLACE: dict[str, Any] = dict(device="cuda", engine="auto")
-RECIPES: dict[str, dict[str, Any]] = {name: dict(recipe=name) for name in ("bf16", "delayed", "current", "blockwise")}
+RECIPES: dict[str, dict[str, Any]] = {
+    name: dict(recipe=name) for name in ("bf16", "delayed", "current", "blockwise")
+}
 # Linears in another precision than their neighbors, in the layers inside the autocast (1, 2) and outside (0, 3).
-TABLE = {"*.down_proj": "bf16", "layers.1.self_attn.*": "current", "layers.3.mlp.gate_up_proj": "delayed"}
+TABLE = {
+    "*.down_proj": "bf16",
+    "layers.1.self_attn.*": "current",
+    "layers.3.mlp.gate_up_proj": "delayed",
+}
 RECIPES["delayed, with a table"] = dict(recipe="delayed", precision=TABLE)
 SHAPES: dict[int, dict[str, Any]] = {
     64: dict(hidden_size=512, num_attention_heads=8, num_key_value_heads=2, intermediate_size=1024),
-    128: dict(hidden_size=512, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024),
+    128: dict(
+        hidden_size=512, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024
+    ),
 }
 ROWS, TOKENS, STEPS = 4, 256, 8
 assert STEPS > WARM_UP + 2  # replays with other batches and other weights than the capture's
 SPREAD = 4.0
 # Relative: of a loss, of the weights' way from where they began (in norm), and of scales and amax histories in the mean
 # of their entries (an amax by itself is one element, which may be anything).
-FLOOR = {"graph": dict(losses=2e-4, weights=0.01, scales=0.02), "plain": dict(losses=5e-4, weights=0.02, scales=0.05)}
+FLOOR = {
+    "graph": dict(losses=2e-4, weights=0.01, scales=0.02),
+    "plain": dict(losses=5e-4, weights=0.02, scales=0.05),
+}
 
 Run = dict[str, Any]
 WAYS: dict[str, dict[str, Any]] = {
@@ -55,7 +66,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(size: int, recipe: str, mode: str, *, graph: bool = False, order: Any = None, **options: Any) -> Run:
+def train(
+    size: int, recipe: str, mode: str, *, graph: bool = False, order: Any = None, **options: Any
+) -> Run:
     """Eight steps of AdamW: losses, the way that each weight went, scales and amax histories."""
     torch.manual_seed(1)
     shape = dict(num_hidden_layers=4, max_position_embeddings=TOKENS, **SHAPES[size])
@@ -81,7 +94,9 @@ def train(size: int, recipe: str, mode: str, *, graph: bool = False, order: Any 
         assert graphed.graph is not None and not graphed.failures, "the step was not captured"
     return dict(
         losses=torch.stack(losses).cpu(),
-        weights={name: p.detach().float() - start[name].float() for name, p in model.named_parameters()},
+        weights={
+            name: p.detach().float() - start[name].float() for name, p in model.named_parameters()
+        },
         scales={name: tensor.clone() for name, tensor in fp8_state(model).items()},
     )
 
@@ -90,7 +105,9 @@ def one_step(model: CausalLM, graphed: GraphedStep | None, step: int) -> Tensor:
     """Forward and backward of a batch; the loss."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, 256, (ROWS, TOKENS), generator=generator).to(model.device)
-    ids = ids // (1 + ids % 7)  # some bytes come more often than others: there is something to learn
+    ids = ids // (
+        1 + ids % 7
+    )  # some bytes come more often than others: there is something to learn
     if graphed is not None:
         return graphed(input_ids=ids, labels=ids).clone()
     model.calibrate(dict(input_ids=ids, labels=ids))  # in the first step, as the graphed one does
@@ -103,22 +120,35 @@ def one_step(model: CausalLM, graphed: GraphedStep | None, step: int) -> Tensor:
 def distances(one: Run, other: Run) -> dict[str, float]:
     """Return the relative distances of two runs; values that are not finite are infinitely far."""
     losses = ((one["losses"] - other["losses"]).abs() / one["losses"]).max()
-    gap = torch.stack([(way - other["weights"][name]).norm() for name, way in one["weights"].items()]).norm()
+    gap = torch.stack(
+        [(way - other["weights"][name]).norm() for name, way in one["weights"].items()]
+    ).norm()
     way = torch.stack([way.norm() for way in one["weights"].values()]).norm()
     assert one["scales"].keys() == other["scales"].keys()
     pairs = [(tensor, other["scales"][name]) for name, tensor in one["scales"].items()]
     scales = [
-        ((a - b).abs() / torch.maximum(a.abs(), b.abs()).clamp(min=1e-30)).sum() / (a != 0).sum().clamp(min=1)
+        ((a - b).abs() / torch.maximum(a.abs(), b.abs()).clamp(min=1e-30)).sum()
+        / (a != 0).sum().clamp(min=1)
         for a, b in pairs
     ]
-    found = dict(losses=losses, weights=gap / way, scales=torch.stack(scales).max() if scales else torch.zeros(()))
+    found = dict(
+        losses=losses,
+        weights=gap / way,
+        scales=torch.stack(scales).max() if scales else torch.zeros(()),
+    )
     return {name: float(value.nan_to_num(torch.inf, torch.inf)) for name, value in found.items()}
 
 
-def near(found: dict[str, float], usual: list[dict[str, float]], floor: dict[str, float]) -> list[str]:
+def near(
+    found: dict[str, float], usual: list[dict[str, float]], floor: dict[str, float]
+) -> list[str]:
     """List distances beyond their limits."""
     limits = {name: SPREAD * max(pair[name] for pair in usual) + floor[name] for name in found}
-    return [f"{name}: {value:.3g} > {limits[name]:.3g}" for name, value in found.items() if not value <= limits[name]]
+    return [
+        f"{name}: {value:.3g} > {limits[name]:.3g}"
+        for name, value in found.items()
+        if not value <= limits[name]
+    ]
 
 
 @pytest.mark.gpu
@@ -141,7 +171,11 @@ def test_graphed_fused_and_plain_steps_train_alike(size: int, recipe: str, mode:
     runs = {way: train(size, recipe, mode, **options) for way, options in WAYS.items()}
     again = [train(size, recipe, mode, **WAYS["eager"]) for _ in range(2)]
     assert runs["eager"]["losses"][-1] < 0.97 * runs["eager"]["losses"][0], "nothing was learned"
-    noise = [distances(runs["eager"], again[0]), distances(*again), distances(runs["eager"], again[1])]
+    noise = [
+        distances(runs["eager"], again[0]),
+        distances(*again),
+        distances(runs["eager"], again[1]),
+    ]
     assert not near(distances(runs["eager"], runs["graph"]), noise, FLOOR["graph"])
     rounding = [*noise, distances(runs["plain"], runs["other plain"])]
     assert not near(distances(runs["plain"], runs["eager"]), rounding, FLOOR["plain"])
@@ -151,13 +185,21 @@ def test_graphed_fused_and_plain_steps_train_alike(size: int, recipe: str, mode:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("size", SHAPES)
-def test_deterministic_steps_are_the_same_bits_in_a_graph(size: int, recipe: str, mode: str) -> None:
+def test_deterministic_steps_are_the_same_bits_in_a_graph(
+    size: int, recipe: str, mode: str
+) -> None:
     with deterministic():
-        eager, again, graph = (train(size, recipe, mode, graph=graph) for graph in (False, False, True))
+        eager, again, graph = (
+            train(size, recipe, mode, graph=graph) for graph in (False, False, True)
+        )
     for other in (again, graph):
         assert torch.equal(eager["losses"], other["losses"])
         for part in ("weights", "scales"):
-            assert [name for name, tensor in eager[part].items() if not torch.equal(tensor, other[part][name])] == []
+            assert [
+                name
+                for name, tensor in eager[part].items()
+                if not torch.equal(tensor, other[part][name])
+            ] == []
 
 
 LENGTHS = (1, 2, 16, 17, 127, 128, 129, 192, 255, 257, 333, 511)
@@ -170,7 +212,9 @@ LENGTHS = (1, 2, 16, 17, 127, 128, 129, 192, 255, 257, 333, 511)
 def test_any_length(size: int, compile: bool, recipe: str) -> None:
     """Of 3 rows, with half as many key heads as query heads; benchmarks/length_sweep.py tries all others."""
     bench = length_sweep.Bench("cuda", recipe)
-    cases = [case for case in length_sweep.cases(list(LENGTHS), [3], [size], compile) if case["grouped"]]
+    cases = [
+        case for case in length_sweep.cases(list(LENGTHS), [3], [size], compile) if case["grouped"]
+    ]
     wrong = {case["length"]: length_sweep.verdict(bench.compare(case)) for case in cases}
     assert {length: problems for length, problems in wrong.items() if problems} == {}
 
@@ -187,7 +231,9 @@ def test_a_case_that_ends_its_process_is_reported_and_the_rest_runs() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
-def test_distances_of_equal_and_different_runs(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distances_of_equal_and_different_runs(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a CPU: the same run is no distance from itself, and another seed, or a poisoned loss, is far."""
     monkeypatch.setitem(PLACE, "device", "cpu")
     monkeypatch.setitem(PLACE, "engine", "emulated")

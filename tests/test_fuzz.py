@@ -14,7 +14,9 @@ SEED = int(os.environ.get("TE_MODELS_FUZZ_SEED", 1))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure peak memory")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure peak memory"
+)
 def test_some_cases_of_every_kind(tmp_path: Path) -> None:
     """In this process: a case that fails can be run again by its number."""
     pytest.importorskip("peft")
@@ -22,7 +24,11 @@ def test_some_cases_of_every_kind(tmp_path: Path) -> None:
     live = Live(tmp_path)
     references = load_all(tmp_path, live)
     found = [run_case(tmp_path, SEED, case, live, references) for case in range(60)]
-    assert not [f"case {number} of seed {SEED}: {case}" for number, case in enumerate(found) if "failure" in case[2]]
+    assert not [
+        f"case {number} of seed {SEED}: {case}"
+        for number, case in enumerate(found)
+        if "failure" in case[2]
+    ]
     assert {case[0] for case in found} == set(KINDS)
     assert sum(case[2] == "refused" for case in found) > 20
 

@@ -19,12 +19,20 @@ JOBS = int(os.environ.get("TE_MODELS_JOBS", 10))
 
 
 @pytest.fixture(scope="module")
-def walked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def walked(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
     """A row of results for each journey that was selected."""
-    tests = [item for item in request.session.items if getattr(item, "originalname", "") == "test_a_journey"]
+    tests = [
+        item
+        for item in request.session.items
+        if getattr(item, "originalname", "") == "test_a_journey"
+    ]
     wanted = [item.callspec.params["name"] for item in tests]
     path = os.environ.get("TE_MODELS_RESULTS")
-    return journeys.walk(wanted, tmp_path_factory.mktemp("journeys"), JOBS, DRY_RUN, Path(path) if path else None)
+    return journeys.walk(
+        wanted, tmp_path_factory.mktemp("journeys"), JOBS, DRY_RUN, Path(path) if path else None
+    )
 
 
 @pytest.mark.gpu
@@ -46,7 +54,9 @@ def test_the_table_works_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_failed_journey_is_reported_with_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_journey_is_reported_with_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrong = journey_table.train("--recipe nonsense")
     monkeypatch.setitem(journeys.JOURNEYS, "wrong", wrong)
     monkeypatch.setitem(journeys.JOURNEYS, "wrong", wrong)

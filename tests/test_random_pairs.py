@@ -28,17 +28,23 @@ SEED = int(os.environ.get("TE_MODELS_SEED", "0"))
 
 def cases(few: int, many: int) -> list[object]:
     """Numbers of cases, of which the first `few` are not slow."""
-    return [pytest.param(SEED + n, marks=[] if n < few else [pytest.mark.slow]) for n in range(many)]
+    return [
+        pytest.param(SEED + n, marks=[] if n < few else [pytest.mark.slow]) for n in range(many)
+    ]
 
 
-def judged(model: CausalLM, tokens: Tokens, weights: dict[str, Tensor]) -> tuple[list[Tensor], Tensor | None]:
+def judged(
+    model: CausalLM, tokens: Tokens, weights: dict[str, Tensor]
+) -> tuple[list[Tensor], Tensor | None]:
     """Return the FP64 logits of each document, and the mean loss; None where no token counts."""
     logits, losses = [], []
     for row, places in tokens.texts():
         logits.append(logits_of(model.config, weights, tokens.ids[row, places]))
         labels = tokens.labels[row, places]
         losses.append(
-            F.cross_entropy(logits[-1][:-1], labels[1:], reduction="none", ignore_index=-100)[labels[1:] >= 0]
+            F.cross_entropy(logits[-1][:-1], labels[1:], reduction="none", ignore_index=-100)[
+                labels[1:] >= 0
+            ]
         )
     counted = torch.cat(losses)
     return logits, counted.mean() if len(counted) else None
@@ -54,14 +60,19 @@ def decoded(model: CausalLM, tokens: Tokens, rng: random.Random) -> Tensor:
     cache, size = model.new_cache(*tokens.ids.shape), rng.choice((1, 3, 9))
     mask = torch.ones_like(tokens.ids) if tokens.mask is None else tokens.mask
     parts = zip(tokens.ids.split(size, 1), mask.split(size, 1), strict=True)
-    return torch.cat([model(ids, cache=cache, attention_mask=seen).logits for ids, seen in parts], 1)
+    return torch.cat(
+        [model(ids, cache=cache, attention_mask=seen).logits for ids, seen in parts], 1
+    )
 
 
 @pytest.mark.parametrize("number", cases(30, 400))
 def test_a_random_model_is_the_fp64_model(number: int) -> None:
     """Logits of every document, also while decoding, the loss with and without logits, and every gradient, in FP32."""
     rng = random.Random(number)
-    config, tokens = other_kinds(rng, draw_config(rng), linear=False, width=rng.choice((12, 32))), draw_tokens(rng)
+    config, tokens = (
+        other_kinds(rng, draw_config(rng), linear=False, width=rng.choice((12, 32))),
+        draw_tokens(rng),
+    )
     torch.manual_seed(number)
     place = dict(
         engine="emulated", device="cpu", fused=rng.random() < 0.5
@@ -79,7 +90,11 @@ def test_a_random_model_is_the_fp64_model(number: int) -> None:
     about = f"{config}, {tokens.inputs}, {mode}, {place}"
     logits, loss = judged(model, tokens, weights)
     output, chunked = (model(**tokens.inputs, return_logits=whole) for whole in (True, False))
-    found = [output.logits] if tokens.documents is not None else [output.logits, decoded(model, tokens, rng)]
+    found = (
+        [output.logits]
+        if tokens.documents is not None
+        else [output.logits, decoded(model, tokens, rng)]
+    )
     for (row, places), expected in zip(tokens.texts(), logits, strict=True):
         assert all(relative(one[row, places], expected) < 1e-4 for one in found), about
     if loss is None:
@@ -95,8 +110,13 @@ def test_a_random_model_is_the_fp64_model(number: int) -> None:
         expected = weights[names[id(parameter)]].grad
         found = parameter.grad
         assert found is not None, about
-        expected = torch.zeros_like(found) if expected is None else expected  # an expert that no token chose
-        assert (found.double() - expected).norm() < 1e-4 * expected.norm() + 1e-6 * whole, (names[id(parameter)], about)
+        expected = (
+            torch.zeros_like(found) if expected is None else expected
+        )  # an expert that no token chose
+        assert (found.double() - expected).norm() < 1e-4 * expected.norm() + 1e-6 * whole, (
+            names[id(parameter)],
+            about,
+        )
 
 
 class Killed(Exception):
@@ -122,7 +142,11 @@ def everything(run: Trainer) -> dict[str, Tensor]:
     """The tensors that a run consists of."""
     model = run.model
     masters = {f"master {number}": master for number, master in enumerate(run.optimizer.masters)}
-    return {**{name: p.detach() for name, p in model.named_parameters()}, **fp8_state(model), **masters}
+    return {
+        **{name: p.detach() for name, p in model.named_parameters()},
+        **fp8_state(model),
+        **masters,
+    }
 
 
 @pytest.mark.filterwarnings("ignore:peft has no adapters on")  # of some families, in transformers
@@ -136,7 +160,10 @@ def test_a_random_life_ends_as_if_nothing_had_happened(number: int, tmp_path: Pa
     about = str(life._replace(batches=[]))
     try:
         trainer(life, tmp_path / "refused")
-    except (ConfigError, UsageError) as refused:  # adapters or patterns that name nothing in this model
+    except (
+        ConfigError,
+        UsageError,
+    ) as refused:  # adapters or patterns that name nothing in this model
         assert "\n" not in str(refused), about
         return
     with torch.compiler.set_stance("force_eager"):
@@ -156,7 +183,10 @@ def test_a_random_life_ends_as_if_nothing_had_happened(number: int, tmp_path: Pa
                 run.run(resume=(tmp_path / "run" / "checkpoints").is_dir())
         last = trainer(life, tmp_path / "run")
         torch.manual_seed(99)
-        assert last.run(resume=(tmp_path / "run" / "checkpoints").is_dir()).step == life.fields["steps"], about
+        assert (
+            last.run(resume=(tmp_path / "run" / "checkpoints").is_dir()).step
+            == life.fields["steps"]
+        ), about
     found = everything(last)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -166,4 +196,6 @@ def test_a_random_life_ends_as_if_nothing_had_happened(number: int, tmp_path: Pa
         again = CausalLM.from_pretrained(tmp_path / "saved", engine="emulated", device="cpu")
         ids = life.batches[0]["input_ids"]
         assert torch.equal(again.eval()(ids).logits, whole.model.eval()(ids).logits), about
-        assert torch.equal(again.generate(ids, max_new_tokens=5), whole.model.generate(ids, max_new_tokens=5)), about
+        assert torch.equal(
+            again.generate(ids, max_new_tokens=5), whole.model.generate(ids, max_new_tokens=5)
+        ), about

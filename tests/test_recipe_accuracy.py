@@ -11,7 +11,9 @@ from te_models import CausalLM, list_recipes
 from te_models.config.recipe import get_recipe
 
 QUANTIZED = [name for name in list_recipes() if name != "bf16"]
-SHAPE: dict[str, Any] = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4)
+SHAPE: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
+)
 SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=64)
 
 
@@ -26,8 +28,13 @@ def test_one_product_has_the_noise_of_its_mantissas(name: str) -> None:
             y = layer(x)
     exact = x.double() @ layer.weight.double().T
     operand = recipe_accuracy.rounding_db(recipe.formats)
-    slack = 0.3 if name != "nvfp4" else 1.0  # a good part of E2M1's values are below its normal range
-    assert abs(recipe_accuracy.sqnr_db(exact, y.double()) - recipe_accuracy.add_db(operand, operand)) < slack
+    slack = (
+        0.3 if name != "nvfp4" else 1.0
+    )  # a good part of E2M1's values are below its normal range
+    assert (
+        abs(recipe_accuracy.sqnr_db(exact, y.double()) - recipe_accuracy.add_db(operand, operand))
+        < slack
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +49,16 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     model.save_pretrained(folder)
     ids = torch.randint(0, 256, (4, 32))
     batches = [{"input_ids": part, "labels": part} for part in ids.split(2)]
-    return {row["recipe"]: row for row in recipe_accuracy.measure(folder, batches, device="cpu", engine="emulated")}
+    return {
+        row["recipe"]: row
+        for row in recipe_accuracy.measure(folder, batches, device="cpu", engine="emulated")
+    }
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_logits_are_as_far_off_as_noise_of_that_size_makes_them(name: str, rows: dict[str, dict[str, Any]]) -> None:
+def test_logits_are_as_far_off_as_noise_of_that_size_makes_them(
+    name: str, rows: dict[str, dict[str, Any]]
+) -> None:
     assert abs(rows[name]["sqnr_db"] - rows[name]["predicted_db"]) < 1.0
 
 

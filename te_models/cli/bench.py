@@ -3,7 +3,15 @@
 import click
 from rich.text import Text
 
-from te_models.cli.options import Command, build_options, console, given_options, option, out_option, setting_option
+from te_models.cli.options import (
+    Command,
+    build_options,
+    console,
+    given_options,
+    option,
+    out_option,
+    setting_option,
+)
 from te_models.config.data import split_names
 from te_models.config.model import config_fields
 from te_models.config.presets import get_preset
@@ -19,9 +27,17 @@ SEQ_LEN = 2048  # default, unless the model's maximum is less
     default="bf16,delayed,current",
     help="Recipes to time; what follows a + sets how one runs, as in delayed+no_edges+graph.",
 )
-@option("--peers", default="none", help="Other implementations to time: torch, torchao, te-layer, te-layer-bf16.")
+@option(
+    "--peers",
+    default="none",
+    help="Other implementations to time: torch, torchao, te-layer, te-layer-bf16.",
+)
 @option("--batch-size", default=8, help="Sequences per step.")
-@option("--seq-len", type=int, help=f"Tokens per sequence; default: {SEQ_LEN}, or the model's maximum if that is less.")
+@option(
+    "--seq-len",
+    type=int,
+    help=f"Tokens per sequence; default: {SEQ_LEN}, or the model's maximum if that is less.",
+)
 @option("--steps", default=15, help="Timed rounds; every variant runs once in each.")
 @option("--warm-up", default=3, help="Steps of each variant that are not timed.")
 @out_option("Folder for bench.json and bench.png.")
@@ -33,13 +49,23 @@ def bench(preset: str, recipes: str, peers: str, out: str | None, **options: obj
     from te_models.inspect.bench_report import bench_table, write_bench  # noqa: PLC0415
 
     given = given_options(options)
-    config = get_preset(preset, **{name: given.pop(name) for name in list(given) if name in config_fields()})
+    config = get_preset(
+        preset, **{name: given.pop(name) for name in list(given) if name in config_fields()}
+    )
     given.setdefault("seq_len", min(SEQ_LEN, config.longest_sequence))
     device = choose_device(given.pop("device", None))
     terminal = console(160)
     with terminal.status("") as status:
-        variants = ([name for name in split_names(text) if name != "none"] for text in (recipes, peers))
-        result = run(config, *variants, device=device, progress=lambda line: status.update(Text(line)), **given)
+        variants = (
+            [name for name in split_names(text) if name != "none"] for text in (recipes, peers)
+        )
+        result = run(
+            config,
+            *variants,
+            device=device,
+            progress=lambda line: status.update(Text(line)),
+            **given,
+        )
     terminal.print(bench_table(result))
     if out is not None:
         terminal.print(f"plot: {write_bench(result, out, preset)}", soft_wrap=True)

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from te_models.cli.options import Command, build_model, model_options, option, setting_option
-from te_models.cli.sampling import input_line, sampling_options, show_piece, take_sampling, utf8_text
+from te_models.cli.sampling import (
+    input_line,
+    sampling_options,
+    show_piece,
+    take_sampling,
+    utf8_text,
+)
 from te_models.config.data import split_pair
 from te_models.errors import TeModelsError, UsageError, for_terminal, plural
 
@@ -35,7 +41,11 @@ KEYS = "Ctrl-C stops an answer, Ctrl-D leaves. End a line with \\ to continue it
 @click.command(cls=Command)
 @model_options
 @option("--system", metavar="TEXT", callback=utf8_text, help="System message.")
-@option("--chat-template", metavar="FILE", help="Jinja template of the conversation; default: the tokenizer's own.")
+@option(
+    "--chat-template",
+    metavar="FILE",
+    help="Jinja template of the conversation; default: the tokenizer's own.",
+)
 @option(
     "--template-option",
     multiple=True,
@@ -45,10 +55,14 @@ KEYS = "Ctrl-C stops an answer, Ctrl-D leaves. End a line with \\ to continue it
 @setting_option("tokenizer")
 @sampling_options
 def chat(
-    preset: str | None, model: str | None, system: str | None, chat_template: str | None,
+    preset: str | None,
+    model: str | None,
+    system: str | None,
+    chat_template: str | None,
     template_option: tuple[str, ...],
-    tokenizer: str | None, **options: object,
-) -> None:  # fmt: skip
+    tokenizer: str | None,
+    **options: object,
+) -> None:
     """Talk to a chat model.
 
     Answers are streamed, and the history is sent along. /help lists commands such as /reset.
@@ -67,7 +81,9 @@ def chat(
     check_fit(words, network.config)
     talk = Conversation(network, words, system, variables)
     if sys.stdin.isatty():
-        _note(f"{model}: {network.num_parameters():,} parameters, recipe {network.recipe.name}, {network.device}")
+        _note(
+            f"{model}: {network.num_parameters():,} parameters, recipe {network.recipe.name}, {network.device}"
+        )
         _note(f"{KEYS} /help lists commands.")
         with contextlib.suppress(ImportError):
             importlib.import_module("readline")  # line editing and history for input()
@@ -105,7 +121,11 @@ class Session:
             except (TeModelsError, OSError) as error:  # this line's; the conversation goes on
                 if not sys.stdin.isatty():
                     raise
-                _note(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{error}")
+                _note(
+                    f"{error.filename}: {error.strerror}"
+                    if isinstance(error, OSError)
+                    else f"{error}"
+                )
 
     def answer(self, text: str) -> None:
         """Print the answer to `text` as it is generated; Ctrl-C stops it, and what was printed stays in the history."""
@@ -128,7 +148,9 @@ class Session:
         if command in ("/exit", "/quit", "/bye"):
             return False
         if command == "/help":
-            click.echo("\n".join(f"  {name:<15} {text}" for name, text in COMMANDS.items()) + f"\n  {KEYS}")
+            click.echo(
+                "\n".join(f"  {name:<15} {text}" for name, text in COMMANDS.items()) + f"\n  {KEYS}"
+            )
         elif command == "/reset":
             talk.reset()
             _note("a new conversation")
@@ -144,7 +166,9 @@ class Session:
         elif command == "/system":
             _note(talk.system or "no system message")
         elif command == "/history":
-            show_piece("\n".join(f"{m['role']}: {m['content']}" for m in talk.messages) or "nothing yet")
+            show_piece(
+                "\n".join(f"{m['role']}: {m['content']}" for m in talk.messages) or "nothing yet"
+            )
             click.echo()
         elif command == "/save" and argument and talk.messages:
             with Path(argument).open("a", encoding="utf-8") as file:

@@ -39,18 +39,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # OpenMP reads it when torch is imported
     try:
         with _plain_warnings():
-            code = cli.main(words, prog_name="te-models", standalone_mode=False, obj=shlex.join(["te-models", *words]))
+            code = cli.main(
+                words,
+                prog_name="te-models",
+                standalone_mode=False,
+                obj=shlex.join(["te-models", *words]),
+            )
         return code if isinstance(code, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return 0
     except click.NoSuchOption as error:
-        options = [] if error.ctx is None else [name for one in error.ctx.command.params for name in one.opts]
+        options = (
+            []
+            if error.ctx is None
+            else [name for one in error.ctx.command.params for name in one.opts]
+        )
         return _fail(error, str(unknown("option", error.option_name, options, "--help-all")))
     except click.ClickException as error:
         return _fail(error, error.format_message())
     except (click.Abort, KeyboardInterrupt):
-        if arguments is None:  # the process ends: a second Ctrl-C would interrupt what libraries do then
+        if (
+            arguments is None
+        ):  # the process ends: a second Ctrl-C would interrupt what libraries do then
             signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
         return _fail(None, "stopped", code=130)
     except TeModelsError as error:
@@ -91,7 +102,9 @@ def _plain_warnings() -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.showwarning = show
-        warnings.filterwarnings("ignore", message=r"\s*Dynamo ")  # of torch.compile, for its developers
+        warnings.filterwarnings(
+            "ignore", message=r"\s*Dynamo "
+        )  # of torch.compile, for its developers
         yield
 
 
@@ -102,7 +115,18 @@ def cli() -> None:
 
 
 COMMANDS = (
-    list_command, plan, verify, pretrain, finetune, generate, chat, evaluate, bench, convert, export, parity
-)  # fmt: skip
+    list_command,
+    plan,
+    verify,
+    pretrain,
+    finetune,
+    generate,
+    chat,
+    evaluate,
+    bench,
+    convert,
+    export,
+    parity,
+)
 for _command in COMMANDS:
     cli.add_command(_command)

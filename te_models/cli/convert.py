@@ -13,14 +13,31 @@ from te_models.errors import check_known
 @option("--format", default="hf", help="hf: for transformers; te: with recipe and FP8 state.")
 @option("--recipe", metavar="NAME|FILE", help="Recipe to save with the model (te).")
 @option("--dtype", help="bfloat16, float16 or float32; default: as saved.")
-@option("--attention-gate", help="Give an ungated model a gate that changes no output: elementwise or headwise.")
-@option("--beside", metavar="DIR", help="Folder of a multimodal release, whose other tensors are copied (hf).")
-@option("--te-checkpoint", metavar="PATH", help="state_dict of Transformer Engine modules: .pt or safetensors.")
+@option(
+    "--attention-gate",
+    help="Give an ungated model a gate that changes no output: elementwise or headwise.",
+)
+@option(
+    "--beside",
+    metavar="DIR",
+    help="Folder of a multimodal release, whose other tensors are copied (hf).",
+)
+@option(
+    "--te-checkpoint",
+    metavar="PATH",
+    help="state_dict of Transformer Engine modules: .pt or safetensors.",
+)
 @option("--preset", metavar="NAME", help="Shape of --te-checkpoint.")
 def convert(
-    model: str | None, preset: str | None, te_checkpoint: str | None, out: str, format: str, dtype: str | None,
-    beside: str | None, **options: object,
-) -> None:  # fmt: skip
+    model: str | None,
+    preset: str | None,
+    te_checkpoint: str | None,
+    out: str,
+    format: str,
+    dtype: str | None,
+    beside: str | None,
+    **options: object,
+) -> None:
     """Convert a model between te-models and Hugging Face.
 
     Its tokenizer comes along.
@@ -43,4 +60,6 @@ def convert(
     if found is not None:
         load_te_checkpoint(built, found)
     built.save_pretrained(out, format=format, beside=beside)
-    show_line(f"{out}: {built.config.num_parameters:,} parameters in {str(built.dtype).removeprefix('torch.')}")
+    show_line(
+        f"{out}: {built.config.num_parameters:,} parameters in {str(built.dtype).removeprefix('torch.')}"
+    )

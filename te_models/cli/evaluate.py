@@ -38,22 +38,49 @@ harness_option = functools.partial(option, group="With --tasks")
     metavar="NAMES",
     help="Tasks of lm-evaluation-harness, separated by commas: names, YAML files, or folders of your own YAML files.",
 )
-@option("--recipes", metavar="NAMES", help="Recipes to compare, separated by commas; default: the model's own.")
+@option(
+    "--recipes",
+    metavar="NAMES",
+    help="Recipes to compare, separated by commas; default: the model's own.",
+)
 @model_options
 @setting_option("tokenizer")
-@option("--seq-len", type=int, help="Tokens per sequence; default: 1024, or the model's maximum if that is less.")
+@option(
+    "--seq-len",
+    type=int,
+    help="Tokens per sequence; default: 1024, or the model's maximum if that is less.",
+)
 @option("--batch-size", default=8, help="Sequences per forward pass.")
 @setting_options("columns", "truncate", "chat_template")
-@option("--max-batches", default=0, help="Maximum number of batches, spread evenly over the data; 0: all.")
+@option(
+    "--max-batches",
+    default=0,
+    help="Maximum number of batches, spread evenly over the data; 0: all.",
+)
 @harness_option("--limit", type=int, help="Examples per task; default: all.")
-@harness_option("--few-shot", type=int, help="Solved examples before each; default: the task's own number.")
+@harness_option(
+    "--few-shot", type=int, help="Solved examples before each; default: the task's own number."
+)
 @json_option
 def evaluate(
-    preset: str | None, model: str | None, data: str | None, tasks: str | None, recipes: str | None,
-    recipe: str | None, tokenizer: str | None, as_json: bool, seq_len: int | None, batch_size: int, max_batches: int,
-    columns: str, truncate: str, chat_template: str | None,
-    limit: int | None, few_shot: int | None, **options: object,
-) -> int:  # fmt: skip
+    preset: str | None,
+    model: str | None,
+    data: str | None,
+    tasks: str | None,
+    recipes: str | None,
+    recipe: str | None,
+    tokenizer: str | None,
+    as_json: bool,
+    seq_len: int | None,
+    batch_size: int,
+    max_batches: int,
+    columns: str,
+    truncate: str,
+    chat_template: str | None,
+    limit: int | None,
+    few_shot: int | None,
+    **options: object,
+) -> int:
     """Measure a model's loss on your data, or its scores on tasks.
 
     The loss is printed per token, as perplexity, and in bits per byte. With --recipes there is a row per recipe, all
@@ -61,7 +88,8 @@ def evaluate(
     """
     mistakes = {
         "give --data PATH, --tasks NAMES, or both": data is None and tasks is None,
-        "give --recipe NAME, or several as --recipes NAMES, not both": recipes is not None and recipe is not None,
+        "give --recipe NAME, or several as --recipes NAMES, not both": recipes is not None
+        and recipe is not None,
     }
     refuse(mistakes, click.UsageError)
     names = [recipe] if recipes is None else split_names(recipes)
@@ -80,7 +108,9 @@ def evaluate(
 
         manager, found_tasks = find_tasks(split_names(tasks))
         examples = dict(batch_size=batch_size, limit=limit, few_shot=few_shot)
-        score = functools.partial(score_tasks, tokenizer=words, tasks=found_tasks, manager=manager, **examples)
+        score = functools.partial(
+            score_tasks, tokenizer=words, tasks=found_tasks, manager=manager, **examples
+        )
 
     def load(name: str | None) -> CausalLM:
         return build_model(preset, model, {**options, "recipe": name})
@@ -88,10 +118,19 @@ def evaluate(
     terminal = console()
     with terminal.status("") as status:
         found = evaluate_recipes(
-            load, names, words, model=model or str(preset), data=data, score=score,
+            load,
+            names,
+            words,
+            model=model or str(preset),
+            data=data,
+            score=score,
             progress=lambda line: status.update(Text(line)),
-            seq_len=seq_len, batch_size=batch_size, max_batches=max_batches, columns=columns, truncate=truncate,
-        )  # fmt: skip
+            seq_len=seq_len,
+            batch_size=batch_size,
+            max_batches=max_batches,
+            columns=columns,
+            truncate=truncate,
+        )
     show(found, as_json)
     for row in found.refused:
         show_line(f"te-models: recipe {row.recipe} was not run: {row.note}", err=True)

@@ -18,7 +18,11 @@ from te_models.errors import check_known
 
 @click.command(cls=Command)
 @out_option("Folder to write.", required=True)
-@option("--format", default="fp8-block", help="Format: fp8-block, fp8-tensor, fp8-channel, mxfp8, nvfp4 or bf16.")
+@option(
+    "--format",
+    default="fp8-block",
+    help="Format: fp8-block, fp8-tensor, fp8-channel, mxfp8, nvfp4 or bf16.",
+)
 @one_source_option("Text or records that set the scales of inputs, for fp8-tensor and nvfp4.")
 @option("--batches", default=8, help="Sequences of --data to measure on.")
 @option("--seq-len", default=512, help="Tokens per sequence of --data.")
@@ -26,9 +30,17 @@ from te_models.errors import check_known
 @model_options
 @setting_option("tokenizer")
 def export(
-    preset: str | None, model: str | None, out: str, format: str, data: str | None, batches: int, seq_len: int,
-    columns: str, tokenizer: str | None, **options: object,
-) -> None:  # fmt: skip
+    preset: str | None,
+    model: str | None,
+    out: str,
+    format: str,
+    data: str | None,
+    batches: int,
+    seq_len: int,
+    columns: str,
+    tokenizer: str | None,
+    **options: object,
+) -> None:
     """Write a model with quantized weights for vLLM or SGLang.
 
     transformers reads it too.
@@ -43,6 +55,8 @@ def export(
         read = read_batches(built, data, tokenizer or model, batches, seq_len, columns)
         calibration = [batch["input_ids"] for batch in read]
     result = built.export(out, format=format, calibration=calibration)
-    show_line(f"{out}: {format}, {len(result.quantized)} linears quantized, {len(result.ignored)} not")
+    show_line(
+        f"{out}: {format}, {len(result.quantized)} linears quantized, {len(result.ignored)} not"
+    )
     for note in result.notes:
         show_line(f"note: {note}")

@@ -3,7 +3,13 @@
 import click
 
 from te_models.cli.options import Command, build_model, model_options, option, setting_option
-from te_models.cli.sampling import input_line, sampling_options, show_piece, take_sampling, utf8_text
+from te_models.cli.sampling import (
+    input_line,
+    sampling_options,
+    show_piece,
+    take_sampling,
+    utf8_text,
+)
 from te_models.errors import refuse
 
 
@@ -19,9 +25,14 @@ from te_models.errors import refuse
 @setting_option("tokenizer")
 @sampling_options
 def generate(
-    preset: str | None, model: str | None, prompt: str | None, chat: bool, system: str | None, tokenizer: str | None,
+    preset: str | None,
+    model: str | None,
+    prompt: str | None,
+    chat: bool,
+    system: str | None,
+    tokenizer: str | None,
     **options: object,
-) -> None:  # fmt: skip
+) -> None:
     """Continue a prompt, or answer it with --chat.
 
     `te-models chat` also has commands, such as /reset.
@@ -44,7 +55,9 @@ def generate(
     check_fit(words, network.config)
     talk = Conversation(network, words, system) if chat else None
     for line in [prompt] if prompt is not None else iter(input_line, None):
-        pieces = talk.answer(line, **sampling) if talk else stream_text(network, words, line, **sampling)
+        pieces = (
+            talk.answer(line, **sampling) if talk else stream_text(network, words, line, **sampling)
+        )
         first = next(pieces, "")  # errors in the prompt appear here, before anything is printed
         show_piece(first if talk else line + first)
         for piece in pieces:

@@ -20,10 +20,13 @@ def list_command() -> None:
         {name: get_preset(name) for name in PRESETS},
     )
     models = _shapes(
-        "models that ship with te-models: weights and a tokenizer", {n: shipped_config(n) for n in list_shipped()}
+        "models that ship with te-models: weights and a tokenizer",
+        {n: shipped_config(n) for n in list_shipped()},
     )
     whole = (Column(name, no_wrap=True) for name in ("name", "scheme"))
-    recipes = Table(*whole, "native hardware", "description", title="recipes", title_justify="left", box=None)
+    recipes = Table(
+        *whole, "native hardware", "description", title="recipes", title_justify="left", box=None
+    )
     for name in list_recipes():
         r = get_recipe(name)
         recipes.add_row(name, r.scheme, r.hardware, r.description)

@@ -24,7 +24,11 @@ if TYPE_CHECKING:
     from te_models.causal_lm import CausalLM
 
 LAST_GROUPS = (FIELDS, SHAPE)
-EXAMPLES = {"DIR": "exported", "NAME": "gated-nano", "PATH": "notes.txt"}  # of required options, by what they take
+EXAMPLES = {
+    "DIR": "exported",
+    "NAME": "gated-nano",
+    "PATH": "notes.txt",
+}  # of required options, by what they take
 HELP_ALL = "te_models.cli.help_all"  # in a context's meta: show every group
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -34,7 +38,9 @@ Decorator = Callable[[Function], Function]
 class Option(click.Option):
     """An option listed under the heading `group` in the help of its command, with the `range` of its numbers."""
 
-    def __init__(self, *declarations: Any, group: str = EVERYDAY, range: str = "", **attributes: Any) -> None:
+    def __init__(
+        self, *declarations: Any, group: str = EVERYDAY, range: str = "", **attributes: Any
+    ) -> None:
         super().__init__(*declarations, **attributes)
         self.group = group
         self.range = range
@@ -42,7 +48,9 @@ class Option(click.Option):
     def get_help_extra(self, ctx: click.Context) -> Any:
         """Return what the help appends: the range, and of a default in words no parentheses, which click adds."""
         extra = super().get_help_extra(ctx) | ({"range": self.range} if self.range else {})
-        return extra | ({"default": self.show_default} if isinstance(self.show_default, str) else {})
+        return extra | (
+            {"default": self.show_default} if isinstance(self.show_default, str) else {}
+        )
 
 
 class Command(click.Command):
@@ -55,9 +63,15 @@ class Command(click.Command):
         super().__init__(*arguments, **attributes)
         if any(_group(parameter) != EVERYDAY for parameter in self.params):
             self.params.append(
-                Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all_help,
-                       help="Show every option and exit.")
-            )  # fmt: skip
+                Option(
+                    ["--help-all"],
+                    is_flag=True,
+                    is_eager=True,
+                    expose_value=False,
+                    callback=_show_all_help,
+                    help="Show every option and exit.",
+                )
+            )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the words of the command line; a name without its option is answered with the options that take one."""
@@ -69,9 +83,15 @@ class Command(click.Command):
         if not ctx.args or ctx.resilient_parsing:
             return rest
         takers = {"preset": "--preset NAME", "model": "--model DIR", "data": "--data PATH"}
-        own = [taker for name, taker in takers.items() if any(name == parameter.name for parameter in self.params)]
+        own = [
+            taker
+            for name, taker in takers.items()
+            if any(name == parameter.name for parameter in self.params)
+        ]
         option = " or ".join(own) or "those of --help"
-        raise click.UsageError(f"unexpected {ctx.args[0]!r}: give it to an option, such as {option}")
+        raise click.UsageError(
+            f"unexpected {ctx.args[0]!r}: give it to an option, such as {option}"
+        )
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command."""
@@ -80,7 +100,9 @@ class Command(click.Command):
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
-            raise OutOfMemory(f"out of memory ({first_line(error)}): {_memory_advice(ctx)}") from error
+            raise OutOfMemory(
+                f"out of memory ({first_line(error)}): {_memory_advice(ctx)}"
+            ) from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write one section per group of options; without --help-all, the first and the names of the others."""
@@ -89,7 +111,10 @@ class Command(click.Command):
             record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
             if record is not None:
                 groups.setdefault(_group(parameter), []).append(record)
-        others = sorted(groups.keys() - {EVERYDAY}, key=lambda title: (title in LAST_GROUPS, list(groups).index(title)))
+        others = sorted(
+            groups.keys() - {EVERYDAY},
+            key=lambda title: (title in LAST_GROUPS, list(groups).index(title)),
+        )
         for title in [EVERYDAY, *(others if ctx.meta.get(HELP_ALL) else ())]:
             with formatter.section(title):
                 formatter.write_dl(groups[title])
@@ -122,13 +147,19 @@ def _show_all_help(ctx: click.Context, parameter: click.Parameter, value: bool) 
 def _is_out_of_memory(error: Exception) -> bool:
     """Return whether Python, the CPU allocator or the CUDA allocator of PyTorch ran out of memory."""
     names = {kind.__name__ for kind in type(error).__mro__}  # without an import of torch
-    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(
+        error
+    )
 
 
 def _memory_advice(ctx: click.Context) -> str:
     """Return the command that shows the memory of this run, and the options that lower it."""
     names, group = [parameter.name for parameter in ctx.command.params], ctx.find_root().command
-    if "steps" not in names or "gradient_accumulation" not in names or not isinstance(group, click.Group):
+    if (
+        "steps" not in names
+        or "gradient_accumulation" not in names
+        or not isinstance(group, click.Group)
+    ):
         return "use a smaller model or batch, shorter sequences, or --fp8-params"
     given, plans = [], {parameter.name for parameter in group.commands["plan"].params}
     for parameter in ctx.command.params:
@@ -138,7 +169,9 @@ def _memory_advice(ctx: click.Context) -> str:
         if isinstance(value, bool):
             given.append((parameter.opts if value else parameter.secondary_opts)[0])
         elif isinstance(value, Mapping):
-            given += [text for pair in value.items() for text in (parameter.opts[0], "=".join(pair))]
+            given += [
+                text for pair in value.items() for text in (parameter.opts[0], "=".join(pair))
+            ]
         else:
             given += [parameter.opts[0], str(value)]
     return (
@@ -158,7 +191,9 @@ def one_source_option(help: str, **attributes: Any) -> Decorator:
 
     def only(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> str | None:
         if len(values) > 1:
-            raise UsageError(f"give --data once, not {len(values)} times: a folder or a glob names several files")
+            raise UsageError(
+                f"give --data once, not {len(values)} times: a folder or a glob names several files"
+            )
         return values[0] if values else None
 
     return option("--data", metavar="PATH", multiple=True, callback=only, help=help, **attributes)
@@ -182,13 +217,19 @@ def setting_option(name: str, **attributes: Any) -> Decorator:
     """
     one, kind = SETTINGS[name], SETTINGS[name].kinds[0]
     shown: bool | str = one.shown or one.default not in (None, "", ())
-    own: dict[str, Any] = dict(help=one.help, group=one.group, default=one.default, show_default=shown)
-    own |= dict(metavar=one.metavar or (f"[{'|'.join(map(str, one.choices))}]" if one.choices else None))
+    own: dict[str, Any] = dict(
+        help=one.help, group=one.group, default=one.default, show_default=shown
+    )
+    own |= dict(
+        metavar=one.metavar or (f"[{'|'.join(map(str, one.choices))}]" if one.choices else None)
+    )
     own |= {"callback": CALLBACKS[name]} if name in CALLBACKS else {}
     if kind in (tuple, dict):
         own |= dict(multiple=True, default=None, show_default=False)
     elif kind is bool:
-        return option(f"{one.flag}/--no-{one.flag[2:]}", name, **own | {"metavar": None} | attributes)
+        return option(
+            f"{one.flag}/--no-{one.flag[2:]}", name, **own | {"metavar": None} | attributes
+        )
     else:
         own |= dict(type=kind, range=one.range)
     if attributes.get("required"):
@@ -201,7 +242,9 @@ def setting_options(*names: str, **attributes: Any) -> Decorator:
     return chained(*(setting_option(name, **attributes) for name in names))
 
 
-def _table(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str] | None:
+def _table(
+    ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[str, str] | None:
     """Return the table that a repeatable option NAME=VALUE gives; None without one."""
     form = "PATTERN=RECIPE, as in *.down_proj=bf16"
     return dict(split_pair(parameter.opts[0], value, form) for value in values) or None
@@ -217,7 +260,9 @@ def _real_device(ctx: click.Context, parameter: click.Parameter, device: str | N
 CALLBACKS = {"device": _real_device, "precision": _table}
 SCALARS = (bool, int, float, str)
 FIELD_NAMES = [name for name in TABLES["recipe"] if name != "recipe"]
-SHAPE_NAMES = [name for name, one in TABLES["shape"].items() if one.kinds[0] in SCALARS]  # no lists, no groups
+SHAPE_NAMES = [
+    name for name, one in TABLES["shape"].items() if one.kinds[0] in SCALARS
+]  # no lists, no groups
 preset_option = setting_option("preset")
 model_option = setting_option("model")
 recipe_option = setting_option("recipe", default=None, show_default=False)
@@ -244,7 +289,10 @@ json_option = option("--json", "as_json", is_flag=True, help="Print JSON instead
 
 def is_given(name: str) -> bool:
     """Return whether the user gave this option of the command that runs."""
-    return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+    return (
+        click.get_current_context().get_parameter_source(name)
+        is click.core.ParameterSource.COMMANDLINE
+    )
 
 
 def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,7 +300,9 @@ def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def build_model(preset: str | None, model: str | None, options: Mapping[str, object], merge: bool = False) -> CausalLM:
+def build_model(
+    preset: str | None, model: str | None, options: Mapping[str, object], merge: bool = False
+) -> CausalLM:
     """Build the model that the options describe: keywords of CausalLM, and fields of recipe and config, or None.
 
     A run with adapters gives the model with them in it, as it was trained; with `merge`, in its weights.
@@ -273,7 +323,9 @@ def build_model(preset: str | None, model: str | None, options: Mapping[str, obj
     return CausalLM.from_pretrained(model, **given)
 
 
-def build_trained_model(preset: str | None, model: str | None, options: Mapping[str, object]) -> CausalLM:
+def build_trained_model(
+    preset: str | None, model: str | None, options: Mapping[str, object]
+) -> CausalLM:
     """Build a model to be served, with the adapters of a run in its weights: under BF16 if it has no recipe of its own.
 
     The recipe decides which layers are quantized, which should not depend on this machine.

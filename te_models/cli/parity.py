@@ -31,9 +31,17 @@ from te_models.config.settings import EVERYDAY
 @model_options
 @setting_option("tokenizer")
 def parity(
-    preset: str | None, model: str | None, exports: tuple[str, ...], data: str, batches: int, seq_len: int,
-    columns: str, as_json: bool, tokenizer: str | None, **options: object,
-) -> None:  # fmt: skip
+    preset: str | None,
+    model: str | None,
+    exports: tuple[str, ...],
+    data: str,
+    batches: int,
+    seq_len: int,
+    columns: str,
+    as_json: bool,
+    tokenizer: str | None,
+    **options: object,
+) -> None:
     """Compare a model as it will be served with the trained one.
 
     Measures how far apart their probabilities are; serving is emulated.

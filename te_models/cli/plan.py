@@ -19,30 +19,54 @@ from te_models.cli.options import (
 from te_models.config.settings import EVERYDAY
 from te_models.config.training import TrainConfig
 
-TRAINING = ("batch_size", "seq_len", "gradient_accumulation", "optimizer", "optimizer_options", "optimizer_offload")
+TRAINING = (
+    "batch_size",
+    "seq_len",
+    "gradient_accumulation",
+    "optimizer",
+    "optimizer_options",
+    "optimizer_offload",
+)
 ACTIVATIONS = ("activation_checkpointing", "activation_offload")
 
 
 @click.command(cls=Command)
 @model_options
-@option("--memory", is_flag=True, help="Predict the memory of training instead, and list the GPUs it fits on.")
+@option(
+    "--memory",
+    is_flag=True,
+    help="Predict the memory of training instead, and list the GPUs it fits on.",
+)
 @json_option
 @setting_options(*TRAINING, *ACTIVATIONS, group="With --memory")
 @option("--gpus", default=1, group="With --memory", help="Number of GPUs that FSDP shards over.")
-@option("--lora", default=0, metavar="RANK", group="With --memory",
-        help="Count the training of low-rank adapters of this rank instead of all weights.")  # fmt: skip
-@option("--lora-experts", is_flag=True, group="With --memory", help="Count adapters on experts too.")
-@setting_option(
-    "expert_parallel_size", help="Show which experts each of this many processes would hold.", group=EVERYDAY
+@option(
+    "--lora",
+    default=0,
+    metavar="RANK",
+    group="With --memory",
+    help="Count the training of low-rank adapters of this rank instead of all weights.",
 )
-def plan(preset: str | None, model: str | None, memory: bool, as_json: bool, **options: Any) -> None:
+@option(
+    "--lora-experts", is_flag=True, group="With --memory", help="Count adapters on experts too."
+)
+@setting_option(
+    "expert_parallel_size",
+    help="Show which experts each of this many processes would hold.",
+    group=EVERYDAY,
+)
+def plan(
+    preset: str | None, model: str | None, memory: bool, as_json: bool, **options: Any
+) -> None:
     """Show the precision of each linear, or the memory of training.
 
     Nothing is trained, and of a preset nothing is built.
     """
     names = (*TRAINING, "gpus", "lora", "lora_experts")
     if not memory and (given := [name for name in names if is_given(name)]):
-        raise click.UsageError(f"--{given[0].replace('_', '-')} changes no precision: add --memory, or leave it out")
+        raise click.UsageError(
+            f"--{given[0].replace('_', '-')} changes no precision: add --memory, or leave it out"
+        )
     training = {name: options.pop(name) for name in names}
     shared = TrainConfig(expert_parallel_size=options.pop("expert_parallel_size"))
     lora, own = training.pop("lora"), training.pop("optimizer_options")

@@ -19,20 +19,39 @@ _option = functools.partial(option, group="Sampling")
 sampling_options = chained(
     _option("--max-new-tokens", default=200, help="Maximum number of tokens to generate."),
     _option("--greedy", is_flag=True, help="Take the likeliest token at every step."),
-    _option("--temperature", type=float, show_default=str(TEMPERATURE),
-            help="Below 1 likely tokens become likelier, above 1 less so."),
+    _option(
+        "--temperature",
+        type=float,
+        show_default=str(TEMPERATURE),
+        help="Below 1 likely tokens become likelier, above 1 less so.",
+    ),
     _option("--top-k", type=int, help="Sample among the K likeliest tokens."),
-    _option("--top-p", type=float, help="Sample from the smallest set of tokens of this probability."),
-    _option("--min-p", type=float,
-            help="Sample among tokens with at least this share of the likeliest token's probability."),
-    _option("--stop", "stop_strings", multiple=True, metavar="TEXT", help="End before this text; may be repeated."),
-    _option("--seed", type=int, help="Seed of the random numbers; default: a different one every time."),
-)  # fmt: skip
+    _option(
+        "--top-p", type=float, help="Sample from the smallest set of tokens of this probability."
+    ),
+    _option(
+        "--min-p",
+        type=float,
+        help="Sample among tokens with at least this share of the likeliest token's probability.",
+    ),
+    _option(
+        "--stop",
+        "stop_strings",
+        multiple=True,
+        metavar="TEXT",
+        help="End before this text; may be repeated.",
+    ),
+    _option(
+        "--seed", type=int, help="Seed of the random numbers; default: a different one every time."
+    ),
+)
 
 
 def take_sampling(options: dict[str, object]) -> dict[str, Any]:
     """Remove the options of sampling from `options`; return them as keywords of `stream_text`."""
-    sampling = {name: options.pop(name) for name in SAMPLING} | {"do_sample": not options.pop("greedy")}
+    sampling = {name: options.pop(name) for name in SAMPLING} | {
+        "do_sample": not options.pop("greedy")
+    }
     if sampling["temperature"] is None:
         sampling["temperature"] = TEMPERATURE if sampling["do_sample"] else 1.0
     return sampling
@@ -46,7 +65,9 @@ def utf8_text(ctx: click.Context, parameter: click.Parameter, value: str | None)
 def input_line() -> str | None:
     """Return the next line of standard input, without its end; None after the last."""
     if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.errors != "surrogateescape":
-        sys.stdin.reconfigure(errors="surrogateescape")  # as arguments are decoded; not possible after the first line
+        sys.stdin.reconfigure(
+            errors="surrogateescape"
+        )  # as arguments are decoded; not possible after the first line
     line = sys.stdin.readline()
     return _decoded(line.removesuffix("\n"), "a line of standard input") if line else None
 
@@ -56,7 +77,9 @@ def _decoded(text: str, place: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"{place} is not UTF-8 text (character {error.start + 1}): convert it to UTF-8") from None
+        raise UsageError(
+            f"{place} is not UTF-8 text (character {error.start + 1}): convert it to UTF-8"
+        ) from None
     return text
 
 

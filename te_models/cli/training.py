@@ -21,10 +21,22 @@ from te_models.cli.options import (
     setting_option,
 )
 from te_models.errors import refuse
-from te_models.training.settings import LEARNING_RATE, SETTINGS, TABLES, resumed_settings, run_settings
+from te_models.training.settings import (
+    LEARNING_RATE,
+    SETTINGS,
+    TABLES,
+    resumed_settings,
+    run_settings,
+)
 
 ORDER = ("training", "recipe", "lora", "model", "data", "run")  # of the tables in the help
-OWN = ("data", "out", "command", "preset", "model")  # settings whose options the commands add themselves
+OWN = (
+    "data",
+    "out",
+    "command",
+    "preset",
+    "model",
+)  # settings whose options the commands add themselves
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells give it; SIGTERM asks to save and stop, which is no failure
 
 
@@ -33,16 +45,26 @@ def training_options(command: str) -> Decorator:
     rate = _short(LEARNING_RATE[command])
     if command == "finetune":
         rate += f", with --lora {_short(LEARNING_RATE['lora'])}"
-    other: dict[str, dict[str, object]] = {name: dict(hidden=command == "pretrain") for name in TABLES["lora"]}
-    other |= {"learning_rate": dict(show_default=rate), "recipe": dict(default=None, show_default=False)}
+    other: dict[str, dict[str, object]] = {
+        name: dict(hidden=command == "pretrain") for name in TABLES["lora"]
+    }
+    other |= {
+        "learning_rate": dict(show_default=rate),
+        "recipe": dict(default=None, show_default=False),
+    }
     names = [name for title in ORDER for name in TABLES[title] if name not in OWN]
     return chained(
         setting_option("data"),
         out_option(SETTINGS["out"].help),
-        option("--resume", is_flag=False, flag_value="", metavar="[DIR]",
-               help="Continue the run in this folder; without DIR that in --out, or the only one of the model."),
+        option(
+            "--resume",
+            is_flag=False,
+            flag_value="",
+            metavar="[DIR]",
+            help="Continue the run in this folder; without DIR that in --out, or the only one of the model.",
+        ),
         *(setting_option(name, **other.get(name, {})) for name in (*names, *SHAPE_NAMES)),
-    )  # fmt: skip
+    )
 
 
 def _short(rate: float) -> str:
@@ -50,7 +72,9 @@ def _short(rate: float) -> str:
     return f"{rate:.0e}".replace("e-0", "e-")
 
 
-def run_training(command: str, file: str | None, resume: str | None, options: Mapping[str, object]) -> int:
+def run_training(
+    command: str, file: str | None, resume: str | None, options: Mapping[str, object]
+) -> int:
     """Run `command` with the options that the user gave; return the exit code."""
     given = given_options({name: value for name, value in options.items() if is_given(name)})
     both = resume is not None and file is not None
@@ -58,12 +82,15 @@ def run_training(command: str, file: str | None, resume: str | None, options: Ma
     is_run = is_folder and Path(str(file), "run.toml").exists()
     unexpected = file is not None and not Path(file).exists()
     out, model = given.get("out"), given.get("model")
-    over = out is not None and model is not None and os.path.realpath(out) == os.path.realpath(model)
+    over = (
+        out is not None and model is not None and os.path.realpath(out) == os.path.realpath(model)
+    )
     mistakes = {
         f"--out {out} is the folder of the model, whose place the run would take: give another": over,
         f"unexpected {file}: the one argument is RUN.TOML, a file of settings, and this is no file": unexpected,
         f"give either {file} or --resume: a run's folder has its own run.toml": both,
-        f"give the folder once: --resume {resume} or --resume --out {out}": resume and out is not None,
+        f"give the folder once: --resume {resume} or --resume --out {out}": resume
+        and out is not None,
         f"{file} is a folder: {file}/run.toml runs it once more, and --resume {file} continues it": is_run,
         f"{file} is a folder: a model is given as --model {file}, data as --data {file}": is_folder,
     }
@@ -75,7 +102,9 @@ def run_training(command: str, file: str | None, resume: str | None, options: Ma
         settings = resumed_settings(command, given, Path(resume) if resume else None, called)
     from te_models.training.finetune import finetune  # noqa: PLC0415  imports torch
 
-    return INTERRUPTED if finetune(settings, resume=resume is not None).signal == signal.SIGINT else 0
+    return (
+        INTERRUPTED if finetune(settings, resume=resume is not None).signal == signal.SIGINT else 0
+    )
 
 
 @click.command(cls=Command)

@@ -4,14 +4,29 @@ from typing import Any
 
 import click
 
-from te_models.cli.options import Command, build_model, given_options, json_option, model_options, setting_options, show
+from te_models.cli.options import (
+    Command,
+    build_model,
+    given_options,
+    json_option,
+    model_options,
+    setting_options,
+    show,
+)
 
 
 @click.command(cls=Command)
 @model_options
 @setting_options("batch_size", "seq_len")
 @json_option
-def verify(preset: str | None, model: str | None, batch_size: int, seq_len: int, as_json: bool, **options: Any) -> int:
+def verify(
+    preset: str | None,
+    model: str | None,
+    batch_size: int,
+    seq_len: int,
+    as_json: bool,
+    **options: Any,
+) -> int:
     """Check that each GEMM runs in FP8; measure errors and speed.
 
     The speed is relative to BF16 on this device at this size.
@@ -25,7 +40,9 @@ def verify(preset: str | None, model: str | None, batch_size: int, seq_len: int,
     if preset is None:
         found = run(build_model(None, model, options, merge=True), batch_size, seq_len)
     else:  # plan the whole model, but run one layer of each precision
-        whole = build_model(preset, model, {**options, "engine": "emulated", "device": "meta"}, merge=True)
+        whole = build_model(
+            preset, model, {**options, "engine": "emulated", "device": "meta"}, merge=True
+        )
         where = given_options({name: options[name] for name in ("engine", "device")})
         sample = CausalLM(sample_config(whole.config, whole.recipe), recipe=whole.recipe, **where)
         found = run(sample, batch_size, seq_len, whole.plan())

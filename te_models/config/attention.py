@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from te_models.config.chunk_sizes import FP32
-from te_models.config.layer import FEATURE_ALIGNMENT, LayerSpec, LinearSpec, MixerSpec, Section, Step, Tape
+from te_models.config.layer import (
+    FEATURE_ALIGNMENT,
+    LayerSpec,
+    LinearSpec,
+    MixerSpec,
+    Section,
+    Step,
+    Tape,
+)
 from te_models.config.rope import Rope
 
 if TYPE_CHECKING:
@@ -98,7 +106,12 @@ class AttentionSpec(SoftmaxAttentionSpec):
         beta, length = config.query_scale_beta, config.query_scale_length
         return cls(
             hidden_size=config.hidden_size,
-            heads=Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.attention_gate),
+            heads=Heads(
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                config.head_dim,
+                config.attention_gate,
+            ),
             gate_activation=config.attention_gate_activation,
             bias=config.attention_bias,
             output_bias=config.attention_output_bias,
@@ -132,7 +145,9 @@ class AttentionSpec(SoftmaxAttentionSpec):
     @property
     def divided_vectors(self) -> Mapping[str, tuple[Section, ...]]:
         """The sinks of the heads that a rank has."""
-        return {"sinks": (Section("heads", self.heads.query, self.heads.query),)} if self.sinks else {}
+        return (
+            {"sinks": (Section("heads", self.heads.query, self.heads.query),)} if self.sinks else {}
+        )
 
     @property
     def obstacles(self) -> tuple[str, ...]:
@@ -144,13 +159,17 @@ class AttentionSpec(SoftmaxAttentionSpec):
             "attention_multiplier": self.multiplier is not None,
             "attn_logit_softcapping": self.softcap is not None,
             "query_scale_beta": self.query_scale is not None,
-            "attention_gate_activation": self.heads.gate != "none" and self.gate_activation != "sigmoid",
+            "attention_gate_activation": self.heads.gate != "none"
+            and self.gate_activation != "sigmoid",
         }
         return tuple(name for name, given in found.items() if given)
 
     @property
     def features(self) -> Mapping[str, int]:
-        heads = {"num_attention_heads * head_dim": self.heads.q_size, "q, k, v and gate": self.linears[0].outputs}
+        heads = {
+            "num_attention_heads * head_dim": self.heads.q_size,
+            "q, k, v and gate": self.linears[0].outputs,
+        }
         return {"hidden_size": self.hidden_size, **heads}
 
     @property
@@ -185,11 +204,18 @@ class AttentionSpec(SoftmaxAttentionSpec):
         into, out = self.linears
         # Without a gate the input of o_proj is attention's output, unless rows are padded in between.
         unpadded = tape.rows == tape.tokens
-        shared = self.heads.gate == "none" and unpadded and not self._copies(tape) and not self._composes(tape)
+        shared = (
+            self.heads.gate == "none"
+            and unpadded
+            and not self._copies(tape)
+            and not self._composes(tape)
+        )
         if self.fuses(tape):
             between = [self._fused(tape)]
         else:
-            between = self._attention(tape) + ([] if self.heads.gate == "none" else [self._gate(tape)])
+            between = self._attention(tape) + (
+                [] if self.heads.gate == "none" else [self._gate(tape)]
+            )
         return [tape.linear(into), *between, tape.linear(out, shared=shared)]
 
     def slides(self, tape: Tape) -> bool:
@@ -223,7 +249,11 @@ class AttentionSpec(SoftmaxAttentionSpec):
         summed = tape.tokens * self.heads.q_size * FP32  # dq is summed in FP32
         ungated = 0 if self.heads.gate == "none" else q  # the gradient of what the gate multiplies
         return Step(
-            "attention", whole + q + statistics, consumes=q, produces=whole, scratch=ungated + q + 2 * kv + summed
+            "attention",
+            whole + q + statistics,
+            consumes=q,
+            produces=whole,
+            scratch=ungated + q + 2 * kv + summed,
         )
 
     @property
@@ -245,7 +275,9 @@ class AttentionSpec(SoftmaxAttentionSpec):
             normed = heads.query + heads.key if self.qk_norm == "head" else 2
             saved = q + kv + tape.tokens * normed * FP32
             split.append(Step("q_norm, k_norm", saved, consumes=q + kv, produces=q + kv))
-        if self.rope is not None:  # linear in its input: saves only the tables, which all layers share
+        if (
+            self.rope is not None
+        ):  # linear in its input: saves only the tables, which all layers share
             split.append(Step("rope", consumes=q + kv, produces=q + kv))
         own = 0
         if self.rope is not None or self.qk_norm != "none":
@@ -279,9 +311,15 @@ class AttentionSpec(SoftmaxAttentionSpec):
         q, _, gate, _ = self._bytes(tape)
         saved = 0
         if not tape.compiled:
-            saved += q if self.heads.gate == "elementwise" else tape.tokens * self.heads.query * tape.element
+            saved += (
+                q
+                if self.heads.gate == "elementwise"
+                else tape.tokens * self.heads.query * tape.element
+            )
         if self._copies(tape) or self._composes(tape):
-            saved += q  # attention's output, which attention itself does not save, or not in this dtype
+            saved += (
+                q  # attention's output, which attention itself does not save, or not in this dtype
+            )
         consumed = tape.rows * self.heads.q_size * tape.element
         return Step("gate", saved, consumes=consumed, produces=q + gate)
 

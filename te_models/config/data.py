@@ -10,9 +10,22 @@ from te_models.errors import ConfigError, check_known, field_values
 
 PACKINGS = ("stream", "documents", "none")
 TRUNCATIONS = ("drop", "prompt")
-COLUMNS = ("messages", "role", "content", "tools", "instruction", "input", "output", "system", "prompt", "completion",
-           "text")  # fmt: skip
-_WEIGHTED = re.compile(r"(.+):([-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|nan|inf))", re.DOTALL | re.IGNORECASE)
+COLUMNS = (
+    "messages",
+    "role",
+    "content",
+    "tools",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "prompt",
+    "completion",
+    "text",
+)
+_WEIGHTED = re.compile(
+    r"(.+):([-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|nan|inf))", re.DOTALL | re.IGNORECASE
+)
 MAX_WEIGHT = 1000  # times per epoch: each is an entry in the order of the documents
 DATA = "Data"  # heading of the help
 
@@ -88,7 +101,9 @@ class DataConfig(Settings):
             object.__setattr__(self, name, tuple(os.fspath(path) for path in paths))
         super().__post_init__()
         if self.eval_split is not None and self.eval_data:
-            raise ConfigError("eval_split is a share of --data, and eval_data replaces it: give one of the two")
+            raise ConfigError(
+                "eval_split is a share of --data, and eval_data replaces it: give one of the two"
+            )
         parse_columns(self.columns)
 
 

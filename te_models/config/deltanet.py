@@ -96,7 +96,9 @@ class DeltaNetSpec(MixerSpec):
         logits = Section("b", heads, heads, "gate"), Section("a", heads, heads, "gate")
         out = (Section("out", self.hidden_size, self.hidden_size),)
         return (
-            LinearSpec("qkvz_proj", self.hidden_size, (*mixed, Section("z", values, values)), "column"),
+            LinearSpec(
+                "qkvz_proj", self.hidden_size, (*mixed, Section("z", values, values)), "column"
+            ),
             LinearSpec("ba_proj", self.hidden_size, logits, "column", fp8=False),
             LinearSpec("out_proj", values, out, "row", residual=True),
         )
@@ -106,11 +108,16 @@ class DeltaNetSpec(MixerSpec):
         """The convolution's taps, the two parameters of the decay, and the norm of each value head."""
         sizes, heads = self.sizes, self.sizes.num_value_heads
         taps = sizes.mixed_size * sizes.conv_kernel_dim
-        return MappingProxyType({"conv1d": taps, "A_log": heads, "dt_bias": heads, "norm": sizes.value_head_dim})
+        return MappingProxyType(
+            {"conv1d": taps, "A_log": heads, "dt_bias": heads, "norm": sizes.value_head_dim}
+        )
 
     @property
     def features(self) -> Mapping[str, int]:
-        heads = {"num_value_heads * value_head_dim": self.sizes.value_size, "q, k, v and z": self.linears[0].outputs}
+        heads = {
+            "num_value_heads * value_head_dim": self.sizes.value_size,
+            "q, k, v and z": self.linears[0].outputs,
+        }
         return {"hidden_size": self.hidden_size, **heads}
 
     @property
@@ -147,7 +154,9 @@ class DeltaNetSpec(MixerSpec):
         """Return the bytes of the convolution's last inputs, and of the FP32 state; the length changes nothing."""
         sizes = self.sizes
         tail = (sizes.conv_kernel_dim - 1) * sizes.mixed_size * element
-        return batch * (tail + sizes.num_value_heads * sizes.key_head_dim * sizes.value_head_dim * FP32)
+        return batch * (
+            tail + sizes.num_value_heads * sizes.key_head_dim * sizes.value_head_dim * FP32
+        )
 
     # The memory of a training step. T tokens, N rows.
 
@@ -156,7 +165,9 @@ class DeltaNetSpec(MixerSpec):
         into, ba, out = self.linears
         sizes, heads = self.sizes, self.sizes.num_value_heads
         whole, logits = (tape.rows * linear.outputs * tape.element for linear in (into, ba))
-        mixed, value = (tape.tokens * size * tape.element for size in (sizes.mixed_size, sizes.value_size))
+        mixed, value = (
+            tape.tokens * size * tape.element for size in (sizes.mixed_size, sizes.value_size)
+        )
         gates = 2 * tape.tokens * heads * FP32
         taps = sizes.mixed_size * sizes.conv_kernel_dim * tape.element
         # ba_proj saves the input of both, unquantized under any recipe; the gradient of qkvz_proj is added to its own.
@@ -168,15 +179,25 @@ class DeltaNetSpec(MixerSpec):
             Step("split of q, k, v, z", consumes=mixed + value, produces=whole),
             # The convolution reads q, k and v, the output gate z: views of the output of qkvz_proj.
             Step("convolution", whole, consumes=mixed, produces=mixed, weights=taps),
-            Step("gates", logits, consumes=gates, produces=logits, weights=2 * heads * tape.element),
+            Step(
+                "gates", logits, consumes=gates, produces=logits, weights=2 * heads * tape.element
+            ),
             self._rule(tape),
             Step(
-                "norm", value + tape.tokens * heads * FP32, consumes=value, produces=value,
+                "norm",
+                value + tape.tokens * heads * FP32,
+                consumes=value,
+                produces=value,
                 weights=sizes.value_head_dim * tape.element,
             ),
-            Step("output gate", value, consumes=tape.rows * sizes.value_size * tape.element, produces=2 * value),
+            Step(
+                "output gate",
+                value,
+                consumes=tape.rows * sizes.value_size * tape.element,
+                produces=2 * value,
+            ),
             tape.linear(out),
-        ]  # fmt: skip
+        ]
 
     def _rule(self, tape: Tape) -> Step:
         """Return the delta rule, which saves its inputs; on a GPU also what te_models.kernels.delta_rule calls saves.
@@ -187,14 +208,21 @@ class DeltaNetSpec(MixerSpec):
         plain version computes all of a row in FP32.
         """
         sizes, heads = self.sizes, self.sizes.num_value_heads
-        mixed, value = (tape.tokens * size * tape.element for size in (sizes.mixed_size, sizes.value_size))
+        mixed, value = (
+            tape.tokens * size * tape.element for size in (sizes.mixed_size, sizes.value_size)
+        )
         gates = 2 * tape.tokens * heads * FP32
         chunk = min(CHUNK, tape.seq_len)
         state = tape.tokens // chunk * heads * sizes.key_head_dim * sizes.value_head_dim
         between = tape.tokens * heads * chunk
         if tape.cuda and tape.element < FP32:
             keys = tape.tokens * heads * sizes.key_head_dim * tape.element  # of each value head
-            saved = mixed + gates + 2 * tape.tokens * sizes.num_key_heads * FP32 + between * tape.element
+            saved = (
+                mixed
+                + gates
+                + 2 * tape.tokens * sizes.num_key_heads * FP32
+                + between * tape.element
+            )
             own = tape.tokens * sizes.key_size * tape.element
             scratch = 2 * state * tape.element + 3 * value + 4 * keys + own + gates
         else:

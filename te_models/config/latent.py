@@ -34,7 +34,9 @@ class LatentConfig(Settings):
     """
 
     prefix = "latent_attention."
-    q_lora_rank: int | None = count(None, "Channels of the latent of queries; None: they have none.")
+    q_lora_rank: int | None = count(
+        None, "Channels of the latent of queries; None: they have none."
+    )
     kv_lora_rank: int = count(512, "Channels of the latent of keys and values.")
     qk_nope_head_dim: int = count(128, "Channels per head of queries and keys without RoPE.")
     qk_rope_head_dim: int = count(64, "Channels per head of queries and keys with RoPE.")
@@ -72,7 +74,9 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
         assert sizes is not None
         scaling = config.rope.scaling or {}
         # YaRN makes attention over more keys as sharp as before: the factor of queries times that of keys.
-        sharpness = 1 + 0.1 * scaling.get("mscale_all_dim", 0) * math.log(max(scaling.get("factor", 1), 1))
+        sharpness = 1 + 0.1 * scaling.get("mscale_all_dim", 0) * math.log(
+            max(scaling.get("factor", 1), 1)
+        )
         multiplier = config.attention_multiplier
         return cls(
             hidden_size=config.hidden_size,
@@ -91,7 +95,11 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
         first = q if s.q_lora_rank is None else _section("q_a", s.q_lora_rank)
         used, rotated = first.used + s.kv_lora_rank, s.qk_rope_head_dim
         padding = -(used + rotated) % FEATURE_ALIGNMENT
-        into = (first, _section("kv_a", s.kv_lora_rank), Section("k_rope", rotated, rotated + padding))
+        into = (
+            first,
+            _section("kv_a", s.kv_lora_rank),
+            Section("k_rope", rotated, rotated + padding),
+        )
         out = (_section("o", self.hidden_size),)
         kv = (_section("kv", heads * (s.qk_nope_head_dim + s.v_head_dim)),)
         return (
@@ -104,7 +112,10 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
     @property
     def vectors(self) -> Mapping[str, int]:
         """The norms of the latents."""
-        latents = {"q_a_layernorm": self.sizes.q_lora_rank, "kv_a_layernorm": self.sizes.kv_lora_rank}
+        latents = {
+            "q_a_layernorm": self.sizes.q_lora_rank,
+            "kv_a_layernorm": self.sizes.kv_lora_rank,
+        }
         return MappingProxyType({name: size for name, size in latents.items() if size is not None})
 
     @property
@@ -115,7 +126,8 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
             "q_lora_rank": s.q_lora_rank,
             "kv_lora_rank": s.kv_lora_rank,
             "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)": heads * s.qk_head_dim,
-            "num_attention_heads * (qk_nope_head_dim + v_head_dim)": heads * (s.qk_nope_head_dim + s.v_head_dim),
+            "num_attention_heads * (qk_nope_head_dim + v_head_dim)": heads
+            * (s.qk_nope_head_dim + s.v_head_dim),
             "num_attention_heads * v_head_dim": heads * s.v_head_dim,
         }
         return {name: size for name, size in found.items() if size is not None}
@@ -142,7 +154,11 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
         first = rank if rank is not None else into.sections[0].used
         latents = tape.rows * first + tape.tokens * self.sizes.kv_lora_rank
         rotated = tape.tokens * self.sizes.qk_rope_head_dim
-        queries = [] if rank is None else [self._norm(tape, "q_a", tape.rows, rank), tape.linear(self.linears[1])]
+        queries = (
+            []
+            if rank is None
+            else [self._norm(tape, "q_a", tape.rows, rank), tape.linear(self.linears[1])]
+        )
         unpadded = tape.rows == tape.tokens and self.sizes.width == self.sizes.v_head_dim
         return [
             tape.linear(into),
@@ -159,7 +175,9 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
         """Return the te.RMSNorm of a latent, which saves a contiguous copy of it and one FP32 per row."""
         own = rows * size * tape.element
         weights = size * tape.element
-        return Step(f"{name}_layernorm", own + rows * FP32, consumes=own, produces=own, weights=weights)
+        return Step(
+            f"{name}_layernorm", own + rows * FP32, consumes=own, produces=own, weights=weights
+        )
 
     def _attention(self, tape: Tape) -> list[Step]:
         """Return how heads are made of the projections, and attention on them.
@@ -180,10 +198,13 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
         return [
             Step("heads", consumes=grads, produces=made),
             Step(
-                "attention", 3 * wide * element + values + per_head * FP32, consumes=per_head * s.v_head_dim * element,
-                produces=grads, scratch=wide * FP32,
+                "attention",
+                3 * wide * element + values + per_head * FP32,
+                consumes=per_head * s.v_head_dim * element,
+                produces=grads,
+                scratch=wide * FP32,
             ),
-        ]  # fmt: skip
+        ]
 
 
 def _section(name: str, rows: int) -> Section:

@@ -101,7 +101,9 @@ class LinearSpec:
     @property
     def num_parameters(self) -> int:
         """Parameters that outputs depend on: without padding."""
-        return self.gemms * sum(section.used for section in self.sections) * (self.inputs + self.bias)
+        return (
+            self.gemms * sum(section.used for section in self.sections) * (self.inputs + self.bias)
+        )
 
     @property
     def num_padding_parameters(self) -> int:
@@ -112,7 +114,10 @@ class LinearSpec:
     def row_ranges(self) -> dict[str, tuple[int, int]]:
         """Section name -> (first row, rows used)."""
         first = first_rows(self.sections)
-        return {section.name: (start, section.used) for section, start in zip(self.sections, first, strict=True)}
+        return {
+            section.name: (start, section.used)
+            for section, start in zip(self.sections, first, strict=True)
+        }
 
 
 class Step(NamedTuple):
@@ -141,7 +146,12 @@ class Tape(Protocol):
     cuda: bool  # whether the step runs on a GPU
 
     def linear(
-        self, linear: LinearSpec, *, shared: bool = False, rows: int | None = None, gathered: bool = False
+        self,
+        linear: LinearSpec,
+        *,
+        shared: bool = False,
+        rows: int | None = None,
+        gathered: bool = False,
     ) -> Step:
         """Return a te.Linear of `rows` rows (None: N); with `shared`, another operation saves its unquantized input.
 
@@ -236,7 +246,9 @@ class MixerSpec(PartSpec):
     """A part that mixes tokens."""
 
     # What it keeps of earlier tokens while decoding, in the words of transformers' caches.
-    keeps: ClassVar[Literal["keys and values", "a recurrent state", "another state"]] = "another state"
+    keeps: ClassVar[Literal["keys and values", "a recurrent state", "another state"]] = (
+        "another state"
+    )
 
     @abstractmethod
     def state_bytes(self, batch: int, slots: int, element: int) -> int:
@@ -283,7 +295,9 @@ class LayerSpec:
     @property
     def linears(self) -> dict[str, LinearSpec]:
         """Name in the block, such as "self_attn.o_proj" -> te.Linear, in forward order."""
-        return {f"{part.name}.{linear.name}": linear for part in self.parts for linear in part.linears}
+        return {
+            f"{part.name}.{linear.name}": linear for part in self.parts for linear in part.linears
+        }
 
     @property
     def divided(self) -> dict[str, int]:
@@ -307,12 +321,17 @@ class LayerSpec:
     @property
     def num_parameters(self) -> int:
         """Parameters that outputs depend on."""
-        return sum(part.num_parameters for part in self.parts) + self.num_norms * self.mixer.hidden_size
+        return (
+            sum(part.num_parameters for part in self.parts)
+            + self.num_norms * self.mixer.hidden_size
+        )
 
     @property
     def num_active_parameters(self) -> int:
         """Parameters that one token goes through."""
-        return self.num_parameters - sum(part.num_parameters - part.num_active_parameters for part in self.parts)
+        return self.num_parameters - sum(
+            part.num_parameters - part.num_active_parameters for part in self.parts
+        )
 
     @property
     def num_padding_parameters(self) -> int:

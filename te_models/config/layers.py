@@ -28,7 +28,10 @@ MIXERS: dict[str, Callable[[ModelConfig, int], MixerSpec]] = {
 }
 
 # The same for `mlp_layer_types` and the MLP.
-MLPS: dict[str, Callable[[ModelConfig, int], FeedforwardSpec]] = {"dense": MLPSpec.of, "sparse": MoESpec.of}
+MLPS: dict[str, Callable[[ModelConfig, int], FeedforwardSpec]] = {
+    "dense": MLPSpec.of,
+    "sparse": MoESpec.of,
+}
 
 
 def describe_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:

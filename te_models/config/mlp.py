@@ -31,12 +31,20 @@ class MLPSpec(FeedforwardSpec):
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> MLPSpec:
         """Return the MLP of this layer."""
-        return cls(config.hidden_size, config.intermediate_size, config.hidden_act, config.mlp_gate, config.mlp_bias)
+        return cls(
+            config.hidden_size,
+            config.intermediate_size,
+            config.hidden_act,
+            config.mlp_gate,
+            config.mlp_bias,
+        )
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
         size = self.intermediate_size
-        into = tuple(Section(name, size, size) for name in (("gate", "up") if self.gate else ("up",)))
+        into = tuple(
+            Section(name, size, size) for name in (("gate", "up") if self.gate else ("up",))
+        )
         out = (Section("down", self.hidden_size, self.hidden_size),)
         return (
             LinearSpec("gate_up_proj", self.hidden_size, into, "column", self.bias),
@@ -45,7 +53,11 @@ class MLPSpec(FeedforwardSpec):
 
     @property
     def obstacles(self) -> tuple[str, ...]:
-        found = {"hidden_act": self.activation != "silu", "mlp_gate": not self.gate, "mlp_bias": self.bias}
+        found = {
+            "hidden_act": self.activation != "silu",
+            "mlp_gate": not self.gate,
+            "mlp_bias": self.bias,
+        }
         return tuple(name for name, given in found.items() if given)
 
     @property
@@ -70,5 +82,7 @@ class MLPSpec(FeedforwardSpec):
         hidden = tape.rows * self.intermediate_size * tape.element
         width = tape.rows * into.outputs * tape.element
         # Uncompiled, backward holds the gradients of both halves before it concatenates them.
-        swiglu = Step("swiglu", width, consumes=hidden, produces=width, scratch=0 if tape.compiled else width)
+        swiglu = Step(
+            "swiglu", width, consumes=hidden, produces=width, scratch=0 if tape.compiled else width
+        )
         return [tape.linear(into), swiglu], [tape.linear(out)]

@@ -16,7 +16,14 @@ from te_models.config.latent import LatentConfig
 from te_models.config.layer import LayerSpec, LinearSpec, PartSpec, Section, distinct, named_linears
 from te_models.config.layers import MIXERS, MLPS, describe_layers
 from te_models.config.moe import MoEConfig
-from te_models.config.rope import Rope, Scaling, checked_scaling, checked_sliding_rope, frozen, rotary_mistakes
+from te_models.config.rope import (
+    Rope,
+    Scaling,
+    checked_scaling,
+    checked_sliding_rope,
+    frozen,
+    rotary_mistakes,
+)
 from te_models.config.settings import Settings, count, from_table, positive, setting, take_settings
 from te_models.errors import ConfigError, field_values, refuse
 
@@ -62,21 +69,31 @@ class ModelConfig(Settings):
     intermediate_size: int = count(MISSING, "Width of the MLP.")
     num_hidden_layers: int = count(MISSING, "Number of blocks.", below=MAX_LAYERS + 1)
     num_attention_heads: int = count(MISSING, "Number of query heads.")
-    num_key_value_heads: int = count(None, "Number of key and value heads; default: one per query head.")
+    num_key_value_heads: int = count(
+        None, "Number of key and value heads; default: one per query head."
+    )
     head_dim: int = count(None, "Channels per head; default: hidden size / query heads.")
     max_position_embeddings: int = count(4096, "Longest sequence.")
     rms_norm_eps: float = positive(1e-5, "Epsilon of every RMSNorm.")
     rope_theta: float = positive(10000.0, "Base of the RoPE frequencies.")
-    rope_scaling: Scaling | None = setting(None, "Scaling of RoPE beyond the trained length.", hash=False)
+    rope_scaling: Scaling | None = setting(
+        None, "Scaling of RoPE beyond the trained length.", hash=False
+    )
     sliding_rope: Scaling | None = setting(
         None, "RoPE of the layers with a window, where it differs (Gemma 3, OLMo 3).", hash=False
     )
-    rope_interleaved: bool = setting(False, "RoPE rotates neighboring channels instead of the two halves (GLM-4).")
-    partial_rotary_factor: float = positive(1.0, "Share of a head's channels that RoPE rotates (Qwen3-Next).")
+    rope_interleaved: bool = setting(
+        False, "RoPE rotates neighboring channels instead of the two halves (GLM-4)."
+    )
+    partial_rotary_factor: float = positive(
+        1.0, "Share of a head's channels that RoPE rotates (Qwen3-Next)."
+    )
     no_rope_layers: tuple[int, ...] | None = setting(
         None, "One entry per layer: 1 with RoPE, 0 without (SmolLM3).", choices=(0, 1)
     )
-    sliding_window: int | None = count(None, "Number of keys that a query sees, itself included (Mistral).")
+    sliding_window: int | None = count(
+        None, "Number of keys that a query sees, itself included (Mistral)."
+    )
     layer_types: tuple[str, ...] | None = setting(
         None,
         'One entry per layer, "full_attention", "sliding_attention", "linear_attention" or "latent_attention"; None: '
@@ -87,7 +104,8 @@ class ModelConfig(Settings):
         None, "Sizes of the linear_attention layers, Gated DeltaNet (Qwen3.5, Qwen3-Next)."
     )
     latent_attention: LatentConfig | None = setting(
-        None, "Sizes of multi-head latent attention, whose keys and values come from a latent (DeepSeek-V3)."
+        None,
+        "Sizes of multi-head latent attention, whose keys and values come from a latent (DeepSeek-V3).",
     )
     attention_gate: str = setting(
         "elementwise",
@@ -95,12 +113,15 @@ class ModelConfig(Settings):
         choices=("elementwise", "headwise", "none"),
     )
     attention_gate_activation: str = setting(
-        "sigmoid", "Function of the gate: sigmoid or softplus (Laguna).", choices=("sigmoid", "softplus")
+        "sigmoid",
+        "Function of the gate: sigmoid or softplus (Laguna).",
+        choices=("sigmoid", "softplus"),
     )
     attention_bias: bool = setting(False, "Bias on q, k and v (Qwen2).")
     attention_output_bias: bool = setting(False, "Bias on o_proj.")
     attention_multiplier: float | None = positive(
-        None, "Factor on the products of queries and keys; default: head_dim ** -0.5 (Granite, Gemma)."
+        None,
+        "Factor on the products of queries and keys; default: head_dim ** -0.5 (Granite, Gemma).",
     )
     attn_logit_softcapping: float | None = positive(None, "Cap of the attention logits (Gemma 2).")
     attention_sinks: bool = setting(
@@ -109,10 +130,14 @@ class ModelConfig(Settings):
     query_scale_beta: float | None = positive(
         None, "Scale queries by 1 + beta * log(1 + position // query_scale_length) (Ministral 3)."
     )
-    query_scale_length: int | None = count(None, "Positions that query_scale_beta leaves as they are.")
+    query_scale_length: int | None = count(
+        None, "Positions that query_scale_beta leaves as they are."
+    )
     qk_norm: bool = setting(False, "RMSNorm on q and k (Qwen3).")
     qk_norm_scope: str = setting(
-        "head", "Scope of qk_norm: each head, or all_heads together (OLMo 2).", choices=("head", "all_heads")
+        "head",
+        "Scope of qk_norm: each head, or all_heads together (OLMo 2).",
+        choices=("head", "all_heads"),
     )
     norm_position: str = setting(
         "pre",
@@ -121,7 +146,9 @@ class ModelConfig(Settings):
     )
     zero_centered_norm: bool = setting(False, "Store gamma - 1 in every norm (Qwen3-Next).")
     hidden_act: str = setting(
-        "silu", "Activation of the MLP: silu, gelu, gelu_pytorch_tanh or relu2.", choices=ACTIVATIONS
+        "silu",
+        "Activation of the MLP: silu, gelu, gelu_pytorch_tanh or relu2.",
+        choices=ACTIVATIONS,
     )
     mlp_gate: bool = setting(True, "Gate the MLP, act(gate) * up; without, act(up) (Arcee).")
     mlp_bias: bool = setting(False, "Bias on the projections of the MLP.")
@@ -140,7 +167,9 @@ class ModelConfig(Settings):
     tie_word_embeddings: bool = setting(False, "Share one table between embedding and head.")
     initializer_range: float = positive(0.02, "Standard deviation of initial weights.")
     bos_token_id: int | None = setting(None, "Token id that begins a text.")
-    eos_token_id: int | tuple[int, ...] | None = setting(None, "Token id that ends a text; may be several.")
+    eos_token_id: int | tuple[int, ...] | None = setting(
+        None, "Token id that ends a text; may be several."
+    )
     pad_token_id: int | None = setting(None, "Token id of padding.")
 
     def __post_init__(self) -> None:
@@ -150,20 +179,26 @@ class ModelConfig(Settings):
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         if self.head_dim is None:
             latent, filled = self.latent_attention, self.hidden_size // self.num_attention_heads
-            object.__setattr__(self, "head_dim", filled if latent is None else latent.qk_rope_head_dim)
+            object.__setattr__(
+                self, "head_dim", filled if latent is None else latent.qk_rope_head_dim
+            )
         refuse(_mistakes(self), ConfigError)
         if self.rope_scaling is not None:
             pairs = int(self.head_dim * self.partial_rotary_factor) // 2
             object.__setattr__(self, "rope_scaling", checked_scaling(self.rope_scaling, pairs))
         if self.sliding_rope is not None:
-            object.__setattr__(self, "sliding_rope", checked_sliding_rope(self.sliding_rope, self.head_dim))
+            object.__setattr__(
+                self, "sliding_rope", checked_sliding_rope(self.sliding_rope, self.head_dim)
+            )
         if self.num_parameters > MAX_PARAMETERS:
             raise ConfigError("these sizes make more than 2**60 parameters: choose smaller ones")
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set a field once. Other names are allowed: transformers.Trainer sets `use_cache` on any model's config."""
         if name in self.__dataclass_fields__ and name in self.__dict__:
-            raise FrozenInstanceError(f"cannot assign to field {name!r}: make another config with dataclasses.replace")
+            raise FrozenInstanceError(
+                f"cannot assign to field {name!r}: make another config with dataclasses.replace"
+            )
         object.__setattr__(self, name, value)
 
     @functools.cached_property
@@ -198,15 +233,23 @@ class ModelConfig(Settings):
     @property
     def head(self) -> LinearSpec:
         """The te.Linear of the head, which every rank has as a whole."""
-        return LinearSpec("lm_head", self.hidden_size, (Section("logits", self.vocab_size, self.vocab_size, "head"),))
+        return LinearSpec(
+            "lm_head",
+            self.hidden_size,
+            (Section("logits", self.vocab_size, self.vocab_size, "head"),),
+        )
 
     @functools.cached_property
     def rope(self) -> Rope:
         """The rotary embedding of layers without a window, and of the others too where there is no `sliding_rope`."""
         return Rope(
-            self.rope_theta, self.head_dim, self.partial_rotary_factor, self.max_position_embeddings,
-            self.rope_interleaved, frozen(self.rope_scaling),
-        )  # fmt: skip
+            self.rope_theta,
+            self.head_dim,
+            self.partial_rotary_factor,
+            self.max_position_embeddings,
+            self.rope_interleaved,
+            frozen(self.rope_scaling),
+        )
 
     @functools.cached_property
     def window_rope(self) -> Rope:
@@ -232,7 +275,9 @@ class ModelConfig(Settings):
     @property
     def num_padding_parameters(self) -> int:
         """Parameters of rows that only pad a weight; nothing reads their output."""
-        return sum(count * layer.num_padding_parameters for layer, count in Counter(self.layers).items())
+        return sum(
+            count * layer.num_padding_parameters for layer, count in Counter(self.layers).items()
+        )
 
     @property
     def num_parameters(self) -> int:
@@ -244,20 +289,32 @@ class ModelConfig(Settings):
     @property
     def num_active_parameters(self) -> int:
         """Parameters that one token goes through: of its own experts only."""
-        return self.num_parameters - sum(layer.num_parameters - layer.num_active_parameters for layer in self.layers)
+        return self.num_parameters - sum(
+            layer.num_parameters - layer.num_active_parameters for layer in self.layers
+        )
 
     def with_layers(self, depths: Sequence[int]) -> ModelConfig:
         """Return the config of a model of these layers of this one, in this order."""
         own = {name: getattr(self, name) for name in PER_LAYER}
-        own = {name: values and tuple(values[depth] for depth in depths) for name, values in own.items()}
+        own = {
+            name: values and tuple(values[depth] for depth in depths)
+            for name, values in own.items()
+        }
         return dataclasses.replace(self, num_hidden_layers=len(depths), **own)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, resolved, as plain JSON values; those that a subclass adds are not saved with a model."""
         values = field_values(self)
-        values |= {name: field_values(value) for name, value in values.items() if isinstance(value, Settings)}
+        values |= {
+            name: field_values(value)
+            for name, value in values.items()
+            if isinstance(value, Settings)
+        }
         plain = {name: copy.deepcopy(values[name]) for name in config_fields()}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in plain.items()
+        }
 
     def document(self) -> dict[str, Any]:
         """Return the fields as config.json has them.
@@ -267,7 +324,10 @@ class ModelConfig(Settings):
         """
         values = self.to_dict()
         if self.rope_scaling is not None:
-            values["rope_parameters"] = {"rope_theta": values.pop("rope_theta"), **values.pop("rope_scaling")}
+            values["rope_parameters"] = {
+                "rope_theta": values.pop("rope_theta"),
+                **values.pop("rope_scaling"),
+            }
         return values
 
     @classmethod
@@ -294,7 +354,9 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
     for name in PER_LAYER:
         if values[name] is not None and len(values[name]) != layers:
             yield f"{name} has {len(values[name])} entries for num_hidden_layers={layers}"
-    needs = {kind: kind for kind in ("linear_attention", "latent_attention")} | {"sliding_attention": "sliding_window"}
+    needs = {kind: kind for kind in ("linear_attention", "latent_attention")} | {
+        "sliding_attention": "sliding_window"
+    }
     for kind, field in needs.items():
         if kind in (config.layer_types or ()) and values[field] is None:
             yield f"layer_types asks for {kind}: give {field}"
@@ -302,7 +364,11 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
         yield "mlp_layer_types asks for sparse layers: give moe, their experts"
     if config.moe is not None and (config.mlp_bias or not config.mlp_gate):
         yield "experts have a gate, and a bias by moe.bias: leave out mlp_bias and mlp_gate"
-    if config.moe is not None and config.moe.swiglu_limit is not None and config.hidden_act != "silu":
+    if (
+        config.moe is not None
+        and config.moe.swiglu_limit is not None
+        and config.hidden_act != "silu"
+    ):
         yield f"moe.swiglu_limit clamps SwiGLU: leave out hidden_act={config.hidden_act!r}"
     ragged = config.hidden_size % config.num_attention_heads and config.latent_attention is None
     if config.head_dim is None and ragged:
@@ -314,7 +380,11 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
 
 def _mistakes(config: ModelConfig) -> Iterator[str]:
     """Yield lines about values that do not fit each other."""
-    heads, shared, gate = config.num_attention_heads, config.num_key_value_heads, config.attention_gate_activation
+    heads, shared, gate = (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.attention_gate_activation,
+    )
     if heads % shared:
         yield f"num_attention_heads={heads} is not a multiple of num_key_value_heads={shared}"
     if config.latent_attention is not None:

@@ -10,7 +10,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from te_models.config.layer import FeedforwardSpec, LayerSpec, LinearSpec, Section, Step, Tape, distinct
+from te_models.config.layer import (
+    FeedforwardSpec,
+    LayerSpec,
+    LinearSpec,
+    Section,
+    Step,
+    Tape,
+    distinct,
+)
 from te_models.config.settings import Settings, count, positive, setting
 from te_models.errors import ConfigError, refuse
 
@@ -39,26 +47,43 @@ class MoEConfig(Settings):
     num_experts: int = count(MISSING, "Experts per layer.")
     num_experts_per_tok: int = count(MISSING, "Experts that each token goes through.")
     moe_intermediate_size: int = count(MISSING, "Width of an expert.")
-    shared_expert_intermediate_size: int = setting(0, "Width of the expert that all tokens go through; 0: none.")
-    shared_expert_gate: bool = setting(False, "Multiply the shared expert by a sigmoid gate (Qwen2-MoE).")
-    router_scores: str = setting(
-        "softmax", "Function of the router's logits: softmax or sigmoid.", choices=("softmax", "sigmoid")
+    shared_expert_intermediate_size: int = setting(
+        0, "Width of the expert that all tokens go through; 0: none."
     )
-    router_fp32: bool = setting(False, "Compute the router's logits in FP32 (GLM-4.5, DeepSeek-V3).")
+    shared_expert_gate: bool = setting(
+        False, "Multiply the shared expert by a sigmoid gate (Qwen2-MoE)."
+    )
+    router_scores: str = setting(
+        "softmax",
+        "Function of the router's logits: softmax or sigmoid.",
+        choices=("softmax", "sigmoid"),
+    )
+    router_fp32: bool = setting(
+        False, "Compute the router's logits in FP32 (GLM-4.5, DeepSeek-V3)."
+    )
     norm_topk_prob: bool = setting(True, "Divide the weights of a token's experts by their sum.")
     routed_scaling_factor: float = positive(1.0, "Factor on these weights.")
     n_group: int = count(1, "Groups of experts.")
     topk_group: int = count(1, "Groups of which a token's experts may come.")
     group_scores: int = count(2, "Scores of a group whose sum ranks it; 1 in DeepSeek-V2.")
-    bias: bool = setting(False, "Biases on the router and on the chosen experts' projections (gpt-oss).")
+    bias: bool = setting(
+        False, "Biases on the router and on the chosen experts' projections (gpt-oss)."
+    )
     swiglu_limit: float | None = positive(
-        None, "Clamped SwiGLU (up + 1) * gate * sigmoid(alpha * gate): the bound of gate and of |up| (gpt-oss)."
+        None,
+        "Clamped SwiGLU (up + 1) * gate * sigmoid(alpha * gate): the bound of gate and of |up| (gpt-oss).",
     )
     swiglu_alpha: float = positive(1.702, "The alpha of clamped SwiGLU.")
-    expert_bias: bool = setting(False, "A number per expert, added to its score for the choice (DeepSeek-V3).")
+    expert_bias: bool = setting(
+        False, "A number per expert, added to its score for the choice (DeepSeek-V3)."
+    )
     router_aux_loss_coef: float = setting(0.001, "Factor of the load-balancing loss in training.")
-    router_z_loss_coef: float = setting(0.0, "Factor of the mean squared logsumexp of the logits in training.")
-    router_jitter_noise: float = setting(0.0, "Training multiplies the MLP's input by up to 1 +- this.")
+    router_z_loss_coef: float = setting(
+        0.0, "Factor of the mean squared logsumexp of the logits in training."
+    )
+    router_jitter_noise: float = setting(
+        0.0, "Training multiplies the MLP's input by up to 1 +- this."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,7 +144,11 @@ class MoESpec(FeedforwardSpec):
     def obstacles(self) -> tuple[str, ...]:
         """The fields that rule out the fused SwiGLU kernels: with a bias, those would write into rows of padding."""
         e = self.experts
-        found = {"hidden_act": self.activation != "silu", "moe.swiglu_limit": e.swiglu_limit, "moe.bias": e.bias}
+        found = {
+            "hidden_act": self.activation != "silu",
+            "moe.swiglu_limit": e.swiglu_limit,
+            "moe.bias": e.bias,
+        }
         return tuple(name for name, given in found.items() if given)
 
     @property
@@ -129,7 +158,10 @@ class MoESpec(FeedforwardSpec):
     @property
     def features(self) -> Mapping[str, int]:
         shared = self.experts.shared_expert_intermediate_size
-        found = {"hidden_size": self.hidden_size, "moe_intermediate_size": self.experts.moe_intermediate_size}
+        found = {
+            "hidden_size": self.hidden_size,
+            "moe_intermediate_size": self.experts.moe_intermediate_size,
+        }
         return found | ({"shared_expert_intermediate_size": shared} if shared else {})
 
     def parallel_obstacle(self, sequence: bool) -> str:
@@ -138,18 +170,28 @@ class MoESpec(FeedforwardSpec):
     @property
     def num_active_parameters(self) -> int:
         idle = self.experts.num_experts - self.experts.num_experts_per_tok
-        return self.num_parameters - sum(lin.num_parameters // lin.gemms * idle for lin in self.linears if lin.experts)
+        return self.num_parameters - sum(
+            lin.num_parameters // lin.gemms * idle for lin in self.linears if lin.experts
+        )
 
     def flops(self, tokens: int, length: int) -> float:
         """Return the FLOPs of a forward, in which each token goes through its own experts only."""
         chosen = self.experts.num_experts_per_tok
-        return 2.0 * tokens * sum(lin.inputs * lin.outputs * (chosen if lin.experts else 1) for lin in self.linears)
+        return (
+            2.0
+            * tokens
+            * sum(lin.inputs * lin.outputs * (chosen if lin.experts else 1) for lin in self.linears)
+        )
 
     def rows(self, tape: Tape) -> int:
         """Return the rows of all experts of a step, padding included, if tokens are divided evenly among them."""
         count = tape.tokens * self.experts.num_experts_per_tok
         each = -(-count // self.experts.num_experts)
-        return count if tape.alignment == 1 else self.experts.num_experts * -(-each // tape.alignment) * tape.alignment
+        return (
+            count
+            if tape.alignment == 1
+            else self.experts.num_experts * -(-each // tape.alignment) * tape.alignment
+        )
 
     def halves(self, tape: Tape) -> tuple[list[Step], list[Step]]:
         """Return what is up to the inputs of the projections down, and those projections with the combination."""
@@ -160,7 +202,9 @@ class MoESpec(FeedforwardSpec):
         choosing, widened = tape.linear(router), e.router_fp32 and element != FP32
         saves_input = choosing.saved > 0  # a frozen router does not
         if widened:
-            choosing = choosing._replace(saved=(tape.rows * saves_input + e.num_experts) * self.hidden_size * FP32)
+            choosing = choosing._replace(
+                saved=(tape.rows * saves_input + e.num_experts) * self.hidden_size * FP32
+            )
         # The logits, their softmax and the scores; logsumexp; the indices of the chosen, and what their division needs.
         kept = tape.rows * e.num_experts * FP32 + 2 * scores + tape.tokens * FP32 + chosen * INT64
         kept += (chosen + tape.tokens) * FP32 * e.norm_topk_prob
@@ -169,19 +213,30 @@ class MoESpec(FeedforwardSpec):
             kept += stream
         first = [
             choosing,
-            Step("scores", kept, consumes=chosen * FP32, produces=choosing.consumes, scratch=scores),
+            Step(
+                "scores", kept, consumes=chosen * FP32, produces=choosing.consumes, scratch=scores
+            ),
             *([] if gathered else [Step("dispatch", consumes=width, produces=stream)]),
             tape.linear(into, rows=rows, gathered=gathered),
             self._swiglu(tape, rows, e.moe_intermediate_size),
         ]
         if shared:
             size = e.shared_expert_intermediate_size
-            first += [tape.linear(shared[0], shared=saves_input and not widened), self._swiglu(tape, tape.rows, size)]
+            first += [
+                tape.linear(shared[0], shared=saves_input and not widened),
+                self._swiglu(tape, tape.rows, size),
+            ]
         if e.shared_expert_gate:
             first.append(tape.linear(shared[2], shared=True))
         # Each of those that read the input but the last, which is the first in backward, adds its gradient to theirs.
-        added = [router.name, into.name if gathered else "dispatch", *(linear.name for linear in shared[::2])][:-1]
-        first = [step._replace(consumes=step.consumes + stream * (step.name in added)) for step in first]
+        added = [
+            router.name,
+            into.name if gathered else "dispatch",
+            *(linear.name for linear in shared[::2]),
+        ][:-1]
+        first = [
+            step._replace(consumes=step.consumes + stream * (step.name in added)) for step in first
+        ]
         places = (rows + chosen) * INT64 + chosen * FP32  # of tokens and rows, and the weights
         consumed = stream * (not shared)  # else the shared expert's part needs it too
         combine = Step("combine", width + places, consumes=consumed, produces=width + chosen * FP32)
@@ -197,7 +252,11 @@ class MoESpec(FeedforwardSpec):
     def _swiglu(tape: Tape, rows: int, size: int) -> Step:
         hidden = rows * size * tape.element
         return Step(
-            "swiglu", 2 * hidden, consumes=hidden, produces=2 * hidden, scratch=0 if tape.compiled else 2 * hidden
+            "swiglu",
+            2 * hidden,
+            consumes=hidden,
+            produces=2 * hidden,
+            scratch=0 if tape.compiled else 2 * hidden,
         )
 
 
@@ -207,13 +266,19 @@ def with_local_experts(layers: tuple[LayerSpec, ...], ranks: int) -> tuple[Layer
         spec: dataclasses.replace(spec, ranks=ranks)
         for spec in distinct(layer.mlp for layer in layers if isinstance(layer.mlp, MoESpec))
     }
-    mistakes = {"expert parallelism divides the experts of a model, and this one has none: use fsdp": not local}
+    mistakes = {
+        "expert parallelism divides the experts of a model, and this one has none: use fsdp": not local
+    }
     for number in (spec.experts.num_experts for spec in local):
         advice = f"give an expert-parallel size that divides {number}"
-        mistakes[f"num_experts={number} cannot be divided between {ranks} ranks: {advice}"] = number % ranks > 0
+        mistakes[f"num_experts={number} cannot be divided between {ranks} ranks: {advice}"] = (
+            number % ranks > 0
+        )
     refuse(mistakes, ConfigError)
     return tuple(
-        dataclasses.replace(layer, mlp=local[layer.mlp]) if isinstance(layer.mlp, MoESpec) else layer
+        dataclasses.replace(layer, mlp=local[layer.mlp])
+        if isinstance(layer.mlp, MoESpec)
+        else layer
         for layer in layers
     )
 
@@ -221,13 +286,18 @@ def with_local_experts(layers: tuple[LayerSpec, ...], ranks: int) -> tuple[Layer
 def places_of_experts(layers: tuple[LayerSpec, ...], ranks: int) -> str:
     """Return which of `ranks` ranks have which experts, in a few words; errors are those of `with_local_experts`."""
     local = with_local_experts(layers, ranks)
-    each = next(layer.mlp.experts.num_experts for layer in local if isinstance(layer.mlp, MoESpec)) // ranks
+    each = (
+        next(layer.mlp.experts.num_experts for layer in local if isinstance(layer.mlp, MoESpec))
+        // ranks
+    )
     held = [f"{rank * each} to {(rank + 1) * each - 1} on rank {rank}" for rank in range(ranks)]
     shown = held if ranks <= MANY_RANKS else [*held[:2], "...", held[-1]]
     return f"{', '.join(shown)} of every {ranks}"
 
 
-def _projections(prefix: str, hidden: int, size: int, experts: int, bias: bool = False) -> list[LinearSpec]:
+def _projections(
+    prefix: str, hidden: int, size: int, experts: int, bias: bool = False
+) -> list[LinearSpec]:
     into = (Section("gate", size, size), Section("up", size, size))
     out = (Section("down", hidden, hidden),)
     return [

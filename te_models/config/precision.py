@@ -45,7 +45,9 @@ def precisions(recipe: Recipe, layers: tuple[LayerSpec, ...]) -> dict[str, Preci
                 f"precision[{pattern!r}]={value!r}: {matches[0]} is BF16 under every recipe: leave it out"
             )
         found |= dict.fromkeys(matches, chosen)
-    return found | {name: Precision(None, "under every recipe", True) for name in found if name not in able}
+    return found | {
+        name: Precision(None, "under every recipe", True) for name in found if name not in able
+    }
 
 
 def _by_edges(recipe: Recipe, layers: int, name: str) -> Precision:
@@ -58,7 +60,9 @@ def _by_edges(recipe: Recipe, layers: int, name: str) -> Precision:
     if depth not in inner:
         end = "start" if depth < inner.start else "end"
         field = f"num_layers_at_{end}_in_bf16"
-        reason = f"{field} = {recipe.edges[field]}" if own is not None else f"recipe = {recipe.name!r}"
+        reason = (
+            f"{field} = {recipe.edges[field]}" if own is not None else f"recipe = {recipe.name!r}"
+        )
         return Precision(None, reason, True)
     return Precision(own, f"recipe = {recipe.name!r}")
 
@@ -68,9 +72,13 @@ def _unknown_pattern(pattern: str, linears: dict[str, LinearSpec]) -> Exception:
     before, _, leaf = pattern.rpartition(".")
     for name, linear in linears.items():
         fused = f"{before or '*'}.{linear.name}"
-        parts = [part for section in linear.sections for part in (section.name, f"{section.name}_proj")]
+        parts = [
+            part for section in linear.sections for part in (section.name, f"{section.name}_proj")
+        ]
         if leaf in parts and leaf != linear.name and fnmatchcase(name, fused):
             advice = f"its rows are part of {linear.name}, one GEMM: write {fused!r}"
             return unknown("te.Linear of precision", pattern, (), advice=advice)
-    kinds = dict.fromkeys(f"*.{name.split('.', 2)[2]}" for name in linears)  # such as "*.self_attn.o_proj"
+    kinds = dict.fromkeys(
+        f"*.{name.split('.', 2)[2]}" for name in linears
+    )  # such as "*.self_attn.o_proj"
     return unknown("te.Linear of precision", pattern, [*kinds, HEAD])

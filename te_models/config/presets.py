@@ -10,7 +10,9 @@ Shape = dict[str, Any]  # fields of ModelConfig
 
 def _llama3_scaling(factor: float) -> Shape:
     """Return the RoPE scaling of Llama 3.1 and 3.2, which differ in the factor."""
-    original = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    original = dict(
+        low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
     return dict(rope_type="llama3", factor=factor, **original)
 
 
@@ -58,7 +60,12 @@ _GEMMA: Shape = dict(
 
 
 def _shape(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int | None = None, **fields: Any
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int | None = None,
+    **fields: Any,
 ) -> Shape:
     """Return a shape of these sizes and `fields`."""
     sizes = dict(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers)
@@ -68,18 +75,34 @@ def _shape(
 
 def _layers(count: int, period: int, first: int = 0) -> Shape:
     """Return the kinds of `count` layers: every `period`-th, starting with number `first`, sees all keys."""
-    kinds = ("full_attention" if layer % period == first else "sliding_attention" for layer in range(count))
+    kinds = (
+        "full_attention" if layer % period == first else "sliding_attention"
+        for layer in range(count)
+    )
     return dict(num_hidden_layers=count, layer_types=tuple(kinds))
 
 
 def _gemma2(hidden: int, intermediate: int, layers: int, *heads: int, **fields: Any) -> Shape:
     """Return the shape of a Gemma 2: every second layer sees all keys, and logits are capped."""
     caps = dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=4096)
-    own = dict(vocab_size=256000, head_dim=256, embedding_multiplier=hidden**0.5, max_position_embeddings=8192)
-    return _shape(hidden, intermediate, layers, *heads, **{**_GEMMA, **_layers(layers, 2, 1), **caps, **own, **fields})
+    own = dict(
+        vocab_size=256000,
+        head_dim=256,
+        embedding_multiplier=hidden**0.5,
+        max_position_embeddings=8192,
+    )
+    return _shape(
+        hidden,
+        intermediate,
+        layers,
+        *heads,
+        **{**_GEMMA, **_layers(layers, 2, 1), **caps, **own, **fields},
+    )
 
 
-def _gemma3(hidden: int, intermediate: int, layers: int, *heads: int, stretch: float = 8.0, **fields: Any) -> Shape:
+def _gemma3(
+    hidden: int, intermediate: int, layers: int, *heads: int, stretch: float = 8.0, **fields: Any
+) -> Shape:
     """Return the shape of a Gemma 3's text model: every sixth layer sees all keys, with its own RoPE."""
     stretched = None if stretch == 1 else dict(rope_type="linear", factor=stretch)
     rope = dict(rope_theta=1000000.0, rope_scaling=stretched, sliding_rope=dict(rope_theta=10000.0))
@@ -87,11 +110,23 @@ def _gemma3(hidden: int, intermediate: int, layers: int, *heads: int, stretch: f
         vocab_size=262208, head_dim=256, qk_norm=True, sliding_window=1024, max_position_embeddings=131072,
         embedding_multiplier=hidden**0.5,
     )  # fmt: skip
-    return _shape(hidden, intermediate, layers, *heads, **{**_GEMMA, **_layers(layers, 6, 5), **rope, **own, **fields})
+    return _shape(
+        hidden,
+        intermediate,
+        layers,
+        *heads,
+        **{**_GEMMA, **_layers(layers, 6, 5), **rope, **own, **fields},
+    )
 
 
 def _hybrid(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, value_heads: int = 16, **fields: Any
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    value_heads: int = 16,
+    **fields: Any,
 ) -> Shape:
     """Return the shape of a Qwen3.5's text model: three layers of linear attention, then one of gated attention."""
     own = dict(
@@ -99,7 +134,9 @@ def _hybrid(
         vocab_size=248320, max_position_embeddings=262144, head_dim=256, rope_theta=10000000.0, rms_norm_eps=1e-6,
         eos_token_id=248044,
     )  # fmt: skip
-    return _shape(hidden, intermediate, layers, heads, kv_heads, **_hybrid_layers(layers), **own, **fields)
+    return _shape(
+        hidden, intermediate, layers, heads, kv_heads, **_hybrid_layers(layers), **own, **fields
+    )
 
 
 def _hybrid_layers(layers: int) -> Shape:
@@ -271,5 +308,15 @@ def get_preset(name: str, **overrides: Any) -> ModelConfig:
     """
     check_known("preset", name, PRESETS, "`te-models list`")
     layers = overrides.get("num_hidden_layers")
-    kinds = {field: PRESETS[name][field] for field in PER_LAYER if isinstance(layers, int) and field in PRESETS[name]}
-    return ModelConfig(**{**PRESETS[name], **{field: found[:layers] for field, found in kinds.items()}, **overrides})
+    kinds = {
+        field: PRESETS[name][field]
+        for field in PER_LAYER
+        if isinstance(layers, int) and field in PRESETS[name]
+    }
+    return ModelConfig(
+        **{
+            **PRESETS[name],
+            **{field: found[:layers] for field, found in kinds.items()},
+            **overrides,
+        }
+    )

@@ -67,12 +67,18 @@ EDGES = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "lm_head", 
 class Scheme:
     """Requirements of a Transformer Engine recipe class: `rows` and `features` of a GEMM must be multiples of these."""
 
-    fields: Mapping[str, object] = field(default_factory=dict)  # name -> Transformer Engine's default
+    fields: Mapping[str, object] = field(
+        default_factory=dict
+    )  # name -> Transformer Engine's default
     rows: int = 16
     features: int = 16
-    scattered_rows: int = 0  # of each rank under sequence parallelism, where quantized rows are sent; 0: `rows`
+    scattered_rows: int = (
+        0  # of each rank under sequence parallelism, where quantized rows are sent; 0: `rows`
+    )
     available: str = "is_fp8_available"  # the engine's function that returns whether it runs here, else the reason
-    stateful: bool = False  # scales and amax histories persist over steps and belong in a checkpoint
+    stateful: bool = (
+        False  # scales and amax histories persist over steps and belong in a checkpoint
+    )
     forward: str = "E4M3"
 
 
@@ -102,7 +108,12 @@ SCHEMES: dict[str, Scheme] = {
 }  # fmt: skip
 
 AUTO = "auto"  # in place of a recipe's name: the model's own, else what te_models.model.recipe_fit chooses
-FP8_WEIGHTS = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling")  # can have them
+FP8_WEIGHTS = (
+    "DelayedScaling",
+    "Float8CurrentScaling",
+    "Float8BlockScaling",
+    "MXFP8BlockScaling",
+)  # can have them
 
 RECIPES_ELSEWHERE = {
     "fp8": "give 'current', or 'delayed' for speed on Hopper",
@@ -154,7 +165,9 @@ class Recipe:
         if isinstance(given := fields.get("fp8_format"), str):
             fields["fp8_format"] = given.upper()  # as Transformer Engine spells it
         refuse(self._mistakes(fields), ConfigError)
-        object.__setattr__(self, "fields", MappingProxyType({**SCHEMES[self.scheme].fields, **fields}))
+        object.__setattr__(
+            self, "fields", MappingProxyType({**SCHEMES[self.scheme].fields, **fields})
+        )
         object.__setattr__(self, "precision", MappingProxyType(dict(self.precision)))
         used = [self.called(name) for name in dict.fromkeys((self.name, *self.precision.values()))]
         object.__setattr__(self, "in_use", tuple(recipe for recipe in used if recipe is not None))
@@ -178,7 +191,11 @@ class Recipe:
                 yield unknown_option(f"field of recipe {self.name!r}", name, known)
             RECIPE_FIELDS[name].check(value)
         resolved = {**SCHEMES[self.scheme].fields, **fields}
-        square = [name for name, value in resolved.items() if name.endswith("_block_scaling_dim") and value == 2]
+        square = [
+            name
+            for name, value in resolved.items()
+            if name.endswith("_block_scaling_dim") and value == 2
+        ]
         if len(square) > 1:  # Transformer Engine asserts it
             yield f"{' and '.join(square)} are 2, and a GEMM takes one of its operands so: give 1 for all but one"
         for pattern, value in self.precision.items():
@@ -197,7 +214,9 @@ class Recipe:
     def edges(self) -> dict[str, Any]:
         """The fields of EDGES, by name; without `precision` if it is empty."""
         start, end = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
-        found = dict(num_layers_at_start_in_bf16=start, num_layers_at_end_in_bf16=end, lm_head=self.lm_head)
+        found = dict(
+            num_layers_at_start_in_bf16=start, num_layers_at_end_in_bf16=end, lm_head=self.lm_head
+        )
         return found | ({"precision": dict(self.precision)} if self.precision else {})
 
     def called(self, name: str) -> Recipe | None:
@@ -227,7 +246,9 @@ class Recipe:
     @property
     def head_in_fp8(self) -> bool:
         """Return whether the output head is inside the recipe's own autocast."""
-        return self.scheme != "none" and self.lm_head == "fp8" and not self.num_layers_at_end_in_bf16
+        return (
+            self.scheme != "none" and self.lm_head == "fp8" and not self.num_layers_at_end_in_bf16
+        )
 
     @property
     def row_alignment(self) -> int:
@@ -262,7 +283,11 @@ class Recipe:
         Under BF16 only those entries of the table remain that ask for BF16, which exports read.
         """
         other = _named(name)
-        table = {pattern: used for pattern, used in self.precision.items() if other.quantized or used == "bf16"}
+        table = {
+            pattern: used
+            for pattern, used in self.precision.items()
+            if other.quantized or used == "bf16"
+        }
         return self if name == self.name else other.replace(**{**self.edges, "precision": table})
 
     def to_dict(self) -> dict[str, Any]:
@@ -341,9 +366,15 @@ def recipe_from_dict(values: Mapping[str, Any]) -> Recipe:
     """Return the Recipe that `Recipe.to_dict` or a TOML file describes."""
     if not isinstance(values, Mapping) or "scheme" not in values:
         given = "" if isinstance(values, Mapping) else f", not {values!r:.40}"
-        raise ConfigError(f"a recipe needs scheme = one of {', '.join(SCHEMES)}, in a table of names and values{given}")
+        raise ConfigError(
+            f"a recipe needs scheme = one of {', '.join(SCHEMES)}, in a table of names and values{given}"
+        )
     about: dict[str, Any] = {"name": "custom"}
-    about |= {k: v for k, v in values.items() if k in ("name", "scheme", "description", "hardware", *EDGES)}
+    about |= {
+        k: v
+        for k, v in values.items()
+        if k in ("name", "scheme", "description", "hardware", *EDGES)
+    }
     return Recipe(fields={k: v for k, v in values.items() if k not in about}, **about)
 
 
@@ -370,7 +401,9 @@ def _from_object(recipe: EngineRecipe) -> Recipe:
     scheme = type(recipe).__name__
     if scheme not in SCHEMES:
         names = ", ".join(_shipped())
-        raise ConfigError(f"recipe={recipe!r}: give a name ({names}), a .toml file or a TE recipe object")
+        raise ConfigError(
+            f"recipe={recipe!r}: give a name ({names}), a .toml file or a TE recipe object"
+        )
     values = {name: getattr(recipe, name) for name in SCHEMES[scheme].fields}
     refuse(_other_fields(recipe, values), ConfigError)
     if "fp8_format" in values:

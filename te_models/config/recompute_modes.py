@@ -39,7 +39,9 @@ def offload_allows_fused(mode: str | int) -> bool:
     return mode in ("full", 1)
 
 
-def recomputes_mlp(mode: str | int, layer: int, layers: int, fp8: bool, fp8_weights: bool = False) -> bool:
+def recomputes_mlp(
+    mode: str | int, layer: int, layers: int, fp8: bool, fp8_weights: bool = False
+) -> bool:
     """Return whether block number `layer` of `layers` recomputes the input of SwiGLU.
 
     Blocks are counted from the end, since backward begins with the last one, which stores it.

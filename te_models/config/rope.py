@@ -26,14 +26,20 @@ ROPE_SCALINGS = {
 
 def _field(name: str, *kinds: type, group: str = "rope_scaling", **about: Any) -> Setting:
     """Return a field of `rope_scaling` or `sliding_rope`; numbers are above 0."""
-    return Setting(name=f"{group}.{name}", help="", kinds=kinds or (float,), members=float, above=True, **about)
+    return Setting(
+        name=f"{group}.{name}", help="", kinds=kinds or (float,), members=float, above=True, **about
+    )
 
 
 SEVERAL = ("short_factor", "long_factor")  # have one number for each pair of rotated channels
-_NUMBERS = dict.fromkeys(name for fields in ROPE_SCALINGS.values() for group in fields for name in group)
+_NUMBERS = dict.fromkeys(
+    name for fields in ROPE_SCALINGS.values() for group in fields for name in group
+)
 _FIELDS = {name: _field(name, *([tuple] if name in SEVERAL else [])) for name in _NUMBERS}
 _FIELDS["truncate"] = _field("truncate", bool)
-_SLIDING = {name: _field(name, group="sliding_rope") for name in ("rope_theta", "partial_rotary_factor")}
+_SLIDING = {
+    name: _field(name, group="sliding_rope") for name in ("rope_theta", "partial_rotary_factor")
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,10 @@ class Rope:
     @property
     def scaling(self) -> Scaling | None:
         """None, or a row of ROPE_SCALINGS with its `rope_type`."""
-        values = {name: list(value) if isinstance(value, tuple) else value for name, value in self.stretching}
+        values = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in self.stretching
+        }
         return values or None
 
     @property
@@ -87,7 +96,9 @@ class Rope:
 
 def frozen(scaling: Scaling | None) -> Items:
     """Return the items of `rope_scaling`, hashable."""
-    return tuple((name, tuple(v) if isinstance(v, list) else v) for name, v in (scaling or {}).items())
+    return tuple(
+        (name, tuple(v) if isinstance(v, list) else v) for name, v in (scaling or {}).items()
+    )
 
 
 def rotary_mistakes(head_dim: int, factor: float) -> Iterator[str]:
@@ -118,12 +129,21 @@ def checked_sliding_rope(rope: Scaling, head_dim: int) -> Scaling:
 
 def checked_scaling(scaling: Scaling, pairs: int) -> Scaling:
     """Return `rope_scaling` with exactly the fields of its type; a ConfigError names a field that is not supported."""
-    given = {name: value for name, value in scaling.items() if name not in KIND and value is not None}
-    given = {name: value for name, value in given.items() if not (name.startswith("mscale") and value == 0)}  # as None
+    given = {
+        name: value for name, value in scaling.items() if name not in KIND and value is not None
+    }
+    given = {
+        name: value
+        for name, value in given.items()
+        if not (name.startswith("mscale") and value == 0)
+    }  # as None
     kind = _kind(scaling)
     refuse(_scaling_mistakes(kind, given, pairs), ConfigError)
     required, optional = ROPE_SCALINGS[kind]
-    return {"rope_type": kind, **{name: given[name] for name in required + optional if name in given}}
+    return {
+        "rope_type": kind,
+        **{name: given[name] for name in required + optional if name in given},
+    }
 
 
 KIND = ("rope_type", "type")  # names of the field that says which scaling it is

@@ -16,7 +16,9 @@ from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type
 
 from te_models.errors import SAID, ConfigError, NamedFields, check_known, mistyped
 
-Value = object  # of a setting: a bool, number, text, several of them, table, group of settings or None
+Value = (
+    object  # of a setting: a bool, number, text, several of them, table, group of settings or None
+)
 MOST = 2**63  # which no setting needs, and PyTorch's seeds do not reach
 EVERYDAY = "Options"  # the group of the options that --help lists; --help-all lists the others too
 Made = TypeVar("Made", bound="Settings")
@@ -76,7 +78,10 @@ class Setting:
         """Its numbers as the help writes them, such as "0<=x<1"; "" where another class checks them."""
         if self.kinds[0] not in (int, float) or not self.field:
             return ""
-        least, above = f"{self.least:g}", "" if self.below in (MOST, math.inf) else f"<{self.below:g}"
+        least, above = (
+            f"{self.least:g}",
+            "" if self.below in (MOST, math.inf) else f"<{self.below:g}",
+        )
         if above:
             return f"{least}{'<' if self.above else '<='}x{above}"
         return f"x{'>' if self.above else '>='}{least}"
@@ -91,16 +96,25 @@ class Setting:
 
     def _is_one(self, value: Value, kind: type) -> bool:
         if kind is tuple:
-            entries = value if isinstance(value, (list, tuple)) else [value] if self.path else [None]
-            return all(isinstance(entry, self.members) and not mistyped(entry, self.members) for entry in entries)
+            entries = (
+                value if isinstance(value, (list, tuple)) else [value] if self.path else [None]
+            )
+            return all(
+                isinstance(entry, self.members) and not mistyped(entry, self.members)
+                for entry in entries
+            )
         if issubclass(kind, (Mapping, Settings)):
             table = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
             return table or (issubclass(kind, Settings) and isinstance(value, kind))
-        return isinstance(value, (int, float) if kind is float else kind) and not mistyped(value, kind)
+        return isinstance(value, (int, float) if kind is float else kind) and not mistyped(
+            value, kind
+        )
 
     def check(self, value: Value) -> None:
         """Raise a ConfigError for a value of a wrong type or out of range."""
-        renamed = self.field and not self.name.endswith(f".{self.field}") and self.field != self.name
+        renamed = (
+            self.field and not self.name.endswith(f".{self.field}") and self.field != self.name
+        )
         given = f"{self.flag} {value!r}" if renamed else f"{self.name}={value!r}"
         if wanted := self.wrong_type(value):
             raise ConfigError(f"{given} is of a wrong type: give {wanted}")
@@ -118,7 +132,9 @@ class Setting:
         if self.below == MOST:
             return "less than 2**63" if enough else least
         return (
-            f"{least.removesuffix(' or more')} and below {self.below}" if self.above else f"{least}, below {self.below}"
+            f"{least.removesuffix(' or more')} and below {self.below}"
+            if self.above
+            else f"{least}, below {self.below}"
         )
 
     def taken(self, value: Value) -> Value:
@@ -147,9 +163,17 @@ def settings_of(owner: type[Settings]) -> tuple[Setting, ...]:
     for one in dataclasses.fields(owner):
         if "about" in one.metadata:
             kinds, members = kinds_of(hints[one.name])
-            shared = {"name": owner.prefix + one.name, "default": one.default, "group": owner.heading}
+            shared = {
+                "name": owner.prefix + one.name,
+                "default": one.default,
+                "group": owner.heading,
+            }
             about: dict[str, Any] = {**shared, **one.metadata["about"]}
-            found.append(Setting(field=one.name, help=one.metadata["help"], kinds=kinds, members=members, **about))
+            found.append(
+                Setting(
+                    field=one.name, help=one.metadata["help"], kinds=kinds, members=members, **about
+                )
+            )
     return tuple(found)
 
 
@@ -157,13 +181,19 @@ def kinds_of(hint: Any) -> tuple[tuple[type, ...], type]:
     """Return the types in an annotation such as `int | None` or `tuple[str, ...]`, None left out, and of entries."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     members = [get_args(option)[0] for option in options if get_origin(option) is tuple]
-    kinds = tuple(get_origin(option) or option for option in options if option is not types.NoneType)
+    kinds = tuple(
+        get_origin(option) or option for option in options if option is not types.NoneType
+    )
     return kinds, (*members, str)[0]
 
 
 def from_table(owner: type[Made], values: Mapping[str, Any], title: str) -> Made:
     """Return the settings of `owner` in a table, such as that of a file; `title` names it in errors."""
-    lacking = [one.name for one in dataclasses.fields(owner) if one.default is MISSING and one.name not in values]
+    lacking = [
+        one.name
+        for one in dataclasses.fields(owner)
+        if one.default is MISSING and one.name not in values
+    ]
     if lacking:
         raise ConfigError(f"{title} lacks {', '.join(lacking)}: give all that has no default")
     return owner(**values)
@@ -196,7 +226,9 @@ class Settings(NamedFields):
 
     heading: ClassVar[str] = EVERYDAY
     prefix: ClassVar[str] = ""
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[object]]]  # every subclass is a dataclass
+    __dataclass_fields__: ClassVar[
+        dict[str, dataclasses.Field[object]]
+    ]  # every subclass is a dataclass
 
     def __post_init__(self) -> None:
         take_settings(self, type(self))

@@ -27,7 +27,9 @@ def shipped_folder(name: str) -> Path | None:
 def shipped_config(name: str) -> ModelConfig:
     """Return the shape of the shipped model of this name."""
     values = json.loads((FOLDER / name / "config.json").read_text(encoding="utf-8"))
-    return ModelConfig.from_dict({field: values[field] for field in config_fields() if field in values})
+    return ModelConfig.from_dict(
+        {field: values[field] for field in config_fields() if field in values}
+    )
 
 
 def no_weights(preset: str) -> str:

@@ -16,7 +16,9 @@ else:
 
 MAX_BYTES = 2**20
 _PART = r"""(?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*\.[ \t]*"""
-_DEEP_KEY = re.compile(rf"(?<![\w-])(?:{_PART}){{50}}")  # which tomllib reads in quadratic time and memory
+_DEEP_KEY = re.compile(
+    rf"(?<![\w-])(?:{_PART}){{50}}"
+)  # which tomllib reads in quadratic time and memory
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -37,9 +39,14 @@ def read_toml(path: Path) -> dict[str, Any]:
     else:
         try:
             values = tomllib.loads(data.decode())
-        except (ValueError, RecursionError) as error:  # a plain ValueError of a number with thousands of digits
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # a plain ValueError of a number with thousands of digits
             mistake = f"is not TOML: {' '.join(str(error).split())}"
-    if not mistake and any(isinstance(value, int) and abs(value) >= 2**63 for value in _leaves(values)):
+    if not mistake and any(
+        isinstance(value, int) and abs(value) >= 2**63 for value in _leaves(values)
+    ):
         mistake = "has an integer of more than 64 bits: give a smaller one"
     if mistake:
         raise ConfigError(f"{path} {mistake}")
@@ -51,7 +58,9 @@ def _leaves(value: Any) -> Iterator[object]:
     rest = [value]
     while rest:
         value = rest.pop()
-        rest += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        rest += (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        )
         yield value
 
 
@@ -61,19 +70,31 @@ def render_toml(sections: Mapping[str, Mapping[str, Any]], comment: str) -> str:
     for title, values in sections.items():
         given = {name: value for name, value in values.items() if value is not None}
         if given:
-            lines += ["", f"[{title}]", *(f"{_key(name)} = {_value(value)}" for name, value in given.items())]
+            lines += [
+                "",
+                f"[{title}]",
+                *(f"{_key(name)} = {_value(value)}" for name, value in given.items()),
+            ]
     return "\n".join(lines) + "\n"
 
 
 def _key(name: str) -> str:
-    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else _value(name)
+    return (
+        name
+        if name.replace("_", "").replace("-", "").isalnum() and name.isascii()
+        else _value(name)
+    )
 
 
 def _value(value: Any) -> str:
     """Return a value as TOML: JSON's strings, numbers and lists are also TOML's, but for DEL."""
     if isinstance(value, Mapping):
         given = {name: item for name, item in value.items() if item is not None}
-        return "{ " + ", ".join(f"{_key(name)} = {_value(item)}" for name, item in given.items()) + " }"
+        return (
+            "{ "
+            + ", ".join(f"{_key(name)} = {_value(item)}" for name, item in given.items())
+            + " }"
+        )
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, str):

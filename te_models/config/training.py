@@ -20,7 +20,8 @@ REDUCE_DTYPES = ("float32", "bfloat16")
 TRAINING, OPTIMIZER = "Training", "Optimizer"
 EVALUATION, PROCESSES = "Evaluation and checkpoints", "Several processes"
 _training, _optimizer, _evaluation, _processes = (
-    functools.partial(setting, group=group) for group in (TRAINING, OPTIMIZER, EVALUATION, PROCESSES)
+    functools.partial(setting, group=group)
+    for group in (TRAINING, OPTIMIZER, EVALUATION, PROCESSES)
 )
 
 
@@ -36,44 +37,72 @@ class TrainConfig(Settings):
     """
 
     steps: int = setting(300, "Optimizer steps.", least=1)
-    epochs: float = setting(0.0, "Passes over the data in memory, in place of --steps; 0: use --steps.")
-    batch_size: int = setting(8, "Sequences per micro-batch, over all processes.", least=1, fixed=True)
+    epochs: float = setting(
+        0.0, "Passes over the data in memory, in place of --steps; 0: use --steps."
+    )
+    batch_size: int = setting(
+        8, "Sequences per micro-batch, over all processes.", least=1, fixed=True
+    )
     seq_len: int = setting(256, "Tokens per sequence.", least=1, fixed=True)
     gradient_accumulation: int = _training(1, "Micro-batches per step.", least=1, fixed=True)
-    cache_fp8_weights: bool = _training(True, "Quantize the weights once per step instead of once per micro-batch.")
-    calibrate: bool = _training(
-        True, "Measure the first scales of recipe delayed on the first step's batch; else they are 1, as in TE."
+    cache_fp8_weights: bool = _training(
+        True, "Quantize the weights once per step instead of once per micro-batch."
     )
-    cuda_graph: bool = _training(True, "Replay forward and backward as one CUDA graph where they can be captured.")
+    calibrate: bool = _training(
+        True,
+        "Measure the first scales of recipe delayed on the first step's batch; else they are 1, as in TE.",
+    )
+    cuda_graph: bool = _training(
+        True, "Replay forward and backward as one CUDA graph where they can be captured."
+    )
     memory_check: bool = _training(True, "Refuse a run that the memory plan says does not fit.")
-    deterministic: bool = _training(False, "Give the same bits in every run on the same GPU; slower.")
-    balance_loss: float | None = _training(None, "Factor of the load-balancing loss of experts; default: the model's.")
-    z_loss: float | None = _training(None, "Factor of the z-loss of experts' routers; default: the model's.")
+    deterministic: bool = _training(
+        False, "Give the same bits in every run on the same GPU; slower."
+    )
+    balance_loss: float | None = _training(
+        None, "Factor of the load-balancing loss of experts; default: the model's."
+    )
+    z_loss: float | None = _training(
+        None, "Factor of the z-loss of experts' routers; default: the model's."
+    )
     optimizer: str = _optimizer(
         "adamw", "One of adamw, adamw8bit, adamwfp8, te-adam, muon, muon8bit or galore.", fixed=True
     )
     optimizer_options: str | Mapping[str, object] = _optimizer(
         "", 'Written "name=value,name=value"; in Python also a dict. See docs/guide/optimizers.md.'
     )
-    optimizer_offload: bool = _optimizer(False, "Store master weights and optimizer state in CPU memory.")
+    optimizer_offload: bool = _optimizer(
+        False, "Store master weights and optimizer state in CPU memory."
+    )
     learning_rate: float = setting(1e-3, "The peak learning rate, reached after warm-up.")
     schedule: str = _optimizer(
         "cosine",
         "Learning rate after warm-up: cosine, linear, constant or warmup-stable-decay (linear, at the end).",
         choices=SCHEDULES,
     )
-    final_learning_rate: float = _optimizer(0.1, "Learning rate at the last step as a fraction of the peak.")
-    warmup_steps: float = _optimizer(0.05, "Steps of linear warm-up; below 1, a share of all steps.")
-    decay_steps: float = _optimizer(0.2, "Steps of decay of warmup-stable-decay; below 1, a share of all steps.")
+    final_learning_rate: float = _optimizer(
+        0.1, "Learning rate at the last step as a fraction of the peak."
+    )
+    warmup_steps: float = _optimizer(
+        0.05, "Steps of linear warm-up; below 1, a share of all steps."
+    )
+    decay_steps: float = _optimizer(
+        0.2, "Steps of decay of warmup-stable-decay; below 1, a share of all steps."
+    )
     recipe_schedule: str = _training(
-        "", 'Recipes that follow --recipe: "bf16@0.9" trains the last tenth of the steps in BF16; also "bf16@900".'
+        "",
+        'Recipes that follow --recipe: "bf16@0.9" trains the last tenth of the steps in BF16; also "bf16@900".',
     )
     weight_decay: float = _optimizer(0.1, "Weight decay of matrices.")
     clip_grad_norm: float = _optimizer(1.0, "Maximum norm of the gradient; 0 disables clipping.")
     eval_every: int = _evaluation(50, "Steps between evaluations; 0: only at the end.")
     eval_batches: int = _evaluation(8, "Batches per evaluation.", least=1)
-    patience: int = _evaluation(0, "Evaluations in a row without a new lowest loss that end the run; 0: never.")
-    keep_best: bool = _evaluation(True, "Save the model of the evaluation with the lowest loss in the folder best/.")
+    patience: int = _evaluation(
+        0, "Evaluations in a row without a new lowest loss that end the run; 0: never."
+    )
+    keep_best: bool = _evaluation(
+        True, "Save the model of the evaluation with the lowest loss in the folder best/."
+    )
     save_every: int = _evaluation(0, "Steps between checkpoints; 0: only at the end.")
     keep_last: int = _evaluation(2, "Number of checkpoints to keep.", least=1)
     seed: int = setting(0, "Seed of weights, data order and sampling.", fixed=True)
@@ -83,16 +112,28 @@ class TrainConfig(Settings):
         choices=PARALLEL,
         shown="auto",
     )
-    tensor_parallel_size: int = _processes(0, "With fsdp+tp: number of processes that share each layer.")
-    expert_parallel_size: int = _processes(0, "With fsdp+ep: number of processes that share the experts; 0: all.")
-    fp8_dispatch: bool = _processes(False, "With fsdp+ep: send tokens to experts in FP8, with a scale per row.")
-    sequence_parallel: bool = _processes(False, "With tp: also split the tokens between tensor-parallel layers.")
+    tensor_parallel_size: int = _processes(
+        0, "With fsdp+tp: number of processes that share each layer."
+    )
+    expert_parallel_size: int = _processes(
+        0, "With fsdp+ep: number of processes that share the experts; 0: all."
+    )
+    fp8_dispatch: bool = _processes(
+        False, "With fsdp+ep: send tokens to experts in FP8, with a scale per row."
+    )
+    sequence_parallel: bool = _processes(
+        False, "With tp: also split the tokens between tensor-parallel layers."
+    )
     reshard_after_forward: bool = _processes(
         True, "With fsdp: free gathered weights after forward and gather them again in backward."
     )
-    prefetch_blocks: int = _processes(1, "With fsdp: number of blocks whose weights are gathered ahead.")
+    prefetch_blocks: int = _processes(
+        1, "With fsdp: number of blocks whose weights are gathered ahead."
+    )
     reduce_dtype: str = _processes(
-        "float32", "With fsdp: dtype in which gradients are summed, float32 or bfloat16.", choices=REDUCE_DTYPES
+        "float32",
+        "With fsdp: dtype in which gradients are summed, float32 or bfloat16.",
+        choices=REDUCE_DTYPES,
     )
     collective_timeout: int = _processes(
         60, "Seconds after which a process that does not answer ends the run.", least=1
@@ -103,10 +144,14 @@ class TrainConfig(Settings):
         self.recipe_changes  # noqa: B018  raises if it cannot be read
         steps = {"warmup_steps": self.warmup_steps, "decay_steps": self.decay_steps}
         mistakes: dict[str, object] = {
-            f"{name}={value} is neither: give a share of the steps below 1, or a whole number":
-                not is_count_or_share(value) for name, value in steps.items()
-        }  # fmt: skip
-        counts = f"patience={self.patience} counts evaluations, and eval_every=0 makes none: give both"
+            f"{name}={value} is neither: give a share of the steps below 1, or a whole number": not is_count_or_share(
+                value
+            )
+            for name, value in steps.items()
+        }
+        counts = (
+            f"patience={self.patience} counts evaluations, and eval_every=0 makes none: give both"
+        )
         refuse(mistakes | {counts: self.patience and not self.eval_every}, ConfigError)
 
     @property
@@ -149,10 +194,14 @@ class TrainConfig(Settings):
             return self.learning_rate * step / warmup
         if self.schedule == "constant":
             return self.learning_rate
-        begin = max(warmup, self.steps - decay) if self.schedule == "warmup-stable-decay" else warmup
+        begin = (
+            max(warmup, self.steps - decay) if self.schedule == "warmup-stable-decay" else warmup
+        )
         done = min(1.0, max(0.0, (step - begin) / max(1, self.steps - begin)))
         left = (1 + math.cos(math.pi * done)) / 2 if self.schedule == "cosine" else 1 - done
-        return self.learning_rate * (self.final_learning_rate + (1 - self.final_learning_rate) * left)
+        return self.learning_rate * (
+            self.final_learning_rate + (1 - self.final_learning_rate) * left
+        )
 
     def _count(self, steps: float) -> int:
         """Return a number of steps that may be given as a share of all of them; a share is at least one step."""

@@ -89,7 +89,9 @@ class ChatTemplate:
         """
         default = {**self.tokens, "tools": None, "documents": None, "add_generation_prompt": False}
         process = self._process
-        if process.owner != os.getpid():  # after a fork, both sides would write to it and read each other's texts
+        if (
+            process.owner != os.getpid()
+        ):  # after a fork, both sides would write to it and read each other's texts
             process = self._process = _Process(self.source)
         answers = process.ask({"contexts": [{**default, **request} for request in requests]})
         return [
@@ -107,7 +109,9 @@ class _Process:
         self.owner = os.getpid()
         self._lock = threading.Lock()
         here = Path.cwd().resolve()  # may hold anything
-        others = [entry for entry in sys.path if entry and Path(entry).resolve() not in (here, PACKAGES)]
+        others = [
+            entry for entry in sys.path if entry and Path(entry).resolve() not in (here, PACKAGES)
+        ]
         self.popen = subprocess.Popen(
             [sys.executable, "-m", "te_models.data.template_process"],
             stdin=subprocess.PIPE,
@@ -165,7 +169,10 @@ def template_source(folder: str | Path) -> str | None:
 def template_tokens(config: Mapping[str, object]) -> dict[str, str]:
     """Return the special tokens in a tokenizer_config.json by the names that templates use."""
     values = {name: value for name, value in config.items() if name.endswith("_token")}
-    values = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
+    values = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in values.items()
+    }
     return {name: value for name, value in values.items() if value and isinstance(value, str)}
 
 

@@ -45,7 +45,9 @@ class Chunks:
 
     def __getitem__(self, index: int) -> list[FileRange]:
         rows = self.ranges[self.bounds[index] : self.bounds[index + 1]].tolist()
-        return [FileRange(self.files[file], group, start, stop) for file, group, start, stop in rows]
+        return [
+            FileRange(self.files[file], group, start, stop) for file, group, start, stop in rows
+        ]
 
     @property
     def source(self) -> str:
@@ -84,7 +86,12 @@ def find_chunks(corpus: str | Sequence[Source], chunk_bytes: int = CHUNK_BYTES) 
         weights += [source.weight] * (len(grouped) - 1)
         bounds += [bounds[-1] + bound for bound in grouped[1:]]
     return Chunks(
-        sources, files, np.array(ranges, dtype=np.int64), np.array(bounds), np.array(totals), np.array(weights)
+        sources,
+        files,
+        np.array(ranges, dtype=np.int64),
+        np.array(bounds),
+        np.array(totals),
+        np.array(weights),
     )
 
 
@@ -125,20 +132,28 @@ class ChunkReader:
         """
         documents = self.documents(chunk)
         if order is not None:
-            documents = [documents[i] for i in np.random.default_rng(order).permutation(len(documents))]
+            documents = [
+                documents[i] for i in np.random.default_rng(order).permutation(len(documents))
+            ]
         if not documents:
             return np.empty((2, 0), dtype=np.int32)
         encoded = encode_documents(documents, self.tokenizer, begin_prompts=self.whole)
         if self.whole:
             return self._pack(self.fit(encoded)[0])
-        counted = np.ones(encoded.num_tokens, dtype=np.bool_) if encoded.counted is None else encoded.counted
+        counted = (
+            np.ones(encoded.num_tokens, dtype=np.bool_)
+            if encoded.counted is None
+            else encoded.counted
+        )
         firsts = np.zeros(encoded.num_tokens, dtype=np.bool_)
         firsts[encoded.starts] = True
         return np.stack([encoded.tokens, flags_of(counted, firsts)])
 
     def fit(self, encoded: Encoded) -> tuple[Encoded, Fit]:
         """Leave out, or cut, the records that do not fit a window; say how many."""
-        _, fitted, fit = fit_records(encoded, self.seq_len, self.truncate, self.tokenizer.bos_token_id)
+        _, fitted, fit = fit_records(
+            encoded, self.seq_len, self.truncate, self.tokenizer.bos_token_id
+        )
         return fitted, fit
 
     def windows(self, encoded: Encoded) -> RecordEpoch:

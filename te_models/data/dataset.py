@@ -26,7 +26,14 @@ from te_models.config.model import ModelConfig
 from te_models.config.shares import share_of
 from te_models.data.encoding import Encoded, encode_documents, keep_fitting
 from te_models.data.formats import Document
-from te_models.data.packing import CutEpoch, Epoch, RecordEpoch, check_windows, repeats, stack_windows
+from te_models.data.packing import (
+    CutEpoch,
+    Epoch,
+    RecordEpoch,
+    check_windows,
+    repeats,
+    stack_windows,
+)
 from te_models.data.tokenizer import Tokenizer, end_of_text
 from te_models.errors import DataError, UsageError, plural, refuse
 from te_models.model.targets import IGNORED, PAD_DOCUMENT
@@ -35,12 +42,15 @@ from te_models.model.targets import IGNORED, PAD_DOCUMENT
 def check_fit(tokenizer: Tokenizer, config: ModelConfig, seq_len: int = 0) -> None:
     """Raise a UsageError for ids of the tokenizer without an embedding, or sequences longer than the model allows."""
     ids = tokenizer.vocab_size
-    refuse({
-        f"the tokenizer has {ids} ids but the model's vocab_size is {config.vocab_size}: use --vocab-size {ids} or "
-        "more, or for a model that is already trained its own tokenizer": ids > config.vocab_size,
-        f"--seq-len {seq_len} is longer than the model allows ({config.length_limit}): lower it or raise "
-        "--max-position-embeddings": seq_len > config.longest_sequence,
-    })  # fmt: skip
+    refuse(
+        {
+            f"the tokenizer has {ids} ids but the model's vocab_size is {config.vocab_size}: use --vocab-size {ids} or "
+            "more, or for a model that is already trained its own tokenizer": ids
+            > config.vocab_size,
+            f"--seq-len {seq_len} is longer than the model allows ({config.length_limit}): lower it or raise "
+            "--max-position-embeddings": seq_len > config.longest_sequence,
+        }
+    )
 
 
 def check_position(state: Mapping[str, object], fingerprint: int) -> None:
@@ -109,7 +119,11 @@ class TokenDataset:
         self.world_size = world_size
         self.remarks: list[str] = []  # lines that `describe` ends with
         if not isinstance(documents, Encoded):
-            sources = sorted({document.source for document in documents} - {""}) if sources is None else sources
+            sources = (
+                sorted({document.source for document in documents} - {""})
+                if sources is None
+                else sources
+            )
             whole = packing != "stream" and any(document.is_record for document in documents)
             documents = encode_documents(documents, tokenizer, begin_prompts=whole)
         self._sources = list(sources or [])
@@ -119,15 +133,18 @@ class TokenDataset:
             self.weights = None if weights is None else weights[kept]
             self.remarks += lines
         self._encoded = documents
-        self._pad = end_of_text(tokenizer) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self._pad = (
+            end_of_text(tokenizer) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        )
         self.fingerprint = self._hash_data()
         self._in_order = self._lay(np.arange(self.num_documents), None)
         mistakes = {
             f"the data has {self.num_tokens} tokens, less than one window of seq_len={seq_len}: lower --seq-len or "
             "give more data": shuffle and not self.whole and self.num_tokens < seq_len,
-            "there is nothing to predict in the data: give longer documents or a larger --seq-len":
-                not self._in_order.num_windows,
-        }  # fmt: skip
+            "there is nothing to predict in the data: give longer documents or a larger --seq-len": (
+                not self._in_order.num_windows
+            ),
+        }
         refuse(mistakes, DataError)
         self._cached: tuple[int, Epoch] = (-1, self._in_order)
         self._epoch = self._position = 0  # the next window of all ranks: which of which epoch
@@ -198,12 +215,24 @@ class TokenDataset:
         count = min(max_batches, math.ceil(self.num_windows / (self.batch_size * self.world_size)))
         total = count * self.world_size * self.batch_size
         spread = max(self.num_windows, total)
-        firsts = [(number * self.world_size + self.rank) * self.batch_size for number in range(count)]
-        places = [[(first + i) * spread // total for i in range(self.batch_size)] for first in firsts]
+        firsts = [
+            (number * self.world_size + self.rank) * self.batch_size for number in range(count)
+        ]
+        places = [
+            [(first + i) * spread // total for i in range(self.batch_size)] for first in firsts
+        ]
         filled = {"input_ids": self._pad, "labels": IGNORED, "document_ids": PAD_DOCUMENT}
-        blank = {name: np.full_like(value, filled[name]) for name, value in self._in_order.window(0).items()}
+        blank = {
+            name: np.full_like(value, filled[name])
+            for name, value in self._in_order.window(0).items()
+        }
         return [
-            stack_windows([self._in_order.window(place) if place < self.num_windows else blank for place in batch])
+            stack_windows(
+                [
+                    self._in_order.window(place) if place < self.num_windows else blank
+                    for place in batch
+                ]
+            )
             for batch in places
         ]
 

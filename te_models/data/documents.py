@@ -17,10 +17,21 @@ from te_models.data.formats import Document
 from te_models.data.rows import file_ranges, read_range
 from te_models.errors import DataError, plural
 
-_NOT_CORPUS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "pydoc_data"}
+_NOT_CORPUS = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "__pycache__",
+    "pydoc_data",
+}
 
 
-def load_documents(path: str | Path | None, columns: Mapping[str, str] | None = None) -> list[Document]:
+def load_documents(
+    path: str | Path | None, columns: Mapping[str, str] | None = None
+) -> list[Document]:
     """Load all documents at `path`, sorted by file name.
 
     * A .jsonl (.ndjson, .json) file has one object per line or is an array of objects, a .parquet, .csv or .tsv file
@@ -45,7 +56,10 @@ def load_documents(path: str | Path | None, columns: Mapping[str, str] | None = 
     system, files = find_files(str(path))
     ranges = (found for file in files for found, _ in file_ranges(system, file, sys.maxsize))
     documents = [
-        document for part in ranges for document in read_range(part, str(path), columns or {}) if has_text(document)
+        document
+        for part in ranges
+        for document in read_range(part, str(path), columns or {})
+        if has_text(document)
     ]
     check_text(str(path), documents)
     return documents
@@ -66,17 +80,25 @@ def split_documents(
     if len(documents) == 1:
         return _cut(documents[0], eval_fraction)
     sides: tuple[list[Document], list[Document]] = ([], [])
-    for document, aside in zip(documents, in_evaluation(documents, eval_fraction, seed).tolist(), strict=True):
+    for document, aside in zip(
+        documents, in_evaluation(documents, eval_fraction, seed).tolist(), strict=True
+    ):
         sides[aside].append(document)
     return sides
 
 
-def in_evaluation(documents: Sequence[Document], eval_fraction: float, seed: int) -> NDArray[np.bool_]:
+def in_evaluation(
+    documents: Sequence[Document], eval_fraction: float, seed: int
+) -> NDArray[np.bool_]:
     """Return which documents `split_documents` evaluates on, bool [D]; it cuts a single one itself."""
     hashes = [hash_document(seed, document) for document in documents]
     distinct = sorted(set(hashes))
     if len(distinct) < 2:
-        found = f"{len(documents):,} equal documents" if len(documents) > 1 else plural(len(documents), "document")
+        found = (
+            f"{len(documents):,} equal documents"
+            if len(documents) > 1
+            else plural(len(documents), "document")
+        )
         raise DataError(
             f"{found} cannot be split into training and evaluation: give at least two different ones, or --eval-data"
         )
@@ -92,7 +114,9 @@ def refuse_mixture(documents: Iterable[Document], records: bool | None) -> None:
     """
     for document in documents:
         if records is not None and document.is_record != records:
-            found, first = ("a text", "has an answer") if records else ("a record with an answer", "is text")
+            found, first = (
+                ("a text", "has an answer") if records else ("a record with an answer", "is text")
+            )
             raise DataError(
                 f"{document.name}: {found}, where the first record of the data {first}: give records and texts as "
                 "--data of their own"
@@ -106,7 +130,9 @@ def has_text(document: Document) -> bool:
 
 def hash_document(seed: int, document: Document) -> bytes:
     """Return 16 evenly distributed bytes that depend only on seed, prompt and text, or conversation."""
-    digest = hashlib.blake2b(f"{seed} {len(document.prompt or '')} {document.prompt}".encode(), digest_size=16)
+    digest = hashlib.blake2b(
+        f"{seed} {len(document.prompt or '')} {document.prompt}".encode(), digest_size=16
+    )
     digest.update((document.conversation or document.text).encode())
     return digest.digest()
 

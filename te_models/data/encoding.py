@@ -91,7 +91,9 @@ class Fit(NamedTuple):
             self.unanswered + other.unanswered,
         )
 
-    def describe(self, total: int, seq_len: int, truncate: str, limit: int | None = None) -> list[str]:
+    def describe(
+        self, total: int, seq_len: int, truncate: str, limit: int | None = None
+    ) -> list[str]:
         """Return a line for each kind of record that did not fit as it is, out of `total` records.
 
         `limit` is the largest seq_len that the model allows, if that is known.
@@ -100,7 +102,9 @@ class Fit(NamedTuple):
         lines = []
         if self.too_long:
             are = "is" if self.too_long == 1 else "are"
-            cutting = "even without what comes before the first answer, " if truncate == "prompt" else ""
+            cutting = (
+                "even without what comes before the first answer, " if truncate == "prompt" else ""
+            )
             remedies = ["raise --seq-len"] if limit is None or seq_len < limit else []
             remedies += [] if truncate == "prompt" else ["cut prompts with --truncate prompt"]
             advice = ", or ".join(remedies) or "the model takes no longer ones"
@@ -121,12 +125,18 @@ class Fit(NamedTuple):
             )
         return lines
 
-    def refuse(self, total: int, seq_len: int, truncate: str, limit: int | None = None, source: str = "") -> NoReturn:
+    def refuse(
+        self, total: int, seq_len: int, truncate: str, limit: int | None = None, source: str = ""
+    ) -> NoReturn:
         """Raise a DataError that says why none of `total` records is left, after the name of their `source`."""
-        raise DataError(f"{source}no record is left: {'; '.join(self.describe(total, seq_len, truncate, limit))}")
+        raise DataError(
+            f"{source}no record is left: {'; '.join(self.describe(total, seq_len, truncate, limit))}"
+        )
 
 
-def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, begin_prompts: bool = False) -> Encoded:
+def encode_documents(
+    documents: Sequence[Document], tokenizer: Tokenizer, begin_prompts: bool = False
+) -> Encoded:
     """Encode documents; texts and completions are followed by the end-of-text token, conversations by nothing.
 
     Conversations need a chat template. `begin_prompts` begins prompts with the token that the tokenizer begins texts
@@ -167,7 +177,9 @@ def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, begin_
     prompt_lengths, lengths = np.array(sizes, dtype=np.int64).T
     counted = np.concatenate(flags) if records.any() else None
     tokens = np.concatenate(pieces, dtype=np.int32)
-    return Encoded(tokens, counted, np.cumsum(lengths) - lengths, lengths, prompt_lengths.copy(), records)
+    return Encoded(
+        tokens, counted, np.cumsum(lengths) - lengths, lengths, prompt_lengths.copy(), records
+    )
 
 
 def fit_records(
@@ -193,14 +205,21 @@ def fit_records(
     for i in np.flatnonzero(encoded.records).tolist():
         start = int(starts[i])
         length = int(lengths[i])
-        answers = np.flatnonzero(encoded.counted[start + 1 : start + length])  # nothing comes before the first token
+        answers = np.flatnonzero(
+            encoded.counted[start + 1 : start + length]
+        )  # nothing comes before the first token
         over = length - seq_len
         if not len(answers):
             keep[i], unanswered = False, unanswered + 1
             continue
         longest = max(longest, length) if over > 0 else longest
         begins = bos is not None and encoded.tokens[start] == bos
-        if over > 0 and truncate == "prompt" and over <= answers[0] - begins and not encoded.counted[start]:
+        if (
+            over > 0
+            and truncate == "prompt"
+            and over <= answers[0] - begins
+            and not encoded.counted[start]
+        ):
             if begins:
                 encoded.tokens[start + over] = encoded.tokens[start]
             starts[i], lengths[i], cut = start + over, seq_len, cut + 1
@@ -208,7 +227,11 @@ def fit_records(
             keep[i], too_long = False, too_long + 1
     fitted = replace(encoded, starts=starts, lengths=lengths)
     kept = np.flatnonzero(keep)
-    return kept, fitted if keep.all() and not cut else fitted.select(kept), Fit(too_long, longest, cut, unanswered)
+    return (
+        kept,
+        fitted if keep.all() and not cut else fitted.select(kept),
+        Fit(too_long, longest, cut, unanswered),
+    )
 
 
 def keep_fitting(
@@ -242,7 +265,9 @@ def _encode_conversations(
             counted = np.zeros(len(ids), dtype=np.bool_)
             for start, stop in rendered.answers:
                 inside = np.flatnonzero((places[:, 0] < stop) & (places[:, 1] > start))
-                if len(inside):  # tokens without a place of their own, such as spaces, lie between the others
+                if len(
+                    inside
+                ):  # tokens without a place of their own, such as spaces, lie between the others
                     counted[inside[0] : inside[-1] + 1] = True
             yield ids, counted
 
@@ -266,23 +291,39 @@ def _render(template: ChatTemplate, documents: Sequence[Document]) -> list[Rende
     """Return the text of each conversation and where its answers are."""
     variables = [json.loads(document.conversation or "{}") for document in documents]
     weights = [
-        [message.pop("weight", 1) for message in record["messages"] if message["role"] == "assistant"]
+        [
+            message.pop("weight", 1)
+            for message in record["messages"]
+            if message["role"] == "assistant"
+        ]
         for record in variables
     ]
     requests = [
-        request for record in variables for request in ([record] if template.marks_answers else _prefixes(record))
+        request
+        for record in variables
+        for request in ([record] if template.marks_answers else _prefixes(record))
     ]
     answers = iter(template.render_all(requests))
     found = []
     for document, record, weight in zip(documents, variables, weights, strict=True):
         rendered = _checked(next(answers), document)
         if not template.marks_answers:
-            turns = [number for number, m in enumerate(record["messages"]) if m["role"] == "assistant"]
-            rendered = Rendered(rendered.text, [
-                _answer(rendered.text, _checked(next(answers), document).text, _checked(next(answers), document).text,
-                        turn, document)
-                for turn in turns
-            ])  # fmt: skip
+            turns = [
+                number for number, m in enumerate(record["messages"]) if m["role"] == "assistant"
+            ]
+            rendered = Rendered(
+                rendered.text,
+                [
+                    _answer(
+                        rendered.text,
+                        _checked(next(answers), document).text,
+                        _checked(next(answers), document).text,
+                        turn,
+                        document,
+                    )
+                    for turn in turns
+                ],
+            )
         _check_calls(rendered, record["messages"], document)
         _check_thoughts(rendered, record["messages"], template, document)
         found.append(_weighted(rendered, weight, document))
@@ -307,7 +348,11 @@ def _checked(rendered: Rendered | str, document: Document) -> Rendered:
 def _answer(whole: str, before: str, after: str, turn: int, document: Document) -> tuple[int, int]:
     """Return where an answer is in the whole conversation, from the turns before it and those up to it."""
     if not (after.startswith(before) and whole.startswith(after)):
-        when = "when it is asked for an answer" if not after.startswith(before) else "when more turns follow"
+        when = (
+            "when it is asked for an answer"
+            if not after.startswith(before)
+            else "when more turns follow"
+        )
         raise DataError(
             f"{document.name}: the chat template renders the turns up to message {turn + 1} otherwise {when}, so it "
             "does not show where that answer is: give --chat-template a file that marks answers with {% generation %}"
@@ -317,8 +362,16 @@ def _answer(whole: str, before: str, after: str, turn: int, document: Document) 
 
 def _check_calls(rendered: Rendered, messages: Sequence[Fields], document: Document) -> None:
     """Raise DataError if a template leaves out tool calls: an answer of nothing else would teach to end at once."""
-    turns = [(number, message) for number, message in enumerate(messages, 1) if message["role"] == "assistant"]
-    places = rendered.answers if len(rendered.answers) == len(turns) else [(0, len(rendered.text))] * len(turns)
+    turns = [
+        (number, message)
+        for number, message in enumerate(messages, 1)
+        if message["role"] == "assistant"
+    ]
+    places = (
+        rendered.answers
+        if len(rendered.answers) == len(turns)
+        else [(0, len(rendered.text))] * len(turns)
+    )
     for (start, stop), (number, message) in zip(places, turns, strict=True):
         said = rendered.text[start:stop]
         for call in message.get("tool_calls") or ():
@@ -331,17 +384,26 @@ def _check_calls(rendered: Rendered, messages: Sequence[Fields], document: Docum
 
 
 def _check_thoughts(
-    rendered: Rendered, messages: Sequence[Mapping[str, object]], template: ChatTemplate, document: Document
+    rendered: Rendered,
+    messages: Sequence[Mapping[str, object]],
+    template: ChatTemplate,
+    document: Document,
 ) -> None:
     """Raise DataError if a template does not know the field of some reasoning, or leaves it out of the last turn.
 
     Many templates leave out that of earlier turns on purpose.
     """
     for number, message in enumerate(messages, 1):
-        found = {name: text.strip() for name in THOUGHTS if isinstance(text := message.get(name), str) and text.strip()}
+        found = {
+            name: text.strip()
+            for name in THOUGHTS
+            if isinstance(text := message.get(name), str) and text.strip()
+        }
         known = any(re.search(rf"\b{name}\b", template.source) for name in found)
         last = number == len(messages)
-        if found and not (known and (not last or any(text in rendered.text for text in found.values()))):
+        if found and not (
+            known and (not last or any(text in rendered.text for text in found.values()))
+        ):
             raise DataError(
                 f"{document.name}: the chat template does not write the reasoning of message {number} "
                 f"({', '.join(found)}): give --chat-template a file that does, or leave it out"
@@ -357,4 +419,7 @@ def _weighted(rendered: Rendered, weights: Sequence[object], document: Document)
             f"{document.name}: the chat template marks {len(rendered.answers)} answers in {len(weights)} messages of "
             "the assistant, so those that are empty or of weight 0 cannot be told apart: leave them or the weights out"
         )
-    return Rendered(rendered.text, [place for place, weight in zip(rendered.answers, weights, strict=True) if weight])
+    return Rendered(
+        rendered.text,
+        [place for place, weight in zip(rendered.answers, weights, strict=True) if weight],
+    )

@@ -22,8 +22,13 @@ from te_models.files.atomic import first_line
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 FORMATS = {  # any other suffix: text
-    ".jsonl": "JSONL", ".ndjson": "JSONL", ".json": "JSON", ".parquet": "Parquet", ".csv": "CSV", ".tsv": "TSV",
-}  # fmt: skip
+    ".jsonl": "JSONL",
+    ".ndjson": "JSONL",
+    ".json": "JSON",
+    ".parquet": "Parquet",
+    ".csv": "CSV",
+    ".tsv": "TSV",
+}
 HUB = "hub://"  # before the name of a dataset that the `datasets` package loads
 MAX_LINE_BYTES = 64 * 2**20
 MAX_EXPANDED_BYTES = 2**30  # of a file that must be read whole
@@ -31,7 +36,15 @@ HELP = "give a text, JSONL, JSON, CSV or Parquet file, a folder or a glob"
 
 _EXPANSION = 4  # estimated text bytes per compressed byte
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(#[\w.-]+(/[\w.-]+)?)?")
-_ABOUT_DATA = ("readme", "license", "licence", "dataset_info", "dataset_infos", "state", "changelog")
+_ABOUT_DATA = (
+    "readme",
+    "license",
+    "licence",
+    "dataset_info",
+    "dataset_infos",
+    "state",
+    "changelog",
+)
 
 
 def find_files(path: str) -> tuple[AbstractFileSystem | None, list[str]]:
@@ -55,7 +68,10 @@ def find_files(path: str) -> tuple[AbstractFileSystem | None, list[str]]:
     with readable_errors(path):
         system, root = fsspec.core.url_to_fs(path)
         if not isinstance(system, LocalFileSystem):
-            files = [system.unstrip_protocol(file) if "://" in path else file for file in _find(system, root)]
+            files = [
+                system.unstrip_protocol(file) if "://" in path else file
+                for file in _find(system, root)
+            ]
         elif os.path.isdir(root):
             files = sorted(walk(root, skip={"__pycache__"}))
         else:
@@ -63,7 +79,11 @@ def find_files(path: str) -> tuple[AbstractFileSystem | None, list[str]]:
         check_text(path, files or not os.path.isdir(root))
         if not files:
             raise DataUnavailable(f"{path}: no such file or folder; {HELP}")
-        kept = [file for file in files if PurePosixPath(file).name.split(".")[0].lower() not in _ABOUT_DATA]
+        kept = [
+            file
+            for file in files
+            if PurePosixPath(file).name.split(".")[0].lower() not in _ABOUT_DATA
+        ]
         files = kept if any(file_format(file) != "text" for file in kept) else files
         for file in files:
             if isinstance(system, LocalFileSystem) and not stat.S_ISREG(os.stat(file).st_mode):
@@ -82,7 +102,11 @@ def is_hub_name(path: str) -> bool:
     name = path.partition("#")[0]
     suffix = PurePosixPath(name.lower()).suffix
     known = suffix in FORMATS or suffix in COMPRESSIONS or suffix in (".txt", ".md")
-    return _HUB_NAME.fullmatch(path) is not None and not known and not os.path.lexists(name.split("/")[0])
+    return (
+        _HUB_NAME.fullmatch(path) is not None
+        and not known
+        and not os.path.lexists(name.split("/")[0])
+    )
 
 
 def text_bytes(system: AbstractFileSystem, file: str) -> int:
@@ -116,12 +140,20 @@ def readable_errors(path: str) -> Iterator[None]:
     except OSError as error:
         name = error.filename or path
         reason = error.strerror or first_line(error)
-        raise DataUnavailable(f"{name}: cannot be read ({reason}): check it and its permissions") from None
-    except Exception as error:  # the libraries of remote file systems have no common base but this one
-        if "://" not in path and not path.startswith("data:"):  # the one URL of fsspec without slashes
+        raise DataUnavailable(
+            f"{name}: cannot be read ({reason}): check it and its permissions"
+        ) from None
+    except (
+        Exception
+    ) as error:  # the libraries of remote file systems have no common base but this one
+        if "://" not in path and not path.startswith(
+            "data:"
+        ):  # the one URL of fsspec without slashes
             raise
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise DataUnavailable(f"{path}: cannot be read ({reason}): check the address and the network") from None
+        raise DataUnavailable(
+            f"{path}: cannot be read ({reason}): check the address and the network"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -134,11 +166,16 @@ def open_bytes(path: str) -> Iterator[IO[bytes]]:
             return
         with needs(f"{path}: {compression}", "pyarrow", "15", "train"):
             import pyarrow  # noqa: PLC0415
-        with pyarrow.CompressedInputStream(file, compression) as stream, io.BufferedReader(stream, 2**20) as buffered:
+        with (
+            pyarrow.CompressedInputStream(file, compression) as stream,
+            io.BufferedReader(stream, 2**20) as buffered,
+        ):
             yield buffered
 
 
-def read_lines(file: IO[bytes], path: str, start: int, stop: int) -> Iterator[tuple[str, int, bytes]]:
+def read_lines(
+    file: IO[bytes], path: str, start: int, stop: int
+) -> Iterator[tuple[str, int, bytes]]:
     """Yield (place for messages, offset, line) of the lines that begin in bytes [start, stop)."""
     at = number = 0
     if start:
@@ -152,7 +189,9 @@ def read_lines(file: IO[bytes], path: str, start: int, stop: int) -> Iterator[tu
         number += 1
         place = f"{path} at byte {at}" if start else f"{path}:{number}"
         if len(line) > MAX_LINE_BYTES:
-            raise DataError(f"{place}: a line of more than {MAX_LINE_BYTES >> 20} MiB: break it into shorter ones")
+            raise DataError(
+                f"{place}: a line of more than {MAX_LINE_BYTES >> 20} MiB: break it into shorter ones"
+            )
         yield place, at, line
         at += len(line)
 
@@ -179,7 +218,9 @@ def has_utf16_mark(raw: bytes, at: int) -> bool:
 def walk(root: str, skip: Collection[str]) -> Iterator[str]:
     """Yield the files below a local folder; not hidden ones, nor those in folders of these names or behind links."""
     for folder, subfolders, names in os.walk(root, onerror=_refuse):
-        subfolders[:] = [name for name in subfolders if name not in skip and not name.startswith(".")]
+        subfolders[:] = [
+            name for name in subfolders if name not in skip and not name.startswith(".")
+        ]
         yield from (os.path.join(folder, name) for name in names if not name.startswith("."))
 
 
@@ -193,8 +234,15 @@ def _find(system: AbstractFileSystem, root: str) -> list[str]:
         return [root]
     if not system.isdir(root):
         return _matching(system, root)
-    below = {file: PurePosixPath(file.removeprefix(root).lstrip("/")).parts for file in map(str, system.find(root))}
-    return sorted(file for file, parts in below.items() if not any(p[0] == "." or p == "__pycache__" for p in parts))
+    below = {
+        file: PurePosixPath(file.removeprefix(root).lstrip("/")).parts
+        for file in map(str, system.find(root))
+    }
+    return sorted(
+        file
+        for file, parts in below.items()
+        if not any(p[0] == "." or p == "__pycache__" for p in parts)
+    )
 
 
 def _matching(system: AbstractFileSystem, pattern: str) -> list[str]:

@@ -25,28 +25,67 @@ ALPACA = "Alpaca"
 PAIRS = "prompt/completion"
 TEXT = "text"
 ROW_COLUMNS = (
-    "messages", "conversations", "conversation", "tools", "instruction", "input", "output", "system", "history",
-    "prompt", "completion", "text", "functions",
-)  # fmt: skip
+    "messages",
+    "conversations",
+    "conversation",
+    "tools",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "history",
+    "prompt",
+    "completion",
+    "text",
+    "functions",
+)
 ROLES = {  # of a turn, in any of the formats -> OpenAI's
-    "system": "system", "developer": "developer", "user": "user", "human": "user", "assistant": "assistant",
-    "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "tool": "tool",
-    "function": "tool", "observation": "tool", "function_response": "tool", "function_call": "assistant",
-}  # fmt: skip
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
+}
 _LISTS = ("messages", "conversations", "conversation")
-_AROUND = ("data", "records", "rows", "examples", "instances", "train")  # usual names of a list of all records
+_AROUND = (
+    "data",
+    "records",
+    "rows",
+    "examples",
+    "instances",
+    "train",
+)  # usual names of a list of all records
 _ASKED = ("prompt", "instruction", "question", "query", "input")
 _ANSWERED = ("completion", "answer", "response", "output", "reply")
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # of a turn; templates know it by one of these names
+THOUGHTS = (
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)  # of a turn; templates know it by one of these names
 _TURN_FIELDS = ("tool_calls", "tool_call_id", "name", *THOUGHTS, "weight")
 _ANSWER_FIELDS = ("content", "tool_calls", *THOUGHTS)
 _KINDS: Mapping[type, str] = {
-    type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a string", list: "a list",
+    type(None): "null",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
     dict: "an object",
-}  # fmt: skip
+}
 _FIELDS = ("messages", "instruction", "output", "prompt", "completion", "text")
 _KNOWN = (
-    "messages [{role, content}], conversations [{from, value}], instruction and output, prompt and completion, or text"
+    "messages [{role, content}], conversations [{from, value}], instruction and output, "
+    "prompt and completion, or text"
 )
 
 
@@ -87,11 +126,16 @@ def recognize(row: Mapping[str, object]) -> str | None:
 
 def may_be_recognized(names: Collection[str]) -> bool:
     """Return whether rows with these columns may be of a known format."""
-    groups = [{name} for name in (*_LISTS, "text")] + [{"instruction", "output"}, {"prompt", "completion"}]
+    groups = [{name} for name in (*_LISTS, "text")] + [
+        {"instruction", "output"},
+        {"prompt", "completion"},
+    ]
     return any(group <= set(names) for group in groups)
 
 
-def row_document(row: Mapping[str, object], columns: Mapping[str, str], place: str, source: str) -> Document:
+def row_document(
+    row: Mapping[str, object], columns: Mapping[str, str], place: str, source: str
+) -> Document:
     """Return the document of one row, whose `columns` are those of te_models.config.data.parse_columns.
 
     `place` names the row in messages, `source` the corpus.
@@ -104,9 +148,14 @@ def row_document(row: Mapping[str, object], columns: Mapping[str, str], place: s
         return Document(_text(renamed, "text", place), None, place, source)
     if kind == PAIRS and not _has_turns(renamed["prompt"], columns):
         return Document(
-            _text(renamed, "completion", place, answer=True), _text(renamed, "prompt", place), place, source
+            _text(renamed, "completion", place, answer=True),
+            _text(renamed, "prompt", place),
+            place,
+            source,
         )
-    messages = [_unlearned_if_empty(message) for message in _conversation(renamed, kind, columns, place)]
+    messages = [
+        _unlearned_if_empty(message) for message in _conversation(renamed, kind, columns, place)
+    ]
     variables: dict[str, object] = {"messages": messages}
     tools = _parsed(renamed.get("tools"))
     older = _parsed(renamed.get("functions"))
@@ -114,7 +163,9 @@ def row_document(row: Mapping[str, object], columns: Mapping[str, str], place: s
         tools = [{"type": "function", "function": function} for function in older]
     if tools:
         if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-            raise DataError(f"{place}: 'tools' is not a list of JSON schemas: give OpenAI's form, or leave it out")
+            raise DataError(
+                f"{place}: 'tools' is not a list of JSON schemas: give OpenAI's form, or leave it out"
+            )
         variables["tools"] = tools
     return Document("", None, place, source, _rendered(variables, place))
 
@@ -149,7 +200,9 @@ def unrecognized(row: Mapping[str, object], place: str) -> str:
             return f"{said}: write one, leave the record out, or name other columns with --columns"
     shown = ", ".join(repr(name)[:60] for name in list(row)[:8]) + (", ..." if len(row) > 8 else "")
     for name in row:
-        if near := difflib.get_close_matches(name.lower(), [one for one in _FIELDS if one not in row], n=1, cutoff=0.8):
+        if near := difflib.get_close_matches(
+            name.lower(), [one for one in _FIELDS if one not in row], n=1, cutoff=0.8
+        ):
             renamed = f"rename {name[:60]!r} to {near[0]!r}, in all records with --columns {near[0]}={name[:60]}"
             return f"{place}: has {shown}: {renamed}"
     names = [name for name in row if name.isidentifier()]
@@ -174,7 +227,9 @@ def _not_turns(value: object) -> str:
 def misspelled(columns: Mapping[str, str], row: Collection[str], place: str) -> str | None:
     """Return a line about the first of your columns that a row has only under a similar name; None without one."""
     for name, meant in columns.items():
-        near = difflib.get_close_matches(name, [other for other in row if other not in columns], n=1)
+        near = difflib.get_close_matches(
+            name, [other for other in row if other not in columns], n=1
+        )
         if near and name not in row and meant not in row:
             return f"{place}: --columns {meant}={name}: there is no {name!r}: did you mean {near[0]!r}?"
     return None
@@ -198,23 +253,50 @@ def _conversation(
 
 
 def _alpaca(row: Mapping[str, object], place: str) -> list[dict[str, object]]:
-    texts = {"instruction": _text(row, "instruction", place), "output": _text(row, "output", place, answer=True)}
-    extra = {name: _text(row, name, place) for name in ("input", "system") if row.get(name) is not None}
+    texts = {
+        "instruction": _text(row, "instruction", place),
+        "output": _text(row, "output", place, answer=True),
+    }
+    extra = {
+        name: _text(row, name, place) for name in ("input", "system") if row.get(name) is not None
+    }
     messages: list[dict[str, object]] = []
     if extra.get("system"):
         messages.append({"role": "system", "content": extra["system"]})
     history = _parsed(row.get("history")) or []
     for turn in history if isinstance(history, list) else [None]:
-        if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
-            raise DataError(f"{place}: 'history' is not a list of [question, answer] pairs: fix it or leave it out")
-        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    asked = "\n".join(part for part in (texts["instruction"], extra.get("input", "")) if part.strip())
-    return [*messages, {"role": "user", "content": asked}, {"role": "assistant", "content": texts["output"]}]
+        if not (
+            isinstance(turn, list)
+            and len(turn) == 2
+            and all(isinstance(text, str) for text in turn)
+        ):
+            raise DataError(
+                f"{place}: 'history' is not a list of [question, answer] pairs: fix it or leave it out"
+            )
+        messages += [
+            {"role": "user", "content": turn[0]},
+            {"role": "assistant", "content": turn[1]},
+        ]
+    asked = "\n".join(
+        part for part in (texts["instruction"], extra.get("input", "")) if part.strip()
+    )
+    return [
+        *messages,
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": texts["output"]},
+    ]
 
 
-def _turns(row: Mapping[str, object], name: str, columns: Mapping[str, str], place: str) -> list[dict[str, object]]:
-    turns = _of_kind(_parsed(row[name]), list, f"{place}: {name!r}", "a list of messages: write one")
-    return [_message(turn, columns, f"{place}: message {number} of {name!r}") for number, turn in enumerate(turns, 1)]
+def _turns(
+    row: Mapping[str, object], name: str, columns: Mapping[str, str], place: str
+) -> list[dict[str, object]]:
+    turns = _of_kind(
+        _parsed(row[name]), list, f"{place}: {name!r}", "a list of messages: write one"
+    )
+    return [
+        _message(turn, columns, f"{place}: message {number} of {name!r}")
+        for number, turn in enumerate(turns, 1)
+    ]
 
 
 def _message(turn: object, columns: Mapping[str, str], place: str) -> dict[str, object]:
@@ -222,7 +304,11 @@ def _message(turn: object, columns: Mapping[str, str], place: str) -> dict[str, 
     if not isinstance(turn, dict):
         raise DataError(f"{place} is {_kind(turn)}, not an object with role and content")
     yours = {name: key for key, name in columns.items()}
-    keys = [(yours.get("role", "role"), yours.get("content", "content")), ("role", "content"), ("from", "value")]
+    keys = [
+        (yours.get("role", "role"), yours.get("content", "content")),
+        ("role", "content"),
+        ("from", "value"),
+    ]
     found = next(((role, content) for role, content in keys if role in turn), None)
     if found is None:
         shown = ", ".join(repr(key)[:60] for key in list(turn)[:8])
@@ -236,7 +322,9 @@ def _message(turn: object, columns: Mapping[str, str], place: str) -> dict[str, 
     if not known or kept.get("weight", 1) not in (0, 1):
         wrong = f"the role {str(role)[:60]!r}: use one of {', '.join(ROLES)}"
         if known:
-            wrong = f"the weight {str(kept['weight'])[:60]!r}: an answer counts in full (1) or not (0)"
+            wrong = (
+                f"the weight {str(kept['weight'])[:60]!r}: an answer counts in full (1) or not (0)"
+            )
         raise DataError(f"{place} has {wrong}")
     calls = _tool_calls(kept.pop("tool_calls", None) or turn.get("function_call"), place)
     content = turn.get(found[1])
@@ -255,7 +343,9 @@ def _message(turn: object, columns: Mapping[str, str], place: str) -> dict[str, 
 
 def _unlearned_if_empty(message: dict[str, object]) -> dict[str, object]:
     """Return a message, with weight 0 if it is an empty answer, which would teach the model to stop at once."""
-    if message["role"] != "assistant" or any(not _is_blank(message.get(name)) for name in _ANSWER_FIELDS):
+    if message["role"] != "assistant" or any(
+        not _is_blank(message.get(name)) for name in _ANSWER_FIELDS
+    ):
         return message
     return {**message, "weight": 0}
 
@@ -270,11 +360,17 @@ def _joined(content: object, place: str) -> str:
     parts = content if isinstance(content, list) else [content]
     texts = []
     for part in parts:
-        text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+        text = (
+            part.get("text")
+            if isinstance(part, dict) and part.get("type", "text") == "text"
+            else part
+        )
         if not isinstance(text, str) and (text is not None or isinstance(part, dict)):
             wrong = f"{_kind(text)} as content, not a string: write it as text"
             if isinstance(part, dict):
-                wrong = f"a part of the type {str(part.get('type'))[:60]!r}: only text can be learned"
+                wrong = (
+                    f"a part of the type {str(part.get('type'))[:60]!r}: only text can be learned"
+                )
             raise DataError(f"{place} has {wrong}")
         texts.append(text or "")
     return _encodable("".join(texts), place)
@@ -287,11 +383,15 @@ def _tool_calls(calls: object, place: str) -> list[dict[str, object]]:
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise DataError(f"{place} has a tool call without the name of a function: give OpenAI's form")
+            raise DataError(
+                f"{place} has a tool call without the name of a function: give OpenAI's form"
+            )
         arguments = _parsed(function.get("arguments"))
         arguments = {} if arguments is None or arguments == "" else arguments
         outer = call if "function" in call else {}
-        found.append({"type": "function", **outer, "function": {**function, "arguments": arguments}})
+        found.append(
+            {"type": "function", **outer, "function": {**function, "arguments": arguments}}
+        )
     return found
 
 
@@ -309,14 +409,19 @@ def _has_turns(prompt: object, columns: Mapping[str, str]) -> bool:
     """Return whether a prompt is a list of messages, perhaps written as JSON, rather than a text."""
     turns = _parsed(prompt)
     roles = {"role", "from", *(yours for yours, name in columns.items() if name == "role")}
-    written = isinstance(turns, list) and all(isinstance(turn, dict) and roles & turn.keys() for turn in turns)
+    written = isinstance(turns, list) and all(
+        isinstance(turn, dict) and roles & turn.keys() for turn in turns
+    )
     return written if isinstance(prompt, str) else isinstance(turns, list)
 
 
 def _text(row: Mapping[str, object], name: str, place: str, answer: bool = False) -> str:
     """Return the text of a column; an `answer` that is null is empty, as in a message."""
     value = "" if answer and row[name] is None else row[name]
-    return _encodable(_of_kind(value, str, f"{place}: {name!r}", "a string: write it as one"), f"{place}: {name!r}")
+    return _encodable(
+        _of_kind(value, str, f"{place}: {name!r}", "a string: write it as one"),
+        f"{place}: {name!r}",
+    )
 
 
 def _of_kind(value: object, kind: type[Kind], name: str, wanted: str) -> Kind:
@@ -355,7 +460,11 @@ def without_nulls(value: object) -> object:
     Those with the text of a turn stay: there null is an empty answer.
     """
     if isinstance(value, dict):
-        kept = {name: inner for name, inner in value.items() if inner is not None or name in ("content", "value")}
+        kept = {
+            name: inner
+            for name, inner in value.items()
+            if inner is not None or name in ("content", "value")
+        }
         return {name: without_nulls(inner) for name, inner in kept.items()}
     return (
         [without_nulls(inner) for inner in value]

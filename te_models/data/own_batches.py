@@ -35,10 +35,16 @@ class OwnBatches:
     """
 
     def __init__(
-        self, batches: Iterable[Mapping[str, Tensor]], seed: int, ranks: Ranks, said: Mapping[str, int] | None = None
+        self,
+        batches: Iterable[Mapping[str, Tensor]],
+        seed: int,
+        ranks: Ranks,
+        said: Mapping[str, int] | None = None,
     ) -> None:
         if not isinstance(batches, Iterable) or isinstance(batches, Mapping | str):
-            advice = "give what open_data returns, or batches in a DataLoader, a list or a generator"
+            advice = (
+                "give what open_data returns, or batches in a DataLoader, a list or a generator"
+            )
             raise UsageError(f"the dataset is a {type(batches).__name__}: {advice}")
         self.batches = batches
         self.seed = seed
@@ -66,7 +72,9 @@ class OwnBatches:
             if self.once or not self._position:
                 ended = f"ended after {plural(self._position, 'batch', 'batches')}: lower steps, or give a list or"
                 again = f"{ended} another object that can be iterated over again"
-                raise DataError(f"the data {again if self.once else 'has no batch: give at least one'}")
+                raise DataError(
+                    f"the data {again if self.once else 'has no batch: give at least one'}"
+                )
             self._epoch = self._epoch + 1
             self._position = 0
             self._begin()
@@ -74,7 +82,9 @@ class OwnBatches:
         self._position += 1
         batch = checked_batch(found, f"batch {self._position}")
         if bool((batch["labels"][:, 1:] == IGNORED).all()):
-            warnings.warn(f"a batch of your own has no label that counts: all are {IGNORED}", stacklevel=4)
+            warnings.warn(
+                f"a batch of your own has no label that counts: all are {IGNORED}", stacklevel=4
+            )
         self._digest = _digest(batch)
         self._compare(batch["input_ids"].shape)
         return batch
@@ -108,7 +118,9 @@ class OwnBatches:
         self._begin()
         while self._position < state["batches"] and self._epoch == state["epoch"]:
             next(self)
-        same = self._epoch == state["epoch"] and (not self._position or self._digest == state["last_batch"])
+        same = self._epoch == state["epoch"] and (
+            not self._position or self._digest == state["last_batch"]
+        )
         if not all(self.ranks.gather(same or not self.ranks.first)):
             raise UsageError(
                 "the data gives other batches than in the saved run: draw its random numbers from PyTorch or from a "
@@ -136,7 +148,9 @@ class OwnBatches:
 def checked_batch(batch: object, place: str) -> dict[str, Tensor]:
     """Return a batch as a dict; a DataError that names its `place` unless it is one of tensors [B, S]."""
     if not isinstance(batch, Mapping):
-        raise DataError(f"{place} is a {type(batch).__name__}: give a dict of {' and '.join(REQUIRED)}")
+        raise DataError(
+            f"{place} is a {type(batch).__name__}: give a dict of {' and '.join(REQUIRED)}"
+        )
     refuse(_mistakes(batch, place), DataError)
     return dict(batch)
 
@@ -149,7 +163,9 @@ def _mistakes(batch: Mapping[str, object], place: str) -> Iterator[str]:
             yield f"{place} has {str(name)[:60]!r}: leave it out; known are {', '.join(REQUIRED + OPTIONAL)}"
         first = batch["input_ids"]
         tensor = batch[name]
-        if not (isinstance(tensor, Tensor) and isinstance(first, Tensor) and tensor.shape == first.shape):
+        if not (
+            isinstance(tensor, Tensor) and isinstance(first, Tensor) and tensor.shape == first.shape
+        ):
             yield f"{place}: {name} is no tensor of the shape of input_ids: give an int64 tensor [B, S]"
         elif tensor.dim() != 2:
             yield f"{place}: {name} has shape {list(tensor.shape)}: give an int64 tensor [B, S], a row per sequence"

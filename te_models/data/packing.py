@@ -17,10 +17,16 @@ from te_models.errors import UsageError, check_known
 from te_models.model.targets import IGNORED, PAD_DOCUMENT
 
 GROUP = 4096  # records that are packed together: the fuller windows, the larger
-TARGET, FIRST, PADDING = 1, 2, 4  # flags of a token: the loss counts its prediction; it begins a document; it is none
+TARGET, FIRST, PADDING = (
+    1,
+    2,
+    4,
+)  # flags of a token: the loss counts its prediction; it begins a document; it is none
 
 Window = dict[str, NDArray[np.int64]]
-Marked = tuple[NDArray[np.int64], NDArray[np.int32]]  # the ids of a window, and their flags, [seq_len] each
+Marked = tuple[
+    NDArray[np.int64], NDArray[np.int32]
+]  # the ids of a window, and their flags, [seq_len] each
 
 
 class Epoch(ABC):
@@ -91,12 +97,18 @@ class CutEpoch(Epoch):
 
     def marked_window(self, index: int) -> Marked:
         place = int(self.windows[index])
-        positions = np.arange(place * self.seq_len, (place + 1) * self.seq_len)  # in the stream, [seq_len]
-        slots = np.searchsorted(self.starts, positions, side="right") - 1  # in the order of the epoch, [seq_len]
+        positions = np.arange(
+            place * self.seq_len, (place + 1) * self.seq_len
+        )  # in the stream, [seq_len]
+        slots = (
+            np.searchsorted(self.starts, positions, side="right") - 1
+        )  # in the order of the epoch, [seq_len]
         document = self.order[slots]
         offset = positions - self.starts[slots]
         inside = positions < self.num_tokens
-        at = (self.encoded.starts[document] + offset)[inside]  # places in the tokens of the corpus, [tokens]
+        at = (self.encoded.starts[document] + offset)[
+            inside
+        ]  # places in the tokens of the corpus, [tokens]
         ids = np.full(self.seq_len, self.pad, dtype=np.int64)
         ids[inside] = self.encoded.tokens[at]
         counted = inside.copy()
@@ -120,7 +132,9 @@ class RecordEpoch(Epoch):
     """
 
     def _lay(self) -> int:
-        starts, lengths = cut_texts(self.encoded.starts[self.order], self.encoded.lengths[self.order], self.seq_len)
+        starts, lengths = cut_texts(
+            self.encoded.starts[self.order], self.encoded.lengths[self.order], self.seq_len
+        )
         if self.packing == "none":
             pieces = np.arange(len(lengths))
             self.bounds = np.arange(len(lengths) + 1)
@@ -152,13 +166,17 @@ def cut_texts(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Cut documents longer than `seq_len` into pieces of that length; those of one token are left out."""
     counts = -(-lengths // seq_len)
-    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of the piece in its document
+    number = np.arange(counts.sum()) - np.repeat(
+        np.cumsum(counts) - counts, counts
+    )  # of the piece in its document
     starts = np.repeat(starts, counts) + number * seq_len
     lengths = np.minimum(np.repeat(lengths, counts) - number * seq_len, seq_len)
     return starts[lengths > 1], lengths[lengths > 1]
 
 
-def pack_records(lengths: NDArray[np.int64], seq_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def pack_records(
+    lengths: NDArray[np.int64], seq_len: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Pack records of at most `seq_len` tokens into windows: best fit, the longest first, in groups of GROUP records.
 
     Args:
@@ -207,7 +225,10 @@ def pack_window(ids: NDArray[np.int64], flags: NDArray[np.int32], packing: str) 
 
 def stack_windows(windows: Sequence[Window]) -> dict[str, Tensor]:
     """Stack windows into a batch, each entry [len(windows), seq_len]."""
-    return {name: torch.from_numpy(np.stack([window[name] for window in windows])) for name in windows[0]}
+    return {
+        name: torch.from_numpy(np.stack([window[name] for window in windows]))
+        for name in windows[0]
+    }
 
 
 def check_windows(seq_len: int, batch_size: int, packing: str) -> None:
@@ -230,5 +251,9 @@ def repeats(weights: NDArray[np.float64], epoch: int) -> NDArray[np.int64]:
         int64 [D]. Of a weight of 0.25, every fourth occurs in each epoch, and others in the next, so that each has
         occurred within one of weight * epochs times.
     """
-    phase = (np.arange(len(weights)) * 0.6180339887498949) % 1  # spreads neighbors evenly over [0, 1)
-    return (np.floor(weights * (epoch + 1) + phase) - np.floor(weights * epoch + phase)).astype(np.int64)
+    phase = (
+        np.arange(len(weights)) * 0.6180339887498949
+    ) % 1  # spreads neighbors evenly over [0, 1)
+    return (np.floor(weights * (epoch + 1) + phase) - np.floor(weights * epoch + phase)).astype(
+        np.int64
+    )

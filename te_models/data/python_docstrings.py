@@ -19,12 +19,26 @@ PYTHON_DOCSTRINGS = "python-docstrings"  # its name in --data
 DOCSTRING_CHARACTERS = range(20, 401)
 MAX_SOURCE_CHARACTERS = 1500
 EVAL_FRACTION = 0.08
-MAX_EVAL_SHARE = 0.01  # of all pairs, that a module held out may have: none makes up most of the evaluation
+MAX_EVAL_SHARE = (
+    0.01  # of all pairs, that a module held out may have: none makes up most of the evaluation
+)
 
 _NOT_READ = {  # tests, generated tables, programs, and code of other projects
-    "__phello__", "__pycache__", "dist-packages", "encodings", "ensurepip", "idlelib", "lib-dynload",
-    "lib2to3", "msilib", "pydoc_data", "site-packages", "test", "tests", "turtledemo",
-}  # fmt: skip
+    "__phello__",
+    "__pycache__",
+    "dist-packages",
+    "encodings",
+    "ensurepip",
+    "idlelib",
+    "lib-dynload",
+    "lib2to3",
+    "msilib",
+    "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
+    "turtledemo",
+}
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -43,10 +57,14 @@ def python_docstrings() -> tuple[list[Document], list[Document]]:
     found: dict[str, Document] = {}
     for file in _source_files(root):
         module = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-        for name, prompt, docstring in read_pairs(file.read_text(encoding="utf-8-sig", errors="replace")):
+        for name, prompt, docstring in read_pairs(
+            file.read_text(encoding="utf-8-sig", errors="replace")
+        ):
             found.setdefault(docstring, Document(docstring, prompt, f"{module}.{name}", source))
     if not found:
-        raise DataError(f"--data {PYTHON_DOCSTRINGS}: {root} has no Python sources: install Python's standard library")
+        raise DataError(
+            f"--data {PYTHON_DOCSTRINGS}: {root} has no Python sources: install Python's standard library"
+        )
     return _split_by_module(list(found.values()))
 
 
@@ -59,7 +77,9 @@ def read_pairs(source: str) -> Iterator[tuple[str, str, str]]:
     lines = source.splitlines()
     for name, function in _functions(tree, ""):
         docstring = inspect.cleandoc(ast.get_docstring(function, clean=False) or "").strip()
-        if len(docstring) in DOCSTRING_CHARACTERS and (prompt := _without_docstring(function, lines)):
+        if len(docstring) in DOCSTRING_CHARACTERS and (
+            prompt := _without_docstring(function, lines)
+        ):
             yield name, prompt, docstring
 
 
@@ -77,10 +97,17 @@ def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, _Function]]:
 def _without_docstring(function: _Function, lines: Sequence[str]) -> str:
     """Return the dedented source of a function without its docstring, or "" if it does not qualify."""
     docstring, *body = function.body
-    if not body or docstring.lineno <= function.lineno or body[0].lineno <= (docstring.end_lineno or 0):
+    if (
+        not body
+        or docstring.lineno <= function.lineno
+        or body[0].lineno <= (docstring.end_lineno or 0)
+    ):
         return ""  # nothing but a docstring, or other code on its lines
     first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)]) - 1
-    kept = [*lines[first : docstring.lineno - 1], *lines[docstring.end_lineno : function.end_lineno]]
+    kept = [
+        *lines[first : docstring.lineno - 1],
+        *lines[docstring.end_lineno : function.end_lineno],
+    ]
     prompt = textwrap.dedent("\n".join(kept)).strip()
     return prompt if len(prompt) < MAX_SOURCE_CHARACTERS else ""
 
@@ -112,4 +139,6 @@ def _source_files(root: Path) -> list[Path]:
     """Return the modules of the standard library that are read, sorted."""
     found = [Path(file) for file in walk(str(root), _NOT_READ) if file.endswith(".py")]
     names = ((file, file.relative_to(root).as_posix()) for file in found)
-    return sorted(file for file, name in names if not name.startswith(("config-", "ctypes/macholib/")))
+    return sorted(
+        file for file, name in names if not name.startswith(("config-", "ctypes/macholib/"))
+    )

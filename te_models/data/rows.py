@@ -62,7 +62,9 @@ class FileRange(NamedTuple):
     stop: int
 
 
-def file_ranges(system: AbstractFileSystem | None, file: str, range_bytes: int) -> Iterator[tuple[FileRange, int]]:
+def file_ranges(
+    system: AbstractFileSystem | None, file: str, range_bytes: int
+) -> Iterator[tuple[FileRange, int]]:
     """Yield the ranges of a file, of about `range_bytes` each, and an estimate of the bytes of text in each.
 
     A compressed file, a JSON array and a table cannot be entered in the middle, so they are one range. A binary file
@@ -77,7 +79,10 @@ def file_ranges(system: AbstractFileSystem | None, file: str, range_bytes: int) 
         size = max(1, rows.dataset_size or 0)
         count = min(max(1, size // range_bytes), max(1, len(rows)))
         for i in range(count):
-            yield FileRange(file, HUB_ROWS, i * len(rows) // count, (i + 1) * len(rows) // count), size // count
+            yield (
+                FileRange(file, HUB_ROWS, i * len(rows) // count, (i + 1) * len(rows) // count),
+                size // count,
+            )
         return
     assert system is not None  # of a Hub dataset only
     size = text_bytes(system, file)
@@ -199,7 +204,9 @@ def _json(text: str, place: str, holds: str, whole: bool = False) -> Any:
 def _array_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, object], str]]:
     raw = file.read(MAX_EXPANDED_BYTES + 1)
     if len(raw) > MAX_EXPANDED_BYTES:
-        raise DataError(f"{path}: a JSON array of more than {MAX_EXPANDED_BYTES >> 30} GiB: write it as JSONL")
+        raise DataError(
+            f"{path}: a JSON array of more than {MAX_EXPANDED_BYTES >> 30} GiB: write it as JSONL"
+        )
     rows = _json(decode(raw, path, 0), path, "give an array of objects, or JSONL", whole=True)
     for number, row in enumerate(rows, start=1):
         place = f"{path}, record {number}"
@@ -226,22 +233,32 @@ def _table_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, object],
                 )
             yield dict(zip(names, row, strict=True)), place
     except csv.Error as error:
-        raise DataError(f"{path}:{rows.line_num}: not a readable table ({error}): check its quotes") from None
+        raise DataError(
+            f"{path}:{rows.line_num}: not a readable table ({error}): check its quotes"
+        ) from None
 
 
 def _column_names(header: list[str], path: str) -> list[str]:
     """Return the names in the first row of a table; a DataError if another character separates its cells."""
     names = [name.strip() for name in header]
-    own, right = ("\t", "tabs") if file_format(path) == "TSV" else (",", "commas, or with tabs in a .tsv file")
+    own, right = (
+        ("\t", "tabs")
+        if file_format(path) == "TSV"
+        else (",", "commas, or with tabs in a .tsv file")
+    )
     marks = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
     mistakes: dict[str, object] = {
-        f"{path}:1: the columns are separated by {said}: save the table with {right}": mark in names[0] and mark != own
+        f"{path}:1: the columns are separated by {said}: save the table with {right}": mark
+        in names[0]
+        and mark != own
         for mark, said in marks.items()
         if len(names) == 1
     }
     for name in names:
         twice = name in ROW_COLUMNS and names.count(name) > 1
-        mistakes[f"{path}:1: {name!r} is the name of more than one column: rename all but one"] = twice
+        mistakes[f"{path}:1: {name!r} is the name of more than one column: rename all but one"] = (
+            twice
+        )
     refuse(mistakes, DataError)
     return names
 
@@ -277,14 +294,18 @@ def _parquet_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[s
         names = table.schema_arrow.names
         if not may_be_recognized(rename(dict.fromkeys(names), columns)):
             fields = dict.fromkeys(names)
-            raise DataError(misspelled(columns, fields, part.path) or unrecognized(fields, part.path))
+            raise DataError(
+                misspelled(columns, fields, part.path) or unrecognized(fields, part.path)
+            )
         wanted = [name for name in names if name in ROW_COLUMNS or name in columns]
         batches = table.iter_batches(batch_size=1024, row_groups=[part.group], columns=wanted)
         at = 0
         for batch in batches:  # rows before the range are decoded, but never become Python objects
             first = max(part.start - at, 0)
             last = min(part.stop - at, len(batch))
-            for number, row in enumerate(batch.slice(first, max(0, last - first)).to_pylist(), start=at + first + 1):
+            for number, row in enumerate(
+                batch.slice(first, max(0, last - first)).to_pylist(), start=at + first + 1
+            ):
                 yield _filled(row), f"{part.path}, row group {part.group}, row {number}"
             at += len(batch)
             if at >= part.stop:

@@ -10,7 +10,15 @@ from fsspec import AbstractFileSystem
 
 from te_models.config.data import MAX_WEIGHT, split_weight
 from te_models.data.files import file_format, find_files, open_bytes, readable_errors, text_bytes
-from te_models.data.formats import TEXT, Document, misspelled, recognize, rename, row_document, without_nulls
+from te_models.data.formats import (
+    TEXT,
+    Document,
+    misspelled,
+    recognize,
+    rename,
+    row_document,
+    without_nulls,
+)
 from te_models.data.rows import TEXT as TEXT_FILE
 from te_models.data.rows import FileRange, file_ranges, first_row
 from te_models.errors import DataError, UsageError, refuse
@@ -48,16 +56,24 @@ class Source:
         files = " and ".join(sorted({file_format(file) for file in self.files}))
         kind = f"{self.format} in {files}" if files and self.format != "text files" else self.format
         weight = "" if self.weight == 1 else f", {self.weight:g} times per epoch"
-        first = ", by the first record" if len(self.files) > 1 and self.format != "text files" else ""
+        first = (
+            ", by the first record" if len(self.files) > 1 and self.format != "text files" else ""
+        )
         return f"{self.path}: {kind}{first}{weight}"
 
     def text_bytes(self) -> int:
         """Estimate the bytes of text in all files."""
         with readable_errors(self.path):
-            return sum(text_bytes(self.system, file) for file in self.files) if self.system is not None else 0
+            return (
+                sum(text_bytes(self.system, file) for file in self.files)
+                if self.system is not None
+                else 0
+            )
 
 
-def open_sources(paths: Sequence[str], columns: Mapping[str, str], required: bool = True) -> list[Source]:
+def open_sources(
+    paths: Sequence[str], columns: Mapping[str, str], required: bool = True
+) -> list[Source]:
     """Find the files of "path" or "path:weight" each, and recognize their formats.
 
     Some source must have one of the `columns` (te_models.config.data.parse_columns) if they are `required`.
@@ -67,7 +83,9 @@ def open_sources(paths: Sequence[str], columns: Mapping[str, str], required: boo
     for given in paths:
         path, weight = (given, None) if os.path.lexists(given) else split_weight(given)
         if weight is not None and not 0 < weight <= MAX_WEIGHT:
-            raise UsageError(f"{given}: the weight {weight:g} is out of range: give above 0 and at most {MAX_WEIGHT:,}")
+            raise UsageError(
+                f"{given}: the weight {weight:g} is out of range: give above 0 and at most {MAX_WEIGHT:,}"
+            )
         system, files = find_files(path)
         kind, row, talks = _first_row(system, files, path, columns)
         renamed = renamed or not columns.keys().isdisjoint((*row, *_turn_fields(row)))
@@ -136,22 +154,30 @@ def is_records(data: object) -> TypeGuard[Iterable[object]]:
     """Return whether `data` is records rather than a path or a list of paths."""
     if data is None or isinstance(data, str | os.PathLike) or not isinstance(data, Iterable):
         return False
-    return not isinstance(data, list | tuple) or not all(isinstance(member, str | os.PathLike) for member in data)
+    return not isinstance(data, list | tuple) or not all(
+        isinstance(member, str | os.PathLike) for member in data
+    )
 
 
-def read_records(data: Iterable[Any], columns: Mapping[str, str], formatting: Formatting | None, name: str) -> Source:
+def read_records(
+    data: Iterable[Any], columns: Mapping[str, str], formatting: Formatting | None, name: str
+) -> Source:
     """Return the source of records, which are read once, as a whole; it has their documents and no files.
 
     `columns` are those of te_models.config.data.parse_columns, `name` that of the data in messages. `formatting` makes
     of each record a text, a list of messages, or a dict with the fields of a format.
     """
     if isinstance(data, Mapping):
-        raise UsageError(f"{name} is a {type(data).__name__}: give a list of records, or one split of a DatasetDict")
+        raise UsageError(
+            f"{name} is a {type(data).__name__}: give a list of records, or one split of a DatasetDict"
+        )
     documents = []
     first = None
     for number, record in enumerate(data, start=1):
         place = f"{name}, record {number}"
-        row = _formatted(record if formatting is None else formatting(record), place, formatting is not None)
+        row = _formatted(
+            record if formatting is None else formatting(record), place, formatting is not None
+        )
         if first is None:
             refuse(filter(None, [misspelled(columns, row, place)]))
             first = row
@@ -172,6 +198,10 @@ def _formatted(made: object, place: str, by_function: bool) -> dict[str, object]
     if isinstance(made, str) and by_function:
         return {"text": made}
     kind = type(made).__name__
-    advice = "return a text, a list of messages, or a dict such as {'prompt': ..., 'completion': ...}"
+    advice = (
+        "return a text, a list of messages, or a dict such as {'prompt': ..., 'completion': ...}"
+    )
     refuse({f"{place}: formatting returned a {kind}: {advice}": by_function})
-    raise DataError(f"{place} is a {kind}: give a dict, such as {{'text': ...}}, or a list of messages")
+    raise DataError(
+        f"{place} is a {kind}: give a dict, such as {{'text': ...}}, or a list of messages"
+    )

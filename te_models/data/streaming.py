@@ -50,9 +50,13 @@ from te_models.errors import DataError, DataUnavailable, UsageError, plural
 from te_models.files.formats import Fields
 
 MAX_LANES = 64
-LANE_BYTES = 2**30  # limit of the text in all lanes of one process, which bounds their number where chunks are large
+LANE_BYTES = (
+    2**30
+)  # limit of the text in all lanes of one process, which bounds their number where chunks are large
 
-Position = list[int]  # epoch, which of the lane's chunks in it, and how many of that chunk's tokens are taken
+Position = list[
+    int
+]  # epoch, which of the lane's chunks in it, and how many of that chunk's tokens are taken
 Request = Callable[[], NDArray[np.int32]]
 
 
@@ -118,9 +122,17 @@ class StreamingDataset:
             packing == "documents" and not all(source.is_text for source in self.chunks.sources)
         )
         self.reader = ChunkReader(
-            self.chunks.source, tokenizer, seed, eval_fraction, columns or {}, self.whole, seq_len, packing, truncate,
+            self.chunks.source,
+            tokenizer,
+            seed,
+            eval_fraction,
+            columns or {},
+            self.whole,
+            seq_len,
+            packing,
+            truncate,
             records,
-        )  # fmt: skip
+        )
         self.remarks: list[str] = []  # lines that `describe` ends with
         self.fingerprint = self._hash_data(tokenizer)
         self._pool: ProcessPoolExecutor | None = None
@@ -156,7 +168,9 @@ class StreamingDataset:
             documents = self.reader.documents(self.chunks[chunk % len(self.chunks)])
             if not documents:
                 continue
-            fitted, fit = self.reader.fit(encode_documents(documents, self.reader.tokenizer, begin_prompts=True))
+            fitted, fit = self.reader.fit(
+                encode_documents(documents, self.reader.tokenizer, begin_prompts=True)
+            )
             if len(fitted):
                 return len(documents), fit, self.reader.windows(fitted).padding()
             number = number + len(documents)
@@ -173,7 +187,9 @@ class StreamingDataset:
             for lane in self._own_lanes:
                 self._lane(lane)
         first = self._next_window + self.rank
-        windows = [divmod(first + i * self.world_size, self.num_lanes) for i in range(self.batch_size)]
+        windows = [
+            divmod(first + i * self.world_size, self.num_lanes) for i in range(self.batch_size)
+        ]
         rows = [self._lane(lane).window(index) for index, lane in windows]
         self._next_window += self.batch_size * self.world_size
         return stack_windows([pack_window(*row, self.packing) for row in rows])
@@ -227,7 +243,11 @@ class StreamingDataset:
                 place = reader.place(document) if share else 0
                 if place < share * 2**64 or not share:
                     found.append(document)
-                    size += len(document.text) + len(document.prompt or "") + len(document.conversation or "")
+                    size += (
+                        len(document.text)
+                        + len(document.prompt or "")
+                        + len(document.conversation or "")
+                    )
                 elif at_least_one and not found:
                     lowest = min(lowest, place)
                     seen.update([place] if len(seen) < 2 else [])
@@ -251,7 +271,9 @@ class StreamingDataset:
             self._pool = None
             for lane in self._lanes.values():
                 lane.ahead = None
-            with _handler_waits():  # Python would take the pool's thread for ended, and wait for its workers for ever
+            with (
+                _handler_waits()
+            ):  # Python would take the pool's thread for ended, and wait for its workers for ever
                 pool.shutdown(cancel_futures=True)
 
     @property
@@ -279,9 +301,15 @@ class StreamingDataset:
         """
         counts = repeats(self.chunks.weights, epoch)
         number = np.arange(len(self.chunks))
-        again = [number[counts > times] + times * len(number) for times in range(counts.max(initial=0))]
+        again = [
+            number[counts > times] + times * len(number) for times in range(counts.max(initial=0))
+        ]
         chunks = np.concatenate([number[:0], *again])
-        return chunks[np.random.default_rng((self.seed, epoch)).permutation(len(chunks))] if self.shuffle else chunks
+        return (
+            chunks[np.random.default_rng((self.seed, epoch)).permutation(len(chunks))]
+            if self.shuffle
+            else chunks
+        )
 
     def next_place(self, lane: int, epoch: int, place: int) -> tuple[int, int]:
         """Return epoch and place of a lane's first chunk at this place of an epoch or later."""
@@ -292,14 +320,20 @@ class StreamingDataset:
 
     def request(self, lane: int, epoch: int, place: int) -> Request:
         """Return a function that returns the tokens of a lane's chunk; a worker starts on it at once."""
-        time, chunk = divmod(int(self.order(epoch)[lane :: self.num_lanes][place]), len(self.chunks))
+        time, chunk = divmod(
+            int(self.order(epoch)[lane :: self.num_lanes][place]), len(self.chunks)
+        )
         order = (self.seed, epoch, chunk, *([time] if time else [])) if self.shuffle else None
         if not self.num_workers:
             return partial(self.reader.encode, self.chunks[chunk], order)
-        context = multiprocessing.get_context("forkserver")  # workers share no thread, lock or CUDA device
+        context = multiprocessing.get_context(
+            "forkserver"
+        )  # workers share no thread, lock or CUDA device
         context.set_forkserver_preload(["te_models.data.corpus_chunks"])
         with _interrupts_wait(), self._worker_errors():  # it may start a worker
-            self._pool = self._pool or ProcessPoolExecutor(self.num_workers, context, _start_worker, (self.reader,))
+            self._pool = self._pool or ProcessPoolExecutor(
+                self.num_workers, context, _start_worker, (self.reader,)
+            )
             future = self._pool.submit(_encode, self.chunks[chunk], order)
 
         def wait() -> NDArray[np.int32]:
@@ -328,13 +362,28 @@ class StreamingDataset:
     def _hash_data(self, tokenizer: Tokenizer) -> int:
         """Hash everything that a position depends on: files and chunks, tokens, windows and order."""
         chunks = self.chunks
-        kind = [self.seq_len, self.packing, self.seed, self.shuffle, self.num_lanes, self.reader.eval_fraction]
-        kind += [self.reader.truncate, dict(self.reader.columns)] if self.whole or self.reader.columns else []
+        kind = [
+            self.seq_len,
+            self.packing,
+            self.seed,
+            self.shuffle,
+            self.num_lanes,
+            self.reader.eval_fraction,
+        ]
+        kind += (
+            [self.reader.truncate, dict(self.reader.columns)]
+            if self.whole or self.reader.columns
+            else []
+        )
         kind += [chunks.weights.tolist()] if (chunks.weights != 1).any() else []
         names = [name.rpartition("/")[2] for name in chunks.files]
-        digest = hashlib.blake2b(json.dumps([kind, names]).encode(), digest_size=6)  # exact in a JSON double
+        digest = hashlib.blake2b(
+            json.dumps([kind, names]).encode(), digest_size=6
+        )  # exact in a JSON double
         files = tokenizer.documents()
-        raw = {name: file.decode() if isinstance(file, bytes) else file for name, file in files.items()}
+        raw = {
+            name: file.decode() if isinstance(file, bytes) else file for name, file in files.items()
+        }
         digest.update(json.dumps(raw, sort_keys=True).encode())
         for array in (chunks.ranges, chunks.bounds, chunks.sizes):
             digest.update(np.ascontiguousarray(array).data)
@@ -344,7 +393,9 @@ class StreamingDataset:
 class Lane:
     """An endless stream of windows from every num_lanes-th chunk, and its position."""
 
-    def __init__(self, data: StreamingDataset, number: int, position: Position, windows: int) -> None:
+    def __init__(
+        self, data: StreamingDataset, number: int, position: Position, windows: int
+    ) -> None:
         self.data = data
         self.number = number
         self.windows = windows
@@ -379,7 +430,9 @@ class Lane:
         """Return the rest of the chunk at the position, or the next chunk that has tokens."""
         for _ in range(64 + 16 * len(self.data.chunks)):
             if self._chunk is None:
-                self._chunk = (self.ahead or self.data.request(self.number, self.epoch, self.place))()
+                self._chunk = (
+                    self.ahead or self.data.request(self.number, self.epoch, self.place)
+                )()
                 self.ahead = self.data.request(self.number, *self._next_place())
             if self.taken < self._chunk.shape[1]:
                 return self._chunk[:, self.taken :]
@@ -397,7 +450,10 @@ class Lane:
 
 def merge_states(states: list[Fields]) -> Fields:
     """Combine the states of all ranks into one."""
-    return {**states[0], "lanes": {lane: at for state in states for lane, at in state["lanes"].items()}}
+    return {
+        **states[0],
+        "lanes": {lane: at for state in states for lane, at in state["lanes"].items()},
+    }
 
 
 def _count_lanes(chunks: Chunks, wanted: int | None) -> int:

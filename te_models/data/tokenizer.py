@@ -71,7 +71,9 @@ class Tokenizer(ABC):
         return f"{type(self).__name__}({self.vocab_size:,} ids, {ids}{place})"
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_template"}  # it is a process
+        return {
+            name: value for name, value in self.__dict__.items() if name != "_template"
+        }  # it is a process
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -86,7 +88,9 @@ class Tokenizer(ABC):
         """Return the ids of each text as a 1-d integer array; faster than one `encode` per text."""
 
     @abstractmethod
-    def encode_rendered(self, texts: Sequence[str]) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
+    def encode_rendered(
+        self, texts: Sequence[str]
+    ) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
         """Encode conversations that a chat template has rendered, in which special tokens are spelled out.
 
         Returns:
@@ -117,7 +121,11 @@ class Tokenizer(ABC):
 
         Templates among those are left out where `set_chat_template` has replaced them.
         """
-        names = set(tokenizer_files(self.folder)) - {"tokenizer.json", "tokenizer_config.json", BESIDE}
+        names = set(tokenizer_files(self.folder)) - {
+            "tokenizer.json",
+            "tokenizer_config.json",
+            BESIDE,
+        }
         if self._template_source is not None:
             names = {name for name in names if "chat_template" not in name}
         beside = read_listed(self.folder, sorted(names)) if self.folder is not None else {}
@@ -131,7 +139,9 @@ class Tokenizer(ABC):
             raw = isinstance(document, bytes)
             file = name if raw else f"{name}.json"
             temp = Path(folder) / f".{file}.saving"
-            temp.write_bytes(document if raw else json.dumps(document, ensure_ascii=False, indent=2).encode())
+            temp.write_bytes(
+                document if raw else json.dumps(document, ensure_ascii=False, indent=2).encode()
+            )
             os.replace(temp, Path(folder) / file)
 
     def template_source(self) -> str | None:
@@ -147,9 +157,14 @@ class Tokenizer(ABC):
             DataError: it is not valid Jinja.
         """
         if source is None:
-            begins = self.bos_token_id is not None and self.encode_prompt("")[:1] == [self.bos_token_id]
+            begins = self.bos_token_id is not None and self.encode_prompt("")[:1] == [
+                self.bos_token_id
+            ]
             source = PLAIN_WITH_BOS if begins else PLAIN
-        self._template_source, self._template = source, ChatTemplate(source, self._template_tokens())
+        self._template_source, self._template = (
+            source,
+            ChatTemplate(source, self._template_tokens()),
+        )
 
     def ensure_chat_template(self) -> bool:
         """Use the plain chat template if there is none; return whether there was none."""
@@ -185,7 +200,9 @@ class Tokenizer(ABC):
         Raises:
             DataError: there is no chat template, or it refuses the messages.
         """
-        return self.encode_rendered([self.chat_template().render(messages, **variables)])[0][0].tolist()
+        return self.encode_rendered([self.chat_template().render(messages, **variables)])[0][
+            0
+        ].tolist()
 
 
 def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
@@ -233,7 +250,9 @@ def _tokenizer_of(file: Path) -> Tokenizer:
     """Load the tokenizer of a tokenizer.json and the files beside it."""
     document = read_json_object(file)
     if document is None:
-        raise DataError(f"{file}: no such file; give a Hugging Face tokenizer.json or a folder that holds one")
+        raise DataError(
+            f"{file}: no such file; give a Hugging Face tokenizer.json or a folder that holds one"
+        )
     if document == ByteTokenizer().documents()["tokenizer"]:
         return ByteTokenizer(file.parent)
     return HuggingFaceTokenizer(document, file)
@@ -274,7 +293,9 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
-        self._config = (read_json_object(folder / "tokenizer_config.json") or {}) if folder is not None else {}
+        self._config = (
+            (read_json_object(folder / "tokenizer_config.json") or {}) if folder is not None else {}
+        )
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -286,11 +307,17 @@ class ByteTokenizer(Tokenizer):
         """Return the bytes of each text, uint8, without a copy of each."""
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
-    def encode_rendered(self, texts: Sequence[str]) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
+    def encode_rendered(
+        self, texts: Sequence[str]
+    ) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
         return [self._encode_rendered(text) for text in texts]
 
     def _encode_rendered(self, text: str) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-        special = {} if self._splits_special() else {f"<{role}>": 256 + i for i, role in enumerate(_ROLES)}
+        special = (
+            {}
+            if self._splits_special()
+            else {f"<{role}>": 256 + i for i, role in enumerate(_ROLES)}
+        )
         ids: list[int] = []
         places: list[tuple[int, int]] = []
         at = 0
@@ -300,13 +327,18 @@ class ByteTokenizer(Tokenizer):
                 places.append((at, at + len(part)))
             else:
                 ids += part.encode()
-                places += [(at + i, at + i + 1) for i, letter in enumerate(part) for _ in letter.encode()]
+                places += [
+                    (at + i, at + i + 1) for i, letter in enumerate(part) for _ in letter.encode()
+                ]
             at += len(part)
         return np.array(ids, dtype=np.int32), np.array(places, dtype=np.int64).reshape(-1, 2)
 
     def _splits_special(self) -> bool:
         """Return whether a special token spelled out in a rendered text is text, as transformers does by the config."""
-        return self._template_source is None and self._config.get("split_special_tokens", True) is not False
+        return (
+            self._template_source is None
+            and self._config.get("split_special_tokens", True) is not False
+        )
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
@@ -321,13 +353,20 @@ class ByteTokenizer(Tokenizer):
                 "version": "1.0",
                 "added_tokens": [],
                 "decoder": decoder,
-                "model": {**model, "vocab": vocab | {token: 256 + i for i, token in enumerate(special.values())}},
+                "model": {
+                    **model,
+                    "vocab": vocab | {token: 256 + i for i, token in enumerate(special.values())},
+                },
             },
             "tokenizer_config": {
                 "tokenizer_class": "PreTrainedTokenizerFast",
                 # With False, transformers reads "<eos>" in a text as the end of it, as a chat template of ours needs.
                 "split_special_tokens": self._splits_special(),
-                **({"chat_template": self._config["chat_template"]} if "chat_template" in self._config else {}),
+                **(
+                    {"chat_template": self._config["chat_template"]}
+                    if "chat_template" in self._config
+                    else {}
+                ),
                 **special,
             },
         }
@@ -345,14 +384,19 @@ class HuggingFaceTokenizer(Tokenizer):
         special: special tokens by name, such as "eos_token", for roles that no file beside it names.
     """
 
-    def __init__(self, document: object, file: Path, special: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(
+        self, document: object, file: Path, special: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         with needs(str(file), "tokenizers", "0.20", "train"):
             from tokenizers import Tokenizer as Backend  # noqa: PLC0415
         self._file = file
         self.folder = file.parent
         self._encoding = functools.partial(_library_errors, file, "encoding failed")
         _check_charsmaps(document, file)
-        with _library_errors(file, "not a tokenizer.json of Hugging Face's tokenizers library"), _without_panics():
+        with (
+            _library_errors(file, "not a tokenizer.json of Hugging Face's tokenizers library"),
+            _without_panics(),
+        ):
             self._backend = Backend.from_str(json.dumps(document))
             # A file may contain the truncation of the model it was made for, which would silently cut documents.
             self._backend.no_truncation()
@@ -381,11 +425,18 @@ class HuggingFaceTokenizer(Tokenizer):
         parts = self._in_parts(self._backend.encode_batch_fast, texts, 1024)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in parts]
 
-    def encode_rendered(self, texts: Sequence[str]) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
+    def encode_rendered(
+        self, texts: Sequence[str]
+    ) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
         parts = self._in_parts(self._backend.encode_batch, texts, 256)
-        return [(np.array(e.ids, dtype=np.int32), np.array(e.offsets, dtype=np.int64).reshape(-1, 2)) for e in parts]
+        return [
+            (np.array(e.ids, dtype=np.int32), np.array(e.offsets, dtype=np.int64).reshape(-1, 2))
+            for e in parts
+        ]
 
-    def _in_parts(self, encode: Callable[..., Iterable[T]], texts: Sequence[str], size: int) -> Iterator[T]:
+    def _in_parts(
+        self, encode: Callable[..., Iterable[T]], texts: Sequence[str], size: int
+    ) -> Iterator[T]:
         """Yield the library's encodings of texts, `size` at a time: they take many times the memory of their ids."""
         for start in range(0, len(texts), size):
             with self._encoding():
@@ -396,17 +447,25 @@ class HuggingFaceTokenizer(Tokenizer):
         """Return the text of `ids`, also without special tokens that tokenizer.json does not mark as special."""
         special = (self.bos_token_id, self.eos_token_id, self.pad_token_id)
         with _library_errors(self._file, "decoding failed"):
-            return self._backend.decode([i for i in ids if i not in special], skip_special_tokens=True)
+            return self._backend.decode(
+                [i for i in ids if i not in special], skip_special_tokens=True
+            )
 
     def _documents(self) -> Fields:
         """Return tokenizer as it was read, and tokenizer_config with the special tokens in use."""
         ids = {"bos": self.bos_token_id, "eos": self.eos_token_id, "pad": self.pad_token_id}
-        special = {f"{role}_token": self._backend.id_to_token(i) for role, i in ids.items() if i is not None}
+        special = {
+            f"{role}_token": self._backend.id_to_token(i)
+            for role, i in ids.items()
+            if i is not None
+        }
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._config, **special}
         return {"tokenizer": self._document, "tokenizer_config": config}
 
 
-def _special_id(role: str, documents: Iterable[Fields], token_to_id: Callable[[str], int | None]) -> int | None:
+def _special_id(
+    role: str, documents: Iterable[Fields], token_to_id: Callable[[str], int | None]
+) -> int | None:
     """Return the id of a role's token from the first document that names the token or its id.
 
     Ids that no vocabulary has, such as -1, count as none.
@@ -421,7 +480,11 @@ def _special_id(role: str, documents: Iterable[Fields], token_to_id: Callable[[s
         elif isinstance(number, list):
             number = number[0] if number else None
         if not isinstance(token, str | None) or not (number is None or type(number) is int):
-            wrong, wanted = ("token", "the text of one token") if token is not None else ("token_id", "a whole number")
+            wrong, wanted = (
+                ("token", "the text of one token")
+                if token is not None
+                else ("token_id", "a whole number")
+            )
             given = token if token is not None else number
             raise DataError(f"{role}_{wrong} is {json.dumps(given)[:60]}: give {wanted}")
         if number is not None and number >= 0:
@@ -438,13 +501,19 @@ def _check_charsmaps(document: object, file: Path) -> None:
     rest = [document]
     while rest:
         value = rest.pop()
-        if isinstance(value, dict) and isinstance(encoded := value.get("precompiled_charsmap"), str):
+        if isinstance(value, dict) and isinstance(
+            encoded := value.get("precompiled_charsmap"), str
+        ):
             size = 0
             with contextlib.suppress(ValueError):  # not base64, which the library says itself
                 size = int.from_bytes(base64.b64decode(encoded[:8])[:4], "little")
             if size > len(encoded):
-                raise DataError(f"{file}: a precompiled_charsmap says that it is longer than it is: get it again")
-        rest += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+                raise DataError(
+                    f"{file}: a precompiled_charsmap says that it is longer than it is: get it again"
+                )
+        rest += (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        )
 
 
 @contextlib.contextmanager

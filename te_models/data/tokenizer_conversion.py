@@ -36,13 +36,25 @@ def convert_tokenizer(folder: Path) -> tuple[object, dict[str, str]] | None:
     for path in folder.iterdir():  # transformers decides what else it opens
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise DataError(f"{path} is not a regular file")
-    with needs(f"{folder} has {sources[0].name} and no tokenizer.json, which", "transformers", "5.0", "hf"):
+    with needs(
+        f"{folder} has {sources[0].name} and no tokenizer.json, which", "transformers", "5.0", "hf"
+    ):
         import transformers  # noqa: PLC0415
     wanted = _sentencepiece_ids(sources[0])
     reasons = []
-    files = [read_json_object(folder / name) or {} for name in ("tokenizer_config.json", "config.json")]
-    names = [str(file["tokenizer_class"]).removesuffix("Fast") for file in files if file.get("tokenizer_class")]
-    kinds = ["AutoTokenizer", *names[:1]] if names or wanted is None else ["AutoTokenizer", "LlamaTokenizer"]
+    files = [
+        read_json_object(folder / name) or {} for name in ("tokenizer_config.json", "config.json")
+    ]
+    names = [
+        str(file["tokenizer_class"]).removesuffix("Fast")
+        for file in files
+        if file.get("tokenizer_class")
+    ]
+    kinds = (
+        ["AutoTokenizer", *names[:1]]
+        if names or wanted is None
+        else ["AutoTokenizer", "LlamaTokenizer"]
+    )
     for kind in kinds:
         try:
             for name in names:
@@ -53,12 +65,16 @@ def convert_tokenizer(folder: Path) -> tuple[object, dict[str, str]] | None:
                 made = maker.from_pretrained(folder, **options)
             if wanted is not None and made.encode(PROBE, add_special_tokens=False) != wanted:
                 raise ValueError("the result has other ids than the sentencepiece library")
-            tokens = dict(bos_token=made.bos_token, eos_token=made.eos_token, pad_token=made.pad_token)
+            tokens = dict(
+                bos_token=made.bos_token, eos_token=made.eos_token, pad_token=made.pad_token
+            )
             document = json.loads(made.backend_tokenizer.to_str())
             return document, {name: token for name, token in tokens.items() if token is not None}
         except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
             raise
-        except BaseException as error:  # of transformers, protobuf or tokenizers, whose panics have no other base
+        except (
+            BaseException
+        ) as error:  # of transformers, protobuf or tokenizers, whose panics have no other base
             reasons.append(" ".join(str(error).split())[:200] or type(error).__name__)
     raise DataError(
         f"{folder} has {sources[0].name} and no tokenizer.json, and transformers cannot convert it ({reasons[0]}): "
@@ -108,4 +124,6 @@ def _sentencepiece_ids(path: Path) -> list[int] | None:
     except RuntimeError as error:
         if "ParseFromArray" in str(error) or "could not parse ModelProto" in str(error):
             return None  # no SentencePiece model but one of tiktoken
-        raise DataError(f"{path}: a damaged SentencePiece model ({first_line(error)}): get it again") from None
+        raise DataError(
+            f"{path}: a damaged SentencePiece model ({first_line(error)}): get it again"
+        ) from None

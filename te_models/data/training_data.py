@@ -74,21 +74,29 @@ def open_data(
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = load_tokenizer(os.fspath(tokenizer))
     settings, own = _settings(data, options)
-    refuse({
-        "formatting is for records in memory: give a list or a datasets.Dataset, or for files columns":
-            formatting is not None and not own,
-        "no data in the list: give a path, or None for Python's own documentation and sources":
-            not (data is None or isinstance(data, DataConfig) or settings.data),
-    })  # fmt: skip
+    refuse(
+        {
+            "formatting is for records in memory: give a list or a datasets.Dataset, or for files columns": formatting
+            is not None
+            and not own,
+            "no data in the list: give a path, or None for Python's own documentation and sources": not (
+                data is None or isinstance(data, DataConfig) or settings.data
+            ),
+        }
+    )
     columns = parse_columns(settings.columns)
     built_in = settings.data in ((), (PYTHON_DOCSTRINGS,))
     opened = {name: [read_records(given, columns, formatting, name)] for name, given in own.items()}
     sources = [] if built_in else opened.get(OWN) or open_sources(settings.data, columns)
-    evaluated = opened.get(OWN_EVALUATION) or open_sources(settings.eval_data, columns, required=False)
+    evaluated = opened.get(OWN_EVALUATION) or open_sources(
+        settings.eval_data, columns, required=False
+    )
     settings, streaming = _resolved(settings, sources, whole=built_in or OWN in own)
     if settings.chat_template is not None:
         tokenizer.set_chat_template(read_template(settings.chat_template))
-    opening = _Opening(settings, sources, evaluated, columns, tokenizer, config, rank, world_size, ranks)
+    opening = _Opening(
+        settings, sources, evaluated, columns, tokenizer, config, rank, world_size, ranks
+    )
     return opening.streamed() if streaming else opening.in_memory()
 
 
@@ -96,7 +104,11 @@ def _settings(data: Data, options: Fields) -> tuple[DataConfig, dict[str, Iterab
     """Return the settings that `data` and options of open_data give, and the records in memory among them, by name."""
     eval_data = options.pop("eval_data", ())
     given = {OWN: data, OWN_EVALUATION: eval_data}
-    own = {name: cast(Iterable[object], records) for name, records in given.items() if is_records(records)}
+    own = {
+        name: cast(Iterable[object], records)
+        for name, records in given.items()
+        if is_records(records)
+    }
     if isinstance(data, DataConfig):
         return data, own
     paths: object = OWN if OWN in own else data
@@ -104,17 +116,23 @@ def _settings(data: Data, options: Fields) -> tuple[DataConfig, dict[str, Iterab
     return DataConfig(data=paths, eval_data=evaluated, **options), own
 
 
-def _resolved(settings: DataConfig, sources: Sequence[Source], whole: bool) -> tuple[DataConfig, bool]:
+def _resolved(
+    settings: DataConfig, sources: Sequence[Source], whole: bool
+) -> tuple[DataConfig, bool]:
     """Return the settings with a packing, and whether the data is streamed, which data that is there as a `whole` is
     not."""
     records = settings.data == (PYTHON_DOCSTRINGS,) or not all(source.is_text for source in sources)
     packing = settings.packing or ("documents" if records else "stream")
     streaming = _must_stream(sources) if settings.streaming is None else settings.streaming
-    refuse({
-        "packing stream would cut answers at the ends of windows: use documents, or none":
-            packing == "stream" and records,
-        "--streaming needs --data PATH: built-in data and records in memory are there as a whole": streaming and whole,
-    })  # fmt: skip
+    refuse(
+        {
+            "packing stream would cut answers at the ends of windows: use documents, or none": packing
+            == "stream"
+            and records,
+            "--streaming needs --data PATH: built-in data and records in memory are there as a whole": streaming
+            and whole,
+        }
+    )
     return dataclasses.replace(settings, packing=packing), streaming
 
 
@@ -127,7 +145,9 @@ def steps_of(dataset: TokenDataset | StreamingDataset, config: TrainConfig) -> i
     if not config.epochs:
         return config.steps
     if isinstance(dataset, StreamingDataset):
-        raise UsageError("--epochs needs data in memory, where its size is known: give --steps, or --no-streaming")
+        raise UsageError(
+            "--epochs needs data in memory, where its size is known: give --steps, or --no-streaming"
+        )
     windows = dataset.batch_size * dataset.world_size * config.gradient_accumulation
     return max(1, math.ceil(dataset.windows_in(config.epochs) / windows))
 
@@ -170,7 +190,9 @@ class _Opening:
         remarks = [source.describe() for source in self.sources] + self._template()
         refuse_mixture(documents, self.records(self.sources))
         if len(documents) == 1 and not held_out and not documents[0].is_record:
-            documents, held_out = split_documents(documents, self._eval_split(EVAL_SPLIT), self.config.seed)
+            documents, held_out = split_documents(
+                documents, self._eval_split(EVAL_SPLIT), self.config.seed
+            )
         whole = any(document.is_record for document in documents)
         left_out: list[str] = []
         encoded = encode_documents(documents, self.tokenizer, begin_prompts=whole)
@@ -188,7 +210,11 @@ class _Opening:
                 aside = in_evaluation(documents, self._eval_split(EVAL_SPLIT), self.config.seed)
             except DataError as error:  # of the records that are left
                 raise DataError("; ".join([str(error), *left_out])) from None
-            encoded, evaluated, weights = encoded.select(~aside), encoded.select(aside), weights[~aside]
+            encoded, evaluated, weights = (
+                encoded.select(~aside),
+                encoded.select(aside),
+                weights[~aside],
+            )
         dataset = TokenDataset(
             encoded,
             self.tokenizer,
@@ -198,7 +224,12 @@ class _Opening:
             sources=sorted({document.source for document in documents} - {""}),
         )
         held = self._evaluation(evaluated)
-        dataset.remarks = [*remarks, *_counted(encoded), *self._shortage(dataset.windows_in(1)), *held.remarks]
+        dataset.remarks = [
+            *remarks,
+            *_counted(encoded),
+            *self._shortage(dataset.windows_in(1)),
+            *held.remarks,
+        ]
         return dataset, held.eval_batches(self.config.eval_batches)
 
     def streamed(self) -> tuple[StreamingDataset, list[dict[str, Tensor]]]:
@@ -219,14 +250,23 @@ class _Opening:
             num_workers=settings.num_workers,
             ranks=self.ranks,
         )
-        wanted = self.config.eval_batches * self.config.batch_size * self.config.seq_len * self.world_size
-        evaluation = self._load_evaluation(wanted) if settings.eval_data else dataset.held_out(wanted, True)
+        wanted = (
+            self.config.eval_batches
+            * self.config.batch_size
+            * self.config.seq_len
+            * self.world_size
+        )
+        evaluation = (
+            self._load_evaluation(wanted) if settings.eval_data else dataset.held_out(wanted, True)
+        )
         if dataset.whole:
             number, fit, padding = dataset.sample()
             lines = fit.describe(number, self.config.seq_len, settings.truncate)
             remarks += [f"in the first {number:,} of them: {line}" for line in lines]
             remarks.append(f"packed chunk by chunk, with {padding:.1%} padding in the first")
-        held = self._evaluation(encode_documents(evaluation, self.tokenizer, begin_prompts=dataset.whole))
+        held = self._evaluation(
+            encode_documents(evaluation, self.tokenizer, begin_prompts=dataset.whole)
+        )
         dataset.remarks = [*remarks, *held.remarks]
         return dataset, held.eval_batches(self.config.eval_batches)
 
@@ -238,18 +278,29 @@ class _Opening:
             documents, built_in = python_docstrings() if pairs else (load_documents(None), [])
             return documents, np.ones(len(documents)), held_out or built_in
         parts = [self._documents(source) for source in self.sources]
-        weights = np.concatenate([np.full(len(p), s.weight) for p, s in zip(parts, self.sources, strict=True)])
+        weights = np.concatenate(
+            [np.full(len(p), s.weight) for p, s in zip(parts, self.sources, strict=True)]
+        )
         return [document for part in parts for document in part], weights, held_out
 
     def _documents(self, source: Source) -> Sequence[Document]:
-        return load_documents(source.path, self.columns) if source.documents is None else source.documents
+        return (
+            load_documents(source.path, self.columns)
+            if source.documents is None
+            else source.documents
+        )
 
     def _load_evaluation(self, num_tokens: int | None) -> list[Document]:
         """Return the documents of --eval-data; of much data about `num_tokens` tokens, from everywhere in it."""
         sources = self.evaluated
         if num_tokens is not None and _must_stream(sources):
             sample = StreamingDataset(
-                sources, self.tokenizer, self.config.seq_len, batch_size=1, seed=self.config.seed, columns=self.columns
+                sources,
+                self.tokenizer,
+                self.config.seq_len,
+                batch_size=1,
+                seed=self.config.seed,
+                columns=self.columns,
             )
             found = sample.held_out(num_tokens)
         else:
@@ -263,9 +314,14 @@ class _Opening:
         if not any(source.talks for source in (*self.sources, *self.evaluated)):
             return []
         if self.tokenizer.ensure_chat_template():
-            return ["the tokenizer has no chat template: a plain one is used, and saved with the model"]
+            return [
+                "the tokenizer has no chat template: a plain one is used, and saved with the model"
+            ]
         marks = self.tokenizer.chat_template().marks_answers
-        return ["answers found " + ("by the chat template's marks" if marks else "by rendering the turns before each")]
+        return [
+            "answers found "
+            + ("by the chat template's marks" if marks else "by rendering the turns before each")
+        ]
 
     def _evaluation(self, encoded: Encoded) -> TokenDataset:
         """Return the dataset to evaluate on, whose remarks describe it."""
@@ -274,7 +330,11 @@ class _Opening:
             held = TokenDataset(encoded, self.tokenizer, self.config.seq_len, **options)
         except DataError as error:
             raise DataError(f"evaluation data: {error}") from None
-        origin = f"from {' and '.join(self.settings.eval_data)}" if self.settings.eval_data else "held out"
+        origin = (
+            f"from {' and '.join(self.settings.eval_data)}"
+            if self.settings.eval_data
+            else "held out"
+        )
         documents = plural(held.num_documents, "record" if held.whole else "document")
         held.remarks = [
             f"evaluation on {documents}, {plural(held.num_tokens, 'token')}, {origin}",
@@ -309,10 +369,16 @@ def read_template(path: str) -> str:
 def _must_stream(sources: Sequence[Source]) -> bool:
     """Return whether to stream by default: URLs, data that may not fit in memory, and text in globs or compressed."""
     texts = [source for source in sources if source.is_text]
-    globs = [not os.path.lexists(source.path) and any(c in source.path for c in "*?[") for source in texts]
+    globs = [
+        not os.path.lexists(source.path) and any(c in source.path for c in "*?[")
+        for source in texts
+    ]
     if any(globs) or any(source.path.endswith(tuple(COMPRESSIONS)) for source in texts):
         return True
-    return any("://" in source.path for source in sources) or sum(s.text_bytes() for s in sources) > STREAMED_BYTES
+    return (
+        any("://" in source.path for source in sources)
+        or sum(s.text_bytes() for s in sources) > STREAMED_BYTES
+    )
 
 
 def _counted(encoded: Encoded) -> list[str]:
@@ -320,5 +386,9 @@ def _counted(encoded: Encoded) -> list[str]:
     if encoded.counted is None:
         return []
     counted = sum(int(np.count_nonzero(part)) for part in encoded.parts(encoded.counted))
-    counted -= int(np.count_nonzero(encoded.counted[encoded.starts]))  # nothing comes before the first token
-    return [f"the loss counts {plural(counted, 'token')}, {counted / encoded.num_tokens:.0%} of all"]
+    counted -= int(
+        np.count_nonzero(encoded.counted[encoded.starts])
+    )  # nothing comes before the first token
+    return [
+        f"the loss counts {plural(counted, 'token')}, {counted / encoded.num_tokens:.0%} of all"
+    ]

@@ -10,7 +10,11 @@ PACKED_ROWS = 16
 
 
 def matmul(
-    a: Tensor, b: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, out: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return a [M, K] @ b [K, N] + bias [N], summed in FP32 and rounded once to `dtype` (None: that of a), into `out`.
 
@@ -19,7 +23,11 @@ def matmul(
     dtype = dtype or a.dtype
     if out is not None:
         return torch.mm(a, b, out=out) if a.is_cuda else out.copy_(matmul(a, b, bias, dtype))
-    if a.dtype in (torch.bfloat16, torch.float16) and a.device.type == "cpu" and not _has_units(a.dtype):
+    if (
+        a.dtype in (torch.bfloat16, torch.float16)
+        and a.device.type == "cpu"
+        and not _has_units(a.dtype)
+    ):
         out = a.float() @ b.float()
         return (out if bias is None else out + bias.float()).to(dtype)
     if bias is not None:
@@ -58,7 +66,9 @@ def _packing_is_exact() -> bool:
         return False
     generator, equal = torch.Generator().manual_seed(0), []
     for rows, inputs, outputs in ((1, 192, 512), (4, 512, 192), (PACKED_ROWS, 2048, 40)):
-        x, weight = (torch.randn(n, inputs, generator=generator).bfloat16() for n in (rows, outputs))
+        x, weight = (
+            torch.randn(n, inputs, generator=generator).bfloat16() for n in (rows, outputs)
+        )
         product = packed_matmul(x, torch.ops.mkldnn._reorder_linear_weight(weight, 1))
         equal.append(torch.equal(product, matmul(x, weight.t())))
     return all(equal)
@@ -68,4 +78,8 @@ def _packing_is_exact() -> bool:
 def _has_units(dtype: torch.dtype) -> bool:
     """Return whether this CPU has instructions for products of `dtype`."""
     ops = torch.ops.mkldnn
-    return ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported()
+    return (
+        ops._is_mkldnn_bf16_supported()
+        if dtype == torch.bfloat16
+        else ops._is_mkldnn_fp16_supported()
+    )

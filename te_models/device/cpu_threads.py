@@ -13,7 +13,11 @@ TOO_SMALL_TO_SHARE = 2**24
 
 def untracked_on_cpu(tokens: Tensor) -> bool:
     """Return whether a pass over `tokens` on a CPU needs no graph, for a backward or of a compiler."""
-    return tokens.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return (
+        tokens.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+    )
 
 
 @contextlib.contextmanager

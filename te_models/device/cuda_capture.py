@@ -11,7 +11,9 @@ from contextlib import contextmanager
 
 import torch
 
-_CUDA = threading.RLock()  # locked during a capture, and by background threads whenever they use CUDA
+_CUDA = (
+    threading.RLock()
+)  # locked during a capture, and by background threads whenever they use CUDA
 
 
 @contextmanager
@@ -22,7 +24,9 @@ def outside_captures() -> Iterator[None]:
 
 
 @contextmanager
-def capture(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, *generators: torch.Generator) -> Iterator[None]:
+def capture(
+    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, *generators: torch.Generator
+) -> Iterator[None]:
     """Capture the body of the `with` statement into a CUDA graph.
 
     Args:

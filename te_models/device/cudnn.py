@@ -30,7 +30,11 @@ def loaded_cudnns() -> dict[Path, str]:
 def load_torchs_cudnn() -> None:
     """Load every part of PyTorch's cuDNN. Call before importing Transformer Engine, which then uses the same."""
     found = loaded_cudnns()
-    if len(found) != 1 or "transformer_engine" in sys.modules or find_spec("transformer_engine") is None:
+    if (
+        len(found) != 1
+        or "transformer_engine" in sys.modules
+        or find_spec("transformer_engine") is None
+    ):
         return
     ((folder, major),) = found.items()
     for library in sorted(folder.glob(f"libcudnn*.so.{major}")):

@@ -37,7 +37,10 @@ def largest(values: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[T
 
 
 def all_to_all(
-    x: Tensor, group: dist.ProcessGroup | None, sent: list[int] | None = None, received: list[int] | None = None
+    x: Tensor,
+    group: dist.ProcessGroup | None,
+    sent: list[int] | None = None,
+    received: list[int] | None = None,
 ) -> Tensor:
     """Return the rows that the ranks send to this one, in the order of ranks.
 
@@ -53,7 +56,9 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return this rank's share of the rows of the sum of the tensors of all ranks."""
     size = dist.get_world_size(group)
     if x.shape[0] % size:
-        raise UsageError(f"sequence parallelism divides {x.shape[0]} rows between {size} ranks: pad the rows")
+        raise UsageError(
+            f"sequence parallelism divides {x.shape[0]} rows between {size} ranks: pad the rows"
+        )
     out = x.new_empty(x.shape[0] // size, *x.shape[1:])
     _REDUCE_SCATTER(out, x.contiguous(), group=group)
     return out

@@ -21,14 +21,19 @@ from te_models.device.cudnn import load_torchs_cudnn
 from te_models.errors import UsageError, check_known
 
 ENGINES = ("auto", "native", "emulated")
-OLDEST = (2, 20)  # version of Transformer Engine that was tested; 2.16 already has the names that native.py uses
+OLDEST = (
+    2,
+    20,
+)  # version of Transformer Engine that was tested; 2.16 already has the names that native.py uses
 
 
 # Here rather than before the import of the native engine: other libraries import Transformer Engine too (peft does).
 load_torchs_cudnn()
 
 
-def get_engine(name: str | None = "auto", device: torch.device | str | None = None) -> tuple[ModuleType, str, str]:
+def get_engine(
+    name: str | None = "auto", device: torch.device | str | None = None
+) -> tuple[ModuleType, str, str]:
     """Choose the engine for modules on `device` (None: the default device).
 
     Args:
@@ -51,13 +56,19 @@ def get_engine(name: str | None = "auto", device: torch.device | str | None = No
     if name == "emulated" or missing:
         return engine_module("emulated"), "emulated", missing if name == "auto" else "asked for"
     native = engine_module("native")
-    return native, "native", f"{torch.cuda.get_device_name()}, Transformer Engine {native.__version__}"
+    return (
+        native,
+        "native",
+        f"{torch.cuda.get_device_name()}, Transformer Engine {native.__version__}",
+    )
 
 
 def engine_module(name: str) -> ModuleType:
     """Return the namespace of "native" or "emulated", imported on first use: Transformer Engine is slow to import."""
     full = f"te_models.engine.{name}"
-    return sys.modules.get(full) or importlib.import_module(full)  # which torch.compile can trace once it is there
+    return sys.modules.get(full) or importlib.import_module(
+        full
+    )  # which torch.compile can trace once it is there
 
 
 def check_support(te: ModuleType, engine: str, recipe: Recipe) -> None:
@@ -79,8 +90,16 @@ def _fails_here(recipe: Recipe) -> str:
     That is NVFP4 on compute capability 12, with the random Hadamard transform or with stochastic rounding (section 1.3
     of docs/internals/transformer_engine.md).
     """
-    needed = [name for name in ("disable_rht", "disable_stochastic_rounding") if not recipe.fields.get(name)]
-    if recipe.scheme != "NVFP4BlockScaling" or not needed or torch.cuda.get_device_capability()[0] < 12:
+    needed = [
+        name
+        for name in ("disable_rht", "disable_stochastic_rounding")
+        if not recipe.fields.get(name)
+    ]
+    if (
+        recipe.scheme != "NVFP4BlockScaling"
+        or not needed
+        or torch.cuda.get_device_capability()[0] < 12
+    ):
         return ""
     return (
         "its kernels of the random Hadamard transform and of stochastic rounding fail on compute capability 12; give "

@@ -55,7 +55,14 @@ from te_models.device.autograd import Context
 from te_models.kernels.early_save import save_early, save_input, saved_input
 from te_models.kernels.expert_cast_triton import Delayed
 from te_models.kernels.expert_rows import Route, dispatch
-from te_models.kernels.grouped_linear_triton import Casts, Locations, Stored, Weights, in_bf16, in_fp8
+from te_models.kernels.grouped_linear_triton import (
+    Casts,
+    Locations,
+    Stored,
+    Weights,
+    in_bf16,
+    in_fp8,
+)
 from te_models.kernels.groups import Groups
 from te_models.kernels.handover_triton import FP8Data
 
@@ -69,14 +76,38 @@ LINEARS = (Linear, GroupedLinear)
 restored_recompute = contextlib.nullcontext
 
 __all__ = [
-    "DType", "FP8GlobalStateManager", "Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer",
-    "FusedAdam", "GroupedLinear", "LINEARS", "Linear", "MXFP8Quantizer", "RMSNorm", "RotaryPositionEmbedding",
-    "TransformerLayer", "autocast", "checkpoint", "fp8_autocast", "get_align_size_for_quantization",
-    "get_default_recipe", "handover", "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available",
-    "is_nvfp4_available", "outside_autocast", "quantized_model_init", "recipe", "region_lock", "reset_fp8_state",
-    "restored_recompute", "separate_copy",
+    "DType",
+    "FP8GlobalStateManager",
+    "Float8BlockQuantizer",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "FusedAdam",
+    "GroupedLinear",
+    "LINEARS",
+    "Linear",
+    "MXFP8Quantizer",
+    "RMSNorm",
+    "RotaryPositionEmbedding",
+    "TransformerLayer",
+    "autocast",
+    "checkpoint",
+    "fp8_autocast",
+    "get_align_size_for_quantization",
+    "get_default_recipe",
+    "handover",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+    "outside_autocast",
+    "quantized_model_init",
+    "recipe",
+    "region_lock",
+    "reset_fp8_state",
+    "restored_recompute",
+    "separate_copy",
     "drop_cached_weights",
-]  # fmt: skip
+]
 
 
 @contextlib.contextmanager
@@ -130,7 +161,11 @@ def reset_fp8_state(module: Linear) -> None:
                 registry.global_scale_buffer,
             ):
                 buffers[key] = [buffers[key][i] for i in keep]
-    for name in ("recipe", FP8GlobalStateManager.get_buffer_info(), "global_fp8_buffer_pos_fwd_recompute"):
+    for name in (
+        "recipe",
+        FP8GlobalStateManager.get_buffer_info(),
+        "global_fp8_buffer_pos_fwd_recompute",
+    ):
         module.fp8_meta.pop(name, None)
     module.quantizers = {"scaling_fwd": [], "scaling_bwd": []}
     module.fp8_initialized = False
@@ -169,10 +204,15 @@ class Target(NamedTuple):
     def tensor(self, fp8: FP8Data, dtype: torch.dtype) -> Tensor:
         """Return Transformer Engine's tensor of FP8 data [N, K], with the nominal `dtype`."""
         return Float8Tensor(
-            shape=fp8.transposed.shape[::-1], dtype=dtype, data=fp8.data, data_transpose=fp8.transposed,
-            fp8_scale_inv=fp8.scale_inv, fp8_dtype=self.quantizer.dtype, quantizer=self.quantizer,
+            shape=fp8.transposed.shape[::-1],
+            dtype=dtype,
+            data=fp8.data,
+            data_transpose=fp8.transposed,
+            fp8_scale_inv=fp8.scale_inv,
+            fp8_dtype=self.quantizer.dtype,
+            quantizer=self.quantizer,
             device=fp8.transposed.device,
-        )  # fmt: skip
+        )
 
 
 def _quantizer(linear: Module | None, direction: str, operand: int = 0) -> Quantizer | None:
@@ -182,22 +222,32 @@ def _quantizer(linear: Module | None, direction: str, operand: int = 0) -> Quant
     """
     if not (isinstance(linear, Linear) and FP8GlobalStateManager.is_fp8_enabled()):
         return None
-    linear.init_fp8_metadata(num_gemms=1)  # else there is no quantizer before the module's first forward
+    linear.init_fp8_metadata(
+        num_gemms=1
+    )  # else there is no quantizer before the module's first forward
     own = linear.quantizers[direction][operand]
     if not isinstance(own, (Float8Quantizer, Float8CurrentScalingQuantizer)):
         return None
     quantizer = own.copy()
-    quantizer.internal = False  # autograd can pass on tensors, not Transformer Engine's bare storages
+    quantizer.internal = (
+        False  # autograd can pass on tensors, not Transformer Engine's bare storages
+    )
     quantizer.set_usage(rowwise=True, columnwise=linear.weight.requires_grad)
     return quantizer
 
 
 def _target(quantizer: Quantizer | None) -> Target | None:
     """Return the target of our own kernels: only for delayed scaling, whose scale is known before the values."""
-    return Target(quantizer) if isinstance(quantizer, Float8Quantizer) and quantizer.columnwise_usage else None
+    return (
+        Target(quantizer)
+        if isinstance(quantizer, Float8Quantizer) and quantizer.columnwise_usage
+        else None
+    )
 
 
-def _targets(producer: Module | None, consumer: Module | None) -> tuple[Target | None, Target | None]:
+def _targets(
+    producer: Module | None, consumer: Module | None
+) -> tuple[Target | None, Target | None]:
     """See te_models.kernels.handover.targets."""
     if not torch.is_grad_enabled():
         return None, None
@@ -212,7 +262,12 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, delta: Tensor | None, weight: Tensor, module: RMSNorm, quantizer: Quantizer | None
+        ctx: Context,
+        x: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        module: RMSNorm,
+        quantizer: Quantizer | None,
     ) -> tuple[Tensor, Tensor]:
         """Return (y [N, D], x + delta), from x and delta [N, D]."""
         ctx.zero_centered = module.zero_centered_gamma
@@ -243,7 +298,9 @@ class _SwiGLU(torch.autograd.Function):
     """SwiGLU that writes FP8, and whose backward does."""
 
     @staticmethod
-    def forward(ctx: Context, gate_up: Tensor, gradient: Target | None, quantizer: Quantizer | None) -> Tensor:
+    def forward(
+        ctx: Context, gate_up: Tensor, gradient: Target | None, quantizer: Quantizer | None
+    ) -> Tensor:
         """Return [N, F], from gate_up [N, 2F]."""
         ctx.gradient = gradient
         save_input(ctx, gate_up, recompute=lambda: _swiglu_for_backward(quantizer))
@@ -278,7 +335,9 @@ def _swiglu_for_backward(quantizer: Quantizer | None) -> Callable[[Tensor], Tens
     return again
 
 
-def _norm(module: RMSNorm, x: Tensor, delta: Tensor | None, consumer: Module | None) -> tuple[Tensor, Tensor]:
+def _norm(
+    module: RMSNorm, x: Tensor, delta: Tensor | None, consumer: Module | None
+) -> tuple[Tensor, Tensor]:
     """See te_models.kernels.handover.norm."""
     if torch.is_grad_enabled():
         return _Norm.apply(x, delta, module.weight, module, _quantizer(consumer, "scaling_fwd"))
@@ -304,23 +363,33 @@ def _linear(module: Linear, x: Tensor, **options: bool | None) -> Tensor:
         cache = module._fp8_workspaces
         module._fp8_workspaces = {"weight": weight}
         try:
-            y = module(x, **options | {"is_first_microbatch": False})  # takes the weight from the cache
+            y = module(
+                x, **options | {"is_first_microbatch": False}
+            )  # takes the weight from the cache
         finally:
             module._fp8_workspaces = cache
-        weight.update_usage(rowwise_usage=False, columnwise_usage=True)  # backward reads only the transposed copy
+        weight.update_usage(
+            rowwise_usage=False, columnwise_usage=True
+        )  # backward reads only the transposed copy
     if isinstance(x, QuantizedTensor) and module.weight.requires_grad:
-        x.update_usage(rowwise_usage=False, columnwise_usage=True)  # as te.Linear does with what it quantized itself
+        x.update_usage(
+            rowwise_usage=False, columnwise_usage=True
+        )  # as te.Linear does with what it quantized itself
     return y
 
 
 def _cast_weight(module: Linear) -> Float8Tensor | None:
     """Return a te.Linear's weight in FP8; None where the module casts it, or where it is FP8 already."""
-    if not (torch.is_grad_enabled() and isinstance(module, Linear)) or isinstance(module.weight, QuantizedTensor):
+    if not (torch.is_grad_enabled() and isinstance(module, Linear)) or isinstance(
+        module.weight, QuantizedTensor
+    ):
         return None
     target = _target(_quantizer(module, "scaling_fwd", 1))
     if target is None or module.is_fsdp2:  # FSDP2 gathers and casts again in backward
         return None
-    return target.tensor(handover_triton.cast(module.weight.detach(), *target.place), module.weight.dtype)
+    return target.tensor(
+        handover_triton.cast(module.weight.detach(), *target.place), module.weight.dtype
+    )
 
 
 def _counts_on_device(module: Module, te_recipe: recipe.Recipe | None) -> bool:
@@ -342,13 +411,22 @@ def _counts_on_device(module: Module, te_recipe: recipe.Recipe | None) -> bool:
 
 def _joint_casts(te_recipe: recipe.Recipe) -> Casts | None:
     """Return how a recipe casts the operands of all experts; None if Transformer Engine does it, one by one."""
-    if not isinstance(te_recipe, (recipe.Float8CurrentScaling, recipe.DelayedScaling)) or te_recipe.backward_override:
+    if (
+        not isinstance(te_recipe, (recipe.Float8CurrentScaling, recipe.DelayedScaling))
+        or te_recipe.backward_override
+    ):
         return None
     wide = get_fp8_te_dtype(te_recipe, fprop_tensor=False) == DType.kFloat8E5M2
     gradient = torch.float8_e5m2 if wide else torch.float8_e4m3fn
     if isinstance(te_recipe, recipe.DelayedScaling):
-        return Casts(gradient, output=False, input_gradient=True, weight_gradient=True)  # section 7.6
-    plans = (te_recipe.fp8_quant_fwd_inp, te_recipe.fp8_quant_fwd_weight, te_recipe.fp8_quant_bwd_grad)
+        return Casts(
+            gradient, output=False, input_gradient=True, weight_gradient=True
+        )  # section 7.6
+    plans = (
+        te_recipe.fp8_quant_fwd_inp,
+        te_recipe.fp8_quant_fwd_weight,
+        te_recipe.fp8_quant_bwd_grad,
+    )
     if any(plan.power_2_scale or plan.amax_epsilon for plan in plans):
         return None
     products = (te_recipe.fp8_gemm_fprop, te_recipe.fp8_gemm_dgrad, te_recipe.fp8_gemm_wgrad)
@@ -364,14 +442,18 @@ def _with_scales(module: GroupedLinear, casts: Casts, x: Tensor) -> Casts:
         Delayed(state.scale[slot::width], state.amax_history[0, slot::width])
         for state, slot, width in ((forward, 0, 3), (forward, 1, 3), (backward, 0, 2))
     ]
-    trained = torch.is_grad_enabled() and any(one.requires_grad for one in (x, *module.parameters()))
+    trained = torch.is_grad_enabled() and any(
+        one.requires_grad for one in (x, *module.parameters())
+    )
     after = None
     if trained and FP8GlobalStateManager.is_first_fp8_module():
         after = partial(FP8GlobalStateManager.reduce_and_update_fp8_tensors, forward=False)
     return casts._replace(of_x=own[0], of_weights=own[1], of_dy=own[2], after=after)
 
 
-_LOCATIONS: WeakKeyDictionary[Module, Locations] = WeakKeyDictionary()  # graphs read them where they are
+_LOCATIONS: WeakKeyDictionary[Module, Locations] = (
+    WeakKeyDictionary()
+)  # graphs read them where they are
 
 
 def _expert_weights(module: GroupedLinear) -> Weights | None:
@@ -386,11 +468,16 @@ def _expert_weights(module: GroupedLinear) -> Weights | None:
 
 
 def _grouped(
-    module: GroupedLinear, x: Tensor, rows: list[int] | Groups, is_first_microbatch: bool | None = None,
+    module: GroupedLinear,
+    x: Tensor,
+    rows: list[int] | Groups,
+    is_first_microbatch: bool | None = None,
     route: Route | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """See te_models.kernels.handover.grouped."""
-    te_recipe = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
+    te_recipe = (
+        FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
+    )
     plain = isinstance(module, GroupedLinear)  # without adapters
     weights = _expert_weights(module) if plain and _counts_on_device(module, te_recipe) else None
     casts = None if weights is None or te_recipe is None else _joint_casts(te_recipe)
@@ -411,10 +498,16 @@ def _grouped(
     with module.prepare_forward_ctx(x, num_gemms=len(data)):
         casts = _with_scales(module, casts, x)
         if data[0].dtype == torch.uint8:
-            inverses = [module.get_parameter(f"weight{expert}")._scale_inv for expert in range(len(data))]
-            return in_fp8(x, groups, casts, Stored(data, weights.at, torch.cat(inverses)), None, bias, route)
+            inverses = [
+                module.get_parameter(f"weight{expert}")._scale_inv for expert in range(len(data))
+            ]
+            return in_fp8(
+                x, groups, casts, Stored(data, weights.at, torch.cat(inverses)), None, bias, route
+            )
         cache = module._fp8_workspaces
-        kept = is_first_microbatch is not None and not module.is_fsdp2  # FSDP2 gathers and casts again in backward
+        kept = (
+            is_first_microbatch is not None and not module.is_fsdp2
+        )  # FSDP2 gathers and casts again in backward
         own = cache.get("experts") if kept and not is_first_microbatch else None
         if own is None:
             own = weights.cast(casts.of_weights, turn=kept)

@@ -30,7 +30,10 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def explained(
-    place: str | Path, *kinds: type[Exception], error: type[Exception] = CheckpointError, advice: str = ""
+    place: str | Path,
+    *kinds: type[Exception],
+    error: type[Exception] = CheckpointError,
+    advice: str = "",
 ) -> Iterator[None]:
     """Turn exceptions of these kinds in the block into an `error` of one line, from the place to the advice."""
     try:
@@ -60,7 +63,9 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     except BaseException as error:
         shutil.rmtree(temp, ignore_errors=True)
         if isinstance(error, Exception):
-            raise SaveError(f"could not save {path}: {first_line(error)}; what was there before is intact") from error
+            raise SaveError(
+                f"could not save {path}: {first_line(error)}; what was there before is intact"
+            ) from error
         raise
     discard(_aside(path))
 

@@ -44,7 +44,10 @@ def list_some(items: Iterable[str], limit: int = 5) -> str:
 
 
 def open_regular(
-    path: Path, limit: int | None = None, error: type[TeModelsError] = CheckpointError, links: bool = True
+    path: Path,
+    limit: int | None = None,
+    error: type[TeModelsError] = CheckpointError,
+    links: bool = True,
 ) -> tuple[int, os.stat_result]:
     """Open a regular file for reading; never waits for a pipe or a device. `links=False` refuses a symbolic link.
 
@@ -55,7 +58,9 @@ def open_regular(
         error: it is not a regular file, has more than `limit` bytes, or cannot be opened.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
+        descriptor = os.open(
+            path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
+        )
     except (OSError, ValueError) as problem:  # ValueError: a null character in the name
         reason = problem.strerror if isinstance(problem, OSError) else first_line(problem)
         raise error(f"{path} cannot be read: {reason}") from None
@@ -108,14 +113,22 @@ def parse_json(
     number = _finite if finite else None
     try:
         with collecting_later():
-            return json.loads(data, object_pairs_hook=_unique, parse_float=number, parse_constant=number)
+            return json.loads(
+                data, object_pairs_hook=_unique, parse_float=number, parse_constant=number
+            )
     except (RecursionError, ValueError) as problem:
         deep = isinstance(problem, RecursionError)
-        reason = ": JSON that is nested too deeply" if deep else f" is not strict JSON: {first_line(problem)}"
+        reason = (
+            ": JSON that is nested too deeply"
+            if deep
+            else f" is not strict JSON: {first_line(problem)}"
+        )
         raise error(f"{path}{reason}") from None
 
 
-def as_object(value: Value, path: Path | str, error: type[TeModelsError] = CheckpointError) -> Fields:
+def as_object(
+    value: Value, path: Path | str, error: type[TeModelsError] = CheckpointError
+) -> Fields:
     """Return the value of the JSON file `path` if it is an object, else raise `error`."""
     if not isinstance(value, Mapping):
         raise error(f"{path} is a JSON {type(value).__name__}, not an object")
@@ -146,9 +159,11 @@ def render_json(value: Value, name: str) -> bytes:
     limit = json_limit(name if name.endswith(".json") else f"{name}.json")
     mistakes = {
         f"{name} has {len(text)} bytes of JSON, more than the limit of {limit}": len(text) > limit,
-        f"{name} has tuples or keys that are not strings; flatten_state makes plain JSON of it":
-            json.loads(text) != value,
-    }  # fmt: skip
+        f"{name} has tuples or keys that are not strings; flatten_state makes plain JSON of it": json.loads(
+            text
+        )
+        != value,
+    }
     refuse(mistakes)
     return text
 
@@ -159,18 +174,26 @@ def parse_size(size: int | str) -> int:
     Raises:
         UsageError: it is neither.
     """
-    found = re.fullmatch(r"\s*(\d+)\s*([KMGT]?)(I?)B\s*", size.upper()) if isinstance(size, str) else None
+    found = (
+        re.fullmatch(r"\s*(\d+)\s*([KMGT]?)(I?)B\s*", size.upper())
+        if isinstance(size, str)
+        else None
+    )
     if found is not None:
         count, unit, binary = found.groups()
         size = int(count) * (1024 if binary else 1000) ** " KMGT".index(unit or " ")
     if not isinstance(size, int) or size < 1:
-        raise UsageError(f"max_shard_size={size!r} is no size: give a number of bytes, or text such as '5GB'")
+        raise UsageError(
+            f"max_shard_size={size!r} is no size: give a number of bytes, or text such as '5GB'"
+        )
     return size
 
 
 def render_index(weight_map: Mapping[str, str], total_size: int) -> bytes:
     """Return the index of tensors in several files (name -> file), in Hugging Face's layout."""
-    return render_json({"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}, "the index")
+    return render_json(
+        {"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}, "the index"
+    )
 
 
 def parse_index(document: Value, path: Path) -> dict[str, str]:
@@ -209,7 +232,12 @@ def flatten_state(state: Value) -> tuple[dict[str, Tensor], Value]:
         if kind is dict:
             if all(type(key) is str and not key.startswith("$") for key in value):
                 return {key: encode(item, _join(place, key)) for key, item in value.items()}
-            return {"$dict": [[encode(key, place), encode(item, _join(place, key))] for key, item in value.items()]}
+            return {
+                "$dict": [
+                    [encode(key, place), encode(item, _join(place, key))]
+                    for key, item in value.items()
+                ]
+            }
         if kind in (list, tuple):
             items = [encode(item, _join(place, index)) for index, item in enumerate(value)]
             return items if kind is list else {"$tuple": items}
@@ -217,7 +245,9 @@ def flatten_state(state: Value) -> tuple[dict[str, Tensor], Value]:
             return {"$float": str(value)}
         if value is None or kind in (bool, int, float, str):
             return value
-        raise UsageError(f"{place or 'the state'} is a {kind.__module__}.{kind.__qualname__}, which JSON cannot hold")
+        raise UsageError(
+            f"{place or 'the state'} is a {kind.__module__}.{kind.__qualname__}, which JSON cannot hold"
+        )
 
     return tensors, encode(state, "")
 

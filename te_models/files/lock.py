@@ -33,7 +33,9 @@ def locked(folder: Path) -> Iterator[None]:
     path, own = folder / LOCK, {"process": os.getpid(), "host": socket.gethostname()}
     descriptor = _acquire(path)
     if (before := _owner(descriptor)) is not None:
-        logging.getLogger(__name__).warning("%s: %s ended without releasing it; taking it over", path, before)
+        logging.getLogger(__name__).warning(
+            "%s: %s ended without releasing it; taking it over", path, before
+        )
     try:
         with explained(path, OSError, error=SaveError):
             os.ftruncate(descriptor, 0)
@@ -41,7 +43,9 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            os.unlink(path)  # while the lock is held: whoever opened this file meanwhile opens it again
+            os.unlink(
+                path
+            )  # while the lock is held: whoever opened this file meanwhile opens it again
         os.close(descriptor)
 
 
@@ -55,7 +59,9 @@ def _acquire(path: Path) -> int:
         except BlockingIOError:
             owner = _owner(descriptor) or "another process"
             os.close(descriptor)
-            raise OutputInUse(f"{path.parent} is in use by {owner}: wait for it, or give another --out") from None
+            raise OutputInUse(
+                f"{path.parent} is in use by {owner}: wait for it, or give another --out"
+            ) from None
         except BaseException:
             os.close(descriptor)
             raise

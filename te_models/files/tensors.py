@@ -21,11 +21,22 @@ from te_models.files.formats import METADATA, MIB, list_some, open_regular, pars
 
 MAX_HEADER_BYTES = 16 * MIB  # about 100 bytes per tensor
 _DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "BOOL": torch.bool,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+}
 # Bits below the sign: bytes with this value or more are not finite numbers. E4M3 has NaN but no infinity.
 _FP8_LIMITS = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 
@@ -58,7 +69,9 @@ class SafetensorsFile:
             header = parse_json(self._prefix[8:], path)
             self._file = safe_open(path, "pt", backend="mmap" if mapped else "pread")
             self.tensors = {
-                name: torch.empty(header[name]["shape"], dtype=_DTYPES[header[name]["dtype"]], device="meta")
+                name: torch.empty(
+                    header[name]["shape"], dtype=_DTYPES[header[name]["dtype"]], device="meta"
+                )
                 for name in self._file.offset_keys()
             }
 
@@ -77,7 +90,11 @@ class SafetensorsFile:
         """Return the tensor of this name."""
         with self._explained():
             tensor = self._file.get_tensor(name)
-            if tensor.dtype == torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
+            if (
+                tensor.dtype == torch.bool
+                and tensor.numel()
+                and int(tensor.view(torch.uint8).max()) > 1
+            ):
                 raise ValueError("a boolean is neither 0 nor 1")
         return tensor
 
@@ -89,7 +106,9 @@ class SafetensorsFile:
             for tensor in found.values():
                 digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
             if digest.hexdigest() != sha256:
-                raise CheckpointError(f"{self.path} is damaged: its SHA-256 is not the one that was saved")
+                raise CheckpointError(
+                    f"{self.path} is damaged: its SHA-256 is not the one that was saved"
+                )
         return found
 
     @contextlib.contextmanager
@@ -100,9 +119,20 @@ class SafetensorsFile:
         except CheckpointError:
             raise
         except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror or first_line(error)}") from None
-        except (SafetensorError, KeyError, ArithmeticError, RuntimeError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{self.path} is damaged or has changed: {first_line(error)}") from None
+            raise CheckpointError(
+                f"{self.path} cannot be read: {error.strerror or first_line(error)}"
+            ) from None
+        except (
+            SafetensorError,
+            KeyError,
+            ArithmeticError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise CheckpointError(
+                f"{self.path} is damaged or has changed: {first_line(error)}"
+            ) from None
 
 
 def _version(status: os.stat_result) -> tuple[int, ...]:
@@ -143,13 +173,15 @@ def check_savable(name: str, tensor: Tensor) -> None:
     """Raise UsageError unless a safetensors file can hold the tensor under this name exactly."""
     name.encode()
     kind = type(tensor)
-    unable = tensor.dtype not in _DTYPES.values() or tensor.layout != torch.strided or tensor.is_meta
+    unable = (
+        tensor.dtype not in _DTYPES.values() or tensor.layout != torch.strided or tensor.is_meta
+    )
     mistakes = {
         f"a tensor cannot be named {METADATA}: safetensors reserves it": name == METADATA,
-        f"{name} is a {kind.__name__}; save its dequantized value or the tensors that it consists of":
-            kind not in (Tensor, torch.nn.Parameter),
+        f"{name} is a {kind.__name__}; save its dequantized value or the tensors that it consists of": kind
+        not in (Tensor, torch.nn.Parameter),
         f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}, which cannot be saved": unable,
-    }  # fmt: skip
+    }
     refuse(mistakes)
 
 
@@ -175,7 +207,9 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, s
     return make_durable(path)
 
 
-def split_by_size(group: str, tensors: Mapping[str, Tensor], limit: int) -> dict[str, dict[str, Tensor]]:
+def split_by_size(
+    group: str, tensors: Mapping[str, Tensor], limit: int
+) -> dict[str, dict[str, Tensor]]:
     """Return file name -> tensors: files of at most `limit` bytes, in the order given, named as Hugging Face does.
 
     A tensor larger than `limit` has a file of its own.
@@ -190,4 +224,7 @@ def split_by_size(group: str, tensors: Mapping[str, Tensor], limit: int) -> dict
         size += tensor.nbytes
     if len(shards) == 1:
         return {f"{group}.safetensors": shards[0]}
-    return {f"{group}-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+    return {
+        f"{group}-{i:05d}-of-{len(shards):05d}.safetensors": shard
+        for i, shard in enumerate(shards, 1)
+    }

@@ -37,7 +37,10 @@ class Probe:
     def __init__(self, module: nn.Module, amaxes: Tensor, starts: list[Tensor]) -> None:
         self.amaxes, self.starts = amaxes, starts
         self.rows: list[int] | None = None  # of each GEMM; None: there is one, for all rows
-        self.hooks = [module.register_forward_pre_hook(self.before), module.register_forward_hook(self.after)]
+        self.hooks = [
+            module.register_forward_pre_hook(self.before),
+            module.register_forward_hook(self.after),
+        ]
 
     def note(self, operand: int, tensors: Iterable[Tensor]) -> None:
         """Raise an amax of each GEMM to that of its tensor."""
@@ -50,7 +53,9 @@ class Probe:
         x, *others = inputs
         self.rows = others[0] if others else None
         self.note(INPUT, _by_gemm(x, self.rows))
-        weights = [p for name, p in module.named_parameters(recurse=False) if name.startswith("weight")]
+        weights = [
+            p for name, p in module.named_parameters(recurse=False) if name.startswith("weight")
+        ]
         if not is_quantized(weights[0]):
             self.note(WEIGHT, weights)
         if not torch.is_grad_enabled():  # another thread evaluates the model
@@ -85,7 +90,9 @@ class Measurement:
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         self.modules, self.starts = modules, list[Tensor]()
-        self.amaxes = [torch.zeros(gemms_of(module), sum(WIDTHS.values()), device=device) for module in modules]
+        self.amaxes = [
+            torch.zeros(gemms_of(module), sum(WIDTHS.values()), device=device) for module in modules
+        ]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -115,12 +122,21 @@ class Measurement:
             make_state(module, built)
             states.append([delayed_states(module)[f".{direction}"] for direction in WIDTHS])
         for group in dict.fromkeys(own.group for own in how):
-            chosen = [rows for rows in zip(states, self.amaxes, how, strict=True) if rows[2].group is group]
+            chosen = [
+                rows
+                for rows in zip(states, self.amaxes, how, strict=True)
+                if rows[2].group is group
+            ]
             mine = []
             for own, amaxes, _ in chosen:
                 # Transformer Engine's amax ignores NaN too.
-                parts = amaxes.nan_to_num(nan=0.0, posinf=torch.inf).split(list(WIDTHS.values()), dim=1)
-                mine += [torch.maximum(p.flatten(), s.amax_history[0]) for p, s in zip(parts, own, strict=True)]
+                parts = amaxes.nan_to_num(nan=0.0, posinf=torch.inf).split(
+                    list(WIDTHS.values()), dim=1
+                )
+                mine += [
+                    torch.maximum(p.flatten(), s.amax_history[0])
+                    for p, s in zip(parts, own, strict=True)
+                ]
             amax_of = iter(zip(mine, largest(mine, group), strict=True))
             for own, _, (recipe, built, _) in chosen:
                 for state, direction in zip(own, WIDTHS, strict=True):
@@ -138,6 +154,14 @@ def unmeasured(modules: Sequence[nn.Module], group: dist.ProcessGroup | None) ->
     """
     states = [vars(module)["fp8_meta"].get("scaling_fwd") for module in modules]
     inputs = slice(INPUT, None, WIDTHS["scaling_fwd"])
-    seen = [(s.amax_history[:, inputs] != 0).any() | (s.scale[inputs] != 1).any() for s in states if s is not None]
+    seen = [
+        (s.amax_history[:, inputs] != 0).any() | (s.scale[inputs] != 1).any()
+        for s in states
+        if s is not None
+    ]
     flags = iter(largest([torch.stack(seen).byte()], group)[0].tolist() if seen else [])
-    return [module for module, state in zip(modules, states, strict=True) if state is None or not next(flags)]
+    return [
+        module
+        for module, state in zip(modules, states, strict=True)
+        if state is None or not next(flags)
+    ]

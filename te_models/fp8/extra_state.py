@@ -36,7 +36,9 @@ def read_extra_tensor(owner: str, value: Tensor, gemms: int) -> dict[str, Tensor
     """Return the scales and histories of the module `owner`, of so many GEMMs, by their names in fp8.scaling_state."""
     widths = [WIDTHS[way] * gemms for way in DIRECTIONS]
     if value.dim() != 2 or len(value) < 2 or value.shape[1] not in (widths[0], sum(widths)):
-        raise CheckpointError(f"the {EXTRA} of {owner} holds no scales with their histories ({list(value.shape)})")
+        raise CheckpointError(
+            f"the {EXTRA} of {owner} holds no scales with their histories ({list(value.shape)})"
+        )
     parts = value.split(widths if value.shape[1] == sum(widths) else widths[:1], dim=1)
     found = {}
     for way, part in zip(DIRECTIONS, parts, strict=False):

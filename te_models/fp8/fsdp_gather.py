@@ -34,17 +34,25 @@ class FP8Shard(torch.Tensor):
     @staticmethod
     def __new__(cls, fp8: Float8Tensor, shape: torch.Size | None = None) -> FP8Shard:
         """Wrap `fp8` [rows, I]; `shape` is the wrapper's, if it is to look flat."""
-        return torch.Tensor._make_wrapper_subclass(cls, shape or fp8.shape, dtype=fp8.dtype, device=fp8.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, shape or fp8.shape, dtype=fp8.dtype, device=fp8.device
+        )
 
     def __init__(self, fp8: Float8Tensor, shape: torch.Size | None = None) -> None:
         self.fp8 = fp8
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's is written in C
-        cls, func: torch._ops.OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: Keywords | None = None
+        cls,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Keywords | None = None,
     ) -> object:
         aten = torch.ops.aten
-        if func is aten.as_strided.default:  # FSDP2's last step, which reshapes the gathered tensor to its own shape
+        if (
+            func is aten.as_strided.default
+        ):  # FSDP2's last step, which reshapes the gathered tensor to its own shape
             return args[0].fp8
         if func in (aten.detach.default, aten.alias.default):
             return cls(args[0].fp8, args[0].shape)
@@ -75,7 +83,12 @@ class FP8Shard(torch.Tensor):
         return (self._codes,), self.fp8._scale_inv
 
     def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], scale_inv: Tensor, dtype: torch.dtype, *, out: Float8Tensor | None = None
+        self,
+        gathered: tuple[Tensor, ...],
+        scale_inv: Tensor,
+        dtype: torch.dtype,
+        *,
+        out: Float8Tensor | None = None,
     ) -> tuple[FP8Shard, tuple[()]] | None:
         """Return the engine's quantized tensor of all rows; with `out`, write the gathered data into that one.
 
@@ -95,7 +108,9 @@ def _empty(shard: Float8Tensor, gathered: Tensor, dtype: torch.dtype) -> Float8T
     """Return an empty quantized tensor like `shard` for all rows, whose quantizer reduces no amax."""
     quantizer = shard._quantizer.copy()
     reduce_amax_over(quantizer, None)
-    return cast(Float8Tensor, quantizer.make_empty(gathered.shape, dtype=dtype, device=gathered.device))
+    return cast(
+        Float8Tensor, quantizer.make_empty(gathered.shape, dtype=dtype, device=gathered.device)
+    )
 
 
 @runtime_checkable

@@ -63,7 +63,10 @@ class ModelPrecision:
 
 
 def take_scales(
-    model: nn.Module, state: Mapping[str, Tensor], now: ModelPrecision, then: Mapping[str, Precision]
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    now: ModelPrecision,
+    then: Mapping[str, Precision],
 ) -> int:
     """Load FP8 state (`fp8_state`) of te.Linears with the precisions `then` into `model`; return how many were used.
 
@@ -85,7 +88,10 @@ def take_scales(
 
 
 def model_precision(
-    te: ModuleType, recipe: Recipe, layers: tuple[LayerSpec, ...], divided: Callable[[str], bool] = lambda name: False
+    te: ModuleType,
+    recipe: Recipe,
+    layers: tuple[LayerSpec, ...],
+    divided: Callable[[str], bool] = lambda name: False,
 ) -> ModelPrecision:
     """Return the precision of a model of these layers; errors are those of te_models.config.precision.
 
@@ -94,7 +100,9 @@ def model_precision(
     found = precisions(recipe, layers)
     # One object per recipe, since modules compare it with the one that they ran under before.
     built = {known.name: known.build(te) for known in recipe.in_use}
-    te_recipes = {name: None if of.recipe is None else built[of.recipe.name] for name, of in found.items()}
+    te_recipes = {
+        name: None if of.recipe is None else built[of.recipe.name] for name, of in found.items()
+    }
     te_recipe = built.get(recipe.name)
     inside = recipe.fp8_layers(len(layers))
 
@@ -102,5 +110,7 @@ def model_precision(
         within = recipe.head_in_fp8 if name == HEAD else int(name.split(".")[1]) in inside
         return te_recipe if within else None
 
-    others = tuple(n for n in found if te_recipes[n] is not around(n) or (recipe.stateful and divided(n)))
+    others = tuple(
+        n for n in found if te_recipes[n] is not around(n) or (recipe.stateful and divided(n))
+    )
     return ModelPrecision(recipe, te_recipe, found, te_recipes, inside, others)

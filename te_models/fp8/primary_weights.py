@@ -28,11 +28,23 @@ E4M3_MAX = 448.0
 # One scale per weight, which all ranks can share; blocks with scales would have to fit the rows of each rank.
 SHARDED_SCHEMES = FP8_WEIGHTS[:2]
 # The fields of a recipe that decide how a weight is quantized.
-WEIGHT_FIELDS = ("use_power_2_scales", "use_f32_scales", "w_block_scaling_dim", "enable_2d_quantization")
+WEIGHT_FIELDS = (
+    "use_power_2_scales",
+    "use_f32_scales",
+    "w_block_scaling_dim",
+    "enable_2d_quantization",
+)
 # Transformer Engine's attribute with the values that a weight was made from.
 _INITIAL_VALUE = "_high_precision_init_val"
 # Its attributes with FP8 data and inverse scales; a format has two or four of them.
-_PARTS = ("data", "scale_inv", "rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+_PARTS = (
+    "data",
+    "scale_inv",
+    "rowwise_data",
+    "rowwise_scale_inv",
+    "columnwise_data",
+    "columnwise_scale_inv",
+)
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -49,7 +61,9 @@ def quantize_weights_alike(one: Recipe | None, other: Recipe | None) -> bool:
     """Return True if both recipes (None: BF16) quantize weights in the same way."""
     if one is None or other is None:
         return one is other
-    return one.scheme == other.scheme and all(one.fields.get(f) == other.fields.get(f) for f in WEIGHT_FIELDS)
+    return one.scheme == other.scheme and all(
+        one.fields.get(f) == other.fields.get(f) for f in WEIGHT_FIELDS
+    )
 
 
 def quantized(parameter: Tensor) -> QuantizedTensor | None:
@@ -74,7 +88,9 @@ def plain(tensor: Tensor) -> Tensor:
 def clear_states(model: nn.Module) -> None:
     """Reset scales to 1 and histories to 0 in modules with FP8 weights, which were built from uninitialized memory."""
     for _, module, _, _ in _owners(model):
-        if delayed_states(module):  # Transformer Engine's own reset fails under other recipes (2.20)
+        if delayed_states(
+            module
+        ):  # Transformer Engine's own reset fails under other recipes (2.20)
             module.reset_fp8_meta_tensors()
 
 
@@ -158,7 +174,9 @@ def take_master(parameter: Tensor, master: Tensor) -> None:
 def keep_initial_value(parameter: Tensor, value: Tensor) -> None:
     """Store the values that an FP8 weight was made from, where Transformer Engine's optimizers look for them too."""
     own = shard_of(value, parameter).detach()
-    _fp8_of(parameter).__dict__[_INITIAL_VALUE] = own.to("cpu", parameter.dtype, copy=own is not value)
+    _fp8_of(parameter).__dict__[_INITIAL_VALUE] = own.to(
+        "cpu", parameter.dtype, copy=own is not value
+    )
 
 
 def drop_initial_values(model: nn.Module) -> None:
@@ -279,7 +297,9 @@ def make_shards(
         quantizer.set_usage(rowwise=True, columnwise=False)
         fp8 = quantizer.make_empty(own.shape, dtype=own.dtype, device=own.device)
         reduce_amax_over(fp8._quantizer, group)
-        weight._local_tensor = FP8Shard(cast(Float8Tensor, fp8))  # FSDP2 looks for it before the first forward
+        weight._local_tensor = FP8Shard(
+            cast(Float8Tensor, fp8)
+        )  # FSDP2 looks for it before the first forward
 
 
 def _weight_quantizer(module: Any, gemm: int, built: EngineRecipe | None) -> Quantizer:
@@ -301,7 +321,9 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Any, int, Any]]:
 
 def _owners(model: nn.Module) -> list[tuple[str, Any, int, QuantizedTensor]]:
     """Return the quantized tensors of the FP8 weights with their modules, as `_weights` does."""
-    found = [(name, module, gemm, quantized(weight)) for name, module, gemm, weight in _weights(model)]
+    found = [
+        (name, module, gemm, quantized(weight)) for name, module, gemm, weight in _weights(model)
+    ]
     return [(name, module, gemm, fp8) for name, module, gemm, fp8 in found if fp8 is not None]
 
 
@@ -314,7 +336,9 @@ def _fp8_of(parameter: Tensor) -> QuantizedTensor:
 
 def _parts(fp8: QuantizedTensor | None) -> dict[str, Tensor]:
     """Return the FP8 data and the inverse scales of a quantized tensor, by name; a format lacks some of them."""
-    return {part: tensor for part in _PARTS if (tensor := getattr(fp8, f"_{part}", None)) is not None}
+    return {
+        part: tensor for part in _PARTS if (tensor := getattr(fp8, f"_{part}", None)) is not None
+    }
 
 
 def _delayed(quantizer: Quantizer) -> TypeGuard[Float8Quantizer]:

@@ -22,11 +22,19 @@ from te_models.engine.emulated.linear import no_autocast
 from te_models.engine.emulated.short_rows import are_short
 from te_models.errors import EngineError
 from te_models.fp8.primary_weights import is_quantized
-from te_models.fp8.scaling_state import WIDTHS, delayed_states, fp8_state, frozen_fp8_state, overwrite
+from te_models.fp8.scaling_state import (
+    WIDTHS,
+    delayed_states,
+    fp8_state,
+    frozen_fp8_state,
+    overwrite,
+)
 
 
 @contextlib.contextmanager
-def forward_pass(model: nn.Module, te: ModuleType, recipe: Recipe, te_recipe: EngineRecipe | None) -> Iterator[None]:
+def forward_pass(
+    model: nn.Module, te: ModuleType, recipe: Recipe, te_recipe: EngineRecipe | None
+) -> Iterator[None]:
     """Run a forward pass of `model` in high precision, except inside `Autocasts`.
 
     Threads that run the same model take turns; on the native engine, whose FP8 state belongs to the process, threads
@@ -61,7 +69,9 @@ def forward_pass(model: nn.Module, te: ModuleType, recipe: Recipe, te_recipe: En
         if not recipe.stateful or are_short():  # nothing is recorded in either
             yield
         elif not (model.training and torch.is_grad_enabled()):
-            with frozen_fp8_state(model, ("scaling_fwd",)):  # another thread's backward may change the others
+            with frozen_fp8_state(
+                model, ("scaling_fwd",)
+            ):  # another thread's backward may change the others
                 yield
         else:
             with _discarding_amaxes_of_a_failure(model):
@@ -116,7 +126,10 @@ def saving(model: nn.Module) -> Iterator[None]:
     """
     own = threading.current_thread()
     with _LOCK:
-        trainer, training = _TRAINERS.get(model), model.training or _EVALUATING.get(model, (0, False))[1]
+        trainer, training = (
+            _TRAINERS.get(model),
+            model.training or _EVALUATING.get(model, (0, False))[1],
+        )
         if training and trainer is not None and trainer is not own and trainer.is_alive():
             raise EngineError(
                 f"thread {trainer.name!r} trains the model, and a save beside it would mix two steps: save in that "
@@ -140,7 +153,9 @@ def _note_training(model: nn.Module) -> None:
     own = threading.current_thread()
     with _LOCK:
         if any(thread is not own for thread in _SAVERS.get(model, ())):
-            raise EngineError("the model is being saved in another thread: train it once that is done")
+            raise EngineError(
+                "the model is being saved in another thread: train it once that is done"
+            )
         _TRAINERS[model] = own
 
 
@@ -163,7 +178,11 @@ class Autocasts:
     """
 
     def __init__(
-        self, te: ModuleType, te_recipe: EngineRecipe | None, group: ProcessGroup | None, others: Others
+        self,
+        te: ModuleType,
+        te_recipe: EngineRecipe | None,
+        group: ProcessGroup | None,
+        others: Others,
     ) -> None:
         self.te, self.te_recipe, self.group, self.others = te, te_recipe, group, others
         self.first = True  # whether the flag is still to be taken
@@ -194,7 +213,9 @@ class Autocasts:
         return self.te_recipe if self.te.FP8GlobalStateManager.is_fp8_enabled() else None
 
     @contextlib.contextmanager
-    def _autocast(self, te_recipe: EngineRecipe | None, group: ProcessGroup | None) -> Iterator[None]:
+    def _autocast(
+        self, te_recipe: EngineRecipe | None, group: ProcessGroup | None
+    ) -> Iterator[None]:
         state = self.te.FP8GlobalStateManager.quantization_state
         if state.fp8_enabled:
             self.first = state.is_first_fp8_module
@@ -223,8 +244,14 @@ def _discarding_amaxes_of_a_failure(model: nn.Module) -> Iterator[None]:
                 step, weights = state.amax_history[0], slice(1, None, WIDTHS["scaling_fwd"])
                 before = step[weights].clone()
                 step.zero_()
-                own = dict(model.get_submodule(name.rpartition(".")[0]).named_parameters(recurse=False))
-                if any(is_quantized(parameter) for name, parameter in own.items() if name.startswith("weight")):
+                own = dict(
+                    model.get_submodule(name.rpartition(".")[0]).named_parameters(recurse=False)
+                )
+                if any(
+                    is_quantized(parameter)
+                    for name, parameter in own.items()
+                    if name.startswith("weight")
+                ):
                     step[weights] = before
         raise
 

@@ -20,10 +20,15 @@ from te_models.engine.emulated.numerics import FLT_MAX
 from te_models.errors import CheckpointError, refuse
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
-WIDTHS = {"scaling_fwd": 3, "scaling_bwd": 2}  # per GEMM: input, weight, output; gradients of output and input
+WIDTHS = {
+    "scaling_fwd": 3,
+    "scaling_bwd": 2,
+}  # per GEMM: input, weight, output; gradients of output and input
 
 
-def delayed_states(model: nn.Module, directions: tuple[str, ...] = DIRECTIONS) -> dict[str, DelayedScalingRecipeState]:
+def delayed_states(
+    model: nn.Module, directions: tuple[str, ...] = DIRECTIONS
+) -> dict[str, DelayedScalingRecipeState]:
     """Return "<module>.<direction>" -> the engine's state object, with `scale` and `amax_history`.
 
     Modules without FP8 state, and those under recipes without scales to store, are left out.
@@ -33,7 +38,9 @@ def delayed_states(model: nn.Module, directions: tuple[str, ...] = DIRECTIONS) -
         meta = vars(module).get("fp8_meta", {})  # only the te modules of either engine have one
         for direction in directions:
             state = meta.get(direction)
-            if getattr(state, "amax_history", None) is not None:  # Transformer Engine's other states lack it
+            if (
+                getattr(state, "amax_history", None) is not None
+            ):  # Transformer Engine's other states lack it
                 found[f"{name}.{direction}"] = state
     return found
 
@@ -65,7 +72,9 @@ def check_fp8_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _mistakes(modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in tensors.items()):
+    if not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in tensors.items()
+    ):
         yield "the FP8 state is no dict of names and tensors: give what fp8_state returned"
     for name, value in tensors.items():
         owner, direction, part = (name.rsplit(".", 2) + ["", ""])[:3]
@@ -75,7 +84,12 @@ def _mistakes(modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -
         partner = f"{owner}.{direction}.{'scale' if dims == 2 else 'amax_history'}"
         if width is None or dims is None or partner not in tensors:
             yield f"the FP8 state does not fit the model at {name!r}: it is no scale with its history"
-        elif value.dtype != torch.float32 or value.dim() != dims or value.shape[-1] % width or not value.numel():
+        elif (
+            value.dtype != torch.float32
+            or value.dim() != dims
+            or value.shape[-1] % width
+            or not value.numel()
+        ):
             yield f"the FP8 state does not fit the model at {name!r} ({value.dtype} {list(value.shape)})"
         if not bool((value.isfinite() & ((value > 0) if dims == 1 else (value >= 0))).all()):
             yield f"the FP8 state at {name!r} has a value that no scale or amax can have"
@@ -98,10 +112,19 @@ def load_fp8_state(
     for owner in sorted({name.rsplit(".", 2)[0] for name in tensors}):
         make_state(modules[owner], built(owner))
     live = fp8_state(model)
-    odd = [(name, list(value.shape)) for name, value in tensors.items() if live[name].shape[-1] != value.shape[-1]]
-    refuse((f"the FP8 state does not fit the model at {name!r} ({shape})" for name, shape in odd), CheckpointError)
+    odd = [
+        (name, list(value.shape))
+        for name, value in tensors.items()
+        if live[name].shape[-1] != value.shape[-1]
+    ]
+    refuse(
+        (f"the FP8 state does not fit the model at {name!r} ({shape})" for name, shape in odd),
+        CheckpointError,
+    )
     for name, value in tensors.items():
-        live[name].copy_(_resized(value, len(live[name])) if name.endswith("amax_history") else value)
+        live[name].copy_(
+            _resized(value, len(live[name])) if name.endswith("amax_history") else value
+        )
 
 
 def gemms_of(module: nn.Module) -> int:
@@ -117,7 +140,9 @@ def make_state(module: Any, built: EngineRecipe | None) -> None:
 
 
 @torch.no_grad()
-def convert_scales(model: nn.Module, old: Callable[[str], Recipe | None], new: Callable[[str], Recipe | None]) -> None:
+def convert_scales(
+    model: nn.Module, old: Callable[[str], Recipe | None], new: Callable[[str], Recipe | None]
+) -> None:
     """Convert the model's scales from DelayedScaling recipes to others: `old` and `new` of a module, given its name.
 
     Histories hold amaxes of the tensors themselves and stay as they are. A scale is the format's largest number, less
@@ -132,7 +157,9 @@ def convert_scales(model: nn.Module, old: Callable[[str], Recipe | None], new: C
         if before is None or now is None or before == now:
             continue
         seen = (scale != 1) | (live[name.removesuffix("scale") + "amax_history"].amax(0) > 0)
-        scale.mul_(torch.where(seen, _largest(now, direction) / _largest(before, direction), 1.0)).clamp_(max=FLT_MAX)
+        scale.mul_(
+            torch.where(seen, _largest(now, direction) / _largest(before, direction), 1.0)
+        ).clamp_(max=FLT_MAX)
 
 
 def _largest(recipe: Recipe, direction: str) -> float:
@@ -153,7 +180,9 @@ def frozen_fp8_state(model: nn.Module, directions: tuple[str, ...] = DIRECTIONS)
     Transformer Engine records the amax of any forward, evaluation included, and uses it in the next training update
     (section 2.5).
     """
-    modules = [module for module in model.modules() if "fp8_meta" in vars(module)]  # searched once: a step takes ms
+    modules = [
+        module for module in model.modules() if "fp8_meta" in vars(module)
+    ]  # searched once: a step takes ms
     live = _tensors(modules, directions)
     before = {name: torch.empty_like(tensor) for name, tensor in live.items()}
     overwrite(list(before.values()), list(live.values()))
@@ -163,11 +192,15 @@ def frozen_fp8_state(model: nn.Module, directions: tuple[str, ...] = DIRECTIONS)
         now = _tensors(modules, directions)
         names = [name for name in before if name in now]
         overwrite([now[name] for name in names], [before[name] for name in names])
-        for name in now.keys() - before.keys():  # a module that ran for the first time: its initial values
+        for name in (
+            now.keys() - before.keys()
+        ):  # a module that ran for the first time: its initial values
             now[name].fill_(1.0 if name[-1] == "scale" else 0.0)
 
 
-def _tensors(modules: list[nn.Module], directions: tuple[str, ...]) -> dict[tuple[int, str, str], Tensor]:
+def _tensors(
+    modules: list[nn.Module], directions: tuple[str, ...]
+) -> dict[tuple[int, str, str], Tensor]:
     """Return (place in `modules`, direction, part) -> live tensor of every scale and amax history."""
     found = {}
     for place, module in enumerate(modules):

@@ -64,14 +64,18 @@ class Conversation:
 
     def undo(self) -> str | None:
         """Forget the last question and its answer; return the question, None if there is none."""
-        asked = [number for number, message in enumerate(self.messages) if message["role"] == "user"]
+        asked = [
+            number for number, message in enumerate(self.messages) if message["role"] == "user"
+        ]
         if not asked:
             return None
         question = self.messages[asked[-1]]["content"]
         del self.messages[asked[-1] :]
         return question
 
-    def answer(self, text: str, max_new_tokens: int = 512, **options: Unpack[GenerationOptions]) -> Generator[str]:
+    def answer(
+        self, text: str, max_new_tokens: int = 512, **options: Unpack[GenerationOptions]
+    ) -> Generator[str]:
         """Ask `text` and yield the answer in pieces; question and answer join the messages.
 
         An answer that the caller stops (by closing the iterator, or by an exception such as KeyboardInterrupt) joins as
@@ -87,7 +91,9 @@ class Conversation:
         complete = False
         try:
             ids, room = self._prompt(max_new_tokens)
-            for piece in stream_text(self.model, self.tokenizer, ids, min(max_new_tokens, room), **options):
+            for piece in stream_text(
+                self.model, self.tokenizer, ids, min(max_new_tokens, room), **options
+            ):
                 pieces.append(piece)
                 yield piece
             complete = True
@@ -105,7 +111,9 @@ class Conversation:
         while True:
             ids = self.tokenizer.apply_chat_template([*before, *turns[first:]], **self.variables)
             room = limit - len(ids)
-            later = [number for number in range(first + 1, len(turns)) if turns[number]["role"] == "user"]
+            later = [
+                number for number in range(first + 1, len(turns)) if turns[number]["role"] == "user"
+            ]
             if room >= wanted or not later:
                 self.forgotten = first
                 return ids, max(room, 1)  # if one message is too long, the model says so

@@ -29,7 +29,13 @@ log = logging.getLogger(__name__)
 
 @torch.no_grad()
 def cached_tokens(
-    model: Decoder, ids: Tensor, mask: Tensor | None, count: int, pick: Pick, generator: torch.Generator, graph: bool
+    model: Decoder,
+    ids: Tensor,
+    mask: Tensor | None,
+    count: int,
+    pick: Pick,
+    generator: torch.Generator,
+    graph: bool,
 ) -> Generator[Tensor]:
     """Yield the `count` tokens after `ids` [B, S], int64 [B] on the host, one step at a time.
 
@@ -50,7 +56,9 @@ def cached_tokens(
 
 
 @torch.no_grad()
-def recomputed_tokens(model: Decoder, ids: Tensor, mask: Tensor | None, count: int, pick: Pick) -> Generator[Tensor]:
+def recomputed_tokens(
+    model: Decoder, ids: Tensor, mask: Tensor | None, count: int, pick: Pick
+) -> Generator[Tensor]:
     """Yield the same tokens without a cache, by recomputing the whole sequence for each."""
     for _ in range(count):
         new = pick(model(ids, attention_mask=mask, logits_to_keep=1).logits[:, -1].float())
@@ -68,10 +76,24 @@ class DecodeLoop:
         done: int64 [1], number of steps so far.
     """
 
-    def __init__(self, model: Decoder, ids: Tensor, mask: Tensor | None, count: int, pick: Pick,
-                 generator: torch.Generator, graph: bool) -> None:  # fmt: skip
+    def __init__(
+        self,
+        model: Decoder,
+        ids: Tensor,
+        mask: Tensor | None,
+        count: int,
+        pick: Pick,
+        generator: torch.Generator,
+        graph: bool,
+    ) -> None:
         batch, length = ids.shape
-        self.model, self.ids, self.mask, self.pick, self.generator = model, ids, mask, pick, generator
+        self.model, self.ids, self.mask, self.pick, self.generator = (
+            model,
+            ids,
+            mask,
+            pick,
+            generator,
+        )
         self.cache = model.new_cache(batch, length + count)
         log.info("%r", self.cache)
         self.newest = ids.new_zeros(batch, 1)
@@ -81,7 +103,11 @@ class DecodeLoop:
         self.eager = 0  # steps without the graph so far
         self.graph: Any = torch.cuda.CUDAGraph() if graph else None
         self.stream: Any = torch.cuda.Stream(ids.device) if graph else None
-        self.host = torch.empty(count, batch, dtype=torch.long, pin_memory=True) if ids.is_cuda else self.made
+        self.host = (
+            torch.empty(count, batch, dtype=torch.long, pin_memory=True)
+            if ids.is_cuda
+            else self.made
+        )
         self.events: list[Any] = []
 
     def launch(self, step: int) -> None:
@@ -145,7 +171,9 @@ class DecodeLoop:
     def _forward(self, ids: Tensor, mask: Tensor | None, first: bool) -> None:
         # The prompt quantizes the weights, and on a CPU lays out those in BF16 for its products; the steps reuse them.
         keep = first if self.model.recipe.quantized or ids.device.type == "cpu" else None
-        options = dict(cache=self.cache, attention_mask=mask, logits_to_keep=1, is_first_microbatch=keep)
+        options = dict(
+            cache=self.cache, attention_mask=mask, logits_to_keep=1, is_first_microbatch=keep
+        )
         # Without versions and views to track a CPU takes a twelfth less; a GPU's host is ahead anyway.
         untracked = ids.device.type == "cpu" and self.graph is None
         with torch.inference_mode() if untracked else contextlib.nullcontext():

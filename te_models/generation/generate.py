@@ -26,7 +26,9 @@ from te_models.model.decoder import Decoder
 from te_models.model.dynamic import dynamic
 
 Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]]
-MAX_NEW_TOKENS = Setting(name="max_new_tokens", help="Maximum number of tokens to add.", kinds=(int,), least=1)
+MAX_NEW_TOKENS = Setting(
+    name="max_new_tokens", help="Maximum number of tokens to add.", kinds=(int,), least=1
+)
 
 
 def generate(
@@ -82,7 +84,14 @@ def stream(
     generator = torch.Generator(device=model.device)
     generator.seed() if settings.seed is None else generator.manual_seed(settings.seed)
     s = settings
-    draw = partial(sample, generator=generator, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
+    draw = partial(
+        sample,
+        generator=generator,
+        temperature=s.temperature,
+        top_k=s.top_k,
+        top_p=s.top_p,
+        min_p=s.min_p,
+    )
     pick = draw if settings.do_sample else partial(torch.argmax, dim=-1)
     ended = torch.zeros(len(ids), dtype=torch.bool)
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
@@ -106,7 +115,9 @@ def stream(
                     return
 
 
-def batch_of(model: Decoder, prompts: Prompts, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def batch_of(
+    model: Decoder, prompts: Prompts, attention_mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Return (ids int64 [B, S], mask [B, S] or None) on the model's device; lists are padded on the left."""
     if not isinstance(prompts, Tensor):
         rows = _rows(prompts)
@@ -121,12 +132,15 @@ def batch_of(model: Decoder, prompts: Prompts, attention_mask: Tensor | None) ->
     wrong = low if low < 0 else high
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask
     mistakes = {
-        f"the prompt has token {wrong}, the model {size} tokens: use the model's own tokenizer":
-            low < 0 or high >= size,
-        f"attention_mask has shape {list(mask.shape)}, the prompts {list(ids.shape)}": mask.shape != ids.shape,
-        "attention_mask has padding on the right: to generate, pad the prompts on the left":
-            not bool(mask[:, -1].all()),
-    }  # fmt: skip
+        f"the prompt has token {wrong}, the model {size} tokens: use the model's own tokenizer": low
+        < 0
+        or high >= size,
+        f"attention_mask has shape {list(mask.shape)}, the prompts {list(ids.shape)}": mask.shape
+        != ids.shape,
+        "attention_mask has padding on the right: to generate, pad the prompts on the left": not bool(
+            mask[:, -1].all()
+        ),
+    }
     refuse(mistakes)
     return ids, None if attention_mask is None else attention_mask.to(model.device)
 

@@ -88,7 +88,9 @@ class Settings:
     @property
     def endings(self) -> tuple[str, ...]:
         """`stop_strings` as a tuple."""
-        return (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings)
+        return (
+            (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings)
+        )
 
 
 def complete(options: GenerationOptions) -> Settings:
@@ -97,7 +99,12 @@ def complete(options: GenerationOptions) -> Settings:
     Raises:
         UsageError: an unknown option (the message names the nearest) or a value out of range.
     """
-    known = [*(field.name for field in fields(Settings)), "max_new_tokens", "attention_mask", "tokenizer"]
+    known = [
+        *(field.name for field in fields(Settings)),
+        "max_new_tokens",
+        "attention_mask",
+        "tokenizer",
+    ]
     for name in options:
         check_known("option of generation", name, known)
     return Settings(**options)

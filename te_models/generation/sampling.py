@@ -29,4 +29,6 @@ def sample(
         mass = logits.softmax(-1)
         logits = logits.masked_fill(mass < min_p * mass.amax(-1, keepdim=True), float("-inf"))
     # The smallest of exponential variables with these rates: what torch.multinomial draws, without a synchronization.
-    return (logits.softmax(-1) / torch.empty_like(logits).exponential_(generator=generator)).argmax(-1)
+    return (logits.softmax(-1) / torch.empty_like(logits).exponential_(generator=generator)).argmax(
+        -1
+    )

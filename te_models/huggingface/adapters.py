@@ -48,7 +48,9 @@ class Rows(nn.Linear):
         """The rows of the weight [rows, in]; assigning to its `data` writes them."""
         (owner,) = self.owner
         values = self.place.save(plain(owner.get_parameter("weight"))).clone()
-        return Alias(values, lambda: values, functools.partial(write_rows, owner, "weight", self.place))
+        return Alias(
+            values, lambda: values, functools.partial(write_rows, owner, "weight", self.place)
+        )
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[bad-override]  # a parameter of nn.Linear
@@ -112,13 +114,20 @@ class DividedLinear(nn.Module):
         return self.base_layer
 
 
-def _blank(dressed: Callable[[type[nn.Module]], type[nn.Module]], kind: type[nn.Module]) -> nn.Module:
+def _blank(
+    dressed: Callable[[type[nn.Module]], type[nn.Module]], kind: type[nn.Module]
+) -> nn.Module:
     """Return a module of the class that `dressed` makes of an engine's, for a pickle or a copy to fill."""
     made = dressed(kind)
     return made.__new__(made)
 
 
-def _dressed(kind: type[nn.Module], base: type[nn.Module], how: Callable[..., type[nn.Module]], **more: object) -> type:
+def _dressed(
+    kind: type[nn.Module],
+    base: type[nn.Module],
+    how: Callable[..., type[nn.Module]],
+    **more: object,
+) -> type:
     """Return an engine's class as a subclass of `base` too, whose modules can be pickled: no name leads to it."""
 
     def reduce(module: nn.Module, protocol: object) -> tuple[object, ...]:
@@ -159,10 +168,14 @@ def _linear(kind: type[nn.Module]) -> type[nn.Module]:
 
     It is an empty tensor in Transformer Engine, which peft would subtract from the output under DoRA.
     """
-    return _dressed(kind, nn.Linear, _linear, bias=property(lambda linear: linear._parameters.get("bias")))
+    return _dressed(
+        kind, nn.Linear, _linear, bias=property(lambda linear: linear._parameters.get("bias"))
+    )
 
 
-Placed = dict[str, Callable[..., nn.Module]]  # te module -> what stands in its place once peft may adapt it
+Placed = dict[
+    str, Callable[..., nn.Module]
+]  # te module -> what stands in its place once peft may adapt it
 
 
 def show_linears(model: CausalLM) -> Placed:
@@ -174,7 +187,10 @@ def show_linears(model: CausalLM) -> Placed:
     places, family = _places(model)
     linears = model.config.linears
     for theirs, place in places.items():
-        ours, name = place.name.removesuffix(".weight"), theirs.removesuffix(".weight").removeprefix("model.")
+        ours, name = (
+            place.name.removesuffix(".weight"),
+            theirs.removesuffix(".weight").removeprefix("model."),
+        )
         if ours not in linears or linears[ours].name == "router":
             continue  # an expert, or no linear in transformers
         linear, parent = model.get_submodule(ours), ours.rpartition(".")[0]
@@ -185,7 +201,9 @@ def show_linears(model: CausalLM) -> Placed:
         below = name.removeprefix(f"{parent}.")
         found[ours] = (*found.get(ours, ()), below)
         _add(model.get_submodule(parent), below, functools.partial(Rows, linear, place))
-    placed: Placed = {ours: functools.partial(DividedLinear, names=names) for ours, names in found.items()}
+    placed: Placed = {
+        ours: functools.partial(DividedLinear, names=names) for ours, names in found.items()
+    }
     return placed | _show_parameters(model, places, family is not None and family.stacked)
 
 
@@ -211,10 +229,16 @@ def _add(part: nn.Module, name: str, make: Callable[[], nn.Module]) -> None:
 def _show_parameters(model: CausalLM, places: Mapping[str, Place], transposed: bool) -> Placed:
     """Show the parameters of experts and routers, which have the same names in every family."""
     linears = model.config.linears
-    shown: dict[str, tuple[str, str, Stack]] = {}  # te module -> its parameter: of which module, its name, its values
+    shown: dict[
+        str, tuple[str, str, Stack]
+    ] = {}  # te module -> its parameter: of which module, its name, its values
     for name, place in expert_places("", model.config, _shapes(model), places).items():
         ours, leaf = place.name.removesuffix(".weight"), name.rpartition(".")[2]
-        shown[ours] = ("experts", leaf, Stack(model.get_submodule(ours), place, linears[ours].experts, transposed))
+        shown[ours] = (
+            "experts",
+            leaf,
+            Stack(model.get_submodule(ours), place, linears[ours].experts, transposed),
+        )
     for theirs, place in places.items():
         ours = place.name.removesuffix(".weight")
         if ours.endswith(".router") and theirs.endswith(".mlp.gate.weight"):
@@ -230,7 +254,9 @@ def _show_parameters(model: CausalLM, places: Mapping[str, Place], transposed: b
         if isinstance(module, Shown):  # not one that peft has adapted
             module.show(name, stack)
     return {
-        ours: functools.partial(_adapted_experts if stack.experts else AdaptedWeight, holder=holder, name=name)
+        ours: functools.partial(
+            _adapted_experts if stack.experts else AdaptedWeight, holder=holder, name=name
+        )
         for ours, (holder, name, stack) in shown.items()
     }
 
@@ -242,7 +268,10 @@ def _adapted_experts(base_layer: nn.Module, part: nn.Module, holder: str, name: 
 
 def _shapes(model: CausalLM) -> dict[str, torch.Size]:
     """Return the shapes of the parameters by their names without adapters."""
-    names = ((name.replace(".base_layer.", "."), parameter) for name, parameter in model.named_parameters())
+    names = (
+        (name.replace(".base_layer.", "."), parameter)
+        for name, parameter in model.named_parameters()
+    )
     return {name.replace(".original_module.", "."): parameter.shape for name, parameter in names}
 
 
@@ -263,7 +292,8 @@ def _named_otherwise(model: CausalLM, wanted: list[str]) -> list[str]:
     if family is None:
         return []
     theirs = {
-        n.removeprefix("model.").removesuffix(".weight"): p.name.removesuffix(".weight") for n, p in places.items()
+        n.removeprefix("model.").removesuffix(".weight"): p.name.removesuffix(".weight")
+        for n, p in places.items()
     }
     names = dict.fromkeys([*theirs, *(name for name, _ in model.named_modules())])
     return [name for name in names if name.endswith(tuple(wanted)) and theirs.get(name) != name]
@@ -272,10 +302,16 @@ def _named_otherwise(model: CausalLM, wanted: list[str]) -> list[str]:
 def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
     """Replace te modules by what is `placed` there, from `show_linears`, also where adapters may come later."""
     biases = any(name.endswith(".bias") for name, p in model.named_parameters() if p.numel())
-    trained = biases and any(getattr(config, "bias", "none") != "none" for config in configs.values())
-    moved = _named_otherwise(model, [w for c in configs.values() for w in getattr(c, "modules_to_save", None) or ()])
+    trained = biases and any(
+        getattr(config, "bias", "none") != "none" for config in configs.values()
+    )
+    moved = _named_otherwise(
+        model, [w for c in configs.values() for w in getattr(c, "modules_to_save", None) or ()]
+    )
     head = "peft cannot adapt the head here: give add_lora the CausalLM inside (`.model`)"
-    names = f"peft cannot train copies of {list_some(moved)} here, which transformers names otherwise"
+    names = (
+        f"peft cannot train copies of {list_some(moved)} here, which transformers names otherwise"
+    )
     mistakes = {
         head: not isinstance(model.lm_head, model.te.Linear),
         "peft cannot train the biases of fused linears: leave out bias=": trained,
@@ -292,7 +328,10 @@ def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
     _warn_of_experts_left_out(model, configs, adapted)
     family = _places(model)[1]
     if dropped := dropped_by_peft(family.model_type if family else "", adapted):
-        warnings.warn(f"{dropped}: for transformers merge them, or leave them out of target_modules", stacklevel=2)
+        warnings.warn(
+            f"{dropped}: for transformers merge them, or leave them out of target_modules",
+            stacklevel=2,
+        )
 
 
 def _warn_of_experts_left_out(model: CausalLM, configs: Document, adapted: list[str]) -> None:
@@ -300,14 +339,18 @@ def _warn_of_experts_left_out(model: CausalLM, configs: Document, adapted: list[
 
     peft takes these names for experts too in some architectures of transformers, since they are linears in files.
     """
-    experts = dict.fromkeys(linear.name for linear in model.config.linears.values() if linear.experts)
+    experts = dict.fromkeys(
+        linear.name for linear in model.config.linears.values() if linear.experts
+    )
     new = [config for config in configs.values() if not config.inference_mode]
     targets = [getattr(config, "target_modules", None) or () for config in new]
     named = " ".join(group if isinstance(group, str) else " ".join(group) for group in targets)
     left = [
         name
         for name, module in model.layers.named_modules()
-        if isinstance(module, nn.Linear) and ".lora_" not in name and not name.endswith(".base_layer")
+        if isinstance(module, nn.Linear)
+        and ".lora_" not in name
+        and not name.endswith(".base_layer")
     ]
     if (
         new
@@ -316,4 +359,6 @@ def _warn_of_experts_left_out(model: CausalLM, configs: Document, adapted: list[
         and (not left or LINEARS_OF_MLP.search(named))
     ):
         parameters = [f"experts.{name}" for name in experts]
-        warnings.warn(f"no expert has an adapter: for that, give target_parameters={parameters}", stacklevel=3)
+        warnings.warn(
+            f"no expert has an adapter: for that, give target_parameters={parameters}", stacklevel=3
+        )

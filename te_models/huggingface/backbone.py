@@ -24,12 +24,16 @@ PACKING = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_len
 
 def refuse_unknown(options: Fields) -> None:
     """Raise a UsageError for arguments that would have an effect."""
-    if unknown := [name for name, value in options.items() if name not in PACKING and value is not None]:
+    if unknown := [
+        name for name, value in options.items() if name not in PACKING and value is not None
+    ]:
         raise UsageError(f"forward takes no {list_some(unknown)}: leave it out")
 
 
 @contextlib.contextmanager
-def hidden_states(before: list[nn.Module], after: list[nn.Module], shape: torch.Size) -> Iterator[list[Tensor]]:
+def hidden_states(
+    before: list[nn.Module], after: list[nn.Module], shape: torch.Size
+) -> Iterator[list[Tensor]]:
     """Collect, inside, the inputs of some modules and the outputs of others, [B, S, D], over tokens of `shape`."""
     found: list[Tensor] = []
     batch, seq = shape[:2]
@@ -80,12 +84,18 @@ class Backbone(nn.Module):
         (owner,) = self.owner
         tokens = owner.tokens(input_ids, inputs_embeds)
         passed: Fields = owner.attention(tokens, attention_mask, position_ids, cache)
-        seen = [module for name, module in owner.model.named_modules() if name.endswith(".router_logits")]
+        seen = [
+            module
+            for name, module in owner.model.named_modules()
+            if name.endswith(".router_logits")
+        ]
         routers = seen if output_router_logits else []
         with hidden_states([], [*routers, owner.model.norm], tokens.shape) as found:
             owner.model(input_ids, inputs_embeds=inputs_embeds, logits_to_keep=1, **passed)
         *logits, last = found
         if not routers:
             return BaseModelOutputWithPast(last, cache)
-        layers: Any = tuple(layer.flatten(0, 1) for layer in logits)  # declared there as a tuple of one
+        layers: Any = tuple(
+            layer.flatten(0, 1) for layer in logits
+        )  # declared there as a tuple of one
         return MoeModelOutputWithPast(last, cache, router_logits=layers)

@@ -82,7 +82,12 @@ class CacheView:
             return self.whole[..., :slots]
         if self.length == 0 and slots == seq:
             return causal_mask(seq, window, self.mask, self.documents, self.device)
-        if self.mask is None and seq == 1 and slots == self.length + 1 and (window is None or slots <= window):
+        if (
+            self.mask is None
+            and seq == 1
+            and slots == self.length + 1
+            and (window is None or slots <= window)
+        ):
             return None
         distance = self._slots[:, None] - torch.arange(first, first + slots, device=self.device)
         seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
@@ -90,7 +95,9 @@ class CacheView:
             return seen[None, None]
         real = self.mask[:, first : first + slots]
         real = torch.nn.functional.pad(real, (0, slots - real.shape[1]), value=True)
-        return (seen & real[:, None, None, :]) | (distance == 0)  # padding sees itself, so that no row is empty
+        return (seen & real[:, None, None, :]) | (
+            distance == 0
+        )  # padding sees itself, so that no row is empty
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v [B, K, S, H] of the newest tokens; return those of all slots, [B, K, slots, H]."""
@@ -100,7 +107,9 @@ class CacheView:
         """Return the state of a layer of linear attention, which the cache stores; `make` makes one without tokens."""
         if self.past is None:
             return None
-        own: Any = self.past.layers[layer]  # a LinearAttentionCacheLayerMixin, which older versions do not have
+        own: Any = self.past.layers[
+            layer
+        ]  # a LinearAttentionCacheLayerMixin, which older versions do not have
         if not own.is_recurrent_states_initialized[0]:
             new = make()
             own.lazy_initialization(conv_states=new.tail, recurrent_states=new.matrix)

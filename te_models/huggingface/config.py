@@ -30,16 +30,25 @@ class TEModelsConfig(PreTrainedConfig):
     """
 
     model_type = MODEL_TYPE
-    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # the name since transformers 5.24, and before
+    keys_to_ignore_at_inference = [
+        "cache",
+        "past_key_values",
+    ]  # the name since transformers 5.24, and before
     has_no_defaults_at_init = True
     output_router_logits = False  # as in transformers' families with experts; read by TRL
-    rope_scaling = None  # in place of a property of the base class that rewrites it as rope_parameters
+    rope_scaling = (
+        None  # in place of a property of the base class that rewrites it as rope_parameters
+    )
     on_first_use: ClassVar[
         list[Callable[[], None]]
     ] = []  # registers the model class (te_models.huggingface.registration)
 
     def __init__(self, **values: Any) -> None:
-        shape = {name: values.pop(name) for name in (*config_fields(), "rope_parameters") if name in values}
+        shape = {
+            name: values.pop(name)
+            for name in (*config_fields(), "rope_parameters")
+            if name in values
+        }
         resolved = ModelConfig.from_dict(shape)
         self.use_cache = bool(values.pop("use_cache", True))
         self.auto_map: dict[str, str] = {}  # read by TRL
@@ -100,4 +109,8 @@ class TEModelsConfig(PreTrainedConfig):
 
     def build_options(self) -> Fields:
         """Return the keywords of CausalLM that were given."""
-        return {name: self.__dict__[name] for name in BuildOptions.__annotations__ if name in self.__dict__}
+        return {
+            name: self.__dict__[name]
+            for name in BuildOptions.__annotations__
+            if name in self.__dict__
+        }

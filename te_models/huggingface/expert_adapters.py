@@ -46,10 +46,14 @@ class Alias(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[bad-override]  # as nn.Parameter's
 
-    def __new__(cls, like: Tensor, read: Callable[[], Tensor], write: Callable[[Tensor], None]) -> Alias:
+    def __new__(
+        cls, like: Tensor, read: Callable[[], Tensor], write: Callable[[Tensor], None]
+    ) -> Alias:
         return torch.Tensor._make_subclass(cls, like)
 
-    def __init__(self, like: Tensor, read: Callable[[], Tensor], write: Callable[[Tensor], None]) -> None:
+    def __init__(
+        self, like: Tensor, read: Callable[[], Tensor], write: Callable[[Tensor], None]
+    ) -> None:
         self.read, self.write = read, write
 
     @property
@@ -148,10 +152,18 @@ class AdaptedWeight(nn.Module):
         self.base_layer, self.part, self.holder, self.name = base_layer, (part,), holder, name
 
     def forward(
-        self, x: Tensor, *rows: list[int] | Groups, run: Callable[..., Tensor] | None = None, **options: object
+        self,
+        x: Tensor,
+        *rows: list[int] | Groups,
+        run: Callable[..., Tensor] | None = None,
+        **options: object,
     ) -> Tensor:
         """Map x [R, in] to [R, out]; `rows` are those of each expert, and `run` computes base_layer's forward."""
-        out = self.base_layer(x, *rows, **options) if run is None else run(self.base_layer, x, *rows, **options)
+        out = (
+            self.base_layer(x, *rows, **options)
+            if run is None
+            else run(self.base_layer, x, *rows, **options)
+        )
         for a, b, scaling in self._updates():
             a, b = a.to(out.dtype), b.to(out.dtype)
             if rows:
@@ -175,7 +187,10 @@ class AdaptedWeight(nn.Module):
             for adapter in wrapper.active_adapters:
                 if adapter not in wrapper.lora_A:
                     continue
-                a, b = (part[adapter].get_parameter("weight") for part in (wrapper.lora_A, wrapper.lora_B))
+                a, b = (
+                    part[adapter].get_parameter("weight")
+                    for part in (wrapper.lora_A, wrapper.lora_B)
+                )
                 stack = cast(Shown, wrapper.get_base_layer()).stacks[self.name]
                 b = stack.in_order(b).unflatten(1, (-1, wrapper.num_experts)).permute(2, 0, 1)
                 yield a.unflatten(0, (wrapper.num_experts, -1)), b, wrapper.scaling[adapter]

@@ -59,9 +59,13 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"model.lm_head.weight": "model.embed_tokens.weight"}
     _supports_sdpa = True
     supports_gradient_checkpointing = True
-    accepts_loss_kwargs = True  # Trainer then divides by the tokens of all micro-batches (num_items_in_batch)
+    accepts_loss_kwargs = (
+        True  # Trainer then divides by the tokens of all micro-batches (num_items_in_batch)
+    )
 
-    def __init__(self, config: TEModelsConfig, model: CausalLM | None = None, **options: Any) -> None:
+    def __init__(
+        self, config: TEModelsConfig, model: CausalLM | None = None, **options: Any
+    ) -> None:
         super().__init__(config)
         if model is None:
             own = config.build_options()
@@ -73,7 +77,10 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         show_embedding(model)
         if model.origin.generation is not None:
             self.generation_config = GenerationConfig.from_dict(dict(model.origin.generation))
-        copied = (model.te.RMSNorm, model.te.Linear)  # by peft, which looks for the names of their state
+        copied = (
+            model.te.RMSNorm,
+            model.te.Linear,
+        )  # by peft, which looks for the names of their state
         for module in (self, *(module for module in model.modules() if isinstance(module, copied))):
             module.register_state_dict_post_hook(leave_out_empty)
         self.register_load_state_dict_pre_hook(add_prefix)
@@ -99,7 +106,11 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, *others: object, config: TEModelsConfig | None = None, **options: Any
+        cls,
+        folder: str | Path,
+        *others: object,
+        config: TEModelsConfig | None = None,
+        **options: Any,
     ) -> TEModelsForCausalLM:
         """Load a folder, or a model of the hub, as CausalLM.from_pretrained does, which documents options and errors.
 
@@ -110,7 +121,11 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
                 the config's.
         """
         internal = ("_from_auto", "adapter_kwargs", "_from_pipeline", "code_revision")
-        given = {name: value for name, value in options.items() if name not in internal and value is not None}
+        given = {
+            name: value
+            for name, value in options.items()
+            if name not in internal and value is not None
+        }
         generation = given.pop("generation_config", None)
         outputs = {name: given.pop(name) for name in OUTPUTS if name in given}
         hub, rest = split_options(given)
@@ -167,7 +182,9 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             UsageError: arguments that the model does not support.
         """
         if self.config.output_attentions if output_attentions is None else output_attentions:
-            raise UsageError("attention weights are never computed as a whole: leave out output_attentions")
+            raise UsageError(
+                "attention weights are never computed as a whole: leave out output_attentions"
+            )
         shift_labels = loss_options.pop("shift_labels", None)
         refuse_unknown(loss_options)
         tokens = self.tokens(input_ids, inputs_embeds, labels, shift_labels)
@@ -176,10 +193,20 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         passed = self.attention(tokens, attention_mask, position_ids, cache)
         count = logits_to_keep if isinstance(logits_to_keep, int) else 0  # of positions, or all
         passed |= dict(is_first_microbatch=self._weights_pass, logits_to_keep=count or None)
-        asked = self.config.output_router_logits if output_router_logits is None else output_router_logits
+        asked = (
+            self.config.output_router_logits
+            if output_router_logits is None
+            else output_router_logits
+        )
         if asked and cache is None:
-            passed["labels"] = tokens.new_full(tokens.shape[:2], IGNORED, dtype=torch.int64)  # it then reports routing
-        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+            passed["labels"] = tokens.new_full(
+                tokens.shape[:2], IGNORED, dtype=torch.int64
+            )  # it then reports routing
+        wanted = (
+            self.config.output_hidden_states
+            if output_hidden_states is None
+            else output_hidden_states
+        )
         before = [self.model.layers[0]] if wanted else []
         after = [*self.model.layers[:-1], self.model.norm] if wanted else []
         with hidden_states(before, after, tokens.shape) as hidden:
@@ -191,19 +218,33 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         elif count and logits.shape[1] > count:  # with routing it has those of all positions
             logits = logits[:, -count:]
         if labels is not None and shift_labels is None:
-            mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
-            shift_labels = shifted(labels, None if mask is None else mask[:, -labels.shape[1] :].to(labels.device))
-        loss = None if shift_labels is None else self._loss(logits, shift_labels, num_items_in_batch)
+            mask = (
+                attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
+            )
+            shift_labels = shifted(
+                labels, None if mask is None else mask[:, -labels.shape[1] :].to(labels.device)
+            )
+        loss = (
+            None if shift_labels is None else self._loss(logits, shift_labels, num_items_in_batch)
+        )
         rest = logits, cache, tuple(hidden) if hidden else None
         if routing is None or self.model.config.moe is None:
             output = CausalLMOutputWithPast(loss, *rest)
         else:
-            moe = replace(self.model.config.moe, router_aux_loss_coef=self.config.router_aux_loss_coef)
+            moe = replace(
+                self.model.config.moe, router_aux_loss_coef=self.config.router_aux_loss_coef
+            )
             loss = None if loss is None else loss + routing.loss(moe)
             output = MoeCausalLMOutputWithPast(loss, routing.balance_loss, *rest)
-        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+        return (
+            output
+            if (self.config.return_dict if return_dict is None else return_dict)
+            else output.to_tuple()
+        )
 
-    def calibrate(self, *batches: Mapping[str, Tensor], weights: Sequence[Tensor | float] | None = None) -> None:
+    def calibrate(
+        self, *batches: Mapping[str, Tensor], weights: Sequence[Tensor | float] | None = None
+    ) -> None:
         """Measure the first scales of recipe "delayed" before a Trainer runs; see CausalLM.calibrate."""
         self.model.calibrate(*batches, weights=weights)
 
@@ -212,7 +253,9 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         """The model without its head; TRL calls it, and multiplies by the head's weight a piece at a time."""
         return Backbone(self)
 
-    def tokens(self, input_ids: Tensor | None, inputs_embeds: Tensor | None, *labels: Tensor | None) -> Tensor:
+    def tokens(
+        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, *labels: Tensor | None
+    ) -> Tensor:
         """Return the argument that is given, checked beside labels [B, S]."""
         ids = input_ids if inputs_embeds is None else None
         tokens = checked_tokens(self.model.config, ids, inputs_embeds, self.model.device)
@@ -228,13 +271,18 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             refuse_other_states(self.model.config)
         return DynamicCache(config=self.config) if use_cache and past is None else past
 
-    def attention(self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, past: Cache | None) -> Fields:
+    def attention(
+        self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, past: Cache | None
+    ) -> Fields:
         """Return the Decoder's arguments that say what each token sees, and from which position."""
         batch, seq = tokens.shape[:2]
         mask = None if mask is None else mask.to(tokens.device)
         positions = None if positions is None else positions.to(tokens.device).expand(batch, seq)
         if past is None and (mask is None or mask.dim() == 2):
-            plain, traced = dict(attention_mask=mask), torch.compiler.is_compiling()  # which has no values to compare
+            plain, traced = (
+                dict(attention_mask=mask),
+                torch.compiler.is_compiling(),
+            )  # which has no values to compare
             if positions is None:
                 return plain
             if mask is None:
@@ -246,7 +294,9 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
                     return dict(document_ids=documents) if bool(documents[:, -1].any()) else {}
                 view = CacheView(self.model.config, None, None, positions, tokens.device, documents)
                 return dict(cache=view)
-            if not traced and torch.equal(positions.where(mask.bool(), 0), (mask.cumsum(-1) - 1).where(mask.bool(), 0)):
+            if not traced and torch.equal(
+                positions.where(mask.bool(), 0), (mask.cumsum(-1) - 1).where(mask.bool(), 0)
+            ):
                 return plain
         view = CacheView(self.model.config, past, mask, positions, tokens.device)
         real = mask[:, -seq:] if mask is not None and mask.dim() == 2 and seq > 1 else None
@@ -254,7 +304,9 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _loss(self, logits: Tensor, targets: Tensor, count: Tensor | int | None) -> Tensor:
         """Return the cross-entropy of logits [B, S, V] for targets [B, S], an FP32 scalar; `count` as in `forward`."""
-        targets, invalid = valid_targets(targets.flatten().to(logits.device), self.model.config.vocab_size)
+        targets, invalid = valid_targets(
+            targets.flatten().to(logits.device), self.model.config.vocab_size
+        )
         loss = nan_if(self.model.kernels.cross_entropy(logits.flatten(0, 1), targets), invalid)
         return loss if count is None else loss * (targets != IGNORED).sum() / count
 
@@ -262,12 +314,16 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     @cache_by_either_name
     def generate(self, *args: Any, **options: Any) -> Any:
         """Continue prompts as transformers does, with all of its options; FP8 weights are quantized once per call."""
-        options.setdefault("disable_compile", True)  # with a static cache it would compile forward, into many pieces
+        options.setdefault(
+            "disable_compile", True
+        )  # with a static cache it would compile forward, into many pieces
         config = options.get("generation_config") or self.generation_config
         if options.get("use_cache", config.use_cache) is not False:
             refuse_other_states(self.model.config)
         if options.get("assistant_early_exit", config.assistant_early_exit) is not None:
-            raise UsageError("assistant_early_exit is not supported: give a smaller model as assistant_model")
+            raise UsageError(
+                "assistant_early_exit is not supported: give a smaller model as assistant_model"
+            )
         with self._weights_quantized_once():
             return super().generate(*args, **options)  # type: ignore[bad-argument-type]  # protocol without properties
 
@@ -292,13 +348,18 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         prepare = super().prepare_inputs_for_generation
         return prepare(input_ids, **kwargs)  # type: ignore[bad-argument-type]  # its protocol lacks properties
 
-    def _angles_change(self, ids: Tensor, past: Cache, mask: Tensor | None, positions: Tensor | None) -> bool:
+    def _angles_change(
+        self, ids: Tensor, past: Cache, mask: Tensor | None, positions: Tensor | None
+    ) -> bool:
         """Return whether the longest text exceeds LongRoPE's original context with its newest tokens.
 
         Raises:
             UsageError: it does, and `ids` are not all of its tokens, from which the keys would be computed again.
         """
-        original, seen = context_before_long_angles(self.model.config.rope), seen_before(past, self.model.config)
+        original, seen = (
+            context_before_long_angles(self.model.config.rope),
+            seen_before(past, self.model.config),
+        )
         if original is None or not seen:
             return False
         total = max(given.shape[1] for given in (ids, mask, positions) if given is not None)
@@ -331,7 +392,9 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
                 self.model.te.drop_cached_weights(module)
 
     @staticmethod
-    def create_masks_for_generate(attention_mask: Tensor | None = None, **others: object) -> Tensor | None:
+    def create_masks_for_generate(
+        attention_mask: Tensor | None = None, **others: object
+    ) -> Tensor | None:
         """Return the mask of padding as it is: the forward pass makes the masks of attention from it."""
         return attention_mask
 
@@ -350,7 +413,10 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         return self.head
 
     def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
     ) -> nn.Embedding:
         """Return the embedding if it already has this many rows; raise a UsageError otherwise."""
         rows = self.model.config.vocab_size
@@ -412,11 +478,20 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             UsageError: something that is not supported.
         """
         if variant is not None or distributed_checkpoint:
-            raise UsageError("variant= and distributed_checkpoint= are not supported: leave them out")
+            raise UsageError(
+                "variant= and distributed_checkpoint= are not supported: leave them out"
+            )
         if is_main_process:
             generation, size = self.generation_config.to_diff_dict(), parse_size(max_shard_size)
             with saving(self.model):
-                save_model(self.model, self.config.model_config(), generation, Path(save_directory), state_dict, size)
+                save_model(
+                    self.model,
+                    self.config.model_config(),
+                    generation,
+                    Path(save_directory),
+                    state_dict,
+                    size,
+                )
         if push_to_hub:
             self.push_to_hub(**options, token=token)
 
@@ -426,7 +501,9 @@ def _changed(config: TEModelsConfig, folder: Path) -> Fields:
     if hugging_face_documents(folder) is not None:
         return {}
     own = TEModelsConfig.from_pretrained(folder).model_config().to_dict()
-    return {name: value for name, value in config.model_config().to_dict().items() if own[name] != value}
+    return {
+        name: value for name, value in config.model_config().to_dict().items() if own[name] != value
+    }
 
 
 AutoModelForCausalLM.register(TEModelsConfig, TEModelsForCausalLM, exist_ok=True)

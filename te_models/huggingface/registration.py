@@ -16,7 +16,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 TABLE = "transformers.models.auto.configuration_auto"
-OLDEST = (5, 14)  # transformers that TEModelsForCausalLM runs in, as te_models.huggingface.config says
+OLDEST = (
+    5,
+    14,
+)  # transformers that TEModelsForCausalLM runs in, as te_models.huggingface.config says
 
 
 def register_with_transformers() -> None:
@@ -45,7 +48,9 @@ def _import_model() -> None:
 class _Finder(MetaPathFinder):
     """Finds transformers' table of configs where the other finders do, once, and registers after it."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name != TABLE:
             return None
         sys.meta_path.remove(self)

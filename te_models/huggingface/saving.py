@@ -43,7 +43,9 @@ def save_model(
     Raises:
         SaveError: writing failed.
     """
-    tensors, documents = model_content(model, dataclasses.replace(model.origin, generation=generation))
+    tensors, documents = model_content(
+        model, dataclasses.replace(model.origin, generation=generation)
+    )
     documents["config"] |= config.document()
     weights = tensors["model"]
     for name, value in (state or {}).items():
@@ -88,7 +90,9 @@ def add_prefix(model: nn.Module, state: Fields, prefix: str, *others: object) ->
         bare = name.removeprefix(prefix)
         if not bare.startswith(WRAPPED):
             state[prefix + WRAPPED + bare] = state.pop(name)
-    if adapters := [name.removeprefix(prefix) for name in state if name.startswith(prefix) and ".lora_" in name]:
+    if adapters := [
+        name.removeprefix(prefix) for name in state if name.startswith(prefix) and ".lora_" in name
+    ]:
         own = dict(model.named_parameters())
         if unknown := [name for name in adapters if name not in own]:
             raise CheckpointError(
@@ -102,6 +106,8 @@ def leave_out_empty(model: nn.Module, state: Fields, prefix: str, metadata: obje
 
     accelerate sets tensors by name and supports only parameters and buffers.
     """
-    for name in [name for name in state if name.startswith(prefix) and name.rpartition(".")[2] == EXTRA]:
+    for name in [
+        name for name in state if name.startswith(prefix) and name.rpartition(".")[2] == EXTRA
+    ]:
         if isinstance(state[name], Tensor) and not state[name].numel():
             del state[name]

@@ -54,12 +54,19 @@ class Measured:
     def row(self, tokens: int, floor: Roofline | None, reference: Measured) -> Fields:
         """Return the row of the table and of the JSON; a `speed` above 1 is faster than `reference` at equal FLOPs."""
         middle = statistics.median(self.ms)
-        low, _, high = statistics.quantiles(self.ms, n=4) if len(self.ms) > 1 else (middle, middle, middle)
+        low, _, high = (
+            statistics.quantiles(self.ms, n=4) if len(self.ms) > 1 else (middle, middle, middle)
+        )
         found = dict(
-            name=self.name, ms=middle, ms_quartiles=[low, high], tokens_per_second=1e3 * tokens / middle,
-            model_tflops=self.flops / middle / 1e9, peak_gib=self.peak_gib, loss=self.loss,
+            name=self.name,
+            ms=middle,
+            ms_quartiles=[low, high],
+            tokens_per_second=1e3 * tokens / middle,
+            model_tflops=self.flops / middle / 1e9,
+            peak_gib=self.peak_gib,
+            loss=self.loss,
             speed=statistics.median(reference.ms) / middle * self.flops / reference.flops,
-        )  # fmt: skip
+        )
         if floor is not None:
             found["of_roofline"] = floor.total / middle * self.flops / reference.flops
         return found
@@ -75,7 +82,9 @@ def parse(recipe: str) -> tuple[str, Fields]:
     return name, {key: value for way in ways for key, value in WAYS[way].items()}
 
 
-def model_step(ids: torch.Tensor, config: ModelConfig, cuda_graph: bool = False, **options: Any) -> Step:
+def model_step(
+    ids: torch.Tensor, config: ModelConfig, cuda_graph: bool = False, **options: Any
+) -> Step:
     """Return a function that runs forward and backward of CausalLM(config, **options) on ids [B, S], for the loss.
 
     With `cuda_graph` the step is replayed as one CUDA graph.
@@ -89,7 +98,11 @@ def model_step(ids: torch.Tensor, config: ModelConfig, cuda_graph: bool = False,
 
 
 def builders(
-    config: ModelConfig, recipes: Sequence[str], peers: Sequence[str], ids: torch.Tensor, **options: object
+    config: ModelConfig,
+    recipes: Sequence[str],
+    peers: Sequence[str],
+    ids: torch.Tensor,
+    **options: object,
 ) -> dict[str, Callable[[], Step]]:
     """Return name -> function that builds the step of that variant, peers first. `options` are those of CausalLM."""
     made: dict[str, Callable[[], Step]] = {}
@@ -112,7 +125,9 @@ def _applies(option: str, recipe: str) -> bool:
     """
     if option not in RECIPE_FIELDS:
         return True
-    scheme = "none" if recipe == AUTO else get_recipe(recipe).scheme  # which of them auto is, is not known yet
+    scheme = (
+        "none" if recipe == AUTO else get_recipe(recipe).scheme
+    )  # which of them auto is, is not known yet
     own = {*EDGES} - ({"precision"} if scheme == "none" else set())
     return option in {*own, *SCHEMES[scheme].fields}
 
@@ -142,8 +157,12 @@ def bench(
     Raises:
         UsageError: for an unknown recipe, option or peer, naming the nearest one.
     """
-    get_engine("auto", device)  # import Transformer Engine before any use of cuDNN (te_models/device/cudnn.py)
-    ids = torch.randint(0, config.vocab_size, (batch_size, seq_len), generator=torch.Generator().manual_seed(0))
+    get_engine(
+        "auto", device
+    )  # import Transformer Engine before any use of cuDNN (te_models/device/cudnn.py)
+    ids = torch.randint(
+        0, config.vocab_size, (batch_size, seq_len), generator=torch.Generator().manual_seed(0)
+    )
     ids = ids.to(device)
     results: dict[Measured, Step] = {}
     clock = timed if device.type == "cuda" else _wall
@@ -151,7 +170,10 @@ def bench(
     with torch._dynamo.config.patch(recompile_limit=64):
         for name, build in builders(config, recipes, peers, ids, **options).items():
             progress(f"building {name}")
-            result = Measured(name, model_flops(config, batch_size, seq_len, gated=not name.startswith("te-layer")))
+            result = Measured(
+                name,
+                model_flops(config, batch_size, seq_len, gated=not name.startswith("te-layer")),
+            )
             results[result] = _prepared(build, result, warm_up, device)
         for turn in range(steps):
             progress(f"round {turn + 1} of {steps}")
@@ -159,15 +181,21 @@ def bench(
                 result.ms.append(clock(step))
     reference = next(iter(results))
     floor = _floor(config, batch_size, seq_len, recipes, device, options)
-    settings = dict(config=asdict(config), batch_size=batch_size, seq_len=seq_len, steps=steps, warm_up=warm_up)
+    settings = dict(
+        config=asdict(config), batch_size=batch_size, seq_len=seq_len, steps=steps, warm_up=warm_up
+    )
     return dict(
-        environment=environment(), settings=settings, reference=reference.name,
+        environment=environment(),
+        settings=settings,
+        reference=reference.name,
         roofline=None if floor is None else {**floor._asdict(), "total": floor.total},
         rows=[result.row(ids.numel(), floor, reference) for result in results],
-    )  # fmt: skip
+    )
 
 
-def _prepared(build: Callable[[], Step], result: Measured, warm_up: int, device: torch.device) -> Step:
+def _prepared(
+    build: Callable[[], Step], result: Measured, warm_up: int, device: torch.device
+) -> Step:
     """Build, compile and warm up the step of a variant; record its peak memory and loss in `result`."""
     torch.manual_seed(0)
     gc.collect()
@@ -188,7 +216,12 @@ def _prepared(build: Callable[[], Step], result: Measured, warm_up: int, device:
 
 
 def _floor(
-    config: ModelConfig, batch: int, seq: int, recipes: Sequence[str], device: torch.device, options: Fields
+    config: ModelConfig,
+    batch: int,
+    seq: int,
+    recipes: Sequence[str],
+    device: torch.device,
+    options: Fields,
 ) -> Roofline | None:
     """Return the roofline of the first FP8 recipe; None on a CPU or if every recipe is BF16."""
     quantized = [(name, ways) for name, ways in map(parse, recipes) if name != "bf16"]

@@ -15,7 +15,9 @@ from te_models.training.plots import new_figure, save_figure, try_drawing
 def bench_table(result: Fields) -> Table:
     """Return a result of te_models.inspect.bench as a table."""
     settings = result["settings"]
-    where = result["environment"].get("gpu", "CPU: the emulated engine's numbers, not a GPU's speed")
+    where = result["environment"].get(
+        "gpu", "CPU: the emulated engine's numbers, not a GPU's speed"
+    )
     title = f"forward + backward, batch {settings['batch_size']} x {settings['seq_len']} tokens, {where}"
     columns = ["ms", "spread", "tokens/s", "TFLOP/s", "speed"]
     columns += ["of roofline"] if result["roofline"] else []
@@ -24,7 +26,9 @@ def bench_table(result: Fields) -> Table:
     columns += [f"peak {unit}"] if peaks else []
     numbers = (Column(name, justify="right") for name in (*columns, "loss"))
     table = Table("", *numbers, title=title, title_justify="left", box=None, pad_edge=False)
-    table.caption = f"spread: between the quartiles; speed: relative to {result['reference']} at equal FLOPs"
+    table.caption = (
+        f"spread: between the quartiles; speed: relative to {result['reference']} at equal FLOPs"
+    )
     table.caption_justify = "left"
     for row in result["rows"]:
         low, high = row["ms_quartiles"]
@@ -36,7 +40,9 @@ def bench_table(result: Fields) -> Table:
         cells += [f"{row['peak_gib'] * 2**30 / size:.2f}"] if row["peak_gib"] is not None else []
         table.add_row(*cells, f"{row['loss']:.3f}")
     if result["roofline"]:
-        floor = {name: part for name, part in result["roofline"].items() if name != "total" and part}
+        floor = {
+            name: part for name, part in result["roofline"].items() if name != "total" and part
+        }
         parts = ", ".join(f"{name} {part:.1f}" for name, part in floor.items())
         table.caption += f"\nroofline at equal FLOPs {result['roofline']['total']:.1f} ms: {parts}"
     return table
@@ -66,7 +72,9 @@ def plot_bench(path: Path, result: Document, title: str) -> None:
     axes[0].bar_label(bars, [f"{row['ms']:.1f}" for row in rows], padding=4, fontsize=8)
     axes[0].set(xlabel="forward + backward (ms)", title=title)
     if result["roofline"]:
-        axes[0].axvline(result["roofline"]["total"], color="C3", linewidth=1, linestyle="--", label="roofline")
+        axes[0].axvline(
+            result["roofline"]["total"], color="C3", linewidth=1, linestyle="--", label="roofline"
+        )
         axes[0].legend(frameon=False, fontsize=8)
     if panels == 2:
         memory = axes[1].barh(names, [peak / size for peak in peaks], color=colors)

@@ -15,7 +15,9 @@ def environment() -> dict[str, str]:
     if torch.cuda.is_available():
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         found["gpu"] = torch.cuda.get_device_name()
-        found["driver"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+        found["driver"] = subprocess.run(
+            query, capture_output=True, text=True, check=True
+        ).stdout.split()[0]
     else:
         found["cpu"] = platform.processor() or platform.machine()
     return found

@@ -49,7 +49,11 @@ class RecipeLoss:
 
         Source: Gao et al. 2020, The Pile (arXiv 2101.00027).
         """
-        return self.loss * self.tokens / (self.text_bytes * math.log(2)) if self.text_bytes else math.nan
+        return (
+            self.loss * self.tokens / (self.text_bytes * math.log(2))
+            if self.text_bytes
+            else math.nan
+        )
 
 
 @dataclass(frozen=True)
@@ -85,19 +89,32 @@ class Evaluation(Printable):
     def to_dict(self) -> dict[str, object]:
         """Return the tables as plain JSON values; null where a recipe was not run."""
         rows = (
-            {**asdict(row), "perplexity": row.perplexity, "bits_per_byte": row.bits_per_byte} for row in self.losses
+            {**asdict(row), "perplexity": row.perplexity, "bits_per_byte": row.bits_per_byte}
+            for row in self.losses
         )
-        losses = [{name: None if value != value else value for name, value in row.items()} for row in rows]
+        losses = [
+            {name: None if value != value else value for name, value in row.items()} for row in rows
+        ]
         scores = [asdict(score) for score in self.scores]
-        return dict(model=self.model, data=self.data, losses=losses, scores=scores, remarks=self.remarks)
+        return dict(
+            model=self.model, data=self.data, losses=losses, scores=scores, remarks=self.remarks
+        )
 
     def __rich__(self) -> Group:
         parts: list[Any] = []
         if self.data:
-            parts += [Text(f"{self.model} on {self.data}", "bold"), *map(Text, self.remarks), self._loss_table()]
+            parts += [
+                Text(f"{self.model} on {self.data}", "bold"),
+                *map(Text, self.remarks),
+                self._loss_table(),
+            ]
             parts += [Text(f"{row.recipe}: {row.note}") for row in self.losses if row.note]
         if self.scores:
-            parts += [*([Text()] if parts else []), Text(f"{self.model} on tasks", "bold"), self._score_table()]
+            parts += [
+                *([Text()] if parts else []),
+                Text(f"{self.model} on tasks", "bold"),
+                self._score_table(),
+            ]
         return Group(*parts)
 
     def _loss_table(self) -> Table:
@@ -106,7 +123,12 @@ class Evaluation(Printable):
         columns += [f"against {first.recipe}"] if first and len(self.losses) > 1 else []
         table = _table("recipe", *columns)
         for row in self.losses:
-            cells = [f"{row.loss:.4f}", f"{row.perplexity:,.3f}", f"{row.bits_per_byte:.4f}", f"{row.tokens:,}"]
+            cells = [
+                f"{row.loss:.4f}",
+                f"{row.perplexity:,.3f}",
+                f"{row.bits_per_byte:.4f}",
+                f"{row.tokens:,}",
+            ]
             if first and len(self.losses) > 1:
                 cells.append("" if row is first else f"{100 * (row.loss / first.loss - 1):+.2f} %")
             table.add_row(row.recipe, *(cells if row.tokens else ["-"] * len(cells)))
@@ -117,12 +139,16 @@ class Evaluation(Printable):
         found = {(score.task, score.metric, score.recipe): str(score) for score in self.scores}
         table = _table("task", *recipes)
         for task, metric in dict.fromkeys((score.task, score.metric) for score in self.scores):
-            table.add_row(f"{task}, {metric}", *(found.get((task, metric, recipe), "-") for recipe in recipes))
+            table.add_row(
+                f"{task}, {metric}", *(found.get((task, metric, recipe), "-") for recipe in recipes)
+            )
         return table
 
 
 def _table(first: str, *numbers: str) -> Table:
-    return Table(first, *(Column(name, justify="right") for name in numbers), box=None, pad_edge=False)
+    return Table(
+        first, *(Column(name, justify="right") for name in numbers), box=None, pad_edge=False
+    )
 
 
 def evaluate_recipes(
@@ -147,13 +173,17 @@ def evaluate_recipes(
         progress: called with a line per stage.
         sizes: keywords of `make_batches`.
     """
-    documents = read_documents(data or PYTHON_DOCSTRINGS, columns)  # without data, to find scales on
+    documents = read_documents(
+        data or PYTHON_DOCSTRINGS, columns
+    )  # without data, to find scales on
     losses, scores, batches, remarks, text_bytes = [], [], [], [], 0
     for name in recipes:
         progress(f"loading the model under {name or 'its own recipe'}")
         try:
             network = load(name)
-        except ValueError as error:  # of the recipe, unless it is the only one or the model itself is damaged
+        except (
+            ValueError
+        ) as error:  # of the recipe, unless it is the only one or the model itself is damaged
             if len(recipes) == 1 or isinstance(error, CheckpointError | DataError):
                 raise
             losses.append(RecipeLoss(str(name), note=str(error)))
@@ -174,7 +204,11 @@ def evaluate_recipes(
 
 def read_documents(data: str, columns: str = "") -> list[Document]:
     """Return the documents at a path; of the built-in python-docstrings, the modules that training does not see."""
-    return python_docstrings()[1] if data == PYTHON_DOCSTRINGS else load_documents(data, parse_columns(columns))
+    return (
+        python_docstrings()[1]
+        if data == PYTHON_DOCSTRINGS
+        else load_documents(data, parse_columns(columns))
+    )
 
 
 def make_batches(
@@ -203,19 +237,27 @@ def make_batches(
     check_fit(tokenizer, model.config, length)
     if any(document.conversation is not None for document in documents):
         tokenizer.ensure_chat_template()
-    options = dict(batch_size=batch_size or 1, seed=0, shuffle=False, packing="documents", truncate=truncate)
+    options = dict(
+        batch_size=batch_size or 1, seed=0, shuffle=False, packing="documents", truncate=truncate
+    )
     dataset = TokenDataset(documents, tokenizer, length, limit=limit, **options)
     return dataset.eval_batches(max_batches or dataset.num_windows), dataset.remarks
 
 
-def measure_loss(model: CausalLM, batches: list[Batch], text_bytes: int, note: str = "") -> RecipeLoss:
+def measure_loss(
+    model: CausalLM, batches: list[Batch], text_bytes: int, note: str = ""
+) -> RecipeLoss:
     """Return the loss of a model on batches under its recipe; `text_bytes` are their `counted_bytes`."""
     tokens = sum(map(count_targets, batches))
     if not tokens:
-        raise DataError("the data has no token to count: each record is a prompt without an answer, or a single token")
+        raise DataError(
+            "the data has no token to count: each record is a prompt without an answer, or a single token"
+        )
     start = time.perf_counter()
     loss = evaluate(model, batches)
-    return RecipeLoss(model.recipe.name, loss, tokens, text_bytes, time.perf_counter() - start, note)
+    return RecipeLoss(
+        model.recipe.name, loss, tokens, text_bytes, time.perf_counter() - start, note
+    )
 
 
 def calibrate(model: CausalLM, batches: Sequence[Batch]) -> str:
@@ -240,7 +282,11 @@ def counted_bytes(batch: Batch, tokenizer: Tokenizer) -> int:
     counted = batch["labels"] != -100
     counted[:, 0] = False  # nothing predicts it
     return sum(
-        len(text_after(tokenizer, ids[max(0, start - CONTEXT) : start].tolist(), ids[start:stop].tolist()).encode())
+        len(
+            text_after(
+                tokenizer, ids[max(0, start - CONTEXT) : start].tolist(), ids[start:stop].tolist()
+            ).encode()
+        )
         for ids, row in zip(batch["input_ids"], counted, strict=True)
         for start, stop in _runs(row)
     )

@@ -30,15 +30,22 @@ def find_tasks(names: Sequence[str]) -> tuple[TaskManager, list[str]]:
     """
     folders: list[str | Path] = [name for name in names if Path(name).is_dir()]
     files = [name for name in names if name.endswith((".yaml", ".yml")) and Path(name).is_file()]
-    manager = TaskManager(include_path=folders, include_defaults=len(folders) + len(files) < len(names))
+    manager = TaskManager(
+        include_path=folders, include_defaults=len(folders) + len(files) < len(names)
+    )
     found: list[str] = []
     for name in names:
-        known = TaskManager(include_path=name, include_defaults=False).all_subtasks if name in folders else []
+        known = (
+            TaskManager(include_path=name, include_defaults=False).all_subtasks
+            if name in folders
+            else []
+        )
         if not known and (name in folders or name not in (*files, *manager.all_tasks)):
             near = difflib.get_close_matches(name, manager.all_tasks, n=3)
             hint = f"did you mean {' or '.join(near)}? " if near else ""
             problem = (
-                f"unknown task {name!r}: {hint}`lm-eval ls tasks` lists all; a YAML file or a folder of them is one"
+                f"unknown task {name!r}: {hint}`lm-eval ls tasks` lists all; "
+                "a YAML file or a folder of them is one"
             )
             if name in folders:
                 problem = f"--tasks {name}: no YAML file in this folder describes a task: write `task: NAME` in one"
@@ -69,7 +76,9 @@ def score_tasks(
     wrapped = HFLM(pretrained=TEModelsForCausalLM.wrap(model).eval(), tokenizer=words, **sizes)
     examples = dict(tasks=list(tasks), task_manager=manager, limit=limit, num_fewshot=few_shot)
     try:
-        found = lm_eval.simple_evaluate(wrapped, **examples, bootstrap_iters=0, log_samples=False, verbosity=None)
+        found = lm_eval.simple_evaluate(
+            wrapped, **examples, bootstrap_iters=0, log_samples=False, verbosity=None
+        )
     except (TeModelsError, RuntimeError, MemoryError):
         raise
     except Exception as error:  # the libraries that read a task have no common base but this one
@@ -89,4 +98,10 @@ def _scores(recipe: str, results: dict[str, dict[str, object]]) -> Iterable[Scor
                 continue
             error = values.get(f"{metric}_stderr,{kind}")
             name = metric if kind == "none" else f"{metric} ({kind})"
-            yield Score(recipe, task, name, float(value), float(error) if isinstance(error, int | float) else None)
+            yield Score(
+                recipe,
+                task,
+                name,
+                float(value),
+                float(error) if isinstance(error, int | float) else None,
+            )

@@ -33,16 +33,21 @@ class TorchBlock(nn.Module):
         assert isinstance(layer.mixer, AttentionSpec)
         self.heads = layer.mixer.heads
         self.qkvg_proj, self.o_proj, self.gate_up_proj, self.down_proj = (
-            nn.Linear(linear.inputs, linear.outputs, bias=False, **factory) for linear in layer.linears.values()
+            nn.Linear(linear.inputs, linear.outputs, bias=False, **factory)
+            for linear in layer.linears.values()
         )
         d = config.hidden_size
         self.norms = nn.ModuleList(nn.RMSNorm(d, config.rms_norm_eps, **factory) for _ in range(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return the block's output [B, S, D] for x [B, S, D] and rotary tables [S, rotary channels]."""
-        q, k, v, gate = split_heads(self.heads, self.qkvg_proj(self.norms[0](x)).flatten(0, 1), len(x))
+        q, k, v, gate = split_heads(
+            self.heads, self.qkvg_proj(self.norms[0](x)).flatten(0, 1), len(x)
+        )
         q, k = elementwise.rope(q, cos, sin), elementwise.rope(k, cos, sin)
-        out = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+        out = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(
+            1, 2
+        )
         out = out if gate is None else elementwise.gate(out, gate)
         x = x + self.o_proj(out.flatten(-2))
         return x + self.down_proj(elementwise.swiglu(self.gate_up_proj(self.norms[1](x))))
@@ -52,7 +57,11 @@ class Peer(nn.Module):
     """Embedding, blocks, norm and head; `call` runs all blocks."""
 
     def __init__(
-        self, config: ModelConfig, blocks: list[nn.Module], call: Callable[..., Tensor], **factory: Any
+        self,
+        config: ModelConfig,
+        blocks: list[nn.Module],
+        call: Callable[..., Tensor],
+        **factory: Any,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, **factory)
@@ -66,7 +75,9 @@ class Peer(nn.Module):
         return self.lm_head(self.norm(self.call(self.blocks, x)))
 
 
-def torch_peer(config: ModelConfig, device: torch.device, convert: Callable[[nn.Module], None] | None = None) -> Peer:
+def torch_peer(
+    config: ModelConfig, device: torch.device, convert: Callable[[nn.Module], None] | None = None
+) -> Peer:
     """Build the BF16 peer of nn.Linear and nn.RMSNorm; `convert` modifies it before blocks are compiled on a GPU."""
     _check(config)
     factory: dict[str, Any] = dict(device=device, dtype=torch.bfloat16)
@@ -78,7 +89,12 @@ def torch_peer(config: ModelConfig, device: torch.device, convert: Callable[[nn.
             x = block(x, cos, sin)
         return x
 
-    peer = Peer(config, [TorchBlock(config, **factory) for _ in range(config.num_hidden_layers)], call, **factory)
+    peer = Peer(
+        config,
+        [TorchBlock(config, **factory) for _ in range(config.num_hidden_layers)],
+        call,
+        **factory,
+    )
     if convert is not None:
         convert(peer)
     if device.type == "cuda":
@@ -95,7 +111,9 @@ def torchao_peer(config: ModelConfig, device: torch.device) -> Peer:
 
     def convert(peer: nn.Module) -> None:
         settings = Float8LinearConfig.from_recipe_name("tensorwise")
-        convert_to_float8_training(peer, config=settings, module_filter_fn=lambda _, name: name != "lm_head")
+        convert_to_float8_training(
+            peer, config=settings, module_filter_fn=lambda _, name: name != "lm_head"
+        )
 
     return torch_peer(config, device, convert)
 
@@ -108,14 +126,25 @@ def te_layer_peer(config: ModelConfig, device: torch.device, recipe: Recipe | No
     factory: dict[str, Any] = dict(device=device, dtype=torch.bfloat16)
     blocks = [
         te.TransformerLayer(
-            config.hidden_size, config.intermediate_size, config.num_attention_heads,
-            num_gqa_groups=config.num_key_value_heads, kv_channels=config.head_dim, hidden_dropout=0.0,
-            attention_dropout=0.0, layernorm_epsilon=config.rms_norm_eps, bias=False, normalization="RMSNorm",
-            activation="swiglu", attn_input_format="bshd", self_attn_mask_type="causal", fuse_qkv_params=True,
-            params_dtype=torch.bfloat16, device=device,
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_attention_heads,
+            num_gqa_groups=config.num_key_value_heads,
+            kv_channels=config.head_dim,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            layernorm_epsilon=config.rms_norm_eps,
+            bias=False,
+            normalization="RMSNorm",
+            activation="swiglu",
+            attn_input_format="bshd",
+            self_attn_mask_type="causal",
+            fuse_qkv_params=True,
+            params_dtype=torch.bfloat16,
+            device=device,
         )
         for _ in range(config.num_hidden_layers)
-    ]  # fmt: skip
+    ]
     rope = te.RotaryPositionEmbedding(config.head_dim)
     te_recipe = recipe.build(te) if recipe is not None else None
 
@@ -137,16 +166,27 @@ PEERS: dict[str, Callable[[ModelConfig, torch.device], Peer]] = {
 }
 
 
-MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "final_logit_softcapping")
+MULTIPLIERS = (
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "final_logit_softcapping",
+)
 
 
 def _check(config: ModelConfig) -> None:
     """Raise for features that the peers lack, rather than time another model."""
     own = {"attention_bias": config.attention_bias, "sliding_window": config.sliding_window}
     own |= {"attention_sinks": config.attention_sinks}
-    own |= {f"{part.name} of its kind": type(part) not in (AttentionSpec, MLPSpec) for part in config.parts}
+    own |= {
+        f"{part.name} of its kind": type(part) not in (AttentionSpec, MLPSpec)
+        for part in config.parts
+    }
     own |= {name: True for part in config.parts for name in part.obstacles}
-    own |= {"norm_position": config.norm_position != "pre", "attention_output_bias": config.attention_output_bias}
+    own |= {
+        "norm_position": config.norm_position != "pre",
+        "attention_output_bias": config.attention_output_bias,
+    }
     fields = config.to_dict()
     own |= {name: fields[name] not in (1, None) for name in MULTIPLIERS}
     if found := [name for name, value in own.items() if value]:

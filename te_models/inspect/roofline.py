@@ -37,28 +37,42 @@ def model_flops(config: ModelConfig, batch: int, seq: int, gated: bool = True) -
     `gated=False` leaves out the gate's rows, for a peer that has none.
     """
     if not gated:
-        config = dataclasses.replace(config, attention_gate="none", attention_gate_activation="sigmoid")
+        config = dataclasses.replace(
+            config, attention_gate="none", attention_gate_activation="sigmoid"
+        )
     tokens = batch * seq
-    blocks = sum(count * layer.flops(tokens, seq) for layer, count in Counter(config.layers).items())
+    blocks = sum(
+        count * layer.flops(tokens, seq) for layer, count in Counter(config.layers).items()
+    )
     return 3 * (blocks + 2.0 * tokens * config.hidden_size * config.vocab_size)
 
 
 def roofline(
-    config: ModelConfig, batch: int, seq: int, precision: Mapping[str, Precision], device: torch.device
+    config: ModelConfig,
+    batch: int,
+    seq: int,
+    precision: Mapping[str, Precision],
+    device: torch.device,
 ) -> Roofline:
     """Measure the roofline on `device`, a CUDA device with FP8 units; `precision` is that of each te.Linear."""
     rows = batch * seq
     gemm = 3 * _gemm(rows, config.hidden_size, config.vocab_size, False, device)
     attention, recurrence, moved = 0.0, 0.0, 0
     measure_gemm = functools.cache(functools.partial(_gemm, device=device))
-    measure_attention = functools.cache(functools.partial(_attention, batch=batch, seq=seq, device=device))
-    measure_recurrence = functools.cache(functools.partial(_recurrence, batch=batch, seq=seq, device=device))
+    measure_attention = functools.cache(
+        functools.partial(_attention, batch=batch, seq=seq, device=device)
+    )
+    measure_recurrence = functools.cache(
+        functools.partial(_recurrence, batch=batch, seq=seq, device=device)
+    )
     for depth, layer in enumerate(config.layers):
         for name, linear in layer.linears.items():
             fp8 = precision[f"layers.{depth}.{name}"].recipe is not None
             i, o = linear.inputs, linear.outputs
             # fprop, dgrad and wgrad: the same product with its dimensions exchanged.
-            gemm += sum(measure_gemm(*shape, fp8) for shape in ((rows, i, o), (rows, o, i), (o, rows, i)))
+            gemm += sum(
+                measure_gemm(*shape, fp8) for shape in ((rows, i, o), (rows, o, i), (o, rows, i))
+            )
             # BF16 input and output of each GEMM: once in the forward, and twice in the backward with their gradients.
             moved += 2 * 3 * rows * (i + o)
         if isinstance(layer.mixer, SoftmaxAttentionSpec):
@@ -76,12 +90,18 @@ def _gemm(m: int, k: int, n: int, fp8: bool, device: torch.device) -> float:
     if not fp8:
         return _milliseconds(lambda: a @ b.t())
     (a8, b8), one = (t.to(torch.float8_e4m3fn) for t in (a, b)), torch.ones((), device=device)
-    return _milliseconds(lambda: torch._scaled_mm(a8, b8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
+    return _milliseconds(
+        lambda: torch._scaled_mm(
+            a8, b8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    )
 
 
 def _attention(heads: Heads, batch: int, seq: int, device: torch.device) -> float:
     q, k, v = (
-        torch.randn(batch, seq, count, heads.dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
+        torch.randn(batch, seq, count, heads.dim, device=device, dtype=torch.bfloat16).transpose(
+            1, 2
+        )
         for count in (heads.query, heads.key, heads.key)
     )
     leaves = [t.requires_grad_() for t in (q, k, v)]
@@ -90,7 +110,10 @@ def _attention(heads: Heads, batch: int, seq: int, device: torch.device) -> floa
 
 
 def _recurrence(sizes: DeltaNetConfig, batch: int, seq: int, device: torch.device) -> float:
-    keys, values = (sizes.num_key_heads, sizes.key_head_dim), (sizes.num_value_heads, sizes.value_head_dim)
+    keys, values = (
+        (sizes.num_key_heads, sizes.key_head_dim),
+        (sizes.num_value_heads, sizes.value_head_dim),
+    )
     q, k, v = (
         torch.randn(batch, seq, *shape, device=device, dtype=torch.bfloat16).requires_grad_()
         for shape in (keys, keys, values)

@@ -64,7 +64,9 @@ class Verified:
     saved_fp8: bool
     differs: tuple[bool, ...]  # from the BF16 result, in any bit
     sqnr_db: tuple[float, ...]  # against the BF16 result; infinite where they are equal
-    milliseconds: dict[str, float] | None  # of "bf16" and "recipe", forward and backward; None if not timed
+    milliseconds: (
+        dict[str, float] | None
+    )  # of "bf16" and "recipe", forward and backward; None if not timed
     formats: str = "E4M3/E5M2"  # of its recipe, as is the next
     override: str = "none"
 
@@ -110,12 +112,19 @@ class Verification(Printable):
 
     def verdict(self) -> list[str]:
         """Return the conclusions, one sentence each."""
-        fp8, bf16 = sum(gemm.in_fp8 for gemm in self.gemms), sum(gemm.in_bf16 for gemm in self.gemms)
+        fp8, bf16 = (
+            sum(gemm.in_fp8 for gemm in self.gemms),
+            sum(gemm.in_bf16 for gemm in self.gemms),
+        )
         if not fp8:
-            return [f"All {bf16} linears run in BF16: recipe {self.recipe.name!r} quantizes nothing. "
-                    "Try --recipe delayed."]  # fmt: skip
+            return [
+                f"All {bf16} linears run in BF16: recipe {self.recipe.name!r} quantizes nothing. "
+                "Try --recipe delayed."
+            ]
         if failed := ", ".join(self.failures):
-            return [f"FP8 DID NOT RUN in {failed}: their results equal BF16's, or no FP8 data was saved."]
+            return [
+                f"FP8 DID NOT RUN in {failed}: their results equal BF16's, or no FP8 data was saved."
+            ]
         formats = " and ".join(dict.fromkeys(gemm.formats for gemm in self.gemms if gemm.in_fp8))
         ran = f"{formats} really ran in {fp8} of {fp8 + bf16} linears; {bf16} are in BF16, as planned."
         return [ran, *self._measured(), *self._estimate()]
@@ -146,10 +155,14 @@ class Verification(Printable):
         each, rows = before / sum(gemm.in_fp8 for gemm in fp8), fp8[0].rows
         if each < LAUNCH_BOUND:
             took = f"{each * 1e3:.1g}" if each >= 1e-6 else "less than 0.001"
-            return [f"On an H200 do not expect FP8 to pay at this size: with {rows:,} rows a linear takes "
-                    f"{took} ms forward and backward in BF16, and below {LAUNCH_BOUND * 1e3:.0f} ms launches "
-                    f"cancel the gain. {ADVICE}"]  # fmt: skip
-        return [f"On an H200 expect these linears to be at best {before / after:.2f}x as fast as in BF16 (estimated)."]
+            return [
+                f"On an H200 do not expect FP8 to pay at this size: with {rows:,} rows a linear takes "
+                f"{took} ms forward and backward in BF16, and below {LAUNCH_BOUND * 1e3:.0f} ms launches "
+                f"cancel the gain. {ADVICE}"
+            ]
+        return [
+            f"On an H200 expect these linears to be at best {before / after:.2f}x as fast as in BF16 (estimated)."
+        ]
 
     def to_dict(self) -> dict[str, object]:
         """Return all findings as plain JSON values; an infinite SQNR is null."""
@@ -157,23 +170,39 @@ class Verification(Printable):
         for gemm in self.gemms:
             decibels = [None if math.isinf(value) else round(value, 2) for value in gemm.sqnr_db]
             ran = [self.ran_in(gemm, number) for number in range(len(GEMMS))]
-            rows.append({**dataclasses.asdict(gemm), "sqnr_db": dict(zip(GEMMS, decibels, strict=True)),
-                         "differs": dict(zip(GEMMS, gemm.differs, strict=True)),
-                         "ran_in": dict(zip(GEMMS, ran, strict=True))})  # fmt: skip
+            rows.append(
+                {
+                    **dataclasses.asdict(gemm),
+                    "sqnr_db": dict(zip(GEMMS, decibels, strict=True)),
+                    "differs": dict(zip(GEMMS, gemm.differs, strict=True)),
+                    "ran_in": dict(zip(GEMMS, ran, strict=True)),
+                }
+            )
         about = dict(recipe=self.recipe.to_dict(), engine=self.engine, device=self.device)
         return {**about, "gemms": rows, "ok": not self.failures, "verdict": self.verdict()}
 
     def __rich__(self) -> Group:
         has_times = any(gemm.milliseconds for gemm in self.gemms)
-        names = ["rows", "in -> out", "quantized", *GEMMS, *(["BF16 ms", "FP8 ms"] if has_times else [])]
+        names = [
+            "rows",
+            "in -> out",
+            "quantized",
+            *GEMMS,
+            *(["BF16 ms", "FP8 ms"] if has_times else []),
+        ]
         columns = (Column(name, justify="right") for name in names)
         table = Table("module", *columns, box=None, pad_edge=False)
         for gemm in self.gemms:
             shape = f"{gemm.inputs} -> {gemm.outputs}"
             linears = f"{gemm.in_fp8} of {gemm.in_fp8 + gemm.in_bf16}"
             ran = [self.ran_in(gemm, number) for number in range(len(GEMMS))]
-            passes = [it if "BF16" in it else f"{db:.1f}" for it, db in zip(ran, gemm.sqnr_db, strict=True)]
-            times = [f"{time:.3f}" for time in gemm.milliseconds.values()] if gemm.milliseconds else []
+            passes = [
+                it if "BF16" in it else f"{db:.1f}"
+                for it, db in zip(ran, gemm.sqnr_db, strict=True)
+            ]
+            times = (
+                [f"{time:.3f}" for time in gemm.milliseconds.values()] if gemm.milliseconds else []
+            )
             style = "red" if gemm.module in self.failures else "green" if gemm.in_fp8 else ""
             table.add_row(gemm.module, f"{gemm.rows}", shape, linears, *passes, *times, style=style)
         title = Text(f"recipe {self.recipe.name}, engine {self.engine} on {self.device}", "bold")
@@ -184,17 +213,24 @@ class Verification(Printable):
         """Return a line per set of quantizers, with the modules that have it where there are several."""
         modules: dict[str, list[str]] = {}
         for gemm in self.gemms:
-            names = ", ".join(name.removesuffix("Quantizer") for name in dict.fromkeys(gemm.quantizers))
+            names = ", ".join(
+                name.removesuffix("Quantizer") for name in dict.fromkeys(gemm.quantizers)
+            )
             modules.setdefault(names, []).append(gemm.module)
         modules.pop("", None)
-        of = {names: f" in {', '.join(found)}" if len(modules) > 1 else "" for names, found in modules.items()}
+        of = {
+            names: f" in {', '.join(found)}" if len(modules) > 1 else ""
+            for names, found in modules.items()
+        }
         return [f"Quantizers of x, w and dy{where}: {names}." for names, where in of.items()]
 
 
 ADVICE = "Raise the rows per step (--batch-size, --seq-len), or use --recipe bf16."
 
 
-def verify(model: CausalLM, batch_size: int, seq_len: int, plan: PrecisionPlan | None = None) -> Verification:
+def verify(
+    model: CausalLM, batch_size: int, seq_len: int, plan: PrecisionPlan | None = None
+) -> Verification:
     """Run every distinct GEMM of `model` with and without FP8 on random tokens; the model is unchanged afterwards.
 
     `plan` is the one to count linears in, if `model` is a shortened sample of a larger one (`sample_config`).
@@ -207,7 +243,10 @@ def verify(model: CausalLM, batch_size: int, seq_len: int, plan: PrecisionPlan |
         counts.setdefault(label, [0, 0])[high] += 1
     with frozen_fp8_state(model):
         met = _met_in_training(model, batch_size, seq_len)
-        gemms = tuple(_verified(model, name, linear, x, dy, counts[name]) for name, (linear, x, dy) in met.items())
+        gemms = tuple(
+            _verified(model, name, linear, x, dy, counts[name])
+            for name, (linear, x, dy) in met.items()
+        )
     return Verification(model.recipe, model.engine, model.device.type, gemms)
 
 
@@ -251,10 +290,14 @@ def _met_in_training(
             stack.enter_context(linear.register_forward_hook(keep))
         stack.callback(model.train, model.training)
         stack.callback(setattr, model, "activation_checkpointing", model.activation_checkpointing)
-        stack.enter_context(model.unfused())  # with fused kernels the input of a linear may be quantized already
+        stack.enter_context(
+            model.unfused()
+        )  # with fused kernels the input of a linear may be quantized already
         model.activation_checkpointing = "none"  # a recompute would be a second forward
         loss = model.train()(ids, labels=ids).loss
-        torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+        torch.autograd.grad(
+            loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True
+        )
     ran = {label: linear for label, (_, linear) in met.items() if linear in found}
     return {label: (linear, found[linear][0], found[linear][1]) for label, linear in ran.items()}
 
@@ -282,19 +325,37 @@ def _verified(
     try:
         bf16 = _trial(te, copy, inputs, dy, None)
         trial = [_trial(te, copy, inputs, dy, recipe) for _ in range(WARM_UP)][-1]
-        differs = tuple(not torch.equal(a, b) for a, b in zip(bf16.results, trial.results, strict=True))
+        differs = tuple(
+            not torch.equal(a, b) for a, b in zip(bf16.results, trial.results, strict=True)
+        )
         decibels = tuple(sqnr_db(a, b) for a, b in zip(bf16.results, trial.results, strict=True))
         times = None
-        if dy.is_cuda and model.engine == "native" and recipe is not None:  # the emulated engine's time is meaningless
-            times = _milliseconds({"bf16": lambda: _trial(te, copy, inputs, dy, None),
-                                   "recipe": lambda: _trial(te, copy, inputs, dy, recipe)})  # fmt: skip
+        if (
+            dy.is_cuda and model.engine == "native" and recipe is not None
+        ):  # the emulated engine's time is meaningless
+            times = _milliseconds(
+                {
+                    "bf16": lambda: _trial(te, copy, inputs, dy, None),
+                    "recipe": lambda: _trial(te, copy, inputs, dy, recipe),
+                }
+            )
     finally:
         te.reset_fp8_state(copy)
     return Verified(
-        module=name, inputs=linear.in_features, outputs=linear.out_features, rows=len(dy), in_fp8=counts[0],
-        in_bf16=counts[1], quantizers=trial.quantizers, saved_fp8=trial.saved_fp8, differs=differs, sqnr_db=decibels,
-        milliseconds=times, formats=used.formats, override=used.fields.get("backward_override", "none"),
-    )  # fmt: skip
+        module=name,
+        inputs=linear.in_features,
+        outputs=linear.out_features,
+        rows=len(dy),
+        in_fp8=counts[0],
+        in_bf16=counts[1],
+        quantizers=trial.quantizers,
+        saved_fp8=trial.saved_fp8,
+        differs=differs,
+        sqnr_db=decibels,
+        milliseconds=times,
+        formats=used.formats,
+        override=used.fields.get("backward_override", "none"),
+    )
 
 
 def _copy(model: CausalLM, linear: Any) -> nn.Module:
@@ -304,7 +365,13 @@ def _copy(model: CausalLM, linear: Any) -> nn.Module:
     make = te.Linear
     if isinstance(linear, te.GroupedLinear):
         make = functools.partial(te.GroupedLinear, linear.num_gemms)
-    copy = make(linear.in_features, linear.out_features, bias=bias, params_dtype=model.dtype, device=model.device)
+    copy = make(
+        linear.in_features,
+        linear.out_features,
+        bias=bias,
+        params_dtype=model.dtype,
+        device=model.device,
+    )
     with torch.no_grad():
         for name, parameter in copy.named_parameters():
             parameter.copy_(own[name])
@@ -323,7 +390,9 @@ def _trial(te: Any, linear: Any, inputs: tuple[Any, ...], dy: Tensor, recipe: An
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with hooks, te.autocast(enabled=recipe is not None, recipe=recipe):
         y = linear(x, *inputs[1:])
-    weights = [parameter for name, parameter in linear.named_parameters() if name.startswith("weight")]
+    weights = [
+        parameter for name, parameter in linear.named_parameters() if name.startswith("weight")
+    ]
     dx, *dw = torch.autograd.grad(y, (x, *weights), dy)
     quantizers: tuple[str, ...] = ()
     if recipe is not None:

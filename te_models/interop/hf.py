@@ -25,7 +25,14 @@ from te_models.files.tensors import SafetensorsFile, check_finite
 from te_models.interop.hf_families import Family, family_of
 from te_models.interop.hf_places import TOP
 from te_models.interop.origin import MODEL_TYPE, Opened, Origin, check_sizes, saved_dtype
-from te_models.interop.quantized import CONFIG_KEYS, MXFP4, StoredWeights, dequantize, open_weights, read_scheme
+from te_models.interop.quantized import (
+    CONFIG_KEYS,
+    MXFP4,
+    StoredWeights,
+    dequantize,
+    open_weights,
+    read_scheme,
+)
 from te_models.interop.stacked_experts import STACK, experts_of
 from te_models.interop.stored_weights import keep_stored_weights
 from te_models.model.decoder import Decoder
@@ -46,7 +53,9 @@ def hugging_face_documents(folder: Path) -> Fields | None:
     config = as_object(read_json(file), file)
     if config.get("model_type") == MODEL_TYPE:
         return None
-    return {"config": config} | ({"generation": read_json(generation)} if generation.is_file() else {})
+    return {"config": config} | (
+        {"generation": read_json(generation)} if generation.is_file() else {}
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,9 @@ class Description:
     aside: tuple[str, ...]
 
 
-def describe(folder: Path, documents: Document, tensors: Mapping[str, Tensor] | None = None) -> Description:
+def describe(
+    folder: Path, documents: Document, tensors: Mapping[str, Tensor] | None = None
+) -> Description:
     """Return what the documents of a folder describe; sizes beyond those of `tensors` are refused first.
 
     Raises:
@@ -107,7 +118,11 @@ class HuggingFaceFolder(Opened):
         """Find the place of each tensor; raise a CheckpointError for one that has none, or is missing."""
         self.shapes.update(shapes)
         self.places.update(tensor_places(self.family, self.config, shapes))
-        own = {name: tensor for name, tensor in self.stored.tensors.items() if not name.startswith(self.aside)}
+        own = {
+            name: tensor
+            for name, tensor in self.stored.tensors.items()
+            if not name.startswith(self.aside)
+        }
         # A tied head may be there too.
         optional = {f"{self.family.head}.weight"} if self.config.tie_word_embeddings else set()
         unread = {name for name in own if name in optional or name.endswith("rotary_emb.inv_freq")}
@@ -117,7 +132,11 @@ class HuggingFaceFolder(Opened):
             for name, tensor in known.items()
             if tuple(tensor.shape) != self.places[name].shape
         ]
-        different += [f"{name} is {tensor.dtype}" for name, tensor in known.items() if not tensor.is_floating_point()]
+        different += [
+            f"{name} is {tensor.dtype}"
+            for name, tensor in known.items()
+            if not tensor.is_floating_point()
+        ]
         problems = {
             "missing": sorted(self.places.keys() - own),
             "unexpected": sorted(own.keys() - self.places - unread),
@@ -132,8 +151,10 @@ class HuggingFaceFolder(Opened):
             log.warning(
                 "%s: the text model is read; %s tensors of other parts (%s) are not: save_pretrained(format='hf') "
                 "copies them from there, and exports for servers leave them out",
-                self.path, others, ", ".join(f"{prefix}*" for prefix in self.aside),
-            )  # fmt: skip
+                self.path,
+                others,
+                ", ".join(f"{prefix}*" for prefix in self.aside),
+            )
 
     def parameters(self, like: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter once all its rows were read, dequantized; rows that no tensor fills are zeros."""
@@ -144,7 +165,9 @@ class HuggingFaceFolder(Opened):
             place = self.places[name]
             whole, shape = values, self.shapes[place.name]
             if len(place.blocks) > 1 or place.groups > 1 or values.shape != shape:
-                whole = begun.setdefault(place.name, torch.zeros(shape, dtype=like.dtype, device=like.device))
+                whole = begun.setdefault(
+                    place.name, torch.zeros(shape, dtype=like.dtype, device=like.device)
+                )
                 place.load(whole, values)
             left[place.name] -= 1
             if not left[place.name]:
@@ -153,8 +176,16 @@ class HuggingFaceFolder(Opened):
 
     def tensors_aside(self) -> dict[str, Tensor]:
         """Return the tensors that are not of the text model as they are, dequantized to BF16 where they are FP8."""
-        wanted = {name: tensor.dtype for name, tensor in self.stored.tensors.items() if name.startswith(self.aside)}
-        return {name: values.to(wanted[name]) for _, name, values in self._values(wanted)} if wanted else {}
+        wanted = {
+            name: tensor.dtype
+            for name, tensor in self.stored.tensors.items()
+            if name.startswith(self.aside)
+        }
+        return (
+            {name: values.to(wanted[name]) for _, name, values in self._values(wanted)}
+            if wanted
+            else {}
+        )
 
     def _values(self, names: Container[str]) -> Iterator[tuple[SafetensorsFile, str, Tensor]]:
         """Yield the file, the name and the dequantized values of each tensor among `names`, and of stacked experts."""
@@ -201,14 +232,18 @@ def open_hugging_face(folder: Path, documents: Document) -> Iterator[HuggingFace
         found: dict[str, Tensor] = {}
         for file in files:
             if twice := found.keys() & file.tensors.keys():
-                raise CheckpointError(f"{folder}: tensor {min(twice)} is both in {file.path.name} and before it")
+                raise CheckpointError(
+                    f"{folder}: tensor {min(twice)} is both in {file.path.name} and before it"
+                )
             found |= file.tensors
         told = describe(folder, documents, found)
         scheme = read_scheme(folder, documents["config"])
         if told.family.stacked:
             found = _alone(folder, found)
         if scheme is MXFP4:
-            log.warning("%s: its experts are MXFP4, and are read as BF16 of the same values", folder)
+            log.warning(
+                "%s: its experts are MXFP4, and are read as BF16 of the same values", folder
+            )
             scheme = None
         stored = open_weights(folder, scheme, found, files)
         yield HuggingFaceFolder(path=folder, **vars(told), files=files, stored=stored)
@@ -222,7 +257,11 @@ def _alone(folder: Path, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
             raise CheckpointError(f"{folder}: it lacks {name}")
         return found[name]
 
-    return {own: part for name, tensor in found.items() for own, part in experts_of(name, tensor, scales)}
+    return {
+        own: part
+        for name, tensor in found.items()
+        for own, part in experts_of(name, tensor, scales)
+    }
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -281,11 +320,15 @@ class Place:
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).flatten(0, 1)
 
 
-def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]) -> dict[str, Place]:
+def tensor_places(
+    family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]
+) -> dict[str, Place]:
     """Return their tensor's name -> its place in ours, in their order; `shapes` are those of our parameters."""
     found: dict[str, Place] = {}
 
-    def place(theirs: str, module: str, blocks: list[tuple[int, int]], groups: int, expert: str = "") -> None:
+    def place(
+        theirs: str, module: str, blocks: list[tuple[int, int]], groups: int, expert: str = ""
+    ) -> None:
         """Note the place of their weight and bias: these blocks of rows (none: all), which alternate `groups` times.
 
         `module` may also be a parameter itself.
@@ -295,7 +338,9 @@ def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torc
             if ours in shapes:
                 ranges = blocks or [(0, shapes[ours][0])]
                 shape = (sum(rows for _, rows in ranges), *shapes[ours][1:])
-                found[f"{theirs}{kind}"] = Place(ours, tuple((at, n // groups) for at, n in ranges), groups, shape)
+                found[f"{theirs}{kind}"] = Place(
+                    ours, tuple((at, n // groups) for at, n in ranges), groups, shape
+                )
 
     for theirs, module in TOP.items():
         if theirs != "lm_head":
@@ -312,16 +357,26 @@ def tensor_places(family: Family, config: ModelConfig, shapes: Mapping[str, torc
             blocks = [ranges.get(block, (0, 0)) for block in rows.blocks]
             if rows.blocks and not any(used for _, used in blocks):
                 continue  # a model without a gate, or a layer of another kind
-            groups = 1 if rows.per is None else blocks[0][1] if rows.per == "row" else counts[rows.per]
+            groups = (
+                1 if rows.per is None else blocks[0][1] if rows.per == "row" else counts[rows.per]
+            )
             for expert in range(linear.experts) if linear and linear.experts else ("",):
-                theirs, ours = f"{family.root}layers.{depth}.{name.format(expert)}", f"layers.{depth}.{rows.module}"
+                theirs, ours = (
+                    f"{family.root}layers.{depth}.{name.format(expert)}",
+                    f"layers.{depth}.{rows.module}",
+                )
                 place(theirs, ours, blocks, groups, str(expert))
     return found
 
 
-def module_places(family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]) -> dict[str, Place]:
+def module_places(
+    family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]
+) -> dict[str, Place]:
     """Return `tensor_places` by the names in a model of transformers."""
-    return {family.in_transformers(name): place for name, place in tensor_places(family, config, shapes).items()}
+    return {
+        family.in_transformers(name): place
+        for name, place in tensor_places(family, config, shapes).items()
+    }
 
 
 def expert_places(
@@ -332,12 +387,16 @@ def expert_places(
     `shapes` are those of our parameters. The rows are in the order of ours, or of one of `places` that fills all of an
     expert's weight.
     """
-    entire = {place.name: place for place in places.values() if place.shape == tuple(shapes[place.name])}
+    entire = {
+        place.name: place for place in places.values() if place.shape == tuple(shapes[place.name])
+    }
     found = {}
     for name, linear in config.linears.items():
         if linear.experts:
             parent, _, leaf = name.rpartition(".")
             first = f"{name}.weight0"
             place = entire.get(first) or Place.whole(first, shapes[first])
-            found[f"{root}{parent}.experts.{leaf}"] = dataclasses.replace(place, name=f"{name}.weight")
+            found[f"{root}{parent}.experts.{leaf}"] = dataclasses.replace(
+                place, name=f"{name}.weight"
+            )
     return found

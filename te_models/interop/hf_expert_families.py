@@ -15,7 +15,13 @@ _SIZES = {
     "rope_interleave": True, "bos_token_id": 0, "eos_token_id": 1, "n_shared_experts": 1, "norm_topk_prob": True,
     "kv_lora_rank": 512, "qk_rope_head_dim": 64,
 }  # fmt: skip
-_DEEPSEEK_KEYS = experts.IGNORED | {"qk_head_dim", "auto_map", "ep_size", "seq_aux", "aux_loss_alpha"}
+_DEEPSEEK_KEYS = experts.IGNORED | {
+    "qk_head_dim",
+    "auto_map",
+    "ep_size",
+    "seq_aux",
+    "aux_loss_alpha",
+}
 _DEEPSEEK_V3: Fields = dict(
     architecture="DeepseekV3ForCausalLM", layer={**places.LATENT_LAYER, **places.GLM_EXPERTS},
     parts=(parts.ROPE, LATENT, ACT, parts.biases(), experts.DEEPSEEK_EXPERTS), constants=UNGATED,
@@ -126,7 +132,15 @@ EXPERT_FAMILIES = (
 )  # fmt: skip
 
 # Linears that peft 0.21 takes for experts in any model of an architecture that can have them (convert_peft_config_moe).
-_CONVERTED = ("qwen3_next", "afmoe", "glm4_moe", "glm4_moe_lite", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+_CONVERTED = (
+    "qwen3_next",
+    "afmoe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+)
 _TAKEN = ("gate_proj", "up_proj", "down_proj")
 
 

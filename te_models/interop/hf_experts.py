@@ -23,15 +23,22 @@ class Layout:
 def _read_steps(theirs: Values) -> list[bool]:
     """Read Qwen's keys: one layer of each step has experts, except those listed."""
     step, listed = theirs.get("decoder_sparse_step", 1), theirs.get("mlp_only_layers") or ()
-    return [bool((layer + 1) % step) or layer in listed for layer in range(theirs["num_hidden_layers"])]
+    return [
+        bool((layer + 1) % step) or layer in listed for layer in range(theirs["num_hidden_layers"])
+    ]
 
 
 def _write_steps(dense: list[bool]) -> Fields:
-    return {"decoder_sparse_step": 1, "mlp_only_layers": [layer for layer, one in enumerate(dense) if one]}
+    return {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, one in enumerate(dense) if one],
+    }
 
 
 def _types(theirs: Values) -> list[str]:
-    return theirs.get("mlp_layer_types") or ["dense"] + ["sparse"] * (theirs["num_hidden_layers"] - 1)
+    return theirs.get("mlp_layer_types") or ["dense"] + ["sparse"] * (
+        theirs["num_hidden_layers"] - 1
+    )
 
 
 def first_dense(key: str) -> Layout:
@@ -79,7 +86,11 @@ def experts(
             return {}
         if not isinstance(count, int):
             raise ConfigError(f"it lacks {number}")
-        moe = {**constants, "num_experts": count, **{ours: theirs[key] for ours, key in keys.items() if key in theirs}}
+        moe = {
+            **constants,
+            "num_experts": count,
+            **{ours: theirs[key] for ours, key in keys.items() if key in theirs},
+        }
         if shared:
             moe["shared_expert_intermediate_size"] = theirs[shared] * moe["moe_intermediate_size"]
         types = ["dense" if one else "sparse" for one in dense]
@@ -92,12 +103,19 @@ def experts(
             return {**without, **layout.write([True] * config.num_hidden_layers)}
         values = field_values(config.moe)
         kinds = config.mlp_layer_types or ["sparse"] * config.num_hidden_layers
-        theirs = {number: config.moe.num_experts, **{key: values[ours] for ours, key in keys.items()}}
+        theirs = {
+            number: config.moe.num_experts,
+            **{key: values[ours] for ours, key in keys.items()},
+        }
         if shared:
-            theirs[shared] = config.moe.shared_expert_intermediate_size // config.moe.moe_intermediate_size
+            theirs[shared] = (
+                config.moe.shared_expert_intermediate_size // config.moe.moe_intermediate_size
+            )
         return theirs | layout.write([kind == "dense" for kind in kinds])
 
-    known = dict.fromkeys((number, "num_local_experts", *keys.values(), *layout.keys, *([shared] if shared else [])))
+    known = dict.fromkeys(
+        (number, "num_local_experts", *keys.values(), *layout.keys, *([shared] if shared else []))
+    )
     return Part(tuple(known), read, write)
 
 
@@ -117,18 +135,34 @@ MIXTRAL_EXPERTS = experts(
 )
 GPT_OSS_EXPERTS = experts(
     ALL_SPARSE,
-    {**_CHOSEN, **_LOSS, **_SAME_SIZE, "swiglu_limit": "swiglu_limit", "swiglu_alpha": "swiglu_alpha"},
+    {
+        **_CHOSEN,
+        **_LOSS,
+        **_SAME_SIZE,
+        "swiglu_limit": "swiglu_limit",
+        "swiglu_alpha": "swiglu_alpha",
+    },
     number="num_local_experts",
     bias=True,
 )
 OLMOE_EXPERTS = experts(ALL_SPARSE, {**_CHOSEN, **_LOSS, **_NORMED, **_SAME_SIZE})
 _SIGMOID: Fields = dict(router_scores="sigmoid", expert_bias=True)
-_GROUPED = {**_CHOSEN, **_NORMED, **_SIZE, **{key: key for key in ("routed_scaling_factor", "n_group", "topk_group")}}
+_GROUPED = {
+    **_CHOSEN,
+    **_NORMED,
+    **_SIZE,
+    **{key: key for key in ("routed_scaling_factor", "n_group", "topk_group")},
+}
 _DEEPSEEK: Fields = dict(number="n_routed_experts", shared="n_shared_experts", **_SIGMOID)
 _DEEPSEEK |= dict(router_fp32=True, router_aux_loss_coef=0.0)
 FIRST_DENSE = first_dense("first_k_dense_replace")
 DEEPSEEK_EXPERTS = experts(FIRST_DENSE, _GROUPED, without={}, **_DEEPSEEK)
-_V2: Fields = {**_DEEPSEEK, "router_scores": "softmax", "expert_bias": False, "norm_topk_prob": False}
+_V2: Fields = {
+    **_DEEPSEEK,
+    "router_scores": "softmax",
+    "expert_bias": False,
+    "norm_topk_prob": False,
+}
 _UNNORMED = {ours: key for ours, key in _GROUPED.items() if ours != "norm_topk_prob"}
 _V2_EXPERTS = experts(FIRST_DENSE, _UNNORMED, without={}, group_scores=1, **_V2)
 
@@ -141,13 +175,20 @@ def _read_v2(theirs: Values) -> Fields:
 
 def _write_v2(config: ModelConfig) -> Fields:
     grouped = config.moe is not None and config.moe.n_group > 1
-    return {**_V2_EXPERTS.write(config), "topk_method": "group_limited_greedy" if grouped else "greedy"}
+    return {
+        **_V2_EXPERTS.write(config),
+        "topk_method": "group_limited_greedy" if grouped else "greedy",
+    }
 
 
 DEEPSEEK_V2_EXPERTS = Part((*_V2_EXPERTS.keys, "topk_method"), _read_v2, _write_v2)
 GLM_LITE_EXPERTS = experts(TYPES, _GROUPED, without={}, **_DEEPSEEK)
-NEXT_EXPERTS = experts(STEPS, {**_QWEN, **_SHARED}, without={"num_experts": 0}, shared_expert_gate=True)
-QWEN3_5_EXPERTS = experts(ALL_SPARSE, {**_CHOSEN, **_LOSS, **_SIZE, **_SHARED}, shared_expert_gate=True)
+NEXT_EXPERTS = experts(
+    STEPS, {**_QWEN, **_SHARED}, without={"num_experts": 0}, shared_expert_gate=True
+)
+QWEN3_5_EXPERTS = experts(
+    ALL_SPARSE, {**_CHOSEN, **_LOSS, **_SIZE, **_SHARED}, shared_expert_gate=True
+)
 AFMOE_EXPERTS = experts(
     first_dense("num_dense_layers"),
     {**_CHOSEN, **_SIZE, "routed_scaling_factor": "route_scale"},
@@ -165,15 +206,22 @@ LAGUNA_EXPERTS = experts(
 # A family without dense layers need not give their width, which then means nothing.
 NO_WIDTH = Part(
     (),
-    lambda theirs: {"intermediate_size": theirs["intermediate_size"] or theirs["moe_intermediate_size"]},
+    lambda theirs: {
+        "intermediate_size": theirs["intermediate_size"] or theirs["moe_intermediate_size"]
+    },
     lambda config: {},
 )
 QKV_BIAS = renamed(attention_bias="qkv_bias")
 QK_NORM = renamed(qk_norm="use_qk_norm")
 ALL_SLIDE_BY_FLAG = Part(
     ("sliding_window", "use_sliding_window", "max_window_layers"),
-    lambda theirs: {"sliding_window": theirs.get("sliding_window") if theirs.get("use_sliding_window") else None},
-    lambda config: {"sliding_window": config.sliding_window, "use_sliding_window": config.sliding_window is not None},
+    lambda theirs: {
+        "sliding_window": theirs.get("sliding_window") if theirs.get("use_sliding_window") else None
+    },
+    lambda config: {
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": config.sliding_window is not None,
+    },
 )
 # Keys of the heads that predict later tokens, which are not read, and of what a forward pass returns.
 IGNORED = frozenset(("output_router_logits", "num_nextn_predict_layers", "num_mtp_layers"))

@@ -32,7 +32,12 @@ ACT, GELU = parts.activation(), parts.activation("hidden_activation")
 ALL_BIASES = parts.biases(mlp="mlp_bias")
 POST_NORM = {**UNGATED, "qk_norm": True, "norm_position": "post"}
 GEMMA = {**UNGATED, "norm_position": "both", "zero_centered_norm": True}
-_LLAMA = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
+_LLAMA = {
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _GEMMA = {
     "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "bos_token_id": 2,
     "eos_token_id": 1, "pad_token_id": 0, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
@@ -75,7 +80,10 @@ _GEMMA3: Fields = dict(
 _GEMMA3_IMAGES: Fields = {
     **_GEMMA3,
     "defaults": {**_GEMMA3["defaults"], "vocab_size": 262208, "num_attention_heads": 8},
-    "only": {**_GEMMA3["only"], "final_logit_softcapping": (None,)},  # which transformers leaves out here
+    "only": {
+        **_GEMMA3["only"],
+        "final_logit_softcapping": (None,),
+    },  # which transformers leaves out here
 }
 _GATED_NEXT = {"attention_gate": "elementwise", "qk_norm": True, "zero_centered_norm": True}
 _QWEN3_5: Fields = dict(
@@ -345,11 +353,17 @@ FAMILIES = (
 def family_of(config: Values) -> Family:
     """Return the family that a config.json belongs to; raise UsageError for an unsupported architecture."""
     kind = config.get("model_type")
-    marked = [f for f in FAMILIES if f.marks and kind in ("qwen2", "qwen3") and any(mark in config for mark in f.marks)]
+    marked = [
+        f
+        for f in FAMILIES
+        if f.marks and kind in ("qwen2", "qwen3") and any(mark in config for mark in f.marks)
+    ]
     plain = [
         f
         for f in FAMILIES
-        if not f.marks and f.model_type == kind and (not f.text_type or text_type(config) in ("", f.text_type))
+        if not f.marks
+        and f.model_type == kind
+        and (not f.text_type or text_type(config) in ("", f.text_type))
     ]
     for family in (*marked, *plain):
         return family
@@ -367,9 +381,16 @@ def family_for(config: ModelConfig, preferred: Family | None = None) -> Family:
         try:
             if family.read(family.write(config)) == config:
                 return family
-        except (ArithmeticError, ValueError):  # numbers of ours for which theirs would be zero or infinite
+        except (
+            ArithmeticError,
+            ValueError,
+        ):  # numbers of ours for which theirs would be zero or infinite
             continue
-    others = [(family, family.lacks(config)) for family in FAMILIES if family.written and family.accepts(config)]
+    others = [
+        (family, family.lacks(config))
+        for family in FAMILIES
+        if family.written and family.accepts(config)
+    ]
     nearest, lacks = min(others, key=lambda other: len(other[1]))
     raise ConfigError(
         f"no architecture of Hugging Face has all of this model: save it with format='te'; the nearest, "

@@ -69,11 +69,19 @@ class Family:
         for key in SIZES:
             if not isinstance(config.get(key, self.defaults.get(key)), int):
                 raise ConfigError(
-                    f"{key}={config[key]!r} is not a whole number" if key in config else f"it lacks {key}"
+                    f"{key}={config[key]!r} is not a whole number"
+                    if key in config
+                    else f"it lacks {key}"
                 )
-        stated = {**self.defaults, **config}  # a null among these is a statement, such as having no eos token
+        stated = {
+            **self.defaults,
+            **config,
+        }  # a null among these is a statement, such as having no eos token
         ours = {key: stated[key] for key in COPIED if key in stated}
-        theirs = {**self.defaults, **{k: value for k, value in config.items() if value is not None or k in NULLABLE}}
+        theirs = {
+            **self.defaults,
+            **{k: value for k, value in config.items() if value is not None or k in NULLABLE},
+        }
         for part in self.parts:
             ours |= part.read(theirs)
         return ModelConfig.from_dict({**ours, **self.constants})
@@ -132,9 +140,16 @@ class Family:
         linears = {name for layer in config.layers for name in layer.linears} - modules
         try:
             read = self.read(self.write(config)).to_dict()
-        except (ArithmeticError, ValueError):  # numbers of ours for which theirs would be zero or infinite
+        except (
+            ArithmeticError,
+            ValueError,
+        ):  # numbers of ours for which theirs would be zero or infinite
             read = {}
-        fields = [f"{name}={value!r}" for name, value in config.to_dict().items() if read.get(name, MISSING) != value]
+        fields = [
+            f"{name}={value!r}"
+            for name, value in config.to_dict().items()
+            if read.get(name, MISSING) != value
+        ]
         return [*sorted(linears), *fields]
 
     def in_transformers(self, name: str) -> str:
@@ -154,40 +169,111 @@ class Family:
             refused = f"{key}={shown} is not supported for {self.model_type}: te-models"
             if key in self.only and value not in self.only[key]:
                 problems.append(f"{refused} computes {' or '.join(map(repr, self.only[key]))}")
-            elif not (key in known or key.startswith(("_", "unsloth_")) or value is None or value is False):
-                advice = "if it changes nothing in what the model computes, take it out of config.json"
+            elif not (
+                key in known or key.startswith(("_", "unsloth_")) or value is None or value is False
+            ):
+                advice = (
+                    "if it changes nothing in what the model computes, take it out of config.json"
+                )
                 problems.append(f"{refused} does not know it; {advice}")
         for name in config.get("architectures") or ():
             if name != self.architecture and not str(name).endswith("ForCausalLM"):
-                problems.append(f"architectures={name!r} is not supported: te-models reads {self.architecture}")
+                problems.append(
+                    f"architectures={name!r} is not supported: te-models reads {self.architecture}"
+                )
         if problems:
             raise ConfigError(problems[0])
 
 
 COPIED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "initializer_range", "bos_token_id",
-    "eos_token_id", "pad_token_id",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "initializer_range",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
 
 # Keys whose null means "none" rather than the default.
 NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
 
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 
 # Keys without effect on logits or training: bookkeeping, and defaults of generation and of other heads.
-HARMLESS = frozenset({
-    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "pretraining_tp",
-    "tokenizer_class", "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params",
-    "output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate", "output_scores",
-    "torchscript", "chunk_size_feed_forward", "is_decoder", "do_sample", "early_stopping", "max_length", "min_length",
-    "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "diversity_penalty",
-    "encoder_no_repeat_ngram_size", "no_repeat_ngram_size", "num_beams", "num_beam_groups", "num_return_sequences",
-    "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids",
-    "begin_suppress_tokens", "suppress_tokens", "remove_invalid_values", "prefix", "sep_token_id",
-    "decoder_start_token_id", "model_max_length", "tf_legacy_loss", "use_bfloat16", "keys_to_ignore_at_inference",
-    "max_sequence_length", "attn_implementation", "cache_implementation", "is_llama_config", "transformers.js_config",
-})  # fmt: skip
+HARMLESS = frozenset(
+    {
+        "architectures",
+        "model_type",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "use_cache",
+        "pretraining_tp",
+        "tokenizer_class",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "finetuning_task",
+        "task_specific_params",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "return_dict_in_generate",
+        "output_scores",
+        "torchscript",
+        "chunk_size_feed_forward",
+        "is_decoder",
+        "do_sample",
+        "early_stopping",
+        "max_length",
+        "min_length",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "diversity_penalty",
+        "encoder_no_repeat_ngram_size",
+        "no_repeat_ngram_size",
+        "num_beams",
+        "num_beam_groups",
+        "num_return_sequences",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "suppress_tokens",
+        "remove_invalid_values",
+        "prefix",
+        "sep_token_id",
+        "decoder_start_token_id",
+        "model_max_length",
+        "tf_legacy_loss",
+        "use_bfloat16",
+        "keys_to_ignore_at_inference",
+        "max_sequence_length",
+        "attn_implementation",
+        "cache_implementation",
+        "is_llama_config",
+        "transformers.js_config",
+    }
+)
 
 
 def whole_heads(config: ModelConfig) -> bool:

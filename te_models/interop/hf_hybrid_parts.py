@@ -9,11 +9,20 @@ from te_models.config.deltanet import DeltaNetConfig
 from te_models.config.latent import LatentConfig
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError
-from te_models.interop.hf_parts import PARTIAL_ROPE, Fields, Part, Values, read_rope, rope_parameters
+from te_models.interop.hf_parts import (
+    PARTIAL_ROPE,
+    Fields,
+    Part,
+    Values,
+    read_rope,
+    rope_parameters,
+)
 
 DELTANET_SIZES = tuple(field.name for field in dataclasses.fields(DeltaNetConfig))
 # All but norm_eps, which is the same in all models.
-LATENT_SIZES = tuple(field.name for field in dataclasses.fields(LatentConfig) if field.name != "norm_eps")
+LATENT_SIZES = tuple(
+    field.name for field in dataclasses.fields(LatentConfig) if field.name != "norm_eps"
+)
 
 
 _LINEAR = "linear_"  # the prefix of the sizes of Gated DeltaNet
@@ -49,7 +58,9 @@ def _read_mrope(theirs: Values) -> Fields:
     found = dict(theirs)
     for key in ("rope_scaling", "rope_parameters"):
         values = theirs.get(key) or {}
-        found[key] = {name: value for name, value in values.items() if not name.startswith("mrope_")}
+        found[key] = {
+            name: value for name, value in values.items() if not name.startswith("mrope_")
+        }
     return read_rope(found)
 
 
@@ -59,7 +70,9 @@ HYBRID = Part(
     _write_hybrid,
 )
 MROPE = Part(
-    PARTIAL_ROPE.keys, _read_mrope, lambda config: {"rope_parameters": rope_parameters(config.rope, partial=True)}
+    PARTIAL_ROPE.keys,
+    _read_mrope,
+    lambda config: {"rope_parameters": rope_parameters(config.rope, partial=True)},
 )
 
 

@@ -12,8 +12,14 @@ MODELS = {
     "cohere": (_BESIDE, "llama"),
     "cohere2": (_BESIDE, "llama"),
     "falcon": (_BESIDE, "llama"),
-    "gemma3n": ("embeddings of their own per layer, and several residual streams (AltUp)", "gemma3_text"),
-    "gemma3n_text": ("embeddings of their own per layer, and several residual streams (AltUp)", "gemma3_text"),
+    "gemma3n": (
+        "embeddings of their own per layer, and several residual streams (AltUp)",
+        "gemma3_text",
+    ),
+    "gemma3n_text": (
+        "embeddings of their own per layer, and several residual streams (AltUp)",
+        "gemma3_text",
+    ),
     "hunyuan_v1_dense": ("norms of queries and keys after RoPE instead of before", "qwen3"),
     "minimax": ("experts behind lightning attention, a recurrence", "qwen3_next"),
     "olmo": (_NORM, "olmo2"),
@@ -45,7 +51,8 @@ def obstacle(config: Mapping[str, Any], types: Collection[str]) -> str:
         nearest = begins or difflib.get_close_matches(inside, types, n=1, cutoff=0.5) or ["llama"]
         return f"it is multimodal, with {inside!r} for text; the nearest that te-models reads is {nearest[0]!r}"
     found = MODELS.get(kind) or next(
-        ((what, nearest) for what, keys, nearest in KEYS if any(config.get(key) for key in keys)), None
+        ((what, nearest) for what, keys, nearest in KEYS if any(config.get(key) for key in keys)),
+        None,
     )
     if found is None:
         return ""

@@ -15,7 +15,9 @@ from te_models.errors import ConfigError, check_known, refuse
 
 Values = Mapping[str, Any]  # an object in a config.json, or fields of ModelConfig
 Fields = dict[str, Any]  # the same, to be changed
-SeesAll = Callable[[Values, int], bool]  # of a config.json and the number of a layer: whether it sees all keys
+SeesAll = Callable[
+    [Values, int], bool
+]  # of a config.json and the number of a layer: whether it sees all keys
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,17 @@ def read_rope(theirs: Values) -> Fields:
     values = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
     if any(isinstance(value, Mapping) for value in values.values()):
         raise ConfigError("rope_parameters by layer type are not supported for this model type")
-    found = {key: values.pop(key, theirs.get(key)) for key in ("rope_theta", "partial_rotary_factor")}
+    found = {
+        key: values.pop(key, theirs.get(key)) for key in ("rope_theta", "partial_rotary_factor")
+    }
     found = {key: value for key, value in found.items() if value is not None}
     kinds = [values.pop(key) for key in ("type", "rope_type") if key in values]
     if kinds and kinds[-1] != "default":
         found["rope_scaling"] = {"rope_type": kinds[-1], **values}
     elif values:
-        raise ConfigError(f"rope_scaling with {', '.join(values)} needs a rope_type other than default, such as linear")
+        raise ConfigError(
+            f"rope_scaling with {', '.join(values)} needs a rope_type other than default, such as linear"
+        )
     return found
 
 
@@ -97,14 +103,22 @@ def _window(types: list[str], window: int | None) -> Fields:
     """Return our fields for these layers, which are None where all layers are the same."""
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
-            raise ConfigError(f"layer_types holds {kind!r}, which is not supported for this model type")
+            raise ConfigError(
+                f"layer_types holds {kind!r}, which is not supported for this model type"
+            )
     if set(types) == {"full_attention"}:
         return {}
-    return {"sliding_window": window, "layer_types": None if set(types) == {"sliding_attention"} else types}
+    return {
+        "sliding_window": window,
+        "layer_types": None if set(types) == {"sliding_attention"} else types,
+    }
 
 
 def _write_types(config: ModelConfig) -> list[str]:
-    return ["sliding_attention" if window(layer) is not None else "full_attention" for layer in config.layers]
+    return [
+        "sliding_attention" if window(layer) is not None else "full_attention"
+        for layer in config.layers
+    ]
 
 
 def window_by_flag(full: SeesAll) -> Part:
@@ -120,7 +134,9 @@ def window_by_flag(full: SeesAll) -> Part:
         window = config.sliding_window if slides else None
         return {"use_sliding_window": slides, "sliding_window": window, "layer_types": types}
 
-    return Part(("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"), read, write)
+    return Part(
+        ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"), read, write
+    )
 
 
 def _write_window(config: ModelConfig) -> Fields:
@@ -192,7 +208,14 @@ def rope_by_type(full: SeesAll, *keys: str, partial: bool = False) -> Part:
         ropes = {kind: rope_parameters(own, partial) for kind, own in both.items()}
         return {**_write_window(config), "rope_parameters": ropes}
 
-    known = ("sliding_window", "layer_types", "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq")
+    known = (
+        "sliding_window",
+        "layer_types",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "rope_local_base_freq",
+    )
     return Part((*known, *keys), read, write)
 
 
@@ -205,7 +228,9 @@ def rope_parameters(rope: Rope, partial: bool = False) -> Fields:
 
 def _rope_layers(theirs: Values) -> list[int]:
     count, interval = theirs["num_hidden_layers"], theirs["no_rope_layer_interval"]
-    return theirs.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(count)]
+    return theirs.get("no_rope_layers") or [
+        int((layer + 1) % interval != 0) for layer in range(count)
+    ]
 
 
 def _read_no_rope(theirs: Values) -> Fields:
@@ -218,13 +243,18 @@ def _write_no_rope(config: ModelConfig) -> Fields:
     return {"no_rope_layers": list(config.no_rope_layers or [1] * config.num_hidden_layers)}
 
 
-GATE_FLAGS = {"headwise": "headwise_attn_output_gate", "elementwise": "elementwise_attn_output_gate"}
+GATE_FLAGS = {
+    "headwise": "headwise_attn_output_gate",
+    "elementwise": "elementwise_attn_output_gate",
+}
 
 
 def _read_gate(theirs: Values) -> Fields:
     gates = [gate for gate, flag in GATE_FLAGS.items() if theirs.get(flag)]
     if len(gates) > 1:
-        raise ConfigError(f"{' and '.join(GATE_FLAGS.values())} together are not supported: set one of them to false")
+        raise ConfigError(
+            f"{' and '.join(GATE_FLAGS.values())} together are not supported: set one of them to false"
+        )
     return {"attention_gate": gates[0] if gates else "none", "qk_norm": bool(theirs["use_qk_norm"])}
 
 
@@ -243,7 +273,10 @@ _MINISTRAL3 = dict(
 def _read_query_scale(theirs: Values) -> Fields:
     """Read the RoPE of Ministral 3, whose parameters include the scale of queries."""
     values = {**(theirs.get("rope_scaling") or theirs.get("rope_parameters") or _MINISTRAL3)}
-    beta, length = values.pop("llama_4_scaling_beta", None), values.get("original_max_position_embeddings")
+    beta, length = (
+        values.pop("llama_4_scaling_beta", None),
+        values.get("original_max_position_embeddings"),
+    )
     values.pop("max_position_embeddings", None)
     if values.get("rope_type", values.get("type")) in ("default", "linear", "dynamic"):
         values.pop("original_max_position_embeddings", None)
@@ -256,7 +289,10 @@ def _write_query_scale(config: ModelConfig) -> Fields:
     length = config.query_scale_length or scaling.get(
         "original_max_position_embeddings", config.max_position_embeddings
     )
-    scaling |= {"llama_4_scaling_beta": config.query_scale_beta or 0.0, "original_max_position_embeddings": length}
+    scaling |= {
+        "llama_4_scaling_beta": config.query_scale_beta or 0.0,
+        "original_max_position_embeddings": length,
+    }
     return {"rope_parameters": scaling}
 
 
@@ -277,7 +313,9 @@ def _read_su_rope(theirs: Values) -> Fields:
 
 def _write_su_rope(config: ModelConfig) -> Fields:
     found = _write_partial_rope(config)
-    original = (config.rope_scaling or {}).get("original_max_position_embeddings", config.max_position_embeddings)
+    original = (config.rope_scaling or {}).get(
+        "original_max_position_embeddings", config.max_position_embeddings
+    )
     return {**found, "original_max_position_embeddings": original}
 
 
@@ -311,7 +349,9 @@ def same(*names: str) -> Part:
     return renamed(**dict(zip(names, names, strict=True)))
 
 
-def biases(out: str | None = "attention_bias", mlp: str | None = None, qkv: str = "attention_bias") -> Part:
+def biases(
+    out: str | None = "attention_bias", mlp: str | None = None, qkv: str = "attention_bias"
+) -> Part:
     """Return the part of the keys that say which projections have a bias; None: there is none on those."""
     fields = {"attention_bias": qkv, "attention_output_bias": out, "mlp_bias": mlp}
     return renamed(**{ours: key for ours, key in fields.items() if key is not None})
@@ -324,7 +364,10 @@ def _read_internlm_biases(theirs: Values) -> Fields:
     return {"attention_bias": qkv, "attention_output_bias": rest, "mlp_bias": rest}
 
 
-ALIASES = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}  # other names of transformers for the same function
+ALIASES = {
+    "swish": "silu",
+    "gelu_new": "gelu_pytorch_tanh",
+}  # other names of transformers for the same function
 
 
 def activation(key: str = "hidden_act", aliases: Mapping[str, str] = ALIASES) -> Part:
@@ -343,7 +386,11 @@ def _multiplier(theirs: Values, value: float) -> Fields:
 
 
 def _write_multiplier(config: ModelConfig) -> float:
-    return config.head_dim**-0.5 if config.attention_multiplier is None else config.attention_multiplier
+    return (
+        config.head_dim**-0.5
+        if config.attention_multiplier is None
+        else config.attention_multiplier
+    )
 
 
 def _read_laguna(theirs: Values) -> Fields:
@@ -363,18 +410,29 @@ def _read_laguna(theirs: Values) -> Fields:
 def _write_laguna(config: ModelConfig) -> Fields:
     gates = {"headwise": "per-head", "elementwise": "per-element"}
     heads = [config.num_attention_heads] * config.num_hidden_layers
-    return {"gating": gates.get(config.attention_gate, False), "num_attention_heads_per_layer": heads}
+    return {
+        "gating": gates.get(config.attention_gate, False),
+        "num_attention_heads_per_layer": heads,
+    }
 
 
-GEMMA_ACT = activation(aliases={**ALIASES, "gelu": "gelu_pytorch_tanh"})  # which Gemma 1 calls "gelu"
+GEMMA_ACT = activation(
+    aliases={**ALIASES, "gelu": "gelu_pytorch_tanh"}
+)  # which Gemma 1 calls "gelu"
 ROPE = Part(("rope_theta", "rope_scaling", "rope_parameters"), _read_whole_rope, _write_rope)
 PARTIAL_ROPE = Part((*ROPE.keys, "partial_rotary_factor"), read_rope, _write_partial_rope)
-SU_ROPE = Part((*PARTIAL_ROPE.keys, "original_max_position_embeddings"), _read_su_rope, _write_su_rope)
-GPT_OSS_ROPE = Part(ROPE.keys, _read_gpt_oss_rope, lambda config: {"rope_parameters": rope_parameters(config.rope)})
+SU_ROPE = Part(
+    (*PARTIAL_ROPE.keys, "original_max_position_embeddings"), _read_su_rope, _write_su_rope
+)
+GPT_OSS_ROPE = Part(
+    ROPE.keys, _read_gpt_oss_rope, lambda config: {"rope_parameters": rope_parameters(config.rope)}
+)
 QUERY_SCALE_ROPE = Part(ROPE.keys, _read_query_scale, _write_query_scale)
 WINDOW = same("sliding_window")
 WINDOW_BY_FLAG = window_by_flag(lambda theirs, layer: layer < theirs["max_window_layers"])
-EVEN_SLIDE_BY_FLAG = window_by_flag(lambda theirs, layer: layer % 2 == 1 or layer >= theirs["max_window_layers"])
+EVEN_SLIDE_BY_FLAG = window_by_flag(
+    lambda theirs, layer: layer % 2 == 1 or layer >= theirs["max_window_layers"]
+)
 WINDOW_WITHOUT_ROPE = window_by_flag(lambda theirs, layer: bool(_rope_layers(theirs)[layer]))
 ALL_SLIDE = window_by_layer(lambda theirs, layer: theirs.get("sliding_window") is None)
 FIRST_OF_FOUR_IS_FULL = window_by_layer(_every(4))
@@ -382,13 +440,19 @@ SECOND_IS_FULL = window_by_layer(_every(2, 1))
 OLMO3_ROPE = rope_by_type(_every(4, 3))
 GEMMA3_ROPE = rope_by_type(_by_pattern("sliding_window_pattern"), "sliding_window_pattern")
 LAGUNA_ROPE = rope_by_type(_all_full, partial=True)
-EXAONE_WINDOW = window_with_rope(_by_pattern("sliding_window_pattern"), "sliding_window_pattern", unless_none=True)
-AFMOE_WINDOW = window_with_rope(_by_pattern("global_attn_every_n_layers"), "global_attn_every_n_layers")
+EXAONE_WINDOW = window_with_rope(
+    _by_pattern("sliding_window_pattern"), "sliding_window_pattern", unless_none=True
+)
+AFMOE_WINDOW = window_with_rope(
+    _by_pattern("global_attn_every_n_layers"), "global_attn_every_n_layers"
+)
 NO_ROPE = Part(("no_rope_layers", "no_rope_layer_interval"), _read_no_rope, _write_no_rope)
 GATE = Part((*GATE_FLAGS.values(), "use_qk_norm"), _read_gate, _write_gate)
 MUP = Part(
     ("mup_enabled",),
-    lambda theirs: {"embedding_multiplier": theirs["hidden_size"] ** 0.5 if theirs["mup_enabled"] else 1.0},
+    lambda theirs: {
+        "embedding_multiplier": theirs["hidden_size"] ** 0.5 if theirs["mup_enabled"] else 1.0
+    },
     lambda config: {"mup_enabled": config.embedding_multiplier != 1},
 )
 INTERNLM_BIASES = Part(
@@ -408,7 +472,9 @@ QUERY_SCALAR = Part(
     lambda config: {"query_pre_attn_scalar": round(_write_multiplier(config) ** -2)},
 )
 # Gemma scales embeddings by the root of their width, and has no key for it.
-EMBEDDING_ROOT = Part((), lambda theirs: {"embedding_multiplier": theirs["hidden_size"] ** 0.5}, lambda config: {})
+EMBEDDING_ROOT = Part(
+    (), lambda theirs: {"embedding_multiplier": theirs["hidden_size"] ** 0.5}, lambda config: {}
+)
 
 # The options of remote_code/configuration_te_models.py; all other fields are keys of config.json.
 OWN_OPTIONS = (

@@ -16,7 +16,12 @@ class Rows:
 
     module: str
     blocks: tuple[str, ...] = ()
-    per: Literal["num_attention_heads", "num_key_value_heads", "linear_attention.num_key_heads", "row"] | None = None
+    per: (
+        Literal[
+            "num_attention_heads", "num_key_value_heads", "linear_attention.num_key_heads", "row"
+        ]
+        | None
+    ) = None
     experts: bool = False
 
 
@@ -38,11 +43,20 @@ LAYER = {
 }
 NORMED_LAYER = LAYER | _alike("self_attn.q_norm", "self_attn.k_norm")
 LATENT_LAYER = {
-    **{name: rows for name, rows in LAYER.items() if name[:12] not in ("self_attn.q_", "self_attn.k_", "self_attn.v_")},
+    **{
+        name: rows
+        for name, rows in LAYER.items()
+        if name[:12] not in ("self_attn.q_", "self_attn.k_", "self_attn.v_")
+    },
     "self_attn.q_proj": Rows("self_attn.qkv_a_proj", ("q",)),
     "self_attn.q_a_proj": Rows("self_attn.qkv_a_proj", ("q_a",)),
     "self_attn.kv_a_proj_with_mqa": Rows("self_attn.qkv_a_proj", ("kv_a", "k_rope")),
-    **_alike("self_attn.q_a_layernorm", "self_attn.q_b_proj", "self_attn.kv_a_layernorm", "self_attn.kv_b_proj"),
+    **_alike(
+        "self_attn.q_a_layernorm",
+        "self_attn.q_b_proj",
+        "self_attn.kv_a_layernorm",
+        "self_attn.kv_b_proj",
+    ),
 }
 POST_NORMED_LAYER = {
     **{name: rows for name, rows in NORMED_LAYER.items() if "layernorm" not in name},
@@ -50,7 +64,11 @@ POST_NORMED_LAYER = {
     "post_feedforward_layernorm": Rows("mlp_output_norm"),
 }
 # Norms before and after attention and MLP, whose names differ: (after attention, before the MLP, after it).
-GEMMA_NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+GEMMA_NORMS = (
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 AFMOE_NORMS = ("post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
 GLM_NORMS = ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
@@ -59,7 +77,10 @@ def both_normed(layer: Mapping[str, Rows], names: tuple[str, str, str]) -> dict[
     """Return the places of a layer with four norms."""
     ours = ("attention_output_norm", "post_attention_layernorm", "mlp_output_norm")
     norms = {theirs: Rows(name) for theirs, name in zip(names, ours, strict=True)}
-    return {**{name: rows for name, rows in layer.items() if name != "post_attention_layernorm"}, **norms}
+    return {
+        **{name: rows for name, rows in layer.items() if name != "post_attention_layernorm"},
+        **norms,
+    }
 
 
 def _fused_layer(*fused: str) -> dict[str, Rows]:
@@ -78,13 +99,18 @@ PHI_LAYER = _fused_layer("self_attn.qkv_proj", "mlp.gate_up_proj")
 FUSED_MLP_LAYER = _fused_layer("mlp.gate_up_proj")
 GLM_LAYER = both_normed(FUSED_MLP_LAYER, GLM_NORMS)
 # A gate from a projection of its own.
-AFMOE_LAYER = {**both_normed(NORMED_LAYER, AFMOE_NORMS), "self_attn.gate_proj": Rows("self_attn.qkvg_proj", ("g",))}
+AFMOE_LAYER = {
+    **both_normed(NORMED_LAYER, AFMOE_NORMS),
+    "self_attn.gate_proj": Rows("self_attn.qkvg_proj", ("g",)),
+}
 LAGUNA_LAYER = {**NORMED_LAYER, "self_attn.g_proj": Rows("self_attn.qkvg_proj", ("g",))}
 # That of remote_code/modeling_te_models.py: rows that a model has not are left out.
 OWN_LAYER = LAGUNA_LAYER | _alike("self_attn.sinks", "attention_output_norm", "mlp_output_norm")
 
 
-def _experts(names: tuple[str, str, str, str], router: str = "mlp.gate", shared: str = "") -> dict[str, Rows]:
+def _experts(
+    names: tuple[str, str, str, str], router: str = "mlp.gate", shared: str = ""
+) -> dict[str, Rows]:
     """Return the places of experts: the names of one of them, of its projections gate, up and down, and of the rest."""
     expert, gate, up, down = names
     found = {
@@ -104,7 +130,10 @@ def _experts(names: tuple[str, str, str, str], router: str = "mlp.gate", shared:
 
 _ONE_EXPERT = ("mlp.experts.{}", "gate_proj", "up_proj", "down_proj")
 EXPERTS = _experts(_ONE_EXPERT)
-QWEN2_EXPERTS = {**_experts(_ONE_EXPERT, shared="mlp.shared_expert"), "mlp.shared_expert_gate": Rows("mlp.shared_gate")}
+QWEN2_EXPERTS = {
+    **_experts(_ONE_EXPERT, shared="mlp.shared_expert"),
+    "mlp.shared_expert_gate": Rows("mlp.shared_gate"),
+}
 DEEPSEEK_V2_EXPERTS = _experts(_ONE_EXPERT, shared="mlp.shared_experts")
 GLM_EXPERTS = {
     **DEEPSEEK_V2_EXPERTS,
@@ -118,7 +147,9 @@ LAGUNA_EXPERTS = {
     **_experts(_ONE_EXPERT, shared="mlp.shared_expert"),
     "mlp.experts.e_score_correction_bias": Rows("mlp.expert_bias"),
 }
-MIXTRAL_EXPERTS = _experts(("block_sparse_moe.experts.{}", "w1", "w3", "w2"), "block_sparse_moe.gate")
+MIXTRAL_EXPERTS = _experts(
+    ("block_sparse_moe.experts.{}", "w1", "w3", "w2"), "block_sparse_moe.gate"
+)
 GPT_OSS_LAYER = {
     **{name: rows for name, rows in LAYER.items() if "mlp" not in name},
     **_alike("self_attn.sinks", "mlp.router"),
@@ -127,9 +158,17 @@ GPT_OSS_LAYER = {
 }
 UNGATED_MLP_LAYER = {name: rows for name, rows in LAYER.items() if name != "mlp.gate_proj"}
 # The gate comes out of q_proj: after the queries of each group of heads that share a key, or of each head.
-GATED_BY_GROUP = {**NORMED_LAYER, "self_attn.q_proj": Rows("self_attn.qkvg_proj", ("q", "g"), "num_key_value_heads")}
-GATED_BY_HEAD = {**NORMED_LAYER, "self_attn.q_proj": Rows("self_attn.qkvg_proj", ("q", "g"), "num_attention_heads")}
-_DELTANET = _alike(*(f"linear_attn.{name}" for name in ("conv1d", "A_log", "dt_bias", "norm", "out_proj")))
+GATED_BY_GROUP = {
+    **NORMED_LAYER,
+    "self_attn.q_proj": Rows("self_attn.qkvg_proj", ("q", "g"), "num_key_value_heads"),
+}
+GATED_BY_HEAD = {
+    **NORMED_LAYER,
+    "self_attn.q_proj": Rows("self_attn.qkvg_proj", ("q", "g"), "num_attention_heads"),
+}
+_DELTANET = _alike(
+    *(f"linear_attn.{name}" for name in ("conv1d", "A_log", "dt_bias", "norm", "out_proj"))
+)
 # Gated DeltaNet in some layers, with a projection for each part, or with those of each key head together.
 QWEN3_5_LAYER = {
     **GATED_BY_HEAD,
@@ -142,8 +181,12 @@ QWEN3_5_LAYER = {
 QWEN3_NEXT_LAYER = {
     **GATED_BY_HEAD,
     **_DELTANET,
-    "linear_attn.in_proj_qkvz": Rows("linear_attn.qkvz_proj", ("q", "k", "v", "z"), "linear_attention.num_key_heads"),
-    "linear_attn.in_proj_ba": Rows("linear_attn.ba_proj", ("b", "a"), "linear_attention.num_key_heads"),
+    "linear_attn.in_proj_qkvz": Rows(
+        "linear_attn.qkvz_proj", ("q", "k", "v", "z"), "linear_attention.num_key_heads"
+    ),
+    "linear_attn.in_proj_ba": Rows(
+        "linear_attn.ba_proj", ("b", "a"), "linear_attention.num_key_heads"
+    ),
 }
 # Outside the layers: their name -> ours, below the prefix of a family where it begins with "model.".
 TOP = {"model.embed_tokens": "embed_tokens", "model.norm": "norm", "lm_head": "lm_head"}

@@ -27,7 +27,9 @@ from te_models.interop.quantized import MODELOPT_FILE
 from te_models.interop.stacked_experts import stacked
 from te_models.model.decoder import Decoder
 
-CODE = Path(__file__).parent / "remote_code"  # code for transformers, for models of which it has no architecture
+CODE = (
+    Path(__file__).parent / "remote_code"
+)  # code for transformers, for models of which it has no architecture
 MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -48,7 +50,9 @@ REPLACEABLE = (
     MODELOPT_FILE,
 )
 # From the places and values of all parameters and config.json to the tensors and the config.json to write.
-Quantize = Callable[[Mapping[str, Place], Mapping[str, Tensor], Document], tuple[dict[str, Tensor], Fields]]
+Quantize = Callable[
+    [Mapping[str, Place], Mapping[str, Tensor], Document], tuple[dict[str, Tensor], Fields]
+]
 
 
 def write_hugging_face(
@@ -102,14 +106,18 @@ def write_hugging_face(
         files[INDEX] = render_index(weight_map, sum(tensor.nbytes for tensor in tensors.values()))
     if family.code:
         files |= {path.name: path.read_bytes() for path in sorted(CODE.glob("*.py"))}
-    card = user_card(folder) or model_card(model, origin.folder, config, name or folder.name, family.code)
+    card = user_card(folder) or model_card(
+        model, origin.folder, config, name or folder.name, family.code
+    )
     if card is not None:
         files[CARD] = card
     _write(folder, files, shards)
     _say_what_loads(model, family, str(name or folder))
 
 
-def _write(folder: Path, files: Mapping[str, bytes], shards: Mapping[str, Mapping[str, Tensor]]) -> None:
+def _write(
+    folder: Path, files: Mapping[str, bytes], shards: Mapping[str, Mapping[str, Tensor]]
+) -> None:
     """Write small files and safetensors files, file name -> content, in place of the folder's content."""
     with replacing_folder(folder) as temp:
         for file, content in files.items():
@@ -121,9 +129,13 @@ def _write(folder: Path, files: Mapping[str, bytes], shards: Mapping[str, Mappin
 
 def _refuse_strangers(folder: Path) -> None:
     """Raise a UsageError if the folder has files that may be the user's work."""
-    present = sorted(os.listdir(folder)) if folder.is_dir() else [folder.name] if folder.exists() else []
+    present = (
+        sorted(os.listdir(folder)) if folder.is_dir() else [folder.name] if folder.exists() else []
+    )
     if strangers := [name for name in present if not _replaceable(name)]:
-        raise UsageError(f"{folder} holds {list_some(strangers)}, which saving would delete; choose another folder")
+        raise UsageError(
+            f"{folder} holds {list_some(strangers)}, which saving would delete; choose another folder"
+        )
 
 
 def _family_and_others(
@@ -150,7 +162,11 @@ def _generation(model: Decoder, origin: Origin) -> Document:
     if origin.generation is not None:
         return dict(origin.generation)
     own = model.config.to_dict()
-    ids = {key: own[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if own[key] is not None}
+    ids = {
+        key: own[key]
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+        if own[key] is not None
+    }
     return {"_from_model_config": True, **ids}
 
 
@@ -168,7 +184,9 @@ def _tensors_beside(origin: Origin) -> dict[str, Tensor] | None:
         with open_hugging_face(folder, documents) as opened:
             found = opened.tensors_aside()
     if origin.beside is not None and not found:
-        raise UsageError(f"{origin.beside} has no tensors that belong beside this model: leave out beside")
+        raise UsageError(
+            f"{origin.beside} has no tensors that belong beside this model: leave out beside"
+        )
     return found
 
 

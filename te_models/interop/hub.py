@@ -9,7 +9,7 @@ import torch
 
 from te_models.config.recipe import unknown_option
 from te_models.config.shipped import list_shipped, shipped_folder
-from te_models.errors import UsageError, needs, refuse
+from te_models.errors import UsageError, needs
 from te_models.files.atomic import first_line, readable
 from te_models.files.formats import Document, Fields
 from te_models.interop.model_card import CARD, user_card
@@ -21,7 +21,8 @@ from te_models.model.options import HubOptions, LoadOptions
 WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 UNWANTED = ("consolidated*", "original/*", "onnx/*")
 NO_BITSANDBYTES = (
-    "bitsandbytes is not part of te-models: recipe='current' with fp8_params=True stores one byte per weight"
+    "bitsandbytes is not part of te-models: recipe='current' with fp8_params=True stores one byte "
+    "per weight"
 )
 NO_PLAN = "tensor parallelism is tp_mesh=, a DeviceMesh"
 NO_DISK = "weights are not moved to disk: device= says where they are"
@@ -36,7 +37,9 @@ REFUSED = {
     "max_memory": "a model is on one device: device=, or tp_mesh= to share it between GPUs",
     **dict.fromkeys(("offload_folder", "offload_buffers", "offload_state_dict"), NO_DISK),
     **dict.fromkeys(("tp_plan", "tp_size", "device_mesh", "distributed_config"), NO_PLAN),
-    **dict.fromkeys(("use_kernels", "kernel_config", "fusion_config", "experts_implementation"), OWN_KERNELS),
+    **dict.fromkeys(
+        ("use_kernels", "kernel_config", "fusion_config", "experts_implementation"), OWN_KERNELS
+    ),
     **dict.fromkeys(("from_tf", "from_flax"), TENSORFLOW),
     "key_mapping": "tensors have the names of their family: rename them in the folder",
     "adapter_name": "load an adapter with te_models.training.lora.load_lora",
@@ -53,10 +56,23 @@ REFUSED = {
     "proxies": "set the environment variables HTTP_PROXY and HTTPS_PROXY",
 }
 # Keywords without effect: no code is run, no pickle is read, memory use is always low, and downloads always resume.
-WITHOUT_EFFECT = frozenset((
-    "trust_remote_code", "code_revision", "use_safetensors", "weights_only", "low_cpu_mem_usage", "resume_download",
-    "disable_mmap", "tqdm_class", "allow_all_kernels", "commit_hash", "_commit_hash", "mirror", "use_cache",
-))  # fmt: skip
+WITHOUT_EFFECT = frozenset(
+    (
+        "trust_remote_code",
+        "code_revision",
+        "use_safetensors",
+        "weights_only",
+        "low_cpu_mem_usage",
+        "resume_download",
+        "disable_mmap",
+        "tqdm_class",
+        "allow_all_kernels",
+        "commit_hash",
+        "_commit_hash",
+        "mirror",
+        "use_cache",
+    )
+)
 
 
 def local_folder(name: str | Path, **hub: Any) -> Path:
@@ -81,10 +97,16 @@ def local_folder(name: str | Path, **hub: Any) -> Path:
             f"{name}: no such folder, and no model that ships with te-models ({', '.join(list_shipped())}); those of "
             "the Hugging Face hub are named owner/model"
         )
-    with needs(f"{name} is no folder here, and the Hugging Face hub", "huggingface_hub", "0.26", "hf"):
+    with needs(
+        f"{name} is no folder here, and the Hugging Face hub", "huggingface_hub", "0.26", "hf"
+    ):
         from huggingface_hub import snapshot_download  # noqa: PLC0415
     with _answering(f"{name} is no folder here, and the Hugging Face hub did not give it"):
-        return Path(snapshot_download(str(name), allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED), **hub))
+        return Path(
+            snapshot_download(
+                str(name), allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED), **hub
+            )
+        )
 
 
 @contextmanager
@@ -117,7 +139,11 @@ def push_folder(folder: Path, repo_id: str, options: Document) -> str:
             ignored = [CARD] if user_card(found.parent) is not None else []
         message = options.get("commit_message") or "Upload a model of te-models"
         given = dict(commit_message=message, revision=revision, create_pr=options.get("create_pr"))
-        return str(api.upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=ignored, **given))
+        return str(
+            api.upload_folder(
+                repo_id=repository, folder_path=folder, ignore_patterns=ignored, **given
+            )
+        )
 
 
 def split_options(options: Document) -> tuple[Fields, Fields]:
@@ -165,13 +191,21 @@ def _dtype(value: object) -> torch.dtype | None:
 
 def _device(device_map: Any) -> torch.device | str | None:
     """Return the one device of a device_map; None, the default one, for "auto"."""
-    places = [*{str(place) for place in device_map.values()}] if isinstance(device_map, Mapping) else [device_map]
-    refuse({
-        f"device_map names {len(places)} devices, and a model is on one: give device=, or tp_mesh= to share it between "
-        "GPUs": len(places) != 1,
-        f"device_map={device_map!r} spreads layers over GPUs, which te-models does not: give device=, or tp_mesh= to "
-        "share each layer between GPUs": device_map in ("balanced", "balanced_low_0", "sequential"),
-    })  # fmt: skip
+    places = (
+        [*{str(place) for place in device_map.values()}]
+        if isinstance(device_map, Mapping)
+        else [device_map]
+    )
+    if len(places) != 1:
+        raise UsageError(
+            f"device_map names {len(places)} devices, and a model is on one: give device=, or tp_mesh= to "
+            "share it between GPUs"
+        )
+    if device_map in ("balanced", "balanced_low_0", "sequential"):
+        raise UsageError(
+            f"device_map={device_map!r} spreads layers over GPUs, which te-models does not: give device=, or "
+            "tp_mesh= to share each layer between GPUs"
+        )
     (device_map,) = places
     if device_map == "auto":
         return None
@@ -180,4 +214,6 @@ def _device(device_map: Any) -> torch.device | str | None:
     try:
         return torch.device(device_map)
     except (RuntimeError, TypeError):
-        raise UsageError(f"device_map={device_map!r} is no device: give 'cuda', 'cuda:0', 'cpu' or 'auto'") from None
+        raise UsageError(
+            f"device_map={device_map!r} is no device: give 'cuda', 'cuda:0', 'cpu' or 'auto'"
+        ) from None

@@ -43,7 +43,9 @@ def user_card(folder: Path) -> bytes | None:
     return None if MARK.encode() in content else content
 
 
-def model_card(model: Decoder, source: Path | None, config: Document, name: str, code: bool) -> bytes | None:
+def model_card(
+    model: Decoder, source: Path | None, config: Document, name: str, code: bool
+) -> bytes | None:
     """Return the card of a model that was read from the folder `source`; None without the package huggingface_hub.
 
     `config` is the config.json that is written with it, `name` that of the folder or repository, and `code` whether the
@@ -68,7 +70,10 @@ def model_card(model: Decoder, source: Path | None, config: Document, name: str,
         dtype=str(model.dtype).removeprefix("torch."),
         recipe=recipe.name,
         engine=model.engine,
-        rows="\n".join(f"| {key} | {value} |" for key, value in {**_rows(model, config), **_losses(source)}.items()),
+        rows="\n".join(
+            f"| {key} | {value} |"
+            for key, value in {**_rows(model, config), **_losses(source)}.items()
+        ),
         name=name,
         options=", trust_remote_code=True" if code else "",
     )
@@ -79,7 +84,9 @@ def _rows(model: Decoder, config: Document) -> Fields:
     """Return the card's rows about recipe, engine and shape."""
     recipe, linears = model.recipe, model.precision.linears.values()
     low = sum(linear.recipe is not None for linear in linears)
-    fields = {key: value for key, value in recipe.to_dict().items() if key not in ("name", "scheme")}
+    fields = {
+        key: value for key, value in recipe.to_dict().items() if key not in ("name", "scheme")
+    }
     quantization = config.get("quantization_config")
     return {
         "recipe": f"{recipe.scheme}, {recipe.formats}: {', '.join(f'{k}={json.dumps(v)}' for k, v in fields.items())}",
@@ -89,7 +96,9 @@ def _rows(model: Decoder, config: Document) -> Fields:
         f"attention gate: {model.config.attention_gate}",
         "context": f"{model.config.max_position_embeddings:,} tokens",
         "vocabulary": f"{model.config.vocab_size:,} tokens",
-        "stored weights": quantization.get("format", quantization["quant_method"]) if quantization else "not quantized",
+        "stored weights": quantization.get("format", quantization["quant_method"])
+        if quantization
+        else "not quantized",
     }
 
 
@@ -108,5 +117,9 @@ def _losses(source: Path | None) -> dict[str, str]:
         "loss": "last training loss",
     }
     losses = {label: result.get(name) for name, label in names.items()}
-    found = {label: f"{value:.4f} nats per token" for label, value in losses.items() if isinstance(value, float)}
+    found = {
+        label: f"{value:.4f} nats per token"
+        for label, value in losses.items()
+        if isinstance(value, float)
+    }
     return {"steps": str(result.get("step")), **found} if found else {}

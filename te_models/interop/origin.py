@@ -41,9 +41,17 @@ class Origin:
             raise CheckpointError(f"{file} is a JSON {type(generation).__name__}, not an object")
         for name in ("eos_token_id", "pad_token_id"):
             given = generation.get(name)
-            ids = given if isinstance(given, list) and name == "eos_token_id" else [] if given is None else [given]
+            ids = (
+                given
+                if isinstance(given, list) and name == "eos_token_id"
+                else []
+                if given is None
+                else [given]
+            )
             if any(mistyped(number, int) or abs(number) >= 2**63 for number in ids):
-                raise CheckpointError(f"{file}: {name} is {str(given)[:60]}: give the id of a token, a whole number")
+                raise CheckpointError(
+                    f"{file}: {name} is {str(given)[:60]}: give the id of a token, a whole number"
+                )
 
     def documents(self) -> dict[str, Document]:
         """Return the documents to save with the model so that it can be written back unchanged."""
@@ -102,7 +110,9 @@ def read_own_config(
         values = {} if not isinstance(document, Mapping) else dict(document)
         kind, name = values.pop("model_type", None), values.pop("dtype", None)
         if kind != MODEL_TYPE:
-            raise ValueError(f"a model of type {list_some([repr(kind)])}, and this version reads {MODEL_TYPE!r}")
+            raise ValueError(
+                f"a model of type {list_some([repr(kind)])}, and this version reads {MODEL_TYPE!r}"
+            )
         return ModelConfig.from_dict(values), saved_dtype(path, name)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{path}: {first_line(error)}") from None
@@ -111,7 +121,9 @@ def read_own_config(
 def saved_dtype(file: str | Path, name: object) -> torch.dtype:
     """Return the dtype called `name` in a config.json, `file`; a CheckpointError for any other than these three."""
     if not isinstance(name, str) or name not in DTYPES:
-        raise CheckpointError(f"{file}: dtype {list_some([repr(name)])} is not bfloat16, float16 or float32")
+        raise CheckpointError(
+            f"{file}: dtype {list_some([repr(name)])} is not bfloat16, float16 or float32"
+        )
     return DTYPES[name]
 
 
@@ -130,7 +142,9 @@ def check_sizes(path: Path, values: object, tensors: Mapping[str, Tensor], root:
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{path} is not an object of names and values")
     layers, embedding = f"{root}layers.", f"{root}embed_tokens.weight"
-    numbers = {name.removeprefix(layers).split(".")[0] for name in tensors if name.startswith(layers)}
+    numbers = {
+        name.removeprefix(layers).split(".")[0] for name in tensors if name.startswith(layers)
+    }
     actual: dict[str, int] = {"num_hidden_layers": len(numbers)}
     if embedding in tensors and tensors[embedding].dim() == 2:
         actual["vocab_size"], actual["hidden_size"] = tensors[embedding].shape

@@ -25,7 +25,10 @@ from te_models.files.tensors import SafetensorsFile
 E4M3 = torch.float8_e4m3fn
 NARROW = (E4M3, torch.float8_e5m2)
 MODELOPT_FILE = "hf_quant_config.json"
-CONFIG_KEYS = ("quantization_config", "compression_config")  # the second is of compressed-tensors before 0.8
+CONFIG_KEYS = (
+    "quantization_config",
+    "compression_config",
+)  # the second is of compressed-tensors before 0.8
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,16 @@ class Scheme:
 
     def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Return the number of scales along each dimension of a weight [out, in]."""
-        rows, columns = (math.ceil(size / step) for size, step in zip(shape, self.steps(shape), strict=True))
+        rows, columns = (
+            math.ceil(size / step) for size, step in zip(shape, self.steps(shape), strict=True)
+        )
         return rows, columns
 
     def steps(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Return the rows and columns of a weight [out, in] that share a scale: no more than it has."""
-        rows, columns = (min(step or size, size) for size, step in zip(shape, self.block, strict=True))
+        rows, columns = (
+            min(step or size, size) for size, step in zip(shape, self.block, strict=True)
+        )
         return rows, columns
 
 
@@ -69,10 +76,17 @@ TENSOR = Scheme((0, 0), "static", scales=BOTH)
 CHANNEL = Scheme((1, 0), "token")
 MXFP8 = Scheme((1, 32), "mxfp8", scale_dtypes=(torch.uint8,))
 NVFP4 = Scheme((1, 16), "nvfp4", data="weight_packed", scale_dtypes=(E4M3,))
-MXFP4 = Scheme((1, 32), "none", data="blocks", scales=("scales",), scale_dtypes=(torch.uint8,))  # of stacked experts
+MXFP4 = Scheme(
+    (1, 32), "none", data="blocks", scales=("scales",), scale_dtypes=(torch.uint8,)
+)  # of stacked experts
 GLOBAL_SCALE, INPUT_GLOBAL_SCALE = "weight_global_scale", "input_global_scale"
 INPUT_SCALES = ("input_scale", "activation_scale")
-UNREAD = ("k_scale", "v_scale", "q_scale", "output_scale")  # of a quantized cache of keys and values
+UNREAD = (
+    "k_scale",
+    "v_scale",
+    "q_scale",
+    "output_scale",
+)  # of a quantized cache of keys and values
 
 
 def read_scheme(folder: Path, config: Document) -> Scheme | None:
@@ -111,7 +125,9 @@ def _shown(values: object) -> str:
 def _refuse_unknown(values: Document, known: Iterable[str]) -> None:
     """Raise a ValueError for an unknown key with a value that matters."""
     for name, value in values.items():
-        require(name in known or value in (None, False, [], {}), f"{name}={_shown(value)} is not known")
+        require(
+            name in known or value in (None, False, [], {}), f"{name}={_shown(value)} is not known"
+        )
 
 
 def _require(values: Document, name: str, *allowed: object) -> Value:
@@ -165,7 +181,9 @@ def _compressed_group(group: Document, format: object) -> Scheme:
         _require(weights, "num_bits", bits)
         _require(weights, "group_size", size)
         return scheme if inputs else dataclasses.replace(scheme, activations="none")
-    require(format in ("float-quantized", "naive-quantized"), f"format={_shown(format)} is not known")
+    require(
+        format in ("float-quantized", "naive-quantized"), f"format={_shown(format)} is not known"
+    )
     _require(weights, "num_bits", 8)
     strategy = _require(weights, "strategy", "tensor", "channel", "block")
     if strategy == "block":
@@ -186,7 +204,10 @@ def _modelopt_scheme(values: Document) -> Scheme:
     _refuse_unknown({k: v for k, v in values.items() if k != "quantized_layers"}, known)
     algorithm = str(values["quant_algo"]).upper()
     schemes = {"FP8": TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL, "FP8_PB_WO": BLOCK}
-    require(algorithm in schemes, f"quant_algo={values['quant_algo']!r}, and te-models reads {', '.join(schemes)}")
+    require(
+        algorithm in schemes,
+        f"quant_algo={values['quant_algo']!r}, and te-models reads {', '.join(schemes)}",
+    )
     return schemes[algorithm]
 
 
@@ -219,11 +240,16 @@ def dequantize(scheme: Scheme, data: Tensor, scales: Tensor) -> Tensor:
     """
     raw = data.view(torch.uint8)
     values = nvfp4.unpack(raw) if scheme.packed else numerics.decode_fp8(raw, DType.kFloat8E4M3)
-    return numerics.scale_blocks_(values.contiguous(), scales, scheme.steps((values.shape[0], values.shape[1])))
+    return numerics.scale_blocks_(
+        values.contiguous(), scales, scheme.steps((values.shape[0], values.shape[1]))
+    )
 
 
 def open_weights(
-    folder: Path, scheme: Scheme | None, found: Mapping[str, Tensor], files: Iterable[SafetensorsFile]
+    folder: Path,
+    scheme: Scheme | None,
+    found: Mapping[str, Tensor],
+    files: Iterable[SafetensorsFile],
 ) -> StoredWeights:
     """Return the tensors of a folder, with the scales of quantized weights read and checked.
 
@@ -246,7 +272,9 @@ def open_weights(
         return StoredWeights(None, dict(found))
     weights = _Weights(folder, scheme, found)
     names = weights.wanted()
-    return weights.checked({name: file.read(name) for file in files for name in names & file.tensors.keys()})
+    return weights.checked(
+        {name: file.read(name) for file in files for name in names & file.tensors.keys()}
+    )
 
 
 class _Weights:
@@ -256,15 +284,24 @@ class _Weights:
         self.folder, self.scheme, self.found = folder, scheme, found
         dtype = torch.uint8 if scheme.packed else E4M3
         suffix = f".{scheme.data}"
-        self.modules = [n.removesuffix(suffix) for n, t in found.items() if n.endswith(suffix) and t.dtype == dtype]
+        self.modules = [
+            n.removesuffix(suffix)
+            for n, t in found.items()
+            if n.endswith(suffix) and t.dtype == dtype
+        ]
         self.scale_names = {module: self._scale_name(module) for module in self.modules}
 
     def _scale_name(self, module: str) -> str:
         """Return the name of the tensor with a weight's scales, whose shape and dtype are right."""
         data = self.found[f"{module}.{self.scheme.data}"]
-        names = [f"{module}.{name}" for name in self.scheme.scales if f"{module}.{name}" in self.found]
+        names = [
+            f"{module}.{name}" for name in self.scheme.scales if f"{module}.{name}" in self.found
+        ]
         one = len(names) == 1 and data.dim() == 2 and bool(data.numel())
-        self._must(one, f"{module} is quantized {list(data.shape)} and has {len(names)} of {self.scheme.scales}")
+        self._must(
+            one,
+            f"{module} is quantized {list(data.shape)} and has {len(names)} of {self.scheme.scales}",
+        )
         scale, shape = self.found[names[0]], self.shape(module)
         grid = self.scheme.grid(shape)
         squeezed = [size for size in scale.shape if size != 1]
@@ -287,7 +324,9 @@ class _Weights:
     def wanted(self) -> set[str]:
         """Return the names of the scales to read: of the weights, and static ones of their inputs."""
         small = (*INPUT_SCALES, GLOBAL_SCALE, INPUT_GLOBAL_SCALE)
-        singles = {f"{module}.{name}" for module in self.modules for name in small} & self.found.keys()
+        singles = {
+            f"{module}.{name}" for module in self.modules for name in small
+        } & self.found.keys()
         for name in singles:
             one = self.found[name].numel() == 1 and self.found[name].is_floating_point()
             self._must(one, f"{name} is {list(self.found[name].shape)}, not one number")
@@ -302,12 +341,22 @@ class _Weights:
             scales = self._numbers(self.scale_names[module], read).reshape(self.scheme.grid(shape))
             if self.scheme.packed:
                 name = f"{module}.{GLOBAL_SCALE}"
-                scales = self._finite(name, scales / self._numbers(name, read, positive=True).reshape(()))
+                scales = self._finite(
+                    name, scales / self._numbers(name, read, positive=True).reshape(())
+                )
             stored.scales[weight] = scales
             for name in (*INPUT_SCALES, INPUT_GLOBAL_SCALE):
                 if f"{module}.{name}" in read:
-                    stored.inputs[weight] = self._numbers(f"{module}.{name}", read, positive=True).reshape(())
-            for name in (self.scheme.data, *self.scheme.scales, *INPUT_SCALES, GLOBAL_SCALE, INPUT_GLOBAL_SCALE):
+                    stored.inputs[weight] = self._numbers(
+                        f"{module}.{name}", read, positive=True
+                    ).reshape(())
+            for name in (
+                self.scheme.data,
+                *self.scheme.scales,
+                *INPUT_SCALES,
+                GLOBAL_SCALE,
+                INPUT_GLOBAL_SCALE,
+            ):
                 stored.tensors.pop(f"{module}.{name}", None)
             stored.tensors[weight] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
         for name, tensor in list(stored.tensors.items()):

@@ -24,7 +24,9 @@ DIMENSIONS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
 ALONE = re.compile(r"(.+\.experts\.)(\d+)\.([a-z_]+)\.(weight|bias)")
 
 
-def experts_of(name: str, tensor: Tensor, scales: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def experts_of(
+    name: str, tensor: Tensor, scales: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield name and values of each expert's part of a stored tensor, or the tensor itself if it is no stack.
 
     Nothing for scales, which `scales` reads by their name. Tensors on the meta device give the shapes.
@@ -47,7 +49,11 @@ def experts_of(name: str, tensor: Tensor, scales: Callable[[str], Tensor]) -> It
 
 def _dequantized(name: str, blocks: Tensor, scales: Tensor) -> Iterator[Tensor]:
     """Yield the values [outputs, inputs] of each expert, FP32 that BF16 holds exactly; on the meta device BF16."""
-    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or blocks.shape != (*scales.shape, 16):
+    if (
+        blocks.dtype != torch.uint8
+        or scales.dtype != torch.uint8
+        or blocks.shape != (*scales.shape, 16)
+    ):
         raise CheckpointError(
             f"{name} is {blocks.dtype} {list(blocks.shape)} with scales {scales.dtype} {list(scales.shape)}: MXFP4 "
             "has two values per byte, and a scale for each 16 bytes"
@@ -79,4 +85,6 @@ def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             prefix, _, projection, kind = found.groups()
             stack = f"{prefix}{projection}" if kind == "weight" else f"{prefix}{projection}_bias"
             members.setdefault(stack, []).append(tensor.mT if kind == "weight" else tensor)
-    return {name: torch.stack(own) if STACK.fullmatch(name) else own[0] for name, own in members.items()}
+    return {
+        name: torch.stack(own) if STACK.fullmatch(name) else own[0] for name, own in members.items()
+    }

@@ -72,7 +72,10 @@ def collapse(by_row: Tensor, used: Tensor, rows: int) -> Tensor | None:
 
 @torch.no_grad()
 def keep_stored_weights(
-    model: Decoder, places: Mapping[str, Place], files: Iterable[SafetensorsFile], stored: StoredWeights
+    model: Decoder,
+    places: Mapping[str, Place],
+    files: Iterable[SafetensorsFile],
+    stored: StoredWeights,
 ) -> None:
     """Give FP8 primary weights the data and scales of a folder where both have the same blocks.
 
@@ -103,7 +106,11 @@ def keep_stored_weights(
 
 
 def _fused_scales(
-    parts: list[str], places: Mapping[str, Place], stored: StoredWeights, shape: torch.Size, block: tuple[int, int]
+    parts: list[str],
+    places: Mapping[str, Place],
+    stored: StoredWeights,
+    shape: torch.Size,
+    block: tuple[int, int],
 ) -> Tensor | None:
     """Return the scales of one parameter in its own blocks; None if it cannot have the stored ones."""
     if stored.scheme is None or not all(part in stored.scales for part in parts):
@@ -126,10 +133,16 @@ def _fused_scales(
 
 def _write(model: nn.Module, name: str, data: Tensor, scales: Tensor, parameter: Tensor) -> None:
     """Overwrite the data and scales of one FP8 weight."""
-    live = {key: tensor for key, tensor in quantized_weights(model).items() if key.rsplit(".", 1)[0] == name}
+    live = {
+        key: tensor
+        for key, tensor in quantized_weights(model).items()
+        if key.rsplit(".", 1)[0] == name
+    }
     if f"{name}.data" in live:
         set_scale(parameter, scales.reshape(()))
-        load_quantized_weights(model, {f"{name}.data": data, f"{name}.scale_inv": scales.reshape(1)})
+        load_quantized_weights(
+            model, {f"{name}.data": data, f"{name}.scale_inv": scales.reshape(1)}
+        )
         return
     made = {"rowwise_data": data, "columnwise_data": data.t().contiguous()}
     made |= {"rowwise_scale_inv": scales, "columnwise_scale_inv": scales.t()}

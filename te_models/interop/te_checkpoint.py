@@ -55,11 +55,18 @@ class TECheckpoint:
             return get_recipe("bf16")
         parts = [name.split(".") for name in self.fp8_state]
         inside = [
-            int(part[1]) for part in parts if part[0] == "layers" and part[1].isdecimal() and len(part[1]) < 9
+            int(part[1])
+            for part in parts
+            if part[0] == "layers" and part[1].isdecimal() and len(part[1]) < 9
         ] or [0]
         head = "fp8" if any(part[0] == "lm_head" for part in parts) else "bf16"
-        edges = dict(num_layers_at_start_in_bf16=min(inside), num_layers_at_end_in_bf16=layers - 1 - max(inside))
-        with explained("the checkpoint's FP8 state is of a recipe that cannot be", TypeError, ValueError):
+        edges = dict(
+            num_layers_at_start_in_bf16=min(inside),
+            num_layers_at_end_in_bf16=layers - 1 - max(inside),
+        )
+        with explained(
+            "the checkpoint's FP8 state is of a recipe that cannot be", TypeError, ValueError
+        ):
             return get_recipe("delayed", **self.fields, **edges, lm_head=head)
 
 
@@ -74,7 +81,9 @@ def te_files(folder: Path) -> list[Path]:
     return pickles if not tensors else []
 
 
-def read_te_checkpoint(path: str | Path, rename: Callable[[str], str] | None = None) -> TECheckpoint:
+def read_te_checkpoint(
+    path: str | Path, rename: Callable[[str], str] | None = None
+) -> TECheckpoint:
     """Read a .pt, .pth or .safetensors file, or all those of a folder.
 
     Args:
@@ -95,7 +104,9 @@ def read_te_checkpoint(path: str | Path, rename: Callable[[str], str] | None = N
     ours: dict[str, Tensor] = {}
     fields: Fields = {}
     for file in files:
-        for theirs, value in (_read_pt(file) if file.suffix in SUFFIXES else read_safetensors(file)).items():
+        for theirs, value in (
+            _read_pt(file) if file.suffix in SUFFIXES else read_safetensors(file)
+        ).items():
             name = rename(theirs) if rename is not None else theirs
             if not name.endswith(EXTRA):
                 weights[name] = value
@@ -104,12 +115,20 @@ def read_te_checkpoint(path: str | Path, rename: Callable[[str], str] | None = N
                 fields = fields or {"amax_history_len": len(value) - 1}
             elif value is not None and (found := read_extra_state(value)):
                 module = name.removesuffix(EXTRA)
-                state |= {module + name: found[part] for part, name in _PARTS.items() if part in found}
+                state |= {
+                    module + name: found[part] for part, name in _PARTS.items() if part in found
+                }
                 fields = fields or found["recipe"]
     for owner, value in ours.items():  # a te.GroupedLinear has weight0, weight1, ...
-        state |= read_extra_tensor(owner, value, sum(name.startswith(f"{owner}.weight") for name in weights) or 1)
+        state |= read_extra_tensor(
+            owner, value, sum(name.startswith(f"{owner}.weight") for name in weights) or 1
+        )
     check_finite(weights, path)
-    known = {name: fields[name] for name in SCHEMES["DelayedScaling"].fields if fields.get(name) is not None}
+    known = {
+        name: fields[name]
+        for name in SCHEMES["DelayedScaling"].fields
+        if fields.get(name) is not None
+    }
     return TECheckpoint(weights, state, known)
 
 
@@ -127,10 +146,13 @@ def _read_pt(file: Path) -> Fields:
             content = content[key]
     problem = " is no state_dict: it must map names to tensors"
     if isinstance(content, Mapping) and all(
-        isinstance(name, str) and (isinstance(value, Tensor) or (value is None and name.endswith(EXTRA)))
+        isinstance(name, str)
+        and (isinstance(value, Tensor) or (value is None and name.endswith(EXTRA)))
         for name, value in content.items()
     ):
-        wrong = [name for name, value in content.items() if value is not None and not _is_plain(value)]
+        wrong = [
+            name for name, value in content.items() if value is not None and not _is_plain(value)
+        ]
         if not wrong:
             return dict(content)
         problem = f": {list_some(wrong[:1])} is no plain tensor in memory of its own size"
@@ -151,7 +173,9 @@ def _check_archive(opened: BinaryIO, size: int) -> None:
     }
     refuse(mistakes, ValueError)
     whole = [_checksum_fits(archive, record) for record in records]
-    if any(whole) and not all(whole):  # torch.serialization.set_crc32_options(False) leaves all of them wrong
+    if any(whole) and not all(
+        whole
+    ):  # torch.serialization.set_crc32_options(False) leaves all of them wrong
         raise ValueError("a checksum in it does not fit")
 
 
@@ -167,6 +191,10 @@ def _checksum_fits(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bool:
 
 def _is_plain(value: Tensor) -> bool:
     """Return whether a tensor is dense and its elements do not share memory."""
-    if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_quantized:
+    if (
+        type(value) not in (Tensor, torch.nn.Parameter)
+        or value.layout != torch.strided
+        or value.is_quantized
+    ):
         return False
     return value.device.type == "cpu" and value.nbytes <= value.untyped_storage().nbytes()

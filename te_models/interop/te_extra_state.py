@@ -98,12 +98,16 @@ def read_extra_state(payload: Tensor | bytes) -> Fields:
     """
     if isinstance(payload, Tensor):
         if payload.dtype != torch.uint8 or payload.ndim != 1:
-            raise CheckpointError(f"an extra state is uint8 [bytes], not {payload.dtype} {list(payload.shape)}")
+            raise CheckpointError(
+                f"an extra state is uint8 [bytes], not {payload.dtype} {list(payload.shape)}"
+            )
         payload = payload.detach().cpu().numpy().tobytes()
     if not payload:
         return {}
     if len(payload) > MAX_BYTES:
-        raise CheckpointError(f"the extra state has {len(payload)} bytes, more than the limit of {MAX_BYTES}")
+        raise CheckpointError(
+            f"the extra state has {len(payload)} bytes, more than the limit of {MAX_BYTES}"
+        )
     wrong = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, struct.error)
     with explained("the extra state is refused", *wrong):
         state = _interpret(io.BytesIO(payload), _STATE_GLOBALS)
@@ -113,17 +117,23 @@ def read_extra_state(payload: Tensor | bytes) -> Fields:
 def _checked(state: Loaded) -> Fields:
     """Convert the three forms of a state into one."""
     state = _expect(dict, state)
-    parts = [state[mode] for mode in ("forward", "backward") if mode in state] or ([state] if state else [])
+    parts = [state[mode] for mode in ("forward", "backward") if mode in state] or (
+        [state] if state else []
+    )
     found: Fields = {}
     for part in parts:
         recipe = _expect(_Inert, part.get("recipe", _Inert("DelayedScaling", ())))
         found["recipe"] = {"recipe_type": recipe.kind, **_fields(recipe.fields)}
-        found.setdefault("extra_fp8_variables", {}).update(_fields(part.get("extra_fp8_variables", {})))
+        found.setdefault("extra_fp8_variables", {}).update(
+            _fields(part.get("extra_fp8_variables", {}))
+        )
         found |= {name: _materialize(name, part[name]) for name in TENSOR_DIMS if name in part}
     for direction in ("fwd", "bwd"):
         names = (f"scale_{direction}", f"amax_history_{direction}")
         widths = [found[name].shape[-1] for name in names if name in found]
-        require(len(widths) != 1 and len(set(widths)) <= 1, f"{' and '.join(names)} do not go together")
+        require(
+            len(widths) != 1 and len(set(widths)) <= 1, f"{' and '.join(names)} do not go together"
+        )
     return found
 
 
@@ -135,7 +145,9 @@ def _fields(values: Mapping[str, object]) -> dict[str, object]:
             return value
         inside = value.fields if isinstance(value, _Inert) else value
         items = inside.values() if isinstance(inside, dict) else inside
-        known = isinstance(value, (tuple, list, _Inert)) and all(type(item) in _SCALARS for item in items)
+        known = isinstance(value, (tuple, list, _Inert)) and all(
+            type(item) in _SCALARS for item in items
+        )
         require(known, "a field of it is not a plain value")
         return public(value.fields) if isinstance(value, _Inert) else list(value)
 
@@ -147,7 +159,10 @@ def _fields(values: Mapping[str, object]) -> dict[str, object]:
 
 def _materialize(name: str, value: object) -> Tensor:
     value = _expect(_Lazy, value)
-    require(len(value.shape) == TENSOR_DIMS[name], f"{name} is not a tensor of {TENSOR_DIMS[name]} dimensions")
+    require(
+        len(value.shape) == TENSOR_DIMS[name],
+        f"{name} is not a tensor of {TENSOR_DIMS[name]} dimensions",
+    )
     return torch.frombuffer(bytearray(value.data), dtype=torch.float32).reshape(value.shape)
 
 
@@ -171,12 +186,22 @@ def _interpret(stream: io.BytesIO, known: frozenset[str]) -> Loaded:
                 return pop(1)[0]
             case "NONE" | "NEWTRUE" | "NEWFALSE":
                 stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode])
-            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT" | "BINUNICODE" | "SHORT_BINUNICODE":
+            case (
+                "BININT"
+                | "BININT1"
+                | "BININT2"
+                | "LONG1"
+                | "BINFLOAT"
+                | "BINUNICODE"
+                | "SHORT_BINUNICODE"
+            ):
                 stack.append(argument)
             case "BINBYTES" | "SHORT_BINBYTES" | "BINBYTES8":
                 stack.append(argument)
             case "EMPTY_DICT" | "EMPTY_LIST" | "EMPTY_TUPLE":
-                stack.append({"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}[opcode]())
+                stack.append(
+                    {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}[opcode]()
+                )
             case "MARK":
                 marks.append(len(stack))
             case "TUPLE":
@@ -215,10 +240,15 @@ def _operations(stream: io.BytesIO) -> Iterator[tuple[str, Loaded]]:
     None."""
     for _ in range(MAX_OPCODES):
         code = stream.read(1).decode("latin1")
-        require(code in _OPCODES, f"it has the byte {code!r} for an opcode" if code else "it has no end")
+        require(
+            code in _OPCODES, f"it has the byte {code!r} for an opcode" if code else "it has no end"
+        )
         opcode = _OPCODES[code]
         if opcode.name == "GLOBAL":
-            yield opcode.name, f"{stream.readline()[:-1].decode()}.{stream.readline()[:-1].decode()}"
+            yield (
+                opcode.name,
+                f"{stream.readline()[:-1].decode()}.{stream.readline()[:-1].decode()}",
+            )
         elif opcode.arg is None or opcode.arg.n == pickletools.UP_TO_NEWLINE:
             yield opcode.name, None
         else:
@@ -243,7 +273,11 @@ def _call(function: str, arguments: tuple[Loaded, ...]) -> Any:
     if function == _FORMAT:
         (helper,) = arguments
         return _FORMATS[_expect(_Inert, helper).arguments]
-    if function == _GETATTR and arguments[0] == _Global(_FORMAT) and arguments[1] in _FORMATS.values():
+    if (
+        function == _GETATTR
+        and arguments[0] == _Global(_FORMAT)
+        and arguments[1] in _FORMATS.values()
+    ):
         return arguments[1]
     kind = function.removeprefix(f"{_RECIPES}.")
     if kind in _RECIPE_CLASSES:
@@ -258,7 +292,10 @@ def _rebuild_tensor(data: Loaded, offset: Loaded, shape: Loaded, stride: Loaded)
     contiguous = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     require(stride == contiguous, "a tensor is not contiguous")
     count = math.prod(shape)
-    require(4 * (offset + count) <= len(_expect(memoryview, data)), "a tensor is larger than its storage")
+    require(
+        4 * (offset + count) <= len(_expect(memoryview, data)),
+        "a tensor is larger than its storage",
+    )
     return _Lazy(data[4 * offset : 4 * (offset + count)], shape)
 
 

@@ -45,8 +45,14 @@ def _weights(
         bounded = scores.tanh_() * how.cap
     if mask is None:
         queries, keys = scores.shape[-2:]
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril(keys - queries)
-    bounded = bounded.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else bounded.add_(mask)
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril(
+            keys - queries
+        )
+    bounded = (
+        bounded.masked_fill_(~mask, float("-inf"))
+        if mask.dtype == torch.bool
+        else bounded.add_(mask)
+    )
     if how.sinks is None:
         return scores, bounded.softmax(dim=-1), None
     sinks = how.sinks.float().view(heads)
@@ -67,9 +73,15 @@ class _ComposedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, scale: float,
+        ctx: Context,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        mask: Tensor | None,
+        scale: float,
         cap: float | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return [B, N, S, H]."""
         ctx.save_for_backward(q, k, v, sinks)
         ctx.mask = mask  # all layers share it
@@ -77,7 +89,9 @@ class _ComposedAttention(torch.autograd.Function):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for row in range(len(q)):
             own = _row(q, row, k.shape[1]), k[row].float(), v[row].float()
-            out[row] = _attend(*own, _of_row(mask, row), Softmax(scale, cap, sinks))[0].flatten(0, 1)
+            out[row] = _attend(*own, _of_row(mask, row), Softmax(scale, cap, sinks))[0].flatten(
+                0, 1
+            )
         return out
 
     @staticmethod
@@ -97,7 +111,9 @@ class _ComposedAttention(torch.autograd.Function):
             _, capped, weights, share = _attend(*own, _of_row(ctx.mask, row), how)
             slope = _row(dy, row, heads).flatten(1, 2)  # [K, N/K*S, H]
             dv[row] = weights.flatten(1, 2).mT @ slope
-            change = (slope @ own[2].mT).unflatten(1, weights.shape[1:3])  # of the weights, [K, N/K, S, M]
+            change = (slope @ own[2].mT).unflatten(
+                1, weights.shape[1:3]
+            )  # of the weights, [K, N/K, S, M]
             mean = (change * weights).sum(-1, keepdim=True)
             if share is not None:
                 dsinks -= (share * mean).sum((2, 3)).flatten()  # the value of a sink is zero
@@ -114,7 +130,13 @@ def _of_row(mask: Tensor | None, row: int) -> Tensor | None:
 
 
 def composed_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float | None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    cap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return attention with the logits scale * q k, which `cap` c bounds to c * tanh(logit / c), computed in FP32.
 
@@ -128,7 +150,9 @@ def composed_attention(
     if torch.compiler.is_compiling():  # a graph has no loop over a batch of any size
         own = q
         k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-    elif q.shape[2] == 1:  # the heads that share a key are queries of one head, so that no key is copied
+    elif (
+        q.shape[2] == 1
+    ):  # the heads that share a key are queries of one head, so that no key is copied
         own = q.reshape(len(q), -1, group, q.shape[3])
         mask = q.new_zeros(1, 1) if mask is None else mask
     else:

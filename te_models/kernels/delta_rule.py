@@ -37,9 +37,14 @@ HINT = (
 
 
 def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-    state: Tensor | None = None, documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """Return the outputs o [B, S, value heads, d_v] in the dtype of v, and the state after the last token.
 
     Args:
@@ -57,7 +62,9 @@ def delta_rule(
 
 
 @from_inputs
-def _outputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Tensor | None) -> Tensor:
+def _outputs(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Tensor | None
+) -> Tensor:
     """Return the outputs of whole rows."""
     out, _ = chunked(q, k, v, g, beta, documents=documents)
     return out
@@ -80,9 +87,15 @@ def recurrent(
 
 
 def chunked(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-    state: Tensor | None = None, documents: Tensor | None = None, size: int = CHUNK,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
+    documents: Tensor | None = None,
+    size: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
     """Compute `delta_rule` in chunks of `size` tokens.
 
     Within a chunk the values that the tokens write depend on each other, through a unit lower triangular system: token
@@ -94,8 +107,12 @@ def chunked(
     count = -(-seq // size)
     padding = count * size - seq
     q, k, values, state = _prepared(q, k, v, state)
-    q, k, values = (F.pad(x, (0, 0, 0, padding)).unflatten(2, (count, size)) for x in (q, k, values))
-    g, beta = (F.pad(x.transpose(1, 2), (0, padding)).unflatten(2, (count, size)) for x in (g, beta))
+    q, k, values = (
+        F.pad(x, (0, 0, 0, padding)).unflatten(2, (count, size)) for x in (q, k, values)
+    )
+    g, beta = (
+        F.pad(x.transpose(1, 2), (0, padding)).unflatten(2, (count, size)) for x in (g, beta)
+    )
     total = g.cumsum(-1)  # log of the decay since before the chunk [B, heads, chunks, C]
 
     seen = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
@@ -103,7 +120,9 @@ def chunked(
     of_last = 1.0
     passes = 1.0
     if documents is not None:
-        own = F.pad(documents.double(), (0, padding), mode="replicate").unflatten(1, (1, count, size))
+        own = F.pad(documents.double(), (0, padding), mode="replicate").unflatten(
+            1, (1, count, size)
+        )
         seen = seen & (own[..., :, None] == own[..., None, :])  # [B, 1, chunks, C, C]
         of_before, of_last, passes = _of_documents(own)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(~seen, float("-inf")).exp()
@@ -113,15 +132,17 @@ def chunked(
 
     system = (beta[..., None] * k) @ k.mT * between  # [B, heads, chunks, C, C]
     given = torch.cat((values, k * since[..., None]), dim=-1) * beta[..., None]
-    written, read = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True).split(
-        (values.shape[-1], k.shape[-1]), dim=-1
-    )
+    written, read = torch.linalg.solve_triangular(
+        system, given, upper=False, unitriangular=True
+    ).split((values.shape[-1], k.shape[-1]), dim=-1)
     scores = q @ k.mT * between  # [B, heads, chunks, C, C]
     q = q * since[..., None]
     k = k * until[..., None]
     outputs = []
     # unbind, since backward of an index would write all chunks once per chunk.
-    chunks = zip(*(x.unbind(2) for x in (q, k, written, read, scores, passed[..., None, None])), strict=True)
+    chunks = zip(
+        *(x.unbind(2) for x in (q, k, written, read, scores, passed[..., None, None])), strict=True
+    )
     for query, key, own, seen_before, score, decay in chunks:
         new = own - seen_before @ state  # [B, heads, C, d_v]
         outputs.append(query @ state + score @ new)
@@ -137,10 +158,16 @@ def _of_documents(own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     last = own[..., -1]
     before = torch.cat((own[..., :1, 0], last[..., :-1]), dim=-1)
-    return (own == before[..., None]).float(), (own == last[..., None]).float(), (last == before).float()
+    return (
+        (own == before[..., None]).float(),
+        (own == last[..., None]).float(),
+        (last == before).float(),
+    )
 
 
-def _prepared(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _prepared(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return q and k normed and repeated for each value head, v, [B, heads, S, d], and the state, in FP32."""
     heads = v.shape[2]
     width = k.shape[3]
@@ -188,7 +215,13 @@ def delta_rule_kernel(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _by_kernels(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, documents: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    documents: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `delta_rule` by flash-linear-attention.
 
@@ -202,4 +235,6 @@ def _by_kernels(
         g = g.masked_fill(begins[..., None], FORGET)
     function = found[1] if q.shape[1] == 1 and not torch.is_grad_enabled() else found[0]
     keeps = dict(initial_state=state, output_final_state=state is not None)
-    return function(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, **keeps)  # their orders of arguments differ
+    return function(
+        q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, **keeps
+    )  # their orders of arguments differ

@@ -28,7 +28,12 @@ from torch import Tensor
 from triton.runtime.autotuner import Autotuner
 
 ROWS = 32  # below 64, from which on Triton takes warp-group instructions
-BLOCK_K, BLOCK_V, WARPS, STAGES = 128, 64, 8, 2  # channels at most; compiled so, no register is spilled
+BLOCK_K, BLOCK_V, WARPS, STAGES = (
+    128,
+    64,
+    8,
+    2,
+)  # channels at most; compiled so, no register is spilled
 
 
 @triton.jit
@@ -41,7 +46,9 @@ def _tile(base, row, row_stride, column, rows, columns):
 @triton.jit
 def _store_tile(base, row, row_stride, column, rows, columns, value):
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    tl.store(base + row[:, None] * row_stride + column[None, :], value.to(base.dtype.element_ty), inside)
+    tl.store(
+        base + row[:, None] * row_stride + column[None, :], value.to(base.dtype.element_ty), inside
+    )
 
 
 @triton.jit
@@ -152,7 +159,9 @@ def gradients(
     dq, dk = (x.new_empty(batch, seq, heads, d_k) for x in (q, k))
     dw = torch.empty_like(w)
     dg = g.new_empty(blocks, *g.shape)
-    ends = g.new_empty(blocks * parts, batch, chunks, heads)  # what the gates of a chunk's last token get besides
+    ends = g.new_empty(
+        blocks * parts, batch, chunks, heads
+    )  # what the gates of a chunk's last token get besides
     _gradients_kernel[(chunks * blocks * parts, batch * heads)](
         *(x.contiguous() for x in (q, k, v, g, h, do, dh, dv)), dq, dk, dw, dg, ends,
         scale, seq, chunks, batch, key_heads, heads, d_k, d_v, chunk_size, rows, block_k, block_v,
@@ -182,7 +191,9 @@ def register() -> None:
         def chunk_bwd_dqkwg_verifier(self, **given: Any) -> tuple[bool, str | None]:
             needed = all(given.get(name) is not None for name in ("g", "w", "dv", "scale"))
             other = any(given.get(name) is not None for name in ("g_gamma", "cu_seqlens"))
-            return needed and not other and not given.get("state_v_first"), "it computes the gated delta rule only"
+            return needed and not other and not given.get(
+                "state_v_first"
+            ), "it computes the gated delta rule only"
 
         def chunk_bwd_dqkwg(
             self, g_gamma: None = None, cu_seqlens: None = None, chunk_indices: None = None,
@@ -210,10 +221,16 @@ FASTEST = {
     "ops.common.chunk_delta_h.chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": triton.Config(
         {"BV": 32}, num_warps=4, num_stages=2
     ),
-    "ops.common.chunk_o.chunk_fwd_kernel_o": triton.Config({"BK": 64, "BV": 64}, num_warps=4, num_stages=3),
+    "ops.common.chunk_o.chunk_fwd_kernel_o": triton.Config(
+        {"BK": 64, "BV": 64}, num_warps=4, num_stages=3
+    ),
     "ops.common.chunk_o.chunk_bwd_kernel_dv_local": triton.Config({}, num_warps=2, num_stages=3),
-    "ops.gated_delta_rule.wy_fast.recompute_w_u_fwd_kernel": triton.Config({}, num_warps=4, num_stages=3),
-    "ops.gated_delta_rule.wy_fast.prepare_wy_repr_bwd_kernel": triton.Config({}, num_warps=4, num_stages=3),
+    "ops.gated_delta_rule.wy_fast.recompute_w_u_fwd_kernel": triton.Config(
+        {}, num_warps=4, num_stages=3
+    ),
+    "ops.gated_delta_rule.wy_fast.prepare_wy_repr_bwd_kernel": triton.Config(
+        {}, num_warps=4, num_stages=3
+    ),
 }
 WIDEST = 128  # channels per head that FASTEST is for: wider ones may not fit into shared memory
 
@@ -235,7 +252,9 @@ def fix_configurations() -> None:
             kernel.early_config_prune = functools.partial(_fixed, FASTEST[name])
 
 
-def _fixed(fastest: triton.Config, configs: list[triton.Config], named: dict[str, Any], **given: Any) -> list[Any]:
+def _fixed(
+    fastest: triton.Config, configs: list[triton.Config], named: dict[str, Any], **given: Any
+) -> list[Any]:
     """Return the configurations to time for a call with these arguments."""
     widths = [size for name, size in (named | given).items() if name in ("D", "K", "V")]
     return [fastest] if max(widths, default=0) <= WIDEST else configs

@@ -40,7 +40,9 @@ class Kernels:
     embedding: Callable[[nn.Module, Tensor], Tensor] = elementwise.embedding
     loss_and_gradient: lm_head.Kernel = lm_head.loss_and_gradient
     multiply: lm_head.Multiply | None = None
-    norm: Callable[[nn.Module, Tensor, Tensor | None, nn.Module | None], tuple[Tensor, Tensor]] = handover.norm
+    norm: Callable[[nn.Module, Tensor, Tensor | None, nn.Module | None], tuple[Tensor, Tensor]] = (
+        handover.norm
+    )
     swiglu: Callable[[Tensor, nn.Module | None, nn.Module | None], Tensor] = handover.swiglu
     mlp_activation: Callable[..., Tensor] = elementwise.mlp_activation
     mlp_activation_backward: Callable[..., Tensor] = elementwise.mlp_activation_backward
@@ -54,7 +56,9 @@ class Kernels:
     grouped: Callable[..., Tensor] = handover.grouped
     counts_on_device: Callable[[nn.Module, EngineRecipe | None], bool] = handover.counts_on_device
     targets: Callable[[nn.Module | None, nn.Module | None], handover.Targets] = handover.targets
-    attention: gated_attention.Operations | None = None  # None: attention is composed of the operations above
+    attention: gated_attention.Operations | None = (
+        None  # None: attention is composed of the operations above
+    )
 
 
 PLAIN = Kernels()
@@ -103,7 +107,9 @@ def compiled_kernels(mode: str) -> Kernels:
     )
 
 
-def get_kernels(te: ModuleType, device: torch.device, *, compile: str | None, fused: bool) -> Kernels:
+def get_kernels(
+    te: ModuleType, device: torch.device, *, compile: str | None, fused: bool
+) -> Kernels:
     """Return the kernels of a model: compiled in the mode `compile` on a CUDA device, and with `fused` the engine's."""
     kernels = compiled_kernels(compile) if compile and device.type == "cuda" else PLAIN
     if not fused:
@@ -122,6 +128,10 @@ def fused_operations(device: torch.device) -> dict[str, Any]:
         return {}
     # Imported here: only CUDA builds of PyTorch come with Triton.
     names = ("gated_attention", "lm_head", "embedding", "expert_rows")
-    attention, loss, embedding, rows = (importlib.import_module(f"te_models.kernels.{name}_triton") for name in names)
-    found = dict(loss_and_gradient=loss.loss_and_gradient, multiply=loss.multiply, expert_rows=rows.TRITON)
+    attention, loss, embedding, rows = (
+        importlib.import_module(f"te_models.kernels.{name}_triton") for name in names
+    )
+    found = dict(
+        loss_and_gradient=loss.loss_and_gradient, multiply=loss.multiply, expert_rows=rows.TRITON
+    )
     return dict(attention=attention.TRITON, embedding=embedding.embedding, **found)

@@ -39,7 +39,9 @@ def save_early(x: Tensor) -> Tensor:
     return _EarlySave.apply(x)
 
 
-def save_input(ctx: Context, x: Tensor, recompute: Callable[[], Callable[[Tensor], Tensor]]) -> None:
+def save_input(
+    ctx: Context, x: Tensor, recompute: Callable[[], Callable[[Tensor], Tensor]]
+) -> None:
     """Call in the forward of an autograd Function of x to make x available in its backward.
 
     `recompute()`, called before the forward pass ends, returns the function that computes the output from x in
@@ -64,7 +66,9 @@ def saved_input(ctx: Context) -> Tensor:
 def discarding(y: Tensor) -> Iterator[None]:
     """Inside, operations do not save y, the output of one that called `save_input`: backward recomputes it."""
     node: Any = y.grad_fn
-    if getattr(node, "source", None) is None:  # y was not computed from an input that was saved early
+    if (
+        getattr(node, "source", None) is None
+    ):  # y was not computed from an input that was saved early
         yield
         return
     compute = node.recompute()
@@ -76,7 +80,9 @@ def discarding(y: Tensor) -> Iterator[None]:
     def unpack(saved: tuple[Tensor, int] | None) -> Tensor:
         if saved is not None:
             return unchanged(*saved)
-        if node.source.read is None:  # torch's checkpoint gives a recomputed tensor to one reader; SwiGLU is the next
+        if (
+            node.source.read is None
+        ):  # torch's checkpoint gives a recomputed tensor to one reader; SwiGLU is the next
             node.source.read = node.source.saved_tensors[0]
         with torch.no_grad():
             return compute(node.source.read)

@@ -103,12 +103,18 @@ def causal_conv(
     """
     size = taps.shape[-1]
     seq = x.shape[1]
-    whole = F.pad(x, (0, 0, size - 1, 0)) if tail is None else torch.cat((tail, x), dim=1)  # [B, K - 1 + S, C]
+    whole = (
+        F.pad(x, (0, 0, size - 1, 0)) if tail is None else torch.cat((tail, x), dim=1)
+    )  # [B, K - 1 + S, C]
     total = torch.zeros((), device=x.device)
     for back in range(size):
-        earlier = whole[:, size - 1 - back :][:, :seq].float()  # the token `back` places before, [B, S, C]
+        earlier = whole[:, size - 1 - back :][
+            :, :seq
+        ].float()  # the token `back` places before, [B, S, C]
         if documents is not None and back:
-            same = F.pad(documents[:, back:] == documents[:, :-back], (min(back, seq), 0), value=False)
+            same = F.pad(
+                documents[:, back:] == documents[:, :-back], (min(back, seq), 0), value=False
+            )
             earlier = earlier.masked_fill(~same[..., None], 0.0)
         total = total + earlier * taps[:, 0, size - 1 - back].float()
     forward, _ = ACTIVATIONS[activation]
@@ -116,13 +122,23 @@ def causal_conv(
 
 
 def mixed_parts(
-    x: Tensor, tail: Tensor | None, taps: Tensor, documents: Tensor | None, sizes: tuple[int, ...], activation: str
+    x: Tensor,
+    tail: Tensor | None,
+    taps: Tensor,
+    documents: Tensor | None,
+    sizes: tuple[int, ...],
+    activation: str,
 ) -> tuple[Tensor, ...]:
     """Return `causal_conv` in contiguous parts of these many channels, such as q, k and v."""
-    return tuple(part.contiguous() for part in causal_conv(x, tail, taps, documents, activation).split(sizes, dim=-1))
+    return tuple(
+        part.contiguous()
+        for part in causal_conv(x, tail, taps, documents, activation).split(sizes, dim=-1)
+    )
 
 
-def delta_gates(logits: Tensor, a_log: Tensor, dt_bias: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+def delta_gates(
+    logits: Tensor, a_log: Tensor, dt_bias: Tensor, real: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return the logarithm of the decay and the writing strength of Gated DeltaNet, FP32 [B, S, heads] each.
 
     logits [B, S, 2 heads] = [b | a]; a_log, dt_bias [heads]. Where `real`, bool [B, S], is False the state stays as it

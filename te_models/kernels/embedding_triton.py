@@ -28,7 +28,9 @@ def _sum_kernel(dy, order, ids, dw, rows, columns, ROWS: tl.constexpr, COLUMNS: 
             i = first + tl.arange(0, ROWS)
             mine = tl.load(ids + i, i < rows, -1) == token
             source = tl.load(order + i, mine, 0)[:, None] * columns + j[None, :]
-            total += tl.sum(tl.load(dy + source, mine[:, None] & (j < columns)[None, :], 0.0).to(tl.float32), 0)
+            total += tl.sum(
+                tl.load(dy + source, mine[:, None] & (j < columns)[None, :], 0.0).to(tl.float32), 0
+            )
             found = tl.sum(mine.to(tl.int32), 0)
             first += ROWS
         tl.store(dw + token * columns + j, total.to(dw.dtype.element_ty), mask=j < columns)
@@ -61,7 +63,11 @@ class _Embedding(torch.autograd.Function):
 
 def embedding(module: nn.Module, ids: Tensor) -> Tensor:
     """Return module(ids); with the backward above where the module is PyTorch's own, and trains."""
-    if type(module) in (nn.Embedding, ScaledEmbedding) and module.weight.requires_grad and torch.is_grad_enabled():
+    if (
+        type(module) in (nn.Embedding, ScaledEmbedding)
+        and module.weight.requires_grad
+        and torch.is_grad_enabled()
+    ):
         rows = _Embedding.apply(ids, module.weight)
         return module.scaled(rows) if isinstance(module, ScaledEmbedding) else rows
     return module(ids)

@@ -43,7 +43,9 @@ class Delayed(NamedTuple):
 
 
 @triton.jit
-def _matrix(data, source, first, tiles, places, columns, count, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+def _matrix(
+    data, source, first, tiles, places, columns, count, EXPERTS: tl.constexpr, ROWS: tl.constexpr
+):
     """Return this program's matrix: its number, address, first row among all, rows, and the first group of its tile.
 
     A program behind the last tile gets no rows of the last matrix.
@@ -77,7 +79,9 @@ def _amax_kernel(
     data, source, given, first, tiles, places, amax, columns, count,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    e, address, begin, rows, group = _matrix(data, source, first, tiles, places, columns, count, EXPERTS, ROWS)
+    e, address, begin, rows, group = _matrix(
+        data, source, first, tiles, places, columns, count, EXPERTS, ROWS
+    )
     if source is not None:
         source += begin
     i = group * 4 + tl.arange(0, ROWS)
@@ -98,9 +102,15 @@ def _cast_kernel(
     data, source, given, first, tiles, places, amax, scales, factors, out, transposed, turned, columns, count, stride,
     E5M2: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    e, address, begin, rows, group = _matrix(data, source, first, tiles, places, columns, count, EXPERTS, ROWS)
+    e, address, begin, rows, group = _matrix(
+        data, source, first, tiles, places, columns, count, EXPERTS, ROWS
+    )
     known: tl.constexpr = scales is not None
-    scale = tl.load(scales + e * stride) if known else _scale(tl.load(amax + e), 57344.0 if E5M2 else 448.0)
+    scale = (
+        tl.load(scales + e * stride)
+        if known
+        else _scale(tl.load(amax + e), 57344.0 if E5M2 else 448.0)
+    )
     if (group == 0) & (rows > 0) & (tl.program_id(1) == 0):
         tl.store(factors + e, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
         tl.store(factors + count + e, scale)
@@ -119,7 +129,9 @@ def _cast_kernel(
         out += begin * columns
     if transposed is not None:
         transposed += here * columns
-    largest = store_fp8(a, b, c, d, scale, group, j, rows, columns, out, transposed, columns, E5M2, apart)
+    largest = store_fp8(
+        a, b, c, d, scale, group, j, rows, columns, out, transposed, columns, E5M2, apart
+    )
     if known:
         raise_amax(amax + e * stride, largest)
 
@@ -161,12 +173,16 @@ class FP8Matrices(NamedTuple):
     scale: Tensor
 
 
-def cast(given: Matrices, form: torch.dtype, delayed: Delayed | None = None, turn: bool = True) -> FP8Matrices:
+def cast(
+    given: Matrices, form: torch.dtype, delayed: Delayed | None = None, turn: bool = True
+) -> FP8Matrices:
     """Cast matrices to torch.float8_e4m3fn or float8_e5m2, by `delayed` scales, else each by its largest magnitude.
 
     `turn`: whether to write transposed matrices too.
     """
-    data = torch.empty(given.groups.most, given.data.shape[1], dtype=torch.uint8, device=given.data.device)
+    data = torch.empty(
+        given.groups.most, given.data.shape[1], dtype=torch.uint8, device=given.data.device
+    )
     transposed = _room_for_transposed(given) if turn else None
     return FP8Matrices(data, transposed, *_launch(given, form, delayed, data, transposed))
 
@@ -183,11 +199,17 @@ def _turned(given: Matrices) -> Groups:
 
 
 def _room_for_transposed(given: Matrices) -> Tensor:
-    return torch.empty(_turned(given).most, given.data.shape[1], dtype=torch.uint8, device=given.data.device)
+    return torch.empty(
+        _turned(given).most, given.data.shape[1], dtype=torch.uint8, device=given.data.device
+    )
 
 
 def _launch(
-    given: Matrices, form: torch.dtype, delayed: Delayed | None, data: Tensor | None, transposed: Tensor | None
+    given: Matrices,
+    form: torch.dtype,
+    delayed: Delayed | None,
+    data: Tensor | None,
+    transposed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Write `data` and `transposed`, those that there are. Return FP8Matrices.scale_inv and FP8Matrices.scale."""
     groups = given.groups
@@ -196,8 +218,18 @@ def _launch(
     device = given.data.device
     scales, amax = (None, torch.zeros(count, device=device)) if delayed is None else delayed
     factors = torch.ones(2, count, device=device)
-    sizes: dict[str, Any] = dict(EXPERTS=triton.next_power_of_2(count), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
-    table = (given.data, given.source, len(given.data), groups.first, groups.tiles(ROWS), given.places, amax)
+    sizes: dict[str, Any] = dict(
+        EXPERTS=triton.next_power_of_2(count), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4
+    )
+    table = (
+        given.data,
+        given.source,
+        len(given.data),
+        groups.first,
+        groups.tiles(ROWS),
+        given.places,
+        amax,
+    )
     grid = (groups.high(ROWS), triton.cdiv(columns, COLUMNS))
     with torch.cuda.device_of(given.data):
         if scales is None:

@@ -75,7 +75,9 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, rows: Tensor, weights: Tensor, token: Tensor, row: Tensor, kernels: RowKernels) -> Tensor:
+    def forward(
+        ctx: Context, rows: Tensor, weights: Tensor, token: Tensor, row: Tensor, kernels: RowKernels
+    ) -> Tensor:
         ctx.kernels = kernels
         ctx.save_for_backward(rows, weights, token, row)
         return kernels.total(rows.contiguous(), row, weights)
@@ -96,6 +98,8 @@ def dispatch(x: Tensor, token: Tensor, row: Tensor, kernels: RowKernels = PLAIN)
     return _Dispatch.apply(x, token, row, kernels)
 
 
-def combine(rows: Tensor, weights: Tensor, token: Tensor, row: Tensor, kernels: RowKernels = PLAIN) -> Tensor:
+def combine(
+    rows: Tensor, weights: Tensor, token: Tensor, row: Tensor, kernels: RowKernels = PLAIN
+) -> Tensor:
     """Return the sum of each token's rows [R, D] by its FP32 weights [T, k]: [T, D], zeros for padding."""
     return _Combine.apply(rows, weights, token, row, kernels)

@@ -24,7 +24,9 @@ def encode_fp8(v, E5M2: tl.constexpr):
     Adding a power of two whose last bit is the format's step rounds to nearest, ties to even.
     """
     mantissa: tl.constexpr = 2 if E5M2 else 3
-    first: tl.constexpr = (127 - 14) if E5M2 else (127 - 6)  # the exponent field of the smallest normal number
+    first: tl.constexpr = (
+        (127 - 14) if E5M2 else (127 - 6)
+    )  # the exponent field of the smallest normal number
     largest: tl.constexpr = 0x47600000 if E5M2 else 0x43E00000  # 57344 and 448
     bits = v.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
@@ -32,7 +34,9 @@ def encode_fp8(v, E5M2: tl.constexpr):
     size = tl.minimum(size, largest)
     octave = tl.maximum(size & _INF, first << 23)
     power = octave + ((23 - mantissa) << 23)
-    sums = (power.to(tl.float32, bitcast=True) + size.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    sums = (power.to(tl.float32, bitcast=True) + size.to(tl.float32, bitcast=True)).to(
+        tl.int32, bitcast=True
+    )
     byte = sums - power + (octave >> (23 - mantissa)) - (first << mantissa)
     return (tl.where(nan, 0x7F, byte) | ((bits >> 24) & 0x80)).to(tl.uint8)
 
@@ -46,5 +50,7 @@ def decode_fp8(byte, E5M2: tl.constexpr):
         byte = byte.to(tl.int32)
         value = ((byte & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
         # Triton before 3.8 interprets -value as 0 - value, which loses the sign of zero.
-        value = tl.where((byte & 0x7F) == 0x7F, float("nan"), tl.where(byte > 127, value * -1.0, value))
+        value = tl.where(
+            (byte & 0x7F) == 0x7F, float("nan"), tl.where(byte > 127, value * -1.0, value)
+        )
     return value

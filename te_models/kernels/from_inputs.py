@@ -17,7 +17,10 @@ Result = Tensor | tuple[Tensor, ...]
 class _FromInputs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, forward: Callable[..., Result], backward: Callable[..., Result], *inputs: Tensor | None
+        ctx: Context,
+        forward: Callable[..., Result],
+        backward: Callable[..., Result],
+        *inputs: Tensor | None,
     ) -> Result:
         ctx.backward = backward
         ctx.save_for_backward(*inputs)
@@ -31,21 +34,29 @@ class _FromInputs(torch.autograd.Function):
 
 
 def gradients(
-    function: Callable[..., Result], inputs: Sequence[Tensor | None], needed: Sequence[bool], grads: tuple[Tensor, ...],
+    function: Callable[..., Result],
+    inputs: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    grads: tuple[Tensor, ...],
     **options: object,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """Return the gradients of those `inputs` of the function that are `needed`, from those of its outputs."""
 
     def of(*leaves: Tensor) -> Result:
         given = iter(leaves)
-        return function(*(next(given) if need else x for x, need in zip(inputs, needed, strict=True)), **options)
+        return function(
+            *(next(given) if need else x for x, need in zip(inputs, needed, strict=True)), **options
+        )
 
-    outputs, pull, *_ = torch.func.vjp(of, *(x for x, need in zip(inputs, needed, strict=True) if need))
+    outputs, pull, *_ = torch.func.vjp(
+        of, *(x for x, need in zip(inputs, needed, strict=True) if need)
+    )
     return pull(grads if isinstance(outputs, tuple) else grads[0], retain_graph=False)
 
 
 def from_inputs(
-    function: Callable[..., Result], compiler: Callable[[Callable[..., Result]], Callable[..., Result]] = lambda f: f
+    function: Callable[..., Result],
+    compiler: Callable[[Callable[..., Result]], Callable[..., Result]] = lambda f: f,
 ) -> Callable[..., Any]:
     """Return the function, whose backward then needs nothing but its inputs; those are tensors or None.
 
@@ -60,7 +71,10 @@ def from_inputs(
 
 
 def _call(
-    forward: Callable[..., Result], backward: Callable[..., Result], *inputs: Tensor | None, **options: Any
+    forward: Callable[..., Result],
+    backward: Callable[..., Result],
+    *inputs: Tensor | None,
+    **options: Any,
 ) -> Result:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return forward(*inputs, **options)

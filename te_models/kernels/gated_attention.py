@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from te_models.kernels.span_attention_triton import Spans
 
 
-def can_fuse(spec: AttentionSpec, tokens: int, device: torch.device, dtype: torch.dtype, spans: bool = False) -> bool:
+def can_fuse(
+    spec: AttentionSpec, tokens: int, device: torch.device, dtype: torch.dtype, spans: bool = False
+) -> bool:
     """Return whether attention_core supports this attention of `tokens` tokens per row, in `spans` or causal.
 
     It does not with QK-norm, RoPE on a part of the channels or another of AttentionSpec.obstacles, and with sinks only
@@ -36,10 +38,14 @@ def can_fuse(spec: AttentionSpec, tokens: int, device: torch.device, dtype: torc
     """
     if spec.obstacles:
         return False
-    return spans or (not spec.sinks and (device.type != "cuda" or suits_cudnn(tokens, spec.heads.dim, dtype)))
+    return spans or (
+        not spec.sinks and (device.type != "cuda" or suits_cudnn(tokens, spec.heads.dim, dtype))
+    )
 
 
-def split_heads(heads: Heads, qkvg: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def split_heads(
+    heads: Heads, qkvg: Tensor, batch: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return views of qkvg [B*S, Q]: q [B, S, A, H], k and v [B, S, K, H], the gate [B, S, A, H or 1] or None."""
     rows = [section.stored for section in heads.sections]
     q, k, v, rest = qkvg.unflatten(0, (batch, -1)).split(rows, dim=-1)
@@ -131,19 +137,27 @@ class _AttentionCore(torch.autograd.Function):
         # The operations need contiguous channels. Detached: autograd refuses in-place changes to a view that another
         # function returned.
         qkvg = qkvg.detach().contiguous()
-        q, k, v, logits = split_heads(heads, qkvg[:rows], batch)  # q [B, S, A, H], k and v [B, S, K, H]
+        q, k, v, logits = split_heads(
+            heads, qkvg[:rows], batch
+        )  # q [B, S, A, H], k and v [B, S, K, H]
         if cos is not None and sin is not None:
             ops.rotate(q, q, cos, sin, False)
             ops.rotate(k, k, cos, sin, False)
-        out, *kept = _attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spans, sinks)
+        out, *kept = _attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spans, sinks
+        )
         # FP8 is written for all rows and columns, and a headwise gate's gradient would need a sum over channels that
         # several programs of the kernel share.
-        whole = ops.fp8 is not None and not _has_filling(qkvg, rows, heads) and heads.gate != "headwise"
+        whole = (
+            ops.fp8 is not None and not _has_filling(qkvg, rows, heads) and heads.gate != "headwise"
+        )
         gradient, target = targets if whole else (None, None)
         ctx.setting = (batch, rows, heads, ops, gradient, spans)
         ctx.plain = [value for value in kept if not isinstance(value, Tensor)]
         ctx.places = [isinstance(value, Tensor) for value in kept]
-        ctx.save_for_backward(qkvg, cos, sin, sinks, out, *(value for value in kept if isinstance(value, Tensor)))
+        ctx.save_for_backward(
+            qkvg, cos, sin, sinks, out, *(value for value in kept if isinstance(value, Tensor))
+        )
         mixed = out.transpose(1, 2)  # [B, S, A, H]
         if target is not None and ops.fp8 is not None:
             fp8 = ops.fp8.new(rows, heads.query * heads.dim, qkvg.device)
@@ -167,7 +181,14 @@ class _AttentionCore(torch.autograd.Function):
 
         def slopes(dmixed: Tensor) -> list[Tensor]:
             nonlocal dsinks
-            own = (dmixed.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out, kept)
+            own = (
+                dmixed.transpose(1, 2),
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                out,
+                kept,
+            )
             *found, dsinks = _attention_backward(*own, spans, sinks)
             return [t.transpose(1, 2) for t in found]
 
@@ -176,7 +197,9 @@ class _AttentionCore(torch.autograd.Function):
             _write_fp8(fp8, target.place, heads, ops.fp8, dy, mixed, logits, cos, sin, slopes)
             return target.tensor(fp8, qkvg.dtype), None, None, dsinks, *[None] * 6
         grad = torch.zeros_like(qkvg) if _has_filling(qkvg, rows, heads) else torch.empty_like(qkvg)
-        gq, gk, gv, glogits = split_heads(heads, grad[:rows], batch)  # views, which the operations below write to
+        gq, gk, gv, glogits = split_heads(
+            heads, grad[:rows], batch
+        )  # views, which the operations below write to
         dq, dk, dv = slopes(dy if logits is None else ops.gate_backward(dy, mixed, logits, glogits))
         for slope, place in ((dq, gq), (dk, gk)):
             if cos is None:
@@ -188,9 +211,17 @@ class _AttentionCore(torch.autograd.Function):
 
 
 def _write_fp8(
-    out: FP8Data, place: Place, heads: Heads, ops: FP8Operations, dy: Tensor, mixed: Tensor, logits: Tensor | None,
-    cos: Tensor | None, sin: Tensor | None, slopes: Callable[[Tensor], list[Tensor]],
-) -> None:  # fmt: skip
+    out: FP8Data,
+    place: Place,
+    heads: Heads,
+    ops: FP8Operations,
+    dy: Tensor,
+    mixed: Tensor,
+    logits: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    slopes: Callable[[Tensor], list[Tensor]],
+) -> None:
     """Write the backward's gradient [q | k | v | gate] as FP8; `slopes` is attention's own backward."""
     starts = first_rows(heads.sections)
     dmixed = dy if logits is None else ops.gate_backward(out, place, starts[3], dy, mixed, logits)
@@ -208,22 +239,34 @@ def _has_filling(qkvg: Tensor, rows: int, heads: Heads) -> bool:
     return len(qkvg) != rows or any(section.used != section.stored for section in heads.sections)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans | None, sinks: Tensor | None) -> tuple[Any, ...]:
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans | None, sinks: Tensor | None
+) -> tuple[Any, ...]:
     """Return the output of attention of [B, heads, S, H], in `spans` or causal, and what its backward needs."""
     if spans is not None:
         return spans.forward(q, k, v, sinks=sinks)
     if q.is_cuda:
-        return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False)
+        return torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, True, False
+        )
     group = q.shape[1] // k.shape[1]
     wide = [t.float().repeat_interleave(group, 1) for t in (k, v)]
-    out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q.float(), *wide, 0.0, True)
+    out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.float(), *wide, 0.0, True
+    )
     return out.to(q.dtype), log_sum
 
 
 def _attention_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: list[Any], spans: Spans | None,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    kept: list[Any],
+    spans: Spans | None,
     sinks: Tensor | None,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> tuple[Any, ...]:
     """Return the gradients of q, k and v, and of sinks, None where there are none."""
     if spans is not None:
         return spans.backward(dy, q, k, v, out, *kept, sinks=sinks)
@@ -231,7 +274,7 @@ def _attention_backward(
         log_sum, cum_q, cum_k, max_q, max_k, seed, offset, _ = kept
         return *torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             dy, q, k, v, out, log_sum, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, True
-        ), None  # fmt: skip
+        ), None
     group = q.shape[1] // k.shape[1]
     wide = [t.float().repeat_interleave(group, 1) for t in (k, v)]
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -241,9 +284,17 @@ def _attention_backward(
 
 
 def attention_core(
-    qkvg: Tensor, cos: Tensor | None, sin: Tensor | None, batch: int, seq: int, heads: Heads, ops: Operations = PLAIN,
-    targets: Targets = (None, None), spans: Spans | None = None, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    qkvg: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    batch: int,
+    seq: int,
+    heads: Heads,
+    ops: Operations = PLAIN,
+    targets: Targets = (None, None),
+    spans: Spans | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Return gate(attention(rope(q), rope(k), v)) [B*S, A*H] of the projection qkvg [N, Q], N >= B*S.
 
     cos, sin [S, H] or [B, S, H], None for a layer without RoPE. **Overwrites q and k in qkvg**, which nothing else
@@ -251,4 +302,6 @@ def attention_core(
     qkvg and the result may be written as FP8. `spans` (Operations.spans): the keys that each query sees; None: all
     before it. `sinks` [A]: logits in the denominators of its softmax, only with spans.
     """
-    return _AttentionCore.apply(qkvg, cos, sin, sinks, batch, batch * seq, heads, ops, targets, spans)
+    return _AttentionCore.apply(
+        qkvg, cos, sin, sinks, batch, batch * seq, heads, ops, targets, spans
+    )

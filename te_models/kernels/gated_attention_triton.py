@@ -12,7 +12,16 @@ from torch import Tensor
 
 from te_models.kernels.gated_attention import FP8Operations, Operations
 from te_models.kernels.handover import Place
-from te_models.kernels.handover_triton import BAND, FP8Data, new_fp8, note_inverse, raise_amax, sigmoid, store_fp8, tile
+from te_models.kernels.handover_triton import (
+    BAND,
+    FP8Data,
+    new_fp8,
+    note_inverse,
+    raise_amax,
+    sigmoid,
+    store_fp8,
+    tile,
+)
 from te_models.kernels.span_attention_triton import spans
 
 HEADS = 8  # heads per program
@@ -69,10 +78,18 @@ def _gate_kernel(
     headwise: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     token, batch, place, head, channel, inside = _heads_of_token(seq, heads, dim, width, block)
-    value = tl.load(x + batch * x_batch + place * x_seq + head * x_head + channel, inside).to(tl.float32)
+    value = tl.load(x + batch * x_batch + place * x_seq + head * x_head + channel, inside).to(
+        tl.float32
+    )
     column = head * g_head + (0 if headwise else channel)
-    opening = tl.sigmoid(tl.load(logits + batch * g_batch + place * g_seq + column, inside).to(tl.float32))
-    tl.store(out + (token * heads + head) * dim + channel, (value * opening).to(out.dtype.element_ty), inside)
+    opening = tl.sigmoid(
+        tl.load(logits + batch * g_batch + place * g_seq + column, inside).to(tl.float32)
+    )
+    tl.store(
+        out + (token * heads + head) * dim + channel,
+        (value * opening).to(out.dtype.element_ty),
+        inside,
+    )
 
 
 @triton.jit
@@ -83,11 +100,21 @@ def _gate_backward_kernel(
     headwise: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     token, batch, place, head, channel, inside = _heads_of_token(seq, heads, dim, width, block)
-    slope = tl.load(dy + batch * dy_batch + place * dy_seq + head * dy_head + channel, inside, 0.0).to(tl.float32)
-    value = tl.load(x + batch * x_batch + place * x_seq + head * x_head + channel, inside, 0.0).to(tl.float32)
+    slope = tl.load(
+        dy + batch * dy_batch + place * dy_seq + head * dy_head + channel, inside, 0.0
+    ).to(tl.float32)
+    value = tl.load(x + batch * x_batch + place * x_seq + head * x_head + channel, inside, 0.0).to(
+        tl.float32
+    )
     column = head * g_head + (0 if headwise else channel)
-    opening = tl.sigmoid(tl.load(logits + batch * g_batch + place * g_seq + column, inside, 0.0).to(tl.float32))
-    tl.store(dx + (token * heads + head) * dim + channel, (slope * opening).to(dx.dtype.element_ty), inside)
+    opening = tl.sigmoid(
+        tl.load(logits + batch * g_batch + place * g_seq + column, inside, 0.0).to(tl.float32)
+    )
+    tl.store(
+        dx + (token * heads + head) * dim + channel,
+        (slope * opening).to(dx.dtype.element_ty),
+        inside,
+    )
     change = slope * value * opening * (1 - opening)
     target = dlogits + batch * dg_batch + place * dg_seq + head * dg_head
     if headwise:
@@ -106,7 +133,13 @@ def _tables(cos: Tensor, sin: Tensor, strides: tuple[int, ...]) -> tuple[Tensor 
     """Return the arguments cos, sin, `strides` of other tensors, and the strides of row and place of the tables."""
     cos = cos.contiguous()
     sin = sin.contiguous()
-    return cos, sin, *strides, cos.stride(0) if cos.ndim == 3 and len(cos) > 1 else 0, cos.stride(-2)
+    return (
+        cos,
+        sin,
+        *strides,
+        cos.stride(0) if cos.ndim == 3 and len(cos) > 1 else 0,
+        cos.stride(-2),
+    )
 
 
 def rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
@@ -123,7 +156,17 @@ def copy(x: Tensor, out: Tensor) -> None:
     """See gated_attention.copy."""
     batch, seq, heads, dim = x.shape
     grid = (batch * seq, triton.cdiv(heads, HEADS))
-    _copy_kernel[grid](x, out, *x.stride()[:3], *out.stride()[:3], seq, heads, dim=dim, width=_width(dim), block=HEADS)
+    _copy_kernel[grid](
+        x,
+        out,
+        *x.stride()[:3],
+        *out.stride()[:3],
+        seq,
+        heads,
+        dim=dim,
+        width=_width(dim),
+        block=HEADS,
+    )
 
 
 def gate(x: Tensor, logits: Tensor) -> Tensor:
@@ -155,12 +198,18 @@ def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Ten
 def _rows(x, i, head, batch_stride, seq_stride, head_stride, seq):
     """Return pointers [rows, 1] to a head at tokens i of x [B, S, heads, H]; S None: all rows have one stride."""
     x += head.to(tl.int64) * head_stride
-    at = x + i * seq_stride if seq is None else x + (i // seq) * batch_stride + (i % seq) * seq_stride
+    at = (
+        x + i * seq_stride
+        if seq is None
+        else x + (i // seq) * batch_stride + (i % seq) * seq_stride
+    )
     return at[:, None]
 
 
 @triton.jit
-def _place(rows, heads, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr):
+def _place(
+    rows, heads, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr
+):
     """Return this program's groups of four rows, head, channels, and which of rows and channels exist."""
     row, head = tile(tl.cdiv(rows, block), heads, BAND)
     group = row.to(tl.int64) * (block // 4) + tl.arange(0, block // 4)
@@ -175,11 +224,26 @@ def _read(pointers, channel, inside):
 
 @triton.jit
 def _gated(
-    x, logits, i, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated: tl.constexpr
+    x,
+    logits,
+    i,
+    head,
+    x_batch,
+    x_seq,
+    x_head,
+    g_batch,
+    g_seq,
+    g_head,
+    seq,
+    channel,
+    inside,
+    gated: tl.constexpr,
 ):
     value = _read(_rows(x, i, head, x_batch, x_seq, x_head, seq), channel, inside)
     if gated:
-        value *= sigmoid(_read(_rows(logits, i, head, g_batch, g_seq, g_head, seq), channel, inside))
+        value *= sigmoid(
+            _read(_rows(logits, i, head, g_batch, g_seq, g_head, seq), channel, inside)
+        )
     return value
 
 
@@ -194,13 +258,75 @@ def _gate_fp8_kernel(
     group, head, channel, inside = _place(rows, heads, dim, width, block, BAND)
     i = 4 * group
     own = first + head * dim
-    a = _gated(x, logits, i, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
-    b = _gated(x, logits, i + 1, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
-    c = _gated(x, logits, i + 2, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
-    d = _gated(x, logits, i + 3, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside, gated)
+    a = _gated(
+        x,
+        logits,
+        i,
+        head,
+        x_batch,
+        x_seq,
+        x_head,
+        g_batch,
+        g_seq,
+        g_head,
+        seq,
+        channel,
+        inside,
+        gated,
+    )
+    b = _gated(
+        x,
+        logits,
+        i + 1,
+        head,
+        x_batch,
+        x_seq,
+        x_head,
+        g_batch,
+        g_seq,
+        g_head,
+        seq,
+        channel,
+        inside,
+        gated,
+    )
+    c = _gated(
+        x,
+        logits,
+        i + 2,
+        head,
+        x_batch,
+        x_seq,
+        x_head,
+        g_batch,
+        g_seq,
+        g_head,
+        seq,
+        channel,
+        inside,
+        gated,
+    )
+    d = _gated(
+        x,
+        logits,
+        i + 3,
+        head,
+        x_batch,
+        x_seq,
+        x_head,
+        g_batch,
+        g_seq,
+        g_head,
+        seq,
+        channel,
+        inside,
+        gated,
+    )
     s = tl.load(scale)
     j = own + channel
-    raise_amax(amax, store_fp8(a, b, c, d, s, group, j, rows, own + dim, data, transposed, columns, E5M2))
+    raise_amax(
+        amax, store_fp8(a, b, c, d, s, group, j, rows, own + dim, data, transposed, columns, E5M2)
+    )
     note_inverse(s, scale_inv)
 
 
@@ -243,7 +369,9 @@ def _rotate_fp8_kernel(
         second = first + head * 2 * half + half
         j = second - half + channel
         one = store_fp8(a, b, c, d, s, group, j, rows, second, data, transposed, columns, E5M2)
-        two = store_fp8(e, f, g, h, s, group, j + half, rows, second + half, data, transposed, columns, E5M2)
+        two = store_fp8(
+            e, f, g, h, s, group, j + half, rows, second + half, data, transposed, columns, E5M2
+        )
         largest = tl.maximum(largest, tl.maximum(one, two))
     raise_amax(amax, largest)
     note_inverse(s, scale_inv)
@@ -282,7 +410,9 @@ def _gate_backward_fp8_kernel(
                      g_head, dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
     s = tl.load(scale)
     j = own + channel
-    raise_amax(amax, store_fp8(a, b, c, d, s, group, j, rows, own + dim, data, transposed, columns, E5M2))
+    raise_amax(
+        amax, store_fp8(a, b, c, d, s, group, j, rows, own + dim, data, transposed, columns, E5M2)
+    )
     note_inverse(s, scale_inv)
 
 
@@ -307,7 +437,9 @@ def gate_fp8(out: FP8Data, place: Place, first: int, x: Tensor, logits: Tensor |
     )  # fmt: skip
 
 
-def rotate_fp8(out: FP8Data, place: Place, first: int, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
+def rotate_fp8(
+    out: FP8Data, place: Place, first: int, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool
+) -> None:
     """Write gated_attention.rotate as FP8 into `out`."""
     batch, seq, heads, dim = x.shape
     cos, sin, *strides = _tables(cos, sin, x.stride()[:3])
@@ -318,7 +450,9 @@ def rotate_fp8(out: FP8Data, place: Place, first: int, x: Tensor, cos: Tensor, s
     )  # fmt: skip
 
 
-def gate_backward_fp8(out: FP8Data, place: Place, first: int, dy: Tensor, x: Tensor, logits: Tensor) -> Tensor:
+def gate_backward_fp8(
+    out: FP8Data, place: Place, first: int, dy: Tensor, x: Tensor, logits: Tensor
+) -> Tensor:
     """Compute gated_attention.gate_backward, with the gradient for the logits as FP8 into `out`."""
     batch, seq, heads, dim = x.shape
     dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
@@ -332,5 +466,10 @@ def gate_backward_fp8(out: FP8Data, place: Place, first: int, dy: Tensor, x: Ten
 
 
 TRITON = Operations(
-    rotate, copy, gate, gate_backward, FP8Operations(new_fp8, gate_fp8, rotate_fp8, gate_backward_fp8), spans
+    rotate,
+    copy,
+    gate,
+    gate_backward,
+    FP8Operations(new_fp8, gate_fp8, rotate_fp8, gate_backward_fp8),
+    spans,
 )

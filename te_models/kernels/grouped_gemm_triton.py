@@ -39,7 +39,9 @@ class Tiles(NamedTuple):
 
 BF16 = Tiles(128, 256, 64, 3)
 FP8 = Tiles(128, 256, 128, 3)
-PRECISE = Tiles(128, 128, 128, 3, 4)  # two programs per multiprocessor: one adds while the other multiplies
+PRECISE = Tiles(
+    128, 128, 128, 3, 4
+)  # two programs per multiprocessor: one adds while the other multiplies
 SUM = Tiles(64, 64, 1, 1, 4)
 ABREAST = 8  # tiles above each other whose programs follow each other, so that they share what the L2 cache holds
 
@@ -76,7 +78,9 @@ def _rows_kernel(
     row = i % rows
     column = j % width
     x = a + begin * depth + row.to(tl.int64)[:, None] * depth + k[None, :]
-    at = e.to(tl.int64) * width * depth if places is None else tl.multiple_of(tl.load(places + e), 8)
+    at = (
+        e.to(tl.int64) * width * depth if places is None else tl.multiple_of(tl.load(places + e), 8)
+    )
     matrix = b + at
     if DOWN:  # the sum runs down the matrix [depth, width]
         w = matrix + k.to(tl.int64)[:, None] * width + column[None, :]
@@ -120,7 +124,9 @@ def _weights_kernel(
     k = tl.arange(0, DEEP)
     row = i % height
     column = j % width
-    if turned is not None:  # FP8 matrices [height, apart] and [width, apart], of which `rows` are there
+    if (
+        turned is not None
+    ):  # FP8 matrices [height, apart] and [width, apart], of which `rows` are there
         rows = tl.multiple_of(rows, 16)
         here = tl.multiple_of(tl.load(turned + e), 128)
         apart = tl.multiple_of(tl.load(turned + e + 1) - here, 128)
@@ -136,7 +142,9 @@ def _weights_kernel(
     total = tl.zeros([HIGH, WIDE], tl.float32)
     whole = rows // DEEP * DEEP
     for _ in range(0, whole, DEEP):
-        total = tl.dot(tl.load(x), tl.load(y), total, max_num_imprecise_acc=DEEP if PRECISE else None)
+        total = tl.dot(
+            tl.load(x), tl.load(y), total, max_num_imprecise_acc=DEEP if PRECISE else None
+        )
         x += down
         y += right
     if whole < rows:
@@ -190,7 +198,14 @@ def rows_times(
 
 
 def weights_from(
-    a: Operand, b: Operand, groups: Groups, height: int, width: int, *, precise: bool, dtype: torch.dtype
+    a: Operand,
+    b: Operand,
+    groups: Groups,
+    height: int,
+    width: int,
+    *,
+    precise: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Return each expert's rows of a [R, height], transposed, times those of b [R, width]: [E, height, width].
 
@@ -212,7 +227,9 @@ def sums_of_rows(x: Tensor, groups: Groups) -> Tensor:
     out = x.new_empty(groups.experts, x.shape[1])
     with torch.cuda.device_of(x):
         grid = (triton.cdiv(x.shape[1], SUM.width), groups.experts)
-        _sums_kernel[grid](x, groups.first, out, x.shape[1], HIGH=SUM.height, WIDE=SUM.width, num_warps=SUM.warps)
+        _sums_kernel[grid](
+            x, groups.first, out, x.shape[1], HIGH=SUM.height, WIDE=SUM.width, num_warps=SUM.warps
+        )
     return out
 
 

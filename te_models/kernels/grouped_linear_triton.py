@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from te_models.device.autograd import Context
-from te_models.kernels.expert_cast_triton import Delayed, FP8Matrices, Matrices, cast, cast_transposed, transposed
+from te_models.kernels.expert_cast_triton import (
+    Delayed,
+    FP8Matrices,
+    Matrices,
+    cast,
+    cast_transposed,
+    transposed,
+)
 from te_models.kernels.expert_rows import Route
 from te_models.kernels.grouped_gemm_triton import Operand, rows_times, sums_of_rows, weights_from
 from te_models.kernels.groups import Groups
@@ -80,7 +87,9 @@ class Weights(NamedTuple):
 
 def _matrices(weights: Sequence[Tensor], places: Tensor) -> Matrices:
     """Return the operand of a cast."""
-    return Matrices(weights[0], Groups.equal(len(weights), len(weights[0]), weights[0].device), places)
+    return Matrices(
+        weights[0], Groups.equal(len(weights), len(weights[0]), weights[0].device), places
+    )
 
 
 class Stored(NamedTuple):
@@ -94,14 +103,21 @@ class Stored(NamedTuple):
 class _BF16(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, bias: Tensor | None, groups: Groups, at: Locations, *weights: Tensor
+        ctx: Context,
+        x: Tensor,
+        bias: Tensor | None,
+        groups: Groups,
+        at: Locations,
+        *weights: Tensor,
     ) -> Tensor:
         ctx.groups = groups
         ctx.at = at
         x = x.contiguous()
         ctx.save_for_backward(x if ctx.needs_input_grad[4] else None, *weights)
         b = Operand(weights[0], places=at.places)
-        return rows_times(Operand(x), b, groups, len(weights[0]), bias, down=False, precise=False, dtype=x.dtype)
+        return rows_times(
+            Operand(x), b, groups, len(weights[0]), bias, down=False, precise=False, dtype=x.dtype
+        )
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -111,11 +127,21 @@ class _BF16(torch.autograd.Function):
         how = dict(precise=False, dtype=dy.dtype)
         a = Operand(dy)
         b = Operand(weights[0], places=ctx.at.again(weights))
-        dx = rows_times(a, b, ctx.groups, width, down=True, **how) if ctx.needs_input_grad[0] else None
+        dx = (
+            rows_times(a, b, ctx.groups, width, down=True, **how)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         if not ctx.needs_input_grad[4]:  # then Transformer Engine sums no biases either
             return dx, None, None, None, *[None] * len(weights)
         db = sums_of_rows(dy, ctx.groups) if ctx.needs_input_grad[1] else None
-        return dx, db, None, None, *weights_from(a, Operand(x), ctx.groups, height, width, **how).unbind()
+        return (
+            dx,
+            db,
+            None,
+            None,
+            *weights_from(a, Operand(x), ctx.groups, height, width, **how).unbind(),
+        )
 
 
 class _FP8(torch.autograd.Function):
@@ -136,17 +162,23 @@ class _FP8(torch.autograd.Function):
         trained = any(ctx.needs_input_grad[7:])
         x = x.contiguous()
         token, row, ctx.kernels = (None, None, None) if route is None else route
-        given = cast(Matrices(x, groups, source=token), E4M3, casts.of_x, turn=trained and route is None)
+        given = cast(
+            Matrices(x, groups, source=token), E4M3, casts.of_x, turn=trained and route is None
+        )
         kept = x if trained and route is not None else given.transposed
         ctx.stored = own.data if isinstance(own, Stored) else ()
         turned = None if isinstance(own, Stored) else own.transposed
         again = () if turned is not None or isinstance(own, Stored) else (own.scale, *weights)
-        ctx.save_for_backward(kept, given.scale_inv, given.scale, token, row, turned, own.scale_inv, *again)
+        ctx.save_for_backward(
+            kept, given.scale_inv, given.scale, token, row, turned, own.scale_inv, *again
+        )
         data, places = (own.data[0], at.places) if isinstance(own, Stored) else (own.data, None)
         a = Operand(given.data.view(E4M3), given.scale_inv)
         b = Operand(data.view(E4M3), own.scale_inv, places)
         width = len(weights[0] if weights else data)
-        return rows_times(a, b, groups, width, bias, down=False, precise=casts.output, dtype=x.dtype)
+        return rows_times(
+            a, b, groups, width, bias, down=False, precise=casts.output, dtype=x.dtype
+        )
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -165,7 +197,9 @@ class _FP8(torch.autograd.Function):
                 turned = transposed(ctx.stored[0], ctx.at.again(ctx.stored))
             a = Operand(given.data.view(casts.gradient), given.scale_inv)
             b = Operand(turned.view(E4M3), weights_scale)
-            dx = rows_times(a, b, groups, ctx.inputs, down=False, precise=casts.input_gradient, dtype=dy.dtype)
+            dx = rows_times(
+                a, b, groups, ctx.inputs, down=False, precise=casts.input_gradient, dtype=dy.dtype
+            )
             dx = dx if row is None else ctx.kernels.total(dx, row, None)
             del turned, a, b  # before the larger gradients of weights
         of_weights: Sequence[Tensor | None] = [None] * ctx.weights
@@ -173,7 +207,11 @@ class _FP8(torch.autograd.Function):
         dy_scale = given.scale_inv
         del given
         if x is not None and dy_turned is not None:
-            x = x if token is None else cast_transposed(Matrices(x, groups, source=token), E4M3, x_scale)
+            x = (
+                x
+                if token is None
+                else cast_transposed(Matrices(x, groups, source=token), E4M3, x_scale)
+            )
             a = Operand(dy_turned.view(casts.gradient), dy_scale)
             b = Operand(x.view(E4M3), x_inverse)
             how = dict(precise=casts.weight_gradient, dtype=dy.dtype)

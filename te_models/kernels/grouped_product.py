@@ -38,7 +38,9 @@ def grouped_product(x: Tensor, weights: Tensor, rows: list[int] | Groups) -> Ten
     return _Product.apply(x, weights, rows)
 
 
-def low_rank_product(x: Tensor, a: Tensor, b: Tensor, scaling: float, rows: list[int] | Groups) -> Tensor:
+def low_rank_product(
+    x: Tensor, a: Tensor, b: Tensor, scaling: float, rows: list[int] | Groups
+) -> Tensor:
     """Return scaling * B(A(x)) of x [R, I] with the A and B of each row's expert, `a` [E, r, I] and `b` [E, O, r]."""
     if extra := -a.shape[1] % RANKS * x.is_cuda:
         a = F.pad(a, (0, 0, 0, extra))
@@ -59,7 +61,9 @@ def _sums(dy: Tensor, x: Tensor, rows: list[int] | Groups) -> Tensor:
         return torch.stack([a.t() @ b for a, b in zip(dy.split(rows), x.split(rows), strict=True)])
     ends = _ends(rows, x.device)
     sums = F.grouped_mm(dy.t(), x, offs=ends)
-    idle = ends.diff(prepend=ends.new_zeros(1)) == 0  # a sum over no rows need not have been written
+    idle = (
+        ends.diff(prepend=ends.new_zeros(1)) == 0
+    )  # a sum over no rows need not have been written
     return sums.masked_fill_(idle[:, None, None], 0)
 
 

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from te_models.kernels.handover_triton import FP8Data
 
 
-def norm(module: nn.Module, x: Tensor, delta: Tensor | None, consumer: nn.Module | None) -> tuple[Tensor, Tensor]:
+def norm(
+    module: nn.Module, x: Tensor, delta: Tensor | None, consumer: nn.Module | None
+) -> tuple[Tensor, Tensor]:
     """Return a te.RMSNorm of x + delta [N, D] (None: of x), and x + delta, the residual stream.
 
     With `consumer` None other modules read the norm too. Use the returned sum: a twin adds both of its gradients in
@@ -87,9 +89,12 @@ def linear(module: nn.Module, x: Tensor, **options: bool | None) -> Tensor:
 
 
 def grouped(
-    module: nn.Module, x: Tensor, rows: list[int] | Groups, is_first_microbatch: bool | None = None,
+    module: nn.Module,
+    x: Tensor,
+    rows: list[int] | Groups,
+    is_first_microbatch: bool | None = None,
     route: Route | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return a te.GroupedLinear of x [R, I], whose experts have these numbers of rows: [R, O].
 
     With `route`, x [T, I] are tokens, and those rows are made from them; a twin need not store them.
@@ -103,7 +108,9 @@ def counts_on_device(module: nn.Module, te_recipe: EngineRecipe | None) -> bool:
     return False
 
 
-Place = tuple[Tensor, Tensor, bool]  # a delayed scale and the amax to raise, FP32 [1] each; whether it is E5M2
+Place = tuple[
+    Tensor, Tensor, bool
+]  # a delayed scale and the amax to raise, FP32 [1] each; whether it is E5M2
 
 
 class Target(Protocol):

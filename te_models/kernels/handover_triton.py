@@ -65,7 +65,9 @@ def _encode4(a, b, c, d, E5M2: tl.constexpr):
     else:
         # Triton's own cast to FP8 (3.6) mixes up elements where the result is transposed.
         asm: tl.constexpr = _E5M2 if E5M2 else _E4M3
-        word = tl.inline_asm_elementwise(asm, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+        word = tl.inline_asm_elementwise(
+            asm, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
+        )
     return word
 
 
@@ -80,7 +82,12 @@ def _bytes(word):
     else:
         # The types are written in the call: as a constexpr of their own, Triton 3.9 does not accept them.
         first, second, third, fourth = tl.inline_asm_elementwise(
-            _BYTES, "=r,=r,=r,=r,r,r,r,r", [word], dtype=(tl.uint8, tl.uint8, tl.uint8, tl.uint8), is_pure=True, pack=4
+            _BYTES,
+            "=r,=r,=r,=r,r,r,r,r",
+            [word],
+            dtype=(tl.uint8, tl.uint8, tl.uint8, tl.uint8),
+            is_pure=True,
+            pack=4,
         )
     return first, second, third, fourth
 
@@ -96,7 +103,22 @@ def sigmoid(x):
 
 
 @triton.jit
-def store_fp8(a, b, c, d, scale, group, j, rows, columns, data, transposed, stride, E5M2: tl.constexpr, apart=None):
+def store_fp8(
+    a,
+    b,
+    c,
+    d,
+    scale,
+    group,
+    j,
+    rows,
+    columns,
+    data,
+    transposed,
+    stride,
+    E5M2: tl.constexpr,
+    apart=None,
+):
     """Quantize FP32 tiles, the first to fourth rows of groups of four, of columns j, into both copies or only one
     of them. Return the largest magnitude of each group and column, for `raise_amax`.
 
@@ -121,7 +143,11 @@ def store_fp8(a, b, c, d, scale, group, j, rows, columns, data, transposed, stri
         words = transposed.to(tl.pointer_type(tl.int32), bitcast=True)
         step = rows if apart is None else apart
         place = j[:, None] * (step // 4) + group[None, :]
-        tl.store(words + place, tl.trans(word), mask=(j < columns)[:, None] & (group < rows // 4)[None, :])
+        tl.store(
+            words + place,
+            tl.trans(word),
+            mask=(j < columns)[:, None] & (group < rows // 4)[None, :],
+        )
     largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
     return tl.where(inside, largest, 0.0)
 
@@ -187,7 +213,9 @@ def _cast_kernel(
     c = _value(x, i + 2, j, rows, columns, GATED)
     d = _value(x, i + 3, j, rows, columns, GATED)
     s = tl.load(scale)
-    raise_amax(amax, store_fp8(a, b, c, d, s, group, j, rows, columns, data, transposed, columns, E5M2))
+    raise_amax(
+        amax, store_fp8(a, b, c, d, s, group, j, rows, columns, data, transposed, columns, E5M2)
+    )
     note_inverse(s, scale_inv)
 
 
@@ -215,7 +243,9 @@ def _dswiglu_kernel(
     s = tl.load(scale)
     of_gate = store_fp8(a, b, c, d, s, group, j, rows, columns, data, transposed, 2 * columns, E5M2)
     half = transposed + rows.to(tl.int64) * columns
-    of_up = store_fp8(e, f, g, h, s, group, j, rows, columns, data + columns, half, 2 * columns, E5M2)
+    of_up = store_fp8(
+        e, f, g, h, s, group, j, rows, columns, data + columns, half, 2 * columns, E5M2
+    )
     raise_amax(amax, tl.maximum(of_gate, of_up))
     note_inverse(s, scale_inv)
 
@@ -227,14 +257,18 @@ def _norm_kernel(
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * ROWS
     i = first + tl.arange(0, ROWS)
-    squares = tl.zeros((ROWS, COLUMNS), tl.float32)  # summed at the end, since a sum synchronizes the threads
+    squares = tl.zeros(
+        (ROWS, COLUMNS), tl.float32
+    )  # summed at the end, since a sum synchronizes the threads
     for start in range(0, columns, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
         inside = (i < rows)[:, None] & (j < columns)[None, :]
         at = i[:, None] * columns + j[None, :]
         value = tl.load(x + at, inside, 0.0)
         if ADD:
-            value = (value.to(tl.float32) + tl.load(delta + at, inside, 0.0).to(tl.float32)).to(x.dtype.element_ty)
+            value = (value.to(tl.float32) + tl.load(delta + at, inside, 0.0).to(tl.float32)).to(
+                x.dtype.element_ty
+            )
             tl.store(total + at, value, mask=inside)
         value = value.to(tl.float32)
         squares += value * value
@@ -273,7 +307,13 @@ def new_fp8(rows: int, columns: int, device: torch.device, rowwise: bool = True)
 
 
 def _by_tiles(
-    kernel: Any, inputs: tuple[Tensor, ...], rows: int, columns: int, place: Place, out: FP8Data, **options: bool
+    kernel: Any,
+    inputs: tuple[Tensor, ...],
+    rows: int,
+    columns: int,
+    place: Place,
+    out: FP8Data,
+    **options: bool,
 ) -> FP8Data:
     """Launch a kernel that writes `out`, one program per tile of [rows, columns]; `place`: scale, amax, E5M2.
 
@@ -290,10 +330,14 @@ def _by_tiles(
 
 def cast(x: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> FP8Data:
     """Cast x [N, K], of any float dtype: data [N, K], the bits of Transformer Engine's cast."""
-    return _by_tiles(_cast_kernel, (x,), *x.shape, (scale, amax, e5m2), new_fp8(*x.shape, x.device), GATED=False)
+    return _by_tiles(
+        _cast_kernel, (x,), *x.shape, (scale, amax, e5m2), new_fp8(*x.shape, x.device), GATED=False
+    )
 
 
-def swiglu(gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool, rowwise: bool = True) -> FP8Data:
+def swiglu(
+    gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool, rowwise: bool = True
+) -> FP8Data:
     """Compute silu(gate) * up of gate_up [N, 2F]: data [N, F], only the transpose if not `rowwise`."""
     rows = len(gate_up)
     columns = gate_up.shape[1] // 2

@@ -22,7 +22,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, kernel: Kernel, multiply: Multiply | None
+        ctx: Context,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        chunk: int,
+        kernel: Kernel,
+        multiply: Multiply | None,
     ) -> Tensor:
         """See linear_cross_entropy."""
         ctx.multiply = multiply
@@ -67,7 +73,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *(None if slope is None else next(scaled) for slope in saved), None, None, None, None
 
 
-def loss_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
+def loss_and_gradient(
+    logits: Tensor, targets: Tensor, count: Tensor, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
     """Return the summed cross-entropy of the targets other than -100, over `count`, and its gradient for the logits.
 
     logits [T, V] in any dtype, targets int64 [T]; the loss is an FP32 scalar, the gradient [T, V] in the dtype of the
@@ -79,7 +87,9 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, gradient: 
     loss = -(logs.gather(1, index)[:, 0] * counted).sum() / count
     if not gradient:
         return loss, None
-    hit = torch.arange(logits.shape[1], device=logits.device) == index  # a comparison fuses, a scatter does not
+    hit = (
+        torch.arange(logits.shape[1], device=logits.device) == index
+    )  # a comparison fuses, a scatter does not
     return loss, ((logs.exp() - hit.float()) * (counted / count)[:, None]).to(logits.dtype)
 
 
@@ -88,7 +98,9 @@ def with_scaled_logits(kernel: Kernel, divisor: float, cap: float | None) -> Ker
     if divisor == 1 and cap is None:
         return kernel
 
-    def scaled(logits: Tensor, targets: Tensor, count: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
+    def scaled(
+        logits: Tensor, targets: Tensor, count: Tensor, gradient: bool
+    ) -> tuple[Tensor, Tensor | None]:
         final = scaled_logits(logits, divisor, cap)
         # Before the kernel, which may write its gradient over the logits.
         slope = None if cap is None or not gradient else 1 - (final.float() / cap).square_()
@@ -102,9 +114,13 @@ def with_scaled_logits(kernel: Kernel, divisor: float, cap: float | None) -> Ker
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None, kernel: Kernel = loss_and_gradient,
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int | None = None,
+    kernel: Kernel = loss_and_gradient,
     multiply: Multiply | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the mean cross-entropy of the logits `x @ weight.T`, which exist for `chunk` rows at a time.
 
     x [T, D], weight [V, D], targets int64 [T], of which -100 does not count; an FP32 scalar, zero when no target
@@ -118,5 +134,7 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():
         x = x.detach()  # else needs_input_grad is True even here: two products in vain
         weight = weight.detach()
-    rows = chunk or head_rows(len(x), weight.shape[0], weight.shape[1], x.device.type == "cuda", trained)
+    rows = chunk or head_rows(
+        len(x), weight.shape[0], weight.shape[1], x.device.type == "cuda", trained
+    )
     return _LinearCrossEntropy.apply(x, weight, targets, rows, kernel, multiply)

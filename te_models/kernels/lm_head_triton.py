@@ -11,7 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 VECTOR = tl.constexpr(8)  # BF16 logits that a thread reads at once: 16 bytes
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite FP32, from which minus infinity can be subtracted
+LOWEST = tl.constexpr(
+    -3.4028234663852886e38
+)  # the lowest finite FP32, from which minus infinity can be subtracted
 
 
 @triton.jit
@@ -37,20 +39,26 @@ def _cross_entropy_kernel(
     total = tl.zeros((BLOCK // VECTOR,), tl.float32)
     for start in range(0, vocabulary, BLOCK):
         at = start + place
-        x = tl.load(logits + at, at < vocabulary, float("-inf"), eviction_policy="evict_last").to(tl.float32)
+        x = tl.load(logits + at, at < vocabulary, float("-inf"), eviction_policy="evict_last").to(
+            tl.float32
+        )
         larger = tl.maximum(largest, tl.max(x, 1))
         total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger[:, None]), 1)
         largest = larger
     top = tl.max(largest, 0)
     total = tl.sum(total * tl.exp(largest - top), 0)
-    tl.store(losses + row, tl.log(total) - (chosen - top))  # in this order: large logits cancel before they round
+    tl.store(
+        losses + row, tl.log(total) - (chosen - top)
+    )  # in this order: large logits cancel before they round
     if GRADIENT:
         scale = 1 / tl.load(count).to(tl.float32)
         inverse = 1 / total
         steps = tl.cdiv(vocabulary, BLOCK)
         for step in range(steps):
             at = (steps - 1 - step) * BLOCK + place
-            x = tl.load(logits + at, at < vocabulary, float("-inf"), eviction_policy="evict_first").to(tl.float32)
+            x = tl.load(
+                logits + at, at < vocabulary, float("-inf"), eviction_policy="evict_first"
+            ).to(tl.float32)
             slope = (tl.exp(x - top) * inverse - (at == target).to(tl.float32)) * scale
             tl.store(logits + at, slope.to(logits.dtype.element_ty), mask=at < vocabulary)
 
@@ -67,7 +75,9 @@ def _program(vocabulary: int) -> tuple[int, int]:
     return warps, warps * 32 * (32 if vocabulary > 2**16 and vocabulary % 16 == 0 else 16)
 
 
-def loss_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
+def loss_and_gradient(
+    logits: Tensor, targets: Tensor, count: Tensor, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
     """Compute lm_head.loss_and_gradient of contiguous logits [T, V]; the gradient is the logits' own memory.
 
     A row whose target is -100 is not read: its loss and gradient are zero whatever its logits. NaN in another row makes
@@ -79,7 +89,14 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, count: Tensor, gradient: 
     warps, block = _program(vocabulary)
     with torch.cuda.device_of(logits):
         _cross_entropy_kernel[(rows,)](
-            logits, targets.contiguous(), count, losses, vocabulary, GRADIENT=gradient, BLOCK=block, num_warps=warps
+            logits,
+            targets.contiguous(),
+            count,
+            losses,
+            vocabulary,
+            GRADIENT=gradient,
+            BLOCK=block,
+            num_warps=warps,
         )
     return losses.sum() / count, logits if gradient else None
 

@@ -10,7 +10,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from te_models.device.cudnn import cudnn_is_sound
 
 # cuDNN is 1.65x FlashAttention-2 forward and backward on an H200 at head_dim 128, S 2048 (350 against 212 TFLOP/s).
-CUDA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+CUDA_ORDER = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 # For heads and lengths at which no measurement shows cuDNN to be faster.
 SMALL_ORDER = CUDA_ORDER[1:]
 # For one query per row under a mask: FlashAttention supports no mask, and cuDNN would plan anew for every cache length.
@@ -37,8 +42,12 @@ def causal_attention(
     """
     if mask is not None and q.shape[-2] == 1:
         return _decode_attention(q, k, v, mask, scale)
-    causal = mask is None and bool(q.shape[-2] == k.shape[-2])  # else one query, which sees all keys of a cache
-    options: dict[str, Any] = dict(attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1], scale=scale)
+    causal = mask is None and bool(
+        q.shape[-2] == k.shape[-2]
+    )  # else one query, which sees all keys of a cache
+    options: dict[str, Any] = dict(
+        attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1], scale=scale
+    )
     suits = q.is_cuda and suits_cudnn(q.shape[-2], q.shape[-1], q.dtype, mask is not None)
     order = CUDA_ORDER if suits else SMALL_ORDER
     return _attention(q, k, v, order, options)
@@ -47,10 +56,14 @@ def causal_attention(
 def _decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
     """Attend with one query per row; the heads that share a key are queries of one head, so that no key is copied."""
     grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])
-    return _attention(grouped, k, v, DECODE_ORDER, dict(attn_mask=mask, scale=scale)).reshape(q.shape)
+    return _attention(grouped, k, v, DECODE_ORDER, dict(attn_mask=mask, scale=scale)).reshape(
+        q.shape
+    )
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, order: list[SDPBackend], options: dict[str, Any]) -> Tensor:
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, order: list[SDPBackend], options: dict[str, Any]
+) -> Tensor:
     if q.is_cuda:
         with sdpa_kernel(order, set_priority=True):
             return F.scaled_dot_product_attention(q, k, v, **options)
@@ -61,14 +74,20 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, order: list[SDPBackend], options
 
 
 def attention_mask(
-    seq: int, window: int | None, real: Tensor | None, documents: Tensor | None, device: torch.device
+    seq: int,
+    window: int | None,
+    real: Tensor | None,
+    documents: Tensor | None,
+    device: torch.device,
 ) -> Tensor | None:
     """Return which keys each of `seq` positions sees, bool [(B, 1,) S, S]; None for plain causal.
 
     `window` counts the position itself; `real` bool [B, S] is False at padding, which only the same position sees, so
     that no row is empty; with `documents` int [B, S] each position sees only its own document.
     """
-    covers = window is None or (not torch.compiler.is_compiling() and window >= seq)  # a traced graph serves any seq
+    covers = window is None or (
+        not torch.compiler.is_compiling() and window >= seq
+    )  # a traced graph serves any seq
     if real is None and documents is None and covers:
         return None
     position = torch.arange(seq, device=device)

@@ -29,7 +29,9 @@ GRAD_KEY: dict[int, Block] = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32,
 def _rows(base, token, token_stride, channel, seq, dim: tl.constexpr):
     """Load [tokens, width] of one head, zero beyond the end of the row and beyond the last channel."""
     inside = (token < seq)[:, None] & (channel < dim)[None, :]
-    return tl.load(base + token.to(tl.int64)[:, None] * token_stride + channel[None, :], inside, 0.0)
+    return tl.load(
+        base + token.to(tl.int64)[:, None] * token_stride + channel[None, :], inside, 0.0
+    )
 
 
 @triton.jit
@@ -46,7 +48,12 @@ def _place(blocks, heads):
     The grid has one dimension, since the others end at 65,535; the numbers that strides are multiplied by have 64 bits.
     """
     pair = tl.program_id(0) // blocks
-    return tl.program_id(0) % blocks, (pair // heads).to(tl.int64), (pair % heads).to(tl.int64), pair.to(tl.int64)
+    return (
+        tl.program_id(0) % blocks,
+        (pair // heads).to(tl.int64),
+        (pair % heads).to(tl.int64),
+        pair.to(tl.int64),
+    )
 
 
 @triton.jit
@@ -79,18 +86,30 @@ def _forward_kernel(
         top = tl.zeros([queries], tl.float32) + tl.load(sinks + head)
         total += 1.0
     sums = tl.zeros([queries, width], tl.float32)
-    for place in range(tl.load(first + begin) // keys * keys, tl.minimum(begin + queries, seq), keys):
+    for place in range(
+        tl.load(first + begin) // keys * keys, tl.minimum(begin + queries, seq), keys
+    ):
         key = place + tl.arange(0, keys)
         score = _scores(rows, _rows(k, key, k_seq, channel, seq, dim), start, query, key, factor)
         highest = tl.maximum(top, tl.max(score, 1))
-        offset = tl.where(highest == float("-inf"), 0.0, highest)  # a query that has seen no key yet
+        offset = tl.where(
+            highest == float("-inf"), 0.0, highest
+        )  # a query that has seen no key yet
         weight = tl.exp2(score - offset[:, None])
         shrink = tl.exp2(top - offset)
         value = _rows(v, key, v_seq, channel, seq, dim)
         sums = sums * shrink[:, None] + tl.dot(weight.to(value.dtype), value)
         total = total * shrink + tl.sum(weight, 1)
         top = highest
-    _store_rows(out + batch * o_batch + head * o_head, query, o_seq, channel, seq, sums / total[:, None], dim)
+    _store_rows(
+        out + batch * o_batch + head * o_head,
+        query,
+        o_seq,
+        channel,
+        seq,
+        sums / total[:, None],
+        dim,
+    )
     tl.store(log_sum + pair * seq + query, top + tl.log2(total), query < seq)
 
 
@@ -103,8 +122,12 @@ def _dot_kernel(
     block, batch, head, pair = _place(tl.cdiv(seq, queries), heads)
     query = block * queries + tl.arange(0, queries)
     channel = tl.arange(0, width)
-    one = _rows(out + batch * o_batch + head * o_head, query, o_seq, channel, seq, dim).to(tl.float32)
-    other = _rows(dy + batch * y_batch + head * y_head, query, y_seq, channel, seq, dim).to(tl.float32)
+    one = _rows(out + batch * o_batch + head * o_head, query, o_seq, channel, seq, dim).to(
+        tl.float32
+    )
+    other = _rows(dy + batch * y_batch + head * y_head, query, y_seq, channel, seq, dim).to(
+        tl.float32
+    )
     tl.store(dots + pair * seq + query, tl.sum(one * other, 1), query < seq)
 
 
@@ -130,11 +153,15 @@ def _grad_query_kernel(
     top = tl.load(log_sum + place_of_sums, query < seq, 0.0)
     dot = tl.load(dots + place_of_sums, query < seq, 0.0)
     grad = tl.zeros([queries, width], tl.float32)
-    for place in range(tl.load(first + begin) // keys * keys, tl.minimum(begin + queries, seq), keys):
+    for place in range(
+        tl.load(first + begin) // keys * keys, tl.minimum(begin + queries, seq), keys
+    ):
         key = place + tl.arange(0, keys)
         keyed = _rows(k, key, k_seq, channel, seq, dim)
         weight = tl.exp2(_scores(rows, keyed, start, query, key, factor) - top[:, None])
-        change = weight * (tl.dot(slope, tl.trans(_rows(v, key, v_seq, channel, seq, dim))) - dot[:, None])
+        change = weight * (
+            tl.dot(slope, tl.trans(_rows(v, key, v_seq, channel, seq, dim))) - dot[:, None]
+        )
         grad += tl.dot(change.to(keyed.dtype), keyed)
     _store_rows(dq + batch * d_batch + head * d_head, query, d_seq, channel, seq, grad * scale, dim)
 
@@ -187,7 +214,12 @@ class Spans(NamedTuple):
     last: Tensor
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return attention's output [B, N, S, H] and the log2 of each query's sum of weights, FP32 [B, N, S].
 
@@ -227,15 +259,35 @@ class Spans(NamedTuple):
         )
         block, options = _options(GRAD_KEY, dim)
         _grad_key_kernel[(triton.cdiv(seq, block[1]) * batch * shared,)](
-            q, k, v, dy, log_sum, dots, self.first, self.last, dk, dv, *common, *_strides(dk), *tail, **options
+            q,
+            k,
+            v,
+            dy,
+            log_sum,
+            dots,
+            self.first,
+            self.last,
+            dk,
+            dv,
+            *common,
+            *_strides(dk),
+            *tail,
+            **options,
         )
         if sinks is None:
             return dq, dk, dv, None
-        weight = torch.exp2(sinks.float()[:, None] * LOG2E - log_sum)  # of the sink, whose value is zero
+        weight = torch.exp2(
+            sinks.float()[:, None] * LOG2E - log_sum
+        )  # of the sink, whose value is zero
         return dq, dk, dv, -(weight * dots).sum((0, 2)).to(sinks.dtype)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return the output of `forward`, differentiable."""
         return _SpanAttention.apply(q, k, v, sinks, *self, scale)
@@ -273,7 +325,9 @@ def spans(seq: int, window: int | None, documents: Tensor | None, device: torch.
     `documents` int [B, S]: a new document begins wherever the number changes; None for one in each row.
     """
     place = torch.arange(seq, device=device)
-    first = torch.zeros_like(place)[None] if window is None else (place - window + 1).clamp(min=0)[None]
+    first = (
+        torch.zeros_like(place)[None] if window is None else (place - window + 1).clamp(min=0)[None]
+    )
     if documents is not None:
         begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=False)
         first = first.maximum(torch.where(begins, place, 0).cummax(dim=1).values)
@@ -299,5 +353,7 @@ def _width(dim: int) -> int:
 def _options(blocks: dict[int, Block], dim: int) -> tuple[Block, dict[str, int]]:
     """Return the block of heads of `dim` channels, and the keywords of a launch."""
     queries, keys, warps, stages = block = blocks[max(64, _width(dim))]
-    names = dict(dim=dim, width=_width(dim), queries=queries, keys=keys, num_warps=warps, num_stages=stages)
+    names = dict(
+        dim=dim, width=_width(dim), queries=queries, keys=keys, num_warps=warps, num_stages=stages
+    )
     return block, names

@@ -40,14 +40,20 @@ class GatedAttention(Mixer[AttentionSpec]):
         else:
             super().initialize(name, values, std, residual_std)
 
-    def new_state(self, batch: int, slots: int, device: torch.device, dtype: torch.dtype) -> KVState:
+    def new_state(
+        self, batch: int, slots: int, device: torch.device, dtype: torch.dtype
+    ) -> KVState:
         """Return room for the keys and values of `batch` rows of `slots` tokens."""
         return KVState(batch, self.spec.heads.key, slots, (self.spec.heads.dim,) * 2, device, dtype)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return attention of x [N, D]: [N, D]."""
         qkvg = context.linear(self.qkvg_proj, x)  # [N, Q]
-        out = self._fused(qkvg, context) if self._can_fuse(qkvg, context) else self._composed(qkvg, context)
+        out = (
+            self._fused(qkvg, context)
+            if self._can_fuse(qkvg, context)
+            else self._composed(qkvg, context)
+        )
         # Under sequence parallelism qkvg has the rows of all ranks, x only this rank's.
         out = context.linear(self.o_proj, pad_rows(out, qkvg.shape[0]))
         return context.without_padding(out) if self.spec.output_bias else out
@@ -64,11 +70,15 @@ class GatedAttention(Mixer[AttentionSpec]):
         operations = context.kernels.attention
         assert operations is not None
         cos, sin = (None, None) if self.spec.rope is None else context.rotary[self.spec.rope]
-        targets = context.kernels.targets(context.neighbour(self.qkvg_proj), context.neighbour(self.o_proj))
+        targets = context.kernels.targets(
+            context.neighbour(self.qkvg_proj), context.neighbour(self.o_proj)
+        )
         spans = context.masks[self.spec.window]
         assert not isinstance(spans, Tensor)
         tokens = (context.batch, context.seq)
-        return attention_core(qkvg, cos, sin, *tokens, self.spec.heads, operations, targets, spans, self.sinks)
+        return attention_core(
+            qkvg, cos, sin, *tokens, self.spec.heads, operations, targets, spans, self.sinks
+        )
 
     def _composed(self, qkvg: Tensor, context: ForwardContext) -> Tensor:
         """Return the input of o_proj [B*S, A*H] from qkvg [N, Q]."""
@@ -85,11 +95,15 @@ class GatedAttention(Mixer[AttentionSpec]):
         if spec.qk_norm == "head":
             q = self.tp.norm(self.q_norm, q, partial=True)
             k = self.tp.norm(self.k_norm, k, partial=True)
-        if spec.rope is not None and spec.query_scale is not None:  # which copies q: k would keep the memory of both
+        if (
+            spec.rope is not None and spec.query_scale is not None
+        ):  # which copies q: k would keep the memory of both
             q = context.rotated(q, spec.rope)
             k = context.rotated(k, spec.rope)
         elif spec.rope is not None:
-            q, k = context.rotated(torch.cat((q, k), dim=2), spec.rope).split((q.shape[2], k.shape[2]), dim=2)
+            q, k = context.rotated(torch.cat((q, k), dim=2), spec.rope).split(
+                (q.shape[2], k.shape[2]), dim=2
+            )
         if spec.query_scale is not None:
             q = q * context.query_scales[spec.query_scale][..., None, None]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, S, H]
@@ -107,12 +121,18 @@ class GatedAttention(Mixer[AttentionSpec]):
             return mask(q, k, v, scale, self.sinks)
         if cap is None and self.sinks is None:
             return causal_attention(q, k, v, mask, scale=scale)
-        return composed_attention(q, k, v, mask, self.spec.heads.dim**-0.5 if scale is None else scale, cap, self.sinks)
+        return composed_attention(
+            q, k, v, mask, self.spec.heads.dim**-0.5 if scale is None else scale, cap, self.sinks
+        )
 
     def _gated(self, out: Tensor, g: Tensor, context: ForwardContext) -> Tensor:
         """Apply the gate g [B*S, gate_size] to out [B*S, A, H]: [B*S, A*H]."""
         heads = self.spec.heads
-        gate = context.kernels.gate if self.spec.gate_activation == "sigmoid" else context.kernels.softplus_gate
+        gate = (
+            context.kernels.gate
+            if self.spec.gate_activation == "sigmoid"
+            else context.kernels.softplus_gate
+        )
         if heads.gate == "elementwise":
             return gate(out.flatten(-2), g)
         if heads.gate == "headwise":

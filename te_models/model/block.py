@@ -37,7 +37,9 @@ class Block(nn.Module):
         residual_multiplier: factor on what each part adds to the residual stream.
     """
 
-    def __init__(self, spec: LayerSpec, layer: int, factory: Factory, residual_multiplier: float = 1.0) -> None:
+    def __init__(
+        self, spec: LayerSpec, layer: int, factory: Factory, residual_multiplier: float = 1.0
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.layer = layer
@@ -91,7 +93,9 @@ class Block(nn.Module):
         hidden, x = context.recompute.run_mlp(self, mlp, self._mlp_hidden, x, delta, context)
         return x + self._delta(self.mlp_output_norm, mlp.output(hidden, context))
 
-    def _mlp_hidden(self, x: Tensor, delta: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
+    def _mlp_hidden(
+        self, x: Tensor, delta: Tensor | None, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
         """Return what the second half of the MLP needs [N, F], and x + delta [N, D]."""
         mlp = self.feedforward
         h, x = self._normed(self.post_attention_layernorm, x, delta, mlp, context)
@@ -112,7 +116,9 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the input of the part `reader`, and x + delta."""
         if norm is not None and self.tp.size == 1:
-            consumer = None if reader.entry is None else context.neighbour(reader._modules[reader.entry])
+            consumer = (
+                None if reader.entry is None else context.neighbour(reader._modules[reader.entry])
+            )
             return context.kernels.norm(norm, x, delta, consumer)
         x = x if delta is None else x + delta
         return x if norm is None else self.tp.norm(norm, x, self.tp.scatters), x

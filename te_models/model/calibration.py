@@ -17,7 +17,9 @@ from te_models.model.decoder import Decoder
 
 
 def calibrate(
-    model: Decoder, batches: Sequence[Mapping[str, Tensor]], weights: Sequence[Tensor | float] | None = None
+    model: Decoder,
+    batches: Sequence[Mapping[str, Tensor]],
+    weights: Sequence[Tensor | float] | None = None,
 ) -> None:
     """Give every te.Linear in FP8 that has no scales yet those of a step on `batches`.
 
@@ -37,7 +39,9 @@ def calibrate(
     random = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with _in_bf16(model), found.running(), random, torch.enable_grad():
         for batch, weight in zip(batches, weights, strict=True):
-            loss = model(**{name: value.to(device) for name, value in batch.items()}, return_logits=whole).loss
+            loss = model(
+                **{name: value.to(device) for name, value in batch.items()}, return_logits=whole
+            ).loss
             if loss is None:
                 raise UsageError("a batch to calibrate on needs labels: gradients have scales too")
             found.backward(loss * weight)
@@ -63,7 +67,9 @@ def _in_bf16(model: Decoder) -> Iterator[None]:
     model.activation_checkpointing = "full"
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "You are using quantized weights without quantized compute")
+            warnings.filterwarnings(
+                "ignore", "You are using quantized weights without quantized compute"
+            )
             yield
     finally:
         model.precision, model.activation_checkpointing = before

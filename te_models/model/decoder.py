@@ -119,15 +119,21 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.router_losses = config.moe  # the factors of the routers' losses in training; a run may have others
-        self.router_group: ProcessGroup | None = None  # the processes over whose tokens a run balances experts
+        self.router_losses = (
+            config.moe
+        )  # the factors of the routers' losses in training; a run may have others
+        self.router_group: ProcessGroup | None = (
+            None  # the processes over whose tokens a run balances experts
+        )
         self.tp = TensorParallel(tp_mesh, sequence_parallel)
         self.ep = ExpertParallel(ep_mesh, config, ep_fp8, ep_replicas)
         self.specs = self.ep.local(self.tp.local(config))
         self.activation_checkpointing = check_mode(activation_checkpointing)
         self.activation_offload, self.host_memory = activation_offload, HostMemory()
         if dtype not in DTYPES:
-            raise UsageError(f"dtype={dtype!r} is not supported: give {', '.join(map(str, DTYPES))}")
+            raise UsageError(
+                f"dtype={dtype!r} is not supported: give {', '.join(map(str, DTYPES))}"
+            )
         device = choose_device(device)
         _, self.engine, self.engine_reason = get_engine(engine, device)
         self.fp8_params = fp8_params
@@ -152,9 +158,13 @@ class Decoder(nn.Module):
     def _make_modules(self, factory: Factory) -> None:
         """Make the embedding, the blocks, the norm and the head, without values."""
         config = self.config
-        table = torch.empty(config.vocab_size, config.hidden_size, device=factory.device, dtype=factory.dtype)
+        table = torch.empty(
+            config.vocab_size, config.hidden_size, device=factory.device, dtype=factory.dtype
+        )
         self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
-        self.embedding_multiplier = config.embedding_multiplier  # 1.0 where the embedding is a ScaledEmbedding
+        self.embedding_multiplier = (
+            config.embedding_multiplier
+        )  # 1.0 where the embedding is a ScaledEmbedding
         self.layers = nn.ModuleList()
         for layer, spec in enumerate(self.specs):
             self.layers.append(Block(spec, layer, factory, config.residual_multiplier))
@@ -178,9 +188,15 @@ class Decoder(nn.Module):
                 if name.startswith("layers."):
                     _, layer, rest = name.split(".", 2)
                     cast(Block, self.layers[int(layer)]).initialize(rest, values, std, residual)
-                    if values.ndim > 1 and (linear := self.config.linears.get(name.rpartition(".")[0])):
-                        for section, rows in zip(linear.sections, values.split(linear.rows), strict=True):
-                            rows[section.used :] = 0  # padding, as in a loaded model: it may not decide a scale
+                    if values.ndim > 1 and (
+                        linear := self.config.linears.get(name.rpartition(".")[0])
+                    ):
+                        for section, rows in zip(
+                            linear.sections, values.split(linear.rows), strict=True
+                        ):
+                            rows[section.used :] = (
+                                0  # padding, as in a loaded model: it may not decide a scale
+                            )
                 elif name == "norm.weight":
                     values.fill_(0.0 if self.config.zero_centered_norm else 1.0)
                 else:
@@ -295,7 +311,9 @@ class Decoder(nn.Module):
         context = self._context(tokens, wanted, cache, is_first_microbatch)
         full, one = self.recipe.row_alignment, one_thread(self._too_small_to_share(tokens))
         less = context.alignment < full
-        short = short_rows(full) if less else contextlib.nullcontext()  # no compiler traces its variable
+        short = (
+            short_rows(full) if less else contextlib.nullcontext()
+        )  # no compiler traces its variable
         with one, short, forward_pass(self, self.te, self.recipe, self.te_recipe):
             evaluated = not self.training
             losses = None if evaluated else self.router_losses
@@ -312,22 +330,37 @@ class Decoder(nn.Module):
     ) -> ForwardContext:
         """Describe the pass over ids [B, S] or vectors [B, S, D] that begins, and how it runs."""
         count = len(self.layers)
-        offload = Offload(self.host_memory, count, tokens.device) if self.activation_offload else None
+        offload = (
+            Offload(self.host_memory, count, tokens.device) if self.activation_offload else None
+        )
         lock = self.te.region_lock(self, self.recipe.quantized)
         how = (first_microbatch, offload, self.fp8_params, lock, bool(self.precision.others))
         recompute = Recompute(self.activation_checkpointing, self.te, self.te_recipe, count, *how)
         others = {
-            self.get_submodule(name): (self.precision.te_recipes[name], self.ep.amax_group(name, self.amax_group))
+            self.get_submodule(name): (
+                self.precision.te_recipes[name],
+                self.ep.amax_group(name, self.amax_group),
+            )
             for name in self.precision.others
         }
         autocasts = Autocasts(self.te, self.te_recipe, self.amax_group, others)
         visible = (cache, wanted.attention_mask, wanted.document_ids)
-        passed = (recompute, self.kernels, self.fp8_layers, self.dtype, autocasts, self._row_alignment(tokens))
+        passed = (
+            recompute,
+            self.kernels,
+            self.fp8_layers,
+            self.dtype,
+            autocasts,
+            self._row_alignment(tokens),
+        )
         return forward_context(self.specs, tokens, *visible, *passed)
 
     def _too_small_to_share(self, tokens: Tensor) -> bool:
         """Return whether no product of a pass over `tokens` [B, S, ...] is worth a second thread of the CPU."""
-        return untracked_on_cpu(tokens) and tokens.shape[:2].numel() * self._largest_weight <= TOO_SMALL_TO_SHARE
+        return (
+            untracked_on_cpu(tokens)
+            and tokens.shape[:2].numel() * self._largest_weight <= TOO_SMALL_TO_SHARE
+        )
 
     def _row_alignment(self, tokens: Tensor) -> int:
         """Return the recipe's multiple of rows, but that of the norms for a step of generation on a CPU."""
@@ -338,7 +371,10 @@ class Decoder(nn.Module):
     @functools.cached_property
     def _rows_of_norms(self) -> int:
         """The multiple of rows that tells a norm of few rows which kernel it would have with all of them."""
-        return max((norm.row_multiple for norm in self.modules() if isinstance(norm, self.te.RMSNorm)), default=1)
+        return max(
+            (norm.row_multiple for norm in self.modules() if isinstance(norm, self.te.RMSNorm)),
+            default=1,
+        )
 
     @functools.cached_property
     def _largest_weight(self) -> int:
@@ -350,7 +386,11 @@ class Decoder(nn.Module):
         fp8 = self.fp8_layers
         x = self.tp.scatter(self._padded(self._embedded(tokens, context), context))
         x = self._run(range(fp8.start), x, context)
-        with context.autocasts.layers() if fp8 or self.recipe.head_in_fp8 else contextlib.nullcontext():
+        with (
+            context.autocasts.layers()
+            if fp8 or self.recipe.head_in_fp8
+            else contextlib.nullcontext()
+        ):
             x = self._run(fp8, x, context)
             if self.recipe.head_in_fp8:
                 return self._output(x, context, wanted)
@@ -359,8 +399,14 @@ class Decoder(nn.Module):
 
     def _embedded(self, tokens: Tensor, context: ForwardContext) -> Tensor:
         """Return ids [B, S] or vectors [B, S, D] as [B*S, D], zero at padding."""
-        x = (self.kernels.embedding(self.embed_tokens, tokens) if tokens.dim() == 2 else tokens).flatten(0, 1)
-        x = x if (multiplier := rounded(self.embedding_multiplier, self.dtype)) == 1 else x * multiplier
+        x = (
+            self.kernels.embedding(self.embed_tokens, tokens) if tokens.dim() == 2 else tokens
+        ).flatten(0, 1)
+        x = (
+            x
+            if (multiplier := rounded(self.embedding_multiplier, self.dtype)) == 1
+            else x * multiplier
+        )
         return x if context.real is None else x * context.real
 
     def _run(self, layers: range, x: Tensor, context: ForwardContext) -> Tensor:
@@ -378,8 +424,12 @@ class Decoder(nn.Module):
             logits = self._logits(self._newest(h, context, count), context)
             return Output(None, logits[: batch * count].unflatten(0, (batch, count)))
         size = self.config.vocab_size
-        targets, invalid = next_token_targets(wanted.labels, wanted.attention_mask, size, wanted.document_ids)
-        plain = self.precision.head.recipe is None and type(self.lm_head) is self.te.Linear  # neither FP8 nor adapted
+        targets, invalid = next_token_targets(
+            wanted.labels, wanted.attention_mask, size, wanted.document_ids
+        )
+        plain = (
+            self.precision.head.recipe is None and type(self.lm_head) is self.te.Linear
+        )  # neither FP8 nor adapted
         if not wanted.return_logits and plain:
             return Output(nan_if(self._fused_loss(h, targets), invalid), None)
         logits = self._logits(h, context)[: batch * seq]
@@ -390,7 +440,9 @@ class Decoder(nn.Module):
         """Return the logits [N, V] of h [N, D]."""
         with context.autocasts.linear(self.lm_head):
             logits = self.lm_head(h, is_first_microbatch=context.recompute.first_microbatch)
-        return scaled_logits(logits, self.config.logits_scaling, self.config.final_logit_softcapping)
+        return scaled_logits(
+            logits, self.config.logits_scaling, self.config.final_logit_softcapping
+        )
 
     def _fused_loss(self, h: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of h [N, D], of which the rows after len(targets) are padding."""
@@ -437,7 +489,9 @@ class Decoder(nn.Module):
         Between two stateful recipes the scales and histories are converted; otherwise they start afresh. FP8 primary
         weights are left unchanged, so a recipe that needs another kind of FP8 raises a UsageError.
         """
-        chosen, reason = self._choose(recipe, recipe_options, computing_device(self.device), self.dtype)
+        chosen, reason = self._choose(
+            recipe, recipe_options, computing_device(self.device), self.dtype
+        )
         new = self.check_change(chosen)
         old = self.recipe
         keep = self.copied_fp8_state() if new.recipe.stateful else {}
@@ -465,7 +519,9 @@ class Decoder(nn.Module):
         Those of te.Linears that have no use for them now are ignored. If one does not fit, raise a ValueError before
         anything is written.
         """
-        return take_scales(self, self.ep.own_scales(state), self.precision, precisions(old, self.specs))
+        return take_scales(
+            self, self.ep.own_scales(state), self.precision, precisions(old, self.specs)
+        )
 
     def check_change(self, recipe: Recipe) -> ModelPrecision:
         """Return the precision that the live model would have under another recipe, if it can change to it."""

@@ -66,7 +66,9 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
     def remark(self, device: torch.device, dtype: torch.dtype) -> str:
         return delta_rule_kernel(device, dtype)
 
-    def new_state(self, batch: int, slots: int, device: torch.device, dtype: torch.dtype) -> RecurrentState:
+    def new_state(
+        self, batch: int, slots: int, device: torch.device, dtype: torch.dtype
+    ) -> RecurrentState:
         """Return the state of `batch` rows without tokens; `slots` changes nothing."""
         s = self.spec.sizes
         tail = torch.zeros(batch, s.conv_kernel_dim - 1, s.mixed_size, device=device, dtype=dtype)
@@ -78,8 +80,12 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         count = context.batch * context.seq
         qkvz = context.linear(self.qkvz_proj, x)  # [N, C + Vd]
         ba = context.linear(self.ba_proj, x)  # [N, 2n], in BF16 under any recipe
-        mixed, z = qkvz[:count].split([self.spec.sizes.mixed_size, self.spec.sizes.value_size], dim=-1)
-        mixed, ba = (t[:count].unflatten(0, (context.batch, context.seq)) for t in (mixed, ba))  # [B, S, C or 2n]
+        mixed, z = qkvz[:count].split(
+            [self.spec.sizes.mixed_size, self.spec.sizes.value_size], dim=-1
+        )
+        mixed, ba = (
+            t[:count].unflatten(0, (context.batch, context.seq)) for t in (mixed, ba)
+        )  # [B, S, C or 2n]
         out = self._without_padding(mixed, ba, context)  # [B, S, n, d_v]
         out = self.tp.norm(self.norm, out.flatten(0, 2), partial=True).view(count, -1)  # [B*S, Vd]
         out = context.kernels.silu_gate(out, z)  # 0 at padding, where z is 0
@@ -96,7 +102,9 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         out = self._mix(mixed, ba, counts, context)
         return torch.zeros_like(out).scatter(1, index[..., None].expand_as(out), out)
 
-    def _mix(self, mixed: Tensor, ba: Tensor, counts: Tensor | None, context: ForwardContext) -> Tensor:
+    def _mix(
+        self, mixed: Tensor, ba: Tensor, counts: Tensor | None, context: ForwardContext
+    ) -> Tensor:
         """Return the outputs of the delta rule [B, S, n, d_v] from mixed [B, S, C] and ba [B, S, 2n].
 
         `counts` [B] is the number of tokens of each row, the first; None: all are tokens.
@@ -112,7 +120,9 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         tail, before = (None, None) if state is None else state.read()
         parts = (sizes.key_size, sizes.key_size, sizes.value_size)
         how = dict(sizes=parts, activation=self.spec.activation)
-        q, k, v = kernels.mixed_parts(mixed, tail, self.conv1d.weight, context.documents, **how)  # [B, S, Kd or Vd]
+        q, k, v = kernels.mixed_parts(
+            mixed, tail, self.conv1d.weight, context.documents, **how
+        )  # [B, S, Kd or Vd]
         real = None if counts is None else torch.arange(seq, device=counts.device) < counts[:, None]
         g, beta = kernels.delta_gates(ba, self.A_log, self.dt_bias, real)
         q, k = (t.unflatten(-1, (-1, sizes.key_head_dim)) for t in (q, k))

@@ -27,7 +27,7 @@ from te_models.config.moe import with_local_experts
 from te_models.config.recipe import Recipe
 from te_models.distributed.collectives import all_gather, all_to_all
 from te_models.distributed.mesh_ranks import MeshRanks
-from te_models.errors import refuse
+from te_models.errors import UsageError
 from te_models.kernels.expert_rows import RowKernels
 from te_models.model.router import Places, places
 from te_models.model.tensor_parallel import Mapped
@@ -42,7 +42,9 @@ class ExpertParallel(MeshRanks):
 
     config: ModelConfig
     fp8: bool = False  # whether rows are sent to experts in FP8
-    replicas: DeviceMesh | None = None  # the ranks that have the same experts, and share their amaxes
+    replicas: DeviceMesh | None = (
+        None  # the ranks that have the same experts, and share their amaxes
+    )
 
     def __post_init__(self) -> None:
         alone = "ep_fp8=True sends tokens to the ranks of ep_mesh in FP8: give ep_mesh"
@@ -58,13 +60,18 @@ class ExpertParallel(MeshRanks):
 
     def check_recipe(self, recipe: Recipe, fp8_params: bool) -> None:
         """Raise if experts on different ranks could not have the scales that they have on one."""
-        refuse({
-            "--fp8-params needs scales that all ranks share, which experts on different ranks have not: use --parallel "
-            "fsdp": self.size > 1 and fp8_params,
-            f"recipe {recipe.name!r} shares the amaxes of an expert among the ranks that have it: give them as "
-            "ep_replicas, or use recipe current, blockwise or bf16":
-                self.size > 1 and recipe.stateful and self.replicas is None,
-        })  # fmt: skip
+        if self.size == 1:
+            return
+        if fp8_params:
+            raise UsageError(
+                "--fp8-params needs scales that all ranks share, which experts on different ranks have not: use "
+                "--parallel fsdp"
+            )
+        if recipe.stateful and self.replicas is None:
+            raise UsageError(
+                f"recipe {recipe.name!r} shares the amaxes of an expert among the ranks that have it: give them "
+                "as ep_replicas, or use recipe current, blockwise or bf16"
+            )
 
     def divides(self, module: str) -> bool:
         """Return whether this rank has only some of the experts of the module of this name."""
@@ -83,14 +90,18 @@ class ExpertParallel(MeshRanks):
     def whole_scales(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the FP8 state of the whole model, on every rank, from this rank's; a collective."""
         return {
-            name: all_gather(value, self.group, dim=-1) if self.divides(name.rsplit(".", 2)[0]) else value
+            name: all_gather(value, self.group, dim=-1)
+            if self.divides(name.rsplit(".", 2)[0])
+            else value
             for name, value in state.items()
         }
 
     def own_scales(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's part of the FP8 state of the whole model."""
         return {
-            name: value.chunk(self.size, dim=-1)[self.rank] if self.divides(name.rsplit(".", 2)[0]) else value
+            name: value.chunk(self.size, dim=-1)[self.rank]
+            if self.divides(name.rsplit(".", 2)[0])
+            else value
             for name, value in state.items()
         }
 
@@ -99,7 +110,9 @@ class ExpertParallel(MeshRanks):
         expert = self._expert(name)
         return None if expert is None else expert // self._held
 
-    def every(self, named: Iterable[tuple[str, T]], stand_in: Callable[[T], T]) -> Iterator[tuple[str, T]]:
+    def every(
+        self, named: Iterable[tuple[str, T]], stand_in: Callable[[T], T]
+    ) -> Iterator[tuple[str, T]]:
         """Yield (name, value) of the whole model, in its order, from those of this rank.
 
         Another rank's expert gets stand_in(value of the expert in the same place on this rank).
@@ -109,7 +122,10 @@ class ExpertParallel(MeshRanks):
             ranks = range(self.size) if self._module(own[0][0]) else [self.rank]
             for rank in ranks:
                 for name, value in own:
-                    yield self._renamed(name, rank * self._held), value if rank == self.rank else stand_in(value)
+                    yield (
+                        self._renamed(name, rank * self._held),
+                        value if rank == self.rank else stand_in(value),
+                    )
 
     def own(self, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         """Yield those of (name, value) of the whole model that this rank has, under this rank's names."""
@@ -126,13 +142,20 @@ class ExpertParallel(MeshRanks):
         owner = self.owner(name)
         if self.size == 1 or owner is None or not tensor.dim():
             return tensor
-        found = tensor.to(device).contiguous() if owner == self.rank else tensor.new_empty(tensor.shape, device=device)
+        found = (
+            tensor.to(device).contiguous()
+            if owner == self.rank
+            else tensor.new_empty(tensor.shape, device=device)
+        )
         dist.broadcast(found, group=self.group, group_src=owner)
         return found
 
     def gather(self, state: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """Return the state of the whole model, on every rank, from this rank's; a collective."""
-        return {name: self.fetch(name, tensor, device) for name, tensor in self.every(state.items(), stand_in)}
+        return {
+            name: self.fetch(name, tensor, device)
+            for name, tensor in self.every(state.items(), stand_in)
+        }
 
     def exchange(self, sent: Places, alignment: int, kernels: RowKernels) -> Exchange:
         """Agree with the other ranks on the way of rows whose places, without padding, are `sent`; a collective.
@@ -145,7 +168,14 @@ class ExpertParallel(MeshRanks):
         arrived = experts.repeat_interleave(counts.flatten())[:, None]
         to_each = own.view(self.size, -1).sum(1)
         sizes, received = torch.stack((to_each, counts.sum(1))).tolist()
-        return Exchange(sizes, received, places(arrived, counts.shape[1], alignment), self.group, self.fp8, kernels)
+        return Exchange(
+            sizes,
+            received,
+            places(arrived, counts.shape[1], alignment),
+            self.group,
+            self.fp8,
+            kernels,
+        )
 
     @property
     def _held(self) -> int:

@@ -34,14 +34,24 @@ class ForwardContext(NamedTuple):
     batch: int
     seq: int
     positions: Tensor  # int64 [S] or [B, S]: tokens of the same row, or document, before each token
-    rotary: dict[Rope, tuple[Tensor, Tensor]]  # cos and sin [S, R] or [B, S, R], R channels rotated, in the dtype of
+    rotary: dict[
+        Rope, tuple[Tensor, Tensor]
+    ]  # cos and sin [S, R] or [B, S, R], R channels rotated, in the dtype of
     # the activations
-    query_scales: dict[tuple[float, int], Tensor]  # SoftmaxAttentionSpec.query_scale -> factors [S] or [B, S]
+    query_scales: dict[
+        tuple[float, int], Tensor
+    ]  # SoftmaxAttentionSpec.query_scale -> factors [S] or [B, S]
     cache: Cache | None
     masks: dict[int | None, Visible]  # sliding window -> which keys are seen
-    real: Tensor | None  # bool [B*S, 1], False at padding inside the batch; None where there is none
-    routed: Tensor | None  # bool [B*S, 1], False at padding of either kind, which no expert gets; None: all are tokens
-    documents: Tensor | None  # int [B, S], the document of each token, below 0 at padding; None: each row is one
+    real: (
+        Tensor | None
+    )  # bool [B*S, 1], False at padding inside the batch; None where there is none
+    routed: (
+        Tensor | None
+    )  # bool [B*S, 1], False at padding of either kind, which no expert gets; None: all are tokens
+    documents: (
+        Tensor | None
+    )  # int [B, S], the document of each token, below 0 at padding; None: each row is one
     recompute: Recompute  # which activations backward recomputes
     kernels: Kernels
     fp8_layers: range  # the blocks that belong inside the model's autocast
@@ -82,10 +92,14 @@ class ForwardContext(NamedTuple):
     def linear(self, module: nn.Module, x: Tensor) -> Tensor:
         """Return a te.Linear of x [N, I], [N, O]; it reuses its quantized weight where this pass allows it."""
         if module not in self.autocasts.others:
-            return self.kernels.linear(module, x, is_first_microbatch=self.recompute.first_microbatch)
+            return self.kernels.linear(
+                module, x, is_first_microbatch=self.recompute.first_microbatch
+            )
         self.recompute.check_restored(self.autocasts.te_recipe_of(module))
         with self.autocasts.linear(module):
-            return self.kernels.linear(module, x, is_first_microbatch=self.recompute.first_microbatch)
+            return self.kernels.linear(
+                module, x, is_first_microbatch=self.recompute.first_microbatch
+            )
 
     def neighbour(self, module: nn.Module | None) -> nn.Module | None:
         """Return a te.Linear for which a kernel beside it may write FP8; None if it has an autocast of its own."""
@@ -93,9 +107,14 @@ class ForwardContext(NamedTuple):
 
     def counts_on_device(self, *modules: nn.Module) -> bool:
         """Return whether te.GroupedLinears need not know on the host how many rows each expert has."""
-        return all(self.kernels.counts_on_device(module, self.autocasts.te_recipe_of(module)) for module in modules)
+        return all(
+            self.kernels.counts_on_device(module, self.autocasts.te_recipe_of(module))
+            for module in modules
+        )
 
-    def grouped(self, module: nn.Module, x: Tensor, rows: list[int] | Groups, route: Route | None = None) -> Tensor:
+    def grouped(
+        self, module: nn.Module, x: Tensor, rows: list[int] | Groups, route: Route | None = None
+    ) -> Tensor:
         """Return a te.GroupedLinear of x [R, I], whose experts have these numbers of rows: [R, O].
 
         With `route`, x [T, I] are tokens, from which it makes those rows.
@@ -128,7 +147,9 @@ def forward_context(
     batch, seq = ids.shape[:2]
     padded = None if real is None or masks_nothing(real) else real.to(ids.device, torch.bool)
     documents = None if documents is None else documents.to(ids.device)
-    attentions = distinct(layer.mixer for layer in layers if isinstance(layer.mixer, SoftmaxAttentionSpec))
+    attentions = distinct(
+        layer.mixer for layer in layers if isinstance(layer.mixer, SoftmaxAttentionSpec)
+    )
     positions = cache.extend(seq, padded) if cache else None
     masks: dict[int | None, Visible] = {}
     for spec in attentions:
@@ -145,9 +166,13 @@ def forward_context(
         batch=batch,
         seq=seq,
         positions=positions,
-        rotary={rope: rotary_tables(rope, positions, dtype) for rope in distinct(spec.rope for spec in attentions)},
+        rotary={
+            rope: rotary_tables(rope, positions, dtype)
+            for rope in distinct(spec.rope for spec in attentions)
+        },
         query_scales={
-            scale: _query_scale(*scale, positions, dtype) for scale in distinct(spec.query_scale for spec in attentions)
+            scale: _query_scale(*scale, positions, dtype)
+            for scale in distinct(spec.query_scale for spec in attentions)
         },
         cache=cache,
         masks=masks,
@@ -164,13 +189,23 @@ def forward_context(
 
 
 def _mask(
-    spec: SoftmaxAttentionSpec, seq: int, padded: Tensor | None, documents: Tensor | None, kernels: Kernels,
-    device: torch.device, dtype: torch.dtype,
-) -> Visible:  # fmt: skip
+    spec: SoftmaxAttentionSpec,
+    seq: int,
+    padded: Tensor | None,
+    documents: Tensor | None,
+    kernels: Kernels,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Visible:
     """Return which keys the queries of `spec` see in a pass without a cache."""
     # A span has one first key per query, which padding and capped logits do not allow.
     spans = kernels.attention.spans if kernels.attention is not None else None
-    if padded is not None or spec.softcap is not None or dtype.itemsize != 2 or spec.heads.dim > 256:
+    if (
+        padded is not None
+        or spec.softcap is not None
+        or dtype.itemsize != 2
+        or spec.heads.dim > 256
+    ):
         spans = None
     slides = spec.window is not None and spec.window < seq
     if spans is not None and (documents is not None or slides or spec.sinks):
@@ -183,7 +218,9 @@ def _query_scale(beta: float, length: int, positions: Tensor, dtype: torch.dtype
     return (1 + beta * torch.log(1.0 + positions // length)).to(dtype)
 
 
-def _positions(seq: int, padded: Tensor | None, documents: Tensor | None, device: torch.device) -> Tensor:
+def _positions(
+    seq: int, padded: Tensor | None, documents: Tensor | None, device: torch.device
+) -> Tensor:
     """Return how many tokens of its row, or of its document, come before each token: int64 [S] or [B, S]."""
     place = torch.arange(seq, device=device)
     if documents is not None:

@@ -26,7 +26,9 @@ def refuse_one_graph(quantized: bool) -> None:
     torch._dynamo.graph_break(msg=ONE_GRAPH)
 
 
-def checked_tokens(config: ModelConfig, ids: object, embeds: object, device: torch.device) -> Tensor:
+def checked_tokens(
+    config: ModelConfig, ids: object, embeds: object, device: torch.device
+) -> Tensor:
     """Return the one that is given of ids [B, S] and vectors [B, S, D].
 
     Raises:
@@ -35,7 +37,11 @@ def checked_tokens(config: ModelConfig, ids: object, embeds: object, device: tor
     """
     embedded = ids is None
     tokens = embeds if embedded else ids
-    name, wanted = ("inputs_embeds", "vectors [B, S, D]") if embedded else ("input_ids", "an int64 tensor [B, S]")
+    name, wanted = (
+        ("inputs_embeds", "vectors [B, S, D]")
+        if embedded
+        else ("input_ids", "an int64 tensor [B, S]")
+    )
     if (ids is None) == (embeds is None):
         mistake = "give either input_ids or inputs_embeds, the vectors that stand for them"
     elif not isinstance(tokens, Tensor):
@@ -45,13 +51,19 @@ def checked_tokens(config: ModelConfig, ids: object, embeds: object, device: tor
     elif not embedded and tokens.dim() != 2:
         hint = ", such as input_ids[None] for a single row" if tokens.dim() == 1 else ""
         mistake = f"{name} has shape {list(tokens.shape)}: give {wanted}, rows of token ids{hint}"
-    elif embedded != tokens.is_floating_point() or (not embedded and tokens.dtype not in (torch.int64, torch.int32)):
+    elif embedded != tokens.is_floating_point() or (
+        not embedded and tokens.dtype not in (torch.int64, torch.int32)
+    ):
         mistake = f"{name} is of {tokens.dtype}: give {wanted}"
     elif misplaced := _misplaced(name, tokens, device):
         mistake = misplaced
     elif not tokens.numel():
-        mistake = f"{name} has shape {list(tokens.shape)}: give at least one row of at least one token"
-    elif embedded or tokens.device.type != "cpu" or torch.compiler.is_compiling():  # a trace has no values
+        mistake = (
+            f"{name} has shape {list(tokens.shape)}: give at least one row of at least one token"
+        )
+    elif (
+        embedded or tokens.device.type != "cpu" or torch.compiler.is_compiling()
+    ):  # a trace has no values
         mistake = ""
     else:
         mistake = invalid_token(torch.stack(tokens.aminmax()), config.vocab_size) or ""
@@ -71,13 +83,17 @@ def check_inputs(
     """Raise a UsageError for other arguments of Decoder.forward that do not fit `tokens` [B, S, ...] or each other."""
     length = tokens.shape[1] + (cache.length if cache else 0)
     others = {"attention_mask": attention_mask, "document_ids": document_ids, "labels": labels}
-    unfit = [why for name, t in others.items() if t is not None and (why := _unfit(name, t, tokens))]
+    unfit = [
+        why for name, t in others.items() if t is not None and (why := _unfit(name, t, tokens))
+    ]
     mistake = ""
     if length > config.longest_sequence:
         mistake = f"a sequence of {length} tokens is longer than {config.length_limit}: shorten it or raise that field"
     elif unfit:
         mistake = unfit[0]
-    elif document_ids is not None and (document_ids.is_floating_point() or document_ids.is_complex()):
+    elif document_ids is not None and (
+        document_ids.is_floating_point() or document_ids.is_complex()
+    ):
         mistake = f"document_ids is of {document_ids.dtype}: give whole numbers, such as an int64 tensor [B, S]"
     elif labels is not None and labels.dtype != torch.int64:
         mistake = f"labels is of {labels.dtype}: give an int64 tensor [B, S]"
@@ -100,7 +116,9 @@ def _misplaced(name: str, tensor: Tensor, device: torch.device) -> str:
     """Return why a tensor is of no use to a model on `device`, "" if it is: sparse, or on a device of another kind."""
     if tensor.layout != torch.strided:
         return f"{name} has the layout {tensor.layout}: give a dense tensor"
-    if tensor.device.type != device.type != "meta":  # accelerate's hooks fetch parameters from disk later
+    if (
+        tensor.device.type != device.type != "meta"
+    ):  # accelerate's hooks fetch parameters from disk later
         return f"{name} is on {tensor.device}, and the model on {device}: move one of them"
     return ""
 
@@ -115,4 +133,8 @@ def known_ids(ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
 def invalid_token(ids: Tensor, vocab_size: int) -> str | None:
     """Return one line about the first id outside the vocabulary, None if there is none. Waits for the device."""
     invalid = ids[(ids < 0) | (ids >= vocab_size)]
-    return f"input_ids holds {int(invalid[0])}: give 0 to {vocab_size - 1} ({vocab_size=})" if len(invalid) else None
+    return (
+        f"input_ids holds {int(invalid[0])}: give 0 to {vocab_size - 1} ({vocab_size=})"
+        if len(invalid)
+        else None
+    )

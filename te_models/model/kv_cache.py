@@ -23,12 +23,16 @@ class Cache(Protocol):
     """The part of a cache that a forward pass uses: DecodingCache, or a view of one of transformers."""
 
     length: int
-    documents: Tensor | None  # int [B, S], the document of each token, where a pass without past tokens has several
+    documents: (
+        Tensor | None
+    )  # int [B, S], the document of each token, where a pass without past tokens has several
 
     def extend(self, seq: int, real: Tensor | None) -> Tensor | None: ...
     def visible(self, window: int | None) -> Tensor | None: ...
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
-    def recurrent(self, layer: int, make: Callable[[], RecurrentState]) -> RecurrentState | None: ...
+    def recurrent(
+        self, layer: int, make: Callable[[], RecurrentState]
+    ) -> RecurrentState | None: ...
 
 
 class State(Protocol):
@@ -51,9 +55,17 @@ class KVState:
     """
 
     def __init__(
-        self, batch: int, heads: int, slots: int, channels: tuple[int, int], device: torch.device, dtype: torch.dtype
+        self,
+        batch: int,
+        heads: int,
+        slots: int,
+        channels: tuple[int, int],
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
-        self.keys, self.values = (torch.zeros(batch, heads, slots, n, device=device, dtype=dtype) for n in channels)
+        self.keys, self.values = (
+            torch.zeros(batch, heads, slots, n, device=device, dtype=dtype) for n in channels
+        )
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +149,12 @@ class DecodingCache:
     documents: Tensor | None = None
 
     def __init__(
-        self, states: Sequence[State], batch: int, max_length: int, device: torch.device, dtype: torch.dtype
+        self,
+        states: Sequence[State],
+        batch: int,
+        max_length: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         slots = slots_for(max_length)
         self.states = states
@@ -148,7 +165,9 @@ class DecodingCache:
         self.counts = torch.zeros(batch, dtype=torch.long, device=device)
         self.real = torch.ones(batch, slots, dtype=torch.bool, device=device)
         self._index = torch.arange(slots, device=device)
-        self._slots: Tensor | None = None  # int64 [S], of the forward under way; None while it is the first one
+        self._slots: Tensor | None = (
+            None  # int64 [S], of the forward under way; None while it is the first one
+        )
 
     @property
     def nbytes(self) -> int:

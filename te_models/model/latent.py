@@ -41,7 +41,9 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         self.kv_b_proj = factory.linear(kv_b)
         self.o_proj = factory.linear(out)
 
-    def new_state(self, batch: int, slots: int, device: torch.device, dtype: torch.dtype) -> LatentState:
+    def new_state(
+        self, batch: int, slots: int, device: torch.device, dtype: torch.dtype
+    ) -> LatentState:
         """Return room for the latents and rotated keys, of one head, of `batch` rows of `slots` tokens."""
         sizes = (self.spec.sizes.kv_lora_rank, self.spec.sizes.qk_rope_head_dim)
         return LatentState(batch, 1, slots, sizes, device, dtype)
@@ -61,7 +63,9 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         q, kv, k_rope = latents[:, : sum(self.rows)].split(self.rows, dim=-1)
         if self.q_b_proj is not None:
             q = context.linear(self.q_b_proj, self.get_submodule("q_a_layernorm")(q.contiguous()))
-        out = self._attention(self._queries(q, context), *self._keys_and_values(kv, k_rope, context), context)
+        out = self._attention(
+            self._queries(q, context), *self._keys_and_values(kv, k_rope, context), context
+        )
         out = out if context.real is None else out * context.real
         out = context.linear(self.o_proj, pad_rows(out, x.shape[0]))
         return context.without_padding(out) if self.spec.output_bias else out
@@ -77,7 +81,9 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         )
         return torch.cat((plain, context.rotated(turned, rope)), dim=-1)
 
-    def _keys_and_values(self, kv: Tensor, k_rope: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(
+        self, kv: Tensor, k_rope: Tensor, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
         """Return keys [B, M', A, M + P] and values [B, M', A, V] of M' tokens, from kv [N, R] and k_rope [N, P]."""
         sizes = self.spec.sizes
         rope = self.spec.rope
@@ -94,7 +100,9 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         padded = -(-count // context.alignment) * context.alignment
         both = context.linear(self.kv_b_proj, pad_rows(rows, padded))[:count]
         both = both.unflatten(-1, (self.spec.heads.query, -1)).unflatten(0, (context.batch, -1))
-        k, v = both.split((sizes.qk_nope_head_dim, sizes.v_head_dim), dim=-1)  # [B, M', A, M], [B, M', A, V]
+        k, v = both.split(
+            (sizes.qk_nope_head_dim, sizes.v_head_dim), dim=-1
+        )  # [B, M', A, M], [B, M', A, V]
         return torch.cat((k, k_rope.transpose(1, 2).expand(-1, -1, k.shape[2], -1)), dim=-1), v
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
@@ -105,7 +113,9 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         width = self.spec.sizes.width
         mask = context.masks[self.spec.window]
         scale = self.spec.multiplier
-        q, k, v = (t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
+        q, k, v = (
+            t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v)
+        )
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, A, S or slots, width]
         if mask is None or isinstance(mask, Tensor):
             out = causal_attention(q, k, v, mask, scale=scale)

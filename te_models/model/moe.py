@@ -46,7 +46,9 @@ class Experts(Feedforward[MoESpec]):
         super().__init__(spec, layer, factory)
         for linear in spec.linears:
             self.add_module(linear.name, factory.linear(linear))
-        if spec.experts.expert_bias:  # in FP32, as in transformers: differences between experts are small
+        if (
+            spec.experts.expert_bias
+        ):  # in FP32, as in transformers: differences between experts are small
             bias = torch.zeros(spec.experts.num_experts, device=factory.device)
             self.expert_bias = nn.Parameter(bias, requires_grad=False)
         self.router_logits = nn.Identity()  # where hooks see them
@@ -65,7 +67,9 @@ class Experts(Feedforward[MoESpec]):
         moe = self.spec.experts
         count = context.batch * context.seq
         if self.jitters and self.training:
-            x = x * torch.empty_like(x).uniform_(1 - moe.router_jitter_noise, 1 + moe.router_jitter_noise)
+            x = x * torch.empty_like(x).uniform_(
+                1 - moe.router_jitter_noise, 1 + moe.router_jitter_noise
+            )
         tokens = x[:count]
         logits = self.router_logits(self._logits(x, context)[:count])  # FP32 [T, E]
 
@@ -82,7 +86,9 @@ class Experts(Feedforward[MoESpec]):
             return chosen, where, self.ep.exchange(where, context.alignment, kernels)
 
         (chosen, where, exchange), first = context.recompute.kept(self.layer, route)
-        routing = describe(logits, where.counts, context.routed, moe)  # a recompute has to save what the first pass did
+        routing = describe(
+            logits, where.counts, context.routed, moe
+        )  # a recompute has to save what the first pass did
         if first:
             context.routing.layers.append(routing)
         own = exchange.places if exchange else where
@@ -94,16 +100,27 @@ class Experts(Feedforward[MoESpec]):
         else:
             both = context.grouped(gate_up, exchange.to_experts(dispatch(tokens, *route)), own.rows)
         hidden = self._activated(both, "", context, real)  # [R, F]
-        return Routed(hidden, weights_of(logits, chosen, moe), where, exchange, len(x), *self._shared(x, context))
+        return Routed(
+            hidden,
+            weights_of(logits, chosen, moe),
+            where,
+            exchange,
+            len(x),
+            *self._shared(x, context),
+        )
 
     def output(self, hidden: Routed, context: ForwardContext) -> Tensor:
         """Return [N, D]."""
         rows, weights, where, exchange, count, shared, gate = hidden
         down = self.get_submodule("down_proj")
         with context.recompute.discarding(rows, context.autocasts.in_fp8(down)):
-            out = context.grouped(down, rows, (exchange.places if exchange else where).rows)  # [R, D]
+            out = context.grouped(
+                down, rows, (exchange.places if exchange else where).rows
+            )  # [R, D]
         out = out if exchange is None else exchange.from_experts(out)
-        out = pad_rows(combine(out, weights, where.token, where.row, context.kernels.expert_rows), count)
+        out = pad_rows(
+            combine(out, weights, where.token, where.row, context.kernels.expert_rows), count
+        )
         if shared is None:
             return out
         own = context.linear(self.get_submodule("shared_down_proj"), shared)
@@ -116,7 +133,9 @@ class Experts(Feedforward[MoESpec]):
             return _in_fp32(router, x.float())
         return context.linear(router, x).float()
 
-    def _activated(self, gate_up: Tensor, prefix: str, context: ForwardContext, real: Tensor | None = None) -> Tensor:
+    def _activated(
+        self, gate_up: Tensor, prefix: str, context: ForwardContext, real: Tensor | None = None
+    ) -> Tensor:
         """Return the input [n, F] of the projection down, from the output [n, 2F] of gate and up.
 
         Zeros where `real`, bool [n, 1], is False.
@@ -140,14 +159,18 @@ class Experts(Feedforward[MoESpec]):
             out = forward(both, *how)
             return out if real is None else out * real
 
-        return handover.swiglu(gate_up, producer, consumer, activation, lambda dy, both: backward(dy, both, *how))
+        return handover.swiglu(
+            gate_up, producer, consumer, activation, lambda dy, both: backward(dy, both, *how)
+        )
 
     def _shared(self, x: Tensor, context: ForwardContext) -> tuple[Tensor | None, Tensor | None]:
         """Return the input of the shared expert's projection down [N, Fs] and its gate [N, 1], from x [N, D]."""
         moe = self.spec.experts
         if not moe.shared_expert_intermediate_size:
             return None, None
-        hidden = self._activated(context.linear(self.get_submodule("shared_gate_up_proj"), x), "shared_", context)
+        hidden = self._activated(
+            context.linear(self.get_submodule("shared_gate_up_proj"), x), "shared_", context
+        )
         if not moe.shared_expert_gate:
             return hidden, None
         return hidden, torch.sigmoid(context.linear(self.get_submodule("shared_gate"), x))

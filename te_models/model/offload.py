@@ -69,7 +69,9 @@ class HostMemory:
         """Return pages, uint8 [PAGE] each, for `size` bytes."""
         while len(self.free) * PAGE < size:
             try:
-                self.free.append(torch.empty(PAGE, dtype=torch.uint8, pin_memory=self.stream is not None))
+                self.free.append(
+                    torch.empty(PAGE, dtype=torch.uint8, pin_memory=self.stream is not None)
+                )
             except RuntimeError as error:
                 raise RuntimeError(
                     f"activation_offload: the host gives no more memory, {self.pages * PAGE / 2**30:.1f} GiB are in "
@@ -148,7 +150,9 @@ class _Kept:
         assert self.storage is not None and self.storage.content is not None
         content = self.storage.content
         dtype, *view = self.layout
-        return torch.empty(0, dtype=dtype, device=content.device).set_(content.untyped_storage(), *view)
+        return torch.empty(0, dtype=dtype, device=content.device).set_(
+            content.untyped_storage(), *view
+        )
 
 
 class _Block:
@@ -171,7 +175,11 @@ class _Block:
         size = 0
         for saved in kept:
             tensor = saved.tensor
-            if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != self.device:
+            if (
+                type(tensor) is not Tensor
+                or tensor.layout is not torch.strided
+                or tensor.device != self.device
+            ):
                 continue  # a subclass keeps its data elsewhere: FP8 weights, pieces of FSDP
             storage = tensor.untyped_storage()
             address = storage.data_ptr()
@@ -209,7 +217,9 @@ class _Block:
         missing = [storage for storage in self._alive() if storage.content is None]
         if not missing:
             return
-        for storage in missing:  # allocated on the computation's stream, so free for copies once that stream gets here
+        for storage in (
+            missing
+        ):  # allocated on the computation's stream, so free for copies once that stream gets here
             storage.content = torch.empty(storage.size, dtype=torch.uint8, device=self.device)
         with self.memory.copying():
             for storage in missing:
@@ -264,6 +274,12 @@ def _addresses(module: nn.Module, shared: object) -> set[int]:
     tensors: list[Any] = [*module.parameters(), *module.buffers()]
     tensors += [leaf for leaf in tree_leaves(shared) if isinstance(leaf, Tensor)]
     for child in module.modules():
-        tensors += getattr(child, "_fp8_workspaces", {}).values()  # the te layers of either engine have some
-    parts = [part for t in tensors for part in (t.get_data_tensors() if hasattr(t, "get_data_tensors") else (t,))]
+        tensors += getattr(
+            child, "_fp8_workspaces", {}
+        ).values()  # the te layers of either engine have some
+    parts = [
+        part
+        for t in tensors
+        for part in (t.get_data_tensors() if hasattr(t, "get_data_tensors") else (t,))
+    ]
     return {local(part).untyped_storage().data_ptr() for part in parts if part is not None}

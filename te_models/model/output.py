@@ -34,14 +34,22 @@ class Output(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of it that a backward may start from."""
-        return [tensor for tensor in (self.loss, self.logits, *(self.routing or ())) if tensor is not None]
+        return [
+            tensor
+            for tensor in (self.loss, self.logits, *(self.routing or ()))
+            if tensor is not None
+        ]
 
 
 _register_namedtuple(Output, serialized_type_name="te_models.Output")  # for torch.export.save
 
 
 def with_routing(
-    output: Output, wanted: Wanted, routing: Routing, moe: MoEConfig | None, group: ProcessGroup | None
+    output: Output,
+    wanted: Wanted,
+    routing: Routing,
+    moe: MoEConfig | None,
+    group: ProcessGroup | None,
 ) -> Output:
     """Return the output with what routers did, and in training with their losses by the factors of `moe`, else None.
 
@@ -54,4 +62,6 @@ def with_routing(
     report = routing.take(group, counted)
     if report is None or output.loss is None:
         return output
-    return Output(output.loss if moe is None else output.loss + report.loss(moe), output.logits, report)
+    return Output(
+        output.loss if moe is None else output.loss + report.loss(moe), output.logits, report
+    )

@@ -92,15 +92,25 @@ def auto_recipe(
 def check_layers(config: ModelConfig, recipe: Recipe) -> None:
     """Raise a ConfigError if a quantized recipe keeps every layer in BF16."""
     edges = recipe.num_layers_at_start_in_bf16 + recipe.num_layers_at_end_in_bf16
-    if not recipe.quantized or any(found.recipe is not None for found in precisions(recipe, config.layers).values()):
+    if not recipe.quantized or any(
+        found.recipe is not None for found in precisions(recipe, config.layers).values()
+    ):
         return
     layers = config.num_hidden_layers
-    kept = f"{edges} layers in BF16 and the model has {layers}" if edges >= layers else "all linears in BF16"
+    kept = (
+        f"{edges} layers in BF16 and the model has {layers}"
+        if edges >= layers
+        else "all linears in BF16"
+    )
     advice = "lower num_layers_at_start_in_bf16 or num_layers_at_end_in_bf16, or " if edges else ""
-    raise ConfigError(f"recipe {recipe.name!r} keeps {kept}: nothing would run in FP8; {advice}change its precision")
+    raise ConfigError(
+        f"recipe {recipe.name!r} keeps {kept}: nothing would run in FP8; {advice}change its precision"
+    )
 
 
-def check_sizes(layers: tuple[LayerSpec, ...], vocab_size: int, recipe: Recipe, each: str = "") -> None:
+def check_sizes(
+    layers: tuple[LayerSpec, ...], vocab_size: int, recipe: Recipe, each: str = ""
+) -> None:
     """Raise a ConfigError unless every feature dimension of an FP8 GEMM is a multiple of the recipe's alignment.
 
     `layers` are one rank's share; `each` follows a size in messages, to say that it is per rank.
@@ -109,7 +119,9 @@ def check_sizes(layers: tuple[LayerSpec, ...], vocab_size: int, recipe: Recipe, 
     for depth, layer in enumerate(layers):
         for part in layer.parts:
             for linear in part.linears:
-                _check_features(part.features, found[f"layers.{depth}.{part.name}.{linear.name}"].recipe, each)
+                _check_features(
+                    part.features, found[f"layers.{depth}.{part.name}.{linear.name}"].recipe, each
+                )
     _check_features({"vocab_size": vocab_size}, found[HEAD].recipe, each)
 
 

@@ -38,7 +38,9 @@ DRAW_NOTHING = ("torch.", "transformer_engine.", "te_models.", "peft.tuners._buf
 
 
 T = TypeVar("T")
-Caches = list[tuple[dict[str, Any], dict[str, object]]]  # the attributes of a te module, and the weights it caches
+Caches = list[
+    tuple[dict[str, Any], dict[str, object]]
+]  # the attributes of a te module, and the weights it caches
 
 
 class Recompute:
@@ -88,13 +90,23 @@ class Recompute:
     def run_block(self, block: nn.Module, layer: int, x: Tensor, *args: object) -> Tensor:
         """Return block(x, *args), which backward recomputes if the mode asks for it in block number `layer`."""
         self.layer = layer
-        with contextlib.nullcontext() if self.offload is None else self.offload.block(layer, block, args):
+        with (
+            contextlib.nullcontext()
+            if self.offload is None
+            else self.offload.block(layer, block, args)
+        ):
             if recomputes_block(self.mode, layer):
                 return self.recomputed(block, block, x, *args, restore_random=may_draw(block))
             return block(x, *args)
 
     def run_mlp(
-        self, block: nn.Module, mlp: nn.Module, function: Callable[..., T], x: Tensor, delta: Tensor, *args: object
+        self,
+        block: nn.Module,
+        mlp: nn.Module,
+        function: Callable[..., T],
+        x: Tensor,
+        delta: Tensor,
+        *args: object,
     ) -> T:
         """Return function(x, delta, *args): the MLP of the current block, up to the output of SwiGLU.
 
@@ -102,7 +114,9 @@ class Recompute:
         """
         if recomputes_mlp(self.mode, self.layer, self.layers, self._fp8, self.fp8_weights):
             # A norm of the block is part of the function, and may be another library's.
-            return self.recomputed(mlp, function, x + delta, None, *args, restore_random=may_draw(block))
+            return self.recomputed(
+                mlp, function, x + delta, None, *args, restore_random=may_draw(block)
+            )
         return function(x, delta, *args)
 
     def discarding(self, hidden: Tensor, fp8: bool) -> AbstractContextManager[None]:
@@ -142,14 +156,21 @@ class Recompute:
         have changed since, and its amaxes would be recorded twice.
         """
         if torch._C._current_graph_task_id() == -1:
-            raise EngineError("an FP8 block ran outside the model's autocast: call the model, not its blocks")
+            raise EngineError(
+                "an FP8 block ran outside the model's autocast: call the model, not its blocks"
+            )
         self.check_restored(self.te_recipe)
         with self.te.restored_recompute(), self.te.autocast(enabled=True, recipe=self.te_recipe):
             yield
 
     def check_restored(self, te_recipe: EngineRecipe | None) -> None:
         """Raise an EngineError if a third party recomputes, in backward, what runs under a recipe with state."""
-        if te_recipe is None or not te_recipe.delayed() or self.restored or torch._C._current_graph_task_id() == -1:
+        if (
+            te_recipe is None
+            or not te_recipe.delayed()
+            or self.restored
+            or torch._C._current_graph_task_id() == -1
+        ):
             return
         raise EngineError(
             "a third-party checkpoint recomputes FP8 blocks under delayed scaling, whose scales it does not "
@@ -162,7 +183,12 @@ class Recompute:
         return self.te.FP8GlobalStateManager.is_fp8_enabled()
 
     def recomputed(
-        self, owner: nn.Module, function: Callable[..., T], *args: object, restore_random: bool, **kwargs: Any
+        self,
+        owner: nn.Module,
+        function: Callable[..., T],
+        *args: object,
+        restore_random: bool,
+        **kwargs: Any,
     ) -> T:
         """Return function(*args, **kwargs), which backward recomputes; `owner` contains the te modules it runs."""
 
@@ -174,7 +200,12 @@ class Recompute:
             return self._noting_caches(owner, caches), first_pass
 
         return checkpoint(
-            function, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=restore_random, **kwargs
+            function,
+            *args,
+            use_reentrant=False,
+            context_fn=contexts,
+            preserve_rng_state=restore_random,
+            **kwargs,
         )
 
     @contextlib.contextmanager
@@ -182,7 +213,9 @@ class Recompute:
         """Note the quantized weights that the first pass used, if micro-batches share them."""
         yield
         if self.first_microbatch is not None:
-            modules = [vars(module) for module in owner.modules() if "_fp8_workspaces" in vars(module)]
+            modules = [
+                vars(module) for module in owner.modules() if "_fp8_workspaces" in vars(module)
+            ]
             caches += [(own, dict(own["_fp8_workspaces"])) for own in modules]
 
     @contextlib.contextmanager
@@ -206,7 +239,11 @@ class Recompute:
             self.first_microbatch = None if first is None else False
             for own, cache in caches:
                 own["_fp8_workspaces"] = cache
-            now = [tensor for state in states.values() for tensor in (state.scale, state.amax_history[0])]
+            now = [
+                tensor
+                for state in states.values()
+                for tensor in (state.scale, state.amax_history[0])
+            ]
             with torch.no_grad():
                 before = copies(now)
                 known = [name for name in states if name in scales]
@@ -237,7 +274,12 @@ def may_draw(owner: nn.Module) -> bool:
     it.
     """
     return any(
-        not all(map(_draws_nothing, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
+        not all(
+            map(
+                _draws_nothing,
+                (*module._forward_hooks.values(), *module._forward_pre_hooks.values()),
+            )
+        )
         or (isinstance(module, nn.Dropout) and module.p > 0)
         or bool(vars(module).get("jitters"))
         or not _draws_nothing(type(module))

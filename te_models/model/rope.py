@@ -39,12 +39,16 @@ def _exponentials(rope: Rope, base: float | Tensor, device: torch.device) -> Ten
     return 1.0 / base ** (channel / rope.size)
 
 
-def _linear(rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+def _linear(
+    rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor
+) -> tuple[Tensor, float]:
     """Divide all frequencies by `factor`: position interpolation (Chen et al. 2023, arXiv 2306.15595)."""
     return frequency / scaling["factor"], 1.0
 
 
-def _dynamic(rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+def _dynamic(
+    rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor
+) -> tuple[Tensor, float]:
     """Let the base grow with the text once it is longer than max_position_embeddings (Emozilla 2023, "dynamic NTK")."""
     factor = scaling["factor"]
     size = rope.size
@@ -53,7 +57,9 @@ def _dynamic(rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor)
     return _exponentials(rope, rope.theta * growth ** (size / (size - 2)), frequency.device), 1.0
 
 
-def _llama3(rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+def _llama3(
+    rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor
+) -> tuple[Tensor, float]:
     """Keep wavelengths below original / high_freq_factor, divide those above original / low_freq_factor by `factor`,
     and interpolate between the two (Llama 3.1)."""
     turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
@@ -63,7 +69,9 @@ def _llama3(rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor) 
     return (1 - kept) * frequency / scaling["factor"] + kept * frequency, 1.0
 
 
-def _yarn(rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+def _yarn(
+    rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor
+) -> tuple[Tensor, float]:
     """Keep channels that turn more than beta_fast times in the original context, divide those that turn less than
     beta_slow times by `factor`, with a ramp between: YaRN (Peng et al. 2023, arXiv 2309.00071)."""
     factor = scaling["factor"]
@@ -96,13 +104,19 @@ def _yarn_factor(scaling: Scaling) -> float:
     return 0.1 * log + 1
 
 
-def _longrope(rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+def _longrope(
+    rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor
+) -> tuple[Tensor, float]:
     """Divide the frequency of each pair by one factor, or another beyond the original context (arXiv 2402.13753)."""
     original = rope.original_context
-    short, long = (_constant(tuple(scaling[f"{kind}_factor"]), frequency.device) for kind in ("short", "long"))
+    short, long = (
+        _constant(tuple(scaling[f"{kind}_factor"]), frequency.device) for kind in ("short", "long")
+    )
     factor = scaling.get("factor", rope.context / original)
     sharpness = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return frequency / torch.where(positions.max() >= original, long, short), scaling.get("attention_factor", sharpness)
+    return frequency / torch.where(positions.max() >= original, long, short), scaling.get(
+        "attention_factor", sharpness
+    )
 
 
 def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
@@ -121,5 +135,9 @@ _kept = functools.lru_cache(maxsize=64)(_copied)
 
 
 SCALINGS: dict[str, Callable[[Rope, Scaling, Tensor, Tensor], tuple[Tensor, float]]] = {
-    "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope,
-}  # fmt: skip
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -57,7 +57,9 @@ class Routing:
     def __init__(self) -> None:
         self.layers: list[LayerRouting] = []
 
-    def take(self, group: dist.ProcessGroup | None = None, counted: Tensor | None = None) -> RoutingReport | None:
+    def take(
+        self, group: dist.ProcessGroup | None = None, counted: Tensor | None = None
+    ) -> RoutingReport | None:
         """Return the losses and shares of the pass, and keep nothing; None if it had no router.
 
         What recomputes a block for backward keeps the context, and with it this object: with tensors of the graph in
@@ -71,7 +73,9 @@ class Routing:
         self.layers = []
         if not layers:
             return None
-        counts, probabilities, squares, tokens = (torch.stack(values) for values in zip(*layers, strict=True))
+        counts, probabilities, squares, tokens = (
+            torch.stack(values) for values in zip(*layers, strict=True)
+        )
         total = tokens.sum()
         weight = 1.0
         if counted is not None:
@@ -79,7 +83,9 @@ class Routing:
             dist.all_reduce(everywhere, group=group)
             counts = everywhere[:-2].view_as(counts)
             total = everywhere[-2]
-            weight = everywhere[-1] / counted.clamp(min=1)  # the inverse of what the loss of this process weighs
+            weight = everywhere[-1] / counted.clamp(
+                min=1
+            )  # the inverse of what the loss of this process weighs
         total = total.clamp(min=1)
         went, best = counts.unbind(1)
         balance = best.shape[1] * ((best.sum(0) / total) * (probabilities.sum(0) / total)).sum()
@@ -93,13 +99,22 @@ def choose(logits: Tensor, bias: Tensor | None, real: Tensor | None, moe: MoECon
     `logits` are FP32 [T, E], `bias` [E] is added to the scores for the choice.
     """
     scores = logits.detach()
-    if bias is not None or moe.n_group > 1:  # otherwise the logits have the order of the scores, without their rounding
+    if (
+        bias is not None or moe.n_group > 1
+    ):  # otherwise the logits have the order of the scores, without their rounding
         scores = _scores(scores, moe)
         scores = scores if bias is None else scores + bias.detach()
     if moe.n_group > 1:
         groups = scores.unflatten(1, (moe.n_group, -1))  # [T, groups, E / groups]
-        best = groups.topk(moe.group_scores, dim=2).values.sum(2).sort(dim=1, descending=True, stable=True).indices
-        allowed = torch.zeros_like(best, dtype=torch.bool).scatter(1, best[:, : moe.topk_group], True)
+        best = (
+            groups.topk(moe.group_scores, dim=2)
+            .values.sum(2)
+            .sort(dim=1, descending=True, stable=True)
+            .indices
+        )
+        allowed = torch.zeros_like(best, dtype=torch.bool).scatter(
+            1, best[:, : moe.topk_group], True
+        )
         scores = groups.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
     chosen = scores.sort(dim=1, descending=True, stable=True).indices[:, : moe.num_experts_per_tok]
     chosen = chosen.sort(dim=1, descending=True).values
@@ -124,7 +139,11 @@ def describe(logits: Tensor, counts: Tensor, real: Tensor | None, moe: MoEConfig
     best = counts
     if moe.expert_bias or moe.n_group > 1:
         named = logits.detach().topk(moe.num_experts_per_tok, dim=1).indices
-        each = torch.ones_like(named, dtype=counts.dtype) if real is None else real.to(counts).expand_as(named)
+        each = (
+            torch.ones_like(named, dtype=counts.dtype)
+            if real is None
+            else real.to(counts).expand_as(named)
+        )
         best = torch.zeros_like(counts).index_add(0, named.flatten(), each.flatten())
     probabilities = logits.softmax(1)
     squares = logits.logsumexp(1, keepdim=True).square()
@@ -133,7 +152,9 @@ def describe(logits: Tensor, counts: Tensor, real: Tensor | None, moe: MoEConfig
         probabilities = probabilities * real
         squares = squares * real
         tokens = real.sum().float()
-    return LayerRouting(torch.stack((counts, best)).float(), probabilities.sum(0), squares.sum(), tokens)
+    return LayerRouting(
+        torch.stack((counts, best)).float(), probabilities.sum(0), squares.sum(), tokens
+    )
 
 
 class Places(NamedTuple):
@@ -152,15 +173,29 @@ def places(chosen: Tensor, experts: int, alignment: int, on_device: bool = False
     there can be, and the rows behind those of the last expert are padding too.
     """
     tokens, k = chosen.shape
-    order = chosen.flatten().to(torch.int16).argsort(stable=True)  # by expert, then by token; padding last
+    order = (
+        chosen.flatten().to(torch.int16).argsort(stable=True)
+    )  # by expert, then by token; padding last
     expert = chosen.flatten()[order]
     counts = torch.searchsorted(expert, torch.arange(experts + 1, device=expert.device)).diff()
     padded = (counts + alignment - 1) // alignment * alignment
     host = [] if on_device else padded.tolist()
-    most = -(-(tokens * k + experts * (alignment - 1)) // alignment) * alignment if on_device else sum(host)
+    most = (
+        -(-(tokens * k + experts * (alignment - 1)) // alignment) * alignment
+        if on_device
+        else sum(host)
+    )
     rows = Groups(F.pad(padded.cumsum(0), (1, 0)), most) if on_device else host
-    before = F.pad((padded - counts).cumsum(0), (1, 0))  # rows of padding before each expert's first row
+    before = F.pad(
+        (padded - counts).cumsum(0), (1, 0)
+    )  # rows of padding before each expert's first row
     row = torch.arange(len(order), device=order.device) + before[expert]
     row = torch.where(expert < experts, row, most)
-    token = torch.full((most + 1,), tokens, device=order.device).index_copy(0, row, order // k)[:most].clone()
-    return Places(token, torch.empty_like(order).index_copy(0, order, row).view(tokens, k), rows, counts)
+    token = (
+        torch.full((most + 1,), tokens, device=order.device)
+        .index_copy(0, row, order // k)[:most]
+        .clone()
+    )
+    return Places(
+        token, torch.empty_like(order).index_copy(0, order, row).view(tokens, k), rows, counts
+    )

@@ -6,12 +6,17 @@ from torch import Tensor
 
 from te_models.errors import UsageError
 
-IGNORED = -100  # label of tokens that the loss does not count: Hugging Face's and PyTorch's convention
+IGNORED = (
+    -100
+)  # label of tokens that the loss does not count: Hugging Face's and PyTorch's convention
 PAD_DOCUMENT = -1  # document id of padding, as is any below 0
 
 
 def next_token_targets(
-    labels: Tensor, attention_mask: Tensor | None, vocab_size: int, document_ids: Tensor | None = None
+    labels: Tensor,
+    attention_mask: Tensor | None,
+    vocab_size: int,
+    document_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the target of each position, and on a GPU, or in a traced graph, whether a label is invalid.
 
@@ -34,7 +39,9 @@ def next_token_targets(
     return valid_targets(shifted(labels, attention_mask, document_ids).flatten(), vocab_size)
 
 
-def shifted(labels: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None = None) -> Tensor:
+def shifted(
+    labels: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None = None
+) -> Tensor:
     """Return the target of each position, int64 [B, S], -100 where there is none; arguments as above."""
     targets = labels[:, 1:]  # [B, S - 1]
     if document_ids is not None:
@@ -68,4 +75,6 @@ def invalid_label(labels: Tensor, vocab_size: int) -> str | None:
 
 def nan_if(loss: Tensor, invalid: Tensor | None) -> Tensor:
     """Return NaN in place of a loss whose labels are invalid, without waiting for the device."""
-    return loss if invalid is None else torch.where(invalid, torch.full_like(loss, float("nan")), loss)
+    return (
+        loss if invalid is None else torch.where(invalid, torch.full_like(loss, float("nan")), loss)
+    )

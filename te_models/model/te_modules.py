@@ -60,31 +60,52 @@ class Factory:
         recipe = self.fp8_weights.get(self.prefix + spec.name) if fp8_weight else None
         if recipe is None:
             return self._linear(spec)
-        quantized = self.te.quantized_model_init(recipe=recipe)  # whoever gives values keeps them for a master
+        quantized = self.te.quantized_model_init(
+            recipe=recipe
+        )  # whoever gives values keeps them for a master
         with torch.enable_grad(), quantized:  # both copies, also under no_grad
             module = self._linear(spec)
-        drop_transposed(module)  # at once: dropped from the whole model, they leave half of its memory in holes
+        drop_transposed(
+            module
+        )  # at once: dropped from the whole model, they leave half of its memory in holes
         return module
 
     def _linear(self, spec: LinearSpec) -> nn.Module:
         if spec.experts:
             return self.te.GroupedLinear(
-                spec.experts, spec.inputs, spec.outputs, bias=spec.bias, init_method=_leave_empty,
-                params_dtype=self.dtype, device=self.device, use_grouped_tensor=False,
-            )  # fmt: skip
+                spec.experts,
+                spec.inputs,
+                spec.outputs,
+                bias=spec.bias,
+                init_method=_leave_empty,
+                params_dtype=self.dtype,
+                device=self.device,
+                use_grouped_tensor=False,
+            )
         ranks = self.tp.size
         inputs = spec.inputs * (ranks if spec.split == "row" else 1)
         outputs = spec.outputs * (ranks if spec.split == "column" else 1)
         return self.te.Linear(
-            inputs, outputs, bias=spec.bias, init_method=_leave_empty, params_dtype=self.dtype, device=self.device,
+            inputs,
+            outputs,
+            bias=spec.bias,
+            init_method=_leave_empty,
+            params_dtype=self.dtype,
+            device=self.device,
             **(self.tp.linear(spec.split) if spec.split is not None else {}),
-        )  # fmt: skip
+        )
 
-    def norm(self, size: int, zero_centered: bool | None = None, eps: float | None = None) -> nn.Module:
+    def norm(
+        self, size: int, zero_centered: bool | None = None, eps: float | None = None
+    ) -> nn.Module:
         """Return a te.RMSNorm of this many channels; `zero_centered` and `eps` None: as the model's others."""
         zero_centered = self.zero_centered if zero_centered is None else zero_centered
         return self.te.RMSNorm(
-            size, eps=eps or self.eps, zero_centered_gamma=zero_centered, device=self.device, dtype=self.dtype
+            size,
+            eps=eps or self.eps,
+            zero_centered_gamma=zero_centered,
+            device=self.device,
+            dtype=self.dtype,
         )
 
     def vector(self, *shape: int) -> nn.Parameter:

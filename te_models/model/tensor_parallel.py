@@ -61,7 +61,9 @@ class TensorParallel(MeshRanks):
     sequence: bool = False
 
     def __post_init__(self) -> None:
-        alone = "sequence_parallel=True divides the tokens between the ranks of tp_mesh: give tp_mesh"
+        alone = (
+            "sequence_parallel=True divides the tokens between the ranks of tp_mesh: give tp_mesh"
+        )
         self.check("tp_mesh", "tensor parallelism, mesh['tp']", alone if self.sequence else "")
 
     @property
@@ -73,7 +75,12 @@ class TensorParallel(MeshRanks):
         """Return te.Linear's arguments for a "column" or "row" parallel layer."""
         if self.size == 1:
             return {}
-        return dict(parallel_mode=mode, tp_group=self.group, tp_size=self.size, sequence_parallel=self.sequence)
+        return dict(
+            parallel_mode=mode,
+            tp_group=self.group,
+            tp_size=self.size,
+            sequence_parallel=self.sequence,
+        )
 
     def local(self, config: ModelConfig) -> tuple[LayerSpec, ...]:
         """Return one rank's share of the layers.
@@ -91,7 +98,15 @@ class TensorParallel(MeshRanks):
         common = math.gcd(*counts.values())
         fits = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
         uneven = (f"{name}={count}" for name, count in counts.items() if count % self.size)
-        refuse([*mistakes, *(f"{one} cannot be divided between {self.size} ranks: use {fits}" for one in uneven)])
+        refuse(
+            [
+                *mistakes,
+                *(
+                    f"{one} cannot be divided between {self.size} ranks: use {fits}"
+                    for one in uneven
+                ),
+            ]
+        )
         return tuple(layer.local(self.size) for layer in config.layers)
 
     @property
@@ -120,7 +135,11 @@ class TensorParallel(MeshRanks):
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows of all ranks [N, D], which all of them use in the same way."""
         # All ranks compute the same gradient.
-        return Mapped.apply(x, self._all, lambda dy: self._own(dy).contiguous()) if self.scatters else x
+        return (
+            Mapped.apply(x, self._all, lambda dy: self._own(dy).contiguous())
+            if self.scatters
+            else x
+        )
 
     def _own(self, x: Tensor) -> Tensor:
         return x.chunk(self.size)[self.rank]
@@ -209,7 +228,9 @@ def unshard(name: str, parts: list[Tensor], config: ModelConfig, tp: TensorParal
     split = [part.split([section.stored for section in own]) for part in parts]
     blocks = []
     for i, section in enumerate(linear.sections):
-        blocks.append(_padded(torch.cat([part[i][: own[i].used] for part in split]), section.stored))
+        blocks.append(
+            _padded(torch.cat([part[i][: own[i].used] for part in split]), section.stored)
+        )
     return torch.cat(blocks)
 
 
@@ -225,7 +246,9 @@ def _padded(rows: Tensor, count: int) -> Tensor:
     return F.pad(rows, (*(0, 0) * (rows.ndim - 1), 0, count - len(rows)))
 
 
-def shard_state(full: Mapping[str, Tensor], config: ModelConfig, mesh: DeviceMesh | None) -> dict[str, Tensor]:
+def shard_state(
+    full: Mapping[str, Tensor], config: ModelConfig, mesh: DeviceMesh | None
+) -> dict[str, Tensor]:
     """Return this rank's part of every tensor of a state; those that are not divided are passed on.
 
     A tensor's name ends in the parameter's, and it has the parameter's shape: weights, masters, moments.
@@ -235,7 +258,9 @@ def shard_state(full: Mapping[str, Tensor], config: ModelConfig, mesh: DeviceMes
 
 
 @torch.no_grad()
-def gather_state(state: Mapping[str, Tensor], config: ModelConfig, tp: TensorParallel) -> dict[str, Tensor]:
+def gather_state(
+    state: Mapping[str, Tensor], config: ModelConfig, tp: TensorParallel
+) -> dict[str, Tensor]:
     """Return the whole tensors of `state`, of which each rank has its parts, on every rank.
 
     A collective: all ranks call it, with the same names. One tensor at a time, on the device of the part.

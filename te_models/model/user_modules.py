@@ -70,7 +70,9 @@ def checkpoint(
         )
     if te_recipe is not None and te_recipe.delayed():
         function = _refusing_others(function, owner, te)
-    return Recompute("full", te, te_recipe, layers=1).recomputed(owner, function, *args, restore_random=True, **kwargs)
+    return Recompute("full", te, te_recipe, layers=1).recomputed(
+        owner, function, *args, restore_random=True, **kwargs
+    )
 
 
 def fp8_state(module: nn.Module) -> dict[str, Tensor]:
@@ -83,7 +85,9 @@ def fp8_state(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in scaling_state.fp8_state(module).items()}
 
 
-def load_fp8_state(module: nn.Module, tensors: Mapping[str, Tensor], recipe: RecipeLike = "delayed") -> None:
+def load_fp8_state(
+    module: nn.Module, tensors: Mapping[str, Tensor], recipe: RecipeLike = "delayed"
+) -> None:
     """Write scales and amax histories, as from `fp8_state`, into `module`, which need not have run yet.
 
     Args:
@@ -98,7 +102,9 @@ def load_fp8_state(module: nn.Module, tensors: Mapping[str, Tensor], recipe: Rec
     chosen = get_recipe(recipe)
     te = _engine(module)
     if tensors and not chosen.stateful:
-        raise UsageError(f"recipe {chosen.name!r} keeps no scales: load them under one of delayed scaling")
+        raise UsageError(
+            f"recipe {chosen.name!r} keeps no scales: load them under one of delayed scaling"
+        )
     scaling_state.check_fp8_state(module, tensors)
     layers = dict(module.named_modules())
     for name in {name.rsplit(".", 2)[0] for name in tensors}:
@@ -108,7 +114,9 @@ def load_fp8_state(module: nn.Module, tensors: Mapping[str, Tensor], recipe: Rec
     scaling_state.load_fp8_state(module, tensors, lambda name: built)
 
 
-def _refusing_others(function: Callable[..., T], owner: nn.Module, te: ModuleType) -> Callable[..., T]:
+def _refusing_others(
+    function: Callable[..., T], owner: nn.Module, te: ModuleType
+) -> Callable[..., T]:
     """Return `function` with an error if an FP8 layer outside `owner` runs in it: nothing would restore its scales."""
     known = {id(module) for module in owner.modules()}
 
@@ -132,5 +140,7 @@ def _refusing_others(function: Callable[..., T], owner: nn.Module, te: ModuleTyp
 
 def _engine(owner: nn.Module) -> ModuleType:
     """Return the engine of the te layers in `owner`; the emulated one where there is none."""
-    native = any(type(module).__module__.startswith("transformer_engine.") for module in owner.modules())
+    native = any(
+        type(module).__module__.startswith("transformer_engine.") for module in owner.modules()
+    )
     return engine_module("native" if native else "emulated")

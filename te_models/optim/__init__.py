@@ -33,7 +33,9 @@ from te_models.optim.te_adam import MOMENTS, TEAdam
 Optimizer = MasterWeights | TEAdam
 Groups = list[Group]
 Built = list[torch.optim.Optimizer]
-Build = Callable[[float, Options, Groups], Built]  # of a learning rate, options and groups of parameters
+Build = Callable[
+    [float, Options, Groups], Built
+]  # of a learning rate, options and groups of parameters
 
 # Options and their defaults; a tuple lists the choices, the default first. The betas are the usual ones for language
 # models (Touvron et al. 2023, arXiv 2307.09288).
@@ -67,7 +69,9 @@ def adamw(lr: float, options: Options, parameters: Groups) -> Built:
 
 def _lowbit(name: str, lr: float, options: Options, parameters: Groups) -> Built:
     with needs(f"optimizer {name!r}", "torchao", "0.17", "optim"):
-        lowbit = importlib.import_module("te_models.optim.lowbit")  # torchao takes two seconds to import
+        lowbit = importlib.import_module(
+            "te_models.optim.lowbit"
+        )  # torchao takes two seconds to import
     return lowbit.lowbit_adamw(name, parameters, lr, {"stochastic_rounding": False, **options})
 
 
@@ -76,14 +80,20 @@ def _with_rest(build: Callable[[float, Options, Groups], torch.optim.Optimizer])
 
     def both(lr: float, options: Options, parameters: Groups) -> Built:
         hidden = [group for group in parameters if group["matrices"]]
-        rest = [{**group, "lr_scale": options["rest_lr"]} for group in parameters if not group["matrices"]]
+        rest = [
+            {**group, "lr_scale": options["rest_lr"]}
+            for group in parameters
+            if not group["matrices"]
+        ]
         made = [build(lr, options, hidden)] if hidden else []
         return made + (OPTIMIZERS[options["rest"]].build(lr, options, rest) if rest else [])
 
     return both
 
 
-def _muon(kind: type[Muon | Muon8bit], lr: float, options: Options, hidden: Groups) -> torch.optim.Optimizer:
+def _muon(
+    kind: type[Muon | Muon8bit], lr: float, options: Options, hidden: Groups
+) -> torch.optim.Optimizer:
     fields = {name: options[name] for name in ("momentum", "nesterov", "ns_steps")}
     return kind(hidden, lr=lr, adjust_lr_fn=options["adjust_lr"], **fields)
 
@@ -153,26 +163,41 @@ def build_optimizer(
     choice = OPTIMIZERS[name]
     kind = {"optimizer": name, **values}
     found = groups(model, weight_decay, choice.matrices)
-    if name == "te-adam" and getattr(model, "engine", None) == "native":  # CausalLM lies above this package
+    if (
+        name == "te-adam" and getattr(model, "engine", None) == "native"
+    ):  # CausalLM lies above this package
         if offload:
-            raise UsageError("optimizer 'te-adam' stores its state on the GPU: use 'adamw' with optimizer_offload")
+            raise UsageError(
+                "optimizer 'te-adam' stores its state on the GPU: use 'adamw' with optimizer_offload"
+            )
         return TEAdam(engine_module("native"), kind, found, lr, values, gradients)
     keep = not values.get("stochastic_rounding", False)
     return MasterWeights(
-        kind, found, lambda groups: choice.build(lr, values, groups),
-        keep=keep, offload=offload, owners=owners, gradients=gradients, norm=norm,
-    )  # fmt: skip
+        kind,
+        found,
+        lambda groups: choice.build(lr, values, groups),
+        keep=keep,
+        offload=offload,
+        owners=owners,
+        gradients=gradients,
+        norm=norm,
+    )
 
 
 def resolve_options(name: str, options: str | Mapping[str, object]) -> Options:
     """Return all options of the optimizer `name`: the defaults updated with `options`, in the types of the defaults."""
     check_known("optimizer", name, OPTIMIZERS)
     known = OPTIMIZERS[name].options
-    values = {key: default[0] if isinstance(default, tuple) else default for key, default in known.items()}
+    values = {
+        key: default[0] if isinstance(default, tuple) else default for key, default in known.items()
+    }
     if isinstance(options, Mapping):
         given = dict(options)
     else:
-        pairs = (split_pair("optimizer option", text, "name=value,name=value") for text in split_names(options))
+        pairs = (
+            split_pair("optimizer option", text, "name=value,name=value")
+            for text in split_names(options)
+        )
         given = {key.replace("-", "_"): value for key, value in pairs}
     for key, value in given.items():
         check_known(f"option of optimizer {name!r}", key, known)
@@ -184,7 +209,11 @@ def _checked(key: str, value: Any, default: object) -> object:
     """Return `value`, which may be text, in the type of `default` or as one of its choices."""
     if isinstance(default, (tuple, bool)):
         text = str(value).lower()
-        known = {choice: choice for choice in default} if isinstance(default, tuple) else {"true": True, "false": False}
+        known = (
+            {choice: choice for choice in default}
+            if isinstance(default, tuple)
+            else {"true": True, "false": False}
+        )
         given = value if isinstance(default, tuple) else {"1": "true", "0": "false"}.get(text, text)
         check_known(f"value of {key}", given, known)
         return known[given]

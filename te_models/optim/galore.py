@@ -92,11 +92,15 @@ def _adam(gradient: Tensor, state: State, group: Group) -> Tensor:
     """Return Adam's direction for this gradient and update the moments and step count in `state`."""
     beta1, beta2 = group["betas"]
     if "exp_avg" not in state:
-        state.update(step=0, exp_avg=torch.zeros_like(gradient), exp_avg_sq=torch.zeros_like(gradient))
+        state.update(
+            step=0, exp_avg=torch.zeros_like(gradient), exp_avg_sq=torch.zeros_like(gradient)
+        )
     state["step"] += 1
     state["exp_avg"].lerp_(gradient, 1 - beta1)
     state["exp_avg_sq"].lerp_(gradient.square(), 1 - beta2)
-    denominator = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - beta2 ** state["step"])).add_(group["eps"])
+    denominator = (
+        state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - beta2 ** state["step"])).add_(group["eps"])
+    )
     return state["exp_avg"] / denominator / (1 - beta1 ** state["step"])
 
 
@@ -108,7 +112,9 @@ def leading_directions(matrix: Tensor, rank: int, seed: int) -> Tensor:
     """
     width = min(rank + OVERSAMPLING, *matrix.shape)
     generator = torch.Generator(matrix.device).manual_seed(seed)
-    start = torch.randn(matrix.shape[1], width, generator=generator, device=matrix.device, dtype=matrix.dtype)
+    start = torch.randn(
+        matrix.shape[1], width, generator=generator, device=matrix.device, dtype=matrix.dtype
+    )
     basis = torch.linalg.qr(matrix @ start).Q
     for _ in range(POWER_ITERATIONS):
         basis = torch.linalg.qr(matrix @ (matrix.mT @ basis)).Q

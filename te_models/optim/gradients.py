@@ -53,26 +53,38 @@ class GradientSums(Gradients):
 
     in_fp32 = True
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None
+    ) -> None:
         self.group = group
         self.parameters = list(parameters)
         self._sums: dict[int, Tensor] = {}
         self._bucket_of: dict[int, int] = {}
         self._buckets: list[Tensor] = []
-        for number, bucket in enumerate(chunks(self.parameters[::-1], BUCKET)):  # about the order of the backward pass
+        for number, bucket in enumerate(
+            chunks(self.parameters[::-1], BUCKET)
+        ):  # about the order of the backward pass
             flat = torch.zeros(sum(p.numel() for p in bucket), device=bucket[0].device)
             self._buckets.append(flat)
-            for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            for parameter, part in zip(
+                bucket, flat.split([p.numel() for p in bucket]), strict=True
+            ):
                 self._sums[id(parameter)] = part.view(parameter.shape)
                 self._bucket_of[id(parameter)] = number
         self._used: set[int] = set()
         self._waiting: list[int] = []  # per bucket, parameters whose last gradient is still to come
         self._full = 0  # the first bucket that waits
-        self._works: list[dist.Work] = []  # the reductions under way, of the first len(_works) buckets
+        self._works: list[
+            dist.Work
+        ] = []  # the reductions under way, of the first len(_works) buckets
 
     def of(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the parameter's sum, FP32 of its shape; None if the step did not use the parameter."""
-        return self._sums[id(parameter)] if self.group is not None or id(parameter) in self._used else None
+        return (
+            self._sums[id(parameter)]
+            if self.group is not None or id(parameter) in self._used
+            else None
+        )
 
     def drop(self, parameter: nn.Parameter) -> None:
         """Free nothing: the buffers are reused by the next step."""
@@ -141,7 +153,9 @@ def gradient_norm(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> 
     """Return the norm of all gradients together, an FP32 scalar, summed in FP32 whatever their dtype."""
     if not gradients:
         return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), 2, dtype=torch.float32)))
+    return torch.linalg.vector_norm(
+        torch.stack(torch._foreach_norm(list(gradients), 2, dtype=torch.float32))
+    )
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor | None:

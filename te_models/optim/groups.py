@@ -44,7 +44,9 @@ def parts(model: nn.Module) -> list[Part]:
     found: list[Part] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            rows = roles.get(id(parameter), [("head" if parameter.dim() > 1 else "vector", len(parameter))])
+            rows = roles.get(
+                id(parameter), [("head" if parameter.dim() > 1 else "vector", len(parameter))]
+            )
             found += _split(parameter, rows)
     return found
 
@@ -63,8 +65,16 @@ def groups(model: nn.Module, weight_decay: float, matrices: bool) -> list[Group]
     rest = [part for part in found if not matrices or part.role != "hidden"]
     made = [
         {"params": hidden, "weight_decay": weight_decay, "matrices": True},
-        {"params": [p for p in rest if p.role in DECAYING], "weight_decay": weight_decay, "matrices": False},
-        {"params": [p for p in rest if p.role not in DECAYING], "weight_decay": 0.0, "matrices": False},
+        {
+            "params": [p for p in rest if p.role in DECAYING],
+            "weight_decay": weight_decay,
+            "matrices": False,
+        },
+        {
+            "params": [p for p in rest if p.role not in DECAYING],
+            "weight_decay": 0.0,
+            "matrices": False,
+        },
     ]
     return [group for group in made if group["params"]]
 
@@ -77,7 +87,10 @@ def _structure(module: nn.Module) -> Iterator[tuple[Tensor, list[tuple[Role, int
         for linear in module.spec.linears:
             owner = module.get_submodule(linear.name)
             for name in linear.weights:
-                yield owner.get_parameter(name), [(s.role, s.stored) for s in linear.sections if s.stored]
+                yield (
+                    owner.get_parameter(name),
+                    [(s.role, s.stored) for s in linear.sections if s.stored],
+                )
         for name, parameter in module.named_parameters():
             if name.partition(".")[0] in module.spec.vectors:
                 yield parameter, [("vector", len(parameter))]
@@ -87,4 +100,6 @@ def _split(parameter: nn.Parameter, rows: list[tuple[Role, int]]) -> list[Part]:
     if len(rows) == 1:
         return [Part(parameter, rows[0][0])]
     ends = list(accumulate(size for _, size in rows))
-    return [Part(parameter, role, end - size, end) for (role, size), end in zip(rows, ends, strict=True)]
+    return [
+        Part(parameter, role, end - size, end) for (role, size), end in zip(rows, ends, strict=True)
+    ]

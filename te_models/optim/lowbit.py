@@ -36,7 +36,11 @@ class _Says:
             return like(view)
         scale = like(view, view.numel() // self.block_size, dtype=torch.float32)
         if isinstance(self, AdamW8bit):
-            return dict(codes=like(view, dtype=torch.uint8), scale=scale, qmap=like(view, 256, dtype=torch.float32))
+            return dict(
+                codes=like(view, dtype=torch.uint8),
+                scale=scale,
+                qmap=like(view, 256, dtype=torch.float32),
+            )
         return dict(codes=like(view, dtype=torch.float8_e4m3fn), scale=scale)
 
 
@@ -52,15 +56,21 @@ LowBit = EightBit | FP8
 CLASSES = {"adamw8bit": EightBit, "adamwfp8": FP8}
 
 
-def lowbit_adamw(name: str, groups: list[Group], lr: float, options: Options) -> list[torch.optim.Optimizer]:
+def lowbit_adamw(
+    name: str, groups: list[Group], lr: float, options: Options
+) -> list[torch.optim.Optimizer]:
     """Return torchao's optimizer called `name`.
 
     With `stochastic_rounding` it updates BF16 parameters directly and rounds each update up or down at random, with
     probabilities that make the expected value exact. That saves the 4 bytes per parameter of FP32 master weights.
     """
-    warnings.filterwarnings("ignore", message=r"OptimState\w+ does not implement _stable_hash")  # on a CPU, torch's
+    warnings.filterwarnings(
+        "ignore", message=r"OptimState\w+ does not implement _stable_hash"
+    )  # on a CPU, torch's
     fields = dict(betas=(options["beta1"], options["beta2"]), eps=options["eps"])
-    optimizer = CLASSES[name](groups, lr=lr, bf16_stochastic_round=options["stochastic_rounding"], **fields)
+    optimizer = CLASSES[name](
+        groups, lr=lr, bf16_stochastic_round=options["stochastic_rounding"], **fields
+    )
     optimizer.register_step_pre_hook(_update_on_gpu)
     if options["stochastic_rounding"]:
         _round_alike(optimizer)
@@ -70,7 +80,11 @@ def lowbit_adamw(name: str, groups: list[Group], lr: float, options: Options) ->
 def _update_on_gpu(optimizer: LowBit, *arguments: object) -> None:
     """Update the parameters on a GPU and drop their gradients, so that torchao's step passes over them."""
     for place, (parameter, group) in enumerate(_parameters(optimizer)):
-        if parameter.grad is not None and parameter.is_contiguous() and has_kernel(parameter.device):
+        if (
+            parameter.grad is not None
+            and parameter.is_contiguous()
+            and has_kernel(parameter.device)
+        ):
             _update(optimizer, parameter, group, place)
             parameter.grad = None
 
@@ -93,7 +107,13 @@ def _update(optimizer: LowBit, parameter: Tensor, group: Group, place: int) -> N
     number = int(state["step"])
     beta1, beta2 = group["betas"]
     step = kernel.Step(
-        number, _seed(number, place), float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"]
+        number,
+        _seed(number, place),
+        float(group["lr"]),
+        beta1,
+        beta2,
+        group["eps"],
+        group["weight_decay"],
     )
     assert parameter.grad is not None
     tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
@@ -117,7 +137,11 @@ def _round_alike(optimizer: LowBit) -> None:
 
     def begin(optimizer: LowBit, *arguments: object) -> None:
         nonlocal number, own
-        steps = [optimizer.state[p].get("step", 0) for p, _ in _parameters(optimizer) if p.grad is not None]
+        steps = [
+            optimizer.state[p].get("step", 0)
+            for p, _ in _parameters(optimizer)
+            if p.grad is not None
+        ]
         if not steps:  # all parameters are on a GPU
             return
         callers.append(torch.get_rng_state())

@@ -24,7 +24,9 @@ ROWS, WARPS = 4, 4  # blocks that a program updates: the fastest of seven choice
 E4M3_MAX = tl.constexpr(448.0)
 LOG10_2 = tl.constexpr(0.30102999566398120)
 LOG2_5 = tl.constexpr(2.3219280948873623)
-LOG2_FIRST = tl.constexpr(20.083571661209888)  # log2(1e6 / 0.9): steps of the smallest decade per unit
+LOG2_FIRST = tl.constexpr(
+    20.083571661209888
+)  # log2(1e6 / 0.9): steps of the smallest decade per unit
 
 
 @triton.jit
@@ -57,12 +59,27 @@ def _load_moment(codes, scales, values, row, exists, at, here, FORMAT: tl.conste
     moment = tl.load(codes + at, here)
     if FORMAT == "plain":
         return moment.to(tl.float32)
-    value = tl.load(values + moment.to(tl.int32), here) if FORMAT == "dynamic" else decode_fp8(moment, False)
+    value = (
+        tl.load(values + moment.to(tl.int32), here)
+        if FORMAT == "dynamic"
+        else decode_fp8(moment, False)
+    )
     return value * tl.load(scales + row, exists)[:, None]
 
 
 @triton.jit
-def _store_moment(moment, codes, scales, middles, row, exists, at, here, FORMAT: tl.constexpr, SIGNED: tl.constexpr):
+def _store_moment(
+    moment,
+    codes,
+    scales,
+    middles,
+    row,
+    exists,
+    at,
+    here,
+    FORMAT: tl.constexpr,
+    SIGNED: tl.constexpr,
+):
     if FORMAT == "plain":
         tl.store(codes + at, moment.to(codes.dtype.element_ty), here)
     else:
@@ -136,7 +153,9 @@ class Step:
     weight_decay: float
 
 
-def update(parameter: Tensor, gradient: Tensor, first: Moment, second: Moment, step: Step, stochastic: bool) -> None:
+def update(
+    parameter: Tensor, gradient: Tensor, first: Moment, second: Moment, step: Step, stochastic: bool
+) -> None:
     """Update a contiguous parameter and its moments in place, from a gradient of the same shape.
 
     Args:
@@ -150,10 +169,20 @@ def update(parameter: Tensor, gradient: Tensor, first: Moment, second: Moment, s
     quantized = kind != "plain"
     stochastic = stochastic and parameter.dtype == torch.bfloat16
     device = parameter.device
-    pairs = [(m.codes.view(torch.uint8), m.scale) if quantized else (m, parameter) for m in (first, second)]
+    pairs = [
+        (m.codes.view(torch.uint8), m.scale) if quantized else (m, parameter)
+        for m in (first, second)
+    ]
     bias1 = 1 - step.beta1**step.number
     bias2 = 1 - step.beta2**step.number
-    numbers = (step.lr * step.weight_decay, step.lr / bias1, step.beta1, step.beta2, bias2**-0.5, step.eps)
+    numbers = (
+        step.lr * step.weight_decay,
+        step.lr / bias1,
+        step.beta1,
+        step.beta2,
+        bias2**-0.5,
+        step.eps,
+    )
     with torch.cuda.device_of(parameter):
         _update_kernel[(triton.cdiv(parameter.numel(), ROWS * BLOCK),)](
             parameter, gradient.contiguous(), *pairs[0], *pairs[1], *_tables(device), step.seed, parameter.numel(),

@@ -21,7 +21,15 @@ from te_models.fp8.primary_weights import is_quantized, new_master, take_master
 from te_models.optim.gradients import Gradients, Norm, chunks, clip_factor, gradient_norm, scale
 from te_models.optim.groups import Part
 from te_models.optim.parameter_owners import Owners, placeholder
-from te_models.optim.state_tensors import Group, Options, State, Stateful, check_values, pack, unpack
+from te_models.optim.state_tensors import (
+    Group,
+    Options,
+    State,
+    Stateful,
+    check_values,
+    pack,
+    unpack,
+)
 
 Live = TypeVar("Live")
 Saved = TypeVar("Saved")
@@ -62,7 +70,9 @@ class MasterWeights:
     ) -> None:
         parts: list[Part] = [part for group in groups for part in group["params"]]
         self.kind, self.gradients, self.norm = kind, gradients or Gradients(), norm
-        self.parameters: list[nn.Parameter] = list({id(p.parameter): p.parameter for p in parts}.values())
+        self.parameters: list[nn.Parameter] = list(
+            {id(p.parameter): p.parameter for p in parts}.values()
+        )
         self.owners = owners(self.parameters) if owners is not None else None
         if self.owners is None:
             self.masters = [_master(p, keep, offload) for p in self.parameters]
@@ -78,9 +88,13 @@ class MasterWeights:
         self._views: dict[int, list[tuple[Part, Tensor]]] = {id(p): [] for p in self.parameters}
         for part, view in views.items():
             self._views[id(part.parameter)].append((part, view))
-        self.optimizers = build([{**group, "params": [views[part] for part in group["params"]]} for group in groups])
+        self.optimizers = build(
+            [{**group, "params": [views[part] for part in group["params"]]} for group in groups]
+        )
         self._clip: Tensor | None = None  # factor of the gradients in the next step
-        fused = all(isinstance(o, torch.optim.AdamW) and o.defaults["fused"] for o in self.optimizers)
+        fused = all(
+            isinstance(o, torch.optim.AdamW) and o.defaults["fused"] for o in self.optimizers
+        )
         self.can_skip = fused and owners is None and not offload  # whether `skip_if` works
 
     @property
@@ -116,7 +130,9 @@ class MasterWeights:
     def step(self) -> None:
         """Update the parameters that have a gradient, and drop the gradients."""
         used = {p: g for p in self.parameters if (g := self.gradients.of(p)) is not None}
-        for parameter in used:  # which may be its own master: an optimizer updates all that have a gradient
+        for (
+            parameter
+        ) in used:  # which may be its own master: an optimizer updates all that have a gradient
             self.gradients.drop(parameter)
         masters = dict(zip(self.parameters, self.masters, strict=True))
         for parameters in chunks(list(used), UPDATE_CHUNK):
@@ -151,20 +167,32 @@ class MasterWeights:
         if self._clip is not None and gradients:
             scale([local(gradient) for gradient in gradients], self._clip)
 
-    def _gradients(self, chunk: list[tuple[nn.Parameter, Tensor]], used: Iterable[Tensor]) -> Iterable[Tensor | None]:
+    def _gradients(
+        self, chunk: list[tuple[nn.Parameter, Tensor]], used: Iterable[Tensor]
+    ) -> Iterable[Tensor | None]:
         """Return each parameter's gradient; with owners the whole one where this rank is the owner, else None."""
         if self.owners is None:
             return used
         dtypes = [master.dtype for _, master in chunk]
-        return self.owners.collect([p for p, _ in chunk], [local(gradient) for gradient in used], dtypes)
+        return self.owners.collect(
+            [p for p, _ in chunk], [local(gradient) for gradient in used], dtypes
+        )
 
-    def _values(self, chunk: list[tuple[nn.Parameter, Tensor]]) -> list[tuple[nn.Parameter, Tensor]]:
+    def _values(
+        self, chunk: list[tuple[nn.Parameter, Tensor]]
+    ) -> list[tuple[nn.Parameter, Tensor]]:
         """Return each parameter with its new value: its master, or this rank's shard of it."""
         if self.owners is None:
             return chunk
         parameters = [p for p, _ in chunk]
         dtypes = [torch.float32 if is_quantized(p) else p.dtype for p in parameters]
-        return list(zip(parameters, self.owners.distribute(parameters, [m for _, m in chunk], dtypes), strict=True))
+        return list(
+            zip(
+                parameters,
+                self.owners.distribute(parameters, [m for _, m in chunk], dtypes),
+                strict=True,
+            )
+        )
 
     def state_dict(self) -> State:
         """Return the optimizers' state as plain tensors and the masters that are copies, in the order of the groups.
@@ -185,13 +213,19 @@ class MasterWeights:
 
     def fetch(self, kind: str, index: int, tensor: Tensor) -> Tensor:
         """Return a tensor of `state_dict()[kind][index]` with its values; `kind` is "state" or "masters"."""
-        return tensor if self.owners is None else self.owners.fetch(tensor, self._owners_of(kind)[index])
+        return (
+            tensor
+            if self.owners is None
+            else self.owners.fetch(tensor, self._owners_of(kind)[index])
+        )
 
     def _owners_of(self, kind: str) -> list[int]:
         """Return the owner of each entry of `state_dict()[kind]`."""
         assert self.owners is not None
         if kind == "masters":
-            return [self.owners.of(parameter) for parameter in compress(self.parameters, self._copied)]
+            return [
+                self.owners.of(parameter) for parameter in compress(self.parameters, self._copied)
+            ]
         found = {id(view): p for p in self.parameters for _, view in self._views[id(p)]}
         return [self.owners.of(found[id(view)]) for _, _, view in self._stateful()]
 
@@ -205,12 +239,20 @@ class MasterWeights:
         self.check_state_dict(state)
         if self.owners is not None:
             # Masters of the parameters' dtype are not saved themselves.
-            for parameter, master, copied in zip(self.parameters, self.masters, self._copied, strict=True):
-                (found,) = (None,) if copied else self.owners.collect([parameter], [local(parameter)])
+            for parameter, master, copied in zip(
+                self.parameters, self.masters, self._copied, strict=True
+            ):
+                (found,) = (
+                    (None,) if copied else self.owners.collect([parameter], [local(parameter)])
+                )
                 master.copy_(found) if found is not None else None
         for (optimizer, group, view), saved in self._own(self._stateful(), state["state"], "state"):
-            optimizer.state[view] = {name: unpack(value, name, view, group) for name, value in saved.items()}
-        for master, saved in self._own(compress(self.masters, self._copied), state["masters"], "masters"):
+            optimizer.state[view] = {
+                name: unpack(value, name, view, group) for name, value in saved.items()
+            }
+        for master, saved in self._own(
+            compress(self.masters, self._copied), state["masters"], "masters"
+        ):
             master.copy_(saved)
 
     def check_state_dict(self, state: State) -> None:
@@ -223,12 +265,20 @@ class MasterWeights:
         check_kind(self.kind, state, masters=len(copies), state=len(stateful))
         for number, (master, saved) in enumerate(self._own(copies, state["masters"], "masters")):
             check_values(saved, master, f"masters.{number}")
-        for number, ((optimizer, group, view), saved) in enumerate(self._own(stateful, state["state"], "state")):
-            if not isinstance(saved, dict) or saved:  # empty: of a parameter that never had a gradient
-                assert isinstance(optimizer, Stateful), f"{type(optimizer).__name__} has no expected_state"
+        for number, ((optimizer, group, view), saved) in enumerate(
+            self._own(stateful, state["state"], "state")
+        ):
+            if (
+                not isinstance(saved, dict) or saved
+            ):  # empty: of a parameter that never had a gradient
+                assert isinstance(optimizer, Stateful), (
+                    f"{type(optimizer).__name__} has no expected_state"
+                )
                 check_values(saved, optimizer.expected_state(view, group), f"state.{number}")
 
-    def _own(self, live: Iterable[Live], saved: Iterable[Saved], kind: str) -> Iterator[tuple[Live, Saved]]:
+    def _own(
+        self, live: Iterable[Live], saved: Iterable[Saved], kind: str
+    ) -> Iterator[tuple[Live, Saved]]:
         """Pair live with saved entries of `state_dict()[kind]`; only those that this rank updates."""
         pairs = zip(live, saved, strict=True)
         if self.owners is None:
@@ -243,7 +293,9 @@ class MasterWeights:
         """
         if self.owners is None:
             return dict(zip(map(id, self.parameters), self.masters, strict=True))
-        fp8 = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if is_quantized(p)]
+        fp8 = [
+            (p, m) for p, m in zip(self.parameters, self.masters, strict=True) if is_quantized(p)
+        ]
         parameters = [p for p, _ in fp8]
         own = self.owners.distribute(parameters, [m for _, m in fp8], [p.dtype for p in parameters])
         return {id(p): from_shard(values, p) for p, values in zip(parameters, own, strict=True)}
@@ -295,7 +347,9 @@ def check_kind(kind: Options, saved: object, /, **counts: int) -> None:
     """
     then = saved.get("kind") if isinstance(saved, dict) else None
     if not isinstance(saved, dict) or not isinstance(then, dict):
-        raise UsageError("the optimizer's state was saved by an older version: start a new run from it with --model")
+        raise UsageError(
+            "the optimizer's state was saved by an older version: start a new run from it with --model"
+        )
     for name in (name for name in kind if then.get(name) != kind[name]):
         raise UsageError(
             f"the optimizer's state was saved with {name}={then.get(name)!r}, not {kind[name]!r}: resume with the "
@@ -303,4 +357,6 @@ def check_kind(kind: Options, saved: object, /, **counts: int) -> None:
         )
     for name, count in counts.items():
         if not isinstance(saved.get(name), list) or len(saved[name]) != count:
-            raise CheckpointError(f"the optimizer's state is of another model: {name} does not have {count} entries")
+            raise CheckpointError(
+                f"the optimizer's state is of another model: {name} does not have {count} entries"
+            )

@@ -19,7 +19,9 @@ from torch import Tensor
 from te_models.optim.state_tensors import Group, State, like
 
 BLOCK = 128
-BATCH = 2**26  # elements orthogonalized at a time: 128 MiB in BF16, and three times that inside the iteration
+BATCH = (
+    2**26
+)  # elements orthogonalized at a time: 128 MiB in BF16, and three times that inside the iteration
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic, Jordan et al. 2024
 SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -44,7 +46,13 @@ class Muon8bit(torch.optim.Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str = "match_rms_adamw",
     ) -> None:
-        fields = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps)
+        fields = dict(
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_steps=ns_steps,
+        )
         super().__init__(params, dict(**fields, adjust_lr_fn=adjust_lr_fn))
 
     @torch.no_grad()
@@ -52,7 +60,9 @@ class Muon8bit(torch.optim.Optimizer):
         """Update every matrix that has a gradient. A closure is not supported."""
         for group in self.param_groups:
             for batch in batches([p for p in group["params"] if p.grad is not None]):
-                updates = orthogonalize(torch.stack([self._momentum(p, group) for p in batch]), group["ns_steps"])
+                updates = orthogonalize(
+                    torch.stack([self._momentum(p, group) for p in batch]), group["ns_steps"]
+                )
                 rate = group["lr"] * rate_factor(group["adjust_lr_fn"], *batch[0].shape)
                 torch._foreach_mul_(batch, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(batch, list(updates.to(batch[0].dtype)), alpha=-rate)
@@ -84,7 +94,9 @@ def dequantize(data: Tensor, scales: Tensor, shape: torch.Size) -> Tensor:
     return (data.float() * scales).flatten()[: shape.numel()].view(shape)
 
 
-def advance(data: Tensor, scales: Tensor, gradient: Tensor, momentum: float, nesterov: bool) -> Tensor:
+def advance(
+    data: Tensor, scales: Tensor, gradient: Tensor, momentum: float, nesterov: bool
+) -> Tensor:
     """Add FP32 `gradient` [A, B] to the quantized momentum in place; return the direction to orthogonalize, BF16."""
     average = dequantize(data, scales, gradient.shape).lerp(gradient, 1 - momentum)
     new_data, new_scales = quantize(average)
@@ -111,7 +123,9 @@ def orthogonalize(x: Tensor, steps: int) -> Tensor:
     a, b, c = COEFFICIENTS
     x = x.to(product_dtype(x.device.type))
     wide = x.mT if x.shape[-2] > x.shape[-1] else x
-    wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # so that no singular value exceeds 1
+    wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(
+        min=1e-7
+    )  # so that no singular value exceeds 1
     for _ in range(steps):
         gram = wide @ wide.mT
         wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
@@ -120,7 +134,11 @@ def orthogonalize(x: Tensor, steps: int) -> Tensor:
 
 def rate_factor(adjust: str, rows: int, columns: int) -> float:
     """Return the factor of the learning rate for a matrix of this shape."""
-    return 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
+    return (
+        0.2 * math.sqrt(max(rows, columns))
+        if adjust == "match_rms_adamw"
+        else math.sqrt(max(1, rows / columns))
+    )
 
 
 def batches(matrices: list[Tensor]) -> Iterator[list[Tensor]]:

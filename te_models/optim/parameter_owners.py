@@ -41,13 +41,17 @@ class Transfer(NamedTuple):
 class Owners:
     """The owners of `parameters`, DTensors split along their first dimension, among the ranks of `group`."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, ranks: Ranks) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, ranks: Ranks
+    ) -> None:
         self.group = group
         self.ranks = ranks
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.device = local(parameters[0]).device
         owners = share_out([parameter.numel() for parameter in parameters], self.world)
-        self._owner = {id(parameter): owner for parameter, owner in zip(parameters, owners, strict=True)}
+        self._owner = {
+            id(parameter): owner for parameter, owner in zip(parameters, owners, strict=True)
+        }
 
     def of(self, parameter: nn.Parameter) -> int:
         """Return the rank that owns the parameter."""
@@ -58,7 +62,10 @@ class Owners:
         return self.of(parameter) == self.rank
 
     def collect(
-        self, parameters: Sequence[nn.Parameter], own: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None
+        self,
+        parameters: Sequence[nn.Parameter],
+        own: Sequence[Tensor],
+        dtypes: Sequence[torch.dtype] | None = None,
     ) -> list[Tensor | None]:
         """Send this rank's shards `own` to the owners; return the whole tensors of its own parameters, or None.
 
@@ -75,12 +82,17 @@ class Owners:
                 source = shard.reshape(-1) if rank == self.rank else None
                 target = None if whole is None else whole.view(-1)[part]
                 size = part.stop - part.start
-                transfers.append(Transfer(rank, self.of(parameter), size, shard.dtype, source, target))
+                transfers.append(
+                    Transfer(rank, self.of(parameter), size, shard.dtype, source, target)
+                )
         self._exchange(transfers)
         return wholes
 
     def distribute(
-        self, parameters: Sequence[nn.Parameter], wholes: Sequence[Tensor], dtypes: Sequence[torch.dtype]
+        self,
+        parameters: Sequence[nn.Parameter],
+        wholes: Sequence[Tensor],
+        dtypes: Sequence[torch.dtype],
     ) -> list[Tensor]:
         """Return this rank's shard of each parameter's tensor, in these dtypes; only owners read `wholes`."""
         shards = [
@@ -93,7 +105,9 @@ class Owners:
                 source = whole.reshape(-1)[part] if self.mine(parameter) else None
                 target = shard.view(-1) if rank == self.rank else None
                 size = part.stop - part.start
-                transfers.append(Transfer(self.of(parameter), rank, size, shard.dtype, source, target))
+                transfers.append(
+                    Transfer(self.of(parameter), rank, size, shard.dtype, source, target)
+                )
         self._exchange(transfers)
         return shards
 
@@ -102,9 +116,14 @@ class Owners:
 
         Tensors that another rank owns become placeholders of their shape and dtype; `fetch` brings the values.
         """
-        own = {str(i): _describe(entry) for i, entry in enumerate(entries) if owners[i] == self.rank}
+        own = {
+            str(i): _describe(entry) for i, entry in enumerate(entries) if owners[i] == self.rank
+        }
         known = {int(i): entry for found in self.ranks.gather(own) for i, entry in found.items()}
-        return [entry if owners[i] == self.rank else _as_placeholders(known[i]) for i, entry in enumerate(entries)]
+        return [
+            entry if owners[i] == self.rank else _as_placeholders(known[i])
+            for i, entry in enumerate(entries)
+        ]
 
     def fetch(self, tensor: Tensor, owner: int) -> Tensor:
         """Return the owner's values of a tensor, on every rank; the others pass one of its shape and dtype."""
@@ -125,8 +144,12 @@ class Owners:
 
     def _send(self, pieces: list[tuple[Transfer, slice]]) -> None:
         """Send pieces of transfers in one all-to-all, as bytes, since they may have several dtypes."""
-        outgoing = sorted((piece for piece in pieces if piece[0].sender == self.rank), key=lambda p: p[0].receiver)
-        incoming = sorted((piece for piece in pieces if piece[0].receiver == self.rank), key=lambda p: p[0].sender)
+        outgoing = sorted(
+            (piece for piece in pieces if piece[0].sender == self.rank), key=lambda p: p[0].receiver
+        )
+        incoming = sorted(
+            (piece for piece in pieces if piece[0].receiver == self.rank), key=lambda p: p[0].sender
+        )
         sent = [0] * self.world
         received = [0] * self.world
         for transfer, part in outgoing:
@@ -135,14 +158,25 @@ class Owners:
             received[transfer.sender] += _size(transfer, part)
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
         data = torch.cat(
-            [nothing, *(_bytes(t.source[part].to(t.kind)) for t, part in outgoing if t.source is not None)]
+            [
+                nothing,
+                *(
+                    _bytes(t.source[part].to(t.kind))
+                    for t, part in outgoing
+                    if t.source is not None
+                ),
+            ]
         )
         found = torch.empty(sum(received), dtype=torch.uint8, device=self.device)
         dist.all_to_all_single(found, data, received, sent, group=self.group)
         del data
-        for (transfer, part), piece in zip(incoming, found.split([_size(*each) for each in incoming]), strict=True):
+        for (transfer, part), piece in zip(
+            incoming, found.split([_size(*each) for each in incoming]), strict=True
+        ):
             assert transfer.target is not None
-            transfer.target[part].copy_(piece.clone().view(transfer.kind))  # a clone, since a piece may begin anywhere
+            transfer.target[part].copy_(
+                piece.clone().view(transfer.kind)
+            )  # a clone, since a piece may begin anywhere
 
 
 def _size(transfer: Transfer, part: slice) -> int:
@@ -181,7 +215,11 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device |
 
 def _parts(parameter: Tensor) -> list[slice]:
     """Return each rank's elements of the flat parameter."""
-    ends = list(itertools.accumulate(torch.Size((rows, *parameter.shape[1:])).numel() for rows in shares(parameter)))
+    ends = list(
+        itertools.accumulate(
+            torch.Size((rows, *parameter.shape[1:])).numel() for rows in shares(parameter)
+        )
+    )
     return [slice(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
 
 
@@ -195,7 +233,13 @@ def _describe(entry: object) -> dict[str, Any]:
     if isinstance(entry, dict):
         return {"members": {name: _describe(value) for name, value in entry.items()}}
     if isinstance(entry, Tensor):
-        return {"tensor": [list(entry.shape), str(entry.dtype).removeprefix("torch."), entry.device.type]}
+        return {
+            "tensor": [
+                list(entry.shape),
+                str(entry.dtype).removeprefix("torch."),
+                entry.device.type,
+            ]
+        }
     return {"value": entry}
 
 
@@ -205,5 +249,7 @@ def _as_placeholders(described: dict[str, Any]) -> Any:
         return {name: _as_placeholders(value) for name, value in described["members"].items()}
     if "tensor" in described:
         shape, dtype, device = described["tensor"]
-        return placeholder(shape, getattr(torch, dtype), device)  # torch offers no other way from name to dtype
+        return placeholder(
+            shape, getattr(torch, dtype), device
+        )  # torch offers no other way from name to dtype
     return described["value"]

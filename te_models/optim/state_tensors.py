@@ -16,7 +16,9 @@ from te_models.errors import CheckpointError
 from te_models.files.tensors import all_finite
 
 Group = dict[str, Any]  # of parameters, under "params", and the options of their updates
-State = dict[str, Any]  # of one tensor, or of a whole optimizer: tensors, numbers, and dicts of these
+State = dict[
+    str, Any
+]  # of one tensor, or of a whole optimizer: tensors, numbers, and dicts of these
 Options = dict[str, Any]  # of an optimizer
 
 # Values under these names, or in dicts under them, are counts, squares or scales.
@@ -36,7 +38,9 @@ def pack(value: Any) -> Any:
     """Return a state's value as a plain tensor, a number or a dict of plain tensors."""
     if is_traceable_wrapper_subclass(value) and not isinstance(value, DTensor):
         names, _ = value.__tensor_flatten__()
-        return {name: getattr(value, name) for name in names}  # the subclass names its tensors as strings
+        return {
+            name: getattr(value, name) for name in names
+        }  # the subclass names its tensors as strings
     return value
 
 
@@ -85,8 +89,16 @@ def _mistake(saved: object, expected: Any, negative: bool) -> str:
         return f"must have {', '.join(map(str, expected)) or 'no values'}"
     if expected is int:
         return "" if type(saved) is int and 0 <= saved < 2**62 else "is not a count"
-    if not isinstance(saved, Tensor) or saved.shape != expected.shape or saved.dtype != expected.dtype:
-        found = f"{saved.dtype} {list(saved.shape)}" if isinstance(saved, Tensor) else type(saved).__name__
+    if (
+        not isinstance(saved, Tensor)
+        or saved.shape != expected.shape
+        or saved.dtype != expected.dtype
+    ):
+        found = (
+            f"{saved.dtype} {list(saved.shape)}"
+            if isinstance(saved, Tensor)
+            else type(saved).__name__
+        )
         return f"is {found} where {expected.dtype} {list(expected.shape)} belongs"
     values = local(saved)
     if all_finite(values) and (negative or not _has_negative(values)):

@@ -26,7 +26,9 @@ MOMENTS = {
     "fp32": (torch.float32, torch.float32),
 }
 FP8 = torch.float8_e4m3fn  # the format of FP8 moments
-CHUNK = 2**28  # parameters per group: FusedAdam converts the FP8 moments of a whole group to FP32 for its step
+CHUNK = (
+    2**28
+)  # parameters per group: FusedAdam converts the FP8 moments of a whole group to FP32 for its step
 
 
 class TEAdam:
@@ -46,10 +48,16 @@ class TEAdam:
         self.kind, self.gradients = kind, gradients or Gradients()
         self.parameters = [parameter for group in groups for parameter in _parameters(group)]
         if any(map(is_quantized, self.parameters)):
-            raise UsageError("te-adam stores the lower halves of BF16 weights: with fp8_params choose adamw or muon")
+            raise UsageError(
+                "te-adam stores the lower halves of BF16 weights: with fp8_params choose adamw or muon"
+            )
         first, second = MOMENTS[options["moments"]]
         self.inner = te.FusedAdam(
-            [{**group, "params": chunk} for group in groups for chunk in chunks(_parameters(group), CHUNK)],
+            [
+                {**group, "params": chunk}
+                for group in groups
+                for chunk in chunks(_parameters(group), CHUNK)
+            ],
             lr=lr,
             betas=(options["beta1"], options["beta2"]),
             eps=options["eps"],
@@ -61,7 +69,9 @@ class TEAdam:
         )
         for parameter in self.parameters:
             self.inner.initialize_state(parameter, parameter.dtype == torch.bfloat16)
-            if first == torch.uint8:  # free the transposed copy for GEMMs on Hopper, which never use a moment
+            if (
+                first == torch.uint8
+            ):  # free the transposed copy for GEMMs on Hopper, which never use a moment
                 moment = self.inner.state[parameter]["exp_avg"]
                 moment._quantizer.set_usage(rowwise=True, columnwise=False)
                 moment._transpose = None
@@ -89,7 +99,9 @@ class TEAdam:
     def step(self) -> None:
         """Update the parameters that have a gradient, and drop the gradients."""
         if self.gradients.in_fp32:
-            for parameter in self.parameters:  # FusedAdam reads FP32 gradients of BF16 parameters under this name
+            for parameter in (
+                self.parameters
+            ):  # FusedAdam reads FP32 gradients of BF16 parameters under this name
                 parameter.decoupled_grad = self.gradients.of(parameter)  # type: ignore[attr-defined]  # FusedAdam's
         self.inner.step()
         for parameter in self.parameters:
@@ -105,8 +117,15 @@ class TEAdam:
 
     def state_dict(self) -> State:
         """Return moments, the masters' lower halves and the step counts, as they are in memory."""
-        state = [{name: _bits(value) for name, value in self.inner.state[p].items()} for p in self.parameters]
-        return {"kind": self.kind, "state": state, "steps": [group.get("step", 0) for group in self.param_groups]}
+        state = [
+            {name: _bits(value) for name, value in self.inner.state[p].items()}
+            for p in self.parameters
+        ]
+        return {
+            "kind": self.kind,
+            "state": state,
+            "steps": [group.get("step", 0) for group in self.param_groups],
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: State) -> None:
@@ -126,7 +145,9 @@ class TEAdam:
     def check_state_dict(self, state: State) -> None:
         """Raise ValueError unless `load_state_dict` can load `state`; nothing is written."""
         check_kind(self.kind, state, state=len(self.parameters), steps=len(self.param_groups))
-        for number, (parameter, saved) in enumerate(zip(self.parameters, state["state"], strict=True)):
+        for number, (parameter, saved) in enumerate(
+            zip(self.parameters, state["state"], strict=True)
+        ):
             live = {name: _bits(value) for name, value in self.inner.state[parameter].items()}
             check_values(saved, live, f"state.{number}")
             for name in (name for name, parts in live.items() if "scale_inv" in parts):
@@ -138,7 +159,11 @@ class TEAdam:
 
 def _bits(value: Any) -> dict[str, Tensor]:
     """Return the tensors that make up a state; an FP8 moment has FP8 data and the reciprocal of its scale."""
-    return {"data": value} if type(value) is Tensor else {"data": value._data, "scale_inv": value._scale_inv}
+    return (
+        {"data": value}
+        if type(value) is Tensor
+        else {"data": value._data, "scale_inv": value._scale_inv}
+    )
 
 
 def _parameters(group: Group) -> list[nn.Parameter]:

@@ -17,9 +17,17 @@ from te_models.config.model import ModelConfig
 from te_models.config.precision import HEAD, precisions
 from te_models.config.recipe import SCHEMES, Recipe
 from te_models.planning.operations import PER_TENSOR, Region, Tape, Training, operand_bytes
-from te_models.planning.parameter_bytes import FP32, OPTIMIZERS, has_masters, model_parameters, trained_parameters
+from te_models.planning.parameter_bytes import (
+    FP32,
+    OPTIMIZERS,
+    has_masters,
+    model_parameters,
+    trained_parameters,
+)
 
-CUBLAS_WORKSPACE = 2**25 + 1024  # bytes; Transformer Engine on Hopper and newer (get_cublas_workspace_size_bytes)
+CUBLAS_WORKSPACE = (
+    2**25 + 1024
+)  # bytes; Transformer Engine on Hopper and newer (get_cublas_workspace_size_bytes)
 
 
 @dataclass(frozen=True)
@@ -73,14 +81,18 @@ def fp8_saving(config: ModelConfig, recipe: Recipe, training: Training) -> int:
     return saved
 
 
-def _after_forward(now: Memory, region: Region, activations: bool = True, copies: bool = True) -> Memory:
+def _after_forward(
+    now: Memory, region: Region, activations: bool = True, copies: bool = True
+) -> Memory:
     """Add what the region's forward saves, or one part of it."""
     if region.recompute_input is not None:
         return now.plus(activations=region.recompute_input * activations)
     logits = sum(step.saved for step in region.steps if step.of_logits)
     saved = sum(step.saved for step in region.steps) - logits
     weights = sum(step.copies for step in region.steps)
-    return now.plus(activations=saved * activations, logits=logits, fp8_weight_copies=weights * copies)
+    return now.plus(
+        activations=saved * activations, logits=logits, fp8_weight_copies=weights * copies
+    )
 
 
 def _walk(regions: list[Region], now: Memory, training: Training) -> Iterator[Memory]:
@@ -102,7 +114,9 @@ def _walk(regions: list[Region], now: Memory, training: Training) -> Iterator[Me
         if region.recompute_input is not None:
             where = "recomputed"
             extra = sum(step.saved for step in region.steps) - region.recompute_input
-            now = now.plus(recomputed=extra, fp8_weight_copies=sum(step.copies for step in region.steps))
+            now = now.plus(
+                recomputed=extra, fp8_weight_copies=sum(step.copies for step in region.steps)
+            )
         for number, step in reversed(list(enumerate(region.steps))):
             passing = step.produces + step.scratch
             weights = 0 if training.lora_rank else step.weights
@@ -114,7 +128,9 @@ def _walk(regions: list[Region], now: Memory, training: Training) -> Iterator[Me
             change = step.produces - step.consumes
             now = now.plus(fp8_weight_copies=-step.copies, activation_gradients=change)
             saved = step.saved
-            if region.recompute_input is not None and number == 0:  # saved since the forward, so not recomputed
+            if (
+                region.recompute_input is not None and number == 0
+            ):  # saved since the forward, so not recomputed
                 now = now.plus(activations=-region.recompute_input)
                 saved = saved - region.recompute_input
             now = now.plus(None, **{"logits" if step.of_logits else where: -saved})
@@ -129,8 +145,14 @@ def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory
     share = -(-every // gpus)
     gathered = 0
     whole = 0
-    if gpus > 1:  # FSDP2 gathers the running unit and the next; embedding, norm and head stay gathered
-        block = sum(p.numel for p in parameters if p.kind in ("hidden", "gate")) // config.num_hidden_layers * element
+    if (
+        gpus > 1
+    ):  # FSDP2 gathers the running unit and the next; embedding, norm and head stay gathered
+        block = (
+            sum(p.numel for p in parameters if p.kind in ("hidden", "gate"))
+            // config.num_hidden_layers
+            * element
+        )
         gathered = sum(p.numel for p in parameters if p.kind == "table") * element + 2 * block
         whole = gathered
         gathered -= 2 * fp8_saving(config, recipe, training) // config.num_hidden_layers
@@ -139,7 +161,9 @@ def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory
     state = 0
     if training.optimizer is not None and not training.optimizer_offload:
         sharing = 1 if training.lora_rank else gpus  # each GPU has all adapters
-        state = OPTIMIZERS[training.optimizer].per_gpu(trained, element, training.optimizer_options, sharing)
+        state = OPTIMIZERS[training.optimizer].per_gpu(
+            trained, element, training.optimizer_options, sharing
+        )
     summed = training.gradient_sums or (training.lora_rank > 0 and gpus > 1)
     sums = summed * FP32 * sum(p.numel for p in trained)
     return Memory(
@@ -154,8 +178,12 @@ def _standing(config: ModelConfig, recipe: Recipe, training: Training) -> Memory
 def _delayed_state(config: ModelConfig, recipe: Recipe) -> int:
     """Return the bytes of FP32 scales and amax histories: three forward and two backward slots per linear."""
     linears = {**config.linears, HEAD: config.head}
-    found = [(linears[name].gemms, own.recipe) for name, own in precisions(recipe, config.layers).items()]
-    delayed = [(gemms, own) for gemms, own in found if own is not None and SCHEMES[own.scheme].stateful]
+    found = [
+        (linears[name].gemms, own.recipe) for name, own in precisions(recipe, config.layers).items()
+    ]
+    delayed = [
+        (gemms, own) for gemms, own in found if own is not None and SCHEMES[own.scheme].stateful
+    ]
     return sum(g * 5 * FP32 * (own.fields["amax_history_len"] + 1) for g, own in delayed)
 
 
@@ -166,7 +194,9 @@ def memory_moments(config: ModelConfig, recipe: Recipe, training: Training) -> l
     worst = max(rest, key=lambda memory: memory.total)
     moments = [replace(loss, moment="loss"), replace(worst, moment=f"backward of {worst.moment}")]
     if training.optimizer is not None and not training.lora_rank:
-        moments.append(replace(standing, moment="optimizer step", gradients=_updated(config, training)))
+        moments.append(
+            replace(standing, moment="optimizer step", gradients=_updated(config, training))
+        )
     return moments
 
 
@@ -184,7 +214,11 @@ def _updated(config: ModelConfig, training: Training) -> int:
         largest = max(p.numel // p.count for p in parameters if p.kind == "table")
         held = max(largest, min(share, UPDATE_CHUNK // training.gpus))
         whole = held * (FP32 if masters else training.dtype_bytes)
-        return share * training.dtype_bytes + whole + 3 * min(EXCHANGE_CHUNK, held * training.dtype_bytes)
+        return (
+            share * training.dtype_bytes
+            + whole
+            + 3 * min(EXCHANGE_CHUNK, held * training.dtype_bytes)
+        )
     chunk = min(share, UPDATE_CHUNK)
     if training.gradient_sums and training.gpus == 1:  # FP32 masters take the sums themselves
         return share * FP32 + (0 if masters else chunk * training.dtype_bytes)
@@ -192,7 +226,9 @@ def _updated(config: ModelConfig, training: Training) -> int:
     return share * training.dtype_bytes + chunk * wider
 
 
-def saved_bytes(config: ModelConfig, recipe: Recipe, training: Training, on_host: bool = False) -> int:
+def saved_bytes(
+    config: ModelConfig, recipe: Recipe, training: Training, on_host: bool = False
+) -> int:
     """Return the bytes that autograd saves for backward: activations, logits and FP8 copies of weights.
 
     With `on_host`, return only those that activation offload moves to the host.

@@ -15,7 +15,13 @@ from te_models.config.recompute_modes import MODES, check_mode
 from te_models.errors import check_known, refuse
 from te_models.planning.memory_estimate import Memory, memory_moments, saved_bytes
 from te_models.planning.operations import Training
-from te_models.planning.parameter_bytes import DEFAULTS, OPTIMIZERS, Options, has_masters, trained_parameters
+from te_models.planning.parameter_bytes import (
+    DEFAULTS,
+    OPTIMIZERS,
+    Options,
+    has_masters,
+    trained_parameters,
+)
 from te_models.planning.printable import Printable
 
 GPUS = {"24 GB": 24, "48 GB": 48, "80 GB": 80, "141 GB": 141}  # sizes as sold: 10^9 bytes
@@ -79,7 +85,9 @@ class MemoryPlan(Printable):
             most = further
             above = spare(further)
         while most - least > 1:
-            middle = least + min(max(1, int(below * (most - least) / (below - above))), most - least - 1)
+            middle = least + min(
+                max(1, int(below * (most - least) / (below - above))), most - least - 1
+            )
             found = spare(middle)
             if found >= 0:
                 least = middle
@@ -93,18 +101,25 @@ class MemoryPlan(Printable):
         """Yield this plan under every mode of activation checkpointing, its own included."""
         own = self.training.activation_checkpointing
         for mode in dict.fromkeys((*MODES, own)):
-            yield mode, replace(self, training=replace(self.training, activation_checkpointing=mode))
+            yield (
+                mode,
+                replace(self, training=replace(self.training, activation_checkpointing=mode)),
+            )
 
     def optimizers(self) -> dict[str, int]:
         """Return name -> bytes of optimizer state and FP32 masters per GPU; the plan's own with its options.
 
         Of several GPUs, those of the one that has most.
         """
-        parameters = trained_parameters(self.config, self.training.lora_rank, self.training.lora_experts)
+        parameters = trained_parameters(
+            self.config, self.training.lora_rank, self.training.lora_experts
+        )
         own = self.training
         options = {own.optimizer: own.optimizer_options}
         return {
-            name: optimizer.per_gpu(parameters, own.dtype_bytes, options.get(name, DEFAULTS), own.gpus)
+            name: optimizer.per_gpu(
+                parameters, own.dtype_bytes, options.get(name, DEFAULTS), own.gpus
+            )
             for name, optimizer in OPTIMIZERS.items()
         }
 
@@ -115,11 +130,16 @@ class MemoryPlan(Printable):
             "parameters": self.config.num_parameters,
             "recipe": self.recipe.to_dict(),
             "training": asdict(self.training),
-            "moments": {memory.moment: {**memory.parts(), "total": memory.total} for memory in self.moments},
+            "moments": {
+                memory.moment: {**memory.parts(), "total": memory.total} for memory in self.moments
+            },
             "host": self.host,
             "peak": {"moment": self.peak.moment, "total": self.peak.total},
             "fits": {name: self.fits(size) for name, size in GPUS.items()},
-            "largest_batch": {n: {str(m): p.largest_batch(size) for m, p in modes.items()} for n, size in GPUS.items()},
+            "largest_batch": {
+                n: {str(m): p.largest_batch(size) for m, p in modes.items()}
+                for n, size in GPUS.items()
+            },
             "optimizers": self.optimizers(),
         }
 
@@ -127,7 +147,11 @@ class MemoryPlan(Printable):
         t = self.training
         name, unit = unit_for(self.peak.total)
         each = " per GPU" if self.training.gpus > 1 else ""
-        lora = f", LoRA of rank {t.lora_rank}{' on experts too' * t.lora_experts}" if t.lora_rank else ""
+        lora = (
+            f", LoRA of rank {t.lora_rank}{' on experts too' * t.lora_experts}"
+            if t.lora_rank
+            else ""
+        )
         host = f", {self.host / unit:.2f} {name} on the host" if self.host else ""
         about = (
             f"{self.config.num_parameters:,} parameters{lora}, recipe {self.recipe.name}, {t.batch_size} x "
@@ -138,21 +162,31 @@ class MemoryPlan(Printable):
         for title, table in (
             (f"memory of a training step{each}, {name}", self._parts_table(unit)),
             (f"largest batch per GPU, in sequences of {t.seq_len:,} tokens", self._fit_table()),
-            (f"optimizer state, with FP32 masters where there are any{each}", self._optimizer_table()),
+            (
+                f"optimizer state, with FP32 masters where there are any{each}",
+                self._optimizer_table(),
+            ),
         ):
             lines += [Text(title, style="bold"), table, ""]
         return Group(*lines[:-1])
 
     def _parts_table(self, unit: int) -> Table:
         moments = self.moments
-        columns = (Column(m.moment, justify="right", style="green" if m == self.peak else "") for m in moments)
+        columns = (
+            Column(m.moment, justify="right", style="green" if m == self.peak else "")
+            for m in moments
+        )
         table = Table("part", *columns, box=None, pad_edge=False)
         for name in moments[0].parts():
             if any(values := [memory.parts()[name] for memory in moments]):
                 table.add_row(
-                    name.replace("_", " ").replace("fp8", "FP8"), *(f"{value / unit:.2f}" for value in values)
+                    name.replace("_", " ").replace("fp8", "FP8"),
+                    *(f"{value / unit:.2f}" for value in values),
                 )
-        totals = [f"{memory.total / unit:.2f}" + (" (peak)" if memory == self.peak else "") for memory in moments]
+        totals = [
+            f"{memory.total / unit:.2f}" + (" (peak)" if memory == self.peak else "")
+            for memory in moments
+        ]
         table.add_row("total", *totals, style="bold")
         return table
 
@@ -168,15 +202,25 @@ class MemoryPlan(Printable):
     def _optimizer_table(self) -> Table:
         found = self.optimizers()
         label, unit = unit_for(max(found.values()))
-        numbers = (Column(text, justify="right") for text in ("bytes per parameter", label, "against adamw"))
+        numbers = (
+            Column(text, justify="right")
+            for text in ("bytes per parameter", label, "against adamw")
+        )
         table = Table("optimizer", *numbers, "state", box=None, pad_edge=False)
-        trained = trained_parameters(self.config, self.training.lora_rank, self.training.lora_experts)
+        trained = trained_parameters(
+            self.config, self.training.lora_rank, self.training.lora_experts
+        )
         elements = sum(p.numel for p in trained) / self.training.gpus
         for name, size in found.items():
             saved = f"{100 * (size / found['adamw'] - 1):+.0f} %" if name != "adamw" else ""
             style = "green" if name == self.training.optimizer else ""
             table.add_row(
-                name, f"{size / elements:.2f}", f"{size / unit:.2f}", saved, OPTIMIZERS[name].description, style=style
+                name,
+                f"{size / elements:.2f}",
+                f"{size / unit:.2f}",
+                saved,
+                OPTIMIZERS[name].description,
+                style=style,
             )
         return table
 
@@ -234,19 +278,34 @@ def plan_memory(
     if optimizer is not None:
         check_known("optimizer", optimizer, OPTIMIZERS)
     training = Training(
-        batch_size=batch_size // max(gpus, 1), seq_len=seq_len, gpus=gpus, gradient_sums=gradient_accumulation > 1,
-        cached_weights=gradient_accumulation > 1 and gpus == 1, optimizer=optimizer,
-        optimizer_offload=optimizer_offload, optimizer_options=dict(optimizer_options), lora_rank=lora_rank,
-        lora_experts=lora_experts, activation_checkpointing=check_mode(activation_checkpointing),
-        activation_offload=activation_offload, fp8_params=fp8_params, dtype_bytes=dtype_bytes, logits=logits,
-        compile=compile, fused=fused,
-    )  # fmt: skip
+        batch_size=batch_size // max(gpus, 1),
+        seq_len=seq_len,
+        gpus=gpus,
+        gradient_sums=gradient_accumulation > 1,
+        cached_weights=gradient_accumulation > 1 and gpus == 1,
+        optimizer=optimizer,
+        optimizer_offload=optimizer_offload,
+        optimizer_options=dict(optimizer_options),
+        lora_rank=lora_rank,
+        lora_experts=lora_experts,
+        activation_checkpointing=check_mode(activation_checkpointing),
+        activation_offload=activation_offload,
+        fp8_params=fp8_params,
+        dtype_bytes=dtype_bytes,
+        logits=logits,
+        compile=compile,
+        fused=fused,
+    )
     refuse(_mistakes(config, recipe, training, batch_size, gradient_accumulation))
     return MemoryPlan(config, recipe, training)
 
 
 def _mistakes(
-    config: ModelConfig, recipe: Recipe, training: Training, batch_size: int, gradient_accumulation: int
+    config: ModelConfig,
+    recipe: Recipe,
+    training: Training,
+    batch_size: int,
+    gradient_accumulation: int,
 ) -> Iterator[str]:
     """Yield what no training run could have; `batch_size` is that of all GPUs."""
     gpus = training.gpus
@@ -267,5 +326,9 @@ def _mistakes(
     if training.fp8_params and not recipe.quantized:
         advice = "choose another, or leave fp8_params out"
         yield f"fp8_params=True needs an FP8 recipe, but {recipe.name!r} is not one: {advice}"
-    if training.fp8_params and not training.lora_rank and not has_masters(training.optimizer_options):
+    if (
+        training.fp8_params
+        and not training.lora_rank
+        and not has_masters(training.optimizer_options)
+    ):
         yield "fp8_params=True needs FP32 masters: leave stochastic_rounding out, or fp8_params"

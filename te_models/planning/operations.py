@@ -15,7 +15,12 @@ from te_models.config.layer import LayerSpec, LinearSpec, Step, distinct
 from te_models.config.model import ModelConfig
 from te_models.config.precision import HEAD, precisions
 from te_models.config.recipe import Recipe
-from te_models.config.recompute_modes import offload_allows_fused, recomputes_block, recomputes_mlp, recomputes_product
+from te_models.config.recompute_modes import (
+    offload_allows_fused,
+    recomputes_block,
+    recomputes_mlp,
+    recomputes_product,
+)
 from te_models.planning.parameter_bytes import FP32
 
 INT64 = 8
@@ -25,7 +30,9 @@ class Region(NamedTuple):
     """Consecutive steps that are recomputed and offloaded together."""
 
     steps: list[Step]
-    recompute_input: int | None = None  # bytes of the input that a recompute starts from; None: not recomputed
+    recompute_input: int | None = (
+        None  # bytes of the input that a recompute starts from; None: not recomputed
+    )
     block: int | None = None  # index of the block they belong to
     offloaded: bool = False  # whether their saved tensors are on the host after the forward
 
@@ -66,7 +73,10 @@ class Training:
         return self.fused and self.cuda and allowed
 
 
-PER_TENSOR = ("DelayedScaling", "Float8CurrentScaling")  # one scale per tensor, so the data can be transposed later
+PER_TENSOR = (
+    "DelayedScaling",
+    "Float8CurrentScaling",
+)  # one scale per tensor, so the data can be transposed later
 
 
 def operand_bytes(recipe: Recipe, rows: int, columns: int, role: str, copies: str = "both") -> int:
@@ -94,7 +104,10 @@ def operand_bytes(recipe: Recipe, rows: int, columns: int, role: str, copies: st
         assert recipe.scheme == "NVFP4BlockScaling", recipe.scheme
         rowwise = size // 2 + _up(rows, 128) * _up(columns // 16, 4) + FP32
         columnwise = size // 2 + _up(columns, 128) * _up(rows // 16, 4) + FP32
-    return shared + {"rowwise": rowwise, "columnwise": columnwise, "both": rowwise + columnwise}[copies]
+    return (
+        shared
+        + {"rowwise": rowwise, "columnwise": columnwise, "both": rowwise + columnwise}[copies]
+    )
 
 
 def _up(size: int, step: int) -> int:
@@ -116,10 +129,14 @@ class Tape:
         self.compiled = training.compile
         self.fused = training.fused_kernels
         self.cuda = training.cuda
-        self.stream = self.rows * config.hidden_size * self.element  # the residual stream, or its gradient
+        self.stream = (
+            self.rows * config.hidden_size * self.element
+        )  # the residual stream, or its gradient
         self.fp8_layers = recipe.fp8_layers(config.num_hidden_layers)
         self.precisions = precisions(recipe, config.layers)
-        self._part = ""  # of the names of the te.Linears that are being planned, such as "layers.0.mlp."
+        self._part = (
+            ""  # of the names of the te.Linears that are being planned, such as "layers.0.mlp."
+        )
 
     def norm(self, name: str) -> Step:
         """Return a te.RMSNorm: saves its input and one FP32 per row; its input gradient is added to the residual's."""
@@ -131,16 +148,27 @@ class Tape:
         """Return whether experts read rows of tokens through indices, in FP8: see te_models.config.layer.Tape."""
         own = self.precisions[self._part + linear.name].recipe
         plain = self.training
-        return own is not None and self._casts_experts(own) and not (plain.lora_rank or plain.fp8_params)
+        return (
+            own is not None
+            and self._casts_experts(own)
+            and not (plain.lora_rank or plain.fp8_params)
+        )
 
     def _casts_experts(self, recipe: Recipe) -> bool:
         """Return whether the casts of all experts are joint, as engine/native.py decides."""
         fields = recipe.fields
-        other = fields.get("use_power_2_scales") or fields.get("backward_override", "none") != "none"
+        other = (
+            fields.get("use_power_2_scales") or fields.get("backward_override", "none") != "none"
+        )
         return self.fused and recipe.scheme in PER_TENSOR and not other and self.training.gpus == 1
 
     def linear(
-        self, linear: LinearSpec, *, shared: bool = False, rows: int | None = None, gathered: bool = False
+        self,
+        linear: LinearSpec,
+        *,
+        shared: bool = False,
+        rows: int | None = None,
+        gathered: bool = False,
     ) -> Step:
         """Return a te.Linear, which saves its input (in FP8 the columnwise copy) and the FP8 copies of its weight.
 
@@ -166,38 +194,61 @@ class Tape:
         frozen = bool(lora) and not rank
         step = Step(
             name,
-            saved=(0 if shared or frozen else rows * inputs * element) + self.adapter_bytes(linear, rank, rows),
+            saved=(0 if shared or frozen else rows * inputs * element)
+            + self.adapter_bytes(linear, rank, rows),
             scratch=rows * inputs * element if rank else 0,
             consumes=rows * outputs * element,
             produces=rows * inputs * element,
             weights=linear.gemms * outputs * (inputs + linear.bias) * element,
         )
-        override = "high_precision" if recipe is None else recipe.fields.get("backward_override", "none")
+        override = (
+            "high_precision" if recipe is None else recipe.fields.get("backward_override", "none")
+        )
         if recipe is None or override == "high_precision":
             return step
         if override == "dequantized":
-            x = step.saved if lora else gemms * operand_bytes(recipe, rows // gemms, inputs, "x", "rowwise")
-            return step._replace(saved=x, copies=gemms * operand_bytes(recipe, outputs, inputs, "w", "rowwise"))
-        x = step.saved if lora else gemms * operand_bytes(recipe, rows // gemms, inputs, "x", "columnwise")
+            x = (
+                step.saved
+                if lora
+                else gemms * operand_bytes(recipe, rows // gemms, inputs, "x", "rowwise")
+            )
+            return step._replace(
+                saved=x, copies=gemms * operand_bytes(recipe, outputs, inputs, "w", "rowwise")
+            )
+        x = (
+            step.saved
+            if lora
+            else gemms * operand_bytes(recipe, rows // gemms, inputs, "x", "columnwise")
+        )
         w = gemms * operand_bytes(recipe, outputs, inputs, "w")
         dy = gemms * operand_bytes(recipe, rows // gemms, outputs, "grad")
         if lora:
             dy = max(step.scratch, operand_bytes(recipe, rows, outputs, "grad", "rowwise"))
-        if self.training.fp8_params:  # transposed data is freed before the larger weight gradient is allocated
+        if (
+            self.training.fp8_params
+        ):  # transposed data is freed before the larger weight gradient is allocated
             return step._replace(saved=x, scratch=dy)
-        if self.training.gpus > 1:  # Transformer Engine requantizes weights sharded by FSDP2 in backward
+        if (
+            self.training.gpus > 1
+        ):  # Transformer Engine requantizes weights sharded by FSDP2 in backward
             return step._replace(saved=x, scratch=dy + w)
         turned = gemms * operand_bytes(recipe, outputs, inputs, "w", "columnwise")
         if linear.experts and self._casts_experts(recipe):
-            return self._experts(step._replace(saved=x, copies=w, scratch=dy), recipe, linear, rows, turned, gathered)
-        handed = self.fused and recipe.scheme == "DelayedScaling" and not recipe.fields.get("use_power_2_scales")
+            return self._experts(
+                step._replace(saved=x, copies=w, scratch=dy), recipe, linear, rows, turned, gathered
+            )
+        handed = (
+            self.fused
+            and recipe.scheme == "DelayedScaling"
+            and not recipe.fields.get("use_power_2_scales")
+        )
         if handed and not linear.experts and not self.training.cached_weights:
             w = turned
         return step._replace(saved=x, copies=w, scratch=dy)
 
     def _experts(
         self, step: Step, recipe: Recipe, linear: LinearSpec, rows: int, turned: int, gathered: bool
-    ) -> Step:  # fmt: skip
+    ) -> Step:
         """Return the linears of experts with joint casts, whose backward makes `turned` weights unless there are some.
 
         It makes the gradient of the input and frees them and dy's rowwise copy before it makes those of weights, for
@@ -206,7 +257,9 @@ class Tape:
         made = 0 if self.training.cached_weights else turned
         from_rows, x = (step.produces, step.saved) if gathered else (0, 0)
         of_weights = 0 if self.training.lora_rank else step.weights
-        dy = linear.gemms * operand_bytes(recipe, rows // linear.gemms, linear.outputs, "grad", "columnwise")
+        dy = linear.gemms * operand_bytes(
+            recipe, rows // linear.gemms, linear.outputs, "grad", "columnwise"
+        )
         return step._replace(
             saved=step.saved - x,
             copies=step.copies if self.training.cached_weights else 0,
@@ -242,12 +295,16 @@ class Tape:
     def _into_residual(self, layer: LayerSpec, name: str, steps: list[Step]) -> list[Step]:
         """Return a part with what is between it and the residual sum: te.RMSNorm, multiplication, both or none."""
         multiplied = self.config.residual_multiplier != 1
-        if layer.norm_position == "pre" and not multiplied:  # its output's gradient is the residual's, which stays
+        if (
+            layer.norm_position == "pre" and not multiplied
+        ):  # its output's gradient is the residual's, which stays
             return [*steps[:-1], steps[-1]._replace(consumes=0)]
         found = list(steps)
         if layer.norm_position != "pre":
             consumed = self.stream * multiplied
-            found.append(self.norm(name)._replace(consumes=consumed, produces=self.stream, scratch=0))
+            found.append(
+                self.norm(name)._replace(consumes=consumed, produces=self.stream, scratch=0)
+            )
         if multiplied:
             found.append(Step("residual_multiplier", produces=self.stream))
         return found
@@ -255,23 +312,39 @@ class Tape:
     def head(self) -> list[Step]:
         """Return the final norm, lm_head and the loss."""
         c = self.config
-        routers = [] if c.moe is None else [Step("losses of routers", (c.moe.num_experts + 1) * FP32)]
+        routers = (
+            [] if c.moe is None else [Step("losses of routers", (c.moe.num_experts + 1) * FP32)]
+        )
         if not self.training.logits and self.precisions[HEAD].recipe is None:
-            return [*routers, self.norm("norm")._replace(produces=self.stream, scratch=0), self.fused_head()]
+            return [
+                *routers,
+                self.norm("norm")._replace(produces=self.stream, scratch=0),
+                self.fused_head(),
+            ]
         width = self.tokens * c.vocab_size
         logits = width * self.element
         fp32 = width * FP32
         cut = self.rows * c.vocab_size * self.element
-        if self.training.compile:  # saves logits, a maximum and a sum per row, the targets and how many count
+        if (
+            self.training.compile
+        ):  # saves logits, a maximum and a sum per row, the targets and how many count
             kept = cut + self.tokens * (2 * FP32 + INT64) + INT64
             loss = Step("loss", kept, produces=logits, of_logits=True)
         else:  # saves log_softmax in FP32 and two counts; its backward needs a second FP32 buffer
             loss = Step(
-                "loss", fp32 + self.tokens * INT64 + INT64 + FP32, produces=logits, scratch=2 * fp32, of_logits=True
+                "loss",
+                fp32 + self.tokens * INT64 + INT64 + FP32,
+                produces=logits,
+                scratch=2 * fp32,
+                of_logits=True,
             )
         capped = c.final_logit_softcapping is not None  # saves the output of tanh
         cap = [Step("logit cap", cut, consumes=cut, produces=cut, of_logits=True)] if capped else []
-        padding = [Step("removal of padding", consumes=logits, produces=cut)] if self.rows > self.tokens else []
+        padding = (
+            [Step("removal of padding", consumes=logits, produces=cut)]
+            if self.rows > self.tokens
+            else []
+        )
         return [
             *routers,
             self.norm("norm")._replace(produces=self.stream, scratch=0),
@@ -297,22 +370,34 @@ class Tape:
         rows = head_rows(self.tokens, c.vocab_size, c.hidden_size, self.training.cuda, trained)
         chunk = rows * c.vocab_size
         sums = 1 if self.training.cuda else 2
-        sums = sums if trained and rows < self.tokens else 0  # with one chunk its product is the gradient
+        sums = (
+            sums if trained and rows < self.tokens else 0
+        )  # with one chunk its product is the gradient
         beside = self.element + (0 if self.training.compile else 3 * FP32)
         if self.fused:
             beside = 0
-        if c.final_logit_softcapping is not None or c.logits_scaling != 1:  # the scaled logits, and two of FP32
+        if (
+            c.final_logit_softcapping is not None or c.logits_scaling != 1
+        ):  # the scaled logits, and two of FP32
             beside += self.element + 2 * FP32
         chunk *= self.element + beside
         forward = max(sums * FP32 * size + chunk, FP32 * size + weight) if sums else chunk + weight
         return Step(
-            "head and loss", own + weight, produces=self.stream, weights=weight, of_logits=True,
+            "head and loss",
+            own + weight,
+            produces=self.stream,
+            weights=weight,
+            of_logits=True,
             scratch=max(0, forward - 2 * weight),
-        )  # fmt: skip
+        )
 
     def rotary_tables(self) -> int:
         """Return the bytes of cos and sin for each kind of layer that has RoPE, and of the scale of queries."""
-        mixers = [layer.mixer for layer in self.config.layers if isinstance(layer.mixer, SoftmaxAttentionSpec)]
+        mixers = [
+            layer.mixer
+            for layer in self.config.layers
+            if isinstance(layer.mixer, SoftmaxAttentionSpec)
+        ]
         size = self.seq_len * self.element
         tables = sum(2 * size * rope.size for rope in distinct(mixer.rope for mixer in mixers))
         return tables + size * len(distinct(mixer.query_scale for mixer in mixers))
@@ -326,8 +411,12 @@ class Tape:
         table = c.vocab_size * c.hidden_size * self.element
         tied = c.tie_word_embeddings  # then its gradient is added to lm_head's
         lora = self.training.lora_rank > 0
-        embedding = Step("embedding", self.tokens * INT64 * (not lora) + rotary, consumes=self.stream)
-        yield Region([embedding._replace(scratch=table) if tied else embedding._replace(weights=table)])
+        embedding = Step(
+            "embedding", self.tokens * INT64 * (not lora) + rotary, consumes=self.stream
+        )
+        yield Region(
+            [embedding._replace(scratch=table) if tied else embedding._replace(weights=table)]
+        )
         for layer in range(c.num_hidden_layers):
             attention, hidden, down = self.block(layer)
             # Storages of up to 1 MiB, which te_models/model/offload.py leaves on the device, are not counted.
@@ -344,14 +433,26 @@ class Tape:
             if recomputes_block(mode, layer):
                 yield Region([*first, *attention, *hidden, *down], self.stream, *place)
                 continue
-            if lora and layer == 0 and c.norm_position != "post":  # nothing before it has a gradient
+            if (
+                lora and layer == 0 and c.norm_position != "post"
+            ):  # nothing before it has a gradient
                 attention[0] = attention[0]._replace(saved=0)
             yield Region(attention, None, *place)
-            mlp_input = self.stream if recomputes_mlp(mode, layer, c.num_hidden_layers, fp8, fp8_weights) else None
+            mlp_input = (
+                self.stream
+                if recomputes_mlp(mode, layer, c.num_hidden_layers, fp8, fp8_weights)
+                else None
+            )
             hidden = hidden if mlp_input is None else [*first, *hidden]
-            if recomputes_product(mode, last is not None, hands_over):  # the backward of down_proj starts the recompute
-                low = max(0, down[0].saved - down[0].produces)  # what the adapter saves beside its input stays
-                recomputed = down[0]._replace(saved=low, scratch=down[0].scratch + down[0].saved - low)
+            if recomputes_product(
+                mode, last is not None, hands_over
+            ):  # the backward of down_proj starts the recompute
+                low = max(
+                    0, down[0].saved - down[0].produces
+                )  # what the adapter saves beside its input stays
+                recomputed = down[0]._replace(
+                    saved=low, scratch=down[0].scratch + down[0].saved - low
+                )
                 yield Region([*hidden, recomputed], mlp_input, *place)
                 yield Region(down[1:], None, *place)
             else:

@@ -28,7 +28,9 @@ class Parameter(NamedTuple):
         return self.count * math.prod(self.shape)
 
 
-Options = Mapping[str, Any]  # of an optimizer, as from te_models.optim.resolve_options; those left out: defaults
+Options = Mapping[
+    str, Any
+]  # of an optimizer, as from te_models.optim.resolve_options; those left out: defaults
 DEFAULTS: Options = MappingProxyType({})
 State = Callable[..., float]  # (parameter, options) -> bytes per element
 
@@ -85,7 +87,13 @@ class OptimizerBytes:
         master = self.master if has_masters(options) and dtype_bytes < FP32 else 0
         return round(sum(p.numel * (self.state(p, options) + master) for p in parameters))
 
-    def per_gpu(self, parameters: list[Parameter], dtype_bytes: int, options: Options = DEFAULTS, gpus: int = 1) -> int:
+    def per_gpu(
+        self,
+        parameters: list[Parameter],
+        dtype_bytes: int,
+        options: Options = DEFAULTS,
+        gpus: int = 1,
+    ) -> int:
         """Return the bytes of state and masters on that of `gpus` GPUs, among which FSDP2 shares them, that has most.
 
         An owner has whole masters even of FP32 parameters, of which FSDP2 leaves it a shard.
@@ -108,9 +116,13 @@ def has_masters(options: Options) -> bool:
 # One row per optimizer, under the names of `--optimizer`.
 OPTIMIZERS: dict[str, OptimizerBytes] = {
     "adamw": OptimizerBytes(_adamw, "two FP32 moments", elementwise=True),
-    "adamw8bit": OptimizerBytes(_adamw_blocks, "two 8-bit moments, one FP32 scale per 256 elements"),
+    "adamw8bit": OptimizerBytes(
+        _adamw_blocks, "two 8-bit moments, one FP32 scale per 256 elements"
+    ),
     "adamwfp8": OptimizerBytes(_adamw_blocks, "two FP8 moments, one FP32 scale per 256 elements"),
-    "te-adam": OptimizerBytes(_te_adam, "two BF16 moments; masters as the 16 bits that BF16 lacks", master=2),
+    "te-adam": OptimizerBytes(
+        _te_adam, "two BF16 moments; masters as the 16 bits that BF16 lacks", master=2
+    ),
     "muon": OptimizerBytes(_muon(4), "FP32 momentum for matrices, AdamW for the rest"),
     "muon8bit": OptimizerBytes(
         _muon(1 + 4 / 128), "INT8 momentum, one FP32 scale per 128 elements; AdamW for the rest"
@@ -119,7 +131,9 @@ OPTIMIZERS: dict[str, OptimizerBytes] = {
 }
 
 
-def trained_parameters(config: ModelConfig, lora_rank: int, lora_experts: bool = False) -> list[Parameter]:
+def trained_parameters(
+    config: ModelConfig, lora_rank: int, lora_experts: bool = False
+) -> list[Parameter]:
     """Return every parameter of a CausalLM; with `lora_rank`, the A and B of the adapters that `lora` makes.
 
     `lora_experts` says whether experts have some too, each of this rank.
@@ -143,6 +157,10 @@ def model_parameters(config: ModelConfig) -> list[Parameter]:
         for linear in layer.linears.values():
             for section in linear.sections:
                 if section.stored:
-                    found.append(Parameter(section.role, (section.stored, linear.inputs), count * linear.gemms))
+                    found.append(
+                        Parameter(
+                            section.role, (section.stored, linear.inputs), count * linear.gemms
+                        )
+                    )
     total = config.num_parameters + config.num_padding_parameters
     return [*found, Parameter("vector", (total - sum(p.numel for p in found),), 1)]

@@ -48,7 +48,9 @@ class PrecisionPlan(Printable):
         """Return a table per precision and reason: its linears, and the layers that have them so."""
         tables: dict[tuple[str, str], list[tuple[str, ...]]] = {}
         for layers, module, gemm, precision, _, reason in self.folded():
-            where = layers if layers == "head" else f"layer{'s' * (not layers.isdecimal())} {layers}"
+            where = (
+                layers if layers == "head" else f"layer{'s' * (not layers.isdecimal())} {layers}"
+            )
             tables.setdefault((precision, reason), []).append((f"  {module}", gemm, where))
         rows = [row for table in tables.values() for row in table]
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)] if rows else []
@@ -56,7 +58,9 @@ class PrecisionPlan(Printable):
         for (precision, reason), table in tables.items():
             style = "" if precision == "BF16" else "green"
             columns = (Column(min_width=width, no_wrap=True) for width in widths)
-            shown = Table(*columns, Column(), box=None, pad_edge=False, show_header=False, style=style)
+            shown = Table(
+                *columns, Column(), box=None, pad_edge=False, show_header=False, style=style
+            )
             for row in table:
                 shown.add_row(*row)
             parts += [Text(f"{precision}: {reason}", style), shown]

@@ -21,7 +21,9 @@ class Terminal(Console):
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
         """Yield the segments of `renderable`; those that control the terminal are rich's own."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(for_terminal(segment.text), segment.style)
@@ -49,4 +51,6 @@ class Printable(ABC):
         """Return the table for IPython, with inline styles."""
         console = Terminal(file=io.StringIO(), width=self.width, record=True, force_jupyter=False)
         console.print(self)
-        return console.export_html(inline_styles=True, code_format="<pre style='line-height:normal'>{code}</pre>")
+        return console.export_html(
+            inline_styles=True, code_format="<pre style='line-height:normal'>{code}</pre>"
+        )

@@ -30,7 +30,12 @@ class Change:
 
 
 def smallest_change(
-    plan: Plan, options: Options, available: int, fixed: Collection[str] = (), processes: int = 1, own_options: str = ""
+    plan: Plan,
+    options: Options,
+    available: int,
+    fixed: Collection[str] = (),
+    processes: int = 1,
+    own_options: str = "",
 ) -> Change | None:
     """Return the fewest changes of `options` that make the peak fit into `available` bytes; None if there are none.
 
@@ -49,7 +54,9 @@ def smallest_change(
 
     def needed(values: Sequence[Value]) -> float:
         try:
-            return plan(**{name: value for _, keywords in values for name, value in keywords.items()}).peak.total
+            return plan(
+                **{name: value for _, keywords in values for name, value in keywords.items()}
+            ).peak.total
         except UsageError:
             return math.inf
 
@@ -57,7 +64,9 @@ def smallest_change(
         # The last value of a lever saves most, but FP8 primary weights cannot do without masters.
         nothing: list[Value] = [((), {})]
         ends = [
-            (values[:-1] or nothing) + values[-1:] if "optimizer_options" in values[-1][1] else values[-1:]
+            (values[:-1] or nothing) + values[-1:]
+            if "optimizer_options" in values[-1][1]
+            else values[-1:]
             for values in chosen
         ]
         return min(needed(values) for values in itertools.product(*ends))
@@ -78,19 +87,25 @@ def smallest_change(
     return None
 
 
-def _levers(options: Options, quantized: bool, processes: int, own_options: str) -> Iterator[list[Value]]:
+def _levers(
+    options: Options, quantized: bool, processes: int, own_options: str
+) -> Iterator[list[Value]]:
     """Yield the changes that are possible, each as a list of values from the mildest on."""
     modes = ("none", "selective", "full")
     mode = options["activation_checkpointing"]
     if stronger := modes[modes.index(mode) + 1 :] if mode in modes else ("full",):
-        yield [(("--activation-checkpointing", m), dict(activation_checkpointing=m)) for m in stronger]
+        yield [
+            (("--activation-checkpointing", m), dict(activation_checkpointing=m)) for m in stronger
+        ]
     batch = options["batch_size"]
     gpus = options["gpus"]
     parts = options["gradient_accumulation"]
     if smaller := _divisors(batch // gpus)[1:]:
         values: list[Value] = []
         for size in smaller:
-            own = dict(batch_size=size * gpus, gradient_accumulation=parts * (batch // gpus // size))
+            own = dict(
+                batch_size=size * gpus, gradient_accumulation=parts * (batch // gpus // size)
+            )
             shared = str(own["batch_size"] * processes), str(own["gradient_accumulation"])
             values.append((("--batch-size", shared[0], "--gradient-accumulation", shared[1]), own))
         yield values
@@ -103,7 +118,10 @@ def _levers(options: Options, quantized: bool, processes: int, own_options: str)
         flags = ("--optimizer", lowbit) if name == "adamw" else ()
         text = ",".join(filter(None, (own_options, "stochastic_rounding=true")))
         rounded = {**options["optimizer_options"], "stochastic_rounding": True}
-        narrow = ((*flags, "--optimizer-options", text), dict(optimizer=lowbit, optimizer_options=rounded))
+        narrow = (
+            (*flags, "--optimizer-options", text),
+            dict(optimizer=lowbit, optimizer_options=rounded),
+        )
         yield [(flags, dict(optimizer=lowbit)), narrow] if flags else [narrow]
     if not options["optimizer_offload"] and not options["lora_rank"] and gpus == 1:
         yield [(("--optimizer-offload",), dict(optimizer_offload=True))]
@@ -111,7 +129,11 @@ def _levers(options: Options, quantized: bool, processes: int, own_options: str)
         yield [(("--activation-offload",), dict(activation_offload=True))]
     if not options["lora_rank"]:
         yield [(("--lora", "16"), dict(lora_rank=16))]
-    lengths = [options["seq_len"] // part for part in (2, 4, 8) if options["seq_len"] // part >= LEAST_SEQ_LEN]
+    lengths = [
+        options["seq_len"] // part
+        for part in (2, 4, 8)
+        if options["seq_len"] // part >= LEAST_SEQ_LEN
+    ]
     if lengths:
         yield [(("--seq-len", str(length)), dict(seq_len=length)) for length in lengths]
 

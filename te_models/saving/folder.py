@@ -39,7 +39,13 @@ from te_models.files.formats import (
     render_index,
     render_json,
 )
-from te_models.files.tensors import check_finite, check_savable, read_safetensors, split_by_size, write_safetensors
+from te_models.files.tensors import (
+    check_finite,
+    check_savable,
+    read_safetensors,
+    split_by_size,
+    write_safetensors,
+)
 
 FORMAT_VERSION = 1
 Groups = Mapping[str, Mapping[str, Tensor]]  # file name without its suffix -> tensor name -> tensor
@@ -55,7 +61,9 @@ class Folder:
     """A checked folder."""
 
     path: Path
-    tensors: dict[str, dict[str, Tensor]]  # group -> tensor name -> CPU tensor, which may be written to
+    tensors: dict[
+        str, dict[str, Tensor]
+    ]  # group -> tensor name -> CPU tensor, which may be written to
     documents: Fields  # document name -> parsed JSON
 
 
@@ -96,10 +104,16 @@ class _Source:
             found = path.stat() if self.links else path.lstat()
             size = self.files[file].size
         except FileNotFoundError:
-            raise CheckpointError(f"{self.folder} is incomplete: it lacks {file}, which was saved") from None
+            raise CheckpointError(
+                f"{self.folder} is incomplete: it lacks {file}, which was saved"
+            ) from None
         regular = stat.S_ISREG(found.st_mode)
         if not regular or size not in (None, found.st_size):
-            problem = f"damaged: {found.st_size} bytes where {size} were saved" if regular else "not a regular file"
+            problem = (
+                f"damaged: {found.st_size} bytes where {size} were saved"
+                if regular
+                else "not a regular file"
+            )
             raise CheckpointError(f"{path} is {problem}")
         return path
 
@@ -173,7 +187,9 @@ def load_folder(
     if not folder.is_dir():
         raise CheckpointError(f"{path} is not a folder of saved state")
     if not os.path.lexists(folder / MANIFEST):
-        raise CheckpointError(f"{folder} has no {MANIFEST}: it is incomplete, or was not saved by te-models")
+        raise CheckpointError(
+            f"{folder} has no {MANIFEST}: it is incomplete, or was not saved by te-models"
+        )
     with explained(f"{folder} cannot be read", OSError):
         return _load(_read_manifest(folder), names, optional)
 
@@ -193,7 +209,9 @@ def read_listed(path: Path, names: Iterable[str]) -> dict[str, bytes]:
         return {name: source.read(name, parsed=False) for name in present}
 
 
-def match(expected: Mapping[str, Tensor], loaded: Mapping[str, Tensor], *, check_dtype: bool = True) -> None:
+def match(
+    expected: Mapping[str, Tensor], loaded: Mapping[str, Tensor], *, check_dtype: bool = True
+) -> None:
     """Compare names, shapes and dtypes, so that a live model is changed only after everything is known to fit.
 
     `check_dtype=False` leaves dtypes to the caller, for a model that is loaded in another precision.
@@ -224,9 +242,14 @@ def prepare(tensors: Groups, documents: Document) -> Content:
     """Check the content to save, find tied tensors and render the documents; see `save_folder` for the arguments."""
     kept: dict[str, dict[str, Tensor]] = {}
     aliases: dict[str, dict[str, str]] = {}
-    for name in (*tensors, *(name for name, document in documents.items() if not _is_file(name, document))):
+    for name in (
+        *tensors,
+        *(name for name, document in documents.items() if not _is_file(name, document)),
+    ):
         if not _NAME.fullmatch(name) or name == "manifest":
-            raise UsageError(f"{name!r} cannot name a file of saved state; use a-z, 0-9 and _, and not 'manifest'")
+            raise UsageError(
+                f"{name!r} cannot name a file of saved state; use a-z, 0-9 and _, and not 'manifest'"
+            )
     for group, members in tensors.items():
         kept[group], aliases[group], first = {}, {}, {}
         for name, tensor in members.items():
@@ -257,7 +280,9 @@ def write_content(path: Path, content: Content, max_shard_bytes: int = MAX_SHARD
             for file, members in shards.items():
                 files[file] = entry(*write_safetensors(folder / file, members))
             places = {name: file for file, members in shards.items() for name in members}
-            files |= write_index(folder, group, places, sum(tensor.nbytes for tensor in tensors.values()))
+            files |= write_index(
+                folder, group, places, sum(tensor.nbytes for tensor in tensors.values())
+            )
         finish_folder(folder, files, content)
 
 
@@ -265,7 +290,9 @@ def write_index(folder: Path, group: str, places: Mapping[str, str], total: int)
     """Write the index of a group of `total` bytes, tensor name -> file, if it has several files; return its entry."""
     if len(set(places.values())) < 2:
         return {}
-    return {group + INDEX: entry(*write_file(folder / (group + INDEX), render_index(places, total)))}
+    return {
+        group + INDEX: entry(*write_file(folder / (group + INDEX), render_index(places, total)))
+    }
 
 
 def finish_folder(folder: Path, files: Mapping[str, Document], content: Content) -> None:
@@ -276,7 +303,12 @@ def finish_folder(folder: Path, files: Mapping[str, Document], content: Content)
         if "/" in file:
             (folder / file).parent.mkdir(exist_ok=True)
         files[file] = entry(*write_file(folder / file, text))
-    manifest = {"format": FORMAT_VERSION, "versions": _versions(), "files": files, "aliases": content.aliases}
+    manifest = {
+        "format": FORMAT_VERSION,
+        "versions": _versions(),
+        "files": files,
+        "aliases": content.aliases,
+    }
     write_file(folder / MANIFEST, render_json(manifest | {"digest": _digest(manifest)}, MANIFEST))
 
 
@@ -293,11 +325,20 @@ def refuse_strangers(path: Path) -> None:
             saved = {MANIFEST, *_read_manifest(path).files}
         except (CheckpointError, OSError):
             saved = set()
-        inside = {name.partition("/")[0] for name in saved if "/" in name and (path / name).parent.is_dir()}
-        present = {*os.listdir(path), *(f"{folder}/{name}" for folder in inside for name in os.listdir(path / folder))}
+        inside = {
+            name.partition("/")[0]
+            for name in saved
+            if "/" in name and (path / name).parent.is_dir()
+        }
+        present = {
+            *os.listdir(path),
+            *(f"{folder}/{name}" for folder in inside for name in os.listdir(path / folder)),
+        }
         strangers = sorted(present - saved - inside)
     if strangers:
-        raise UsageError(f"{path} holds what te-models did not save ({list_some(strangers)}); choose another folder")
+        raise UsageError(
+            f"{path} holds what te-models did not save ({list_some(strangers)}); choose another folder"
+        )
 
 
 def _is_file(name: str, document: object) -> bool:
@@ -308,7 +349,9 @@ def _is_file(name: str, document: object) -> bool:
 def _load(source: _Source, names: Iterable[str] | None, optional: Iterable[str]) -> Folder:
     groups, documents = source.names()
     known = groups | documents
-    wanted = dict.fromkeys((*(sorted(known) if names is None else names), *known.intersection(optional)))
+    wanted = dict.fromkeys(
+        (*(sorted(known) if names is None else names), *known.intersection(optional))
+    )
     for name in wanted:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, 1)
@@ -332,7 +375,9 @@ def _read_groups(source: _Source, groups: Iterable[str]) -> dict[str, dict[str, 
         index = group + INDEX
         single = f"{group}.safetensors"
         maps[group] = weight_map = (
-            None if single in source.files else parse_index(source.read(index), source.folder / index)
+            None
+            if single in source.files
+            else parse_index(source.read(index), source.folder / index)
         )
         shards[group] = [single] if weight_map is None else sorted(set(weight_map.values()))
     paths = {file: source.locate(file) for files in shards.values() for file in files}
@@ -352,16 +397,24 @@ def _read_groups(source: _Source, groups: Iterable[str]) -> dict[str, dict[str, 
     }
 
 
-def _joined(source: _Source, group: str, shards: Groups, weight_map: Mapping[str, str] | None) -> dict[str, Tensor]:
+def _joined(
+    source: _Source, group: str, shards: Groups, weight_map: Mapping[str, str] | None
+) -> dict[str, Tensor]:
     """Return the tensors of a group from those of its files, which must agree with its index; ties included."""
     tensors = {name: tensor for members in shards.values() for name, tensor in members.items()}
     places = {name: file for file, members in shards.items() for name in members}
     if weight_map is not None and places != weight_map:
-        wrong = sorted(name for name in places.keys() | weight_map if places.get(name) != weight_map.get(name))
-        raise CheckpointError(f"{source.folder / (group + INDEX)} and its files disagree about {list_some(wrong)}")
+        wrong = sorted(
+            name for name in places.keys() | weight_map if places.get(name) != weight_map.get(name)
+        )
+        raise CheckpointError(
+            f"{source.folder / (group + INDEX)} and its files disagree about {list_some(wrong)}"
+        )
     for alias, name in source.aliases.get(group, {}).items():
         if alias in tensors or name not in places:
-            raise CheckpointError(f"{source.folder / MANIFEST} is damaged: {alias} cannot be another name of {name}")
+            raise CheckpointError(
+                f"{source.folder / MANIFEST} is damaged: {alias} cannot be another name of {name}"
+            )
         tensors[alias] = tensors[name]
     return tensors
 
@@ -384,9 +437,13 @@ def _read_manifest(folder: Path, links: bool = False) -> _Source:
             problem = f"format {found['format']!r} is not the format {FORMAT_VERSION} that this version reads"
         if problem:
             raise ValueError(problem)
-        files = {name: _File(int(entry["size"]), str(entry["sha256"])) for name, entry in found["files"].items()}
+        files = {
+            name: _File(int(entry["size"]), str(entry["sha256"]))
+            for name, entry in found["files"].items()
+        }
         aliases = {
-            group: {alias: str(name) for alias, name in ties.items()} for group, ties in found["aliases"].items()
+            group: {alias: str(name) for alias, name in ties.items()}
+            for group, ties in found["aliases"].items()
         }
         return _Source(folder, files, links, aliases)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -400,7 +457,11 @@ def _digest(manifest: Document) -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "te_models": "not installed"}
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "te_models": "not installed",
+    }
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions["te_models"] = importlib.metadata.version("te-models")
     return versions | {"safetensors": importlib.metadata.version("safetensors")}

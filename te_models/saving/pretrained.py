@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe
-from te_models.errors import CheckpointError, UsageError, check_known, refuse
+from te_models.errors import CheckpointError, UsageError, check_known
 from te_models.files.atomic import first_line, readable
 from te_models.files.formats import Document, Fields, read_json
 from te_models.fp8.extra_state import extra_states
@@ -42,7 +42,12 @@ Model = TypeVar("Model", bound=Decoder)
 
 FORMATS = ("te", "hf")
 ADAPTERS = "adapter_config.json"
-EXTRAS = ("fp8_state", "fp8_weights", "hf_config", "generation_config")  # of a folder of ours, where they exist
+EXTRAS = (
+    "fp8_state",
+    "fp8_weights",
+    "hf_config",
+    "generation_config",
+)  # of a folder of ours, where they exist
 
 
 def model_content(
@@ -57,7 +62,9 @@ def model_content(
     if parts:
         tensors = {"model": dict(model.ep.every(own.items(), stand_in))}
     else:
-        tensors = {"model": model.ep.gather(gather_state(own, model.config, model.tp), model.device)}
+        tensors = {
+            "model": model.ep.gather(gather_state(own, model.config, model.tp), model.device)
+        }
     if state := model.copied_fp8_state():
         tensors["fp8_state"] = state
     if quantized := quantized_weights(model):
@@ -78,7 +85,9 @@ def weights(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> di
     refuse_adapters(model)
     masters = masters or {}
     return {
-        name: masters[id(p)].detach().to(p.dtype) if is_quantized(p) and id(p) in masters else plain(p)
+        name: masters[id(p)].detach().to(p.dtype)
+        if is_quantized(p) and id(p) in masters
+        else plain(p)
         for name, p in model.named_parameters(remove_duplicate=False)
     }
 
@@ -111,7 +120,9 @@ def write_pretrained(
         if model.tp.rank == model.ep.rank == 0:
             tokenizer = read_tokenizer(origin)
             if format == "hf":
-                write_hugging_face(model, origin, folder, tensors["model"], tokenizer, max_shard_bytes, name=name)
+                write_hugging_face(
+                    model, origin, folder, tensors["model"], tokenizer, max_shard_bytes, name=name
+                )
             else:
                 tensors["model"] |= extra_states(tensors.get("fp8_state", {}))
                 save_folder(folder, tensors, documents | tokenizer, max_shard_bytes=max_shard_bytes)
@@ -121,10 +132,14 @@ def write_pretrained(
 
 def read_tokenizer(origin: Origin) -> dict[str, bytes]:
     """Return the files of the tokenizer that came with a model: file name -> bytes."""
-    return {} if origin.folder is None else read_listed(origin.folder, tokenizer_files(origin.folder))
+    return (
+        {} if origin.folder is None else read_listed(origin.folder, tokenizer_files(origin.folder))
+    )
 
 
-def read_pretrained(build: Callable[..., Model], folder: Path, options: Document) -> tuple[Model, Origin]:
+def read_pretrained(
+    build: Callable[..., Model], folder: Path, options: Document
+) -> tuple[Model, Origin]:
     """Return the model saved in a local folder, built by `build(config, **options)`, and its origin.
 
     Names, shapes and scales are checked before a model is built. Without `recipe=`, or with "auto", the saved recipe is
@@ -137,7 +152,9 @@ def read_pretrained(build: Callable[..., Model], folder: Path, options: Document
 
 
 @contextmanager
-def open_model(build: Callable[..., Model], folder: Path, options: Document) -> Iterator[tuple[Model, Opened]]:
+def open_model(
+    build: Callable[..., Model], folder: Path, options: Document
+) -> Iterator[tuple[Model, Opened]]:
     """Provide the model of `read_pretrained`, and the open folder that it was read from."""
     folder = saved_folder(folder)
     fields = config_fields()
@@ -176,15 +193,26 @@ def _is_te_folder(folder: Path) -> bool:
     config = (folder / "config.json").exists()
     problem = ""
     if (folder / ADAPTERS).is_file() and not config:
-        merged = next((parent / "merged" for parent in folder.parents[:2] if (parent / "merged").is_dir()), None)
-        first = "" if merged is not None else f"te-models convert --format te --model {folder} --out MERGED, then "
+        merged = next(
+            (parent / "merged" for parent in folder.parents[:2] if (parent / "merged").is_dir()),
+            None,
+        )
+        first = (
+            ""
+            if merged is not None
+            else f"te-models convert --format te --model {folder} --out MERGED, then "
+        )
         problem = (
             f"holds adapters and not a model: {first}--model {merged or 'MERGED'} has both (in Python: load the model "
             f"that {ADAPTERS} names, then te_models.load_lora(model, folder))"
         )
     elif folder.is_dir() and not own and not config:
         trainer = (folder / "trainer_state.json").exists()
-        hint = ": a Trainer saves it for TEModelsForCausalLM.wrap(model), and not for a CausalLM" if trainer else ""
+        hint = (
+            ": a Trainer saves it for TEModelsForCausalLM.wrap(model), and not for a CausalLM"
+            if trainer
+            else ""
+        )
         problem = f"has no config.json: it holds no model, or only a part of one{hint}"
     if problem:
         raise CheckpointError(f"{folder} {problem}")
@@ -193,7 +221,10 @@ def _is_te_folder(folder: Path) -> bool:
 
 def _with_saved_recipe(source: Opened, options: Document, shape: Document) -> Fields:
     """Return the options of the model: those given, without fields of the config, over what the folder says."""
-    found = {"dtype": source.dtype, **{name: value for name, value in options.items() if name not in shape}}
+    found = {
+        "dtype": source.dtype,
+        **{name: value for name, value in options.items() if name not in shape},
+    }
     if source.recipe is not None and found.get("recipe", AUTO) == AUTO:
         fields = {name: found.pop(name) for name in list(found) if name in RECIPE_FIELDS}
         found["recipe"] = source.recipe.replace(**fields)
@@ -208,12 +239,13 @@ def _gated(config: ModelConfig, overrides: Document) -> ModelConfig:
     after = wanted.attention_gate
     activation = wanted.attention_gate_activation
     change = f"the model has attention_gate={before!r}, which cannot become {after!r}"
-    mistakes = {
-        f"{change}: only an ungated model can be given a gate": before not in ("none", after),
-        f"attention_gate_activation={activation!r} would change the model's outputs: only a sigmoid gate can be added":
-            before != after and activation != "sigmoid",
-    }  # fmt: skip
-    refuse(mistakes)
+    if before not in ("none", after):
+        raise UsageError(f"{change}: only an ungated model can be given a gate")
+    if before != after and activation != "sigmoid":
+        raise UsageError(
+            f"attention_gate_activation={activation!r} would change the model's outputs: only a sigmoid gate "
+            "can be added"
+        )
     return wanted
 
 
@@ -235,9 +267,14 @@ def _reshaped(build: Callable[..., Decoder], source: Opened, overrides: Document
     ]
     if shapes[0] != shapes[1]:
         given = ", ".join(f"{name}={after[name]!r}" for name in changed)
-        raise UsageError(f"the weights in {source.path} do not fit {given}: a model that has weights keeps their shape")
+        raise UsageError(
+            f"the weights in {source.path} do not fit {given}: a model that has weights keeps their shape"
+        )
     if (more := wanted.vocab_size - config.vocab_size) > 0:
-        warnings.warn(f"vocab_size={wanted.vocab_size} adds {more:,} tokens to the model, rows of zeros", stacklevel=2)
+        warnings.warn(
+            f"vocab_size={wanted.vocab_size} adds {more:,} tokens to the model, rows of zeros",
+            stacklevel=2,
+        )
     return wanted
 
 
@@ -304,5 +341,7 @@ def read_shape(name: str | Path, overrides: Document | None = None) -> Shape:
         else:
             saved = load_folder(folder, ["config", "recipe"])
             config, dtype = read_own_config(folder / "config.json", saved.documents["config"])
-            found = Shape(config, read_recipe(saved), dtype, any(readable(folder).glob("fp8_weights*")))
+            found = Shape(
+                config, read_recipe(saved), dtype, any(readable(folder).glob("fp8_weights*"))
+            )
     return found._replace(config=_gated(found.config, overrides or {}))

@@ -65,16 +65,27 @@ class OwnFolder(Opened):
         live = quantized_weights(model)
         with explained(self.path / "recipe.json", ConfigError):
             then = precisions(self.recipe, model.specs)
-        alike = {name for name in then if quantize_weights_alike(then[name].recipe, now.linears[name].recipe)}
+        alike = {
+            name
+            for name in then
+            if quantize_weights_alike(then[name].recipe, now.linears[name].recipe)
+        }
         saved = self.fp8_weights.items()
-        fitting = {name: tensor for name, tensor in saved if name in live and now.known(name) in alike}
+        fitting = {
+            name: tensor for name, tensor in saved if name in live and now.known(name) in alike
+        }
         owners = {name.rsplit(".", 1)[0] for name in fitting}
-        match({name: tensor for name, tensor in live.items() if name.rsplit(".", 1)[0] in owners}, fitting)
+        match(
+            {name: tensor for name, tensor in live.items() if name.rsplit(".", 1)[0] in owners},
+            fitting,
+        )
         for name, tensor in fitting.items():
             if name.endswith("data"):
                 check_finite({name: tensor.view(torch.float8_e4m3fn)}, self.path)
             elif not _are_scales(tensor):
-                raise CheckpointError(f"{self.path}: {name} has a scale that is negative or not finite")
+                raise CheckpointError(
+                    f"{self.path}: {name} has a scale that is negative or not finite"
+                )
         return fitting
 
     def restore_fp8(self, model: Decoder) -> None:
@@ -86,7 +97,9 @@ class OwnFolder(Opened):
         if taken < count:
             lost = f"{count - taken} of its {count}" if taken else "its"
             same = model.recipe.name == self.recipe.name
-            what = "with other linears in BF16 the model" if same else "another recipe"  # unnamed: once for several
+            what = (
+                "with other linears in BF16 the model" if same else "another recipe"
+            )  # unnamed: once for several
             warnings.warn(
                 f"{self.path} was saved under recipe {self.recipe.name!r}; {what} has no use for {lost} scales and "
                 "amax histories, which are left out",
@@ -103,7 +116,9 @@ def opened(saved: Folder) -> OwnFolder:
     weights = bare_weights(saved.tensors["model"])
     config, dtype = read_own_config(saved.path / "config.json", saved.documents["config"], weights)
     if wrong := sorted(name for name, tensor in weights.items() if not tensor.is_floating_point()):
-        raise CheckpointError(f"{saved.path}: {wrong[0]} is {weights[wrong[0]].dtype}, not a floating-point number")
+        raise CheckpointError(
+            f"{saved.path}: {wrong[0]} is {weights[wrong[0]].dtype}, not a floating-point number"
+        )
     documents = saved.documents
     return OwnFolder(
         path=saved.path,
@@ -133,7 +148,9 @@ def bare_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     found = {name: tensor for name, tensor in tensors.items() if not name.endswith(f".{EXTRA}")}
     wrapped = all(name.startswith(WRAPPED) for name in found)
-    return {name.removeprefix(WRAPPED): tensor for name, tensor in found.items()} if wrapped else found
+    return (
+        {name.removeprefix(WRAPPED): tensor for name, tensor in found.items()} if wrapped else found
+    )
 
 
 def restore_model(model: Decoder, source: OwnFolder) -> None:
@@ -165,7 +182,9 @@ def prepare_restore(model: Decoder, source: OwnFolder) -> Callable[[], None]:
 
 @torch.no_grad()
 def load_weights(
-    model: Decoder, tensors: Iterable[tuple[str, Tensor]], quantized: Mapping[str, Tensor] | None = None
+    model: Decoder,
+    tensors: Iterable[tuple[str, Tensor]],
+    quantized: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Copy the values of whole parameters, by name, into those of the model, in their dtype.
 
@@ -199,7 +218,9 @@ def open_te_folder(folder: Path, config: object) -> OwnFolder:
     source = opened(Folder(folder, {"model": found.weights}, {"config": config}))
     weights = _with_tied_head(found.weights, source.config)
     recipe = found.recipe(source.config.num_hidden_layers)
-    return replace(source, origin=Origin(), weights=weights, recipe=recipe, fp8_state=found.fp8_state)
+    return replace(
+        source, origin=Origin(), weights=weights, recipe=recipe, fp8_state=found.fp8_state
+    )
 
 
 def load_te_checkpoint(
@@ -216,7 +237,9 @@ def load_te_checkpoint(
     found = source if isinstance(source, TECheckpoint) else read_te_checkpoint(source, rename)
     weights = _with_tied_head(found.weights, model.config)
     checkpoint = OwnFolder(
-        path=Path("the Transformer Engine checkpoint" if isinstance(source, TECheckpoint) else source),
+        path=Path(
+            "the Transformer Engine checkpoint" if isinstance(source, TECheckpoint) else source
+        ),
         config=model.config,
         dtype=model.dtype,
         recipe=found.recipe(model.config.num_hidden_layers),
@@ -229,7 +252,11 @@ def load_te_checkpoint(
 def _with_tied_head(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Return weights in which a tied table has both of its names."""
     table = weights.get("embed_tokens.weight")
-    return {"lm_head.weight": table, **weights} if config.tie_word_embeddings and table is not None else weights
+    return (
+        {"lm_head.weight": table, **weights}
+        if config.tie_word_embeddings and table is not None
+        else weights
+    )
 
 
 @dataclass(frozen=True)
@@ -258,7 +285,9 @@ def read_training_state(model: Decoder, folder: Path) -> TrainingState:
         CheckpointError: the checkpoint is damaged, or of another model.
     """
     with offering_older(folder):
-        saved = load_folder(folder, ["config", "model", "recipe", "training"], optional=["fp8_state", "fp8_weights"])
+        saved = load_folder(
+            folder, ["config", "model", "recipe", "training"], optional=["fp8_state", "fp8_weights"]
+        )
     source = opened(saved)
     then = source.config.to_dict()
     now = model.config.to_dict()
@@ -268,12 +297,23 @@ def read_training_state(model: Decoder, folder: Path) -> TrainingState:
             "start a new run from it with --model"
         )
     recipe = read_recipe(saved)
-    changes = {key: value for key, value in model.recipe.to_dict().items() if recipe.to_dict().get(key) != value}
+    changes = {
+        key: value
+        for key, value in model.recipe.to_dict().items()
+        if recipe.to_dict().get(key) != value
+    }
     changes |= {"precision": {}} if recipe.precision and not model.recipe.precision else {}
-    changes |= {"fp8_params": model.fp8_params} if model.fp8_params != ("fp8_weights" in saved.tensors) else {}
+    changes |= (
+        {"fp8_params": model.fp8_params}
+        if model.fp8_params != ("fp8_weights" in saved.tensors)
+        else {}
+    )
     state = training_document(saved)
     write = prepare_restore(model, source)
     if changes:
         new = ", ".join(f"{key}={value!r}" for key, value in changes.items())
-        warnings.warn(f"{folder} was trained under recipe {recipe.name!r}; it goes on with {new}", stacklevel=3)
+        warnings.warn(
+            f"{folder} was trained under recipe {recipe.name!r}; it goes on with {new}",
+            stacklevel=3,
+        )
     return TrainingState(state, write)

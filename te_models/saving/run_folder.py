@@ -17,7 +17,14 @@ from te_models.device.cuda_capture import outside_captures
 from te_models.errors import CheckpointError, DataError, SaveError, UsageError
 from te_models.files.atomic import discard, readable, replace_text, sweep
 from te_models.files.formats import Document, read_bytes
-from te_models.saving.folder import MAX_SHARD_BYTES, Content, Groups, load_folder, prepare, write_content
+from te_models.saving.folder import (
+    MAX_SHARD_BYTES,
+    Content,
+    Groups,
+    load_folder,
+    prepare,
+    write_content,
+)
 
 LATEST = "latest"
 _STEP = re.compile(r"step-(\d{8,18})")
@@ -89,8 +96,13 @@ class Checkpoints:
         else:
             self._copied.clear()
             saved = (tensor for members in content.tensors.values() for tensor in members.values())
-            streams = [_side_stream(device) for device in {tensor.device for tensor in saved if tensor.is_cuda}]
-            self._thread = threading.Thread(target=self._commit_in_background, args=(path, content, streams))
+            streams = [
+                _side_stream(device)
+                for device in {tensor.device for tensor in saved if tensor.is_cuda}
+            ]
+            self._thread = threading.Thread(
+                target=self._commit_in_background, args=(path, content, streams)
+            )
             self._thread.start()
             if not copy_later:
                 self.copied()
@@ -115,7 +127,9 @@ class Checkpoints:
         self._reserving = threading.Thread(target=self._make_buffers, args=(shapes,))
         self._reserving.start()
 
-    def _make_buffers(self, shapes: Mapping[tuple[str, str], tuple[torch.Size, torch.dtype, bool]]) -> None:
+    def _make_buffers(
+        self, shapes: Mapping[tuple[str, str], tuple[torch.Size, torch.dtype, bool]]
+    ) -> None:
         for key, (shape, dtype, pinned) in shapes.items():
             with outside_captures():
                 self._buffers[key] = torch.empty(shape, dtype=dtype, pin_memory=pinned)
@@ -150,7 +164,9 @@ class Checkpoints:
         """Return the newest complete checkpoint; a UsageError if there is none."""
         newest = self.latest()
         if newest is None:
-            raise UsageError(f"nothing to resume: {self.root.parent} has no checkpoint; start without --resume")
+            raise UsageError(
+                f"nothing to resume: {self.root.parent} has no checkpoint; start without --resume"
+            )
         return newest
 
     def all(self) -> list[Path]:
@@ -158,9 +174,14 @@ class Checkpoints:
         if not self.root.is_dir():
             return []
         names = {_HIDDEN_STEP.sub(r"\1", name) for name in os.listdir(self.root)}
-        return [self.root / name for name in sorted(filter(_STEP.fullmatch, names), key=lambda name: int(name[5:]))]
+        return [
+            self.root / name
+            for name in sorted(filter(_STEP.fullmatch, names), key=lambda name: int(name[5:]))
+        ]
 
-    def _snapshot(self, tensors: Groups, streams: Iterable[torch.cuda.Stream]) -> dict[str, dict[str, Tensor]]:
+    def _snapshot(
+        self, tensors: Groups, streams: Iterable[torch.cuda.Stream]
+    ) -> dict[str, dict[str, Tensor]]:
         """Copy tensors to reused host buffers, which are pinned where the source is on a CUDA device, on its stream."""
         if self._reserving is not None:
             self._reserving.join()
@@ -173,15 +194,26 @@ class Checkpoints:
             for group, members in tensors.items():
                 for name, tensor in members.items():
                     buffer = self._buffers.get((group, name))
-                    if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                    if (
+                        buffer is None
+                        or buffer.shape != tensor.shape
+                        or buffer.dtype != tensor.dtype
+                    ):
+                        buffer = torch.empty(
+                            tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
+                        )
                     buffers[group, name] = buffer.copy_(tensor, non_blocking=True)
             for stream in streams:
                 stream.synchronize()
         self._buffers = buffers
-        return {group: {name: buffers[group, name] for name in members} for group, members in tensors.items()}
+        return {
+            group: {name: buffers[group, name] for name in members}
+            for group, members in tensors.items()
+        }
 
-    def _commit_in_background(self, path: Path, content: Content, streams: list[torch.cuda.Stream]) -> None:
+    def _commit_in_background(
+        self, path: Path, content: Content, streams: list[torch.cuda.Stream]
+    ) -> None:
         try:
             try:
                 content = replace(content, tensors=self._snapshot(content.tensors, streams))
@@ -240,7 +272,9 @@ def offering_older(path: Path) -> Iterator[None]:
         older = next((other for other in others if _whole(other)), None)
         if older is None:
             raise
-        raise type(error)(f"{error}; {older.name} is whole: move {path.name} elsewhere to use it") from None
+        raise type(error)(
+            f"{error}; {older.name} is whole: move {path.name} elsewhere to use it"
+        ) from None
 
 
 def _whole(path: Path) -> bool:

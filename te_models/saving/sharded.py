@@ -32,12 +32,22 @@ from te_models.fp8.scaling_state import fp8_state
 from te_models.model.decoder import Decoder
 from te_models.model.expert_parallel import stand_in
 from te_models.model.tensor_parallel import gather_state, shard
-from te_models.saving.folder import Content, Groups, entry, finish_folder, prepare, refuse_strangers, write_index
+from te_models.saving.folder import (
+    Content,
+    Groups,
+    entry,
+    finish_folder,
+    prepare,
+    refuse_strangers,
+    write_index,
+)
 from te_models.saving.run_folder import MAX_FAILED_SAVES, Checkpoints
 
 _OPTIMIZER = re.compile(r"optimizer\.(masters|state)\.(\d+)")
 T = TypeVar("T")
-Plan = dict[str, dict[str, int]]  # group -> tensor name -> number of the file; process `number % world` writes it
+Plan = dict[
+    str, dict[str, int]
+]  # group -> tensor name -> number of the file; process `number % world` writes it
 
 
 class ShardedCheckpoints(Checkpoints):
@@ -95,7 +105,11 @@ class ShardedCheckpoints(Checkpoints):
         content: list[Content] = []
 
         def plan() -> tuple[dict[str, dict[str, int]], object]:
-            content.append(prepare({g: {n: local(t) for n, t in m.items()} for g, m in tensors.items()}, documents))
+            content.append(
+                prepare(
+                    {g: {n: local(t) for n, t in m.items()} for g, m in tensors.items()}, documents
+                )
+            )
             return self._assign_files(tensors, content[0].aliases), content[0].aliases
 
         files, _ = self.ranks.from_first(plan, UsageError)
@@ -113,7 +127,9 @@ class ShardedCheckpoints(Checkpoints):
 
             def finish() -> None:
                 for group, numbers in files.items():
-                    places = {name: _file(group, number, numbers) for name, number in numbers.items()}
+                    places = {
+                        name: _file(group, number, numbers) for name, number in numbers.items()
+                    }
                     records.update(write_index(folder, group, places, totals.get(group, 0)))
                 finish_folder(folder, records, content[0])
                 stack.close()
@@ -125,8 +141,14 @@ class ShardedCheckpoints(Checkpoints):
         """Assign the largest tensor first, each to the emptiest file, within the limit of a file's size."""
         plan: Plan = {}
         for group, members in tensors.items():
-            own = {name: t.numel() * t.itemsize for name, t in members.items() if name not in aliases.get(group, {})}
-            count = max(min(self.ranks.world, len(own)), -(-sum(own.values()) // self.max_shard_bytes), 1)
+            own = {
+                name: t.numel() * t.itemsize
+                for name, t in members.items()
+                if name not in aliases.get(group, {})
+            }
+            count = max(
+                min(self.ranks.world, len(own)), -(-sum(own.values()) // self.max_shard_bytes), 1
+            )
             plan[group] = dict(zip(own, share_out(list(own.values()), count), strict=True))
         return plan
 
@@ -156,7 +178,9 @@ class ShardedCheckpoints(Checkpoints):
                 n: {} for n in files.values() if n % self.ranks.world == self.ranks.rank
             }
             for name, number in files.items():
-                full = self._whole(name, tensors[group][name].detach())  # a collective: on all processes
+                full = self._whole(
+                    name, tensors[group][name].detach()
+                )  # a collective: on all processes
                 totals[group] = totals.get(group, 0) + full.numel() * full.itemsize
                 if number in mine:
                     mine[number][name] = full.cpu()
@@ -171,16 +195,24 @@ class ShardedCheckpoints(Checkpoints):
                 everything |= entries
                 failures += [problem] if problem else []
             if failures:
-                raise SaveError(f"could not save {folder.name}: {failures[0]}; earlier checkpoints are intact")
+                raise SaveError(
+                    f"could not save {folder.name}: {failures[0]}; earlier checkpoints are intact"
+                )
         return everything
 
 
 def _file(group: str, number: int, files: Mapping[str, int]) -> str:
     count = max(files.values()) + 1
-    return f"{group}.safetensors" if count == 1 else f"{group}-{number + 1:05d}-of-{count:05d}.safetensors"
+    return (
+        f"{group}.safetensors"
+        if count == 1
+        else f"{group}-{number + 1:05d}-of-{count:05d}.safetensors"
+    )
 
 
-def cut_optimizer_state(state: Fields, masters: Sequence[Tensor], model: Decoder, names: Sequence[str]) -> Fields:
+def cut_optimizer_state(
+    state: Fields, masters: Sequence[Tensor], model: Decoder, names: Sequence[str]
+) -> Fields:
     """Return a saved optimizer state with this rank's shard of every tensor that belongs to a sharded master.
 
     `names` are those of the whole model's parameters, of which this rank may have only some.
@@ -190,7 +222,9 @@ def cut_optimizer_state(state: Fields, masters: Sequence[Tensor], model: Decoder
     """
 
     def kept(values: Sequence[T]) -> list[T]:
-        return [value for _, value in model.ep.own(zip(names, values, strict=True))] if values else []
+        return (
+            [value for _, value in model.ep.own(zip(names, values, strict=True))] if values else []
+        )
 
     def own(index: int, value: Value) -> Value:
         if not isinstance(value, Tensor) or not value.dim():
@@ -199,10 +233,22 @@ def cut_optimizer_state(state: Fields, masters: Sequence[Tensor], model: Decoder
 
     own_names = kept(names)
     with explained(
-        "the optimizer's state is of other parameters", AttributeError, LookupError, RuntimeError, TypeError, ValueError
+        "the optimizer's state is of other parameters",
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
     ):
-        found = [{key: own(i, value) for key, value in values.items()} for i, values in enumerate(kept(state["state"]))]
-        return {**state, "state": found, "masters": [own(i, value) for i, value in enumerate(kept(state["masters"]))]}
+        found = [
+            {key: own(i, value) for key, value in values.items()}
+            for i, values in enumerate(kept(state["state"]))
+        ]
+        return {
+            **state,
+            "state": found,
+            "masters": [own(i, value) for i, value in enumerate(kept(state["masters"]))],
+        }
 
 
 def whole_optimizer_state(state: Fields, model: Decoder, names: Sequence[str]) -> Fields:
@@ -212,9 +258,15 @@ def whole_optimizer_state(state: Fields, model: Decoder, names: Sequence[str]) -
     """
 
     def every(values: Sequence[T], other: Callable[[T], T]) -> list[T]:
-        return [value for _, value in model.ep.every(zip(names, values, strict=True), other)] if values else []
+        return (
+            [value for _, value in model.ep.every(zip(names, values, strict=True), other)]
+            if values
+            else []
+        )
 
-    tensors = every(state["state"], lambda entry: {key: stand_in(value) for key, value in entry.items()})
+    tensors = every(
+        state["state"], lambda entry: {key: stand_in(value) for key, value in entry.items()}
+    )
     return {**state, "state": tensors, "masters": every(state["masters"], stand_in)}
 
 

@@ -57,7 +57,9 @@ def keep_fp8_state(model: Decoder) -> None:
 
 
 def _write(model: Decoder, state: State, prefix: str, metadata: object) -> None:
-    state.update({prefix + name: value for name, value in extra_states(model.copied_fp8_state()).items()})
+    state.update(
+        {prefix + name: value for name, value in extra_states(model.copied_fp8_state()).items()}
+    )
     for name, value in state.items():
         if name.startswith(prefix) and local(value) is value and is_quantized(value):
             state[name] = plain(value)

@@ -32,7 +32,16 @@ from te_models.interop.stored_weights import collapse, spread
 from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state
 from te_models.saving.pretrained import read_tokenizer, refuse_adapters, weights
-from te_models.serving.formats import E4M3_MAX, FORMATS, TINY, Format, Options, Parts, encode_blocks, static_scale
+from te_models.serving.formats import (
+    E4M3_MAX,
+    FORMATS,
+    TINY,
+    Format,
+    Options,
+    Parts,
+    encode_blocks,
+    static_scale,
+)
 from te_models.serving.kept import kept_parts, source_in, stored_inputs
 
 # E4M3 with the largest power of two for a scale rounds this to 2^128, which is infinite in FP32.
@@ -79,9 +88,13 @@ def export(
     refuse_adapters(model)
     with saving(model), source_in(FORMATS[format], origin) as source:
         writer = _Writer(model, format, calibration, source)
-        parameters = model.ep.gather(gather_state(weights(model), model.config, model.tp), model.device)
+        parameters = model.ep.gather(
+            gather_state(weights(model), model.config, model.tp), model.device
+        )
         if model.tp.rank == 0:
-            write_hugging_face(model, origin, folder, parameters, read_tokenizer(origin), quantize=writer.quantize)
+            write_hugging_face(
+                model, origin, folder, parameters, read_tokenizer(origin), quantize=writer.quantize
+            )
         model.tp.wait()
     notes = (*writer.notes, *_notes(format, writer.shapes))
     return Export(Path(folder), format, tuple(writer.quantized), tuple(writer.ignored), notes)
@@ -95,13 +108,21 @@ def default_format(model: Decoder, origin: Origin) -> str:
     """
     family = family_for(model.config, family_of(origin.config) if origin.config else None)
     modules = quantized_modules(model).values()
-    return "bf16" if family.stacked and any(isinstance(m, model.te.GroupedLinear) for m in modules) else "fp8-block"
+    return (
+        "bf16"
+        if family.stacked and any(isinstance(m, model.te.GroupedLinear) for m in modules)
+        else "fp8-block"
+    )
 
 
 def quantized_modules(model: Decoder) -> dict[str, nn.Module]:
     """Return name -> te.Linear of blocks that an export quantizes: those that the recipe does not keep in BF16."""
     linears = model.precision.linears
-    return {name: model.get_submodule(name) for name, of in linears.items() if name != HEAD and not of.stays}
+    return {
+        name: model.get_submodule(name)
+        for name, of in linears.items()
+        if name != HEAD and not of.stays
+    }
 
 
 class _Writer:
@@ -125,7 +146,9 @@ class _Writer:
                     f"{name} has {size} inputs, no multiple of {self.format.columns}, which {format} needs: choose "
                     "another format"
                 )
-        self.inputs, self.notes = _input_scales(model, self.format, self.modules, calibration, source)
+        self.inputs, self.notes = _input_scales(
+            model, self.format, self.modules, calibration, source
+        )
         self.fp8_weights = quantized_weights(model) if model.tp.size == 1 else {}
         self.quantized: list[str] = []
         self.ignored: list[str] = []
@@ -154,23 +177,39 @@ class _Writer:
 
     def _plain(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor of our parameter `name`, which is not quantized, in the dtype to write."""
-        exact = self.format.scheme is not None or name.endswith(".expert_bias")  # rounded, it chooses other experts
+        exact = self.format.scheme is not None or name.endswith(
+            ".expert_bias"
+        )  # rounded, it chooses other experts
         return tensor if exact else tensor.to(torch.bfloat16)
 
     def _config(self, config: Document) -> Fields:
         if self.format.scheme is None:
-            return {key: "bfloat16" if key in ("dtype", "torch_dtype") else value for key, value in config.items()}
+            return {
+                key: "bfloat16" if key in ("dtype", "torch_dtype") else value
+                for key, value in config.items()
+            }
         if "lm_head" not in self.ignored:  # tied: it has no tensor, and servers have the module
             self.ignored.append("lm_head")
         family = family_of(config)
         # Servers look for the names of the folder, transformers for those of its model, where experts are one module.
-        theirs = [family.in_transformers(f"{name}.weight").removesuffix(".weight") for name in self.ignored]
+        theirs = [
+            family.in_transformers(f"{name}.weight").removesuffix(".weight")
+            for name in self.ignored
+        ]
         linears = self.model.config.linears
-        kept = [name.rpartition(".")[0] for name in linears if linears[name].experts and name not in self.modules]
-        names = dict.fromkeys([*self.ignored, *theirs, *(f"{family.root}{name}.experts" for name in kept)])
+        kept = [
+            name.rpartition(".")[0]
+            for name in linears
+            if linears[name].experts and name not in self.modules
+        ]
+        names = dict.fromkeys(
+            [*self.ignored, *theirs, *(f"{family.root}{name}.experts" for name in kept)]
+        )
         return {**config, "quantization_config": self.format.config(list(names))}
 
-    def _encoded(self, names: list[str], places: Mapping[str, Place], parameter: Tensor) -> dict[str, Tensor]:
+    def _encoded(
+        self, names: list[str], places: Mapping[str, Place], parameter: Tensor
+    ) -> dict[str, Tensor]:
         """Return the stored tensors of their weights `names`, which together are one of our parameters."""
         if not parameter.abs().amax().float() < TOO_LARGE:
             raise UsageError(
@@ -182,7 +221,9 @@ class _Writer:
         shared = self._shared_parts(ours, names, places, parameter)
         values = {name: places[name].save(parameter) for name in names}
         made = [
-            self._block_parts(ours, places[name], weight) if shared is None else _rows(shared, places[name])
+            self._block_parts(ours, places[name], weight)
+            if shared is None
+            else _rows(shared, places[name])
             for name, weight in values.items()
         ]
         found = {}
@@ -201,8 +242,13 @@ class _Writer:
             return None
         if self.name == "fp8-tensor" and f"{ours}.data" in self.fp8_weights:
             scale = self.fp8_weights[f"{ours}.scale_inv"]
-            return {"weight": self.fp8_weights[f"{ours}.data"].view(E4M3), "weight_scale": scale.reshape(())}
-        whole = torch.zeros_like(parameter)  # without the rows that pad a headwise gate, which nothing reads
+            return {
+                "weight": self.fp8_weights[f"{ours}.data"].view(E4M3),
+                "weight_scale": scale.reshape(()),
+            }
+        whole = torch.zeros_like(
+            parameter
+        )  # without the rows that pad a headwise gate, which nothing reads
         for name in names:
             places[name].load(whole, places[name].save(parameter))
         return self.format.encode(whole, self._options(ours))
@@ -215,11 +261,19 @@ class _Writer:
         if aligned and scale_inv is not None and scale_inv.is_floating_point():
             data = self.fp8_weights[f"{ours}.rowwise_data"]
             by_row = spread(
-                scale_inv[:, : columns // BLOCK.block[1]], BLOCK.block, (len(data), columns), BLOCK.block[1]
+                scale_inv[:, : columns // BLOCK.block[1]],
+                BLOCK.block,
+                (len(data), columns),
+                BLOCK.block[1],
             )
-            scales = collapse(place.save(by_row), torch.ones(rows, dtype=torch.bool), BLOCK.block[0])
+            scales = collapse(
+                place.save(by_row), torch.ones(rows, dtype=torch.bool), BLOCK.block[0]
+            )
             if scales is not None:
-                return {"weight": place.save(data).contiguous().view(E4M3), "weight_scale_inv": scales}
+                return {
+                    "weight": place.save(data).contiguous().view(E4M3),
+                    "weight_scale_inv": scales,
+                }
         return encode_blocks(values, self._options(ours))
 
     def _options(self, ours: str) -> Options:
@@ -259,28 +313,42 @@ def _input_scales(
     if not format.static:
         return {}, []
     if calibration is not None:
-        amaxes = input_amaxes(model, modules, [calibration] if isinstance(calibration, Tensor) else calibration)
+        amaxes = input_amaxes(
+            model, modules, [calibration] if isinstance(calibration, Tensor) else calibration
+        )
         return {name: static_scale(format, amax) for name, amax in amaxes.items()}, []
     trained = trained_scales(model, modules)
     if trained.keys() == modules.keys():
         if format.static == "input_scale":
             return {name: scale.reciprocal().clamp(min=TINY) for name, scale in trained.items()}, []
-        return {name: static_scale(format, _largest(model, name) / s.item()) for name, s in trained.items()}, []
+        return {
+            name: static_scale(format, _largest(model, name) / s.item())
+            for name, s in trained.items()
+        }, []
     stored = stored_inputs(source, model, format)
     if source is not None and modules.keys() <= stored.keys():
-        return stored, [f"{format.static} is that of {source.path}: give calibration=token ids to measure it again"]
+        return stored, [
+            f"{format.static} is that of {source.path}: give calibration=token ids to measure it again"
+        ]
     if format.static == "input_scale":
-        why = f"under recipe {model.recipe.name!r} has none" if not model.recipe.stateful else "has not trained"
+        why = (
+            f"under recipe {model.recipe.name!r} has none"
+            if not model.recipe.stateful
+            else "has not trained"
+        )
         why = f"has them for {len(trained)} of {len(modules)} linears" if trained else why
         raise UsageError(
             "fp8-tensor stores one scale per input, which recipe 'delayed' learns in training, and this model "
             f"{why}: give calibration=token ids (--data PATH), or choose fp8-channel"
         )
     batch, length = RANDOM_TOKENS[0], min(RANDOM_TOKENS[1], model.config.longest_sequence)
-    tokens = torch.randint(model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0)
+    )
     amaxes = input_amaxes(model, modules, [tokens])
     note = (
-        "input_global_scale was measured on random tokens: give calibration=token ids (--data PATH) for your own data"
+        "input_global_scale was measured on random tokens: give calibration=token ids (--data PATH) for "
+        "your own data"
     )
     return {name: static_scale(format, HEADROOM * amax) for name, amax in amaxes.items()}, [note]
 
@@ -296,7 +364,9 @@ def trained_scales(model: Decoder, modules: Mapping[str, nn.Module]) -> dict[str
     state = model.copied_fp8_state()
     found = {}
     for name in modules:
-        scale, history = (state.get(f"{name}.scaling_fwd.{part}") for part in ("scale", "amax_history"))
+        scale, history = (
+            state.get(f"{name}.scaling_fwd.{part}") for part in ("scale", "amax_history")
+        )
         if scale is None or history is None:
             continue
         own = scale[0 :: WIDTHS["scaling_fwd"]]  # of each expert's input, if there are experts
@@ -307,7 +377,9 @@ def trained_scales(model: Decoder, modules: Mapping[str, nn.Module]) -> dict[str
 
 
 @torch.no_grad()
-def input_amaxes(model: Decoder, modules: Mapping[str, nn.Module], batches: Iterable[Tensor]) -> dict[str, float]:
+def input_amaxes(
+    model: Decoder, modules: Mapping[str, nn.Module], batches: Iterable[Tensor]
+) -> dict[str, float]:
     """Return the largest magnitude of each module's input over `batches` of token ids, int64 [B, S].
 
     The model's mode, scales and histories do not change.
@@ -340,7 +412,11 @@ def _notes(format: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         return [f"transformers 5.24 {how} experts in {format}: use a server, or te_models"]
     if format != "fp8-block":
         return []
-    odd = [f"{name} {list(shape)}" for name, shape in shapes.items() if any(size % 128 for size in shape)]
+    odd = [
+        f"{name} {list(shape)}"
+        for name, shape in shapes.items()
+        if any(size % 128 for size in shape)
+    ]
     if not odd:
         return []
     return [

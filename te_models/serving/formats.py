@@ -23,7 +23,16 @@ from te_models.engine.emulated.nvfp4 import FP4_MAX, TOP, NVFP4Quantizer, encode
 from te_models.engine.emulated.quantizers import MXFP8Quantizer
 from te_models.errors import UsageError
 from te_models.files.formats import Document, Fields
-from te_models.interop.quantized import BLOCK, CHANNEL, E4M3, GLOBAL_SCALE, MXFP8, NVFP4, TENSOR, Scheme
+from te_models.interop.quantized import (
+    BLOCK,
+    CHANNEL,
+    E4M3,
+    GLOBAL_SCALE,
+    MXFP8,
+    NVFP4,
+    TENSOR,
+    Scheme,
+)
 
 E4M3_MAX = FP8_MAX[DType.kFloat8E4M3]
 # The smallest scale of an E4M3 weight or input: below it, a GPU may flush numbers to zero, and reciprocals overflow.
@@ -121,7 +130,9 @@ def encode_mxfp8(weight: Tensor, options: Options) -> Parts:
     """
     rows, columns = weight.shape
     if options.scheme == "MXFP8BlockScaling":
-        quantizer = MXFP8Quantizer(DType.kFloat8E4M3, columnwise=False, with_2d_quantization=options.square)
+        quantizer = MXFP8Quantizer(
+            DType.kFloat8E4M3, columnwise=False, with_2d_quantization=options.square
+        )
         made = quantizer(_with_rows(weight, 32))
         data, scale = made._rowwise_data[:rows], made._rowwise_scale_inv[:rows, : columns // 32]
     else:
@@ -151,7 +162,9 @@ def encode_nvfp4(weight: Tensor, options: Options, whole: Tensor | None = None) 
         scale = (whole * quotient(amax, FP4_MAX)).clamp_(max=E4M3_MAX).to(E4M3)
         scale = torch.where(scale.float() == 0, SMALLEST, scale.float()).to(E4M3)
         divisors = (scale.float() / whole)[:, None, :, None]
-        values = numerics.merge_blocks(numerics.split_blocks(weight.float(), NVFP4.block) / divisors, rows, columns)
+        values = numerics.merge_blocks(
+            numerics.split_blocks(weight.float(), NVFP4.block) / divisors, rows, columns
+        )
         data = pack(encode_e2m1(values.clamp_(-FP4_MAX, FP4_MAX).contiguous()))
     return {"weight_packed": data, "weight_scale": scale, GLOBAL_SCALE: whole}
 
@@ -177,7 +190,9 @@ def _block_config(ignored: list[str]) -> Fields:
     return {"quant_method": "fp8", **kind, **lists}
 
 
-def _compressed_config(format: str, weights: Document, inputs: Document) -> Callable[[list[str]], Fields]:
+def _compressed_config(
+    format: str, weights: Document, inputs: Document
+) -> Callable[[list[str]], Fields]:
     """Return a function that makes the config of a format of compressed-tensors."""
 
     def make(ignored: list[str]) -> Fields:
@@ -207,7 +222,11 @@ FORMATS: dict[str, Format] = {
     "fp8-block": Format(BLOCK, _block_config),
     "fp8-tensor": Format(
         TENSOR,
-        lambda ignored: {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ignored},
+        lambda ignored: {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "ignored_layers": ignored,
+        },
         static="input_scale",
         encode=encode_tensor,
     ),
@@ -217,7 +236,10 @@ FORMATS: dict[str, Format] = {
         encode=encode_channels,
     ),
     "mxfp8": Format(
-        MXFP8, _compressed_config("mxfp8-quantized", _GROUP_32, _GROUP_32), columns=32, encode=encode_mxfp8
+        MXFP8,
+        _compressed_config("mxfp8-quantized", _GROUP_32, _GROUP_32),
+        columns=32,
+        encode=encode_mxfp8,
     ),
     "nvfp4": Format(
         NVFP4,

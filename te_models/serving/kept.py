@@ -11,7 +11,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from te_models.interop.hf import HuggingFaceFolder, hugging_face_documents, open_hugging_face, tensor_places
+from te_models.interop.hf import (
+    HuggingFaceFolder,
+    hugging_face_documents,
+    open_hugging_face,
+    tensor_places,
+)
 from te_models.interop.origin import Origin
 from te_models.interop.quantized import dequantize, read_scheme
 from te_models.model.decoder import Decoder
@@ -21,30 +26,47 @@ from te_models.serving.formats import Format, Parts
 @contextmanager
 def source_in(format: Format, origin: Origin) -> Iterator[HuggingFaceFolder | None]:
     """Open the folder that a model was read from, if its weights are stored in `format`; else give None."""
-    documents = None if origin.folder is None or format.scheme is None else hugging_face_documents(origin.folder)
-    if origin.folder is None or documents is None or read_scheme(origin.folder, documents["config"]) != format.scheme:
+    documents = (
+        None
+        if origin.folder is None or format.scheme is None
+        else hugging_face_documents(origin.folder)
+    )
+    if (
+        origin.folder is None
+        or documents is None
+        or read_scheme(origin.folder, documents["config"]) != format.scheme
+    ):
         yield None
     else:
         with open_hugging_face(origin.folder, documents) as folder:
             yield folder
 
 
-def stored_inputs(folder: HuggingFaceFolder | None, model: Decoder, format: Format) -> dict[str, Tensor]:
+def stored_inputs(
+    folder: HuggingFaceFolder | None, model: Decoder, format: Format
+) -> dict[str, Tensor]:
     """Return the static scale of the input of each of our modules, that of the largest input of its parts."""
     if folder is None:
         return {}
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+    shapes = {
+        name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     found: dict[str, Tensor] = {}
     divides = format.static == "input_global_scale"
     largest = torch.minimum if divides else torch.maximum
     for theirs, place in tensor_places(folder.family, model.config, shapes).items():
         if theirs in folder.stored.inputs:
-            ours, scale = place.name.rpartition(".")[0], folder.stored.inputs[theirs].reshape([1] if divides else [])
+            ours, scale = (
+                place.name.rpartition(".")[0],
+                folder.stored.inputs[theirs].reshape([1] if divides else []),
+            )
             found[ours] = largest(found[ours], scale) if ours in found else scale
     return found
 
 
-def kept_parts(folder: HuggingFaceFolder | None, values: dict[str, Tensor], made: Sequence[Parts]) -> list[Parts]:
+def kept_parts(
+    folder: HuggingFaceFolder | None, values: dict[str, Tensor], made: Sequence[Parts]
+) -> list[Parts]:
     """Return the parts of weights as the folder has them, or those `made` if any value differs from the stored one.
 
     `values` are the weights [out, in] by their names, which servers fuse: one scale of all is one number.
@@ -59,7 +81,11 @@ def kept_parts(folder: HuggingFaceFolder | None, values: dict[str, Tensor], made
         tensors = {part: folder.read(tensor) for part, tensor in stored.items()}
         data = tensors[folder.stored.scheme.data]
         own = dequantize(folder.stored.scheme, data, folder.stored.scales[name]).to(weight.dtype)
-        shared = all(torch.equal(found[0][part], tensors[part]) for part in parts if found and parts[part].dim() < 2)
+        shared = all(
+            torch.equal(found[0][part], tensors[part])
+            for part in parts
+            if found and parts[part].dim() < 2
+        )
         if not (shared and torch.equal(own, weight.to(own.device))):
             return list(made)
         found.append(tensors)

@@ -70,7 +70,11 @@ class Parity(Printable):
 
     def to_dict(self) -> Fields:
         """Return the result as plain JSON values."""
-        return {"title": self.title, "tokens": self.tokens, "exports": [dataclasses.asdict(row) for row in self.rows]}
+        return {
+            "title": self.title,
+            "tokens": self.tokens,
+            "exports": [dataclasses.asdict(row) for row in self.rows],
+        }
 
     def __rich__(self) -> Group:
         """Return the table, and a line for each export without numbers."""
@@ -88,13 +92,23 @@ class Parity(Printable):
         for row in self.rows:
             if row.reason:
                 continue
-            values = (f"{row.kl:.2e}", f"{row.largest_kl:.2e}", f"{row.largest:.3f}", f"{100 * row.agreement:.2f} %",
-                      f"{row.trained_loss:.4f}", f"{row.served_loss:.4f}")  # fmt: skip
+            values = (
+                f"{row.kl:.2e}",
+                f"{row.largest_kl:.2e}",
+                f"{row.largest:.3f}",
+                f"{100 * row.agreement:.2f} %",
+                f"{row.trained_loss:.4f}",
+                f"{row.served_loss:.4f}",
+            )
             table.add_row(row.export, *values)
-        return Group(table, *(Text(f"{row.export}: {row.reason}") for row in self.rows if row.reason))
+        return Group(
+            table, *(Text(f"{row.export}: {row.reason}") for row in self.rows if row.reason)
+        )
 
 
-def parity(model: Decoder, origin: Origin, exports: Iterable[str | Path], batches: list[dict[str, Tensor]]) -> Parity:
+def parity(
+    model: Decoder, origin: Origin, exports: Iterable[str | Path], batches: list[dict[str, Tensor]]
+) -> Parity:
     """Compare `model` with its exports.
 
     Args:
@@ -119,10 +133,14 @@ def parity(model: Decoder, origin: Origin, exports: Iterable[str | Path], batche
     return Parity(title, tokens, tuple(rows))
 
 
-def _row(model: Decoder, origin: Origin, name: str, batches: list[dict[str, Tensor]], required: bool) -> Difference:
+def _row(
+    model: Decoder, origin: Origin, name: str, batches: list[dict[str, Tensor]], required: bool
+) -> Difference:
     """Return the difference of one export."""
     if name not in FORMATS:
-        return dataclasses.replace(compare(model, read_served(_folder(name), model.device), batches), export=name)
+        return dataclasses.replace(
+            compare(model, read_served(_folder(name), model.device), batches), export=name
+        )
     tokens = [batch["input_ids"] for batch in batches]
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp) / "export"
@@ -136,11 +154,15 @@ def _row(model: Decoder, origin: Origin, name: str, batches: list[dict[str, Tens
             if required:
                 raise
             return Difference(name, reason=str(error))
-        return dataclasses.replace(compare(model, read_served(folder, model.device), batches), export=name)
+        return dataclasses.replace(
+            compare(model, read_served(folder, model.device), batches), export=name
+        )
 
 
 def _folder(name: str) -> Path:
-    folder = local_folder(name) if "/" in name and not Path(name).exists() else Path(name)  # of the hub, or here
+    folder = (
+        local_folder(name) if "/" in name and not Path(name).exists() else Path(name)
+    )  # of the hub, or here
     if not folder.is_dir():
         raise UsageError(f"--export {name} is neither a format ({', '.join(FORMATS)}) nor a folder")
     return folder
@@ -152,7 +174,9 @@ def _counted(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def compare(trained: Decoder, served: Decoder, batches: Iterable[Mapping[str, Tensor]]) -> Difference:
+def compare(
+    trained: Decoder, served: Decoder, batches: Iterable[Mapping[str, Tensor]]
+) -> Difference:
     """Compare the next-token probabilities of two models of one vocabulary, in FP32."""
     if trained.config.vocab_size != served.config.vocab_size:
         raise UsageError(
@@ -165,7 +189,10 @@ def compare(trained: Decoder, served: Decoder, batches: Iterable[Mapping[str, Te
     trained.eval()
     for batch in batches:
         for row in range(len(batch["input_ids"])):  # the logits of one sequence at a time
-            ids, counted = batch["input_ids"][row : row + 1].to(trained.device), _counted(batch)[row]
+            ids, counted = (
+                batch["input_ids"][row : row + 1].to(trained.device),
+                _counted(batch)[row],
+            )
             if not bool(counted.any()):
                 continue
             targets = batch["labels"][row, 1:][counted].to(trained.device)
@@ -174,13 +201,17 @@ def compare(trained: Decoder, served: Decoder, batches: Iterable[Mapping[str, Te
             same = (p.argmax(-1) == q.argmax(-1)).float()
             losses = [-values.gather(1, targets[:, None]).sum() for values in (p, q)]
             sums += torch.stack([divergence.sum(), same.sum(), *losses]).double().cpu()
-            largest = torch.maximum(largest, torch.stack([divergence.amax(), (p - q).abs().amax()]).double().cpu())
+            largest = torch.maximum(
+                largest, torch.stack([divergence.amax(), (p - q).abs().amax()]).double().cpu()
+            )
             count += len(targets)
     trained.train(was_training)
     if not count:
         raise UsageError("the text has no token to predict: give more data")
     kl, agreement, trained_loss, served_loss = (sums / count).tolist()
-    return Difference("", kl, largest[0].item(), largest[1].item(), agreement, trained_loss, served_loss)
+    return Difference(
+        "", kl, largest[0].item(), largest[1].item(), agreement, trained_loss, served_loss
+    )
 
 
 def _log_probabilities(model: Decoder, ids: Tensor, counted: Tensor) -> Tensor:
@@ -190,7 +221,12 @@ def _log_probabilities(model: Decoder, ids: Tensor, counted: Tensor) -> Tensor:
 
 
 def read_batches(
-    model: Decoder, data: str, tokenizer: str | Path | None, count: int, seq_len: int, columns: str = ""
+    model: Decoder,
+    data: str,
+    tokenizer: str | Path | None,
+    count: int,
+    seq_len: int,
+    columns: str = "",
 ) -> list[dict[str, Tensor]]:
     """Return up to `count` sequences spread evenly over a text, each a batch {"input_ids", "labels"} int64 [1, S].
 

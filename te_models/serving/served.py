@@ -18,7 +18,14 @@ from te_models.interop.hf import HuggingFaceFolder
 from te_models.interop.quantized import CHANNEL, GLOBAL_SCALE, MXFP8, NVFP4, Scheme, dequantize
 from te_models.model.decoder import Decoder
 from te_models.saving.pretrained import open_model
-from te_models.serving.formats import E4M3_MAX, Options, encode_channels, encode_mxfp8, encode_nvfp4, scale_of
+from te_models.serving.formats import (
+    E4M3_MAX,
+    Options,
+    encode_channels,
+    encode_mxfp8,
+    encode_nvfp4,
+    scale_of,
+)
 
 
 class ServedLinear(nn.Module):
@@ -27,7 +34,9 @@ class ServedLinear(nn.Module):
     It takes weight FP32 [out, in], bias [out] or None, the checkpoint's scheme, and the input's static scale, if any.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, scheme: Scheme, static: Tensor | None) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, scheme: Scheme, static: Tensor | None
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
@@ -61,7 +70,12 @@ def _as_it_is(x: Tensor, static: Tensor | None) -> Tensor:
 def _static(x: Tensor, static: Tensor | None) -> Tensor:
     """Quantize with one stored scale, of which vLLM takes the reciprocal; larger values saturate."""
     assert static is not None
-    return numerics.decode_fp8(numerics.cast_fp8(x, static.reciprocal(), DType.kFloat8E4M3), DType.kFloat8E4M3) * static
+    return (
+        numerics.decode_fp8(
+            numerics.cast_fp8(x, static.reciprocal(), DType.kFloat8E4M3), DType.kFloat8E4M3
+        )
+        * static
+    )
 
 
 def _per_token(x: Tensor, static: Tensor | None) -> Tensor:
@@ -74,7 +88,9 @@ def _per_group(x: Tensor, static: Tensor | None) -> Tensor:
     block = (1, 128)
     scale = scale_of(numerics.block_amax(x, block))
     values = numerics.split_blocks(x, block) / scale[:, None, :, None]
-    values = values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scale[:, None, :, None]
+    values = (
+        values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scale[:, None, :, None]
+    )
     return numerics.merge_blocks(values, *x.shape)
 
 
@@ -85,7 +101,9 @@ def _mxfp8(x: Tensor, static: Tensor | None) -> Tensor:
 
 def _nvfp4(x: Tensor, static: Tensor | None) -> Tensor:
     made = encode_nvfp4(x, Options(), whole=static)
-    return dequantize(NVFP4, made["weight_packed"], made["weight_scale"].float() / made[GLOBAL_SCALE])
+    return dequantize(
+        NVFP4, made["weight_packed"], made["weight_scale"].float() / made[GLOBAL_SCALE]
+    )
 
 
 # Scheme.activations -> a function of x, FP32 [N, in], and the static scale, that returns the dequantized input.
@@ -120,7 +138,9 @@ def _replace_linears(model: Decoder, opened: HuggingFaceFolder, scheme: Scheme) 
     values = opened.parameters(torch.empty(0))
     weights = {name: weight.float() for name, weight in values if name in owners}
     served: dict[str, list[nn.Module]] = {}
-    for name in [name for name, _ in model.named_parameters() if name in weights]:  # files have expert 10 before 2
+    for name in [
+        name for name, _ in model.named_parameters() if name in weights
+    ]:  # files have expert 10 before 2
         weight = weights[name]
         # A server takes the largest static scale of the weights that it fuses.
         static = [
@@ -132,8 +152,12 @@ def _replace_linears(model: Decoder, opened: HuggingFaceFolder, scheme: Scheme) 
         path, _, kind = name.rpartition(".")
         biases = dict(model.get_submodule(path).named_parameters())
         bias = biases.get(kind.replace("weight", "bias"))
-        served.setdefault(path, []).append(ServedLinear(weight.to(model.device), bias, scheme, largest))
+        served.setdefault(path, []).append(
+            ServedLinear(weight.to(model.device), bias, scheme, largest)
+        )
     for path, linears in served.items():
         parent, _, last = path.rpartition(".")
         experts = model.config.linears[path].experts if path in model.config.linears else 0
-        setattr(model.get_submodule(parent), last, ServedExperts(linears) if experts else linears[0])
+        setattr(
+            model.get_submodule(parent), last, ServedExperts(linears) if experts else linears[0]
+        )

@@ -26,7 +26,10 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from te_models.config.attention import AttentionSpec
@@ -83,9 +86,13 @@ class Builder:
 
     def norm(self, size: int) -> nn.Module:
         """Return a norm."""
-        return (GemmaRMSNorm if self.config.zero_centered_norm else RMSNorm)(size, self.config.rms_norm_eps)
+        return (GemmaRMSNorm if self.config.zero_centered_norm else RMSNorm)(
+            size, self.config.rms_norm_eps
+        )
 
-    def linear(self, kind: Callable[..., nn.Module], prefix: str, *sizes: object, bias: bool) -> nn.Module:
+    def linear(
+        self, kind: Callable[..., nn.Module], prefix: str, *sizes: object, bias: bool
+    ) -> nn.Module:
         """Return one of vLLM's linears."""
         return kind(*sizes, bias=bias, quant_config=self.quantization, prefix=prefix)
 
@@ -102,19 +109,34 @@ class GatedAttention(nn.Module):
             f"--tensor-parallel-size {build.ranks}: {reason}": bool(reason),
         })  # fmt: skip
         self.qkv_proj = build.linear(
-            QKVParallelLinear, f"{prefix}.qkv_proj", width, heads.dim, heads.query, heads.key, bias=spec.bias
+            QKVParallelLinear,
+            f"{prefix}.qkv_proj",
+            width,
+            heads.dim,
+            heads.query,
+            heads.key,
+            bias=spec.bias,
         )
         gates = heads.sections[-1].used
         self.g_proj = (
-            build.linear(ColumnParallelLinear, f"{prefix}.g_proj", width, gates, bias=spec.bias) if gates else None
+            build.linear(ColumnParallelLinear, f"{prefix}.g_proj", width, gates, bias=spec.bias)
+            if gates
+            else None
         )
         self.gate = GATES[spec.gate_activation]
-        self.o_proj = build.linear(RowParallelLinear, f"{prefix}.o_proj", heads.q_size, width, bias=spec.output_bias)
+        self.o_proj = build.linear(
+            RowParallelLinear, f"{prefix}.o_proj", heads.q_size, width, bias=spec.output_bias
+        )
         self.q_norm, self.k_norm = (
-            build.norm(spec.vectors[name]) if name in spec.vectors else None for name in ("q_norm", "k_norm")
+            build.norm(spec.vectors[name]) if name in spec.vectors else None
+            for name in ("q_norm", "k_norm")
         )
         self.query, self.key = heads.query // build.ranks, max(1, heads.key // build.ranks)
-        self.rope = None if spec.rope is None else TableRoPE(spec.rope, _served_length(spec.rope, build.length))
+        self.rope = (
+            None
+            if spec.rope is None
+            else TableRoPE(spec.rope, _served_length(spec.rope, build.length))
+        )
         scale = heads.dim**-0.5 if spec.multiplier is None else spec.multiplier
         self.attn = Attention(
             self.query, heads.dim, scale, num_kv_heads=self.key, cache_config=build.cache,
@@ -125,7 +147,9 @@ class GatedAttention(nn.Module):
     def forward(self, positions: Tensor, x: Tensor) -> Tensor:
         """positions [T], x [T, D] -> [T, D]."""
         dim = self.spec.heads.dim
-        q, k, v = self.qkv_proj(x)[0].split([self.query * dim, self.key * dim, self.key * dim], dim=-1)
+        q, k, v = self.qkv_proj(x)[0].split(
+            [self.query * dim, self.key * dim, self.key * dim], dim=-1
+        )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
         if self.rope is not None:
@@ -153,13 +177,23 @@ class MLP(nn.Module):
         super().__init__()
         self.spec = spec
         width, size = spec.hidden_size, spec.intermediate_size
-        kind, into = (MergedColumnParallelLinear, [size, size]) if spec.gate else (ColumnParallelLinear, size)
-        self.gate_up_proj = build.linear(kind, f"{prefix}.gate_up_proj", width, into, bias=spec.bias)
-        self.down_proj = build.linear(RowParallelLinear, f"{prefix}.down_proj", size, width, bias=spec.bias)
+        kind, into = (
+            (MergedColumnParallelLinear, [size, size])
+            if spec.gate
+            else (ColumnParallelLinear, size)
+        )
+        self.gate_up_proj = build.linear(
+            kind, f"{prefix}.gate_up_proj", width, into, bias=spec.bias
+        )
+        self.down_proj = build.linear(
+            RowParallelLinear, f"{prefix}.down_proj", size, width, bias=spec.bias
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, D] -> [T, D]."""
-        hidden = elementwise.mlp_activation(self.gate_up_proj(x)[0], self.spec.activation, self.spec.gate)
+        hidden = elementwise.mlp_activation(
+            self.gate_up_proj(x)[0], self.spec.activation, self.spec.gate
+        )
         return self.down_proj(hidden)[0]
 
 
@@ -169,7 +203,9 @@ class Layer(nn.Module):
     def __init__(self, spec: LayerSpec, build: Builder, prefix: str) -> None:
         super().__init__()
         if not isinstance(spec.mixer, AttentionSpec) or not isinstance(spec.mlp, MLPSpec):
-            raise UsageError("te-models' plugin serves attention with dense MLPs: vLLM's own models have the others")
+            raise UsageError(
+                "te-models' plugin serves attention with dense MLPs: vLLM's own models have the others"
+            )
         width, self.multiplier = spec.mixer.hidden_size, build.config.residual_multiplier
         before, after = spec.norm_position != "post", spec.norm_position != "pre"
         self.input_layernorm = build.norm(width) if before else nn.Identity()
@@ -181,15 +217,23 @@ class Layer(nn.Module):
 
     def forward(self, positions: Tensor, x: Tensor) -> Tensor:
         """positions [T], x [T, D] -> [T, D]."""
-        x = x + self.attention_output_norm(self.self_attn(positions, self.input_layernorm(x))) * self.multiplier
-        return x + self.mlp_output_norm(self.mlp(self.post_attention_layernorm(x))) * self.multiplier
+        x = (
+            x
+            + self.attention_output_norm(self.self_attn(positions, self.input_layernorm(x)))
+            * self.multiplier
+        )
+        return (
+            x + self.mlp_output_norm(self.mlp(self.post_attention_layernorm(x))) * self.multiplier
+        )
 
 
 def read_shape(vllm: VllmConfig) -> tuple[Family, ModelConfig]:
     """Return the family and shape of the folder that is served."""
     given = vllm.model_config.hf_config.to_dict()
     family = family_of(given)
-    return family, family.read({key: value for key, value in given.items() if key in family.known()})
+    return family, family.read(
+        {key: value for key, value in given.items() if key in family.known()}
+    )
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0})
@@ -202,9 +246,12 @@ class TEModelsDecoderModel(nn.Module):
         build = Builder(vllm_config, config)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         # As the activations round it.
-        self.multiplier = torch.tensor(config.embedding_multiplier, dtype=torch.get_default_dtype()).item()
+        self.multiplier = torch.tensor(
+            config.embedding_multiplier, dtype=torch.get_default_dtype()
+        ).item()
         self.layers = nn.ModuleList(
-            Layer(spec, build, f"{prefix}.layers.{depth}") for depth, spec in enumerate(config.layers)
+            Layer(spec, build, f"{prefix}.layers.{depth}")
+            for depth, spec in enumerate(config.layers)
         )
         self.norm = build.norm(config.hidden_size)
 
@@ -244,9 +291,14 @@ class TEModelsDecoderForCausalLM(nn.Module):
         super().__init__()
         self.family, self.shape = read_shape(vllm_config)
         if not self.shape.mlp_gate:
-            self.packed_modules_mapping = {**self.packed_modules_mapping, "gate_up_proj": ["up_proj"]}
+            self.packed_modules_mapping = {
+                **self.packed_modules_mapping,
+                "gate_up_proj": ["up_proj"],
+            }
         self.model = TEModelsDecoderModel(vllm_config=vllm_config, prefix="model")
-        self.lm_head = ParallelLMHead(self.shape.vocab_size, self.shape.hidden_size, prefix="lm_head")
+        self.lm_head = ParallelLMHead(
+            self.shape.vocab_size, self.shape.hidden_size, prefix="lm_head"
+        )
         if self.shape.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(self.shape.vocab_size)
@@ -270,7 +322,9 @@ class TEModelsDecoderForCausalLM(nn.Module):
         logits = self.logits_processor(self.lm_head, hidden_states)
         if logits is None:
             return None
-        return elementwise.scaled_logits(logits, self.shape.logits_scaling, self.shape.final_logit_softcapping)
+        return elementwise.scaled_logits(
+            logits, self.shape.logits_scaling, self.shape.final_logit_softcapping
+        )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load the folder's tensors, scales included, and return the names of the parameters that they fill."""
@@ -290,7 +344,10 @@ class TEModelsDecoderForCausalLM(nn.Module):
         path, _, kind = theirs.rpartition(".")
         found = re.fullmatch(rf"{re.escape(self.family.root)}layers\.(\d+)\.(.+)", path)
         if found is None:
-            top = {name.replace("model.", self.family.root): f"model.{ours}" for name, ours in TOP.items()}
+            top = {
+                name.replace("model.", self.family.root): f"model.{ours}"
+                for name, ours in TOP.items()
+            }
             yield f"{ {**top, self.family.head: 'lm_head'}[path] }.{kind}", None, tensor
             return
         depth, rows = int(found[1]), self.family.layer[found[2]]
@@ -304,7 +361,11 @@ class TEModelsDecoderForCausalLM(nn.Module):
         for block, values in zip(sizes, _split(tensor, list(sizes.values()), groups), strict=True):
             module, shard = SHARDS[block]
             shard = None if block == "up" and not self.shape.mlp_gate else shard
-            yield f"model.layers.{depth}.{rows.module.partition('.')[0]}.{module}.{kind}", shard, values
+            yield (
+                f"model.layers.{depth}.{rows.module.partition('.')[0]}.{module}.{kind}",
+                shard,
+                values,
+            )
 
 
 def _split(tensor: Tensor, sizes: list[int], groups: int) -> list[Tensor]:
@@ -313,6 +374,10 @@ def _split(tensor: Tensor, sizes: list[int], groups: int) -> list[Tensor]:
         return [tensor] * len(sizes)
     per = sum(sizes) // len(tensor)  # rows of the weight that one row of its scales stands for
     if any(size % (per * groups) for size in sizes):
-        raise UsageError(f"blocks of {per} rows hold queries and gates together: export the model as fp8-channel")
-    pieces = tensor.unflatten(0, (groups, -1)).split([size // per // groups for size in sizes], dim=1)
+        raise UsageError(
+            f"blocks of {per} rows hold queries and gates together: export the model as fp8-channel"
+        )
+    pieces = tensor.unflatten(0, (groups, -1)).split(
+        [size // per // groups for size in sizes], dim=1
+    )
     return [piece.flatten(0, 1) for piece in pieces]

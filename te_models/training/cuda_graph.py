@@ -65,7 +65,9 @@ class GraphedStep:
         self.inputs: dict[str, Tensor] = {}
         self.gradients: list[Tensor | None] = []
         self.loss, self.weight = torch.empty(0), torch.ones((), device=model.device)
-        self.routing: list[Tensor] = []  # what routers did in the newest step (RoutingReport.metrics)
+        self.routing: list[
+            Tensor
+        ] = []  # what routers did in the newest step (RoutingReport.metrics)
 
     def __call__(self, weight: Tensor | float = 1.0, **batch: Tensor) -> Tensor:
         """Compute the gradients of `weight` times the loss; return that product.
@@ -116,8 +118,16 @@ class GraphedStep:
             self.failures += 1
             for parameter in self.parameters:
                 parameter.grad = None
-            outlook = "the next step tries again" if self.failures < ATTEMPTS else "all further steps run without it"
-            log.warning("the CUDA graph of the step was not captured, %s: %s", outlook, str(error).splitlines()[0])
+            outlook = (
+                "the next step tries again"
+                if self.failures < ATTEMPTS
+                else "all further steps run without it"
+            )
+            log.warning(
+                "the CUDA graph of the step was not captured, %s: %s",
+                outlook,
+                str(error).splitlines()[0],
+            )
             return
         self.graph = graph
         self.gradients = [parameter.grad for parameter in self.parameters]
@@ -134,7 +144,10 @@ class GraphedStep:
         """Copy the batch into the buffers that the graph reads."""
         refuse(self._mistakes(batch, self.inputs or batch))
         if not self.inputs:
-            self.inputs = {name: torch.empty_like(value, device=self.model.device) for name, value in batch.items()}
+            self.inputs = {
+                name: torch.empty_like(value, device=self.model.device)
+                for name, value in batch.items()
+            }
         for name, buffer in self.inputs.items():
             buffer.copy_(batch[name], non_blocking=True)
 
@@ -146,7 +159,9 @@ class GraphedStep:
         if "attention_mask" in batch:
             yield "a CUDA graph cannot test attention_mask for padding: pack documents (document_ids) instead"
         for name in dict.fromkeys((*before, *batch)):
-            now, first = ([*tensors[name].shape] if name in tensors else None for tensors in (batch, before))
+            now, first = (
+                [*tensors[name].shape] if name in tensors else None for tensors in (batch, before)
+            )
             if now != first:
                 advice = "a CUDA graph has one shape, so make a GraphedStep for each"
                 yield f"{name} has shape {now}, in the first call {first}: {advice}"

@@ -31,7 +31,9 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 @torch.no_grad()
 def evaluate(
-    model: CausalLM, batches: list[Batch], reduce: Callable[[Tensor], Tensor] = lambda totals: totals
+    model: CausalLM,
+    batches: list[Batch],
+    reduce: Callable[[Tensor], Tensor] = lambda totals: totals,
 ) -> float:
     """Return the mean cross-entropy over `batches` (on the CPU), in nats per counted token; nan if no token counts.
 
@@ -42,7 +44,9 @@ def evaluate(
     with evaluating(model, model.te, model.recipe):
         for batch in batches:
             counted = count_targets(batch)
-            loss = model(**to_device(batch, model.device), return_logits=False).loss.double() * counted
+            loss = (
+                model(**to_device(batch, model.device), return_logits=False).loss.double() * counted
+            )
             totals += torch.stack([loss, torch.full_like(loss, counted)])
     total, count = reduce(totals).tolist()
     return total / count if count else math.nan
@@ -56,7 +60,9 @@ def first_bad_module(model: CausalLM, batch: Batch) -> str | None:
     def check(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: object, output: object) -> None:
             values = [output, *module.parameters(recurse=False)]
-            if not found and not all(bool(v.isfinite().all()) for v in values if isinstance(v, Tensor)):
+            if not found and not all(
+                bool(v.isfinite().all()) for v in values if isinstance(v, Tensor)
+            ):
                 found.append(name)
 
         return hook
@@ -71,22 +77,36 @@ def first_bad_module(model: CausalLM, batch: Batch) -> str | None:
 
 
 def diagnosis(
-    model: CausalLM, ranks: Ranks, step: int, loss: float, norm: float, micro_batches: Sequence[Batch]
+    model: CausalLM,
+    ranks: Ranks,
+    step: int,
+    loss: float,
+    norm: float,
+    micro_batches: Sequence[Batch],
 ) -> str:
     """Return a line that says why a step's loss or gradient norm is not finite; all ranks call it.
 
     It names a mistake in the batch, or the first layer whose output is not finite.
     """
     size = model.config.vocab_size
-    checked = [invalid_label(b["labels"], size) or invalid_token(b["input_ids"], size) for b in micro_batches]
+    checked = [
+        invalid_label(b["labels"], size) or invalid_token(b["input_ids"], size)
+        for b in micro_batches
+    ]
     mistake = next(filter(None, sum(ranks.gather(checked), [])), None)
     if mistake is not None:
         return f"step {step}: {mistake}. The weights are those of the step before"
     what, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
-    own = [first_bad_module(model, batch) for batch in micro_batches]  # all: every rank must take part
+    own = [
+        first_bad_module(model, batch) for batch in micro_batches
+    ]  # all: every rank must take part
     where = next(filter(None, sum(ranks.gather(own), [])), None)
-    place = f"the first layer with such values is {where}" if where else "every forward value is finite"
+    place = (
+        f"the first layer with such values is {where}" if where else "every forward value is finite"
+    )
     advice, recipe = "try a lower --learning-rate", model.recipe
     if recipe.quantized:
-        advice += f", --recipe {'bf16' if recipe.name == 'current' else 'current'}, or more BF16 layers"
+        advice += (
+            f", --recipe {'bf16' if recipe.name == 'current' else 'current'}, or more BF16 layers"
+        )
     return f"step {step}: the {what} is {value}; {place}. The weights are those of the step before: {advice}"

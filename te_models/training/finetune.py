@@ -37,17 +37,32 @@ from te_models.training.loggers import Run, check_loggers, open_loggers
 from te_models.training.parallel import Parallel
 from te_models.training.preflight import check_memory
 from te_models.training.report import draw_run, print_next, print_outcome, progress, summary
-from te_models.training.resume import resumed_options, run_folder, saved_choices, scheduled_recipes, starting_step
+from te_models.training.resume import (
+    resumed_options,
+    run_folder,
+    saved_choices,
+    scheduled_recipes,
+    starting_step,
+)
 from te_models.training.run_file import read_record, run_document, run_id
 from te_models.training.samples import SHARE, Prompt, Sampler, held_out_prompts
-from te_models.training.settings import RUN_FILE, SETTINGS, RunSettings, changed_settings, read_run_file, resolved_path
+from te_models.training.settings import (
+    RUN_FILE,
+    SETTINGS,
+    RunSettings,
+    changed_settings,
+    read_run_file,
+    resolved_path,
+)
 from te_models.training.trainer import Callback, Result, Trainer
 
 if TYPE_CHECKING:
     from te_models.training.lora_run import Content, LoraRun
 
 
-def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Callback] = ()) -> Result:
+def finetune(
+    settings: RunSettings, resume: bool = False, callbacks: Sequence[Callback] = ()
+) -> Result:
     """Train a model, and print a summary, progress, the result and a sample; under torchrun every process calls this.
 
     te_models.training.settings makes the settings. With `resume` the run continues from the newest checkpoint in its
@@ -74,14 +89,20 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
             stack.callback(dataset.close)  # after Ctrl-C too, while its workers start
         if config.epochs:
             config = dataclasses.replace(config, steps=steps_of(dataset, config))
-            settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, steps=config.steps))
+            settings = dataclasses.replace(
+                settings, train=dataclasses.replace(settings.train, steps=config.steps)
+            )
         torch.manual_seed(config.seed)
         model = _build(settings, shared, newest)
         check_fit(words, model.config, config.seq_len)
         adapters = _adapters(settings, model)
-        start = starting_step(folder, newest is not None, config.steps, settings.lora, "merge_dtype" in settings.given)
+        start = starting_step(
+            folder, newest is not None, config.steps, settings.lora, "merge_dtype" in settings.given
+        )
         first = _first_recipe(settings, model)
-        about = summary(model, dataset, config, start, shared.describe(), settings.command, memory, first)
+        about = summary(
+            model, dataset, config, start, shared.describe(), settings.command, memory, first
+        )
         for part in (*chosen, *_notes(settings, folder, newest, model), about):
             console.print(part)
         sampler = _sampler(settings, model, words, eval_batches, shared)
@@ -101,7 +122,9 @@ def finetune(settings: RunSettings, resume: bool = False, callbacks: Sequence[Ca
             seconds = time.monotonic() - begun
         stack.close()  # its processes need no memory while samples are drawn
         content = None if adapters is None or result.interrupted else adapters.content(live=False)
-        written = _write_end(settings, trainer, adapters, content, words) if shared.ranks.first else {}
+        written = (
+            _write_end(settings, trainer, adapters, content, words) if shared.ranks.first else {}
+        )
         print_outcome(console, result, config, settings.command, folder, written)
         if not result.interrupted:
             _show_samples(console, sampler, folder, words, model, eval_batches, seconds)
@@ -113,7 +136,9 @@ def _train_config(settings: RunSettings) -> TrainConfig:
     recorded = settings.file is not None and "parallel" not in settings.given
     config = choose_parallel(settings.train, recorded, lora=settings.lora is not None)
     if settings.lora is not None and settings.lora.merge and config.parallel.startswith("fsdp"):
-        raise UsageError("--merge needs the whole model in one process: leave it out, and merge with te-models convert")
+        raise UsageError(
+            "--merge needs the whole model in one process: leave it out, and merge with te-models convert"
+        )
     return config
 
 
@@ -124,7 +149,11 @@ def _first_recipe(settings: RunSettings, model: CausalLM) -> Recipe:
 
 
 def _write_end(
-    settings: RunSettings, trainer: Trainer, adapters: LoraRun | None, content: Content | None, words: Tokenizer
+    settings: RunSettings,
+    trainer: Trainer,
+    adapters: LoraRun | None,
+    content: Content | None,
+    words: Tokenizer,
 ) -> dict[str, str]:
     """Write the adapters, if any and the run is complete, and the loss curve; return what was written and where."""
     written, result, config = {}, trainer.result, trainer.config
@@ -134,13 +163,20 @@ def _write_end(
         written = save_adapters(adapters, content, trainer.out, words, trainer.evaluation, result)
     label = f"{settings.label} · {trainer.model.recipe.name}"
     about = f"{config.tokens_per_step:,} tokens; {settings.command}"
-    return {"loss curve": draw_run(result, label, settings.data.data, trainer.out, about), **written}
+    return {
+        "loss curve": draw_run(result, label, settings.data.data, trainer.out, about),
+        **written,
+    }
 
 
-def _note_before(console: Console, sampler: Sampler, model: CausalLM, batch: Batch, config: TrainConfig) -> None:
+def _note_before(
+    console: Console, sampler: Sampler, model: CausalLM, batch: Batch, config: TrainConfig
+) -> None:
     """Note the model's answers before the first step, in a share of the time that the run is expected to take."""
     with console.status("answering prompts of the evaluation data before the first step"):
-        sampler.note_before(SHARE / 2 * _expected_seconds(model, batch, config) if sampler.bounded else math.inf)
+        sampler.note_before(
+            SHARE / 2 * _expected_seconds(model, batch, config) if sampler.bounded else math.inf
+        )
 
 
 def _expected_seconds(model: CausalLM, batch: Batch, config: TrainConfig) -> float:
@@ -176,7 +212,11 @@ def _place(settings: RunSettings, shared: Parallel, resume: bool) -> tuple[Path,
 
 
 def _open_data(
-    settings: RunSettings, config: TrainConfig, words: Tokenizer, shared: Parallel, newest: Path | None
+    settings: RunSettings,
+    config: TrainConfig,
+    words: Tokenizer,
+    shared: Parallel,
+    newest: Path | None,
 ) -> tuple[TokenDataset | StreamingDataset, list[Batch]]:
     """Return this process's share of the training data, and its evaluation batches."""
     data = settings.data
@@ -202,7 +242,9 @@ def _build(settings: RunSettings, shared: Parallel, newest: Path | None) -> Caus
     assert settings.model is not None
     if newest is None or settings.lora is not None:
         return CausalLM.from_pretrained(settings.model, build=shared.build, **options)
-    options = {name: value for name, value in options.items() if name not in config_fields()}  # the checkpoint has them
+    options = {
+        name: value for name, value in options.items() if name not in config_fields()
+    }  # the checkpoint has them
     return CausalLM.from_pretrained(newest, build=shared.build, **options)
 
 
@@ -232,16 +274,22 @@ def _notes(settings: RunSettings, folder: Path, newest: Path | None, model: Caus
     given = {name: now[name] for name in settings.given & now.keys()}
     then = read_run_file(folder / RUN_FILE)
     changed = changed_settings(then, given)
-    lines += [f"changed: {name} = {new!r}, was {old!r}" for name, (old, new) in sorted(changed.items())]
+    lines += [
+        f"changed: {name} = {new!r}, was {old!r}" for name, (old, new) in sorted(changed.items())
+    ]
     same = then.get("recipe_schedule") == settings.train.recipe_schedule
-    return lines + (_moved_changes(settings.train, then.get("steps", settings.train.steps)) if same else [])
+    return lines + (
+        _moved_changes(settings.train, then.get("steps", settings.train.steps)) if same else []
+    )
 
 
 def _moved_changes(config: TrainConfig, steps: int) -> list[str]:
     """Return what is said of changes of the recipe at shares of the steps, which more steps than before move."""
     before = dataclasses.replace(config, steps=steps).recipe_changes
     moved = [
-        (old, new, name) for (old, name), (new, _) in zip(before, config.recipe_changes, strict=True) if old != new
+        (old, new, name)
+        for (old, name), (new, _) in zip(before, config.recipe_changes, strict=True)
+        if old != new
     ]
     return [
         f"changed: recipe {name!r} follows after step {new}, was {old}: a share of the steps"
@@ -249,12 +297,23 @@ def _moved_changes(config: TrainConfig, steps: int) -> list[str]:
     ]
 
 
-def _show_samples(console: Console, sampler: Sampler | None, folder: Path, words: Tokenizer, model: CausalLM,
-                  eval_batches: list[Batch], seconds: float) -> None:  # fmt: skip
+def _show_samples(
+    console: Console,
+    sampler: Sampler | None,
+    folder: Path,
+    words: Tokenizer,
+    model: CausalLM,
+    eval_batches: list[Batch],
+    seconds: float,
+) -> None:
     """Print the answers of the model, which has been trained for so many seconds, and the commands to run next."""
     if sampler:
         sampler.show(console, SHARE / 2 * seconds if sampler.bounded else math.inf)
-    prompts = sampler.prompts if sampler else held_out_prompts(eval_batches, words, model.config.longest_sequence)
+    prompts = (
+        sampler.prompts
+        if sampler
+        else held_out_prompts(eval_batches, words, model.config.longest_sequence)
+    )
     try:
         format = default_format(model, model.origin)
     except ConfigError:  # no server has this architecture

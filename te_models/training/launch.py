@@ -84,11 +84,15 @@ def choose_parallel(config: TrainConfig, recorded: bool = False, lora: bool = Fa
         undivided: Fields = {name: getattr(TrainConfig, name) for name in DIVISIONS}
         config = dataclasses.replace(config, parallel="auto", **undivided)
     if lora and config.parallel in ("tp", "fsdp+tp"):
-        raise UsageError(f"--lora adapts whole layers: use --parallel ddp, fsdp or fsdp+ep, not {config.parallel}")
+        raise UsageError(
+            f"--lora adapts whole layers: use --parallel ddp, fsdp or fsdp+ep, not {config.parallel}"
+        )
     if config.parallel != "auto":
         return config
     whole = lora or config.optimizer == "te-adam" or config.optimizer_offload
-    return dataclasses.replace(config, parallel="none" if world <= 1 else "ddp" if whole else "fsdp")
+    return dataclasses.replace(
+        config, parallel="none" if world <= 1 else "ddp" if whole else "fsdp"
+    )
 
 
 def check_launch(config: TrainConfig) -> None:
@@ -104,7 +108,9 @@ def _launch_mistakes(config: TrainConfig, world: int) -> Iterator[str]:
         yield f"--parallel {kind} is for several processes: start it as torchrun --nproc-per-node N -m te_models ..."
     if kind == "fsdp+tp" and (size < 2 or world % size):
         yield f"--parallel fsdp+tp on {world} processes needs --tensor-parallel-size, a divisor of {world} > 1"
-    if (experts := config.expert_parallel_size) and (kind != "fsdp+ep" or world % experts or experts < 2):
+    if (experts := config.expert_parallel_size) and (
+        kind != "fsdp+ep" or world % experts or experts < 2
+    ):
         yield f"--expert-parallel-size {experts} is for --parallel fsdp+ep, and a divisor of its {world} processes > 1"
     if config.fp8_dispatch and kind != "fsdp+ep":
         yield "--fp8-dispatch sends tokens to the experts of other processes: it is only for --parallel fsdp+ep"
@@ -131,7 +137,9 @@ def meshes(config: TrainConfig, device: torch.device) -> Fields:
     elif config.parallel == "fsdp+tp":
         sizes = {"dp": world // config.tensor_parallel_size, "tp": config.tensor_parallel_size}
     found = _dimensions(device, sizes)
-    if config.parallel == "fsdp+ep":  # the processes that share experts have different parts of each batch
+    if (
+        config.parallel == "fsdp+ep"
+    ):  # the processes that share experts have different parts of each batch
         size = config.expert_parallel_size or world
         found |= _dimensions(device, {"replicas": world // size, "ep": size})
     return found
@@ -144,5 +152,12 @@ def _dimensions(device: torch.device, sizes: Mapping[str, int]) -> dict[str, Dev
 
 def lost_peer(error: BaseException) -> bool:
     """Return whether an error of torch.distributed means that another process is gone."""
-    signs = ("Connection closed by peer", "Connection reset", "Broken pipe", "timed out", "Timed out", "timeout")
+    signs = (
+        "Connection closed by peer",
+        "Connection reset",
+        "Broken pipe",
+        "timed out",
+        "Timed out",
+        "timeout",
+    )
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)

@@ -31,12 +31,18 @@ class Run:
 class Logger(Callback):
     """Sends the metrics of each step to a library: numbers by name, and the step."""
 
-    def __init__(self, send: Callable[[dict[str, float], int], None], close: Callable[[], None]) -> None:
+    def __init__(
+        self, send: Callable[[dict[str, float], int], None], close: Callable[[], None]
+    ) -> None:
         self.send, self.close = send, close
 
     def on_step(self, trainer: Trainer, row: Row) -> None:
         """Send all numbers of the row."""
-        numbers = {name: value for name, value in row.items() if isinstance(value, (int, float)) and name != "step"}
+        numbers = {
+            name: value
+            for name, value in row.items()
+            if isinstance(value, (int, float)) and name != "step"
+        }
         self.send(numbers, row["step"])
 
 
@@ -64,11 +70,15 @@ def _to_wandb(run: Run) -> Logger:
 
 
 def _to_trackio(run: Run) -> Logger:
-    own = _library("trackio").init(project=PROJECT, name=run.name, config=dict(run.settings), resume="allow")
+    own = _library("trackio").init(
+        project=PROJECT, name=run.name, config=dict(run.settings), resume="allow"
+    )
     return Logger(lambda values, step: own.log(values, step=step), own.finish)
 
 
-LOGGERS: dict[str, tuple[str, str, Callable[[Run], Logger]]] = {  # name -> module, oldest version, start of a run
+LOGGERS: dict[
+    str, tuple[str, str, Callable[[Run], Logger]]
+] = {  # name -> module, oldest version, start of a run
     "tensorboard": ("torch.utils.tensorboard", "2.15", _to_tensorboard),
     "wandb": ("wandb", "0.17", _to_wandb),
     "trackio": ("trackio", "0.2", _to_trackio),

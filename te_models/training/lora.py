@@ -64,9 +64,13 @@ class AdaptedModel(PeftModel):
     """peft's PeftModel around a CausalLM: its configs may name the linears of transformers, and its files do."""
 
     def __init__(
-        self, model: CausalLM, peft_config: PeftConfig, adapter_name: str = "default",
-        fused: Mapping[str, Fused] | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: CausalLM,
+        peft_config: PeftConfig,
+        adapter_name: str = "default",
+        fused: Mapping[str, Fused] | None = None,
+        **options: Any,
+    ) -> None:
         """Freeze `model` and add adapters: `fused`, te.Linear -> adapter, or what `peft_config` targets."""
         config, fused = _resolved(model, peft_config, fused)
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -86,7 +90,10 @@ class AdaptedModel(PeftModel):
         return self._thawed()
 
     def merge_and_unload(
-        self, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None
+        self,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
     ) -> CausalLM:
         """Return the model with the adapters in its weights, which train again as before; arguments are peft's."""
         cast(LoraModel, self.base_model).merge_and_unload(progressbar, safe_merge, adapter_names)
@@ -99,9 +106,13 @@ class AdaptedModel(PeftModel):
         return model
 
     def add_adapter(
-        self, adapter_name: str, peft_config: PeftConfig, low_cpu_mem_usage: bool = False,
-        autocast_adapter_dtype: bool = True, fused: Mapping[str, Fused] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        adapter_name: str,
+        peft_config: PeftConfig,
+        low_cpu_mem_usage: bool = False,
+        autocast_adapter_dtype: bool = True,
+        fused: Mapping[str, Fused] | None = None,
+    ) -> None:
         """Add another adapter, which starts at zero and is inactive until `set_adapter`."""
         config, fused = _resolved(self.get_base_model(), peft_config, fused)
         super().add_adapter(adapter_name, config, low_cpu_mem_usage, autocast_adapter_dtype)
@@ -117,7 +128,9 @@ class AdaptedModel(PeftModel):
             CheckpointError: the folder is damaged, does not fit the model, or has other modules or ranks than the
                 adapter of that name.
         """
-        adapter = _read_adapter(self.get_base_model(), saved_folder(local_folder(model_id)), is_trainable)
+        adapter = _read_adapter(
+            self.get_base_model(), saved_folder(local_folder(model_id)), is_trainable
+        )
         if adapter_name not in self.peft_config:
             self.add_adapter(adapter_name, adapter.config, fused=adapter.fused)
         elif adapter.fused != _adapters(self, adapter_name):
@@ -127,9 +140,13 @@ class AdaptedModel(PeftModel):
         _fill(self, adapter_name, adapter)
 
     def save_pretrained(  # type: ignore[override]  # fewer options
-        self, save_directory: str | Path, safe_serialization: bool = True, selected_adapters: list[str] | None = None,
-        is_main_process: bool = True, **options: object,
-    ) -> None:  # fmt: skip
+        self,
+        save_directory: str | Path,
+        safe_serialization: bool = True,
+        selected_adapters: list[str] | None = None,
+        is_main_process: bool = True,
+        **options: object,
+    ) -> None:
         """Save each adapter as `save_lora` does; other files in `save_directory` are left unchanged.
 
         Args:
@@ -140,18 +157,26 @@ class AdaptedModel(PeftModel):
             options: other options of peft, which are ignored.
         """
         if not safe_serialization:
-            raise UsageError("safe_serialization=False would write a pickle, which can run code: leave it out")
+            raise UsageError(
+                "safe_serialization=False would write a pickle, which can run code: leave it out"
+            )
         for name in selected_adapters or list(self.peft_config) if is_main_process else ():
             folder = Path(save_directory) / name if name != "default" else Path(save_directory)
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder, prefix=".adapter-") as temp:
                 save_lora(self, Path(temp) / "new", name)
-                for file in sorted((Path(temp) / "new").iterdir(), key=lambda path: path.name == MANIFEST):
+                for file in sorted(
+                    (Path(temp) / "new").iterdir(), key=lambda path: path.name == MANIFEST
+                ):
                     os.replace(file, folder / file.name)
 
     @classmethod
     def from_pretrained(  # type: ignore[override]  # fewer options
-        cls, model: CausalLM, model_id: str | Path, adapter_name: str = "default", is_trainable: bool = False
+        cls,
+        model: CausalLM,
+        model_id: str | Path,
+        adapter_name: str = "default",
+        is_trainable: bool = False,
     ) -> AdaptedModel:
         """Return `load_lora(model, model_id, is_trainable)`."""
         return load_lora(model, model_id, is_trainable, adapter_name)
@@ -160,8 +185,12 @@ class AdaptedModel(PeftModel):
 @overload
 def add_lora(model: CausalLM, config: LoraConfig | None = None, **fields: Any) -> AdaptedModel: ...
 @overload
-def add_lora(model: TEModelsForCausalLM, config: LoraConfig | None = None, **fields: Any) -> PeftModel: ...
-def add_lora(model: CausalLM | TEModelsForCausalLM, config: LoraConfig | None = None, **fields: Any) -> PeftModel:
+def add_lora(
+    model: TEModelsForCausalLM, config: LoraConfig | None = None, **fields: Any
+) -> PeftModel: ...
+def add_lora(
+    model: CausalLM | TEModelsForCausalLM, config: LoraConfig | None = None, **fields: Any
+) -> PeftModel:
     """Freeze `model` and add adapters to it, which start at zero and change no output.
 
     Targets are our linears (`qkvg_proj`, `o_proj`, `gate_up_proj`, `down_proj`, `lm_head`) or those of transformers
@@ -182,16 +211,26 @@ def add_lora(model: CausalLM | TEModelsForCausalLM, config: LoraConfig | None = 
         UsageError: a field that is not supported (DoRA and other kinds), or a target that matches nothing.
     """
     if isinstance(model, PeftModel):
-        raise UsageError("the model has adapters already: add another with its add_adapter(name, config)")
+        raise UsageError(
+            "the model has adapters already: add another with its add_adapter(name, config)"
+        )
     if config is None:
         known = [field.name for field in dataclasses.fields(LoraConfig)]
         for name in fields.keys() - set(known):
             advice = "write r, as peft does" if name == "rank" else ""
             raise unknown("field of LoraConfig", name, known, "help(peft.LoraConfig)", advice)
         config = LoraConfig(**fields)
-    if isinstance(config, LoraConfig) and config.target_modules is None and not config.target_parameters:
+    if (
+        isinstance(config, LoraConfig)
+        and config.target_modules is None
+        and not config.target_parameters
+    ):
         config = dataclasses.replace(config, target_modules=_linears_of_blocks(model))
-    return AdaptedModel(model, config) if isinstance(model, CausalLM) else _add_to_linears(model, config)
+    return (
+        AdaptedModel(model, config)
+        if isinstance(model, CausalLM)
+        else _add_to_linears(model, config)
+    )
 
 
 def _linears_of_blocks(model: CausalLM | TEModelsForCausalLM) -> list[str]:
@@ -212,7 +251,12 @@ def _add_to_linears(model: TEModelsForCausalLM, config: LoraConfig) -> PeftModel
         "modules_to_save": config.modules_to_save,
         "an adapter on lm_head": any(module_of(one.place) == "lm_head" for one in found.values()),
     }
-    refuse({f"{what} needs a CausalLM: give add_lora the model inside (`.model`)": is_ for what, is_ in asked.items()})
+    refuse(
+        {
+            f"{what} needs a CausalLM: give add_lora the model inside (`.model`)": is_
+            for what, is_ in asked.items()
+        }
+    )
     wanted: dict[str, Wanted] = {}
     for name, one in found.items():
         parts = [name] if name in modules.theirs else modules.parts_of(module_of(one.place))
@@ -244,7 +288,9 @@ def adapter_content(
     tensors, config = _file_content(adapted, name)
     groups = {"adapter_model": tensors}
     if state := model.copied_fp8_state():
-        groups["fp8_state"] = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items()}
+        groups["fp8_state"] = {
+            name.replace(".base_layer.", "."): tensor for name, tensor in state.items()
+        }
     return groups, {"adapter_config": config, "recipe": model.recipe.to_dict()}
 
 
@@ -293,18 +339,28 @@ class _Adapter(NamedTuple):
 def _read_adapter(model: CausalLM, folder: Path, trainable: bool) -> _Adapter:
     """Read and check an adapter for `model`, which does not change."""
     if folder.is_dir() and not (folder / WEIGHTS).exists() and list(folder.glob("*.bin")):
-        raise CheckpointError(f"{folder} holds its adapters as a pickle, which can run code: save them as safetensors")
+        raise CheckpointError(
+            f"{folder} holds its adapters as a pickle, which can run code: save them as safetensors"
+        )
     modules, path = adaptable_modules(model), folder / "adapter_config.json"
     if (folder / MANIFEST).exists():
-        saved = load_folder(folder, ["adapter_config", "adapter_model"], optional=["fp8_state", "recipe"])
+        saved = load_folder(
+            folder, ["adapter_config", "adapter_model"], optional=["fp8_state", "recipe"]
+        )
     else:  # of peft itself
         saved = Folder(
-            folder, {"adapter_model": read_safetensors(folder / WEIGHTS)}, {"adapter_config": read_json(path)}
+            folder,
+            {"adapter_model": read_safetensors(folder / WEIGHTS)},
+            {"adapter_config": read_json(path)},
         )
-    tensors = {modules.as_stored(name): tensor for name, tensor in saved.tensors["adapter_model"].items()}
+    tensors = {
+        modules.as_stored(name): tensor for name, tensor in saved.tensors["adapter_model"].items()
+    }
     config = read_config(path, saved.documents["adapter_config"], tensors, modules)
     config.inference_mode = not trainable
-    headless = not any(name.startswith((f"{PREFIX}model.", f"{PREFIX}lm_head.")) for name in tensors)
+    headless = not any(
+        name.startswith((f"{PREFIX}model.", f"{PREFIX}lm_head.")) for name in tensors
+    )
     with explained(path, UsageError):
         wanted = wanted_adapters(config, modules, headless)
         whole = whole_modules(config, modules, model)
@@ -313,7 +369,9 @@ def _read_adapter(model: CausalLM, folder: Path, trainable: bool) -> _Adapter:
     match(_expected(model, wanted, whole, modules), tensors, check_dtype=False)
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tensor.itemsize == 1:
-            raise CheckpointError(f"{folder}: {name} is {tensor.dtype}: save adapters in BF16, FP16 or FP32")
+            raise CheckpointError(
+                f"{folder}: {name} is {tensor.dtype}: save adapters in BF16, FP16 or FP32"
+            )
     check_finite(tensors, folder)
     pairs = {
         one.place: (tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"])
@@ -324,11 +382,15 @@ def _read_adapter(model: CausalLM, folder: Path, trainable: bool) -> _Adapter:
         theirs = modules.parts_of(module)
         fused[module] = one = share_a(one, theirs, pairs)
         mine = {place: pair for place, pair in pairs.items() if place.name == f"{module}.weight"}
-        values[f"{module}.lora_A"], values[f"{module}.lora_B"] = join(one, modules.ours[module], mine)
+        values[f"{module}.lora_A"], values[f"{module}.lora_B"] = join(
+            one, modules.ours[module], mine
+        )
     return _Adapter(saved, config, fused, values)
 
 
-def _without_head(model: CausalLM, tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+def _without_head(
+    model: CausalLM, tensors: Mapping[str, Tensor], folder: Path
+) -> dict[str, Tensor]:
     """Return the tensors without the copy of the frozen head that peft saves with an adapter on it."""
     left, name = dict(tensors), f"{PREFIX}lm_head.base_layer.weight"
     if (head := left.pop(name, None)) is not None:
@@ -350,7 +412,9 @@ def _keys(wanted: Mapping[str, Wanted], modules: Modules) -> dict[str, Wanted]:
     for name, one in wanted.items():
         parent, _, leaf = name.rpartition(".")
         inside = leaf == "gate_up_proj" and f"{parent}.down_proj" in wanted
-        own = name if module_of(one.place) not in modules.counts else parent + ".base_layer" * inside
+        own = (
+            name if module_of(one.place) not in modules.counts else parent + ".base_layer" * inside
+        )
         found[f"{PREFIX}{own}"] = one
     return found
 
@@ -359,7 +423,10 @@ def _expected(
     model: CausalLM, wanted: Mapping[str, Wanted], whole: Mapping[str, str], modules: Modules
 ) -> dict[str, Tensor]:
     """Return the names and shapes in the file of an adapter, on the meta device."""
-    expected = {f"{PREFIX}{name}.weight": (model.config.vocab_size, model.config.hidden_size) for name in whole}
+    expected = {
+        f"{PREFIX}{name}.weight": (model.config.vocab_size, model.config.hidden_size)
+        for name in whole
+    }
     for key, one in _keys(wanted, modules).items():
         expected[f"{key}.lora_A.weight"], expected[f"{key}.lora_B.weight"] = modules.sizes(one)
     return {name: torch.empty(shape, device="meta") for name, shape in expected.items()}
@@ -370,7 +437,9 @@ def _resolved(
 ) -> tuple[LoraConfig, Mapping[str, Fused]]:
     """Return peft's config with the names of ours that it targets and their ranks, and te.Linear -> its adapter."""
     if model.tp.size > 1:
-        raise UsageError("LoRA on a tensor-parallel model is not supported: load it without tp_mesh")
+        raise UsageError(
+            "LoRA on a tensor-parallel model is not supported: load it without tp_mesh"
+        )
     config = copy.deepcopy(config)
     check_fields(config.to_dict(), init=fused is None)
     assert isinstance(config, LoraConfig)
@@ -379,32 +448,46 @@ def _resolved(
     if fused is None:
         fused = fuse(wanted_adapters(config, modules).values(), modules)
     if model.ep.size > 1 and modules.counts.keys() & fused.keys():
-        raise UsageError("adapters on experts need all experts on each process: use --parallel fsdp, not fsdp+ep")
-    alphas = {name: alpha_of(one.scaling, one.rank, config.use_rslora) for name, one in fused.items()}
+        raise UsageError(
+            "adapters on experts need all experts on each process: use --parallel fsdp, not fsdp+ep"
+        )
+    alphas = {
+        name: alpha_of(one.scaling, one.rank, config.use_rslora) for name, one in fused.items()
+    }
     config.target_modules, config.target_parameters = list(fused), None
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
     config.modules_to_save = list(whole.values()) or None
     config.rank_pattern = {name: one.rank for name, one in fused.items() if one.rank != config.r}
-    config.alpha_pattern = {name: alpha for name, alpha in alphas.items() if alpha != config.lora_alpha}
+    config.alpha_pattern = {
+        name: alpha for name, alpha in alphas.items() if alpha != config.lora_alpha
+    }
     if config.base_model_name_or_path is None and model.origin.folder is not None:
         config.base_model_name_or_path = str(model.origin.folder)
     # A task type would wrap the model in a class that passes it arguments that only models of transformers accept.
     config.task_type = None
-    config._register_custom_module({model.te.Linear: LoraLinear, model.te.GroupedLinear: LoraExperts})
+    config._register_custom_module(
+        {model.te.Linear: LoraLinear, model.te.GroupedLinear: LoraExperts}
+    )
     return config, fused
 
 
 def _layers(adapted: AdaptedModel, adapter_name: str) -> dict[str, LoraLinear]:
     """Return te.Linear -> its layer that has the adapter."""
     modules = adapted.get_base_model().named_modules()
-    return {name: m for name, m in modules if isinstance(m, LoraLinear) and adapter_name in m.lora_A}
+    return {
+        name: m for name, m in modules if isinstance(m, LoraLinear) and adapter_name in m.lora_A
+    }
 
 
 def _adapters(adapted: AdaptedModel, adapter_name: str) -> dict[str, Fused]:
-    return {name: layer.fused[adapter_name] for name, layer in _layers(adapted, adapter_name).items()}
+    return {
+        name: layer.fused[adapter_name] for name, layer in _layers(adapted, adapter_name).items()
+    }
 
 
-def _divide(adapted: AdaptedModel, adapter_name: str, config: LoraConfig, fused: Mapping[str, Fused]) -> None:
+def _divide(
+    adapted: AdaptedModel, adapter_name: str, config: LoraConfig, fused: Mapping[str, Fused]
+) -> None:
     """Divide the new adapter of each te.Linear into its parts."""
     for name, layer in _layers(adapted, adapter_name).items():
         layer.fuse(adapter_name, fused[name], config.init_lora_weights)
@@ -428,7 +511,9 @@ def _fill(adapted: AdaptedModel, adapter_name: str, adapter: _Adapter) -> None:
         parameter.copy_(adapter.values[name])
 
 
-def _file_content(adapted: AdaptedModel, adapter_name: str) -> tuple[dict[str, Tensor], dict[str, object]]:
+def _file_content(
+    adapted: AdaptedModel, adapter_name: str
+) -> tuple[dict[str, Tensor], dict[str, object]]:
     """Return the tensors and the config of an adapter as peft saves them for the model of transformers."""
     modules, own = adaptable_modules(adapted.get_base_model()), adapted.peft_config[adapter_name]
     assert isinstance(own, LoraConfig)
@@ -441,16 +526,28 @@ def _file_content(adapted: AdaptedModel, adapter_name: str) -> tuple[dict[str, T
     tensors: dict[str, Tensor] = {}
     for key, one in _keys(wanted, modules).items():
         tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = pairs[one.place]
-    whole = {theirs: ours for theirs, ours in modules.whole.items() if f"{ours}.weight" in parameters}
-    tensors |= {f"{PREFIX}{theirs}.weight": parameters[f"{ours}.weight"].clone() for theirs, ours in whole.items()}
+    whole = {
+        theirs: ours for theirs, ours in modules.whole.items() if f"{ours}.weight" in parameters
+    }
+    tensors |= {
+        f"{PREFIX}{theirs}.weight": parameters[f"{ours}.weight"].clone()
+        for theirs, ours in whole.items()
+    }
     values: dict[str, Any] = {**own.to_dict(), "task_type": "CAUSAL_LM", "inference_mode": True}
     values["init_lora_weights"] = True
     values.pop("runtime_config", None)
     if modules.counts.keys() & _adapters(adapted, adapter_name).keys():
         values["lora_dropout"] = 0.0  # peft has none for experts, and only training uses it
-    if dropped := dropped_by_peft(modules.architecture, (name for name in wanted if name not in modules.experts)):
-        warnings.warn(f"{dropped}: load_lora reads them; for transformers merge them, or leave them out", stacklevel=3)
-    values |= _their_targets(wanted, modules, own.use_rslora) | {"modules_to_save": list(whole) or None}
+    if dropped := dropped_by_peft(
+        modules.architecture, (name for name in wanted if name not in modules.experts)
+    ):
+        warnings.warn(
+            f"{dropped}: load_lora reads them; for transformers merge them, or leave them out",
+            stacklevel=3,
+        )
+    values |= _their_targets(wanted, modules, own.use_rslora) | {
+        "modules_to_save": list(whole) or None
+    }
     return tensors, json.loads(json.dumps(values, default=list))  # peft has sets and enums there
 
 
@@ -468,16 +565,22 @@ def _their_targets(wanted: Mapping[str, Wanted], modules: Modules, rslora: bool)
             found += [end] if len(present) == len(names) else present
         return found
 
-    named = {f"{name}.weight" if name in modules.routers else name: one for name, one in wanted.items()}
+    named = {
+        f"{name}.weight" if name in modules.routers else name: one for name, one in wanted.items()
+    }
     alphas = {name: alpha_of(one.scaling, one.rank, rslora) for name, one in named.items()}
     rank = Counter(one.rank for one in wanted.values()).most_common(1)[0][0]
     alpha = Counter(alphas.values()).most_common(1)[0][0]
     linears = [name for name in modules.theirs if name not in modules.routers]
     routers = [f"{name}.weight" for name in targets(sorted(modules.routers), 1)]
     return {
-        "target_modules": targets(linears, 1), "target_parameters": targets(modules.experts, 2) + routers or None,
-        "exclude_modules": None, "layers_to_transform": None, "layers_pattern": None,
-        "r": rank, "lora_alpha": alpha,
+        "target_modules": targets(linears, 1),
+        "target_parameters": targets(modules.experts, 2) + routers or None,
+        "exclude_modules": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "r": rank,
+        "lora_alpha": alpha,
         "rank_pattern": {name: one.rank for name, one in named.items() if one.rank != rank},
         "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
-    }  # fmt: skip
+    }

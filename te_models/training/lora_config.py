@@ -24,17 +24,43 @@ with needs("te_models.training.lora", "peft", "0.19", "lora"):
 MAX_PATTERN = 1000  # characters of a regular expression
 MAX_WAYS = 300_000  # to match a name of 50 characters that a regular expression may try: a few ms
 ALL_LINEAR = "all-linear"
-SUPPORTED = frozenset((
-    "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "modules_to_save",
-    "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
-    "target_parameters",
-))  # fmt: skip
+SUPPORTED = frozenset(
+    (
+        "r",
+        "target_modules",
+        "exclude_modules",
+        "lora_alpha",
+        "lora_dropout",
+        "use_rslora",
+        "modules_to_save",
+        "init_lora_weights",
+        "layers_to_transform",
+        "layers_pattern",
+        "rank_pattern",
+        "alpha_pattern",
+        "target_parameters",
+    )
+)
 # Fields without effect on an adapter: bookkeeping, and settings of features that other fields switch on.
-HARMLESS = frozenset((
-    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "runtime_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
-    "qalora_group_size", "ensure_weight_tying",
-))  # fmt: skip
+HARMLESS = frozenset(
+    (
+        "task_type",
+        "peft_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "runtime_config",
+        "megatron_core",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        "qalora_group_size",
+        "ensure_weight_tying",
+    )
+)
 # Fields that peft receives from a file: it would take others, such as trainable_token_indices=false, as switched on.
 PASSED = SUPPORTED | {"task_type", "base_model_name_or_path", "revision", "inference_mode"}
 INITS = (True, False, "gaussian")  # the others of peft change the base weights
@@ -69,7 +95,9 @@ def _field_mistakes(values: Mapping[str, Any], init: bool) -> Iterator[str]:
         yield f"init_lora_weights={str(given)[:40]!r} is not supported: choose True, False or 'gaussian'"
 
 
-def wanted_adapters(config: LoraConfig, modules: Modules, headless: bool | None = None) -> dict[str, Wanted]:
+def wanted_adapters(
+    config: LoraConfig, modules: Modules, headless: bool | None = None
+) -> dict[str, Wanted]:
     """Return the name of each module that `config` targets, by transformers' names or ours -> its adapter.
 
     Experts are parameters in transformers, which `target_parameters` name; in a new adapter, `target_modules` may too.
@@ -80,7 +108,9 @@ def wanted_adapters(config: LoraConfig, modules: Modules, headless: bool | None 
         UsageError: a target, or a key of rank_pattern or alpha_pattern, matches nothing.
     """
     if config.target_modules is None and not config.target_parameters:
-        raise UsageError(f"target_modules is missing: name the modules with adapters, or give {ALL_LINEAR!r}")
+        raise UsageError(
+            f"target_modules is missing: name the modules with adapters, or give {ALL_LINEAR!r}"
+        )
     targets = config.target_modules
     if not isinstance(targets, str) or targets.lower() == ALL_LINEAR:
         given = {ALL_LINEAR} if isinstance(targets, str) else set(targets or ())
@@ -90,9 +120,13 @@ def wanted_adapters(config: LoraConfig, modules: Modules, headless: bool | None 
             if name != "lm_head" and name not in modules.routers
         }
         experts = {target for target in given if headless is None and names_experts(target)}
-        config.target_modules = sorted(given - experts - {ALL_LINEAR} | (linears if ALL_LINEAR in given else set()))
+        config.target_modules = sorted(
+            given - experts - {ALL_LINEAR} | (linears if ALL_LINEAR in given else set())
+        )
         config.target_parameters = sorted(experts.union(config.target_parameters or ()))
-    names = modules.named(False) | modules.named(True) if headless is None else modules.named(headless)
+    names = (
+        modules.named(False) | modules.named(True) if headless is None else modules.named(headless)
+    )
     found: dict[Place, str] = {}
     for name, place in names.items():
         if _is_target(config, name):
@@ -101,27 +135,44 @@ def wanted_adapters(config: LoraConfig, modules: Modules, headless: bool | None 
         for target in config.target_modules or ():
             if not any(name == target or name.endswith(f".{target}") for name in names):
                 raise unknown("target module", target, {name.rsplit(".", 1)[-1] for name in names})
-    if isinstance(config.target_modules, str):  # an expression for transformers' names may fit those of ours too
+    if isinstance(
+        config.target_modules, str
+    ):  # an expression for transformers' names may fit those of ours too
         divided = {module_of(place) for place in found if place != modules.ours[module_of(place)]}
-        found = {p: name for p, name in found.items() if module_of(p) not in divided or p != modules.ours[module_of(p)]}
+        found = {
+            p: name
+            for p, name in found.items()
+            if module_of(p) not in divided or p != modules.ours[module_of(p)]
+        }
     for target in config.target_parameters or ():
         named = modules.parameters_named([target], bool(headless))
         if not named and headless is None:
             able = {".".join(name.split(".")[-2:]) for name in modules.experts}
-            raise unknown("target parameter", target, able, advice="" if able else "the model has no experts")
+            raise unknown(
+                "target parameter", target, able, advice="" if able else "the model has no experts"
+            )
         found |= {place: name for name, place in named.items()}
     if not found:
-        raise UsageError(f"target_modules={str(config.target_modules)[:120]} matches no linear of the model")
-    for field, patterns in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
+        raise UsageError(
+            f"target_modules={str(config.target_modules)[:120]} matches no linear of the model"
+        )
+    for field, patterns in (
+        ("rank_pattern", config.rank_pattern),
+        ("alpha_pattern", config.alpha_pattern),
+    ):
         for key in patterns or ():
             if not any(re.match(rf"(.*\.)?({key})$", name) for name in found.values()):
                 raise UsageError(f"{field}: {key[:80]!r} matches no module that has an adapter")
-    wanted = {name: Wanted(place, *_rank_and_scaling(config, name)) for place, name in found.items()}
+    wanted = {
+        name: Wanted(place, *_rank_and_scaling(config, name)) for place, name in found.items()
+    }
     return {name.removesuffix(".weight"): one for name, one in wanted.items()}
 
 
 def _is_target(config: LoraConfig, name: str) -> bool:
-    with explained("a regular expression of target_modules or exclude_modules", re.error, error=UsageError):
+    with explained(
+        "a regular expression of target_modules or exclude_modules", re.error, error=UsageError
+    ):
         return bool(check_target_module_exists(config, name))
 
 
@@ -139,10 +190,16 @@ def whole_modules(config: LoraConfig, modules: Modules, model: CausalLM) -> dict
     """Return their name -> ours of the modules that are fully trained, `modules_to_save`."""
     found, mistakes = {}, []
     for wanted in config.modules_to_save or ():
-        names = [name for name in modules.whole if name.endswith(wanted) or modules.whole[name].endswith(wanted)]
+        names = [
+            name
+            for name in modules.whole
+            if name.endswith(wanted) or modules.whole[name].endswith(wanted)
+        ]
         if not names:
             able = ", ".join(modules.whole) or "none of a model with tied embeddings"
-            mistakes.append(f"modules_to_save={wanted!r} is not supported; te-models trains whole: {able}")
+            mistakes.append(
+                f"modules_to_save={wanted!r} is not supported; te-models trains whole: {able}"
+            )
         found |= {name: modules.whole[name] for name in names}
     if "lm_head" in found.values() and model.precision.head.recipe is not None:
         mistakes.append("modules_to_save='lm_head' needs a recipe with lm_head='bf16'")
@@ -150,7 +207,9 @@ def whole_modules(config: LoraConfig, modules: Modules, model: CausalLM) -> dict
     return found
 
 
-def read_config(path: Path, values: Any, tensors: Mapping[str, Tensor], modules: Modules) -> LoraConfig:
+def read_config(
+    path: Path, values: Any, tensors: Mapping[str, Tensor], modules: Modules
+) -> LoraConfig:
     """Return peft's config of a saved adapter from `values`, the content of adapter_config.json at `path`.
 
     Its patterns are known to terminate, and its ranks are those of the adapter's `tensors`. Experts that the model,
@@ -162,7 +221,9 @@ def read_config(path: Path, values: Any, tensors: Mapping[str, Tensor], modules:
         values = _without_missing(values, modules)
         check_fields(values, init=False)
         refuse(_value_mistakes(values, tensors))
-        config = LoraConfig(**{name: values[name] for name in PASSED & values.keys() if values[name] is not None})
+        config = LoraConfig(
+            **{name: values[name] for name in PASSED & values.keys() if values[name] is not None}
+        )
     config.init_lora_weights = True
     if config.target_modules and not isinstance(config.target_modules, str):
         config.target_modules = [modules.as_stored(name) for name in config.target_modules]
@@ -182,7 +243,9 @@ def _without_missing(values: Mapping[str, Any], modules: Modules) -> dict[str, A
     left = {**values, "target_parameters": known}
     for field in ("rank_pattern", "alpha_pattern"):
         if isinstance(patterns := values.get(field), dict):
-            left[field] = {key: number for key, number in patterns.items() if not key.endswith(missing)}
+            left[field] = {
+                key: number for key, number in patterns.items() if not key.endswith(missing)
+            }
     return left
 
 
@@ -192,11 +255,15 @@ def _value_mistakes(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     ranks, alphas = values.get("rank_pattern") or {}, values.get("alpha_pattern") or {}
     if not isinstance(ranks, dict) or not isinstance(alphas, dict):
         yield "rank_pattern and alpha_pattern are objects"
-    largest = max((t.shape[0] for name, t in tensors.items() if "lora_A" in name and t.dim() == 2), default=0)
+    largest = max(
+        (t.shape[0] for name, t in tensors.items() if "lora_A" in name and t.dim() == 2), default=0
+    )
     for number in ranks.values():
         if type(number) is not int or not 1 <= number <= largest:
             yield f"rank {str(number)[:40]!r}, and the adapter's tensors have {largest}"
-    if type(values.get("r")) is not int or not 1 <= values["r"] < 2**16:  # the rank of no module if patterns have all
+    if (
+        type(values.get("r")) is not int or not 1 <= values["r"] < 2**16
+    ):  # the rank of no module if patterns have all
         yield f"rank {str(values.get('r'))[:40]!r}, and the adapter's tensors have {largest}"
     for number in (values.get("lora_alpha", 8), *alphas.values()):
         if type(number) not in (int, float) or not abs(number) < 1e9:
@@ -211,11 +278,19 @@ def _type_mistakes(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with fields that peft uses without looking at their type."""
     texts = ("bias", "base_model_name_or_path", "revision", "task_type")
     wrong = [name for name in texts if not isinstance(values.get(name), str | None)]
-    switches = ("fan_in_fan_out", "inference_mode", "use_rslora", "lora_bias", "use_dora", "ensure_weight_tying")
+    switches = (
+        "fan_in_fan_out",
+        "inference_mode",
+        "use_rslora",
+        "lora_bias",
+        "use_dora",
+        "ensure_weight_tying",
+    )
     wrong += [name for name in switches if not isinstance(values.get(name), bool | None)]
     layers = values.get("layers_to_transform")
     if any(
-        type(layer) is not int for layer in (layers if isinstance(layers, list) else [0 if layers is None else layers])
+        type(layer) is not int
+        for layer in (layers if isinstance(layers, list) else [0 if layers is None else layers])
     ):
         wrong.append("layers_to_transform")
     if wrong:
@@ -236,7 +311,10 @@ def _pattern_mistakes(patterns: Any, inner: bool = False) -> Iterator[str]:
             re.compile(rf".*\.({pattern})" if inner else pattern)
         except re.error as error:
             yield f"the pattern {pattern[:80]!r} is not a regular expression: {error}"
-        if re.search(r"\)[*+?{]", pattern) or _ways(f".*{pattern}" if inner else pattern) > MAX_WAYS:
+        if (
+            re.search(r"\)[*+?{]", pattern)
+            or _ways(f".*{pattern}" if inner else pattern) > MAX_WAYS
+        ):
             yield f"the pattern {pattern[:80]!r} repeats a group, or has too many repeats or choices: list the modules"
 
 
@@ -246,7 +324,9 @@ def _ways(pattern: str) -> int:
     Each optional character doubles them, as each choice multiplies them by its alternatives, and k repeats divide a
     name in at most comb(50 + k, k) ways.
     """
-    marks = re.sub(r"\\.|\(\?|([*+?}])[?+]", r"\1", pattern)  # without escapes, kinds of groups and lazy repeats
+    marks = re.sub(
+        r"\\.|\(\?|([*+?}])[?+]", r"\1", pattern
+    )  # without escapes, kinds of groups and lazy repeats
     repeats = len(re.findall(r"[*+{]", marks))
     choices = math.prod(part.count("|") + 1 for part in marks.split(")"))
     return math.comb(50 + repeats, repeats) * 2 ** marks.count("?") * choices

@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from te_models.engine.emulated.numerics import scale_from_amax
 from te_models.errors import UsageError, needs
-from te_models.fp8.primary_weights import E4M3_MAX, is_quantized, plain, restore_weight, saved_weight, write_weight
+from te_models.fp8.primary_weights import (
+    E4M3_MAX,
+    is_quantized,
+    plain,
+    restore_weight,
+    saved_weight,
+    write_weight,
+)
 from te_models.fp8.scaling_state import weight_scale
 from te_models.kernels.grouped_product import low_rank_product
 from te_models.kernels.groups import Groups
@@ -40,17 +47,30 @@ class LoraLinear(nn.Module, LoraLayer):
 
     other_param_names = (*LoraLayer.other_param_names, "fused", "factors")
 
-    def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, r: int = 0, lora_alpha: int = 1,
-                 **options: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        adapter_name: str,
+        config: LoraConfig,
+        r: int = 0,
+        lora_alpha: int = 1,
+        **options: Any,
+    ) -> None:
         """Wrap `base_layer`; peft calls this."""
         super().__init__()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Unsupported layer type")  # the emulated engine's, which has both sizes
+            warnings.filterwarnings(
+                "ignore", "Unsupported layer type"
+            )  # the emulated engine's, which has both sizes
             LoraLayer.__init__(self, base_layer, **options)
         self.fused: dict[str, Fused] = {}
-        self.factors = BufferDict({}, persistent=False)  # FP32 [out, rank], of adapters that have parts
+        self.factors = BufferDict(
+            {}, persistent=False
+        )  # FP32 [out, rank], of adapters that have parts
         self._active_adapter = adapter_name
-        self._before_merge: list[tuple[dict[str, Tensor], Tensor | None]] = []  # weight and scale of each GEMM
+        self._before_merge: list[
+            tuple[dict[str, Tensor], Tensor | None]
+        ] = []  # weight and scale of each GEMM
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -68,9 +88,15 @@ class LoraLinear(nn.Module, LoraLayer):
             result = self._updated(result, self.lora_dropout[name](x.to(result.dtype)), name, *args)
         return result
 
-    def _base(self, x: Tensor, *args: Any, run: Callable[..., Tensor] | None = None, **kwargs: Any) -> Tensor:
+    def _base(
+        self, x: Tensor, *args: Any, run: Callable[..., Tensor] | None = None, **kwargs: Any
+    ) -> Tensor:
         """Return the frozen layer's output; `run` computes it in place of the layer's own forward."""
-        return self.base_layer(x, *args, **kwargs) if run is None else run(self.base_layer, x, *args, **kwargs)
+        return (
+            self.base_layer(x, *args, **kwargs)
+            if run is None
+            else run(self.base_layer, x, *args, **kwargs)
+        )
 
     def _updated(self, result: Tensor, x: Tensor, adapter: str) -> Tensor:
         """Return the base layer's output with an adapter's update, of an x in its dtype."""
@@ -123,17 +149,27 @@ class LoraLinear(nn.Module, LoraLayer):
         Raises:
             ValueError: with `safe_merge`, the sum is not finite; the weight is then unchanged.
         """
-        names = [name for name in check_adapters_to_merge(self, adapter_names) or () if name in self.lora_A]
+        names = [
+            name
+            for name in check_adapters_to_merge(self, adapter_names) or ()
+            if name in self.lora_A
+        ]
         if not names:
             return
-        if safe_merge and not all(bool(self._sum(gemm, names).isfinite().all()) for gemm in range(len(self.weights))):
-            raise UsageError(f"merging {', '.join(names)} gives values that are not finite: the adapter is broken")
+        if safe_merge and not all(
+            bool(self._sum(gemm, names).isfinite().all()) for gemm in range(len(self.weights))
+        ):
+            raise UsageError(
+                f"merging {', '.join(names)} gives values that are not finite: the adapter is broken"
+            )
         first = not self._before_merge
         for gemm, weight in enumerate(self.weights):
             merged = self._sum(gemm, names)
             scale = None if is_quantized(weight) else weight_scale(self.base_layer, gemm)
             if first:
-                self._before_merge.append((saved_weight(weight), None if scale is None else scale.clone()))
+                self._before_merge.append(
+                    (saved_weight(weight), None if scale is None else scale.clone())
+                )
             write_weight(weight, merged, for_master=False)
             if scale is not None and (amax := merged.abs().amax().float()) > 0:
                 # The sum may exceed what the scale of the last training step allows.
@@ -163,7 +199,9 @@ class LoraExperts(LoraLinear):
     other, and in B [out, r * E] column j * E + e is column j of expert e.
     """
 
-    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **options: Any) -> None:
+    def update_layer(
+        self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **options: Any
+    ) -> None:
         """Make an adapter of rank r; peft calls this."""
         experts = len(self.weights)
         super().update_layer(adapter_name, r * experts, lora_alpha, config, **options)
@@ -171,7 +209,9 @@ class LoraExperts(LoraLinear):
         self.scaling[adapter_name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)
         for part in (self.lora_A[adapter_name], self.lora_B[adapter_name]):
             part.to(self.weights[0].device)  # peft looks for a parameter called weight
-        if config.init_lora_weights == "gaussian":  # of which peft has divided the standard deviation by r * experts
+        if (
+            config.init_lora_weights == "gaussian"
+        ):  # of which peft has divided the standard deviation by r * experts
             with torch.no_grad():
                 self.lora_A[adapter_name].get_parameter("weight").mul_(experts)
 
@@ -187,16 +227,22 @@ class LoraExperts(LoraLinear):
         base: Any = self.base_layer
         return [base.get_parameter(f"weight{expert}") for expert in range(base.num_gemms)]
 
-    def _base(self, x: Tensor, *args: Any, run: Callable[..., Tensor] | None = grouped, **kwargs: Any) -> Tensor:
+    def _base(
+        self, x: Tensor, *args: Any, run: Callable[..., Tensor] | None = grouped, **kwargs: Any
+    ) -> Tensor:
         return super()._base(x, *args, run=run, **kwargs)
 
-    def _updated(self, result: Tensor, x: Tensor, adapter: str, *rows: list[int] | Groups) -> Tensor:
+    def _updated(
+        self, result: Tensor, x: Tensor, adapter: str, *rows: list[int] | Groups
+    ) -> Tensor:
         a, b = self._factors(adapter, x.dtype)
         return result + low_rank_product(x, a, b, self.scaling[adapter], *rows)
 
     def _factors(self, adapter: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return A [E, r, in] and B [E, out, r] of an adapter."""
-        a, b = (part[adapter].get_parameter("weight").to(dtype) for part in (self.lora_A, self.lora_B))
+        a, b = (
+            part[adapter].get_parameter("weight").to(dtype) for part in (self.lora_A, self.lora_B)
+        )
         rank = self.r[adapter]
         return a.unflatten(0, (-1, rank)), b.unflatten(1, (rank, -1)).permute(2, 0, 1)
 

@@ -37,7 +37,9 @@ class SavedAdapters:
     def __init__(self, adapted: AdaptedModel) -> None:
         self.adapted = adapted
         self.model = adapted.get_base_model()
-        drop_initial_values(self.model)  # no optimizer starts from the weights before their rounding to FP8
+        drop_initial_values(
+            self.model
+        )  # no optimizer starts from the weights before their rounding to FP8
 
     def content(self, live: bool = True) -> Content:
         """Return a checkpoint's tensors and documents; without `live` only those that peft and `load_lora` read.
@@ -46,7 +48,9 @@ class SavedAdapters:
         """
         tensors, documents = adapter_content(self.adapted)
         if live:
-            tensors[LIVE] = {name: parameter.detach() for name, parameter in trained(self.model).items()}
+            tensors[LIVE] = {
+                name: parameter.detach() for name, parameter in trained(self.model).items()
+            }
         return tensors, documents
 
     def read(self, folder: Path) -> TrainingState:
@@ -65,18 +69,25 @@ class SavedAdapters:
         recipe = read_recipe(saved)
         if recipe.to_dict() != self.model.recipe.to_dict():
             new = self.model.recipe.name
-            warnings.warn(f"{folder} was trained under recipe {recipe.name!r}; it goes on with {new!r}", stacklevel=3)
+            warnings.warn(
+                f"{folder} was trained under recipe {recipe.name!r}; it goes on with {new!r}",
+                stacklevel=3,
+            )
         return TrainingState(state, lambda: self._write(saved.tensors[LIVE], scales, recipe))
 
     @torch.no_grad()
-    def _write(self, tensors: Mapping[str, Tensor], scales: dict[str, Tensor], recipe: Recipe) -> None:
+    def _write(
+        self, tensors: Mapping[str, Tensor], scales: dict[str, Tensor], recipe: Recipe
+    ) -> None:
         for name, parameter in trained(self.model).items():
             parameter.copy_(tensors[name])
         self.model.take_fp8_state(scales, recipe)
 
     def _live_names(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return saved FP8 state under the names of te.Linears with adapters."""
-        wrapped = {name.removesuffix(BASE) for name, _ in self.model.named_modules() if name.endswith(BASE)}
+        wrapped = {
+            name.removesuffix(BASE) for name, _ in self.model.named_modules() if name.endswith(BASE)
+        }
         parts = {name: name.rsplit(".", 2) for name in state}
         return {
             ".".join((f"{owner}{BASE}" if owner in wrapped else owner, *rest)): state[name]
@@ -92,7 +103,9 @@ class LoraRun(SavedAdapters):
 
     def __init__(self, model: CausalLM, settings: LoraSettings, base: str | None = None) -> None:
         self.settings, self.base = settings, base
-        fields: dict[str, Any] = dict(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout)
+        fields: dict[str, Any] = dict(
+            r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout
+        )
         if settings.targets:
             fields["target_modules"] = list(settings.targets)
         super().__init__(add_lora(model, **fields))
@@ -103,7 +116,9 @@ class LoraRun(SavedAdapters):
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return name -> parameter of those that a run trains."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
 def load_adapted(folder: Path, **options: object) -> CausalLM:
@@ -133,7 +148,9 @@ def _load(folder: Path, base: str | None, options: dict[str, Any]) -> AdaptedMod
         config = read_json(folder / ADAPTERS)
         base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not base:
-        raise CheckpointError(f"{folder / ADAPTERS} does not name the model that the adapters are for")
+        raise CheckpointError(
+            f"{folder / ADAPTERS} does not name the model that the adapters are for"
+        )
     if options.get("recipe") in (None, AUTO) and (folder / "recipe.json").is_file():
         saved = saved_choices(folder)
         options = {"fp8_params": saved["fp8_params"], **options, "recipe": saved["recipe"]}

@@ -58,13 +58,21 @@ class Fused:
 class Modules:
     """The adaptable modules of a model by name, each with its rows."""
 
-    theirs: Mapping[str, Place]  # of transformers, by their names in its model with a head ("model.layers.0...")
+    theirs: Mapping[
+        str, Place
+    ]  # of transformers, by their names in its model with a head ("model.layers.0...")
     ours: Mapping[str, Place]  # the te.Linear, or each GEMM of a te.GroupedLinear, whole
-    experts: Mapping[str, Place]  # those of transformers' parameters ("model.layers.0.mlp.experts.down_proj")
+    experts: Mapping[
+        str, Place
+    ]  # those of transformers' parameters ("model.layers.0.mlp.experts.down_proj")
     counts: Mapping[str, int]  # the te.GroupedLinears with their numbers of experts
-    whole: Mapping[str, str]  # their modules that may be fully trained (`modules_to_save`) -> the name of ours
+    whole: Mapping[
+        str, str
+    ]  # their modules that may be fully trained (`modules_to_save`) -> the name of ours
     architecture: str  # the model_type of transformers that the names are of
-    renamed: Mapping[str, str] = field(default_factory=dict)  # parts of the names -> what its models have instead
+    renamed: Mapping[str, str] = field(
+        default_factory=dict
+    )  # parts of the names -> what its models have instead
 
     def named(self, headless: bool) -> dict[str, Place]:
         """Return the names in an adapter of transformers' model with a head, or without one, which are like ours."""
@@ -90,7 +98,10 @@ class Modules:
         The end of the name of the experts' module, such as "experts", names all of its parameters.
         """
         every = {**self.experts, **{f"{name}.weight": self.theirs[name] for name in self.routers}}
-        names = {name.removeprefix("model.") if headless else name: place for name, place in every.items()}
+        names = {
+            name.removeprefix("model.") if headless else name: place
+            for name, place in every.items()
+        }
         ends = tuple(f".{target}" for target in targets)
         return {
             name: place
@@ -121,18 +132,27 @@ def adaptable_modules(model: CausalLM) -> Modules:
     """Return the names of the modules of `model` in adapters; the model may have adapters already."""
     sketch = Decoder(model.config, **SKETCH)
     shapes = {name: parameter.shape for name, parameter in sketch.named_parameters()}
-    linears = [name for name, module in sketch.named_modules() if isinstance(module, sketch.te.Linear)]
+    linears = [
+        name for name, module in sketch.named_modules() if isinstance(module, sketch.te.Linear)
+    ]
     if model.config.tie_word_embeddings:
         linears.remove("lm_head")  # an update of it would be one of the embedding too
-    counts = {name: linear.experts for name, linear in model.config.linears.items() if linear.experts}
-    sizes = {name: shapes[f"{name}.weight{'0' if name in counts else ''}"] for name in (*linears, *counts)}
+    counts = {
+        name: linear.experts for name, linear in model.config.linears.items() if linear.experts
+    }
+    sizes = {
+        name: shapes[f"{name}.weight{'0' if name in counts else ''}"]
+        for name in (*linears, *counts)
+    }
     ours = {name: Place.whole(f"{name}.weight", shape) for name, shape in sizes.items()}
     config = model.origin.config
     try:
         family = family_for(model.config, family_of(config) if config else None)
     except ConfigError:  # transformers has no names for it
         named = {name if name == "lm_head" else f"model.{name}": ours[name] for name in linears}
-        return Modules(named, ours, expert_places("model.", model.config, shapes, {}), counts, {}, "te_models")
+        return Modules(
+            named, ours, expert_places("model.", model.config, shapes, {}), counts, {}, "te_models"
+        )
     places = tensor_places(family, model.config, shapes)
     theirs = {
         name.removesuffix(".weight"): _in_one_piece(place)
@@ -140,7 +160,11 @@ def adaptable_modules(model: CausalLM) -> Modules:
         if name.endswith(".weight") and module_of(place) in linears
     }
     tops = () if model.config.tie_word_embeddings else ("embed_tokens.weight", "lm_head.weight")
-    whole = {name.removesuffix(".weight"): place.name for name, place in places.items() if place.name in tops}
+    whole = {
+        name.removesuffix(".weight"): place.name
+        for name, place in places.items()
+        if place.name in tops
+    }
     whole = {name: own.removesuffix(".weight") for name, own in whole.items()}
     experts = expert_places(family.root, model.config, shapes, places)
     return Modules(theirs, ours, experts, counts, whole, family.model_type, family.renamed)
@@ -167,7 +191,9 @@ def fuse(wanted: Iterable[Wanted], modules: Modules) -> dict[str, Fused]:
     groups: dict[str, list[Wanted]] = {}
     for one in wanted:
         groups.setdefault(module_of(one.place), []).append(one)
-    return {module: _fused(members, modules.ours[module], module) for module, members in groups.items()}
+    return {
+        module: _fused(members, modules.ours[module], module) for module, members in groups.items()
+    }
 
 
 def _fused(members: Sequence[Wanted], whole: Place, module: str) -> Fused:
@@ -186,24 +212,36 @@ def alpha_of(scaling: float, rank: int, rslora: bool) -> float:
     return round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-12) else alpha
 
 
-def split(fused: Fused, theirs: Mapping[str, Place], a: Tensor, b: Tensor) -> dict[str, tuple[Wanted, Tensor, Tensor]]:
+def split(
+    fused: Fused, theirs: Mapping[str, Place], a: Tensor, b: Tensor
+) -> dict[str, tuple[Wanted, Tensor, Tensor]]:
     """Return their name -> its rank and scaling, A and B, for the adapter `fused` of a te.Linear.
 
     `theirs` are their names of its rows; `a` is [rank, in] and `b` [out, rank]. Experts' have E times as many ranks.
     """
     if not fused.parts:
         return {
-            name: (Wanted(place, fused.rank, fused.scaling), a.clone(), place.save(b).clone().contiguous())
+            name: (
+                Wanted(place, fused.rank, fused.scaling),
+                a.clone(),
+                place.save(b).clone().contiguous(),
+            )
             for name, place in theirs.items()
         }
     names = {place: name for name, place in theirs.items()}
     return {
-        names[part.place]: (part, a[ranks].clone(), part.place.save(b[:, ranks]).clone().contiguous())
+        names[part.place]: (
+            part,
+            a[ranks].clone(),
+            part.place.save(b[:, ranks]).clone().contiguous(),
+        )
         for part, ranks in fused.divided()
     }
 
 
-def join(fused: Fused, whole: Place, tensors: Mapping[Place, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def join(
+    fused: Fused, whole: Place, tensors: Mapping[Place, tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
     """Return A [rank, in] and B [out, rank] of an adapter whose parts have these A and B; the inverse of `split`."""
     if not fused.parts:
         if whole in tensors:
@@ -220,7 +258,9 @@ def join(fused: Fused, whole: Place, tensors: Mapping[Place, tuple[Tensor, Tenso
     return a, b
 
 
-def share_a(fused: Fused, theirs: Mapping[str, Place], tensors: Mapping[Place, tuple[Tensor, Tensor]]) -> Fused:
+def share_a(
+    fused: Fused, theirs: Mapping[str, Place], tensors: Mapping[Place, tuple[Tensor, Tensor]]
+) -> Fused:
     """Return the adapter of the whole te.Linear if `fused` came from `split`: all its parts have the same A."""
     parts = fused.parts
     if not parts or {part.place for part in parts} != set(theirs.values()) or len(parts) == 1:

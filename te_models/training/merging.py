@@ -17,12 +17,19 @@ from te_models.training.lora_run import Content, LoraRun, load_merged
 from te_models.training.result import Result
 from te_models.training.resume import run_choices
 
-LEAST_GAIN = 0.01  # nats per token: losses of one model computed in BF16 and in FP32 may differ by as much
+LEAST_GAIN = (
+    0.01  # nats per token: losses of one model computed in BF16 and in FP32 may differ by as much
+)
 LEAST_SHARE = 0.05  # of the gain; both losses are shown in any case
 
 
 def save_adapters(
-    adapters: LoraRun, content: Content, folder: Path, words: Tokenizer, batches: list[Batch], result: Result
+    adapters: LoraRun,
+    content: Content,
+    folder: Path,
+    words: Tokenizer,
+    batches: list[Batch],
+    result: Result,
 ) -> dict[str, str]:
     """Save the adapters in the folder adapter/ and, with --merge, the model that has them in its weights in merged/.
 
@@ -31,13 +38,17 @@ def save_adapters(
     """
     model, lora = adapters.model, adapters.settings
     tensors, documents = content
-    save_folder(folder / "adapter", tensors, {**documents, "run": run_choices(model), **words.files()})
+    save_folder(
+        folder / "adapter", tensors, {**documents, "run": run_choices(model), **words.files()}
+    )
     written = {"adapters": str(folder / "adapter")}
     if not lora.merge:
         return written
     dtype = DTYPES[lora.merge_dtype] if lora.merge_dtype else model.dtype
     options: Fields = dict(recipe=model.recipe, engine="emulated", device="cpu", dtype=dtype)
-    merged = load_merged(folder / "adapter", base=adapters.base, **options)  # into weights that FP8 has not rounded
+    merged = load_merged(
+        folder / "adapter", base=adapters.base, **options
+    )  # into weights that FP8 has not rounded
     tensors, documents = model_content(merged, merged.origin)
     save_folder(folder / "merged", tensors, {**documents, **words.files()})
     del merged, tensors  # before it is loaded once more, where the run computes
@@ -58,4 +69,6 @@ def merged_loss(loss: float, trained: float, before: float, dtype: str) -> str:
     if not (gain >= LEAST_GAIN and lost >= LEAST_SHARE * gain):
         return said
     said += f": updates vanish in the rounding of the weights, and {100 * lost / gain:.0f} % of the gain with them"
-    return f"{said}; " + ("use the adapters" if dtype == "float32" else "--merge-dtype float32 keeps more of it")
+    return f"{said}; " + (
+        "use the adapters" if dtype == "float32" else "--merge-dtype float32 keeps more of it"
+    )

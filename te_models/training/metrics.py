@@ -27,7 +27,11 @@ class MetricsLog:
         self.path, self.file = path, None
         if path is None:
             return
-        before = [row for row in read_metrics(path) if row["step"] <= after_step] if path.exists() else []
+        before = (
+            [row for row in read_metrics(path) if row["step"] <= after_step]
+            if path.exists()
+            else []
+        )
         fresh = path.with_suffix(".tmp")
         with explained(path, OSError, error=SaveError):
             fresh.write_text("".join(json.dumps(row) + "\n" for row in before))
@@ -57,14 +61,20 @@ def read_metrics(path: Path) -> list[Row]:
                 break  # cut short
             row = parse_json(line, f"{path}, line {number}", DataError, finite=False)
             if reason := _mistake(row):
-                raise DataError(f"{path}, line {number}: this is no row of metrics: {reason}; delete the line to go on")
+                raise DataError(
+                    f"{path}, line {number}: this is no row of metrics: {reason}; delete the line to go on"
+                )
             rows.append(row)
     return rows
 
 
 def _mistake(row: object) -> str:
     """Return why a parsed line is no row of metrics that can be plotted, or ""."""
-    if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < COUNT_LIMIT:
+    if (
+        not isinstance(row, dict)
+        or type(row.get("step")) is not int
+        or not 0 <= row["step"] < COUNT_LIMIT
+    ):
         return "it must be an object with a step"
     for name in PLOTTED:
         if name not in row:

@@ -104,7 +104,11 @@ class Parallel:
         split = [f"batches in {self.data_world}"] if self.data_world > 1 else []
         split += [f"layers in {self.tp.size()}"] if self.tp is not None else []
         split += [f"experts in {self.ep.size()}"] if self.ep is not None else []
-        return f"{self.ranks.world}, {self.kind} ({', '.join(split) or 'nothing split'})" if self.dp or self.tp else ""
+        return (
+            f"{self.ranks.world}, {self.kind} ({', '.join(split) or 'nothing split'})"
+            if self.dp or self.tp
+            else ""
+        )
 
     def rows(self, batch_size: int) -> int:
         """Return the number of sequences of a batch for this process.
@@ -125,25 +129,40 @@ class Parallel:
             return CausalLM(config, **options, initialize=initialize)
         if self.device is not None:
             options["device"] = self.device
-        if self.ranks.world > 1 and options.get("fp8_params") and self.kind != "fsdp" and not self.frozen:
+        if (
+            self.ranks.world > 1
+            and options.get("fp8_params")
+            and self.kind != "fsdp"
+            and not self.frozen
+        ):
             raise UsageError(
                 f"FP8 primary weights are for one process or --parallel fsdp, not {self.kind}: leave out --fp8-params"
             )
         if self.tp is not None:
             options |= dict(tp_mesh=self.tp, sequence_parallel=self.config.sequence_parallel)
         if self.ep is not None:
-            options |= dict(ep_mesh=self.ep, ep_fp8=self.config.fp8_dispatch, ep_replicas=self.replicas)
+            options |= dict(
+                ep_mesh=self.ep, ep_fp8=self.config.fp8_dispatch, ep_replicas=self.replicas
+            )
         fsdp = self.uses_fsdp
         if self.ranks.world > 1:
             options["amax_group"] = dist.group.WORLD
-        model = CausalLM(config, **options, initialize=initialize and not fsdp, materialize=not fsdp)
+        model = CausalLM(
+            config, **options, initialize=initialize and not fsdp, materialize=not fsdp
+        )
         if fsdp:
             shard(model, self)
             assert self.device is not None
             model.to_empty(device=self.device)
             model.tp.mark(model, model.config)
             if model.fp8_params:
-                make_shards(model, model.te.LINEARS, model.recipe, model.precision.te_recipe_of, self.data_group)
+                make_shards(
+                    model,
+                    model.te.LINEARS,
+                    model.recipe,
+                    model.precision.te_recipe_of,
+                    self.data_group,
+                )
             if initialize:
                 model.init_weights()
         return model
@@ -175,9 +194,13 @@ class Parallel:
         if self.kind != "ddp" or isinstance(gradients, GradientSums):
             return model
         if self.frozen:  # the same on all processes; torch would broadcast them, which FP8 weights do not support
-            names = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+            names = [
+                name for name, parameter in model.named_parameters() if not parameter.requires_grad
+            ]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-        return DistributedDataParallel(model, process_group=self.data_group, gradient_as_bucket_view=True)
+        return DistributedDataParallel(
+            model, process_group=self.data_group, gradient_as_bucket_view=True
+        )
 
     def prepare_micro_batch(self, model: Callable[..., Any], last: bool) -> None:
         """Make FSDP2 reduce gradients, and where possible reshard weights, only in the last micro-batch of a step."""
@@ -187,7 +210,9 @@ class Parallel:
             if self.retains_weights:
                 model.set_reshard_after_backward(last)
 
-    def loss_weights(self, counts: Sequence[int], device: torch.device) -> list[Tensor] | list[float]:
+    def loss_weights(
+        self, counts: Sequence[int], device: torch.device
+    ) -> list[Tensor] | list[float]:
         """Return the factor of each micro-batch's mean loss that makes gradients means over all tokens of the step.
 
         Micro-batch i of this process counts `counts[i]` tokens; its factor is that over the tokens that all
@@ -196,7 +221,9 @@ class Parallel:
         if self.data_world == 1:
             return [count / max(1, sum(counts)) for count in counts]
         own = torch.tensor([*counts, sum(counts)], dtype=torch.float64)
-        own = (own.pin_memory() if device.type == "cuda" else own).to(device, non_blocking=True)  # nothing waits for it
+        own = (own.pin_memory() if device.type == "cuda" else own).to(
+            device, non_blocking=True
+        )  # nothing waits for it
         total = own[-1].clone()
         dist.all_reduce(total, group=self.data_group)
         return list((own[:-1] * self.data_world / total.clamp(min=1)).float())
@@ -217,12 +244,17 @@ class Parallel:
     def _sharded_norm(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm of the whole gradient: squares summed over all processes, each element counted once."""
         layers = self.tp.size() if self.tp is not None else 1
-        norms = torch._foreach_norm([local(gradient) for gradient in gradients], 2, dtype=torch.float32)
+        norms = torch._foreach_norm(
+            [local(gradient) for gradient in gradients], 2, dtype=torch.float32
+        )
         copies = [  # tensor_parallel marks parameters that differ between its ranks
-            (1 if isinstance(p, DTensor) else self.data_world) * (1 if getattr(p, "tp_sharded", False) else layers)
+            (1 if isinstance(p, DTensor) else self.data_world)
+            * (1 if getattr(p, "tp_sharded", False) else layers)
             for p in parameters
         ]
-        squares = torch.stack([norm.square() / count for norm, count in zip(norms, copies, strict=True)]).sum()
+        squares = torch.stack(
+            [norm.square() / count for norm, count in zip(norms, copies, strict=True)]
+        ).sum()
         dist.all_reduce(squares)
         return squares.sqrt()
 
@@ -236,15 +268,23 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
     blocks: list[Any] = list(model.layers)
     grouped = [module for module in model.modules() if isinstance(module, model.te.GroupedLinear)]
     for experts in grouped if parallel.replicas is not None else []:
-        unit = fully_shard(experts, **(options | {"mesh": parallel.replicas}), reshard_after_forward=resharded)
+        unit = fully_shard(
+            experts, **(options | {"mesh": parallel.replicas}), reshard_after_forward=resharded
+        )
         # They have the gradients of the tokens of all processes, which are to be averaged like all others.
         unit.set_gradient_divide_factor(float(parallel.data_world))
     for block in blocks:
         fully_shard(block, reshard_after_forward=resharded, **options)
     fully_shard(model, reshard_after_forward=False, **options)
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nobody changes it in place
+    warnings.filterwarnings(
+        "ignore", "FSDP2-wrapped module .* returned a view"
+    )  # nobody changes it in place
     for number, block in enumerate(blocks):
-        inside = [module for module in block.modules() if isinstance(module, FSDPModule) and module is not block]
+        inside = [
+            module
+            for module in block.modules()
+            if isinstance(module, FSDPModule) and module is not block
+        ]
         if config.prefetch_blocks:
             after, before = blocks[number + 1 :], blocks[:number][::-1]
             block.set_modules_to_forward_prefetch(inside + after[: config.prefetch_blocks])
@@ -253,7 +293,9 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
     if parallel.device.type == "cpu":
         for module in model.modules():
             alone = parallel.replicas is not None and parallel.replicas.size() == 1
-            if isinstance(module, FSDPModule) and not (alone and isinstance(module, model.te.GroupedLinear)):
+            if isinstance(module, FSDPModule) and not (
+                alone and isinstance(module, model.te.GroupedLinear)
+            ):
                 # gloo has no average; of a unit on one rank FSDP2 would divide twice.
                 module.set_force_sum_reduction_for_comms(True)
     requantize_in_backward(model, resharded)

@@ -12,11 +12,22 @@ from numpy.typing import NDArray
 from te_models.errors import MissingPackage, needs
 from te_models.training.timing import Row
 
-INK, MUTED, TRAIN, EVAL, RATE, SPEED = "#111827", "#4b5563", "#2563eb", "#d9480f", "#7c3aed", "#0f766e"
+INK, MUTED, TRAIN, EVAL, RATE, SPEED = (
+    "#111827",
+    "#4b5563",
+    "#2563eb",
+    "#d9480f",
+    "#7c3aed",
+    "#0f766e",
+)
 
 
 def plot_run(
-    path: Path, rows: Sequence[Row], title: str, subtitle: str = "", first_eval_loss: float = math.nan
+    path: Path,
+    rows: Sequence[Row],
+    title: str,
+    subtitle: str = "",
+    first_eval_loss: float = math.nan,
 ) -> None:
     """Draw a run into a PNG: raw and smoothed loss with the evaluations, with learning rate and tokens/s below.
 
@@ -32,11 +43,23 @@ def plot_run(
     top = figure.add_subplot(grid[0, :])
     rate, speed = (figure.add_subplot(grid[1, column]) for column in range(2))
     top.set_title(title, loc="left", fontsize=13, fontweight="bold", color=INK, pad=30)
-    top.annotate(subtitle, (0, 1), (0, 12), "axes fraction", textcoords="offset points", fontsize=9.5, color=MUTED)
+    top.annotate(
+        subtitle,
+        (0, 1),
+        (0, 12),
+        "axes fraction",
+        textcoords="offset points",
+        fontsize=9.5,
+        color=MUTED,
+    )
     steps = [row["step"] for row in rows]
     loss = [row["loss"] for row in rows]
     points = [(0, first_eval_loss)] * math.isfinite(first_eval_loss)
-    points += [(row["step"], row["eval_loss"]) for row in rows if math.isfinite(row.get("eval_loss", math.nan))]
+    points += [
+        (row["step"], row["eval_loss"])
+        for row in rows
+        if math.isfinite(row.get("eval_loss", math.nan))
+    ]
     _draw_loss(top, steps, loss, points)
     rate.plot(steps, [row["learning_rate"] for row in rows], color=RATE, linewidth=1.5)
     rate.set_title("learning rate", loc="left", fontsize=9, color=MUTED)
@@ -61,23 +84,42 @@ def plot_run(
     save_figure(figure, path)
 
 
-def _draw_loss(axes: Any, steps: Sequence[int], loss: Sequence[float], points: Sequence[tuple[int, float]]) -> None:
+def _draw_loss(
+    axes: Any, steps: Sequence[int], loss: Sequence[float], points: Sequence[tuple[int, float]]
+) -> None:
     """Draw the training loss, and the evaluations with the first, the best and the last value written beside them."""
     smoothed = smooth(loss)
     axes.plot(steps, loss, color=TRAIN, alpha=0.25, linewidth=0.8, label="training")
     axes.plot(steps, smoothed, color=TRAIN, linewidth=2, label="training, smoothed")
     evaluated = [value for _, value in points]
     if points:
-        axes.plot(*zip(*points, strict=True), "o-", color=EVAL, linewidth=1, markersize=5.5, markeredgecolor="white",
-                  label="evaluation", clip_on=False, zorder=3)  # fmt: skip
+        axes.plot(
+            *zip(*points, strict=True),
+            "o-",
+            color=EVAL,
+            linewidth=1,
+            markersize=5.5,
+            markeredgecolor="white",
+            label="evaluation",
+            clip_on=False,
+            zorder=3,
+        )
     written = {0: (9, 3, "left"), len(points) - 1: (-4, 9, "right")} if points else {}
     best = int(np.argmin(evaluated)) if evaluated else 0
     if best not in written and points:
         written[best] = (0, -15, "center")
     for number, (x, y, side) in written.items():
-        axes.annotate(f"{evaluated[number]:.3f}", points[number], (x, y), textcoords="offset points", ha=side,
-                      fontsize=9, color=EVAL, fontweight="bold",
-                      bbox=dict(boxstyle="round,pad=0.15", facecolor="white", alpha=0.8, edgecolor="none"))  # fmt: skip
+        axes.annotate(
+            f"{evaluated[number]:.3f}",
+            points[number],
+            (x, y),
+            textcoords="offset points",
+            ha=side,
+            fontsize=9,
+            color=EVAL,
+            fontweight="bold",
+            bbox=dict(boxstyle="round,pad=0.15", facecolor="white", alpha=0.8, edgecolor="none"),
+        )
     seen = np.concatenate([smoothed, evaluated, np.quantile(loss, [0.01, 0.99])])
     low, high = float(seen.min()), float(seen.max())
     if low > 0 and high > 2.5 * low:

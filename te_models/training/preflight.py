@@ -42,9 +42,15 @@ class MemoryCheck:
     device: torch.device
 
     def __str__(self) -> str:
-        about = "" if self.device.type == "cuda" else "about "  # the plan is that of a GPU's kernels
+        about = (
+            "" if self.device.type == "cuda" else "about "
+        )  # the plan is that of a GPU's kernels
         most = sorted(self.plan.peak.parts().items(), key=lambda part: -part[1])[:3]
-        parts = (f"{name.replace('_', ' ').replace('fp8', 'FP8')} {_gib(size)}" for name, size in most if size)
+        parts = (
+            f"{name.replace('_', ' ').replace('fp8', 'FP8')} {_gib(size)}"
+            for name, size in most
+            if size
+        )
         free = f"{_gib(self.available)} free on {self.device}"
         return f"{about}{_gib(self.needed)} at the peak ({', '.join(parts)}), {free}"
 
@@ -76,7 +82,11 @@ def check_memory(
         options |= dict.fromkeys(OFFLOADS, False)
 
     used = [recipe, *(recipe.followed_by(name) for _, name in config.recipe_changes)]
-    if options.get("fp8_params") and recipe.quantized and not all(quantize_weights_alike(recipe, one) for one in used):
+    if (
+        options.get("fp8_params")
+        and recipe.quantized
+        and not all(quantize_weights_alike(recipe, one) for one in used)
+    ):
         raise UsageError(
             f"recipe_schedule={config.recipe_schedule!r}: FP8 weights have the format of one recipe: leave out "
             "recipe_schedule, or fp8_params"
@@ -100,7 +110,9 @@ def check_memory(
             f"{_gib(host)} free: leave it out, or use a smaller batch or model (--no-memory-check tries it)"
         )
     elif check.needed > check.available and config.memory_check:
-        problem = _Refusal(check, plan, options, settings, config, shared, newest is not None).line()
+        problem = _Refusal(
+            check, plan, options, settings, config, shared, newest is not None
+        ).line()
     if problem and config.memory_check:
         raise UsageError(problem)
     return check
@@ -117,7 +129,9 @@ def available_memory(device: torch.device) -> int:
     free = sum(int(lines.get(name, "0").split()[0]) * 1024 for name in ("MemAvailable", "SwapFree"))
     limit, used, stat = (CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
     if limit.is_file() and stat.is_file() and (most := limit.read_text().strip()).isdecimal():
-        cached = dict(line.split() for line in stat.read_text().splitlines()).get("inactive_file", "0")
+        cached = dict(line.split() for line in stat.read_text().splitlines()).get(
+            "inactive_file", "0"
+        )
         free = min(free, int(most) - int(used.read_text()) + int(cached))
     return max(0, free)
 
@@ -135,10 +149,14 @@ def _model(settings: RunSettings, newest: Path | None) -> tuple[ModelConfig, Rec
         trained = newest if settings.lora is None else None  # a checkpoint of adapters has no model
         saved = read_shape(trained or settings.model or "", {} if trained else fields)
         shape, dtype = saved.config, saved.dtype
-    recipe = get_recipe(build["recipe"], **{name: build[name] for name in RECIPE_FIELDS if name in build})
+    recipe = get_recipe(
+        build["recipe"], **{name: build[name] for name in RECIPE_FIELDS if name in build}
+    )
     names = ("activation_checkpointing", "activation_offload", "fp8_params", "compile")
     own = {name: build[name] for name in names if build.get(name) is not None}
-    defaults: dict[str, object] = dict(activation_checkpointing="none", activation_offload=False, fp8_params=fp8_params)
+    defaults: dict[str, object] = dict(
+        activation_checkpointing="none", activation_offload=False, fp8_params=fp8_params
+    )
     return shape, recipe, {**defaults, **own, "dtype_bytes": build.get("dtype", dtype).itemsize}
 
 
@@ -156,17 +174,29 @@ class _Refusal:
 
     def line(self) -> str:
         """Return the line."""
-        line, anyway = f"this run does not fit: it needs {self.check}", "(--no-memory-check tries it)"
-        fixed, processes = self._fixed(self.shared.uses_fsdp), 1 if self.shared.uses_fsdp else self.shared.data_world
+        line, anyway = (
+            f"this run does not fit: it needs {self.check}",
+            "(--no-memory-check tries it)",
+        )
+        fixed, processes = (
+            self._fixed(self.shared.uses_fsdp),
+            1 if self.shared.uses_fsdp else self.shared.data_world,
+        )
         if change := self._change(self.plan, self.options, fixed, processes):
             return f"{line}: add {change}, which needs {_gib(change.peak)} {anyway}"
         if advice := self._more_gpus():
             return f"{line}: {advice} {anyway}"
         return f"{line}: no option of this run makes it fit; choose a smaller model, or more GPUs {anyway}"
 
-    def _change(self, plan: Any, options: Fields, fixed: set[str], processes: int = 1) -> Change | None:
+    def _change(
+        self, plan: Any, options: Fields, fixed: set[str], processes: int = 1
+    ) -> Change | None:
         given = self.config.optimizer_options
-        text = given if isinstance(given, str) else ",".join(f"{name}={value}" for name, value in given.items())
+        text = (
+            given
+            if isinstance(given, str)
+            else ",".join(f"{name}={value}" for name, value in given.items())
+        )
         return smallest_change(plan, options, self.check.available, fixed, processes, text)
 
     def _fixed(self, fsdp: bool) -> set[str]:
@@ -188,7 +218,11 @@ class _Refusal:
 
     def _more_gpus(self) -> str | None:
         """Return how to start the run on several GPUs; None if it cannot be, or that does not help."""
-        single = self.config.optimizer == "te-adam" or self.config.optimizer_offload or self.settings.lora is not None
+        single = (
+            self.config.optimizer == "te-adam"
+            or self.config.optimizer_offload
+            or self.settings.lora is not None
+        )
         if single or self.shared.ranks.world > 1 or self.check.device.type != "cuda":
             return None
         for gpus in GPUS:
@@ -203,7 +237,9 @@ class _Refusal:
             try:
                 if plan().peak.total <= self.check.available:
                     return start
-                if change := self._change(plan, more, self._fixed(fsdp=True) | ({"batch_size"} if changed else set())):
+                if change := self._change(
+                    plan, more, self._fixed(fsdp=True) | ({"batch_size"} if changed else set())
+                ):
                     return f"{start}, and add {change}"
             except UsageError:  # such as FP8 weights that cannot be shared
                 continue

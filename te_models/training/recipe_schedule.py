@@ -16,7 +16,10 @@ class RecipeSchedule:
 
     def __init__(self, model: CausalLM, first: Recipe, config: TrainConfig) -> None:
         self.model = model
-        self.recipes = [(0, first), *((done, first.followed_by(name)) for done, name in config.recipe_changes)]
+        self.recipes = [
+            (0, first),
+            *((done, first.followed_by(name)) for done, name in config.recipe_changes),
+        ]
         for done, recipe in self.recipes[1:]:
             if done >= config.steps:
                 warnings.warn(
@@ -24,7 +27,9 @@ class RecipeSchedule:
                     f"{recipe.name!r} follows",
                     stacklevel=3,
                 )
-            with explained(f"recipe_schedule={config.recipe_schedule!r}", UsageError, error=UsageError):
+            with explained(
+                f"recipe_schedule={config.recipe_schedule!r}", UsageError, error=UsageError
+            ):
                 model.check_change(recipe)
 
     def at(self, step: int) -> Recipe:

@@ -52,7 +52,11 @@ def summary(
     `first` is the recipe of the run's first step; None: the model's.
     """
     plan = model.plan()
-    low = [found.recipe.formats for found in model.precision.linears.values() if found.recipe is not None]
+    low = [
+        found.recipe.formats
+        for found in model.precision.linears.values()
+        if found.recipe is not None
+    ]
     taken = [(0, (first or model.recipe).name), *config.recipe_changes]
     now = next(name for done, name in reversed(taken) if done <= start)
     recipe = _recipe(model) if model.recipe.name == now else now
@@ -96,7 +100,11 @@ def _recipe(model: CausalLM) -> str:
     recipe = model.recipe
     if recipe.scheme == "none":
         return recipe.name
-    fields = ", ".join(f"{name}={value}" for name, value in recipe.to_dict().items() if name not in ("name", "scheme"))
+    fields = ", ".join(
+        f"{name}={value}"
+        for name, value in recipe.to_dict().items()
+        if name not in ("name", "scheme")
+    )
     return f"{recipe.name} ({recipe.scheme}: {fields})"
 
 
@@ -125,15 +133,24 @@ def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Call
     If the output is not a terminal, print only evaluations, one per line.
     """
     columns = (
-        TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("loss {task.fields[loss]}"),
-        TextColumn("{task.fields[speed]} tokens/s"), TimeRemainingColumn(),
-    )  # fmt: skip
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[speed]} tokens/s"),
+        TimeRemainingColumn(),
+    )
     time_left = TimeLeft(config, start)
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("train", total=config.steps, completed=start, loss="-", speed="-")
 
         def show(row: Row) -> None:
-            bar.update(task, completed=row["step"], loss=f"{row['loss']:.3f}", speed=f"{row['tokens_per_second']:,.0f}")
+            bar.update(
+                task,
+                completed=row["step"],
+                loss=f"{row['loss']:.3f}",
+                speed=f"{row['tokens_per_second']:,.0f}",
+            )
             if line := time_left.line(row):
                 console.print(line)
             if "eval_loss" in row:
@@ -170,7 +187,10 @@ class TimeLeft:
         every = config.eval_every or config.steps
         evaluations = config.steps // every - step // every + bool(config.steps % every)
         # an evaluation is only a forward, about a third of a step without accumulation
-        whole = each * left + evaluations * config.eval_batches * each / config.gradient_accumulation / 3
+        whole = (
+            each * left
+            + evaluations * config.eval_batches * each / config.gradient_accumulation / 3
+        )
         return f"estimated time: {duration(whole)} for the other {plural(left, 'step')}, of {duration(each)} each"
 
 
@@ -189,19 +209,28 @@ def duration(seconds: float) -> str:
 def table_of(rows: Mapping[str, str], title: str | None = None) -> Table:
     """Return names and values as a table; a long path is wrapped rather than cut."""
     columns = "", Column(overflow="fold")
-    table = Table(*columns, title=title, title_justify="left", title_style="bold", box=None, show_header=False)
+    table = Table(
+        *columns, title=title, title_justify="left", title_style="bold", box=None, show_header=False
+    )
     for name, value in rows.items():
         table.add_row(Text(name, "dim"), value)
     return table
 
 
 def print_outcome(
-    console: Console, result: Result, config: TrainConfig, command: str, folder: Path, written: Mapping[str, str]
+    console: Console,
+    result: Result,
+    config: TrainConfig,
+    command: str,
+    folder: Path,
+    written: Mapping[str, str],
 ) -> None:
     """Print the losses before and after, the speed, and the files written; after Ctrl-C, how `command` continues."""
     if result.interrupted:
         again = shlex.join(["te-models", command, "--resume", str(folder)])
-        console.print(f"interrupted: step {result.step} is saved; `{again}` continues from it", soft_wrap=True)
+        console.print(
+            f"interrupted: step {result.step} is saved; `{again}` continues from it", soft_wrap=True
+        )
         return
     change = result.first_eval_loss - result.eval_loss
     rows = {
@@ -216,13 +245,21 @@ def print_outcome(
         rows["peak memory"] = f"{result.peak_memory / size:.2f} {unit}"
     if result.stopped_early:
         patience = plural(config.patience, "evaluation")
-        rows["stopped early"] = f"at step {result.step} of {config.steps}: no lower eval loss in {patience}"
+        rows["stopped early"] = (
+            f"at step {result.step} of {config.steps}: no lower eval loss in {patience}"
+        )
     if result.best_step not in (0, result.step):
         saved = Checkpoints(folder / "best" / "checkpoints").latest()
-        kept = f", saved in {folder / 'best'}" if saved and saved.name == f"step-{result.best_step:08d}" else ""
+        kept = (
+            f", saved in {folder / 'best'}"
+            if saved and saved.name == f"step-{result.best_step:08d}"
+            else ""
+        )
         rows["best eval loss"] = f"{result.best_eval_loss:.4f} at step {result.best_step}{kept}"
     elif change < 0:
-        rows["best eval loss"] = f"{result.first_eval_loss:.4f}, before the first step: training made the model worse"
+        rows["best eval loss"] = (
+            f"{result.first_eval_loss:.4f}, before the first step: training made the model worse"
+        )
     rows |= {
         "checkpoint": str(result.checkpoint),
         "metrics": str(folder / "metrics.jsonl"),
@@ -248,14 +285,27 @@ def draw_run(result: Result, label: str, data: Sequence[str], folder: Path, abou
     title = f"{label} · {', '.join(Path(name).name or name for name in names)}"
     losses = f"evaluation loss {result.first_eval_loss:.4f} before, {result.eval_loss:.4f} after; "
     subtitle = f"{losses}{plural(result.step, 'step')} of {about}"
-    return try_drawing(path, functools.partial(plot_run, path, rows, title, subtitle, result.first_eval_loss))
+    return try_drawing(
+        path, functools.partial(plot_run, path, rows, title, subtitle, result.first_eval_loss)
+    )
 
 
 def print_next(
-    console: Console, folder: Path, tokenizer: Tokenizer, prompts: list[Prompt], format: str = "fp8-block"
+    console: Console,
+    folder: Path,
+    tokenizer: Tokenizer,
+    prompts: list[Prompt],
+    format: str = "fp8-block",
 ) -> None:
     """Print the next commands: talk to the model or continue a prompt, and export it in `format`, unless that is ""."""
-    first = ["te-models", "generate", "--model", str(folder), "--prompt", _example(tokenizer, prompts)]
+    first = [
+        "te-models",
+        "generate",
+        "--model",
+        str(folder),
+        "--prompt",
+        _example(tokenizer, prompts),
+    ]
     if _conversations(tokenizer, prompts):
         first = ["te-models", "chat", "--model", str(folder)]
     commands = [(first, "try the model")]
@@ -266,7 +316,9 @@ def print_next(
         commands.append((export, f"write it for vLLM, SGLang or transformers, in {number}"))
     console.print(Text("\nnext", "bold"))
     for command, purpose in commands:
-        console.print(f"  {shlex.join(command)}", Text(f"  # {purpose}", "dim"), soft_wrap=True, sep="")
+        console.print(
+            f"  {shlex.join(command)}", Text(f"  # {purpose}", "dim"), soft_wrap=True, sep=""
+        )
 
 
 def _conversations(tokenizer: Tokenizer, prompts: list[Prompt]) -> bool:
@@ -282,5 +334,10 @@ def _conversations(tokenizer: Tokenizer, prompts: list[Prompt]) -> bool:
 
 def _example(tokenizer: Tokenizer, prompts: list[Prompt]) -> str:
     """Return the first line of a prompt, shortened; spaces at its end belong to what the model was trained on."""
-    lines = [line for prompt in prompts for line in tokenizer.decode(prompt.ids).splitlines() if line.strip()]
+    lines = [
+        line
+        for prompt in prompts
+        for line in tokenizer.decode(prompt.ids).splitlines()
+        if line.strip()
+    ]
     return lines[0].lstrip()[:PROMPT] if lines else "Once"

@@ -21,8 +21,15 @@ def check_random_state(state: object, rank: int, generator: torch.Generator, nam
     It is a copy: PyTorch's setters read from the start of the storage, whatever the tensor's offset. `generator` is
     a generator of the device that nothing else uses; its state is set as a test. `name` names the state in errors.
     """
-    with explained(f"{name} is not a random state of a {generator.device.type} device", RuntimeError, TypeError):
-        if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.dim() not in (1, 2) or not len(state):
+    with explained(
+        f"{name} is not a random state of a {generator.device.type} device", RuntimeError, TypeError
+    ):
+        if (
+            not isinstance(state, Tensor)
+            or state.dtype != torch.uint8
+            or state.dim() not in (1, 2)
+            or not len(state)
+        ):
             raise TypeError("it is not uint8 [bytes], or a row of that per rank")
         own = (state if state.dim() == 1 else state[rank % len(state)]).clone()
         generator.set_state(own)
@@ -36,7 +43,9 @@ def read_random_states(
     random = check_random_state(state["rng"], rank, torch.Generator(), f"{folder}: rng")
     if state["cuda_rng"] is None or device.type != "cuda":
         return random, None
-    return random, check_random_state(state["cuda_rng"], rank, torch.Generator(device), f"{folder}: cuda_rng")
+    return random, check_random_state(
+        state["cuda_rng"], rank, torch.Generator(device), f"{folder}: cuda_rng"
+    )
 
 
 def state_mistakes(saved: Any, live: Any, name: str) -> Iterator[str]:

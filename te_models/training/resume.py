@@ -48,10 +48,14 @@ def resumed_options(settings: RunSettings, saved: Document) -> Fields:
     options = {name: value for name, value in settings.build.items() if name not in RECIPE_FIELDS}
     options |= {**{name: value for name, value in saved.items() if name != "engine"}, **given}
     if settings.recipe != AUTO and "recipe" in settings.given:
-        if saved["recipe"].to_dict() in [recipe.to_dict() for recipe in scheduled_recipes(settings)[1:]]:
+        if saved["recipe"].to_dict() in [
+            recipe.to_dict() for recipe in scheduled_recipes(settings)[1:]
+        ]:
             return {name: value for name, value in options.items() if name not in RECIPE_FIELDS}
         options["recipe"] = settings.recipe
-        options["fp8_params"] = settings.build.get("fp8_params", False)  # another recipe may have no such weights
+        options["fp8_params"] = settings.build.get(
+            "fp8_params", False
+        )  # another recipe may have no such weights
     return options
 
 
@@ -74,17 +78,25 @@ def saved_choices(newest: Path) -> Fields:
     """
     with offering_older(newest):
         saved = load_folder(newest, ["recipe"], optional=["config", "run"])
-    fp8_params = any(readable(newest).glob("fp8_weights*"))  # checkpoints before "run" was part of them
+    fp8_params = any(
+        readable(newest).glob("fp8_weights*")
+    )  # checkpoints before "run" was part of them
     # A checkpoint of adapters has no config: their model is loaded in its own dtype.
     config, run = saved.documents.get("config", {}), saved.documents.get("run", {})
-    if not isinstance(run, dict) or not run.keys() <= {*RUN_CHOICES} or not isinstance(config, dict):
+    if (
+        not isinstance(run, dict)
+        or not run.keys() <= {*RUN_CHOICES}
+        or not isinstance(config, dict)
+    ):
         raise CheckpointError(f"{newest / 'run.json'} must have some of {', '.join(RUN_CHOICES)}")
     # The dtype is checked with the weights.
     dtype = {"dtype": DTYPES.get(str(config.get("dtype")), torch.bfloat16)} if config else {}
     return {"recipe": read_recipe(saved), **dtype, "fp8_params": fp8_params, **run}
 
 
-def starting_step(folder: Path, resume: bool, steps: int, lora: LoraSettings | None, merge_again: bool) -> int:
+def starting_step(
+    folder: Path, resume: bool, steps: int, lora: LoraSettings | None, merge_again: bool
+) -> int:
     """Return the step of the checkpoint to resume from, 0 for a new run.
 
     A run of all `steps` resumes if a file is missing that its end writes, or with `merge_again`.
@@ -93,7 +105,11 @@ def starting_step(folder: Path, resume: bool, steps: int, lora: LoraSettings | N
     if newest is None:
         return 0
     step = int(newest.name.removeprefix("step-"))
-    names = ["loss.png"] + ["adapter"] * (lora is not None) + ["merged"] * (lora is not None and lora.merge)
+    names = (
+        ["loss.png"]
+        + ["adapter"] * (lora is not None)
+        + ["merged"] * (lora is not None and lora.merge)
+    )
     unfinished = merge_again or any(not os.path.lexists(folder / name) for name in names)
     over = step > steps or (step == steps and not unfinished)
     mistakes = {

@@ -17,7 +17,9 @@ def weigh_losses(model: CausalLM, config: TrainConfig) -> None:
     if balance is None and z is None:
         return
     if moe is None:
-        raise UsageError("balance_loss and z_loss are for experts, which this model does not have: leave them out")
+        raise UsageError(
+            "balance_loss and z_loss are for experts, which this model does not have: leave them out"
+        )
     model.router_losses = dataclasses.replace(
         moe,
         router_aux_loss_coef=moe.router_aux_loss_coef if balance is None else balance,
@@ -41,4 +43,9 @@ def router_row(values: Sequence[float]) -> dict[str, object]:
     if not values:
         return {}
     balance, z, fullest, *shares = values
-    return dict(balance_loss=balance, z_loss=z, fullest_expert=fullest, expert_shares=[round(s, 6) for s in shares])
+    return dict(
+        balance_loss=balance,
+        z_loss=z,
+        fullest_expert=fullest,
+        expert_shares=[round(s, 6) for s in shares],
+    )

@@ -22,7 +22,14 @@ from te_models.model.targets import IGNORED
 from te_models.training.evaluation import Batch
 from te_models.training.parallel import Parallel
 from te_models.training.resume import run_choices
-from te_models.training.settings import RECORD, RUN_FILE, SETTINGS, TABLES, RunSettings, resolved_path
+from te_models.training.settings import (
+    RECORD,
+    RUN_FILE,
+    SETTINGS,
+    TABLES,
+    RunSettings,
+    resolved_path,
+)
 
 COMMENT = (
     "Every setting of this run. `te-models {command} run.toml --steps N` runs it again with a change, in a folder of\n"
@@ -46,22 +53,33 @@ def run_document(
     first step (None: the model's).
     """
     config = model.config.to_dict()
-    shape = {name: value for name, value in config.items() if settings.preset or name in settings.build}
+    shape = {
+        name: value for name, value in config.items() if settings.preset or name in settings.build
+    }
     tables = settings.tables()
     tables["run"] |= {"out": None}  # which a second run must not share
     tables["model"] |= run_choices(model)
-    tables["model"]["engine"] = settings.build.get("engine", "auto")  # as requested: "auto" is native on a GPU
-    tables["data"] |= {"streaming": isinstance(dataset, StreamingDataset), "packing": dataset.packing}
+    tables["model"]["engine"] = settings.build.get(
+        "engine", "auto"
+    )  # as requested: "auto" is native on a GPU
+    tables["data"] |= {
+        "streaming": isinstance(dataset, StreamingDataset),
+        "packing": dataset.packing,
+    }
     tables |= {"recipe": (recipe or model.recipe).to_dict(), "shape": shape}
     for table in (tables["run"], tables["data"]):
-        table |= {name: resolved_path(value) for name, value in table.items() if SETTINGS[name].path}
+        table |= {
+            name: resolved_path(value) for name, value in table.items() if SETTINGS[name].path
+        }
     cuda = model.device.type == "cuda"
     sections = {
         **{title: tables[title] for title in TABLES},
         RECORD: {
             "id": run_id(before),
             "commands": [*map(str, before.get("commands", [])), settings.called[:MAX_COMMAND]],
-            "device": torch.cuda.get_device_name(model.device) if cuda else platform.processor() or platform.machine(),
+            "device": torch.cuda.get_device_name(model.device)
+            if cuda
+            else platform.processor() or platform.machine(),
             "engine": model.engine,
             "processes": shared.describe() or "one",
             "training_data": fingerprint(dataset),
@@ -101,17 +119,32 @@ def eval_fingerprint(batches: Iterable[Batch], shared: Parallel) -> str:
     for batch in batches:
         for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
             if bool((labels != IGNORED).any()):
-                digest = hashlib.blake2b(ids.numpy().tobytes() + labels.numpy().tobytes(), digest_size=8)
+                digest = hashlib.blake2b(
+                    ids.numpy().tobytes() + labels.numpy().tobytes(), digest_size=8
+                )
                 total += int.from_bytes(digest.digest(), "big")
     by_rank = shared.ranks.gather([str(total), shared.data_rank])
-    by_share = {share: int(number) for number, share in by_rank}  # ranks that share a batch have the same one
+    by_share = {
+        share: int(number) for number, share in by_rank
+    }  # ranks that share a batch have the same one
     return f"{sum(by_share.values()) % 2**64:016x}"
 
 
 def versions() -> Mapping[str, str]:
     """Return the versions of Python, te-models and the packages that numbers depend on."""
-    found = {"python": platform.python_version(), "te-models": te_models.__version__, "torch": torch.__version__}
-    for package in ("transformer-engine", "triton", "torchao", "tokenizers", "safetensors", "numpy"):
+    found = {
+        "python": platform.python_version(),
+        "te-models": te_models.__version__,
+        "torch": torch.__version__,
+    }
+    for package in (
+        "transformer-engine",
+        "triton",
+        "torchao",
+        "tokenizers",
+        "safetensors",
+        "numpy",
+    ):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found

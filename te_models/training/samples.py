@@ -50,7 +50,10 @@ def held_out_prompts(
     ]
     found = list(dict.fromkeys(found))  # a short evaluation repeats its records
     choices = [[p for whole, p in found if whole and p.reference and len(p.ids) <= READABLE]]
-    choices += [[p for whole, p in found if whole and p.reference], [p for _, p in found if p.reference]]
+    choices += [
+        [p for whole, p in found if whole and p.reference],
+        [p for _, p in found if p.reference],
+    ]
     choices += [[p for whole, p in found if whole], [p for _, p in found]]
     chosen = next((prompts for prompts in choices if len(prompts) >= count), choices[-1])
     count = min(count, len(chosen))
@@ -62,7 +65,9 @@ def _prompts(batch: Batch, end: int | None) -> Iterator[tuple[bool, Prompt]]:
     for row, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):
         edges = _edges(ids, batch["document_ids"][row] if "document_ids" in batch else None, end)
         for start, stop in zip(edges[:-1], edges[1:], strict=True):
-            prompt = _prompt(ids[start:stop].tolist(), (labels[start:stop] != IGNORED).tolist(), end)
+            prompt = _prompt(
+                ids[start:stop].tolist(), (labels[start:stop] != IGNORED).tolist(), end
+            )
             if prompt is not None:
                 yield start > 0 and stop < len(ids), prompt
 
@@ -103,7 +108,12 @@ class Sampler:
     cut = False  # whether an answer was cut
 
     def __init__(
-        self, model: CausalLM, tokenizer: Tokenizer, prompts: Sequence[Prompt], tokens: int, options: GenerationOptions
+        self,
+        model: CausalLM,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Prompt],
+        tokens: int,
+        options: GenerationOptions,
     ) -> None:
         self.model, self.tokenizer, self.tokens, self.options = model, tokenizer, tokens, options
         self.prompts = list(prompts)
@@ -116,7 +126,9 @@ class Sampler:
             options["temperature"] = 0.8
         room = self.model.config.longest_sequence - len(prompt.ids)
         begun = time.monotonic()
-        pieces = stream_text(self.model, self.tokenizer, prompt.ids, min(self.tokens, room), **options)
+        pieces = stream_text(
+            self.model, self.tokenizer, prompt.ids, min(self.tokens, room), **options
+        )
         with contextlib.closing(pieces):
             for piece in pieces:
                 yield piece
@@ -142,13 +154,25 @@ class Sampler:
         self.take_at_most(seconds)
         for number, prompt in enumerate(self.prompts, start=1):
             kind = "prompt" if prompt.reference else "opening"
-            console.print(Text(f"\nsample {number} of {len(self.prompts)}, from the evaluation data", "bold"))
+            console.print(
+                Text(f"\nsample {number} of {len(self.prompts)}, from the evaluation data", "bold")
+            )
             _block(console, kind, _shortened(text_after(self.tokenizer, (), prompt.ids)), "dim")
             if prompt.reference:
-                _block(console, "answer in the data", text_after(self.tokenizer, prompt.ids, prompt.reference), "dim")
+                _block(
+                    console,
+                    "answer in the data",
+                    text_after(self.tokenizer, prompt.ids, prompt.reference),
+                    "dim",
+                )
             if self.before:
                 _block(console, "before", self.before[number - 1], "dim")
-            console.print(Text("after" if self.before else "answer" if prompt.reference else "goes on", "bold green"))
+            console.print(
+                Text(
+                    "after" if self.before else "answer" if prompt.reference else "goes on",
+                    "bold green",
+                )
+            )
             begun = False
             for piece in _first_lines(self.answer(prompt)):
                 shown = piece if begun else piece.lstrip("\n")

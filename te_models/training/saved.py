@@ -24,4 +24,6 @@ def saved_part(model: object, saved: SavedAdapters | None) -> tuple[CausalLM, Sa
 
         if isinstance(model, AdaptedModel):
             return model.get_base_model(), SavedAdapters(model)
-    raise UsageError(f"the model is a {type(model).__name__}: give a CausalLM, or what add_lora makes of one")
+    raise UsageError(
+        f"the model is a {type(model).__name__}: give a CausalLM, or what add_lora makes of one"
+    )

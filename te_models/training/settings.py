@@ -16,8 +16,23 @@ from typing import Any
 from te_models.config.data import DataConfig, split_names, split_weight
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.presets import PRESETS
-from te_models.config.recipe import FP8_WEIGHTS, RECIPE_FIELDS, Recipe, get_recipe, list_recipes, recipe_from_dict
-from te_models.config.settings import EVERYDAY, Setting, Settings, as_fields, by_name, setting, settings_of
+from te_models.config.recipe import (
+    FP8_WEIGHTS,
+    RECIPE_FIELDS,
+    Recipe,
+    get_recipe,
+    list_recipes,
+    recipe_from_dict,
+)
+from te_models.config.settings import (
+    EVERYDAY,
+    Setting,
+    Settings,
+    as_fields,
+    by_name,
+    setting,
+    settings_of,
+)
 from te_models.config.shipped import no_weights
 from te_models.config.toml import read_toml
 from te_models.config.training import DIVISIONS, EVALUATION, TRAINING, TrainConfig
@@ -48,9 +63,15 @@ class BuildSettings(Settings):
         metavar="NAME",
         shown="auto",
     )
-    device: str | None = setting(None, "Device, such as cpu or cuda:1; default: the first GPU, else the CPU.")
-    fp8_params: bool | None = setting(None, "Store the weights of FP8 layers in FP8 only, without a BF16 copy.")
-    compile: bool | None = setting(None, "Fuse elementwise operations with torch.compile (on a GPU).", shown="compile")
+    device: str | None = setting(
+        None, "Device, such as cpu or cuda:1; default: the first GPU, else the CPU."
+    )
+    fp8_params: bool | None = setting(
+        None, "Store the weights of FP8 layers in FP8 only, without a BF16 copy."
+    )
+    compile: bool | None = setting(
+        None, "Fuse elementwise operations with torch.compile (on a GPU).", shown="compile"
+    )
     activation_checkpointing: str | int | None = setting(
         None,
         "Recompute activations: none, selective (most of each MLP), full, or N for every N-th block.",
@@ -59,7 +80,10 @@ class BuildSettings(Settings):
         shown="none",
     )
     activation_offload: bool | None = setting(
-        None, "Store the activations that backward needs in host memory.", group=TRAINING, shown="no-activation-offload"
+        None,
+        "Store the activations that backward needs in host memory.",
+        group=TRAINING,
+        shown="no-activation-offload",
     )
 
 
@@ -103,10 +127,15 @@ class LoraSettings(Settings):
         fixed=True,
     )
     dropout: float = setting(
-        0.0, "Probability with which an adapter's input is dropped.", name="lora_dropout", below=1, fixed=True
+        0.0,
+        "Probability with which an adapter's input is dropped.",
+        name="lora_dropout",
+        below=1,
+        fixed=True,
     )
     merge: bool = setting(
-        False, "At the end, also save the model with the adapters in its weights, in the folder merged/."
+        False,
+        "At the end, also save the model with the adapters in its weights, in the folder merged/.",
     )
     merge_dtype: str | None = setting(
         None,
@@ -125,7 +154,9 @@ class LoraSettings(Settings):
         if self.alpha is None:
             object.__setattr__(self, "alpha", 2.0 * self.rank)
         if self.merge_dtype and not self.merge:
-            raise ConfigError(f"--merge-dtype {self.merge_dtype} is for the merged model: give --merge too")
+            raise ConfigError(
+                f"--merge-dtype {self.merge_dtype} is for the merged model: give --merge too"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +171,14 @@ class RunSettings(Settings):
         called: the command line, for the record.
     """
 
-    command: str = setting("finetune", "The command: pretrain or finetune.", choices=COMMANDS, fixed=True)
+    command: str = setting(
+        "finetune", "The command: pretrain or finetune.", choices=COMMANDS, fixed=True
+    )
     preset: str | None = setting(
-        None, "Model shape with random weights: `te-models list` has the names.", fixed=True, metavar="NAME"
+        None,
+        "Model shape with random weights: `te-models list` has the names.",
+        fixed=True,
+        metavar="NAME",
     )
     model: str | None = setting(
         None,
@@ -151,9 +187,14 @@ class RunSettings(Settings):
         path=True,
         metavar="NAME",
     )
-    out: str | None = setting(None, "Folder of the run; default: runs/<model>-<recipe>.", metavar="DIR")
+    out: str | None = setting(
+        None, "Folder of the run; default: runs/<model>-<recipe>.", metavar="DIR"
+    )
     tokenizer: str | None = setting(
-        None, "Hugging Face tokenizer.json; default: the model's own, else bytes.", path=True, metavar="PATH"
+        None,
+        "Hugging Face tokenizer.json; default: the model's own, else bytes.",
+        path=True,
+        metavar="PATH",
     )
     sample_tokens: int = setting(
         200,
@@ -187,7 +228,9 @@ class RunSettings(Settings):
         for part in (self, self.data, self.train, self.lora):
             flat |= {} if part is None else by_name(part)
         titles = TABLES.keys() - {"recipe", "shape"}
-        return {title: {name: flat[name] for name in TABLES[title] if name in flat} for title in titles}
+        return {
+            title: {name: flat[name] for name in TABLES[title] if name in flat} for title in titles
+        }
 
 
 def _named(*found: Setting) -> dict[str, Setting]:
@@ -197,11 +240,15 @@ def _named(*found: Setting) -> dict[str, Setting]:
 _OWN = _named(*settings_of(RunSettings))
 # Table of run.toml -> its settings by name.
 TABLES: dict[str, dict[str, Setting]] = {
-    "run": {name: _OWN[name] for name in ("command", "preset", "model", "out", "sample_tokens", "log")},
+    "run": {
+        name: _OWN[name] for name in ("command", "preset", "model", "out", "sample_tokens", "log")
+    },
     "model": _named(*settings_of(BuildSettings)),
     "recipe": _named(_OWN["recipe"], *RECIPE_FIELDS.values()),
     # Without a default, which is what the preset or the model has.
-    "shape": _named(*(replace(one, default=None, group=SHAPE, fixed=True) for one in settings_of(ModelConfig))),
+    "shape": _named(
+        *(replace(one, default=None, group=SHAPE, fixed=True) for one in settings_of(ModelConfig))
+    ),
     "data": _named(*settings_of(DataConfig), _OWN["tokenizer"]),
     "training": _named(*settings_of(TrainConfig)),
     "lora": _named(*settings_of(LoraSettings)),
@@ -209,7 +256,9 @@ TABLES: dict[str, dict[str, Setting]] = {
 SETTINGS = {name: one for table in TABLES.values() for name, one in table.items()}
 
 
-def run_settings(command: str, given: Mapping[str, object], file: Path | None = None, called: str = "") -> RunSettings:
+def run_settings(
+    command: str, given: Mapping[str, object], file: Path | None = None, called: str = ""
+) -> RunSettings:
     """Return the settings of a run: those `given`, over those of `file`, over the defaults of `command`."""
     saved = read_run_file(file) if file is not None else {}
     command = saved.get("command", command)
@@ -222,7 +271,9 @@ def run_settings(command: str, given: Mapping[str, object], file: Path | None = 
     lora = _lora(flat)
     defaults = {"learning_rate": LEARNING_RATE["lora" if lora else command], "parallel": "auto"}
     build = by_name(BuildSettings(**as_fields(BuildSettings, flat)))
-    build |= {name: flat[name] for title in ("recipe", "shape") for name in TABLES[title] if name in flat}
+    build |= {
+        name: flat[name] for title in ("recipe", "shape") for name in TABLES[title] if name in flat
+    }
     return RunSettings(
         **as_fields(RunSettings, flat),
         recipe=_recipe(recipe) if isinstance(recipe, Mapping) else recipe,
@@ -243,7 +294,11 @@ def _start_mistakes(command: str, flat: Mapping[str, Any]) -> Iterator[str]:
         yield "pretrain starts from random weights: give --preset NAME (to start from a model: finetune --model)"
     if command == "finetune" and preset is not None:
         known = preset in PRESETS
-        yield no_weights(preset) if known else str(unknown("preset", preset, PRESETS, "`te-models list`"))
+        yield (
+            no_weights(preset)
+            if known
+            else str(unknown("preset", preset, PRESETS, "`te-models list`"))
+        )
     if command == "finetune" and model is None:
         yield "give --model: a folder, a name on the Hugging Face hub, or a model that ships with te-models"
     if command == "pretrain" and flat.get("lora") is not None:
@@ -269,8 +324,11 @@ def resumed_settings(
     run = next((outer for outer in folder.parents if (outer / RUN_FILE).is_file()), None)
     mistakes = {
         f"nothing to resume: {folder} does not exist; give the folder of a run": not folder.exists(),
-        f"{folder} is part of a run: give --resume {run}, which continues from its newest checkpoint": run is not None,
-        f"nothing to resume: {folder} has no checkpoint; start without --resume": not (folder / "checkpoints").is_dir(),
+        f"{folder} is part of a run: give --resume {run}, which continues from its newest checkpoint": run
+        is not None,
+        f"nothing to resume: {folder} has no checkpoint; start without --resume": not (
+            folder / "checkpoints"
+        ).is_dir(),
         f"{folder} has no {RUN_FILE}: give the settings of the run again, --preset or --model among them": nameless,
     }
     refuse(mistakes)
@@ -284,11 +342,17 @@ def _only_run(given: Mapping[str, Any]) -> Path:
     if label and given.get("recipe", "auto") != "auto":
         return Path("runs", f"{label}-{get_recipe(given['recipe']).name}")
     runs = [
-        folder.parent for folder in sorted(Path("runs").glob(f"{label}-*/checkpoints" if label else "*/checkpoints"))
+        folder.parent
+        for folder in sorted(
+            Path("runs").glob(f"{label}-*/checkpoints" if label else "*/checkpoints")
+        )
     ]
     of = f"of {label} " if label else ""
     mistakes = {
-        f"several runs could be resumed ({', '.join(map(str, runs))}): give one of them to --resume": len(runs) > 1,
+        f"several runs could be resumed ({', '.join(map(str, runs))}): give one of them to --resume": len(
+            runs
+        )
+        > 1,
         f"nothing to resume: there is no run {of}in runs/; give its folder": not runs,
     }
     refuse(mistakes)
@@ -308,7 +372,12 @@ def read_run_file(path: Path) -> dict[str, Any]:
             flat["recipe"] = dict(values)
             continue
         for name, value in values.items():
-            check_known(f"setting of [{title}] in {path}", name, TABLES[title], "`te-models finetune --help-all`")
+            check_known(
+                f"setting of [{title}] in {path}",
+                name,
+                TABLES[title],
+                "`te-models finetune --help-all`",
+            )
             if value == "" and TABLES[title][name].default is None:
                 continue  # as older files have what was not given
             with explained(path, UsageError, error=ConfigError):
@@ -317,13 +386,18 @@ def read_run_file(path: Path) -> dict[str, Any]:
     return flat
 
 
-def changed_settings(saved: Mapping[str, object], given: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+def changed_settings(
+    saved: Mapping[str, object], given: Mapping[str, object]
+) -> dict[str, tuple[object, object]]:
     """Return name -> (value then, value now) of the settings that a resumed run changes."""
     then = {**saved, **_recipe_values(saved)}
     changed: dict[str, tuple[object, object]] = {}
     for name in given.keys() - {"out"}:
         one = SETTINGS[name]
-        before, now = then.get(name, one.default), resolved_path(given[name]) if one.path else given[name]
+        before, now = (
+            then.get(name, one.default),
+            resolved_path(given[name]) if one.path else given[name],
+        )
         if before == now:
             continue
         without = name in TABLES["lora"] and not then.get("lora")
@@ -342,7 +416,11 @@ def resolved_path(name: Any) -> Any:
     if not isinstance(name, str) or os.path.exists(name):
         return os.path.abspath(name) if isinstance(name, str) else name
     path, weight = split_weight(name)
-    return os.path.abspath(path) + name[len(path) :] if weight is not None and os.path.exists(path) else name
+    return (
+        os.path.abspath(path) + name[len(path) :]
+        if weight is not None and os.path.exists(path)
+        else name
+    )
 
 
 def _over(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -356,19 +434,32 @@ def _over(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         gone |= set(DIVISIONS)
     if "recipe" in given:
         gone.add("recipe")
-        if flat.get("fp8_params") and not given.get("fp8_params") and not _keeps_fp8_weights(given["recipe"]):
+        if (
+            flat.get("fp8_params")
+            and not given.get("fp8_params")
+            and not _keeps_fp8_weights(given["recipe"])
+        ):
             gone.add("fp8_params")
-            warnings.warn(f"recipe {given['recipe']!r} has no FP8 weights: the run goes on without", stacklevel=2)
+            warnings.warn(
+                f"recipe {given['recipe']!r} has no FP8 weights: the run goes on without",
+                stacklevel=2,
+            )
     if {"preset", "model"} & given.keys() and {"preset", "model"} & saved.keys():
         gone |= {"preset", "model", *config_fields()}
-    if given.get("lora") and not flat.get("lora") and flat.get("learning_rate") == LEARNING_RATE["finetune"]:
+    if (
+        given.get("lora")
+        and not flat.get("lora")
+        and flat.get("learning_rate") == LEARNING_RATE["finetune"]
+    ):
         gone.add("learning_rate")  # the default for all weights; adapters have another
     return {name: value for name, value in flat.items() if name not in gone} | dict(given)
 
 
 def _keeps_fp8_weights(recipe: Any) -> bool:
     """Return whether weights can be in FP8 alone under a recipe."""
-    return recipe == "auto" or get_recipe(recipe).scheme in FP8_WEIGHTS  # of auto, the engine says so
+    return (
+        recipe == "auto" or get_recipe(recipe).scheme in FP8_WEIGHTS
+    )  # of auto, the engine says so
 
 
 def _lora(flat: Mapping[str, object]) -> LoraSettings | None:
@@ -376,7 +467,9 @@ def _lora(flat: Mapping[str, object]) -> LoraSettings | None:
     given = as_fields(LoraSettings, flat)
     if given.get("rank") is None:
         if others := [one for one in TABLES["lora"].values() if given.get(one.field)]:
-            raise UsageError(f"{others[0].flag} is for adapters: give --lora RANK too, such as --lora 16")
+            raise UsageError(
+                f"{others[0].flag} is for adapters: give --lora RANK too, such as --lora 16"
+            )
         return None
     return LoraSettings(**given)
 
@@ -385,7 +478,9 @@ def _recipe(values: Mapping[str, Any]) -> Recipe:
     """Return the recipe in a table: of a scheme, or of a named recipe with changes."""
     if "scheme" in values or "name" not in values:
         return recipe_from_dict(values)
-    return get_recipe(values["name"], **{name: value for name, value in values.items() if name != "name"})
+    return get_recipe(
+        values["name"], **{name: value for name, value in values.items() if name != "name"}
+    )
 
 
 def _recipe_values(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,9 @@ def copy_to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     return host, ready
 
 
-Row = dict[str, Any]  # of metrics.jsonl: step, loss, grad_norm, learning_rate, tokens_per_second, perhaps eval_loss
+Row = dict[
+    str, Any
+]  # of metrics.jsonl: step, loss, grad_norm, learning_rate, tokens_per_second, perhaps eval_loss
 
 
 @dataclass

@@ -29,7 +29,16 @@ from te_models.data.dataset import TokenDataset
 from te_models.data.own_batches import OwnBatches, checked_batch
 from te_models.data.streaming import StreamingDataset
 from te_models.device.determinism import deterministic
-from te_models.errors import CheckpointError, Diverged, NamedFields, OutputInUse, SaveError, UsageError, plural, refuse
+from te_models.errors import (
+    CheckpointError,
+    Diverged,
+    NamedFields,
+    OutputInUse,
+    SaveError,
+    UsageError,
+    plural,
+    refuse,
+)
 from te_models.files.atomic import replace_text
 from te_models.files.formats import Fields, flatten_state, render_json
 from te_models.files.lock import locked
@@ -40,13 +49,23 @@ from te_models.optim.master import MasterWeights
 from te_models.saving.pretrained import model_content
 from te_models.saving.restore import read_training_state
 from te_models.saving.run_folder import Checkpoints
-from te_models.saving.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes, whole_optimizer_state
+from te_models.saving.sharded import (
+    ShardedCheckpoints,
+    cut_optimizer_state,
+    shared_amaxes,
+    whole_optimizer_state,
+)
 from te_models.training.cuda_graph import GraphedStep, step_obstacle
 from te_models.training.evaluation import Batch, count_targets, diagnosis, evaluate, to_device
 from te_models.training.metrics import MetricsLog
 from te_models.training.parallel import Parallel, reshard
 from te_models.training.recipe_schedule import RecipeSchedule
-from te_models.training.restore import read_random_states, read_result, state_mistakes, waiting_in_vain
+from te_models.training.restore import (
+    read_random_states,
+    read_result,
+    state_mistakes,
+    waiting_in_vain,
+)
 from te_models.training.result import Result
 from te_models.training.resume import run_choices
 from te_models.training.routers import over_micro_batches, router_row, weigh_losses
@@ -127,12 +146,17 @@ class Trainer(NamedFields):
         if isinstance(self.dataset, TokenDataset | StreamingDataset):
             self.data = self.dataset
         else:
-            share = {"batch_size": config.batch_size // parallel.data_world, "seq_len": config.seq_len}
+            share = {
+                "batch_size": config.batch_size // parallel.data_world,
+                "seq_len": config.seq_len,
+            }
             given, usual = by_name(config), by_name(TrainConfig())
             asked = {name: size for name, size in share.items() if given[name] != usual[name]}
             self.data = OwnBatches(self.dataset, config.seed, parallel.ranks, asked)
         evaluated = () if self.eval_batches is None else self.eval_batches
-        self.evaluation = [checked_batch(batch, f"evaluation batch {n}") for n, batch in enumerate(evaluated, 1)]
+        self.evaluation = [
+            checked_batch(batch, f"evaluation batch {n}") for n, batch in enumerate(evaluated, 1)
+        ]
         strangers = [callback for callback in self.callbacks if not isinstance(callback, Callback)]
         blind = config.patience and self.eval_batches is None
         mistakes = {
@@ -143,13 +167,20 @@ class Trainer(NamedFields):
         weigh_losses(self.model, config)
         self.model.router_group = parallel.data_group if parallel.data_world > 1 else None
         self.gradients = parallel.gradients(self.model, config.gradient_accumulation)
-        chosen = (config.learning_rate, config.weight_decay, config.optimizer_options, config.optimizer_offload)
+        chosen = (
+            config.learning_rate,
+            config.weight_decay,
+            config.optimizer_options,
+            config.optimizer_offload,
+        )
         shared = (parallel.owners(), self.gradients, parallel.norm)
         self.optimizer = build_optimizer(config.optimizer, self.model, *chosen, *shared)
         self.train_model = parallel.wrap(self.model, self.gradients)
         self.schedule = RecipeSchedule(self.model, self.recipe or self.model.recipe, config)
         self.graphed = self._graphed()
-        self.calibrated: Recipe | None = None  # the recipe for which the model is known to have scales
+        self.calibrated: Recipe | None = (
+            None  # the recipe for which the model is known to have scales
+        )
         # Read the loss of a step once the next one is queued: only if the device itself can skip a bad step's update.
         self.ahead = self.device.type == "cuda" and self.optimizer.can_skip
         self.speeds: deque[float] = deque(maxlen=RECENT)  # tokens per second of each step
@@ -176,7 +207,9 @@ class Trainer(NamedFields):
             OutputInUse: another run writes to `out`.
         """
         with contextlib.ExitStack() as stack:
-            self.parallel.ranks.from_first(lambda: stack.enter_context(locked(self.out)), OutputInUse)
+            self.parallel.ranks.from_first(
+                lambda: stack.enter_context(locked(self.out)), OutputInUse
+            )
             if not resume and not self.result.step:
                 self.parallel.ranks.from_first(self._refuse_to_replace, UsageError)
             result = self._run(resume)
@@ -188,13 +221,22 @@ class Trainer(NamedFields):
         torch.manual_seed(self.config.seed + self.parallel.data_rank)
         if resume:
             self.restore()
-            self.parallel.ranks.gather(None)  # whoever reads slowly is not taken for dead by the first collective
+            self.parallel.ranks.gather(
+                None
+            )  # whoever reads slowly is not taken for dead by the first collective
         first = self.parallel.ranks.first
         if first and self.run_file:
             replace_text(self.out / RUN_FILE, self.run_file)
-        metrics = MetricsLog(self.out / "metrics.jsonl" if first else None, after_step=self.result.step)
+        metrics = MetricsLog(
+            self.out / "metrics.jsonl" if first else None, after_step=self.result.step
+        )
         exact = deterministic() if self.config.deterministic else contextlib.nullcontext()
-        with exact, contextlib.closing(metrics), self._background_saves(), stop_signals() as self.stop_requested:
+        with (
+            exact,
+            contextlib.closing(metrics),
+            self._background_saves(),
+            stop_signals() as self.stop_requested,
+        ):
             batches = iter(self.data)
             if not self.result.step:
                 batches = self._calibrated(batches)
@@ -211,7 +253,9 @@ class Trainer(NamedFields):
                     self._evaluated(row)
                 if self._due(self.config.save_every, row["step"]):
                     self.save(blocking=False)
-            self.result.interrupted = self.result.step < self.config.steps and not self.result.stopped_early
+            self.result.interrupted = (
+                self.result.step < self.config.steps and not self.result.stopped_early
+            )
             self.result.signal = max(0, self.stop_requested())
             self.save()
         return self.result
@@ -223,15 +267,27 @@ class Trainer(NamedFields):
     def _evaluated(self, row: Row) -> None:
         """Save the model after the best evaluation so far, and end a run that no longer improves."""
         result, config = self.result, self.config
-        (loss, *_) = self.parallel.ranks.gather(row["eval_loss"])  # all processes decide by the same number
+        (loss, *_) = self.parallel.ranks.gather(
+            row["eval_loss"]
+        )  # all processes decide by the same number
         if loss < min(result.best_eval_loss, result.first_eval_loss):  # the second may be a NaN
-            result.best_eval_loss, result.best_step, result.evaluations_since_best = loss, row["step"], 0
+            result.best_eval_loss, result.best_step, result.evaluations_since_best = (
+                loss,
+                row["step"],
+                0,
+            )
             if config.keep_best:
                 tensors, documents = self._model_content()
-                self.best.save(row["step"], tensors, {**documents, **self.documents}, blocking=False)
+                self.best.save(
+                    row["step"], tensors, {**documents, **self.documents}, blocking=False
+                )
         else:
             result.evaluations_since_best += 1
-            if config.patience and result.evaluations_since_best >= config.patience and row["step"] < config.steps:
+            if (
+                config.patience
+                and result.evaluations_since_best >= config.patience
+                and row["step"] < config.steps
+            ):
                 self.stopping = result.stopped_early = True
         for callback in self.callbacks:
             callback.on_eval(self, row)
@@ -263,7 +319,9 @@ class Trainer(NamedFields):
             before, queued = queued, self._queue(step, batches, queued)
             if before is not None:
                 yield self._finish(before)
-            due = [self._due(every, step) for every in (self.config.eval_every, self.config.save_every)]
+            due = [
+                self._due(every, step) for every in (self.config.eval_every, self.config.save_every)
+            ]
             if not self.ahead or step == self.config.steps or any(due):
                 yield self._finish(queued)
                 queued = None
@@ -286,7 +344,9 @@ class Trainer(NamedFields):
         self.schedule.follow(step)
         loss = self._forward_backward(micro_batches)
         routed = over_micro_batches(self.routed, loss)
-        means = self.parallel.mean_and_any(torch.cat([loss[None], routed]), self.stop_requested() != 0)
+        means = self.parallel.mean_and_any(
+            torch.cat([loss[None], routed]), self.stop_requested() != 0
+        )
         loss, stops = means[0], means[-1]
         norm = self.optimizer.take_gradients(config.clip_grad_norm)
         values = torch.cat([torch.stack([loss, norm.to(loss), stops]), means[1:-1]])
@@ -313,11 +373,15 @@ class Trainer(NamedFields):
         """Give the model scales from the micro-batches of a step, if it has none for its recipe."""
         if self.config.calibrate and self.calibrated is not self.model.recipe:
             self.model.train()
-            self.model.calibrate(*(to_device(batch, self.device) for batch in micro_batches), weights=weights)
+            self.model.calibrate(
+                *(to_device(batch, self.device) for batch in micro_batches), weights=weights
+            )
             self.calibrated = self.model.recipe
 
     def _loss_weights(self, micro_batches: list[Batch]) -> Sequence[Tensor | float]:
-        return self.parallel.loss_weights([count_targets(batch) for batch in micro_batches], self.device)
+        return self.parallel.loss_weights(
+            [count_targets(batch) for batch in micro_batches], self.device
+        )
 
     def _follow_recipe(self) -> None:
         """Make a new CUDA graph of the step if the schedule or a callback has changed the model's recipe."""
@@ -345,7 +409,9 @@ class Trainer(NamedFields):
                 if number == last:
                     self.gradients.last_micro_batch()
                 first = number == 0 if reuse else None
-                output = self.train_model(**to_device(batch, device), is_first_microbatch=first, return_logits=False)
+                output = self.train_model(
+                    **to_device(batch, device), is_first_microbatch=first, return_logits=False
+                )
                 loss = output.loss * weight
                 loss.backward()
                 total += loss.detach()
@@ -362,9 +428,15 @@ class Trainer(NamedFields):
         loss, norm, stops, *routed = queued.values.tolist()
         self.stopping = self.stopping or bool(stops)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise Diverged(diagnosis(self.model, self.parallel.ranks, queued.step, loss, norm, queued.micro_batches))
+            raise Diverged(
+                diagnosis(
+                    self.model, self.parallel.ranks, queued.step, loss, norm, queued.micro_batches
+                )
+            )
         rate = self.config.learning_rate_at(queued.step)
-        queued.row = dict(step=queued.step, loss=loss, grad_norm=norm, learning_rate=rate, **router_row(routed))
+        queued.row = dict(
+            step=queued.step, loss=loss, grad_norm=norm, learning_rate=rate, **router_row(routed)
+        )
         queued.row |= self.schedule.row(queued.step)
 
     def _finish(self, queued: QueuedStep) -> Row:
@@ -372,7 +444,9 @@ class Trainer(NamedFields):
         self._check(queued)
         row, step, result = queued.row, queued.step, self.result
         seconds = elapsed(queued.start, queued.end)
-        tokens = self.parallel.data_world * sum(batch["input_ids"].numel() for batch in queued.micro_batches)
+        tokens = self.parallel.data_world * sum(
+            batch["input_ids"].numel() for batch in queued.micro_batches
+        )
         self.speeds.append(tokens / seconds)
         result.step, result.loss = step, row["loss"]
         result.tokens_per_second = statistics.median(self.speeds)
@@ -402,7 +476,9 @@ class Trainer(NamedFields):
         options: Fields = dict(keep_last=keep_last, retry_pauses=SAVE_RETRY_PAUSES)
         if ranks.world == 1:
             return Checkpoints(folder, **options)
-        whose = dict(ranks=ranks, model=self.model, names=self._optimizer_names(), fetch=self.optimizer.fetch)
+        whose = dict(
+            ranks=ranks, model=self.model, names=self._optimizer_names(), fetch=self.optimizer.fetch
+        )
         return ShardedCheckpoints(folder, **whose, **options)
 
     def save(self, blocking: bool = True) -> None:
@@ -423,7 +499,12 @@ class Trainer(NamedFields):
         shared_amaxes(self.model)
         if self.saved is not None:
             return self.saved.content()
-        return model_content(self.model, self.model.origin, self.optimizer.masters_by_id(), parts=self.parallel.sharded)
+        return model_content(
+            self.model,
+            self.model.origin,
+            self.optimizer.masters_by_id(),
+            parts=self.parallel.sharded,
+        )
 
     def _content(self) -> tuple[dict[str, dict[str, Tensor]], Fields]:
         """Return the tensors and documents of a checkpoint."""
@@ -433,7 +514,9 @@ class Trainer(NamedFields):
             "optimizer": self._optimizer_state(),
             "dataset": self.data.state_dict(),
             "rng": self._all_random_states(torch.get_rng_state()),
-            "cuda_rng": self._all_random_states(torch.cuda.get_rng_state(self.device)) if cuda else None,
+            "cuda_rng": self._all_random_states(torch.cuda.get_rng_state(self.device))
+            if cuda
+            else None,
             "result": asdict(self.result),
         }
         tensors["training"], documents["training"] = flatten_state(state)
@@ -447,17 +530,25 @@ class Trainer(NamedFields):
         """
         newest = self.checkpoints.to_resume()
         self.schedule.take(newest)
-        found = read_training_state(self.model, newest) if self.saved is None else self.saved.read(newest)
+        found = (
+            read_training_state(self.model, newest)
+            if self.saved is None
+            else self.saved.read(newest)
+        )
         state, optimizer = found.state, found.state["optimizer"]
         if self.parallel.sharded and self.parallel.owners() is None:
             assert isinstance(self.optimizer, MasterWeights)
-            optimizer = cut_optimizer_state(optimizer, self.optimizer.masters, self.model, self._optimizer_names())
+            optimizer = cut_optimizer_state(
+                optimizer, self.optimizer.masters, self.model, self._optimizer_names()
+            )
         self.optimizer.check_state_dict(optimizer)
         random, cuda = read_random_states(state, newest, self.parallel.ranks.rank, self.device)
         result = read_result(state["result"])
         refuse(waiting_in_vain(result, self.config.patience))
         refuse(state_mistakes(state["dataset"], self.data.state_dict(), "dataset"), CheckpointError)
-        self.data.load_state_dict(state["dataset"])  # the last that may refuse, before it changes anything
+        self.data.load_state_dict(
+            state["dataset"]
+        )  # the last that may refuse, before it changes anything
         found.write()
         self.optimizer.load_state_dict(optimizer)
         drop_initial_values(self.model)
@@ -482,7 +573,11 @@ class Trainer(NamedFields):
 
     def _optimizer_state(self) -> Fields:
         state = self.optimizer.state_dict()
-        return state if self.model.ep.size == 1 else whole_optimizer_state(state, self.model, self._own_names())
+        return (
+            state
+            if self.model.ep.size == 1
+            else whole_optimizer_state(state, self.model, self._own_names())
+        )
 
     def _own_names(self) -> list[str]:
         """Return the names of the optimizer's parameters, in its order."""

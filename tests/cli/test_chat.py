@@ -29,10 +29,14 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def chat(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., tuple]:
+def chat(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> Callable[..., tuple]:
     """Run the command on lines; return exit code, standard output and standard error."""
 
-    def call(*lines: str, options: tuple[str, ...] = (), terminal: bool = True) -> tuple[int, str, str]:
+    def call(
+        *lines: str, options: tuple[str, ...] = (), terminal: bool = True
+    ) -> tuple[int, str, str]:
         typed = iter(lines)
 
         def read(prompt: str) -> str:
@@ -57,7 +61,13 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace the model: each prompt is noted, the answer is "one two "."""
     prompts: list[str] = []
 
-    def stream(model: object, tokenizer: conversation.Tokenizer, ids: list[int], *rest: object, **options: object):
+    def stream(
+        model: object,
+        tokenizer: conversation.Tokenizer,
+        ids: list[int],
+        *rest: object,
+        **options: object,
+    ):
         prompts.append(tokenizer.decode(ids))
         yield from ("one ", "two ")
 
@@ -76,12 +86,20 @@ def test_a_chat_answers_as_generate_does(
     assert capsys.readouterr().out == out
 
 
-@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # Python's in UTF-8 locales, and in those without
+@pytest.mark.parametrize(
+    "errors", ["strict", "surrogateescape"]
+)  # Python's in UTF-8 locales, and in those without
 @pytest.mark.parametrize("command", [["chat"], ["generate", "--chat"]])
 def test_bytes_that_are_not_utf_8_are_one_line(
-    command: list[str], errors: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    command: list[str],
+    errors: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hi\nhi \xff\n"), "utf-8", errors))
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BytesIO(b"hi\nhi \xff\n"), "utf-8", errors)
+    )
     assert main([*command, "--model", str(folder), *FIXED]) == 2
     wrong = "is not UTF-8 text (character 4): convert it to UTF-8\n"
     assert capsys.readouterr().err == f"te-models: a line of standard input {wrong}"
@@ -98,7 +116,11 @@ def test_ctrl_c_stops_an_answer(chat: Callable, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(conversation, "stream_text", stream)
     code, out, err = chat("count", "/history", "count")
-    assert code == 0 and out == "one \nuser: count\nassistant: one \none \n" and err.count("stopped") == 2
+    assert (
+        code == 0
+        and out == "one \nuser: count\nassistant: one \none \n"
+        and err.count("stopped") == 2
+    )
 
 
 def test_ctrl_c_at_the_prompt_leaves_at_the_second_time(chat: Callable, answers: list[str]) -> None:
@@ -124,9 +146,13 @@ def test_commands(chat: Callable, answers: list[str], tmp_path: Path) -> None:
         "no/x: No such file",
     ):
         assert part in err
-    record = {"messages": [dict(role="user", content="a\nb"), dict(role="assistant", content="one two ")]}
+    record = {
+        "messages": [dict(role="user", content="a\nb"), dict(role="assistant", content="one two ")]
+    }
     assert json.loads(saved.read_text()) == record
-    assert [prompt.count("a\nb") for prompt in answers] == [1, 1, 1, 0, 0] and "be kind" in answers[3]
+    assert [prompt.count("a\nb") for prompt in answers] == [1, 1, 1, 0, 0] and "be kind" in answers[
+        3
+    ]
     assert "/etc" in answers[4]
 
 

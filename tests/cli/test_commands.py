@@ -23,7 +23,16 @@ from te_models.cli.commands import cli
 from te_models.cli.options import console
 from te_models.config.toml import read_toml
 
-TINY = ["--hidden-size", "64", "--intermediate-size", "96", "--num-hidden-layers", "4", "--num-attention-heads", "2"]
+TINY = [
+    "--hidden-size",
+    "64",
+    "--intermediate-size",
+    "96",
+    "--num-hidden-layers",
+    "4",
+    "--num-attention-heads",
+    "2",
+]
 TINY += ["--num-key-value-heads", "1", "--device", "cpu"]
 
 
@@ -38,19 +47,36 @@ def corpus(tmp_path: Path) -> Path:
 
 def finetune(out: Path, corpus: Path, *more: str) -> list[str]:
     fixed = ["--steps", "3", "--seq-len", "32", "--batch-size", "2", "--sample-tokens", "8"]
-    return ["pretrain", "--preset", "gated-nano", *TINY, "--data", str(corpus), "--out", str(out), *fixed, *more]
+    return [
+        "pretrain",
+        "--preset",
+        "gated-nano",
+        *TINY,
+        "--data",
+        str(corpus),
+        "--out",
+        str(out),
+        *fixed,
+        *more,
+    ]
 
 
-def test_the_list_of_commands_is_not_cut(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_of_commands_is_not_cut(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["--help"]) == 0
     assert "..." not in capsys.readouterr().out.replace("[ARGS]...", "")
 
 
 @pytest.mark.parametrize("command", sorted(cli.commands))
-def test_help_is_short_and_help_all_is_grouped_and_complete(command: str, capsys: pytest.CaptureFixture) -> None:
+def test_help_is_short_and_help_all_is_grouped_and_complete(
+    command: str, capsys: pytest.CaptureFixture
+) -> None:
     found = cli.commands[command]
-    groups = {getattr(p, "group", "Options") for p in found.params if not getattr(p, "hidden", False)}
+    groups = {
+        getattr(p, "group", "Options") for p in found.params if not getattr(p, "hidden", False)
+    }
     assert all(p.help for p in found.params if isinstance(p, click.Option))
     assert main([command, "--help"]) == 0
     short = capsys.readouterr().out
@@ -81,7 +107,9 @@ def test_help_is_short_and_help_all_is_grouped_and_complete(command: str, capsys
         ("--data-workers", "[default: 2; x>=0]"),
     ],
 )
-def test_help_shows_defaults_and_ranges(flag: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_defaults_and_ranges(
+    flag: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["finetune", "--help-all"])
     text = " ".join(capsys.readouterr().out.split())
     assert text[text.index(f"{flag} ") :].partition("]")[0].rpartition("[")[2] == shown[1:-1]
@@ -96,7 +124,14 @@ def test_the_surface_is_what_the_documents_promise(capsys: pytest.CaptureFixture
     promised += " --activation-checkpointing --amax-history-len --num-hidden-layers --num-layers-at-start-in-bf16"
     for flag in promised.split():
         assert flag in text, flag
-    first = ["  --data", "  --steps", "  --recipe", "  --lora RANK", "\nOptimizer:", "\nRecipe fields:"]
+    first = [
+        "  --data",
+        "  --steps",
+        "  --recipe",
+        "  --lora RANK",
+        "\nOptimizer:",
+        "\nRecipe fields:",
+    ]
     assert first == sorted(first, key=text.index), "it begins with the everyday options"
 
 
@@ -122,7 +157,9 @@ def test_a_second_interrupt_ends_the_program_at_once(
     assert codes == [130] and capsys.readouterr().err == "te-models: stopped\n" * 2
 
 
-@pytest.mark.parametrize("rank, said", [(None, "te-models: note: a b\n"), ("0", "te-models: note: a b\n"), ("1", "")])
+@pytest.mark.parametrize(
+    "rank, said", [(None, "te-models: note: a b\n"), ("0", "te-models: note: a b\n"), ("1", "")]
+)
 def test_warnings_are_one_line_each_once(
     rank: str | None, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -146,10 +183,14 @@ def test_list_names_every_preset_and_recipe(capsys: pytest.CaptureFixture) -> No
     out = capsys.readouterr().out
     assert all(name in out for name in [*list_presets(), *list_recipes()]) and "1.24 B" in out
     shipped = CausalLM.from_pretrained("gated-nano", device="cpu")
-    assert f"{shipped.num_parameters() / 1e6:.1f} M" in out.split("models that ship with te-models")[1]
+    assert (
+        f"{shipped.num_parameters() / 1e6:.1f} M" in out.split("models that ship with te-models")[1]
+    )
 
 
-def test_list_cuts_nothing_on_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_list_cuts_nothing_on_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     monkeypatch.setattr("te_models.cli.list.console", functools.partial(console, 80))
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -164,25 +205,41 @@ def test_no_name_of_a_linear_is_cut_on_80_columns(
     monkeypatch.setattr("te_models.cli.options.console", functools.partial(console, 80))
     assert main([command, "--preset", "gated-nano", "--recipe", "current"]) == 0
     out = capsys.readouterr().out
-    assert all(f"{name} " in out for name in ("self_attn.qkvg_proj", "mlp.gate_up_proj", "mlp.down_proj", "lm_head"))
+    assert all(
+        f"{name} " in out
+        for name in ("self_attn.qkvg_proj", "mlp.gate_up_proj", "mlp.down_proj", "lm_head")
+    )
     assert "…" not in out and max(map(len, out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("preset", list_presets()[::3])
 def test_plan_shows_any_preset_at_once(preset: str, capsys: pytest.CaptureFixture) -> None:
     start = time.process_time()
-    assert main(["plan", "--preset", preset, "--recipe", "delayed", "--num-layers-at-end-in-bf16", "2"]) == 0
+    assert (
+        main(
+            ["plan", "--preset", preset, "--recipe", "delayed", "--num-layers-at-end-in-bf16", "2"]
+        )
+        == 0
+    )
     assert time.process_time() - start < 5, "the plan of a model needs no memory for it"
     out = capsys.readouterr().out
     assert "E4M3/E5M2 DelayedScaling" in out and "num_layers_at_end_in_bf16 = 2" in out
 
 
-def test_plan_as_json_has_the_rows_of_the_table_and_of_the_step(capsys: pytest.CaptureFixture) -> None:
-    assert main(["plan", "--preset", "gated-nano", "--recipe", "current", "--device", "cpu", "--json"]) == 0
+def test_plan_as_json_has_the_rows_of_the_table_and_of_the_step(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    assert (
+        main(["plan", "--preset", "gated-nano", "--recipe", "current", "--device", "cpu", "--json"])
+        == 0
+    )
     *linears, compiled, graph = json.loads(capsys.readouterr().out)
     assert len(linears) == 6 * 4 + 1
     assert {row["precision"] for row in linears} == {"BF16", "E4M3/E5M2 Float8CurrentScaling"}
-    assert compiled["module"] == "compiled" and compiled["reason"] == "off, because the model is on cpu"
+    assert (
+        compiled["module"] == "compiled"
+        and compiled["reason"] == "off, because the model is on cpu"
+    )
     assert graph["module"] == "CUDA graph" and graph["reason"] == "off, because the model is on cpu"
     assert compiled.keys() == graph.keys() == linears[0].keys()
     assert main(["plan", "--preset", "gated-nano", "--recipe", "current", "--device", "cpu"]) == 0
@@ -190,7 +247,9 @@ def test_plan_as_json_has_the_rows_of_the_table_and_of_the_step(capsys: pytest.C
 
 
 @pytest.mark.drawn
-def test_finetune_resume_and_generate(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_finetune_resume_and_generate(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     out = tmp_path / "run"
     command = finetune(out, corpus, "--recipe", "delayed", "--amax-history-len", "4")
     assert main(command) == 0
@@ -220,8 +279,20 @@ def test_equal_seeds_give_equal_weights_and_losses(corpus: Path, tmp_path: Path)
     """The weights are those of the start: the learning rate is 0."""
     losses, weights = [], []
     for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
-        short = ["--steps", "1", "--sample-tokens", "0", "--eval-batches", "1", "--learning-rate", "0"]
-        assert main(finetune(tmp_path / name, corpus, "--recipe", "current", "--seed", seed, *short)) == 0
+        short = [
+            "--steps",
+            "1",
+            "--sample-tokens",
+            "0",
+            "--eval-batches",
+            "1",
+            "--learning-rate",
+            "0",
+        ]
+        assert (
+            main(finetune(tmp_path / name, corpus, "--recipe", "current", "--seed", seed, *short))
+            == 0
+        )
         rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(row)["loss"] for row in rows])
         weights.append(CausalLM.from_pretrained(tmp_path / name, device="cpu").embed_tokens.weight)
@@ -231,14 +302,26 @@ def test_equal_seeds_give_equal_weights_and_losses(corpus: Path, tmp_path: Path)
 
 MISTAKES = [
     ("pretrain --preset gated-nan", "did you mean 'gated-nano'"),
-    ("pretrain --fp8-interval 1", "'--fp8-interval': leave it out: scales are updated in every step"),
+    (
+        "pretrain --fp8-interval 1",
+        "'--fp8-interval': leave it out: scales are updated in every step",
+    ),
     ("pretrain --model gated-nano", "pretrain starts from random weights"),
-    ("pretrain --activation-offload 2", "unexpected 2: the one argument is RUN.TOML, a file of settings"),
+    (
+        "pretrain --activation-offload 2",
+        "unexpected 2: the one argument is RUN.TOML, a file of settings",
+    ),
     ("pretrain --preset gated-nano --amax-histroy-len 1", "--amax-history-len"),
     ("pretrain --preset gated-nano --engine nativ", "did you mean 'native'"),
-    ("pretrain --preset gated-nano --engine native --device cpu", "engine='native' is not possible here"),
+    (
+        "pretrain --preset gated-nano --engine native --device cpu",
+        "engine='native' is not possible here",
+    ),
     ("pretrain --preset gated-nano --data /does/not/exist", "/does/not/exist"),
-    ("pretrain --preset gated-nano --data hf://datasets/nobody/nothing/*.jsonl", "hf://datasets/nobody"),
+    (
+        "pretrain --preset gated-nano --data hf://datasets/nobody/nothing/*.jsonl",
+        "hf://datasets/nobody",
+    ),
     ("pretrain --preset gated-nano --data ''", "the path of the data is empty"),
     ("pretrain --preset gated-nano --device cuda:77", "device 'cuda:77' is not available"),
     ("pretrain --preset gated-nano --vocab-size 64", "--vocab-size 259 or more"),
@@ -247,16 +330,31 @@ MISTAKES = [
     ("pretrain --preset gated-nano --warmup-steps 1.5", "warmup_steps=1.5 is neither"),
     ("pretrain --preset gated-nano --resume", "nothing to resume"),
     ("finetune", "give --model: a folder"),
-    ("finetune --preset llama-3.1-8b", "`te-models pretrain --preset llama-3.1-8b` trains it from random"),
+    (
+        "finetune --preset llama-3.1-8b",
+        "`te-models pretrain --preset llama-3.1-8b` trains it from random",
+    ),
     ("finetune --preset llama-3.1-8", "did you mean 'llama-3.1-8b'"),
     ("finetune --model llama-3.1-8b", "a preset, a shape without weights"),
     ("finetune --model .", "has no config.json: it holds no model"),
-    ("finetune --model nosuch", "nosuch: no such folder, and no model that ships with te-models (gated-nano)"),
-    ("chat --model nosuch", "nosuch: no such folder, and no model that ships with te-models (gated-nano)"),
-    ("chat --model gated-nano --template-option thinking", "has no value or no name: write NAME=VALUE"),
+    (
+        "finetune --model nosuch",
+        "nosuch: no such folder, and no model that ships with te-models (gated-nano)",
+    ),
+    (
+        "chat --model nosuch",
+        "nosuch: no such folder, and no model that ships with te-models (gated-nano)",
+    ),
+    (
+        "chat --model gated-nano --template-option thinking",
+        "has no value or no name: write NAME=VALUE",
+    ),
     ("chat --model gated-nano", "no chat template"),
     ("finetune text", "text is a folder: a model is given as --model text"),
-    ("finetune --model text --out text", "is the folder of the model, whose place the run would take"),
+    (
+        "finetune --model text --out text",
+        "is the folder of the model, whose place the run would take",
+    ),
     ("pretrain --preset gated-nano --out file", "file is not a folder"),
     ("pretrain --preset gated-nano --out file/run", "file is not a folder"),
     ("pretrain --preset gated-nano --data file/below", "file/below"),
@@ -291,20 +389,37 @@ MISTAKES = [
     ("plan --preset gated-nano --lora 16", "--lora changes no precision: add --memory"),
     ("plan --preset gated-nano --batch-size 4", "--batch-size changes no precision: add --memory"),
     ("plan --preset gated-nano --memory --optimizer adamv", "did you mean 'adamw'"),
-    ("plan --preset gated-nano --memory --fp8-params --recipe bf16", "fp8_params=True needs an FP8 recipe"),
+    (
+        "plan --preset gated-nano --memory --fp8-params --recipe bf16",
+        "fp8_params=True needs an FP8 recipe",
+    ),
     ("plan --preset gated-nano --memory --gpus 3", "cannot be shared by gpus=3"),
     ("plan --preset gated-nano --memory --gpus 0", "gpus=0 is out of range: give 1 or more"),
-    ("plan --preset gated-nano --memory --batch-size 0", "batch_size=0 is out of range: give 1 or more"),
+    (
+        "plan --preset gated-nano --memory --batch-size 0",
+        "batch_size=0 is out of range: give 1 or more",
+    ),
     ("plan --preset gated-nano --memory --seq-len 9999", "max_position_embeddings"),
-    ("plan --preset gated-nano --memory --activation-checkpointing some", "activation_checkpointing"),
+    (
+        "plan --preset gated-nano --memory --activation-checkpointing some",
+        "activation_checkpointing",
+    ),
     ("plan --preset gated-nano --memory --lora -1", "lora_rank=-1: a rank is 1 or more"),
-    ("plan --preset gated-nano --memory --lora 4 --lora-experts", "has no experts to adapt: leave out lora_experts"),
+    (
+        "plan --preset gated-nano --memory --lora 4 --lora-experts",
+        "has no experts to adapt: leave out lora_experts",
+    ),
 ]
 
 
 @pytest.mark.parametrize("command, message", MISTAKES)
 def test_a_mistake_is_one_line_and_exit_code_2(
-    command: str, message: str, corpus: Path, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture
+    command: str,
+    message: str,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = shlex.split(command)
@@ -314,8 +429,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     Path("file").write_text("no folder")
     assert main(arguments) == 2
     captured = capsys.readouterr()
-    assert message in captured.err and captured.err.count("\n") == 1 and captured.err.startswith("te-models: ")
-    assert not captured.out and "Errno" not in captured.err and Path("file").read_text() == "no folder"
+    assert (
+        message in captured.err
+        and captured.err.count("\n") == 1
+        and captured.err.startswith("te-models: ")
+    )
+    assert (
+        not captured.out and "Errno" not in captured.err and Path("file").read_text() == "no folder"
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"file", "text"}, "nothing is left behind"
 
 
@@ -323,24 +444,40 @@ def out_of_memory(kind: str) -> BaseException:
     size = "Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.8 GiB\nmore"
     return {
         "cuda": torch.OutOfMemoryError(f"CUDA out of memory. {size}"),
-        "cpu": RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+        "cpu": RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: 9 bytes"
+        ),
         "python": MemoryError(),
     }[kind]
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu", "python"])
 def test_out_of_memory_is_one_line_with_what_helps(
-    kind: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    kind: str,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     def full(*args: Any, **options: Any) -> Any:
         raise out_of_memory(kind)
 
     monkeypatch.setattr("te_models.training.trainer.Trainer.run", full)
-    assert main(finetune(tmp_path / "run", corpus, "--recipe", "delayed", "--no-activation-offload")) == 1
+    assert (
+        main(finetune(tmp_path / "run", corpus, "--recipe", "delayed", "--no-activation-offload"))
+        == 1
+    )
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("te-models: out of memory (") and "--activation-checkpointing full" in error
+    assert (
+        error.startswith("te-models: out of memory (")
+        and "--activation-checkpointing full" in error
+    )
     command = error.split("`")[1]
-    assert "--batch-size 2 --seq-len 32" in command and "--recipe delayed" in command and "--steps" not in command
+    assert (
+        "--batch-size 2 --seq-len 32" in command
+        and "--recipe delayed" in command
+        and "--steps" not in command
+    )
     if kind == "cuda":
         assert main(shlex.split(command)[1:]) == 0, "the command that it names works"
     monkeypatch.setattr("te_models.causal_lm.CausalLM.from_preset", full)
@@ -357,14 +494,28 @@ def test_another_error_is_not_taken_for_a_lack_of_memory(monkeypatch: pytest.Mon
         main(["generate", "--preset", "gated-nano", "--prompt", "x"])
 
 
-def test_names_with_markup_are_printed_as_they_are(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_names_with_markup_are_printed_as_they_are(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     data, out = tmp_path / "[train] :smile:", tmp_path / "r/[x]y[/b]"
     corpus.rename(data)
     recipe = tmp_path / "[red]mine.toml"
     recipe.write_text('scheme = "DelayedScaling"\namax_history_len = 4\n')
-    assert main(finetune(out, data, "--recipe", str(recipe), "--eval-batches", "1", "--sample-tokens", "0")) == 0
+    assert (
+        main(
+            finetune(
+                out, data, "--recipe", str(recipe), "--eval-batches", "1", "--sample-tokens", "0"
+            )
+        )
+        == 0
+    )
     printed = "".join(capsys.readouterr().out.split())
-    for part in (data.name, str(out / "loss.png"), str(out / "checkpoints/step-00000003"), "[red]mine"):
+    for part in (
+        data.name,
+        str(out / "loss.png"),
+        str(out / "checkpoints/step-00000003"),
+        "[red]mine",
+    ):
         assert "".join(part.split()) in printed, part
     for more in ([], ["--memory"]):
         assert main(["plan", "--preset", "gated-nano", "--recipe", str(recipe), *more]) == 0
@@ -379,7 +530,10 @@ def test_a_run_is_not_overwritten_nor_a_damaged_checkpoint_read(
     out = tmp_path / "run"
     assert main(finetune(out, corpus)) == 0
     assert main(finetune(out, corpus)) == 2
-    assert "already holds a run of 3 steps: add --resume or give another --out" in capsys.readouterr().err
+    assert (
+        "already holds a run of 3 steps: add --resume or give another --out"
+        in capsys.readouterr().err
+    )
     assert main(["finetune", str(out)]) == 2
     again = f"{out} is a folder: {out}/run.toml runs it once more, and --resume {out} continues"
     assert again in capsys.readouterr().err
@@ -400,18 +554,26 @@ def test_help_and_import_need_no_heavy_package() -> None:
     assert out.stdout.splitlines()[-2:] == ["[]", "[]"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the OpenMP of other systems has no such variable")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the OpenMP of other systems has no such variable"
+)
 def test_idle_threads_of_openmp_sleep_soon() -> None:
     code = "import sys, time; from te_models.cli import main; main(['--help']); import torch; x = torch.ones(10**6)\n"
     code += "def spun():\n    x + 1; begun = time.process_time(); time.sleep(0.01)\n"
     code += "    return time.process_time() - begun\n"
     code += "print(sorted(spun() for _ in range(30))[15])"
-    env = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
     out = run_process([sys.executable, "-c", code], env=env | {"OMP_NUM_THREADS": "2"})
     assert float(out.stdout.splitlines()[-1]) < 1e-3  # seconds; libgomp's own is 4e-3
 
 
-@pytest.mark.parametrize("name, value, spins", [("OMP_WAIT_POLICY", "ACTIVE", None), ("GOMP_SPINCOUNT", "7", "7")])
+@pytest.mark.parametrize(
+    "name, value, spins", [("OMP_WAIT_POLICY", "ACTIVE", None), ("GOMP_SPINCOUNT", "7", "7")]
+)
 def test_users_own_choice_for_openmp_stays(
     name: str, value: str, spins: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

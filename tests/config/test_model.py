@@ -13,7 +13,9 @@ from te_models.errors import UsageError
 from te_models.planning.parameter_bytes import model_parameters
 
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
+SMALL = dict(
+    vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4
+)
 
 
 OLDEST = [name for name in list_presets() if name.startswith(("gated", "qwen", "llama"))]
@@ -21,15 +23,27 @@ OLDEST = [name for name in list_presets() if name.startswith(("gated", "qwen", "
 
 @pytest.mark.parametrize(("name", "gate"), every(4, OLDEST, ["elementwise", "headwise", "none"]))
 def test_parameter_count_is_the_built_models(name: str, gate: str) -> None:
-    config = get_preset(name, attention_gate=gate, qk_norm=gate == "none", attention_bias=gate == "headwise")
+    config = get_preset(
+        name, attention_gate=gate, qk_norm=gate == "none", attention_bias=gate == "headwise"
+    )
     model = CausalLM(config, device="meta", engine="emulated")
-    assert sum(p.numel() for p in model.parameters()) == config.num_parameters + config.num_padding_parameters
-    assert (config.num_padding_parameters > 0) == (gate == "headwise" and config.num_attention_heads % 32 > 0)
+    assert (
+        sum(p.numel() for p in model.parameters())
+        == config.num_parameters + config.num_padding_parameters
+    )
+    assert (config.num_padding_parameters > 0) == (
+        gate == "headwise" and config.num_attention_heads % 32 > 0
+    )
 
 
 def test_sizes_are_those_the_names_promise() -> None:
     # Millions of parameters, counted by hand from the shapes: tables + layers * (attention + 3DF + 2D) + D.
-    expected = {"gated-nano": 2.638, "gated-124m": 123.686, "gated-350m": 366.265, "gated-896": 356.265}
+    expected = {
+        "gated-nano": 2.638,
+        "gated-124m": 123.686,
+        "gated-350m": 366.265,
+        "gated-896": 356.265,
+    }
     for name, millions in {**expected, "gated-1b": 1242.647}.items():
         assert get_preset(name).num_parameters / 1e6 == pytest.approx(millions, abs=5e-4)
 
@@ -108,7 +122,10 @@ def test_the_headwise_gate_is_padded_to_the_fp8_alignment() -> None:
         (dict(norm_position="post"), 0),
         (dict(norm_position="both"), 3 * 2 * 64),
         (dict(qk_norm=True), 3 * 2 * 16),
-        (dict(qk_norm=True, qk_norm_scope="all_heads", num_key_value_heads=1), 3 * (64 + 16 - 2 * 48 * 64)),
+        (
+            dict(qk_norm=True, qk_norm_scope="all_heads", num_key_value_heads=1),
+            3 * (64 + 16 - 2 * 48 * 64),
+        ),
         (dict(mlp_gate=False), -3 * 64 * 96),
         (dict(mlp_bias=True), 3 * (2 * 96 + 64)),
         (dict(mlp_bias=True, mlp_gate=False), 3 * (96 + 64 - 64 * 96)),
@@ -139,7 +156,10 @@ def test_options_count_their_parameters(change: dict[str, Any], more: int) -> No
         (dict(sliding_rope=dict(factor=5.0), sliding_window=4), "lacks rope_theta"),
         (dict(sliding_rope=dict(rope_theta=-5.0), sliding_window=4), "rope_theta=-5.0"),
         (dict(sliding_rope=dict(rope_theta=5.0, factor=2.0), sliding_window=4), "of type None"),
-        (dict(sliding_rope=dict(rope_theta=5.0, partial_rotary_factor=0.2), sliding_window=4), "it must be an even"),
+        (
+            dict(sliding_rope=dict(rope_theta=5.0, partial_rotary_factor=0.2), sliding_window=4),
+            "it must be an even",
+        ),
         (dict(hidden_size=0), "hidden_size=0"),
         (dict(hidden_size="64"), "hidden_size='64'"),
         (dict(num_hidden_layers=True), "num_hidden_layers=True"),
@@ -152,13 +172,22 @@ def test_options_count_their_parameters(change: dict[str, Any], more: int) -> No
         (dict(rope_scaling={"rope_type": "ntk", "factor": 4.0}), "type 'ntk' is not supported"),
         (dict(rope_scaling={"rope_type": {}}), "rope_scaling of type {} is not supported"),
         (dict(rope_scaling={"rope_type": "linear"}), "lacks factor"),
-        (dict(rope_scaling={"rope_type": "linear", "factor": 2.0, "beta": 1.0}), "beta=1.0 is not supported"),
-        (dict(rope_scaling={"rope_type": "linear", "factor": "2"}), "rope_scaling.factor='2' is of a wrong type: give"),
+        (
+            dict(rope_scaling={"rope_type": "linear", "factor": 2.0, "beta": 1.0}),
+            "beta=1.0 is not supported",
+        ),
+        (
+            dict(rope_scaling={"rope_type": "linear", "factor": "2"}),
+            "rope_scaling.factor='2' is of a wrong type: give",
+        ),
         (dict(no_rope_layers=[1, 0]), "no_rope_layers has 2 entries"),
         (dict(no_rope_layers=[1, 0, 2]), "unknown no_rope_layers 2: choose one of 0, 1"),
         (dict(layer_types=["full_attention"] * 2 + ["chunked_attention"]), "'chunked_attention'"),
         (dict(layer_types=["sliding_attention"] * 3), "give sliding_window"),
-        (dict(num_hidden_layers=10**9), "num_hidden_layers=1000000000 is out of range: give 1 or more, below 10001"),
+        (
+            dict(num_hidden_layers=10**9),
+            "num_hidden_layers=1000000000 is out of range: give 1 or more, below 10001",
+        ),
         (dict(sliding_window=0), "sliding_window=0"),
         (dict(partial_rotary_factor=1.5), "partial_rotary_factor=1.5"),
         (dict(partial_rotary_factor=0.2), "partial_rotary_factor=0.2"),
@@ -170,9 +199,18 @@ def test_options_count_their_parameters(change: dict[str, Any], more: int) -> No
         (dict(moe=3), "moe=3 is of a wrong type: give a table"),
         (dict(rope_scaling={1: 2}), "rope_scaling={1: 2} is of a wrong type: give a table"),
         (dict(linear_attention={1: 2}), "linear_attention={1: 2} is of a wrong type: give a table"),
-        (dict(moe=dict(num_experts=4)), "moe lacks num_experts_per_tok, moe_intermediate_size: give all"),
-        (dict(moe=dict(EXPERTS, num_experts_per_tok=5)), "is more than the 4 experts to choose from"),
-        (dict(moe=dict(EXPERTS, router_aux_loss_coef=-1.0)), "moe.router_aux_loss_coef=-1.0 is out of range: give 0"),
+        (
+            dict(moe=dict(num_experts=4)),
+            "moe lacks num_experts_per_tok, moe_intermediate_size: give all",
+        ),
+        (
+            dict(moe=dict(EXPERTS, num_experts_per_tok=5)),
+            "is more than the 4 experts to choose from",
+        ),
+        (
+            dict(moe=dict(EXPERTS, router_aux_loss_coef=-1.0)),
+            "moe.router_aux_loss_coef=-1.0 is out of range: give 0",
+        ),
     ],
 )
 def test_bad_values_are_refused(change: dict, message: str) -> None:

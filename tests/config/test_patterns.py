@@ -29,16 +29,24 @@ class WithRouter(AttentionSpec):
         return (*super().linears, router)
 
 
-def found(precision: Mapping[str, str], recipe: str = "delayed", **options: Any) -> dict[str, tuple[str, str]]:
+def found(
+    precision: Mapping[str, str], recipe: str = "delayed", **options: Any
+) -> dict[str, tuple[str, str]]:
     """Name -> (name of its recipe, reason) of every te.Linear."""
     asked = precisions(get_recipe(recipe, precision=precision, **options), CONFIG.layers)
     return {name: (p.recipe.name if p.recipe else "bf16", p.reason) for name, p in asked.items()}
 
 
 def test_edges_come_first_then_the_table_in_order() -> None:
-    got = found({"layers.[01].*": "current", "*.down_proj": "bf16", "layers.1.mlp.down_proj": "delayed"})
+    got = found(
+        {"layers.[01].*": "current", "*.down_proj": "bf16", "layers.1.mlp.down_proj": "delayed"}
+    )
     assert got["layers.0.self_attn.o_proj"] == ("current", "pattern 'layers.[01].*'")
-    assert got["layers.0.mlp.down_proj"] == got["layers.5.mlp.down_proj"] == ("bf16", "pattern '*.down_proj'")
+    assert (
+        got["layers.0.mlp.down_proj"]
+        == got["layers.5.mlp.down_proj"]
+        == ("bf16", "pattern '*.down_proj'")
+    )
     assert got["layers.1.mlp.down_proj"] == ("delayed", "pattern 'layers.1.mlp.down_proj'")
     assert got["layers.2.self_attn.o_proj"] == ("delayed", "recipe = 'delayed'")
     assert got["layers.5.self_attn.o_proj"] == ("bf16", "num_layers_at_end_in_bf16 = 1")
@@ -106,11 +114,15 @@ def test_a_table_that_is_none_is_refused(table: Any, message: str) -> None:
 
 def test_a_recipe_file_has_a_table(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text('scheme = "Float8CurrentScaling"\n[precision]\n"*.down_proj" = "bf16"\n"layers.1.*" = "mine"\n')
+    path.write_text(
+        'scheme = "Float8CurrentScaling"\n[precision]\n"*.down_proj" = "bf16"\n"layers.1.*" = "mine"\n'
+    )
     recipe = get_recipe(path)
     assert recipe.precision == {"*.down_proj": "bf16", "layers.1.*": "mine"}
     assert recipe_from_dict(recipe.to_dict()).to_dict() == recipe.to_dict()
-    assert "precision" not in get_recipe("current").to_dict()  # so that the folders of today are written as they were
+    assert (
+        "precision" not in get_recipe("current").to_dict()
+    )  # so that the folders of today are written as they were
 
 
 def test_the_model_has_a_state_and_an_alignment_if_any_of_its_linears_has() -> None:
@@ -129,13 +141,20 @@ def test_the_memory_plan_counts_the_copies_of_each_linear() -> None:
     for depth, copied in ((0, []), (1, inside), (2, inside)):
         steps = {step.name: step for part in tape.block(depth) for step in part}
         for name, linear in CONFIG.layers[depth].linears.items():
-            own = get_recipe("mxfp8") if depth == 1 and name.startswith("self_attn") else get_recipe("delayed")
+            own = (
+                get_recipe("mxfp8")
+                if depth == 1 and name.startswith("self_attn")
+                else get_recipe("delayed")
+            )
             step = steps[linear.name]
             if linear.name in copied:
                 assert step.copies == operand_bytes(own, linear.outputs, linear.inputs, "w")
                 assert step.saved == operand_bytes(own, tape.rows, linear.inputs, "x", "columnwise")
             else:
-                assert step.copies == 0 and step.saved in (0, tape.rows * linear.inputs * 2)  # 0: another has saved it
+                assert step.copies == 0 and step.saved in (
+                    0,
+                    tape.rows * linear.inputs * 2,
+                )  # 0: another has saved it
     delayed = 1 + 3 * 3  # gate_up_proj of layer 1, and three linears each of layers 2 to 4
     standing = _standing(CONFIG, recipe, Training(batch_size=2, seq_len=64))
     assert standing.fp8_weight_copies == delayed * 5 * 4 * 17

@@ -27,12 +27,18 @@ def test_a_shipped_file_says_what_it_is_for(name: str) -> None:
     assert "# When:" in text and "# Hardware:" in text
     recipe = get_recipe(name)
     assert recipe.description and recipe.hardware
-    assert set(recipe.fields) == set(SCHEMES[recipe.scheme].fields), "the file gives every field of its scheme"
+    assert set(recipe.fields) == set(SCHEMES[recipe.scheme].fields), (
+        "the file gives every field of its scheme"
+    )
 
 
 def test_delayed_is_the_users_own() -> None:
     fields = dict(
-        margin=0, fp8_format="HYBRID", amax_history_len=1024, amax_compute_algo="most_recent", reduce_amax=True
+        margin=0,
+        fp8_format="HYBRID",
+        amax_history_len=1024,
+        amax_compute_algo="most_recent",
+        reduce_amax=True,
     )
     assert get_recipe("delayed").fields == fields
     assert get_recipe("delayed").formats == "E4M3/E5M2" and get_recipe("mxfp8").formats == "E4M3"
@@ -46,16 +52,26 @@ def test_the_engine_gets_every_value(name: str) -> None:
     for field, value in recipe.fields.items():
         have = getattr(built, field)
         assert (
-            have.name if field == "fp8_format" else have or "none" if field == "backward_override" else have
+            have.name
+            if field == "fp8_format"
+            else have or "none"
+            if field == "backward_override"
+            else have
         ) == value
 
 
 def test_power_of_two_scales_reach_the_operands() -> None:
     # Transformer Engine takes these from the environment, whatever its constructor was told (section 1.2).
-    assert get_recipe("current", use_power_2_scales=True).build(te).fp8_quant_fwd_weight.power_2_scale is True
+    assert (
+        get_recipe("current", use_power_2_scales=True).build(te).fp8_quant_fwd_weight.power_2_scale
+        is True
+    )
     assert get_recipe("current").build(te).fp8_quant_bwd_grad.power_2_scale is False
     assert get_recipe("blockwise").build(te).fp8_quant_fwd_inp.power_2_scale is True
-    assert get_recipe("blockwise", use_f32_scales=True).build(te).fp8_quant_fwd_inp.power_2_scale is False
+    assert (
+        get_recipe("blockwise", use_f32_scales=True).build(te).fp8_quant_fwd_inp.power_2_scale
+        is False
+    )
 
 
 @pytest.mark.parametrize("name", list_recipes())
@@ -65,7 +81,10 @@ def test_a_recipe_survives_json(name: str) -> None:
         saved = json.loads(json.dumps(recipe.to_dict()))
         assert recipe_from_dict(saved).to_dict() == saved == recipe.to_dict()
         assert recipe_from_dict(saved) == recipe, "texts for people are no part of it"
-        assert (saved["num_layers_at_start_in_bf16"], saved["num_layers_at_end_in_bf16"]) == (start, end)
+        assert (saved["num_layers_at_start_in_bf16"], saved["num_layers_at_end_in_bf16"]) == (
+            start,
+            end,
+        )
         assert saved["lm_head"] == "bf16"
 
 
@@ -74,18 +93,38 @@ def test_a_recipe_survives_json(name: str) -> None:
     [
         ("delayd", {}, "did you mean 'delayed'"),
         ("delayed", dict(amax_histroy_len=3), "did you mean 'amax_history_len'"),
-        ("delayed", dict(amax_history_len=0), "amax_history_len=0 is out of range: give 1 or more, below 65537"),
-        ("delayed", dict(amax_history_len="16"), "amax_history_len='16' is of a wrong type: give a whole number"),
+        (
+            "delayed",
+            dict(amax_history_len=0),
+            "amax_history_len=0 is out of range: give 1 or more, below 65537",
+        ),
+        (
+            "delayed",
+            dict(amax_history_len="16"),
+            "amax_history_len='16' is of a wrong type: give a whole number",
+        ),
         ("delayed", dict(amax_compute_algo="latest"), "choose one of max, most_recent"),
         ("delayed", dict(reduce_amax=1), "reduce_amax=1 is of a wrong type: give true or false"),
         ("current", dict(margin=1), "unknown field 'margin' of recipe 'current'"),
         ("current", dict(fp8_format="E5M2"), "choose one of E4M3, HYBRID"),
         ("blockwise", dict(x_block_scaling_dim=3), "choose one of 1, 2"),
-        ("blockwise", dict(x_block_scaling_dim=2), "x_block_scaling_dim and w_block_scaling_dim are 2, and a GEMM"),
+        (
+            "blockwise",
+            dict(x_block_scaling_dim=2),
+            "x_block_scaling_dim and w_block_scaling_dim are 2, and a GEMM",
+        ),
         ("mxfp8", dict(num_layers_at_start_in_bf16=-1), "out of range: give 0 or more"),
         ("missing.toml", {}, "cannot read missing.toml: No such file"),
-        ("delayed", dict(use_f32_scales=True), "unknown field 'use_f32_scales' of recipe 'delayed': it is a field of "),
-        ("bf16", dict(amax_history_len=4), "field 'amax_history_len' of recipe 'bf16': it is a field of 'delayed'"),
+        (
+            "delayed",
+            dict(use_f32_scales=True),
+            "unknown field 'use_f32_scales' of recipe 'delayed': it is a field of ",
+        ),
+        (
+            "bf16",
+            dict(amax_history_len=4),
+            "field 'amax_history_len' of recipe 'bf16': it is a field of 'delayed'",
+        ),
         ("tensorwise", {}, "unknown recipe 'tensorwise': give 'current'"),
         ("hybrid", {}, "fp8_format='HYBRID'"),
         ("E4M3", {}, "fp8_format='E4M3'"),
@@ -98,10 +137,19 @@ def test_mistakes_are_refused(name: str, change: dict, message: str) -> None:
 
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text('scheme = "DelayedScaling"\namax_history_len = 7\nnum_layers_at_start_in_bf16 = 2\n')
+    path.write_text(
+        'scheme = "DelayedScaling"\namax_history_len = 7\nnum_layers_at_start_in_bf16 = 2\n'
+    )
     recipe = get_recipe(path)
-    assert (recipe.name, recipe.fields["amax_history_len"], recipe.num_layers_at_start_in_bf16) == ("mine", 7, 2)
-    assert get_recipe(str(path), amax_history_len=9).fields == {**recipe.fields, "amax_history_len": 9}
+    assert (recipe.name, recipe.fields["amax_history_len"], recipe.num_layers_at_start_in_bf16) == (
+        "mine",
+        7,
+        2,
+    )
+    assert get_recipe(str(path), amax_history_len=9).fields == {
+        **recipe.fields,
+        "amax_history_len": 9,
+    }
     for text, message in (
         ("scheme = ", "is not TOML"),
         ("scheme = []", "description and hardware are text, not"),
@@ -118,7 +166,9 @@ QUANTIZED_SCHEMES = [scheme for scheme in SCHEMES if scheme != "none"]
 
 
 @pytest.mark.parametrize("scheme", QUANTIZED_SCHEMES)
-@pytest.mark.parametrize("way", ["file", "table", "recipe", "engine's object", "table of a run", "recipes/"])
+@pytest.mark.parametrize(
+    "way", ["file", "table", "recipe", "engine's object", "table of a run", "recipes/"]
+)
 def test_the_first_and_the_last_layer_are_in_bf16_however_a_recipe_is_made(
     way: str, scheme: str, tmp_path: Path
 ) -> None:
@@ -133,7 +183,9 @@ def test_the_first_and_the_last_layer_are_in_bf16_however_a_recipe_is_made(
         "table of a run": lambda: _recipe({"name": name}),
         "recipes/": lambda: get_recipe(name),
     }[way]()
-    assert recipe.edges == dict(num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1, lm_head="bf16")
+    assert recipe.edges == dict(
+        num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1, lm_head="bf16"
+    )
     model = CausalLM.from_preset("gated-nano", device="meta", engine="emulated", recipe=recipe)
     assert model.fp8_layers == range(1, 5)
     model.set_recipe(recipe)
@@ -141,7 +193,9 @@ def test_the_first_and_the_last_layer_are_in_bf16_however_a_recipe_is_made(
 
 
 FORMATS = dict.fromkeys(("DelayedScaling", "Float8CurrentScaling"), "E4M3/E5M2")
-FORMATS |= dict.fromkeys(("Float8BlockScaling", "MXFP8BlockScaling"), "E4M3") | {"NVFP4BlockScaling": "E2M1"}
+FORMATS |= dict.fromkeys(("Float8BlockScaling", "MXFP8BlockScaling"), "E4M3") | {
+    "NVFP4BlockScaling": "E2M1"
+}
 
 
 @pytest.mark.parametrize("scheme", QUANTIZED_SCHEMES)
@@ -151,7 +205,9 @@ def test_a_scheme_alone_has_transformer_engines_defaults(scheme: str) -> None:
     built, default = recipe.build(te), getattr(te.recipe, scheme)()
     assert repr(built) == repr(default)
     for field, value in recipe.fields.items():
-        assert getattr(getattr(default, field), "name", getattr(default, field) or "none") == (value or "none")
+        assert getattr(getattr(default, field), "name", getattr(default, field) or "none") == (
+            value or "none"
+        )
 
 
 @pytest.mark.parametrize("given", ["hybrid", "Hybrid", "HYBRID"])

@@ -39,5 +39,8 @@ def test_a_folder_here_comes_before_a_shipped_model(package: Path) -> None:
 
 
 def test_a_preset_without_weights_is_refused_with_the_line_that_explains_it(package: Path) -> None:
-    with pytest.raises(UsageError, match="te-models pretrain --preset qwen3-0.6b.*ships with te-models .gated-nano.$"):
+    with pytest.raises(
+        UsageError,
+        match="te-models pretrain --preset qwen3-0.6b.*ships with te-models .gated-nano.$",
+    ):
         CausalLM.from_pretrained("qwen3-0.6b")

@@ -36,8 +36,13 @@ VALUES: dict[str, Any] = {
 @pytest.mark.parametrize("name", VALUES)
 def test_a_value_reads_back_equal(name: str) -> None:
     value = VALUES[name]
-    read = tomllib.loads(render_toml({"one": {name: value, "none": None}, "two": {"x": 1}}, "about\nit"))
-    assert read == {"one": {name: list(value) if isinstance(value, tuple) else value}, "two": {"x": 1}}
+    read = tomllib.loads(
+        render_toml({"one": {name: value, "none": None}, "two": {"x": 1}}, "about\nit")
+    )
+    assert read == {
+        "one": {name: list(value) if isinstance(value, tuple) else value},
+        "two": {"x": 1},
+    }
     assert type(read["one"][name]) is (list if isinstance(value, tuple) else type(value))
 
 

@@ -29,9 +29,15 @@ REFUSED: dict[str, tuple[str, str]] = {
     "repeated text": ("{{ 'a' * 10 ** 10 }}", "memory"),
     "width": ("{{ '%9999999999d' % 1 }}", "refuses these messages"),
     "long text": ("{{ 'a' * 10 ** 8 }}", "longer than 16 MiB"),
-    "a long message": ("{{ raise_exception('no ' * 999 ~ '\\n' ~ 'second') }}", "refuses these messages: no no"),
+    "a long message": (
+        "{{ raise_exception('no ' * 999 ~ '\\n' ~ 'second') }}",
+        "refuses these messages: no no",
+    ),
     "classes": ("{{ ''.__class__.__mro__ }}", "unsafe"),
-    "a filter's way round": ("{{ ''|attr('format')|attr('__globals__') }}", "refuses these messages"),
+    "a filter's way round": (
+        "{{ ''|attr('format')|attr('__globals__') }}",
+        "refuses these messages",
+    ),
 }
 
 
@@ -44,7 +50,9 @@ def test_a_template_that_fails_is_one_line(case: str) -> None:
     except DataError as error:
         assert message in str(error) and "\n" not in str(error) and len(str(error)) < 400
     else:
-        assert case in ("a filter's way round", "classes") and text == "", "Jinja renders what is unsafe as nothing"
+        assert case in ("a filter's way round", "classes") and text == "", (
+            "Jinja renders what is unsafe as nothing"
+        )
 
 
 def test_a_template_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,12 +64,16 @@ def test_a_template_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) 
         template.render(MESSAGES)
 
 
-def test_the_process_knows_no_variables_and_ends_with_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_knows_no_variables_and_ends_with_the_template(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SECRET", "x")
     template = ChatTemplate("{{ messages[0].content }}", {})
     process = template._process.popen
     assert b"SECRET" not in Path(f"/proc/{process.pid}/environ").read_bytes()
-    assert [template.render([{"role": "user", "content": text}]) for text in ("1", "\u2028\n2")] == ["1", "\u2028\n2"]
+    assert [
+        template.render([{"role": "user", "content": text}]) for text in ("1", "\u2028\n2")
+    ] == ["1", "\u2028\n2"]
     with pytest.raises(UsageError, match="plain JSON values"):
         template.render(MESSAGES, tools=[object()])
     del template
@@ -95,7 +107,8 @@ def test_forks_render_with_processes_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{"chat_template": 3}, {"chat_template": [3]}, {"chat_template": [{"name": "default"}]}]
+    "config",
+    [{"chat_template": 3}, {"chat_template": [3]}, {"chat_template": [{"name": "default"}]}],
 )
 def test_odd_templates_are_none(config: dict, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -128,9 +141,14 @@ def test_the_guide_shows_the_plain_template() -> None:
 
 
 @pytest.mark.parametrize("name", ["random", "json", "jinja2", "te_models"])
-def test_modules_beside_the_data_are_not_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_beside_the_data_are_not_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / f"{name}.py").write_text("open('ran', 'w')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
-    assert ChatTemplate("{{ messages[0].content }}", {}).render([{"role": "user", "content": "hello"}]) == "hello"
+    assert (
+        ChatTemplate("{{ messages[0].content }}", {}).render([{"role": "user", "content": "hello"}])
+        == "hello"
+    )
     assert not Path("ran").exists()

@@ -25,8 +25,12 @@ END, PADDING = ByteTokenizer.eos_token_id, ByteTokenizer.pad_token_id
 Batch = dict[str, Tensor]
 
 
-def dataset(documents: list[Document], seq_len: int = 4, batch_size: int = 1, seed: int = 0, **options) -> TokenDataset:
-    return TokenDataset(documents, ByteTokenizer(), seq_len, batch_size=batch_size, seed=seed, **options)
+def dataset(
+    documents: list[Document], seq_len: int = 4, batch_size: int = 1, seed: int = 0, **options
+) -> TokenDataset:
+    return TokenDataset(
+        documents, ByteTokenizer(), seq_len, batch_size=batch_size, seed=seed, **options
+    )
 
 
 def take(data: TokenDataset, count: int) -> list[Batch]:
@@ -35,13 +39,20 @@ def take(data: TokenDataset, count: int) -> list[Batch]:
 
 def windows(batches: list[Batch]) -> list[tuple[list[int], list[int]]]:
     """Every window of the batches: its input ids and labels."""
-    return [row for batch in batches for row in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)]
+    return [
+        row
+        for batch in batches
+        for row in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
+    ]
 
 
 def expected(document: Document) -> tuple[tuple[int, int], ...]:
     prompt, text = (document.prompt or "").encode(), document.text.encode()
     learned = document.prompt is None or document.text  # an empty completion is no answer
-    return tuple([(byte, IGNORED) for byte in prompt] + [(byte, byte if learned else IGNORED) for byte in (*text, END)])
+    return tuple(
+        [(byte, IGNORED) for byte in prompt]
+        + [(byte, byte if learned else IGNORED) for byte in (*text, END)]
+    )
 
 
 DOCUMENTS = st.lists(
@@ -95,7 +106,12 @@ def test_resuming_anywhere_equals_going_on(
 ) -> None:  # fmt: skip
     documents = long_enough(documents, seq_len)
     weights = None if weight is None else np.full(len(documents), weight)
-    shape = {"seq_len": seq_len, "shuffle": shuffle, "rank": world_size - 1, "world_size": world_size}
+    shape = {
+        "seq_len": seq_len,
+        "shuffle": shuffle,
+        "rank": world_size - 1,
+        "world_size": world_size,
+    }
     shape |= {"packing": packing, "weights": weights}
     first = dataset(documents, batch_size=batch_size, **shape)
     take(first, done)
@@ -108,16 +124,22 @@ def test_resuming_anywhere_equals_going_on(
         assert all(one[name].equal(other[name]) for name in one)
 
 
-@given(DOCUMENTS, st.integers(2, 9), st.integers(1, 4), st.integers(1, 4), st.sampled_from(PACKINGS))
+@given(
+    DOCUMENTS, st.integers(2, 9), st.integers(1, 4), st.integers(1, 4), st.sampled_from(PACKINGS)
+)
 def test_ranks_partition_the_windows(
     documents: list[Document], seq_len: int, batch_size: int, world_size: int, packing: str
 ) -> None:
     documents, how = long_enough(documents, seq_len), dict(packing=packing, world_size=world_size)
-    ranks = [dataset(documents, seq_len, batch_size, rank=rank, **how) for rank in range(world_size)]
+    ranks = [
+        dataset(documents, seq_len, batch_size, rank=rank, **how) for rank in range(world_size)
+    ]
     alone = dataset(documents, seq_len, batch_size * world_size, packing=packing)
     for _ in range(5):
         assert windows([next(rank) for rank in ranks]) == windows([next(alone)])
-    assert {json.dumps(data.state_dict()) for data in [*ranks, alone]} == {json.dumps(alone.state_dict())}
+    assert {json.dumps(data.state_dict()) for data in [*ranks, alone]} == {
+        json.dumps(alone.state_dict())
+    }
 
 
 @given(DOCUMENTS, st.integers(2, 9), st.integers(1, 4), st.integers(1, 4))
@@ -136,19 +158,27 @@ def test_evaluation_has_every_document_once_in_order(
     found = windows(batches)
     filled = [window for window in cut(documents, seq_len) if counts(window)]
     assert found[: len(filled)] == filled
-    assert all(window == ([PADDING] * seq_len, [IGNORED] * seq_len) for window in found[len(filled) :])
+    assert all(
+        window == ([PADDING] * seq_len, [IGNORED] * seq_len) for window in found[len(filled) :]
+    )
 
 
 def test_evaluation_is_fixed_and_apart_from_training() -> None:
     documents = [Document(f"text {number}") for number in range(30)]
-    data, other, plain = dataset(documents, 8, 2), dataset(documents, 8, 2), dataset(documents, 8, 2, shuffle=False)
+    data, other, plain = (
+        dataset(documents, 8, 2),
+        dataset(documents, 8, 2),
+        dataset(documents, 8, 2, shuffle=False),
+    )
     take(data, 5)
     first = data.eval_batches(3)
     assert len(first) == 3
     assert windows(first) == windows(data.eval_batches(3)) == windows(other.eval_batches(3))
     everything = windows(take(plain, plain.num_windows // 2))
     places = [everything.index(window) for window in windows(first)]
-    assert places == [int(i * plain.num_windows / 6) for i in range(6)], "spread evenly over the documents"
+    assert places == [int(i * plain.num_windows / 6) for i in range(6)], (
+        "spread evenly over the documents"
+    )
     assert windows([next(data)]) == windows(take(other, 6)[5:])
 
 
@@ -156,12 +186,18 @@ def test_each_epoch_and_seed_has_its_own_order() -> None:
     documents = [Document(f"{number:03}") for number in range(50)]
     data = dataset(documents, 4)
     first, second = windows(take(data, 50)), windows(take(data, 50))
-    assert sorted(first) == sorted(second) == sorted(windows(take(dataset(documents, 4, shuffle=False), 50)))
+    assert (
+        sorted(first)
+        == sorted(second)
+        == sorted(windows(take(dataset(documents, 4, shuffle=False), 50)))
+    )
     assert first != second
     assert first == windows(take(dataset(documents, 4), 50))
     assert first != windows(take(dataset(documents, 4, seed=1), 50))
     places = dataset(documents, 4)._shuffled(0).windows
-    assert sorted(places) == list(range(50)) and abs(places[1:] - places[:-1]).mean() > 5, "neighbors are torn apart"
+    assert sorted(places) == list(range(50)) and abs(places[1:] - places[:-1]).mean() > 5, (
+        "neighbors are torn apart"
+    )
 
 
 def test_resuming_with_other_batch_and_world_sizes_goes_on_at_the_same_window() -> None:
@@ -253,17 +289,25 @@ def test_a_tokenizer_without_end_of_text_is_an_error() -> None:
     class NoEnd(ByteTokenizer):
         eos_token_id = None
 
-    with pytest.raises(ValueError, match="no end-of-text token to put between documents: name one as eos_token"):
+    with pytest.raises(
+        ValueError, match="no end-of-text token to put between documents: name one as eos_token"
+    ):
         TokenDataset([Document("text")], NoEnd(), 4, batch_size=1, seed=0)
 
 
 def test_tokenizer_and_length_fit_the_model() -> None:
-    config = dataclasses.replace(get_preset("gated-nano"), vocab_size=259, max_position_embeddings=64)
+    config = dataclasses.replace(
+        get_preset("gated-nano"), vocab_size=259, max_position_embeddings=64
+    )
     check_fit(ByteTokenizer(), config, 64)
-    with pytest.raises(ValueError, match="has 259 ids but the model's vocab_size is 258: use --vocab-size 259 or more"):
+    with pytest.raises(
+        ValueError,
+        match="has 259 ids but the model's vocab_size is 258: use --vocab-size 259 or more",
+    ):
         check_fit(ByteTokenizer(), dataclasses.replace(config, vocab_size=258))
     with pytest.raises(
-        ValueError, match="--seq-len 65 is longer than the model allows .max_position_embeddings=64.: lower"
+        ValueError,
+        match="--seq-len 65 is longer than the model allows .max_position_embeddings=64.: lower",
     ):
         check_fit(ByteTokenizer(), config, 65)
     stretched = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
@@ -271,7 +315,8 @@ def test_tokenizer_and_length_fit_the_model() -> None:
     check_fit(ByteTokenizer(), long, 128)
     plan_memory(long, get_recipe("bf16"), batch_size=1, seq_len=128)
     with pytest.raises(
-        ValueError, match="--seq-len 129 is longer than the model allows .the stretched limit of RoPE=128"
+        ValueError,
+        match="--seq-len 129 is longer than the model allows .the stretched limit of RoPE=128",
     ):
         check_fit(ByteTokenizer(), long, 129)
 

@@ -22,8 +22,15 @@ from te_models.data.tokenizer import ByteTokenizer
 from te_models.errors import DataError, UsageError
 
 
-@given(st.sets(st.text("abc"), min_size=2, max_size=40), st.floats(0.01, 0.99), st.integers(0, 99), st.randoms())
-def test_split_does_not_depend_on_order(texts: set[str], fraction: float, seed: int, random) -> None:
+@given(
+    st.sets(st.text("abc"), min_size=2, max_size=40),
+    st.floats(0.01, 0.99),
+    st.integers(0, 99),
+    st.randoms(),
+)
+def test_split_does_not_depend_on_order(
+    texts: set[str], fraction: float, seed: int, random
+) -> None:
     documents = [Document(text, name=str(number)) for number, text in enumerate(sorted(texts))]
     training, evaluation = split_documents(documents, fraction, seed)
     assert sorted([*training, *evaluation], key=documents.index) == documents
@@ -35,7 +42,10 @@ def test_split_does_not_depend_on_order(texts: set[str], fraction: float, seed: 
 
 def test_split_keeps_copies_together_and_follows_the_seed() -> None:
     documents = [Document(str(number % 20), name=str(number)) for number in range(60)]
-    sides = {frozenset(document.text for document in split_documents(documents, 0.3, seed)[1]) for seed in range(5)}
+    sides = {
+        frozenset(document.text for document in split_documents(documents, 0.3, seed)[1])
+        for seed in range(5)
+    }
     assert len(sides) == 5
     training, evaluation = split_documents(documents, 0.3)
     assert (len(training), len(evaluation)) == (42, 18)
@@ -43,7 +53,12 @@ def test_split_keeps_copies_together_and_follows_the_seed() -> None:
 
 
 def test_split_tells_prompts_apart() -> None:
-    documents = [Document("b"), Document("b", prompt=""), Document("b", prompt="a"), Document("b", prompt="None")]
+    documents = [
+        Document("b"),
+        Document("b", prompt=""),
+        Document("b", prompt="a"),
+        Document("b", prompt="None"),
+    ]
     training, evaluation = split_documents(documents, 0.5)
     assert (len(training), len(evaluation)) == (2, 2)
 
@@ -52,7 +67,9 @@ def test_the_share_of_evaluation_is_the_decimal_number_that_was_written() -> Non
     """57.5 of 100 documents are 58, to even; FP64 has 57.49999999999999. Likewise for lines of one document."""
     for thousandths, count in itertools.product(range(5, 1000, 5), (100, 200)):
         share = Fraction(f"0.{thousandths:03}")
-        evaluated = split_documents([Document(str(number)) for number in range(count)], float(share))[1]
+        evaluated = split_documents(
+            [Document(str(number)) for number in range(count)], float(share)
+        )[1]
         assert len(evaluated) == min(max(1, round(share * count)), count - 1), share
         lines = share * count
         if lines.denominator == 1 and lines < count:
@@ -65,14 +82,23 @@ def test_split_of_one_document_cuts_it_at_a_line() -> None:
     assert [training[0].text + evaluation[0].text] == [document.text]
     assert evaluation[0].text.startswith("line ")
     assert 0.1 <= len(evaluation[0].text) / len(document.text) < 0.12
-    assert (evaluation[0].name, evaluation[0].source, len(training), len(evaluation)) == ("a", "b", 1, 1)
+    assert (evaluation[0].name, evaluation[0].source, len(training), len(evaluation)) == (
+        "a",
+        "b",
+        1,
+        1,
+    )
 
 
 @pytest.mark.parametrize(
     ("documents", "fraction", "message"),
     [
         ([Document("no line break")], 0.1, "only document cannot be cut .* give more documents"),
-        ([Document("a\nb\nc\n", prompt="p")], 0.1, "only document cannot be cut .* give more documents"),
+        (
+            [Document("a\nb\nc\n", prompt="p")],
+            0.1,
+            "only document cannot be cut .* give more documents",
+        ),
         ([Document("a"), Document("a", name="b")], 0.1, "2 equal documents cannot be split"),
         ([], 0.1, "0 documents"),
     ],
@@ -107,7 +133,11 @@ def test_globs_match_hidden_files_only_by_name(tmp_path: Path) -> None:
     for name in ("a.txt", ".b.txt", "deep/c.txt", "deep/.d.txt", ".e/f.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    for pattern, names in (("**/*.txt", ["a.txt", "deep/c.txt"]), (".b*", [".b.txt"]), (".e/*", [".e/f.txt"])):
+    for pattern, names in (
+        ("**/*.txt", ["a.txt", "deep/c.txt"]),
+        (".b*", [".b.txt"]),
+        (".e/*", [".e/f.txt"]),
+    ):
         assert [document.text for document in load_documents(tmp_path / pattern)] == names, pattern
 
 
@@ -141,20 +171,36 @@ def test_default_corpus_is_python_itself() -> None:
     assert names == sorted(topics) + sorted(set(names) - set(topics))
     assert {"topics/assert", "ast.py", "json/decoder.py"} <= set(names)
     parts = {part for name in names for part in name.split("/")}
-    assert not parts & {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "pydoc_data"}
+    assert not parts & {
+        "site-packages",
+        "test",
+        "tests",
+        "idlelib",
+        "lib2to3",
+        "__pycache__",
+        "pydoc_data",
+    }
     assert sum(len(document.text) for document in documents) > 5e6
     assert documents == load_documents(None)
 
 
 def test_default_corpus_is_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents_module, "topics", {"b": "2", "a": "1", "c": " "})
-    assert [document.name for document in load_documents(None)[:3]] == ["topics/a", "topics/b", "__future__.py"]
+    assert [document.name for document in load_documents(None)[:3]] == [
+        "topics/a",
+        "topics/b",
+        "__future__.py",
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", None, "a.txt: no such file or folder; give a text, JSONL, JSON, CSV or Parquet file"),
+        (
+            "a.txt",
+            None,
+            "a.txt: no such file or folder; give a text, JSONL, JSON, CSV or Parquet file",
+        ),
         ("a.txt", b"", "a.txt: there is no text in it"),
         ("a.txt", b" \n\t", "a.txt: there is no text in it"),
         ("a.jsonl", b"\n\n", "a.jsonl: there is no text in it"),
@@ -172,7 +218,10 @@ def test_no_text(tmp_path: Path, name: str, content: bytes | None, message: str)
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"body": ["a"], "n": [1]}, "a.PARQUET: has 'body', 'n', but needs one of the formats messages"),
+        (
+            {"body": ["a"], "n": [1]},
+            "a.PARQUET: has 'body', 'n', but needs one of the formats messages",
+        ),
         ({"text": ["a", None]}, "a.PARQUET, row group 0, row 2: 'text' is null, not a string"),
     ],
 )
@@ -191,7 +240,9 @@ def test_a_missing_package_is_named(tmp_path: Path, pretend: Callable) -> None:
 
 
 @pytest.mark.parametrize("broken", ["link", "folder"])
-def test_unreadable_data_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+def test_unreadable_data_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
     (tmp_path / "a.txt").write_text("text")
     if broken == "link":
         (tmp_path / "b").symlink_to(tmp_path / "absent")
@@ -219,7 +270,9 @@ def test_a_url_that_holds_no_files_is_one_line(url: str) -> None:
 def test_an_empty_file_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of /proc have no size, and some of them, such as /proc/kmsg, answer when something happens."""
     (tmp_path / "a.txt").write_bytes(b"")
-    monkeypatch.setattr("te_models.data.rows.open_bytes", lambda path: pytest.fail(f"{path} was opened"))
+    monkeypatch.setattr(
+        "te_models.data.rows.open_bytes", lambda path: pytest.fail(f"{path} was opened")
+    )
     with pytest.raises(DataError, match="there is no text in it"):
         load_documents(tmp_path)
 
@@ -267,7 +320,14 @@ def test_every_file_of_a_corpus_is_read(case: str, read: Callable, tmp_path: Pat
     expected = {
         "jsonl and its compression": ["one"] * 3,
         "several formats": ["one", "text", "one", "one", "f"],
-        "tables, arrays and what is about them": ["one", 'two\nlines, "quoted"', "one", "one", "text", "one"],
+        "tables, arrays and what is about them": [
+            "one",
+            'two\nlines, "quoted"',
+            "one",
+            "one",
+            "text",
+            "one",
+        ],
         "JSONL by another name": ["one"] * 3,
     }
     assert [text for _, text in read(tmp_path)] == expected.get(case, ["text"])
@@ -275,12 +335,32 @@ def test_every_file_of_a_corpus_is_read(case: str, read: Callable, tmp_path: Pat
 
 DEEP = b'{"text": "a", "b": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 REFUSED: list[tuple[str, bytes, str]] = [
-    ("a.txt", b"one\ntw\xe9o", r"a.txt:2: not UTF-8 text \(byte 0xe9 at offset 6\): convert it to UTF-8"),
-    ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"a.jsonl:2: not UTF-8 text \(byte 0xff at offset 24\)"),
-    ("a.jsonl", b'{"text": "a"}\n{"text": }', r"a.jsonl:2: not JSON \(Expecting value, column 10\)"),
+    (
+        "a.txt",
+        b"one\ntw\xe9o",
+        r"a.txt:2: not UTF-8 text \(byte 0xe9 at offset 6\): convert it to UTF-8",
+    ),
+    (
+        "a.jsonl",
+        b'{"text": "a"}\n{"text": "\xff"}',
+        r"a.jsonl:2: not UTF-8 text \(byte 0xff at offset 24\)",
+    ),
+    (
+        "a.jsonl",
+        b'{"text": "a"}\n{"text": }',
+        r"a.jsonl:2: not JSON \(Expecting value, column 10\)",
+    ),
     ("a.jsonl", b'{"text": "a"}\n[1]', "a.jsonl:2: a JSON list, not an object"),
-    ("a.jsonl", b'{"txt": "a", "n": 1}', "a.jsonl:1: has 'txt', 'n': rename 'txt' to 'text', in all records with"),
-    ("a.jsonl", b'{"text": "ab\\ud800"}', "a.jsonl:1: 'text' holds half of a surrogate pair at character 2"),
+    (
+        "a.jsonl",
+        b'{"txt": "a", "n": 1}',
+        "a.jsonl:1: has 'txt', 'n': rename 'txt' to 'text', in all records with",
+    ),
+    (
+        "a.jsonl",
+        b'{"text": "ab\\ud800"}',
+        "a.jsonl:1: 'text' holds half of a surrogate pair at character 2",
+    ),
     ("a.parquet", b"", "a.parquet: not a readable Parquet file"),
     ("a.parquet", b"PAR1 and nothing else PAR1", "a.parquet: not a readable Parquet file"),
     ("a.jsonl.gz", gzip.compress(LINE * 9)[:20], "a.jsonl.gz: "),
@@ -292,7 +372,11 @@ REFUSED: list[tuple[str, bytes, str]] = [
     ),
     ("a.txt", "text".encode("utf-16"), r"a.txt:1: UTF-16 text"),
     ("a.csv", b"txt\none\n", "a.csv:2: has 'txt': rename 'txt' to 'text'"),
-    ("a.csv", b"text,n\none\n", "a.csv:2: 1 cells, but 2 columns: quote cells that hold separators"),
+    (
+        "a.csv",
+        b"text,n\none\n",
+        "a.csv:2: 1 cells, but 2 columns: quote cells that hold separators",
+    ),
     ("a.csv", b'text\n"one\n', "a.csv:2: not a readable table"),
     ("a.csv", b"text\n\xff\n", "a.csv:2: not UTF-8 text"),
     (
@@ -300,14 +384,30 @@ REFUSED: list[tuple[str, bytes, str]] = [
         gzip.compress(b"text,n\none,two\n"),
         "a.tsv.gz:1: the columns are separated by commas: save the table with tabs",
     ),
-    ("a.json", b'{\n  "text": "a"\n}', r"a.json:1: not JSON \(.*\): a .json file is an array of objects"),
+    (
+        "a.json",
+        b'{\n  "text": "a"\n}',
+        r"a.json:1: not JSON \(.*\): a .json file is an array of objects",
+    ),
     ("a.json", b'[{"text": "a"}, 1]', "a.json, record 2: a JSON int, not an object"),
     ("a.json", b'[\n{"text": "a"}\n', "a.json:3: not JSON .*: give an array of objects, or JSONL"),
     ("a.json", b"[" * 100_000, "a.json: JSON that is nested too deeply"),
-    ("a.json", b"[" + b"9" * 5000 + b"]", "a.json(: not JSON that can be read|, record 1: a JSON int)"),
-    ("a.jsonl", LINE + b'{"text": ' + b"9" * 5000 + b"}", "a.jsonl:2: ('text' is a number|not JSON that can be read)"),
+    (
+        "a.json",
+        b"[" + b"9" * 5000 + b"]",
+        "a.json(: not JSON that can be read|, record 1: a JSON int)",
+    ),
+    (
+        "a.jsonl",
+        LINE + b'{"text": ' + b"9" * 5000 + b"}",
+        "a.jsonl:2: ('text' is a number|not JSON that can be read)",
+    ),
     ("a.json", b'[{"txt": "a"}]', "a.json, record 1: has 'txt': rename 'txt' to 'text'"),
-    ("a.json", b"[" + b" " * 2 * 10**6 + b"]", "a.json: a JSON array of more than 0 GiB: write it as JSONL"),
+    (
+        "a.json",
+        b"[" + b" " * 2 * 10**6 + b"]",
+        "a.json: a JSON array of more than 0 GiB: write it as JSONL",
+    ),
     ("a.txt", b'{"txt": "a"}\n', "a.txt:1: has 'txt': rename 'txt' to 'text'"),
     ("a.jsonl", LINE + DEEP, "a.jsonl:2: JSON that is nested too deeply"),
     (
@@ -315,16 +415,35 @@ REFUSED: list[tuple[str, bytes, str]] = [
         b'{"text": "' + b"a" * 2000 + b'"}\n',
         "a.jsonl:1: a line of more than 0 MiB: break it into shorter ones",
     ),
-    ("a.jsonl.gz", gzip.compress(b'{"text": "' + b"a" * 10**6 + b'"}\n'), "a.jsonl.gz:1: a line of more than 0 MiB"),
-    ("a.json", b"[" + b'{"text": "a"},' * 10**5 + b'{"text": "a"}]', "a.json: a JSON array of more than 0 GiB: write"),
-    ("a.txt.gz", gzip.compress(b"a\n" * 10**6), "a.txt.gz: a text of more than 0 GiB: decompress it or use JSONL"),
+    (
+        "a.jsonl.gz",
+        gzip.compress(b'{"text": "' + b"a" * 10**6 + b'"}\n'),
+        "a.jsonl.gz:1: a line of more than 0 MiB",
+    ),
+    (
+        "a.json",
+        b"[" + b'{"text": "a"},' * 10**5 + b'{"text": "a"}]',
+        "a.json: a JSON array of more than 0 GiB: write",
+    ),
+    (
+        "a.txt.gz",
+        gzip.compress(b"a\n" * 10**6),
+        "a.txt.gz: a text of more than 0 GiB: decompress it or use JSONL",
+    ),
 ]
 
 
 @pytest.mark.parametrize("read", [in_memory, streamed])
-@pytest.mark.parametrize(("name", "content", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
+@pytest.mark.parametrize(
+    ("name", "content", "message"), REFUSED, ids=[message for _, _, message in REFUSED]
+)
 def test_both_ways_of_reading_refuse_the_same(
-    name: str, content: bytes, message: str, read: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    content: bytes,
+    message: str,
+    read: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if "more than 0" in message:
         monkeypatch.setattr(files_module, "MAX_LINE_BYTES", 1000)
@@ -355,7 +474,9 @@ def test_one_long_line_is_read_once(tmp_path: Path) -> None:
     32 MiB in 64 KiB ranges took 8 GiB of reading."""
     (tmp_path / "a.txt").write_bytes(b"a" * 2**25)
     start = time.process_time()
-    assert [len(text) for _, text in streamed(tmp_path, 2**16)] == [2**25] and time.process_time() - start < 3
+    assert [len(text) for _, text in streamed(tmp_path, 2**16)] == [
+        2**25
+    ] and time.process_time() - start < 3
 
 
 def test_a_binary_file_is_left_out_in_every_range(tmp_path: Path) -> None:

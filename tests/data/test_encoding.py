@@ -39,9 +39,16 @@ CHANGING = HEAD + (
     "{{ message.content + '<|im_end|>\n' }}"
 ) + TAIL  # fmt: skip
 # Like DeepSeek-R1's: asked for an answer, it opens a thought that a finished answer does not have.
-OPENING = HEAD + "{{ message.content + '<|im_end|>\n' }}" + TAIL.replace("assistant\n", "assistant\n<think>\n")
+OPENING = (
+    HEAD
+    + "{{ message.content + '<|im_end|>\n' }}"
+    + TAIL.replace("assistant\n", "assistant\n<think>\n")
+)
 
-USER, TOOLS = {"role": "user", "content": "What is 2 + 3?"}, [{"type": "function", "function": {"name": "add"}}]
+USER, TOOLS = (
+    {"role": "user", "content": "What is 2 + 3?"},
+    [{"type": "function", "function": {"name": "add"}}],
+)
 REPLY = {"role": "assistant", "content": "It is 5."}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": "\u00e9"}}}
 CONVERSATIONS: dict[str, dict[str, Any]] = {
@@ -83,7 +90,11 @@ def bpe(trim_offsets: bool) -> Any:
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trimmed" if request.param else "offsets")
     bpe(request.param).save(str(path / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+    }
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     return path
 
@@ -92,8 +103,12 @@ def document(conversation: dict[str, Any]) -> Document:
     return row_document(conversation, {}, "a.jsonl:1", "a.jsonl")
 
 
-def encode(tokenizer: Tokenizer, *conversations: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:
-    encoded = encode_documents([document(conversation) for conversation in conversations], tokenizer)
+def encode(
+    tokenizer: Tokenizer, *conversations: dict[str, Any]
+) -> list[tuple[list[int], list[bool]]]:
+    encoded = encode_documents(
+        [document(conversation) for conversation in conversations], tokenizer
+    )
     assert encoded.counted is not None
     ends = (encoded.starts + encoded.lengths).tolist()
     parts = [slice(start, end) for start, end in zip(encoded.starts.tolist(), ends, strict=True)]
@@ -129,7 +144,10 @@ def test_without_marks_answers_are_what_the_template_adds_to_the_turns_before(fo
     for (name, conversation), found in zip(
         CONVERSATIONS.items(), encode(tokenizer, *CONVERSATIONS.values()), strict=True
     ):
-        messages, options = conversation["messages"], dict(tools=conversation.get("tools"), chat_template=PREFIXED)
+        messages, options = (
+            conversation["messages"],
+            dict(tools=conversation.get("tools"), chat_template=PREFIXED),
+        )
         whole = reference.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
         counted = [False] * len(whole)
         for number, message in enumerate(messages):
@@ -139,7 +157,11 @@ def test_without_marks_answers_are_what_the_template_adds_to_the_turns_before(fo
                     counted[:stop] = found[1][:stop]
                     continue
                 before = reference.apply_chat_template(
-                    messages[:number], tokenize=True, return_dict=False, add_generation_prompt=True, **options
+                    messages[:number],
+                    tokenize=True,
+                    return_dict=False,
+                    add_generation_prompt=True,
+                    **options,
                 )
                 after = reference.apply_chat_template(
                     messages[: number + 1], tokenize=True, return_dict=False, **options
@@ -149,20 +171,40 @@ def test_without_marks_answers_are_what_the_template_adds_to_the_turns_before(fo
                 last = len(after) - (1 if "trimmed" in str(folder) else 0)
                 counted[len(before) : last] = [True] * (last - len(before))
         assert found[0] == whole, name
-        differing = [i for i, (one, other) in enumerate(zip(found[1], counted, strict=True)) if one != other]
+        differing = [
+            i for i, (one, other) in enumerate(zip(found[1], counted, strict=True)) if one != other
+        ]
         assert all(tokenizer.decode([whole[i]]).strip() == "" for i in differing), name
 
 
 @pytest.mark.parametrize(
     ("template", "conversation", "message"),
     [
-        (CHANGING, "several turns", "renders the turns up to message 2 otherwise when more turns follow"),
-        (OPENING, "one turn", "renders the turns up to message 2 otherwise when it is asked for an answer"),
-        ("{{ raise_exception('alternate') }}", "one turn", "the chat template refuses this record: alternate"),
-        ("{{ messages[0].x.y }}", "one turn", "the chat template refuses this record: .* has no attribute"),
+        (
+            CHANGING,
+            "several turns",
+            "renders the turns up to message 2 otherwise when more turns follow",
+        ),
+        (
+            OPENING,
+            "one turn",
+            "renders the turns up to message 2 otherwise when it is asked for an answer",
+        ),
+        (
+            "{{ raise_exception('alternate') }}",
+            "one turn",
+            "the chat template refuses this record: alternate",
+        ),
+        (
+            "{{ messages[0].x.y }}",
+            "one turn",
+            "the chat template refuses this record: .* has no attribute",
+        ),
     ],
 )
-def test_a_template_that_hides_answers_is_refused(template: str, conversation: str, message: str) -> None:
+def test_a_template_that_hides_answers_is_refused(
+    template: str, conversation: str, message: str
+) -> None:
     tokenizer = ByteTokenizer()
     tokenizer.set_chat_template(template)
     with pytest.raises(DataError, match=f"^a.jsonl:1: .*{message}") as caught:
@@ -179,7 +221,10 @@ def test_a_template_that_leaves_out_tool_calls_is_refused(template: str) -> None
     encode(tokenizer, CONVERSATIONS["tool calls"])
     tokenizer.set_chat_template(template.replace(CALLS, ""))
     encode(tokenizer, CONVERSATIONS["several turns"])
-    with pytest.raises(DataError, match="a.jsonl:1: the chat template does not write the tool calls of message 2: giv"):
+    with pytest.raises(
+        DataError,
+        match="a.jsonl:1: the chat template does not write the tool calls of message 2: giv",
+    ):
         encode(tokenizer, CONVERSATIONS["tool calls"])
 
 
@@ -192,7 +237,9 @@ def test_a_template_that_leaves_out_reasoning_is_refused(name: str, template: st
         with pytest.raises(DataError, match=says):
             encode(tokenizer, {"messages": messages})
     tokenizer.set_chat_template("{# message." + name + " #}" + template)  # it knows the field
-    encode(tokenizer, {"messages": [USER, thinking, USER, REPLY]})  # and may leave out earlier thoughts
+    encode(
+        tokenizer, {"messages": [USER, thinking, USER, REPLY]}
+    )  # and may leave out earlier thoughts
     with pytest.raises(DataError, match=says):
         encode(tokenizer, {"messages": [USER, thinking]})
     tokenizer.set_chat_template("{# enable_" + name + " #}" + template)
@@ -206,10 +253,13 @@ def test_a_template_that_leaves_out_reasoning_is_refused(name: str, template: st
 
 def test_an_empty_answer_that_a_template_does_not_mark_is_one_line() -> None:
     tokenizer = ByteTokenizer()
-    tokenizer.set_chat_template(MARKED.replace("== 'assistant' %", "== 'assistant' and message.content %"))
+    tokenizer.set_chat_template(
+        MARKED.replace("== 'assistant' %", "== 'assistant' and message.content %")
+    )
     encode(tokenizer, CONVERSATIONS["several turns"])
     with pytest.raises(
-        DataError, match="^a.jsonl:1: the chat template marks 1 answers in 2 messages .* that are empty"
+        DataError,
+        match="^a.jsonl:1: the chat template marks 1 answers in 2 messages .* that are empty",
     ):
         encode(tokenizer, CONVERSATIONS["an empty answer"])
 
@@ -221,7 +271,10 @@ def test_a_completion_of_white_space_is_no_answer(text: str) -> None:
     )
     kept, fitted, fit = fit_records(encoded, 99, "drop", None)
     assert kept.tolist() == [2, 3] and fit == Fit(unanswered=2)
-    assert [part.tolist() for part in fitted.parts(fitted.tokens)] == [[ord("a"), 257], [ord("t"), 257]]
+    assert [part.tolist() for part in fitted.parts(fitted.tokens)] == [
+        [ord("a"), 257],
+        [ord("t"), 257],
+    ]
 
 
 @pytest.mark.parametrize("template", [MARKED, PREFIXED])
@@ -229,8 +282,12 @@ def test_answers_with_weight_0_do_not_count(template: str) -> None:
     tokenizer = ByteTokenizer()
     tokenizer.set_chat_template(template)
     messages = [USER, {**REPLY, "weight": 0}, USER, {**REPLY, "weight": 1}, USER, REPLY]
-    plain = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
-    (ids, counted), (same, everything) = encode(tokenizer, {"messages": messages}, {"messages": plain})
+    plain = [
+        {name: value for name, value in message.items() if name != "weight"} for message in messages
+    ]
+    (ids, counted), (same, everything) = encode(
+        tokenizer, {"messages": messages}, {"messages": plain}
+    )
     assert ids == same
     first = everything.index(True)
     stop = everything.index(False, first)
@@ -243,7 +300,10 @@ def test_the_plain_template_ends_answers_with_the_token_that_ends_text(tmp_path:
     tokenizer.set_chat_template()
     tokenizer.save(tmp_path)
     assert (tmp_path / "chat_template.jinja").read_text() == PLAIN
-    again, reference = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    again, reference = (
+        load_tokenizer(tmp_path),
+        transformers.AutoTokenizer.from_pretrained(tmp_path),
+    )
     assert again.documents() == tokenizer.documents()
     for name, conversation in CONVERSATIONS.items():
         if "spelled out" in name:
@@ -255,11 +315,15 @@ def test_the_plain_template_ends_answers_with_the_token_that_ends_text(tmp_path:
             return_assistant_tokens_mask=True,
         )  # fmt: skip
         assert ids == expected["input_ids"], name
-        answers = [message for message in conversation["messages"] if message["role"] == "assistant"]
+        answers = [
+            message for message in conversation["messages"] if message["role"] == "assistant"
+        ]
         learned = [message for message in answers if message["content"] or "tool_calls" in message]
         marked = sum(expected["assistant_masks"]) - len(answers) + len(learned)
         assert counted.count(True) >= marked > (0 if name != "only a question" else -1)
-        assert [t for t, c in zip(ids, counted, strict=True) if c].count(tokenizer.eos_token_id) == len(learned)
+        assert [t for t, c in zip(ids, counted, strict=True) if c].count(
+            tokenizer.eos_token_id
+        ) == len(learned)
         prompt = tokenizer.apply_chat_template(conversation["messages"][:1])
         assert len(answers) < 1 or conversation["messages"][0]["role"] != "user" or "tools" in conversation or (
             ids[: len(prompt)] == prompt and (not answers[0]["content"] or counted[len(prompt)])
@@ -286,7 +350,12 @@ def test_prompts_and_the_plain_template_begin_as_generation_does() -> None:
     assert ids[0] == 256 and ids.count(256) == 1 and not counted[0]
 
 
-PAIRS = [Document("abc", "0123456789"), Document("x" * 20, "p"), Document("q", "q" * 6), Document("t" * 40)]
+PAIRS = [
+    Document("abc", "0123456789"),
+    Document("x" * 20, "p"),
+    Document("q", "q" * 6),
+    Document("t" * 40),
+]
 
 
 @pytest.mark.parametrize(
@@ -297,7 +366,9 @@ PAIRS = [Document("abc", "0123456789"), Document("x" * 20, "p"), Document("q", "
         ("prompt", 256, [b"789abc", b"qqqqqqq", b"t" * 40], Fit(too_long=1, longest=23, cut=2)),
     ],
 )
-def test_records_that_do_not_fit(truncate: str, bos: int | None, texts: list[bytes], fit: Fit) -> None:
+def test_records_that_do_not_fit(
+    truncate: str, bos: int | None, texts: list[bytes], fit: Fit
+) -> None:
     tokenizer = ByteTokenizer() if bos is None else with_bos()
     encoded = encode_documents(PAIRS, tokenizer, begin_prompts=True)
     kept, fitted, found = fit_records(encoded, 8, truncate, bos)
@@ -318,7 +389,9 @@ def test_a_cut_record_begins_with_bos_if_it_did_before(begins: bool) -> None:
     tokenizer = with_bos() if begins else ByteTokenizer()
     prompt, bos = "0123456789", 256
     for seq_len in range(2, 16):
-        encoded = encode_documents([Document("abc", prompt), Document("", "q")], tokenizer, begin_prompts=begins)
+        encoded = encode_documents(
+            [Document("abc", prompt), Document("", "q")], tokenizer, begin_prompts=begins
+        )
         before = encoded.tokens.tolist()
         kept, fitted, found = fit_records(encoded, seq_len, "prompt", bos)
         whole = [bos] * begins + [*prompt.encode(), *b"abc", 257]

@@ -17,13 +17,17 @@ from te_models.model.targets import IGNORED
 
 END, PAD = ByteTokenizer.eos_token_id, ByteTokenizer.pad_token_id
 RECORDS = st.lists(
-    st.builds(Document, st.text("abc", min_size=1, max_size=6), st.text("xyz", min_size=1, max_size=6)),
+    st.builds(
+        Document, st.text("abc", min_size=1, max_size=6), st.text("xyz", min_size=1, max_size=6)
+    ),
     min_size=1,
     max_size=30,
 )
 
 
-def dataset(documents: list[Document], seq_len: int = 16, batch_size: int = 1, **options) -> TokenDataset:
+def dataset(
+    documents: list[Document], seq_len: int = 16, batch_size: int = 1, **options
+) -> TokenDataset:
     options = {"packing": "documents", "seed": 0, **options}
     return TokenDataset(documents, ByteTokenizer(), seq_len, batch_size=batch_size, **options)
 
@@ -49,7 +53,9 @@ def expected(document: Document) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 @given(RECORDS, st.integers(13, 40), st.integers(0, 2))
-def test_an_epoch_has_every_record_once_and_whole(documents: list[Document], seq_len: int, epoch: int) -> None:
+def test_an_epoch_has_every_record_once_and_whole(
+    documents: list[Document], seq_len: int, epoch: int
+) -> None:
     alone = dataset(documents, seq_len)
     before = round(alone.windows_in(epoch))
     for _ in range(before):
@@ -102,7 +108,9 @@ def test_texts_among_records_are_cut_and_records_are_not() -> None:
     data = dataset(documents)
     found = records([next(data) for _ in range(data.num_windows)])
     texts = [part for part, _ in found if ord("t") in part]
-    assert sorted(map(len, texts)) == [9, 16, 16] and sum(part.count(ord("t")) for part in texts) == 40
+    assert (
+        sorted(map(len, texts)) == [9, 16, 16] and sum(part.count(ord("t")) for part in texts) == 40
+    )
     assert {part for part, _ in found} >= {expected(document)[0] for document in documents[1:]}
 
 
@@ -110,7 +118,9 @@ def test_texts_among_records_are_cut_and_records_are_not() -> None:
 def test_weights_are_the_average_number_per_epoch(weight: float) -> None:
     counts = np.array([repeats(np.full(40, weight), epoch) for epoch in range(8)])
     assert set(counts.flatten()) <= {int(weight), -int(-weight // 1)}
-    assert (abs(counts.cumsum(0) - weight * np.arange(1, 9)[:, None]) < 1).all(), "no document is far from its share"
+    assert (abs(counts.cumsum(0) - weight * np.arange(1, 9)[:, None]) < 1).all(), (
+        "no document is far from its share"
+    )
     assert (abs(counts.sum(1) - weight * 40) <= 2).all(), "no epoch is far from its size"
 
 
@@ -137,7 +147,10 @@ def test_descriptions_say_what_is_left_out() -> None:
         "cut prompts with --truncate prompt"
     )
     cut = dataset([Document("abc", "x" * 30), Document("d", "y")], truncate="prompt")
-    assert "1 of 2 prompts is cut from the left to seq_len=16 (the longest has 34 tokens)" in cut.describe()
+    assert (
+        "1 of 2 prompts is cut from the left to seq_len=16 (the longest has 34 tokens)"
+        in cut.describe()
+    )
     for limit, truncate, advice in (
         (17, "drop", "raise --seq-len, or cut prompts with --truncate prompt"),
         (17, "prompt", "raise --seq-len"),
@@ -146,5 +159,7 @@ def test_descriptions_say_what_is_left_out() -> None:
     ):
         (line,) = Fit(too_long=1, longest=32).describe(3, 16, truncate, limit)
         assert line.endswith(f" left out: {advice}")
-    with pytest.raises(DataError, match=r"2 of 2 records are longer than seq_len=16 \(the longest has 32 tokens"):
+    with pytest.raises(
+        DataError, match=r"2 of 2 records are longer than seq_len=16 \(the longest has 32 tokens"
+    ):
         dataset([Document("a" * 30, "x")] * 2)

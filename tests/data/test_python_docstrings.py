@@ -22,7 +22,9 @@ TEXT = "Return one more than x, an int."
 def pairs() -> Iterator[tuple]:
     """The pairs of the standard library; its files are parsed once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "read_pairs", functools.cache(lambda source: list(read_pairs(source))))
+        patch.setattr(
+            module, "read_pairs", functools.cache(lambda source: list(read_pairs(source)))
+        )
         yield python_docstrings()
 
 
@@ -33,7 +35,12 @@ def found(source: str) -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize(
     ("source", "name", "prompt", "docstring"),
     [
-        (f'def f(x):\n    """{TEXT}"""\n    return x + 1\n', "f", "def f(x):\n    return x + 1", TEXT),
+        (
+            f'def f(x):\n    """{TEXT}"""\n    return x + 1\n',
+            "f",
+            "def f(x):\n    return x + 1",
+            TEXT,
+        ),
         (
             "class A:\n    @cache  # twice\n    async def f(\n        self,\n    ):\n"
             f"        '''{TEXT}\n\n        a\n          b\n        '''\n\n"
@@ -42,8 +49,18 @@ def found(source: str) -> list[tuple[str, str, str]]:
             "@cache  # twice\nasync def f(\n    self,\n):\n\n    # Why\n    return 1  # end",
             f"{TEXT}\n\na\n  b",
         ),
-        (f'if X:\n    def f():\n        r"""{TEXT}"""\n        pass', "f", "def f():\n    pass", TEXT),
-        (f'try:\n    a\nexcept E:\n    def f():\n        "{TEXT}"\n        pass', "f", "def f():\n    pass", TEXT),
+        (
+            f'if X:\n    def f():\n        r"""{TEXT}"""\n        pass',
+            "f",
+            "def f():\n    pass",
+            TEXT,
+        ),
+        (
+            f'try:\n    a\nexcept E:\n    def f():\n        "{TEXT}"\n        pass',
+            "f",
+            "def f():\n    pass",
+            TEXT,
+        ),
     ],
     ids=["function", "method", "below if", "below except"],
 )
@@ -65,7 +82,18 @@ def test_a_function_and_its_docstring(source: str, name: str, prompt: str, docst
         "def f(:\n",
         "\0",
     ],
-    ids=["none", "nothing else", "one line", "shared line", "short", "long", "long source", "nested", "syntax", "NUL"],
+    ids=[
+        "none",
+        "nothing else",
+        "one line",
+        "shared line",
+        "short",
+        "long",
+        "long source",
+        "nested",
+        "syntax",
+        "NUL",
+    ],
 )
 def test_functions_that_do_not_qualify(source: str) -> None:
     assert found(source) == []
@@ -74,13 +102,17 @@ def test_functions_that_do_not_qualify(source: str) -> None:
 @pytest.mark.slow
 def test_every_pair_of_the_standard_library(pairs: tuple) -> None:
     training, evaluation = pairs
-    assert len(training) > 1000 and 0.08 <= len(evaluation) / (len(training) + len(evaluation)) < 0.1
+    assert (
+        len(training) > 1000 and 0.08 <= len(evaluation) / (len(training) + len(evaluation)) < 0.1
+    )
     for pair in training + evaluation:
         assert pair.prompt == pair.prompt.strip() and pair.text == pair.text.strip()
         assert 20 <= len(pair.text) <= 400 and len(pair.prompt) < 1500
         if pair.prompt.isascii() and "\\" not in pair.text:
             function = ast.parse(pair.prompt).body[0]
-            assert ast.get_docstring(function) != pair.text and pair.name.endswith(f".{function.name}")
+            assert ast.get_docstring(function) != pair.text and pair.name.endswith(
+                f".{function.name}"
+            )
 
 
 def test_modules_are_on_one_side(pairs: tuple) -> None:

@@ -36,13 +36,17 @@ from te_models.model.targets import IGNORED
 
 END = ByteTokenizer.eos_token_id
 TEXTS = [f"{number:03} " + "abc\u00e9" * (number * 7 % 11) for number in range(60)]
-ROWS = [{"prompt": f"Q{n}", "completion": text} if n % 3 == 0 else {"text": text} for n, text in enumerate(TEXTS)]
+ROWS = [
+    {"prompt": f"Q{n}", "completion": text} if n % 3 == 0 else {"text": text}
+    for n, text in enumerate(TEXTS)
+]
 Row = tuple[list[int], list[int]]
 
 
 def write_jsonl(path: Path, rows: list[dict]) -> None:
     lines = "\ufeff" + "".join(
-        json.dumps(row, ensure_ascii=False) + ("\r\n" if n % 2 else "\n\n") for n, row in enumerate(rows)
+        json.dumps(row, ensure_ascii=False) + ("\r\n" if n % 2 else "\n\n")
+        for n, row in enumerate(rows)
     )
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(lines.encode()))
@@ -66,16 +70,26 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     for name in ("deep", ".hidden", "__pycache__"):
         (folder / name).mkdir()
-        write_jsonl(folder / name / "b.jsonl", ROWS[25:45] if name == "deep" else [{"text": "not to be read"}])
+        write_jsonl(
+            folder / name / "b.jsonl",
+            ROWS[25:45] if name == "deep" else [{"text": "not to be read"}],
+        )
     (folder / ".notes.txt").write_text("not to be read")
     write_jsonl(folder / "a.jsonl", ROWS[:25])
     write_jsonl(folder / "z.jsonl", ROWS[45:])
     return folder
 
 
-def stream(path: Path, batch_size: int = 1, chunk_bytes: int = 100, seq_len: int = 16, **options) -> StreamingDataset:
+def stream(
+    path: Path, batch_size: int = 1, chunk_bytes: int = 100, seq_len: int = 16, **options
+) -> StreamingDataset:
     return StreamingDataset(
-        str(path), ByteTokenizer(), seq_len, batch_size=batch_size, chunk_bytes=chunk_bytes, **{"seed": 0, **options}
+        str(path),
+        ByteTokenizer(),
+        seq_len,
+        batch_size=batch_size,
+        chunk_bytes=chunk_bytes,
+        **{"seed": 0, **options},
     )
 
 
@@ -111,15 +125,26 @@ def test_blocks_cover_jsonl_once(corpus: Path, chunk_bytes: int) -> None:
     assert (len(blocks) == 1) == (chunk_bytes == 10**6)
 
 
-@given(st.lists(st.text("ab\u00e9\u2028 ", max_size=12), min_size=1, max_size=12), st.integers(1, 60), st.booleans())
+@given(
+    st.lists(st.text("ab\u00e9\u2028 ", max_size=12), min_size=1, max_size=12),
+    st.integers(1, 60),
+    st.booleans(),
+)
 @settings(max_examples=60, deadline=None)
-def test_a_line_is_in_the_block_in_which_it_begins(texts: list[str], chunk_bytes: int, last_break: bool) -> None:
-    lines = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts) + "\n" * last_break
+def test_a_line_is_in_the_block_in_which_it_begins(
+    texts: list[str], chunk_bytes: int, last_break: bool
+) -> None:
+    lines = (
+        "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+        + "\n" * last_break
+    )
     path = "memory://lines.jsonl"
     with fsspec.open(path, "wb") as file:
         file.write(lines.encode())
     blocks = find_chunks(path, chunk_bytes)
-    read = [d.text for i in range(len(blocks)) for piece in blocks[i] for d in read_range(piece, path)]
+    read = [
+        d.text for i in range(len(blocks)) for piece in blocks[i] for d in read_range(piece, path)
+    ]
     assert read == texts
 
 
@@ -149,7 +174,9 @@ def test_text_files_are_documents_and_large_ones_are_cut_at_lines(tmp_path: Path
     documents = [d for block in blocks_of(tmp_path, 256) for d in block]
     assert documents[0].text == "small\n"
     assert "".join(d.text for d in documents[1:]) == (tmp_path / "b.py").read_text()
-    assert len(documents) > 3 and all(d.text.startswith("line") and d.text.endswith("\n") for d in documents[1:])
+    assert len(documents) > 3 and all(
+        d.text.startswith("line") and d.text.endswith("\n") for d in documents[1:]
+    )
 
 
 def test_small_files_share_a_block(tmp_path: Path) -> None:
@@ -174,12 +201,16 @@ def test_each_epoch_has_each_document_once(corpus: Path, lanes: int | None) -> N
             assert len(found[lane]) >= count, "the test must run for longer"
             seen.update(found[lane][:count])
             found[lane] = found[lane][count:]
-        assert seen == Counter(((d.prompt or "") + d.text).encode() for block in blocks for d in block)
+        assert seen == Counter(
+            ((d.prompt or "") + d.text).encode() for block in blocks for d in block
+        )
         assert len(seen) == len(TEXTS)
 
 
 SEGMENTS = st.lists(
-    st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(0, 5), st.integers(0, 3)), min_size=2, max_size=5
+    st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(0, 5), st.integers(0, 3)),
+    min_size=2,
+    max_size=5,
 )
 
 
@@ -196,7 +227,11 @@ def test_killed_and_resumed_on_any_number_of_ranks(
         for rank in ranks if state else []:
             rank.load_state_dict(state)
         for _ in range(steps):
-            given += [row for together in zip(*(rows(next(rank)) for rank in ranks), strict=True) for row in together]
+            given += [
+                row
+                for together in zip(*(rows(next(rank)) for rank in ranks), strict=True)
+                for row in together
+            ]
         state = json.loads(json.dumps(merge_states([rank.state_dict() for rank in ranks])))
         for rank in ranks:
             after = [rows(next(rank)) for _ in range(lost)]
@@ -209,11 +244,16 @@ def test_killed_and_resumed_on_any_number_of_ranks(
 
 @pytest.mark.parametrize("start", [0, 3])
 @pytest.mark.parametrize("world_size", [2, 4, 6])
-def test_a_rank_reads_only_the_lanes_of_its_windows(corpus: Path, world_size: int, start: int) -> None:
+def test_a_rank_reads_only_the_lanes_of_its_windows(
+    corpus: Path, world_size: int, start: int
+) -> None:
     before = stream(corpus, max(1, start), num_lanes=6)
     if start:
         next(before)
-    ranks = [stream(corpus, 6, num_lanes=6, rank=rank, world_size=world_size) for rank in range(world_size)]
+    ranks = [
+        stream(corpus, 6, num_lanes=6, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
     for rank in ranks:
         rank.load_state_dict(before.state_dict())
         next(rank), rank.state_dict()
@@ -223,7 +263,9 @@ def test_a_rank_reads_only_the_lanes_of_its_windows(corpus: Path, world_size: in
 def test_order_follows_seed_and_epoch(corpus: Path) -> None:
     def first(**options) -> list[bytes]:
         data = stream(corpus, num_lanes=1, chunk_bytes=400, **options)
-        return split_at_end([token for _ in range(250) for token in next(data)["input_ids"][0].tolist()])[:120]
+        return split_at_end(
+            [token for _ in range(250) for token in next(data)["input_ids"][0].tolist()]
+        )[:120]
 
     one, other, plain = first(), first(seed=1), first(shuffle=False)
     expected = [((d.prompt or "") + d.text).encode() for d in load_documents(corpus)]
@@ -232,23 +274,34 @@ def test_order_follows_seed_and_epoch(corpus: Path) -> None:
     assert one[:60] != one[60:] and Counter(one[:60]) == Counter(one[60:]) == Counter(expected)
     for block in (block for block in blocks_of(corpus, 400) if len(block) > 5):
         inside = {((d.prompt or "") + d.text).encode() for d in block}
-        orders = [[document for document in epoch if document in inside] for epoch in (one[:60], one[60:])]
+        orders = [
+            [document for document in epoch if document in inside] for epoch in (one[:60], one[60:])
+        ]
         assert orders[0] != orders[1], "a block's documents come in another order in the next epoch"
     places = [expected.index(document) for document in one[:60]]
-    assert sum(abs(b - a) == 1 for a, b in zip(places, places[1:], strict=False)) < 30, "blocks are shuffled inside too"
+    assert sum(abs(b - a) == 1 for a, b in zip(places, places[1:], strict=False)) < 30, (
+        "blocks are shuffled inside too"
+    )
 
 
 @pytest.mark.parametrize(
-    ("packing", "rows"), [("stream", "all"), ("documents", "texts"), ("documents", "all"), ("none", "all")]
+    ("packing", "rows"),
+    [("stream", "all"), ("documents", "texts"), ("documents", "all"), ("none", "all")],
 )
-def test_windows_equal_those_in_memory(corpus: Path, packing: str, rows: str, tmp_path: Path) -> None:
+def test_windows_equal_those_in_memory(
+    corpus: Path, packing: str, rows: str, tmp_path: Path
+) -> None:
     if rows == "texts":
         write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
         corpus = tmp_path
-    chunk_bytes = 100 if packing == "stream" or rows == "texts" else 10**6  # records are packed chunk by chunk
+    chunk_bytes = (
+        100 if packing == "stream" or rows == "texts" else 10**6
+    )  # records are packed chunk by chunk
     streamed = stream(corpus, 3, shuffle=False, packing=packing, chunk_bytes=chunk_bytes)
     held = load_documents(corpus)
-    memory = TokenDataset(held, ByteTokenizer(), 16, batch_size=3, seed=0, shuffle=False, packing=packing)
+    memory = TokenDataset(
+        held, ByteTokenizer(), 16, batch_size=3, seed=0, shuffle=False, packing=packing
+    )
     for _ in range(memory.num_windows // 3 - 1):
         one, other = next(streamed), next(memory)
         assert one.keys() == other.keys()
@@ -259,12 +312,23 @@ def test_windows_equal_those_in_memory(corpus: Path, packing: str, rows: str, tm
 
 def test_packing_by_documents_marks_borders() -> None:
     documents = [Document("abc"), Document("d"), Document("efghij")]
-    data = TokenDataset(documents, ByteTokenizer(), 8, batch_size=2, seed=0, shuffle=False, packing="documents")
+    data = TokenDataset(
+        documents, ByteTokenizer(), 8, batch_size=2, seed=0, shuffle=False, packing="documents"
+    )
     batch = next(data)
-    assert batch["input_ids"].tolist() == [[*b"abc", END, *b"d", END, *b"ef"], [*b"ghij", END, 258, 258, 258]]
-    assert batch["document_ids"].diff(dim=1).tolist() == [[0, 0, 0, 1, 0, 1, 0], [0, 0, 0, 0, -1, 0, 0]]
+    assert batch["input_ids"].tolist() == [
+        [*b"abc", END, *b"d", END, *b"ef"],
+        [*b"ghij", END, 258, 258, 258],
+    ]
+    assert batch["document_ids"].diff(dim=1).tolist() == [
+        [0, 0, 0, 1, 0, 1, 0],
+        [0, 0, 0, 0, -1, 0, 0],
+    ]
     i = IGNORED
-    assert batch["labels"].tolist() == [[i, *b"bc", END, i, END, i, *b"f"], [*b"ghij", END, i, i, i]]
+    assert batch["labels"].tolist() == [
+        [i, *b"bc", END, i, END, i, *b"f"],
+        [*b"ghij", END, i, i, i],
+    ]
 
 
 def test_workers_change_nothing(corpus: Path) -> None:
@@ -305,8 +369,12 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("begin", ["data.state_dict()", "next(data)"])  # workers are starting, and at work
-def test_workers_outlive_a_request_to_stop_but_not_their_parent(begin: str, corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "begin", ["data.state_dict()", "next(data)"]
+)  # workers are starting, and at work
+def test_workers_outlive_a_request_to_stop_but_not_their_parent(
+    begin: str, corpus: Path, tmp_path: Path
+) -> None:
     (tmp_path / "run.py").write_text(_RUN.format(begin=begin))
     root = Path(__file__).parents[2]
     command = [sys.executable, str(tmp_path / "run.py"), str(corpus)]
@@ -329,7 +397,9 @@ def test_workers_outlive_a_request_to_stop_but_not_their_parent(begin: str, corp
         time.sleep(0.05)
 
 
-def test_an_interrupt_waits_until_a_worker_is_known(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_waits_until_a_worker_is_known(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data, start = stream(corpus, 2, num_lanes=4, num_workers=1), ProcessPoolExecutor._spawn_process
 
     def spawn(pool: ProcessPoolExecutor) -> None:
@@ -352,7 +422,9 @@ def test_an_interrupt_waits_until_a_worker_is_known(corpus: Path, monkeypatch: p
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_interrupt_waits_until_the_workers_have_ended(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_waits_until_the_workers_have_ended(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In Python 3.11 a thread whose join was interrupted counts as ended: exit then waited for a worker for ever."""
     data, end, ended = stream(corpus, num_workers=1), ProcessPoolExecutor.shutdown, []
     next(data)
@@ -369,7 +441,9 @@ def test_an_interrupt_waits_until_the_workers_have_ended(corpus: Path, monkeypat
 
 
 @pytest.mark.slow
-def test_a_script_that_its_workers_import_is_told_what_it_lacks(corpus: Path, tmp_path: Path) -> None:
+def test_a_script_that_its_workers_import_is_told_what_it_lacks(
+    corpus: Path, tmp_path: Path
+) -> None:
     (tmp_path / "run.py").write_text(
         "import sys\nfrom te_models.data.streaming import StreamingDataset\n"
         "from te_models.data.tokenizer import ByteTokenizer\n"
@@ -378,9 +452,17 @@ def test_a_script_that_its_workers_import_is_told_what_it_lacks(corpus: Path, tm
     root = Path(__file__).parents[2]
     command = [sys.executable, str(tmp_path / "run.py"), str(corpus)]
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
-    last = [line for line in run.stderr.splitlines() if line.startswith("te_models.errors.DataUnavailable")]
-    assert run.returncode == 1 and len(last) == 1 and 'needs `if __name__ == "__main__":`' in last[0]
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    last = [
+        line
+        for line in run.stderr.splitlines()
+        if line.startswith("te_models.errors.DataUnavailable")
+    ]
+    assert (
+        run.returncode == 1 and len(last) == 1 and 'needs `if __name__ == "__main__":`' in last[0]
+    )
 
 
 def test_blank_files_have_no_text(tmp_path: Path) -> None:
@@ -432,14 +514,17 @@ def test_resuming_on_other_data_is_an_error(corpus: Path, change: str) -> None:
     state = stream(corpus, num_lanes=4).state_dict()
     stream(corpus, num_lanes=4).load_state_dict(state)
     with pytest.raises(
-        ValueError, match="position is of other data: resume with the same --data .its files unchanged., "
+        ValueError,
+        match="position is of other data: resume with the same --data .its files unchanged., ",
     ):
         stream(corpus, **{"num_lanes": 4, **CHANGES[change]}).load_state_dict(state)
 
 
 def test_resuming_from_one_rank_of_several_is_an_error(corpus: Path) -> None:
     state = stream(corpus, num_lanes=4, world_size=2).state_dict()
-    with pytest.raises(ValueError, match="has 2 of 4 lanes: it is of one rank only; call state_dict on every rank"):
+    with pytest.raises(
+        ValueError, match="has 2 of 4 lanes: it is of one rank only; call state_dict on every rank"
+    ):
         stream(corpus, num_lanes=4).load_state_dict(state)
 
 
@@ -454,16 +539,22 @@ def test_held_out_documents_are_not_trained_on(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     data = stream(tmp_path, num_lanes=1, eval_fraction=0.2)
     held = [document.text for document in data.held_out(10**6)]
-    trained = split_at_end([token for _ in range(400) for token in next(data)["input_ids"][0].tolist()])
+    trained = split_at_end(
+        [token for _ in range(400) for token in next(data)["input_ids"][0].tolist()]
+    )
     assert not {text.encode() for text in held} & set(trained)
-    assert len(trained) > 300 and {*(text.encode() for text in held), *trained} == {text.encode() for text in texts}
+    assert len(trained) > 300 and {*(text.encode() for text in held), *trained} == {
+        text.encode() for text in texts
+    }
     assert Counter(Counter(held).values()).keys() == {2} and 20 < len(held) < 100
     assert 0 < len(data.held_out(5)) < len(held)
     with pytest.raises(ValueError, match="none of its documents is reserved for evaluation"):
         stream(tmp_path, eval_fraction=1e-9).held_out(5)
 
 
-def test_open_data_streams_where_it_must(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_data_streams_where_it_must(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     many = [{"text": f"document {n} of many"} for n in range(400)]
     write_jsonl(tmp_path / "a.jsonl", many)
     write_jsonl(tmp_path / "b.jsonl.gz", many)
@@ -475,9 +566,15 @@ def test_open_data_streams_where_it_must(corpus: Path, tmp_path: Path, monkeypat
     assert type(opened(str(tmp_path / "a.jsonl"))[0]) is TokenDataset
     for path in ("*.jsonl", "b.jsonl.gz"):
         assert type(opened(str(tmp_path / path))[0]) is StreamingDataset
-    data, batches = opened(str(tmp_path / "a.jsonl"), streaming=True, packing="documents", rank=1, world_size=2)
+    data, batches = opened(
+        str(tmp_path / "a.jsonl"), streaming=True, packing="documents", rank=1, world_size=2
+    )
     assert type(data) is StreamingDataset and (data.rank, data.world_size) == (1, 2)
-    assert len(batches) == 2 and {*batches[0]} == {*next(data)} == {"input_ids", "labels", "document_ids"}
+    assert len(batches) == 2 and {*batches[0]} == {*next(data)} == {
+        "input_ids",
+        "labels",
+        "document_ids",
+    }
     monkeypatch.setattr("te_models.data.training_data.STREAMED_BYTES", 1000)
     assert type(opened(str(tmp_path / "a.jsonl"))[0]) is StreamingDataset
     assert type(opened(str(tmp_path / "a.jsonl"), streaming=False)[0]) is TokenDataset

@@ -20,7 +20,14 @@ from te_models.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from te_models.errors import DataError
 from te_models.saving.folder import save_folder
 
-TEXTS = ["", "plain", "h\u00e9llo \u4f60\u597d \U0001f600", "<eos><bos> <0x41>", "a\u2028b\r\n\0c", " it 's , fine . "]
+TEXTS = [
+    "",
+    "plain",
+    "h\u00e9llo \u4f60\u597d \U0001f600",
+    "<eos><bos> <0x41>",
+    "a\u2028b\r\n\0c",
+    " it 's , fine . ",
+]
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +39,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     backend.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<s>", "</s>", "<x>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=300,
+        special_tokens=["<s>", "</s>", "<x>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     backend.train_from_iterator(["the cat and the hat and the bat"] * 8, trainer)
-    backend.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", 0)]
+    )
     backend.enable_truncation(4)
     backend.enable_padding(length=6)
     folder = tmp_path_factory.mktemp("bpe")
     backend.save(str(folder / "tokenizer.json"))
-    write(folder, "tokenizer_config.json", {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "x"})
+    write(
+        folder,
+        "tokenizer_config.json",
+        {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "x"},
+    )
     return folder
 
 
@@ -55,7 +71,12 @@ def copy_bare(folder: Path, target: Path) -> Path:
 
 
 def ids(tokenizer: Tokenizer) -> tuple[int | None, ...]:
-    return tokenizer.vocab_size, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    return (
+        tokenizer.vocab_size,
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    )
 
 
 def test_bytes_are_the_default() -> None:
@@ -102,7 +123,9 @@ def test_byte_tokenizer_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     ByteTokenizer().save(tmp_path / "new" / "folder")
     assert isinstance(load_tokenizer(tmp_path / "new" / "folder"), ByteTokenizer)
-    assert isinstance(load_tokenizer(str(tmp_path / "new" / "folder" / "tokenizer.json")), ByteTokenizer)
+    assert isinstance(
+        load_tokenizer(str(tmp_path / "new" / "folder" / "tokenizer.json")), ByteTokenizer
+    )
 
 
 def test_saving_writes_two_files_over_what_was_there(folder: Path, tmp_path: Path) -> None:
@@ -111,8 +134,13 @@ def test_saving_writes_two_files_over_what_was_there(folder: Path, tmp_path: Pat
         again = load_tokenizer(tmp_path)
         again.save(tmp_path)  # over the files it came from
         assert type(again) is type(tokenizer) and ids(again) == ids(tokenizer)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
-        assert {path.stem: json.loads(path.read_text()) for path in tmp_path.iterdir()} == tokenizer.documents()
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ]
+        assert {
+            path.stem: json.loads(path.read_text()) for path in tmp_path.iterdir()
+        } == tokenizer.documents()
 
 
 @pytest.mark.parametrize("text", [*TEXTS, "the cat and the hat and the bat " * 5])
@@ -132,9 +160,17 @@ def test_batches_longer_than_a_part_keep_their_order(folder: Path) -> None:
 
 def test_hugging_face_file_is_loaded_with_its_special_tokens(folder: Path) -> None:
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    assert ids(tokenizer) == (len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]), 0, 1, None)
+    assert ids(tokenizer) == (
+        len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]),
+        0,
+        1,
+        None,
+    )
     assert tokenizer.decode([0, *tokenizer.encode("hat"), 2, 1, 5000]) == "hat"
-    assert repr(tokenizer) == f"HuggingFaceTokenizer({tokenizer.vocab_size} ids, bos 0, eos 1, pad None, {folder})"
+    assert (
+        repr(tokenizer)
+        == f"HuggingFaceTokenizer({tokenizer.vocab_size} ids, bos 0, eos 1, pad None, {folder})"
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,11 +180,17 @@ def test_hugging_face_file_is_loaded_with_its_special_tokens(folder: Path) -> No
         ({"special_tokens_map.json": {"eos_token": "</s>", "pad_token": "a"}}, (None, 1, "a")),
         ({"generation_config.json": {"bos_token_id": 0, "eos_token_id": [1, 0]}}, (0, 1, None)),
         (
-            {"tokenizer_config.json": {"eos_token": "<s>"}, "special_tokens_map.json": {"eos_token": "</s>"}},
+            {
+                "tokenizer_config.json": {"eos_token": "<s>"},
+                "special_tokens_map.json": {"eos_token": "</s>"},
+            },
             (None, 0, None),
         ),
         (
-            {"tokenizer_config.json": {"eos_token": None}, "generation_config.json": {"eos_token_id": 1}},
+            {
+                "tokenizer_config.json": {"eos_token": None},
+                "generation_config.json": {"eos_token_id": 1},
+            },
             (None, 1, None),
         ),
         ({"tokenizer_config.json": {"eos_token": "absent"}}, (None, None, None)),
@@ -156,7 +198,9 @@ def test_hugging_face_file_is_loaded_with_its_special_tokens(folder: Path) -> No
         ({"tokenizer_config.json": {"eos_token_id": -1}}, (None, None, None)),
     ],
 )
-def test_special_tokens_are_found(folder: Path, tmp_path: Path, files: dict[str, object], expected: tuple) -> None:
+def test_special_tokens_are_found(
+    folder: Path, tmp_path: Path, files: dict[str, object], expected: tuple
+) -> None:
     bare = copy_bare(folder, tmp_path / "bare")
     for name, document in files.items():
         write(bare, name, document)
@@ -168,21 +212,28 @@ def test_special_tokens_are_found(folder: Path, tmp_path: Path, files: dict[str,
     assert tokenizer.decode([i for i in ids(tokenizer)[1:] if i is not None]) == ""
 
 
-def test_adapters_without_a_tokenizer_have_that_of_their_model(folder: Path, tmp_path: Path) -> None:
+def test_adapters_without_a_tokenizer_have_that_of_their_model(
+    folder: Path, tmp_path: Path
+) -> None:
     write(tmp_path, "adapter_config.json", {"base_model_name_or_path": str(folder)})
     assert load_tokenizer(tmp_path).documents() == load_tokenizer(folder).documents()
 
 
 def test_vocabulary_with_holes_counts_to_its_highest_id(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 99}, unk_token="a")).save(str(tmp_path / "t.json"))
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 99}, unk_token="a")).save(
+        str(tmp_path / "t.json")
+    )
     assert load_tokenizer(tmp_path / "t.json").vocab_size == 100
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "holds no model and no tokenizer; the folder of a run has them after its first save"),
+        (
+            None,
+            "holds no model and no tokenizer; the folder of a run has them after its first save",
+        ),
         (b"{", "tokenizer.json is not strict JSON"),
         (b"\xff\xfe\x00", "tokenizer.json is not strict JSON"),
         (b"{}", "tokenizer.json: not a tokenizer.json of Hugging Face's tokenizers library"),
@@ -202,14 +253,17 @@ def test_bad_files(tmp_path: Path, content: bytes | None, message: str) -> None:
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match="tokenizer.json: no such file; give a Hugging Face tokenizer.json or a folder"
+        ValueError,
+        match="tokenizer.json: no such file; give a Hugging Face tokenizer.json or a folder",
     ):
         load_tokenizer(tmp_path / "tokenizer.json")
 
 
 def test_a_missing_package_is_named(folder: Path, pretend: Callable) -> None:
     pretend("tokenizers", None)
-    with pytest.raises(ValueError, match=r"needs tokenizers .*: pip install -U 'te-models\[train\]'"):
+    with pytest.raises(
+        ValueError, match=r"needs tokenizers .*: pip install -U 'te-models\[train\]'"
+    ):
         load_tokenizer(folder)
 
 
@@ -228,7 +282,10 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     "a list": (b'["<s>"]', "tokenizer_config.json is a JSON list, not an object"),
     "no JSON": (b"{,}", "tokenizer_config.json is not strict JSON"),
     "nested": (b'{"a":' * 100_000, "tokenizer_config.json: JSON that is nested too deeply"),
-    "eos as a list": (b'{"eos_token": ["</s>"]}', r'eos_token is \["</s>"\]: give the text of one token'),
+    "eos as a list": (
+        b'{"eos_token": ["</s>"]}',
+        r'eos_token is \["</s>"\]: give the text of one token',
+    ),
     "eos as a number": (b'{"eos_token": 3}', "eos_token is 3: give the text"),
     "eos with a number inside": (b'{"eos_token": {"content": 3}}', "eos_token is 3: give the text"),
     "eos id as text": (b'{"eos_token_id": "2"}', 'eos_token_id is "2": give a whole number'),
@@ -246,7 +303,9 @@ def test_a_damaged_configuration_is_one_line(case: str, folder: Path, tmp_path: 
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+)
 @pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "link to a device", "folder"])
 def test_only_regular_files_are_read(name: str, kind: str, folder: Path, tmp_path: Path) -> None:
     bare = copy_bare(folder, tmp_path / "bare")
@@ -269,7 +328,9 @@ def test_a_loop_of_links_is_one_line(name: str, folder: Path, tmp_path: Path) ->
     bare = copy_bare(folder, tmp_path / "bare")
     (bare / name).unlink(missing_ok=True)
     (bare / name).symlink_to(name)
-    with pytest.raises(DataError, match="cannot be read.*Too many levels|has no tokenizer.json") as caught:
+    with pytest.raises(
+        DataError, match="cannot be read.*Too many levels|has no tokenizer.json"
+    ) as caught:
         load_tokenizer(bare)
     assert "\n" not in str(caught.value)
 
@@ -282,21 +343,35 @@ PANICS: dict[str, tuple[str, object]] = {
 
 
 @pytest.mark.parametrize("case", PANICS)
-def test_a_panic_of_the_library_is_one_line(case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_panic_of_the_library_is_one_line(
+    case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     part, value = PANICS[case]
     model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
-    write(tmp_path, "tokenizer.json", {"version": "1.0", "added_tokens": [], "model": model, part: value})
-    with pytest.raises(DataError, match=r"tokenizer.json: (a precompiled_charsmap|encoding failed)") as caught:
+    write(
+        tmp_path,
+        "tokenizer.json",
+        {"version": "1.0", "added_tokens": [], "model": model, part: value},
+    )
+    with pytest.raises(
+        DataError, match=r"tokenizer.json: (a precompiled_charsmap|encoding failed)"
+    ) as caught:
         load_tokenizer(tmp_path).encode_batch(["a b"])
     assert "\n" not in str(caught.value)
-    assert case != "loading" or not capfd.readouterr().err, "Rust's own lines while a file is loaded"
+    assert case != "loading" or not capfd.readouterr().err, (
+        "Rust's own lines while a file is loaded"
+    )
 
 
 @pytest.mark.parametrize("damage", ["two bytes", "all files"])
-def test_a_damaged_tokenizer_of_a_run_offers_an_older_checkpoint(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_tokenizer_of_a_run_offers_an_older_checkpoint(
+    damage: str, tmp_path: Path
+) -> None:
     for step in (1, 2):
         content = {"weights": {"a": torch.ones(1)}}
-        save_folder(tmp_path / "checkpoints" / f"step-{step:08d}", content, ByteTokenizer().documents())
+        save_folder(
+            tmp_path / "checkpoints" / f"step-{step:08d}", content, ByteTokenizer().documents()
+        )
     newest = tmp_path / "checkpoints" / "step-00000002"
     assert load_tokenizer(tmp_path).folder == newest
     if damage == "two bytes":
@@ -305,7 +380,9 @@ def test_a_damaged_tokenizer_of_a_run_offers_an_older_checkpoint(damage: str, tm
     else:
         for file in newest.iterdir():
             file.unlink()
-    with pytest.raises(DataError, match="; step-00000001 is whole: move step-00000002 elsewhere to use it$"):
+    with pytest.raises(
+        DataError, match="; step-00000001 is whole: move step-00000002 elsewhere to use it$"
+    ):
         load_tokenizer(tmp_path)
 
 
@@ -326,10 +403,17 @@ def test_a_charsmap_that_lies_about_its_size_does_not_end_the_process(tmp_path: 
         table = base64.b64encode(size.to_bytes(4, "little") + bytes(8)).decode()
         alone = {"type": "Precompiled", "precompiled_charsmap": table}
         for normalizer in (alone, {"type": "Sequence", "normalizers": [alone]}):
-            document = {"version": "1.0", "added_tokens": [], "normalizer": normalizer, "model": model}
+            document = {
+                "version": "1.0",
+                "added_tokens": [],
+                "normalizer": normalizer,
+                "model": model,
+            }
             folder = tmp_path / f"{normalizer['type']}-{size}"
             folder.mkdir()
             (folder / "tokenizer.json").write_text(json.dumps(document))
     run_once(partial(load_in_limited_memory, list(tmp_path.iterdir()), tmp_path / "said"))
     said = (tmp_path / "said").read_text().splitlines()
-    assert len(said) == 6 and all("refused:" in line and "longer than it is" in line for line in said), said
+    assert len(said) == 6 and all(
+        "refused:" in line and "longer than it is" in line for line in said
+    ), said

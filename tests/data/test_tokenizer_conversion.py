@@ -65,7 +65,9 @@ def test_a_sentencepiece_model_is_converted(name: str | None, kind: str, tmp_pat
 
 def test_vocabulary_and_merges_are_converted(tmp_path: Path) -> None:
     judge = tokenizers.ByteLevelBPETokenizer()
-    judge.train_from_iterator(WORDS * 4, vocab_size=320, min_frequency=1, special_tokens=["<|endoftext|>"])
+    judge.train_from_iterator(
+        WORDS * 4, vocab_size=320, min_frequency=1, special_tokens=["<|endoftext|>"]
+    )
     judge.save_model(str(tmp_path))
     names = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
     write_json(tmp_path, "tokenizer_config.json", names)
@@ -88,7 +90,9 @@ def tiktoken_file(folder: Path, *merged: bytes) -> dict[bytes, int]:
     return ranks
 
 
-def test_a_changed_tiktoken_file_gives_the_new_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_tiktoken_file_gives_the_new_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("tiktoken")
     folder, cache = tmp_path / "model", tmp_path / "temp"
     folder.mkdir()
@@ -104,7 +108,9 @@ def test_a_changed_tiktoken_file_gives_the_new_tokens(tmp_path: Path, monkeypatc
 def test_a_tiktoken_file_is_converted(tmp_path: Path) -> None:
     library = pytest.importorskip("tiktoken")
     ranks = tiktoken_file(tmp_path, b"th", b"the", b" f", b" fo")
-    judge = library.Encoding("own", pat_str=r" ?\w+|[^\w\s]+|\s+", mergeable_ranks=ranks, special_tokens={})
+    judge = library.Encoding(
+        "own", pat_str=r" ?\w+|[^\w\s]+|\s+", mergeable_ranks=ranks, special_tokens={}
+    )
     ours = load_tokenizer(tmp_path)
     for text in (*TEXTS[:2], "the fox the"):
         assert ours.encode(text) == judge.encode(text)
@@ -150,18 +156,24 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_converted_is_one_line(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_converted_is_one_line(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write, message = REFUSED[case]
     monkeypatch.chdir(tmp_path)
     write_json(tmp_path, "config.json", {"model_type": "llama"})
     write(tmp_path)
-    with pytest.raises(DataError, match=f"{message}, and transformers cannot.*give --tokenizer") as caught:
+    with pytest.raises(
+        DataError, match=f"{message}, and transformers cannot.*give --tokenizer"
+    ) as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json", "own.tiktoken", "merges.txt", "added_tokens.json"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.model", "vocab.json", "own.tiktoken", "merges.txt", "added_tokens.json"]
+)
 def test_only_regular_files_are_there(name: str, tmp_path: Path) -> None:
     damaged("spiece.model")(tmp_path)
     write_json(tmp_path, "config.json", {"model_type": "llama"})
@@ -173,24 +185,31 @@ def test_only_regular_files_are_there(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["AutoModelForCausalLM", "LlamaModel", "pipeline", "os"])
-def test_only_classes_of_tokenizers_are_asked(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_classes_of_tokenizers_are_asked(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     damaged("vocab.json")(tmp_path)
     write_json(tmp_path, "config.json", {"model_type": "llama"})
     write_json(tmp_path, "tokenizer_config.json", {"tokenizer_class": name})
     asked: list[Any] = []
     model = __import__("transformers").PreTrainedModel
     monkeypatch.setattr(model, "from_pretrained", lambda *given, **options: asked.append(given))
-    with pytest.raises(DataError, match="has vocab.json and no tokenizer.json, and transformers cannot"):
+    with pytest.raises(
+        DataError, match="has vocab.json and no tokenizer.json, and transformers cannot"
+    ):
         load_tokenizer(tmp_path)
     assert not asked
 
 
-def test_without_transformers_the_line_says_what_to_install(tmp_path: Path, pretend: Callable) -> None:
+def test_without_transformers_the_line_says_what_to_install(
+    tmp_path: Path, pretend: Callable
+) -> None:
     write_json(tmp_path, "config.json", {"model_type": "llama"})
     (tmp_path / "spiece.model").write_bytes(b"")
     pretend("transformers", None)
     with pytest.raises(
-        ValueError, match=r"spiece.model and no tokenizer.json, which needs transformers .*te-models\[hf\]"
+        ValueError,
+        match=r"spiece.model and no tokenizer.json, which needs transformers .*te-models\[hf\]",
     ):
         load_tokenizer(tmp_path)
 

@@ -25,12 +25,20 @@ from te_models.model.targets import IGNORED
 
 CONFIG = TrainConfig(seq_len=128, batch_size=2, eval_batches=2)
 TALKS = [
-    {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"answer {n} " * (1 + n % 4)}]}
+    {
+        "messages": [
+            {"role": "user", "content": f"{n}?"},
+            {"role": "assistant", "content": f"answer {n} " * (1 + n % 4)},
+        ]
+    }
     for n in range(24)
 ]
 PAIRS = [{"prompt": f"p{n} ", "completion": f"c{n}"} for n in range(24)]
 ALPACA = [{"instruction": f"do {n}", "input": "", "output": f"done {n}"} for n in range(24)]
-SHAREGPT = [{"conversations": [{"from": "human", "value": f"{n}"}, {"from": "gpt", "value": "yes"}]} for n in range(24)]
+SHAREGPT = [
+    {"conversations": [{"from": "human", "value": f"{n}"}, {"from": "gpt", "value": "yes"}]}
+    for n in range(24)
+]
 TEXTS = [{"text": f"text {n} " * 20} for n in range(24)]
 
 
@@ -47,8 +55,13 @@ def write(folder: Path, name: str, rows: list[dict] | bytes) -> str:
         pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=5)
     elif name.endswith(".csv"):
-        cells = [[json.dumps(v) if isinstance(v, list) else v for v in row.values()] for row in rows]
-        quoted = [",".join('"' + cell.replace('"', '""') + '"' for cell in row) for row in [list(rows[0]), *cells]]
+        cells = [
+            [json.dumps(v) if isinstance(v, list) else v for v in row.values()] for row in rows
+        ]
+        quoted = [
+            ",".join('"' + cell.replace('"', '""') + '"' for cell in row)
+            for row in [list(rows[0]), *cells]
+        ]
         file.write_bytes(("\ufeff" + "\r\n".join(quoted)).encode())
     elif name.endswith(".json"):
         file.write_text(json.dumps(rows, indent=1))
@@ -60,7 +73,9 @@ def write(folder: Path, name: str, rows: list[dict] | bytes) -> str:
 def documents(batch: dict) -> list[tuple[bytes, bytes]]:
     """The text and the counted text of each document of a batch, in bytes."""
     found = []
-    for ids, labels, owners in zip(*(batch[n].tolist() for n in ("input_ids", "labels", "document_ids")), strict=True):
+    for ids, labels, owners in zip(
+        *(batch[n].tolist() for n in ("input_ids", "labels", "document_ids")), strict=True
+    ):
         for owner in dict.fromkeys(owners):
             at = [i for i, other in enumerate(owners) if other == owner]
             text = bytes(ids[i] for i in at if ids[i] < 256)
@@ -71,7 +86,9 @@ def documents(batch: dict) -> list[tuple[bytes, bytes]]:
 def epoch_of(dataset: TokenDataset) -> list[tuple[bytes, bytes]]:
     windows = dataset.windows_in(1)
     assert windows % dataset.batch_size == 0, "the test counts whole batches"
-    return [found for _ in range(windows // dataset.batch_size) for found in documents(next(dataset))]
+    return [
+        found for _ in range(windows // dataset.batch_size) for found in documents(next(dataset))
+    ]
 
 
 SOURCES: dict[str, tuple[str, list[dict], str]] = {
@@ -118,8 +135,13 @@ def test_the_loss_counts_only_answers(tmp_path: Path) -> None:
     tokenizer = ByteTokenizer()
     dataset, _ = open_data(path, tokenizer, CONFIG)
     found = dict(document for _ in range(30) for document in documents(next(dataset)))
-    assert found[b"### User:\n5?\n\n### Assistant:\nanswer 5 answer 5 \n\n"] == b"answer 5 answer 5 "
-    assert "the tokenizer has no chat template: a plain one is used, and saved with the model" in dataset.describe()
+    assert (
+        found[b"### User:\n5?\n\n### Assistant:\nanswer 5 answer 5 \n\n"] == b"answer 5 answer 5 "
+    )
+    assert (
+        "the tokenizer has no chat template: a plain one is used, and saved with the model"
+        in dataset.describe()
+    )
     assert "chat_template.jinja" in tokenizer.documents()
     assert "no chat template" not in open_data(path, tokenizer, CONFIG)[0].describe()
 
@@ -136,17 +158,25 @@ def test_sources_with_weights_occur_as_often_as_they_say(tmp_path: Path) -> None
     config = TrainConfig(seq_len=64, batch_size=1)
     evaluation = write(tmp_path, "e.jsonl", TALKS)
     dataset, _ = open_data(
-        [f"{a}:3", str(Path(b).parent)], ByteTokenizer(), config, packing="documents", eval_data=[evaluation]
+        [f"{a}:3", str(Path(b).parent)],
+        ByteTokenizer(),
+        config,
+        packing="documents",
+        eval_data=[evaluation],
     )
     assert isinstance(dataset, TokenDataset)
     counts = Counter(text for text, _ in epoch_of(dataset))
     assert len(counts) == 48 and {counts[f"p{n} c{n}".encode()] for n in range(24)} == {3}
     assert sum(counts.values()) == 24 * 4
     assert f"{a}: prompt/completion in JSONL, 3 times per epoch" in dataset.describe()
-    line = dataset.describe().splitlines()[0]  # its records and tokens are those of the files, its windows not
+    line = dataset.describe().splitlines()[
+        0
+    ]  # its records and tokens are those of the files, its windows not
     size = f"48 records, {dataset.num_tokens:,} tokens; with the weights, an epoch is {dataset.windows_in(1)} windows"
     assert line.startswith(size)
-    streamed, _ = open_data([f"{a}:3", b], ByteTokenizer(), config, eval_data=evaluation, streaming=True, num_workers=0)
+    streamed, _ = open_data(
+        [f"{a}:3", b], ByteTokenizer(), config, eval_data=evaluation, streaming=True, num_workers=0
+    )
     assert isinstance(streamed, StreamingDataset)
     order = Counter(streamed.order(0).tolist())
     assert order == {0: 1, 1: 1, 2: 1, 4: 1}, "the chunk of a, three times, and that of b"
@@ -155,18 +185,29 @@ def test_sources_with_weights_occur_as_often_as_they_say(tmp_path: Path) -> None
 def test_eval_data_is_what_is_evaluated(tmp_path: Path) -> None:
     path, held = write(tmp_path, "a.jsonl", PAIRS), write(tmp_path, "e.jsonl", PAIRS[:3])
     for streaming in (False, True):
-        dataset, batches = open_data(path, ByteTokenizer(), CONFIG, eval_data=held, streaming=streaming, num_workers=0)
-        assert {text for batch in batches for text, _ in documents(batch)} == {b"p0 c0", b"p1 c1", b"p2 c2"}
+        dataset, batches = open_data(
+            path, ByteTokenizer(), CONFIG, eval_data=held, streaming=streaming, num_workers=0
+        )
+        assert {text for batch in batches for text, _ in documents(batch)} == {
+            b"p0 c0",
+            b"p1 c1",
+            b"p2 c2",
+        }
         assert f"evaluation on 3 records, 18 tokens, from {held}" in dataset.describe()
 
 
 @pytest.mark.parametrize(("share", "count"), [(None, 1), (0.25, 6), (0.5, 12)])
-def test_eval_split_is_a_share_of_the_records_that_fit(share: float | None, count: int, tmp_path: Path) -> None:
+def test_eval_split_is_a_share_of_the_records_that_fit(
+    share: float | None, count: int, tmp_path: Path
+) -> None:
     path = write(tmp_path, "a.jsonl", [*PAIRS, {"prompt": "p", "completion": "c" * 500}])
     dataset, _ = open_data(path, ByteTokenizer(), CONFIG, eval_split=share)
     assert f"evaluation on {count} record" in dataset.describe()
     assert dataset.describe().startswith(f"{24 - count} records")
-    assert "1 of 25 records is longer than seq_len=128 (the longest has 502 tokens)" in dataset.describe()
+    assert (
+        "1 of 25 records is longer than seq_len=128 (the longest has 502 tokens)"
+        in dataset.describe()
+    )
 
 
 def test_too_little_data_for_a_batch_is_reported(tmp_path: Path) -> None:
@@ -174,7 +215,12 @@ def test_too_little_data_for_a_batch_is_reported(tmp_path: Path) -> None:
     config = TrainConfig(seq_len=128, batch_size=4, gradient_accumulation=2)
     said = open_data(path, ByteTokenizer(), config)[0].describe()
     assert "too little data for a batch: a step takes 8 windows and an epoch has 1" in said
-    assert "too little" not in open_data(path, ByteTokenizer(), TrainConfig(seq_len=128, batch_size=1))[0].describe()
+    assert (
+        "too little"
+        not in open_data(path, ByteTokenizer(), TrainConfig(seq_len=128, batch_size=1))[
+            0
+        ].describe()
+    )
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(0.0, 300), (1.0, 3), (2.5, 8), (0.01, 1)])
@@ -191,7 +237,9 @@ def test_epochs_as_steps(epochs: float, steps: int, tmp_path: Path) -> None:
 
 def test_a_part_of_an_epoch_is_the_decimal_number_that_was_written(tmp_path: Path) -> None:
     path, other = write(tmp_path, "a.txt", b"x" * 799), write(tmp_path, "b.txt", b"y" * 9)
-    dataset, _ = open_data(path, ByteTokenizer(), TrainConfig(seq_len=8, batch_size=1), eval_data=other)
+    dataset, _ = open_data(
+        path, ByteTokenizer(), TrainConfig(seq_len=8, batch_size=1), eval_data=other
+    )
     assert isinstance(dataset, TokenDataset) and dataset.num_windows == 100
     for hundredths in range(1, 1000):
         assert dataset.windows_in(float(f"{hundredths / 100:.2f}")) == hundredths
@@ -201,7 +249,9 @@ def test_columns(tmp_path: Path) -> None:
     path = write(tmp_path, "a.csv", [{"question": f"q{n} ", "answer": f"a{n}"} for n in range(9)])
     columns = "prompt=question,completion=answer"
     for streaming in (False, True):
-        dataset, _ = open_data(path, ByteTokenizer(), CONFIG, columns=columns, streaming=streaming, num_workers=0)
+        dataset, _ = open_data(
+            path, ByteTokenizer(), CONFIG, columns=columns, streaming=streaming, num_workers=0
+        )
         assert (b"q4 a4", b"a4") in {found for _ in range(9) for found in documents(next(dataset))}
     other = write(tmp_path, "b.jsonl", PAIRS)
     _, batches = open_data([path, other], ByteTokenizer(), CONFIG, columns=columns, eval_data=path)
@@ -236,13 +286,16 @@ def test_hub_datasets(hub: list[tuple], tmp_path: Path, monkeypatch: pytest.Monk
             ["owner/talks:2", "owner/talks#train_sft", "owner/talks#en/test"], ByteTokenizer(), CONFIG,
             streaming=streaming, num_workers=0,
         )  # fmt: skip
-        assert "owner/talks: messages (OpenAI) in Hub dataset, 2 times per epoch" in dataset.describe()
+        assert (
+            "owner/talks: messages (OpenAI) in Hub dataset, 2 times per epoch" in dataset.describe()
+        )
         assert documents(next(dataset))
     assert set(hub) == {
         ("owner/talks", None, "train"), ("owner/talks", None, "train_sft"), ("owner/talks", "en", "test"),
     }  # fmt: skip
     with pytest.raises(
-        DataError, match="owner/none: no such file or folder, and no dataset of the Hub that can be read"
+        DataError,
+        match="owner/none: no such file or folder, and no dataset of the Hub that can be read",
     ):
         open_data("owner/none", ByteTokenizer(), CONFIG)
 
@@ -258,18 +311,37 @@ def test_a_resumed_run_has_the_same_bits(case: str, tmp_path: Path) -> None:
     options = dict(RESUMED[case])
     weight = options.pop("weight", "")
     paths = [write(tmp_path, "a.jsonl", TALKS) + weight, write(tmp_path, "b.csv", ALPACA)]
-    shape = dict(vocab_size=259, hidden_size=32, intermediate_size=32, num_hidden_layers=3, max_position_embeddings=128)
+    shape = dict(
+        vocab_size=259,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        max_position_embeddings=128,
+    )
     shape |= dict(num_attention_heads=2, num_key_value_heads=2, head_dim=16)
 
-    def train(out: str, steps: int, resume: bool = False) -> tuple[list[float], dict[str, torch.Tensor], Any]:
-        config = TrainConfig(seq_len=96, batch_size=2, eval_batches=1, steps=steps, warmup_steps=0, schedule="constant")
+    def train(
+        out: str, steps: int, resume: bool = False
+    ) -> tuple[list[float], dict[str, torch.Tensor], Any]:
+        config = TrainConfig(
+            seq_len=96,
+            batch_size=2,
+            eval_batches=1,
+            steps=steps,
+            warmup_steps=0,
+            schedule="constant",
+        )
         newest = tmp_path / out / "checkpoints" / "step-00000003"
         tokenizer = load_tokenizer(newest) if resume else ByteTokenizer()
         dataset, evaluation = open_data(paths, tokenizer, config, **options)
         torch.manual_seed(0)
-        model = CausalLM.from_preset("gated-nano", device="cpu", engine="emulated", recipe="bf16", **shape)
+        model = CausalLM.from_preset(
+            "gated-nano", device="cpu", engine="emulated", recipe="bf16", **shape
+        )
         rows: list[dict] = []
-        trainer = Trainer(model, dataset, evaluation, config, tmp_path / out, documents=tokenizer.documents())
+        trainer = Trainer(
+            model, dataset, evaluation, config, tmp_path / out, documents=tokenizer.documents()
+        )
         trainer.on_step = rows.append
         trainer.run(resume=resume)
         return [row["loss"] for row in rows], model.state_dict(), dataset.state_dict()
@@ -407,14 +479,29 @@ STREAMED_MESSAGES = {  # where the data is not read as a whole before the run
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("case", REFUSED)
 def test_bad_input_is_one_line_with_exit_code_2(
-    case: str, streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    case: str,
+    streaming: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     files, arguments, message = REFUSED[case]
     monkeypatch.chdir(tmp_path)
     for name, rows in files.items():
         write(tmp_path, name, rows)
     given = arguments if "--data" in arguments else ["--data", "a.jsonl", *arguments]
-    command = ["pretrain", "--preset", "gated-nano", "--device", "cpu", "--seq-len", "32", *given, "--out", "run"]
+    command = [
+        "pretrain",
+        "--preset",
+        "gated-nano",
+        "--device",
+        "cpu",
+        "--seq-len",
+        "32",
+        *given,
+        "--out",
+        "run",
+    ]
     command += ["--streaming", "--data-workers", "0", "--eval-batches", "1000"] if streaming else []
     assert main(command) == 2
     error = capsys.readouterr().err
@@ -438,14 +525,18 @@ EMPTY: dict[str, Any] = {
 @pytest.mark.parametrize("packing", ["documents", "none"])
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("case", EMPTY)
-def test_empty_answers_are_not_learned(case: str, streaming: bool, packing: str, tmp_path: Path) -> None:
+def test_empty_answers_are_not_learned(
+    case: str, streaming: bool, packing: str, tmp_path: Path
+) -> None:
     """30 of 40 records have none; the tokens that the loss counts are 10 answers and their ends."""
     path, config, tokenizer = (
         write(tmp_path, "a.parquet" if "Parquet" in case else "a.jsonl", EMPTY[case]),
         TrainConfig(seq_len=96, batch_size=1),
         ByteTokenizer(),
     )
-    options: dict[str, Any] = dict(streaming=streaming, packing=packing, num_workers=0, eval_data=(str(path),))
+    options: dict[str, Any] = dict(
+        streaming=streaming, packing=packing, num_workers=0, eval_data=(str(path),)
+    )
     dataset, evaluation = open_data(path, tokenizer, config, **options)
     assert "30 of 40 records have no answer to learn and are left out" in dataset.describe()
     for batch in [*evaluation, *(next(dataset) for _ in range(20))]:
@@ -507,16 +598,22 @@ def test_records_in_memory_are_those_of_a_file(kind: str, tmp_path: Path) -> Non
     held = write(tmp_path, "held.jsonl", rows[:4])
     by_file = open_data(rows, ByteTokenizer(), CONFIG, eval_data=held)
     assert same_data(open_data(rows, ByteTokenizer(), CONFIG, eval_data=rows[:4]), by_file)
-    assert same_data(open_data(write(tmp_path, "b.jsonl", rows), words, CONFIG, eval_data=rows[:4]), by_file)
+    assert same_data(
+        open_data(write(tmp_path, "b.jsonl", rows), words, CONFIG, eval_data=rows[:4]), by_file
+    )
 
 
 def test_a_dataset_of_the_datasets_library_is_records(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     for rows in (TALKS, PAIRS, TEXTS):
         wanted = open_data(write(tmp_path, "a.jsonl", rows), ByteTokenizer(), CONFIG)
-        assert same_data(open_data(datasets.Dataset.from_list(rows), ByteTokenizer(), CONFIG), wanted)
+        assert same_data(
+            open_data(datasets.Dataset.from_list(rows), ByteTokenizer(), CONFIG), wanted
+        )
     with pytest.raises(UsageError, match="one split of a DatasetDict"):
-        open_data(datasets.DatasetDict(train=datasets.Dataset.from_list(TEXTS)), ByteTokenizer(), CONFIG)
+        open_data(
+            datasets.DatasetDict(train=datasets.Dataset.from_list(TEXTS)), ByteTokenizer(), CONFIG
+        )
 
 
 ROWS = [{"q": f"p{n} ", "a": f"c{n}"} for n in range(24)]
@@ -524,8 +621,19 @@ FORMATTED: dict[str, tuple] = {
     "pairs": (lambda row: {"prompt": row["q"], "completion": row["a"]}, PAIRS),
     "text": (lambda row: row["q"] + row["a"], [{"text": row["q"] + row["a"]} for row in ROWS]),
     "messages": (
-        lambda row: [{"role": "user", "content": row["q"]}, {"role": "assistant", "content": row["a"]}],
-        [{"messages": [dict(role="user", content=r["q"]), dict(role="assistant", content=r["a"])]} for r in ROWS],
+        lambda row: [
+            {"role": "user", "content": row["q"]},
+            {"role": "assistant", "content": row["a"]},
+        ],
+        [
+            {
+                "messages": [
+                    dict(role="user", content=r["q"]),
+                    dict(role="assistant", content=r["a"]),
+                ]
+            }
+            for r in ROWS
+        ],
     ),
 }
 
@@ -556,7 +664,11 @@ def test_a_tokenizer_may_be_a_name(tmp_path: Path) -> None:
         ([{"question": "a"}], {}, "record 1: has 'question', but needs one of the formats"),
         ([*PAIRS, {"prompt": 3, "completion": "x"}], {}, "record 25: 'prompt' is a number"),
         (PAIRS[0], {}, "the data in memory is a dict: give a list of records"),
-        (ROWS, dict(formatting=lambda row: 3), "record 1: formatting returned a int: return a text"),
+        (
+            ROWS,
+            dict(formatting=lambda row: 3),
+            "record 1: formatting returned a int: return a text",
+        ),
         ("a.jsonl", dict(formatting=str), "formatting is for records in memory"),
         (ROWS, dict(columns="prompt=qq,completion=a"), "did you mean .q."),
         (PAIRS, dict(streaming=True), "--streaming needs --data PATH"),

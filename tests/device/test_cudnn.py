@@ -40,7 +40,9 @@ def test_attention_avoids_a_mixed_cudnn_and_logs_it_once(maps: list[str]) -> Non
     assert not suits_cudnn(384, 64, torch.bfloat16)
 
 
-def test_every_part_of_torchs_cudnn_is_loaded(maps: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_part_of_torchs_cudnn_is_loaded(
+    maps: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("libcudnn.so.9", "libcudnn_graph.so.9", "libcudnn_graph.so.8", "libcublas.so.13"):
         (tmp_path / name).touch()
     loaded: list[str] = []

@@ -13,7 +13,10 @@ from te_models.errors import SaveError
 def exchange(rank: int, folder: str) -> None:
     ranks = Ranks(dist.group.WORLD)
     assert (ranks.rank, ranks.world, ranks.first) == (rank, 2, rank == 0)
-    assert ranks.gather({"rank": rank, "text": "é" * rank}) == [{"rank": 0, "text": ""}, {"rank": 1, "text": "é"}]
+    assert ranks.gather({"rank": rank, "text": "é" * rank}) == [
+        {"rank": 0, "text": ""},
+        {"rank": 1, "text": "é"},
+    ]
     assert ranks.from_first(lambda: [rank, None]) == [0, None]
     wanted, message = (OSError, "^disk full$") if rank == 0 else (SaveError, "^rank 0: disk full$")
 

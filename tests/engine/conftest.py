@@ -8,7 +8,9 @@ import pytest
 from te_models.engine.emulated.delayed_scaling import ScaleRegistry
 
 
-@pytest.fixture(autouse=True, scope="module")  # without __init__.py the scope of a package is the session
+@pytest.fixture(
+    autouse=True, scope="module"
+)  # without __init__.py the scope of a package is the session
 def exact_sums() -> Iterator[None]:
     with plain_numbers.exact():
         yield

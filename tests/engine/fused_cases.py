@@ -24,7 +24,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 E4M3, E5M2 = DType.kFloat8E4M3, DType.kFloat8E5M2
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PRODUCTS = ((False, False), (False, True), (True, True))  # the columnwise copies in fprop, dgrad and wgrad
+PRODUCTS = (
+    (False, False),
+    (False, True),
+    (True, True),
+)  # the columnwise copies in fprop, dgrad and wgrad
 FP8 = ("delayed", "current", "current_pow2", "block1", "block2", "block1_fp32", "mxfp8", "mxfp8_2d")
 
 
@@ -41,7 +45,24 @@ def values(rows: int, cols: int, dtype: torch.dtype, seed: int) -> Tensor:
     x[torch.rand(rows, cols, generator=g) < 0.1] = 0.0
     x[:, 32:40] = torch.randint(-40, 40, (rows, 8), generator=g) / 16  # ties
     x[1, :16] = torch.tensor(
-        [0.0, -0.0, 448, 464, 465, 57344, 61440, 61441, -1e5, 3e38, 1e-40, -1e-45, 1e-8, 2**-9, 1, 2]
+        [
+            0.0,
+            -0.0,
+            448,
+            464,
+            465,
+            57344,
+            61440,
+            61441,
+            -1e5,
+            3e38,
+            1e-40,
+            -1e-45,
+            1e-8,
+            2**-9,
+            1,
+            2,
+        ]
     )
     x[2:3] = 0
     x = x.to(dtype)
@@ -60,7 +81,9 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
     """Equal in every bit, or both absent."""
     if a is None or b is None:
         return a is b
-    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return a.shape == b.shape and torch.equal(
+        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    )
 
 
 def check(quantizer: Quantizer, x: Tensor) -> tuple[Any, Any]:
@@ -68,7 +91,9 @@ def check(quantizer: Quantizer, x: Tensor) -> tuple[Any, Any]:
     with fused.fused(False):
         plain = quantizer(x)
     made = quantizer(x)
-    for key, a, b in zip(plain._tensors, plain.get_data_tensors(), made.get_data_tensors(), strict=True):
+    for key, a, b in zip(
+        plain._tensors, plain.get_data_tensors(), made.get_data_tensors(), strict=True
+    ):
         assert same(a, b), key
     return plain, made
 
@@ -91,7 +116,10 @@ class TestQuantizers:
             # The bits of a NaN are the processor's.
             expected = plain.operand(columnwise).values.bfloat16()
             assert torch.equal(values_.isnan(), expected.isnan())
-            assert same(values_.nan_to_num(0.0, torch.inf, -torch.inf), expected.nan_to_num(0.0, torch.inf, -torch.inf))
+            assert same(
+                values_.nan_to_num(0.0, torch.inf, -torch.inf),
+                expected.nan_to_num(0.0, torch.inf, -torch.inf),
+            )
 
     @pytest.mark.parametrize("name", ["block1", "block2", "mxfp8", "mxfp8_2d"])
     @pytest.mark.parametrize("usage", [(True, False), (False, True)])
@@ -99,14 +127,18 @@ class TestQuantizers:
         quantizer = QUANTIZERS[name](E4M3)
         quantizer.set_usage(rowwise=usage[0], columnwise=usage[1])
         plain, made = check(quantizer, values(96, 160, torch.bfloat16, 1).view(3, 32, 160))
-        assert plain.get_usages() == made.get_usages() == {"rowwise": usage[0], "columnwise": usage[1]}
+        assert (
+            plain.get_usages() == made.get_usages() == {"rowwise": usage[0], "columnwise": usage[1]}
+        )
 
     @pytest.mark.parametrize("dtype", [E4M3, E5M2])
     def test_every_code_and_its_neighbors(self, dtype: DType) -> None:
         exact = numerics.decode_fp8(torch.arange(256, dtype=torch.uint8), dtype)
         exact = exact[exact.isfinite()].sort().values
         middles = (exact[1:] + exact[:-1]) / 2
-        x = torch.cat([exact, middles, middles.nextafter(exact[1:]), middles.nextafter(exact[:-1])])[None]
+        x = torch.cat(
+            [exact, middles, middles.nextafter(exact[1:]), middles.nextafter(exact[:-1])]
+        )[None]
         check(te.Float8Quantizer(torch.ones(1), torch.zeros(1), dtype), x)
 
     @pytest.mark.parametrize("name", ["block1", "block1_fp32", "mxfp8"])
@@ -118,7 +150,9 @@ class TestQuantizers:
         check(QUANTIZERS[name](E4M3), x)
 
     @pytest.mark.parametrize("name", ["current", "current_pow2", "block2"])
-    @pytest.mark.parametrize("amax", [2.0**-149, 1e-40, 2.0**-126, 1.3e-36, 1.32e-36, 6e-8, 1e-3, 3.4e38])
+    @pytest.mark.parametrize(
+        "amax", [2.0**-149, 1e-40, 2.0**-126, 1.3e-36, 1.32e-36, 6e-8, 1e-3, 3.4e38]
+    )
     def test_tensors_of_every_magnitude(self, name: str, amax: float) -> None:
         for source in DTYPES:
             x = cast(amax * torch.linspace(-1, 1, 256).double().view(16, 16), source)
@@ -137,7 +171,9 @@ class TestQuantizers:
                 products.append(gemm(*pair, (False, False), None, torch.float32, True))
         assert same(*products)
 
-    def test_more_elements_than_programs_for_the_amax(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_more_elements_than_programs_for_the_amax(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(fused, "_PARTS", 3)
         x = torch.randn(5 * fused._BLOCK + 7)
         for at in (0, 3 * fused._BLOCK, 5 * fused._BLOCK + 6):
@@ -182,7 +218,9 @@ class TestNVFP4:
 
     def test_ties(self) -> None:
         steps = torch.tensor([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 5.5, 6])
-        x = torch.cat([steps, -steps, steps.nextafter(torch.tensor(9.0)), -steps.nextafter(torch.tensor(0.0))])
+        x = torch.cat(
+            [steps, -steps, steps.nextafter(torch.tensor(9.0)), -steps.nextafter(torch.tensor(0.0))]
+        )
         self.check("1d", x.view(4, 16).repeat(4, 1) * 448, ((True, True),))
 
     def check(self, name: str, x: Tensor, usages: tuple[tuple[bool, bool], ...]) -> None:
@@ -196,7 +234,9 @@ class TestNVFP4:
             plain, fast = made
             # The sign of what was NaN and became a zero is the processor's.
             mask = 0x77 if x.isnan().any() else 0xFF
-            for key, a, b in zip(plain._tensors, plain.get_data_tensors(), fast.get_data_tensors(), strict=True):
+            for key, a, b in zip(
+                plain._tensors, plain.get_data_tensors(), fast.get_data_tensors(), strict=True
+            ):
                 if a is not None and key.endswith("_data"):
                     assert a.stride() == b.stride()
                     a, b = a & mask, b & mask
@@ -221,7 +261,8 @@ def test_update_of_delayed_scaling(length: int, algo: str, reduced: bool) -> Non
     g = torch.Generator().manual_seed(length)
     recipe = R.DelayedScaling(amax_history_len=length, amax_compute_algo=algo, margin=1)
     states = [
-        (torch.randn(rows, n, generator=g).abs(), torch.rand(n, generator=g)) for rows, n in ((length, 5), (3, 2))
+        (torch.randn(rows, n, generator=g).abs(), torch.rand(n, generator=g))
+        for rows, n in ((length, 5), (3, 2))
     ]
     history = states[0][0]
     history[0, 1], history[-1, 2], history[0, 3] = 0.0, torch.inf, 1e-42
@@ -229,10 +270,15 @@ def test_update_of_delayed_scaling(length: int, algo: str, reduced: bool) -> Non
     if reduced:
         amaxes[4:6] = torch.tensor([0.0, 7.0])
     expected = [
-        updated(*state, amax, recipe, FP8_MAX[E4M3]) for state, amax in zip(states, amaxes.split([5, 2]), strict=True)
+        updated(*state, amax, recipe, FP8_MAX[E4M3])
+        for state, amax in zip(states, amaxes.split([5, 2]), strict=True)
     ]
     fused.update(states, amaxes if reduced else None, algo == "most_recent", 1, FP8_MAX[E4M3])
-    assert all(same(a, b) for pairs in zip(expected, states, strict=True) for a, b in zip(*pairs, strict=True))
+    assert all(
+        same(a, b)
+        for pairs in zip(expected, states, strict=True)
+        for a, b in zip(*pairs, strict=True)
+    )
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -14,7 +14,9 @@ from te_models.engine.emulated.numerics import DType
 pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
-RECIPES = engine_reference.RECIPES | {"nvfp4": lambda: R.NVFP4BlockScaling(disable_stochastic_rounding=True)}
+RECIPES = engine_reference.RECIPES | {
+    "nvfp4": lambda: R.NVFP4BlockScaling(disable_stochastic_rounding=True)
+}
 QUANTIZERS = ("delayed", "current", "block1", "block2_fp32", "mxfp8", "nvfp4")
 MADE = engine_reference.QUANTIZERS | {
     "nvfp4_gradient": lambda d, at: te.NVFP4Quantizer(
@@ -89,11 +91,17 @@ def train(device: str, name: str, reentrant: bool | None) -> list[Tensor]:
             return layers[1](torch.nn.functional.silu(layers[0](norm(v))))
 
         with te.autocast(recipe=recipe):
-            y = function(x) if reentrant is None else te.checkpoint(function, x, use_reentrant=reentrant)
+            y = (
+                function(x)
+                if reentrant is None
+                else te.checkpoint(function, x, use_reentrant=reentrant)
+            )
         y.backward(torch.randn(128, 256, generator=g).to(BF16).to(device))
         found += [y.detach(), x.grad, layers[0].weight.grad, layers[1].bias.grad]
         if name == "delayed":
-            found += [m.fp8_meta[d].scale.clone() for m in layers for d in ("scaling_fwd", "scaling_bwd")]
+            found += [
+                m.fp8_meta[d].scale.clone() for m in layers for d in ("scaling_fwd", "scaling_bwd")
+            ]
     return [t.float().cpu() for t in found]
 
 

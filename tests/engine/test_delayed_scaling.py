@@ -61,7 +61,9 @@ def state(m: te.Linear, direction: str = "fwd") -> tuple[list[float], list[list[
     "length, margin, fp8_format",
     [(1, 0, Format.HYBRID), (2, 1, Format.E4M3), (3, -2, Format.HYBRID), (7, 1, Format.HYBRID)],
 )
-def test_history_and_scale_follow_the_rules(length: int, algorithm: str, margin: int, fp8_format: Format) -> None:
+def test_history_and_scale_follow_the_rules(
+    length: int, algorithm: str, margin: int, fp8_format: Format
+) -> None:
     """Steps that grow, are silent (all zeros), hold an infinity, or underflow the scale."""
     recipe = DelayedScaling(margin, fp8_format, length, algorithm)
     m = layer(bias=False)
@@ -75,12 +77,18 @@ def test_history_and_scale_follow_the_rules(length: int, algorithm: str, margin:
         x = (x if math.isinf(size) else x * size).requires_grad_()
         g = torch.full((32, 32), min(size, 1e30), dtype=BF16)
         step(m, recipe, x, g)
-        for slot, value in (("x", x.abs().max().item()), ("w", weight_amax), ("g", g.abs().max().item())):
+        for slot, value in (
+            ("x", x.abs().max().item()),
+            ("w", weight_amax),
+            ("g", g.abs().max().item()),
+        ):
             slots[slot].record(value)
             slots[slot].update(algorithm, margin)
         scale, history = state(m)
         assert scale == [slots["x"].scale, slots["w"].scale, 1.0]
-        assert history == [[a, b, 0.0] for a, b in zip(slots["x"].history, slots["w"].history, strict=True)]
+        assert history == [
+            [a, b, 0.0] for a, b in zip(slots["x"].history, slots["w"].history, strict=True)
+        ]
         scale, history = state(m, "bwd")
         assert scale == [slots["g"].scale, 1.0]
         assert history == [[a, 0.0] for a in slots["g"].history]
@@ -127,7 +135,9 @@ def test_only_the_outermost_exit_updates(outer: bool, count: int, updates: list[
         ([False, True], 1),  # and entered after it does not
     ],
 )
-def test_backward_updates_for_each_autocast(inside: list[bool], backward: int, updates: list[str]) -> None:
+def test_backward_updates_for_each_autocast(
+    inside: list[bool], backward: int, updates: list[str]
+) -> None:
     """`inside`: whether a layer has an autocast of its own inside that of all."""
     layers, recipe = [layer() for _ in inside], DelayedScaling(amax_history_len=4)
     for _ in range(2):
@@ -145,7 +155,9 @@ def test_rmsnorm_takes_the_flag_and_updates(updates: list[str]) -> None:
     order: list[str] = []
     with te.autocast(recipe=recipe):
         h = norm(torch.ones(32, 32, dtype=BF16))
-        h.register_hook(lambda _: order.append(f"{len(updates)} updates when the norm's backward starts"))
+        h.register_hook(
+            lambda _: order.append(f"{len(updates)} updates when the norm's backward starts")
+        )
         y = m(h)
     y.sum().backward()
     assert updates == ["forward", "backward"]
@@ -217,7 +229,10 @@ def pickled(m: te.Linear, x: Tensor, recipe: DelayedScaling) -> te.Linear:
 
 
 def back_again(m: te.Linear, x: Tensor, recipe: DelayedScaling) -> te.Linear:
-    with pytest.warns(UserWarning, match="Recipe type changed"), te.autocast(recipe=Float8CurrentScaling()):
+    with (
+        pytest.warns(UserWarning, match="Recipe type changed"),
+        te.autocast(recipe=Float8CurrentScaling()),
+    ):
         m(x)
     with pytest.warns(UserWarning, match="Recipe type changed"):
         step(m, recipe, x)
@@ -237,7 +252,9 @@ def in_another_thread(m: te.Linear, x: Tensor, recipe: DelayedScaling) -> te.Lin
 
 
 @pytest.mark.parametrize("change", [copied, pickled, back_again, after_reset, in_another_thread])
-def test_scales_move_on_where_transformer_engine_freezes_them(change: Callable[..., te.Linear]) -> None:
+def test_scales_move_on_where_transformer_engine_freezes_them(
+    change: Callable[..., te.Linear],
+) -> None:
     m, recipe = layer(), DelayedScaling(amax_history_len=1)
     x = torch.ones(32, 32, dtype=BF16)
     step(m, recipe, x, x)

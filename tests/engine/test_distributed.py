@@ -27,7 +27,10 @@ def train(case: str, rank: int, folder: str) -> None:
     with te.autocast(recipe=recipe, **options):
         y = m(x)
     y.backward(torch.full((32, 32), 1.0 + rank, dtype=BF16))
-    result = {d: (m.fp8_meta[d].scale, m.fp8_meta[d].amax_history[-1]) for d in ("scaling_fwd", "scaling_bwd")}
+    result = {
+        d: (m.fp8_meta[d].scale, m.fp8_meta[d].amax_history[-1])
+        for d in ("scaling_fwd", "scaling_bwd")
+    }
     torch.save(result, f"{folder}/{rank}.pt")
 
 

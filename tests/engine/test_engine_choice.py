@@ -10,7 +10,13 @@ import te_models.engine as engine
 
 @pytest.mark.parametrize(
     ("found", "reason"),
-    [(None, "not installed"), ("2.9.0", "2.9.0 is older than 2.20"), ("1.13.0", "older"), ("2.20.2", ""), ("3.0", "")],
+    [
+        (None, "not installed"),
+        ("2.9.0", "2.9.0 is older than 2.20"),
+        ("1.13.0", "older"),
+        ("2.20.2", ""),
+        ("3.0", ""),
+    ],
 )
 def test_an_old_transformer_engine_is_named_and_not_imported(
     found: str | None, reason: str, monkeypatch: pytest.MonkeyPatch

@@ -63,7 +63,9 @@ def test_short_rows_give_the_bits_of_padded_ones(name: str, kind: str, limit: st
         linear.bias.normal_()
     exact = te.exact_gemm(LIMITS[limit] * x.shape[1] * OUTPUTS)
     with exact, te.autocast(enabled=True, recipe=RECIPES[name]):
-        padded = linear(torch.nn.functional.pad(x, (0, 0, 0, MULTIPLE - ROWS)), is_first_microbatch=True)
+        padded = linear(
+            torch.nn.functional.pad(x, (0, 0, 0, MULTIPLE - ROWS)), is_first_microbatch=True
+        )
         with short_rows(MULTIPLE):
             assert full_rows(ROWS) == MULTIPLE
             short = [linear(x, is_first_microbatch=reused) for reused in (False, None)]
@@ -77,7 +79,9 @@ def test_few_rows_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = te.Linear(64, 64)
     calls: list[torch.Size] = []
     plain = few_rows.product
-    monkeypatch.setattr(few_rows, "product", lambda x, *args: calls.append(x.shape) or plain(x, *args))
+    monkeypatch.setattr(
+        few_rows, "product", lambda x, *args: calls.append(x.shape) or plain(x, *args)
+    )
     with te.autocast(enabled=True, recipe=RECIPES["current"]):
         with short_rows(16):
             linear(inputs("normal", 64)[:4])
@@ -90,7 +94,9 @@ def test_few_rows_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["delayed", "current"])
 @torch.no_grad()
-def test_weights_of_either_layout_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_either_layout_give_the_same_bits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     linear, x = te.Linear(96, 64, params_dtype=torch.bfloat16), torch.randn(1, 96).bfloat16()
     plain, found = few_rows.enough_rows, []
     for suits in (True, False):
@@ -104,7 +110,17 @@ def test_weights_of_either_layout_give_the_same_bits(name: str, monkeypatch: pyt
     assert all(torch.equal(found[0], y) for y in found)
 
 
-SHAPES = [(192, 512), (192, 192), (192, 1024), (512, 192), (96, 16), (16, 8), (112, 40), (1536, 24), (2048, 40)]
+SHAPES = [
+    (192, 512),
+    (192, 192),
+    (192, 1024),
+    (512, 192),
+    (96, 16),
+    (16, 8),
+    (112, 40),
+    (1536, 24),
+    (2048, 40),
+]
 
 
 @pytest.mark.parametrize("columns", [False, True])
@@ -114,7 +130,9 @@ def test_few_rows_have_the_bits_of_many(inputs: int, outputs: int, columns: bool
     right = weight.t().contiguous() if columns else weight.t()
     many = x @ weight.t()
     for rows in (1, 2, 3, 5):
-        if columns and not enough_rows(rows, inputs, outputs, torch.float32, True, torch.get_num_threads()):
+        if columns and not enough_rows(
+            rows, inputs, outputs, torch.float32, True, torch.get_num_threads()
+        ):
             continue
         with short_rows(16):
             assert torch.equal(multiply(x[:rows], right), many[:rows])
@@ -143,14 +161,20 @@ def test_rows_that_differ_from_many_are_found(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("name", ["delayed", "current"])
 @torch.no_grad()
-def test_a_step_prepares_nothing_unless_something_changed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_prepares_nothing_unless_something_changed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[Tensor] = []
     plain = te.Linear.prepare_forward
-    monkeypatch.setattr(te.Linear, "prepare_forward", lambda self, x: calls.append(x) or plain(self, x))
+    monkeypatch.setattr(
+        te.Linear, "prepare_forward", lambda self, x: calls.append(x) or plain(self, x)
+    )
     linear, x = te.Linear(64, 32, params_dtype=torch.bfloat16), torch.randn(1, 3, 64).bfloat16()
     linear.bias.normal_()
 
-    def run(first: bool | None, recipe: recipe.Recipe = RECIPES[name], enabled: bool = True) -> Tensor:
+    def run(
+        first: bool | None, recipe: recipe.Recipe = RECIPES[name], enabled: bool = True
+    ) -> Tensor:
         with te.autocast(enabled=enabled, recipe=recipe), short_rows(16):
             return linear(x, is_first_microbatch=first)
 
@@ -158,7 +182,11 @@ def test_a_step_prepares_nothing_unless_something_changed(name: str, monkeypatch
     assert torch.equal(run(False), first) and len(calls) == 1 and first.shape == (1, 3, 32)
     assert torch.equal(run(False, enabled=False), run(None, enabled=False)) and len(calls) == 3
     equal = copy.deepcopy(RECIPES[name])
-    assert torch.equal(run(False, equal), first) and torch.equal(run(False, equal), first) and len(calls) == 4
+    assert (
+        torch.equal(run(False, equal), first)
+        and torch.equal(run(False, equal), first)
+        and len(calls) == 4
+    )
     other = type(equal)(fp8_format=recipe.Format.E4M3)
     run(False, other)
     assert linear.fp8_meta["recipe"] is other and len(calls) == 5

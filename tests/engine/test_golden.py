@@ -22,12 +22,19 @@ VECTORS = load(PACKED)
 HEADER = json.loads(PACKED[8 : 8 + int.from_bytes(PACKED[:8], "little")])["__metadata__"]
 DIGESTS = json.loads(HEADER["digests"])
 pytestmark = pytest.mark.recorded
-HELD_OUT = json.loads((GOLDEN / "held_out_digests.json").read_text())  # seed -> tensor -> digest, of the same H200
+HELD_OUT = json.loads(
+    (GOLDEN / "held_out_digests.json").read_text()
+)  # seed -> tensor -> digest, of the same H200
 
 
-def capture(path: Path, seed: int, exact: bool = True, mxfp8: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
+def capture(
+    path: Path, seed: int, exact: bool = True, mxfp8: bool = True
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of capture.py on the emulated engine."""
-    with pytest.MonkeyPatch.context() as patch, te.exact_gemm() if exact else contextlib.nullcontext():
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        te.exact_gemm() if exact else contextlib.nullcontext(),
+    ):
         patch.setattr(sys, "argv", ["capture.py", str(path), str(seed), "emulated"])
         patch.setattr(te, "is_mxfp8_available", lambda: mxfp8)
         runpy.run_path(str(GOLDEN / "capture.py"), run_name="__main__")
@@ -41,7 +48,9 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     return capture(tmp_path_factory.mktemp("golden") / "out.safetensors", 12, mxfp8=False)[0]
 
 
-def test_every_case_runs_with_another_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_case_runs_with_another_seed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tensors, metadata = capture(tmp_path / "out.safetensors", 3)
     errors = [key for key in json.loads(metadata["meta"]) if key.endswith(".error")]
     assert not errors
@@ -74,14 +83,18 @@ def recorded(key: str, tensor: Tensor) -> str:
 
 
 def test_digests(captured: dict[str, Tensor]) -> None:
-    assert [key for key, expected in DIGESTS.items() if recorded(key, captured[key]) != expected] == []
+    assert [
+        key for key, expected in DIGESTS.items() if recorded(key, captured[key]) != expected
+    ] == []
 
 
 @pytest.mark.parametrize("seed", every(len(HELD_OUT), sorted(HELD_OUT)))
 def test_seeds_that_the_engine_was_not_written_with(seed: str, tmp_path: Path) -> None:
     got, _ = capture(tmp_path / "out.safetensors", int(seed), mxfp8=False)
     assert got.keys() == HELD_OUT[seed].keys()
-    assert [key for key, expected in HELD_OUT[seed].items() if recorded(key, got[key]) != expected] == []
+    assert [
+        key for key, expected in HELD_OUT[seed].items() if recorded(key, got[key]) != expected
+    ] == []
 
 
 def test_small_products_are_exact_without_being_asked(tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ pytestmark = pytest.mark.recorded
 
 
 @pytest.fixture(scope="module")
-def captured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], dict[str, str], dict[str, object]]:
+def captured(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[str, Tensor], dict[str, str], dict[str, object]]:
     """Tensors, digests and facts of capture_grouped.py on the emulated engine."""
     path = tmp_path_factory.mktemp("golden") / "out.safetensors"
     with pytest.MonkeyPatch.context() as patch, te.exact_gemm():
@@ -48,14 +50,20 @@ def quantized(key: str) -> bool:
     return not case.startswith("bf16") and not case.endswith("_bf16") and "_bf16_" not in case
 
 
-def test_every_tensor_of_a_quantized_case_is_equal_in_every_bit(captured: tuple[dict, dict, dict]) -> None:
+def test_every_tensor_of_a_quantized_case_is_equal_in_every_bit(
+    captured: tuple[dict, dict, dict],
+) -> None:
     """Outputs, gradients, biases' too, scales, histories and codes, with experts that are idle or have all rows."""
     tensors, digests, _ = captured
     for key, expected in VECTORS.items():  # those that are stored say where they differ
         if key in tensors and quantized(key):
             got = tensors[key]
-            if "_scale_inv" in key and "blockwise" in key:  # Transformer Engine leaves the padding uninitialized
-                got, expected = (t[:, : 64 if t.shape[0] == 1 else t.shape[1]] for t in (got, expected))
+            if (
+                "_scale_inv" in key and "blockwise" in key
+            ):  # Transformer Engine leaves the padding uninitialized
+                got, expected = (
+                    t[:, : 64 if t.shape[0] == 1 else t.shape[1]] for t in (got, expected)
+                )
                 rows = {"0": 0, "1": 16, "2": 48, "3": 32}[key.split(".x")[1][0]]
                 got, expected = (t[:, :rows] if "rowwise" in key else t for t in (got, expected))
             assert_same_bits(key, got, expected)
@@ -71,13 +79,19 @@ def test_products_in_bf16_differ_in_their_order_alone(captured: tuple[dict, dict
         assert (got - expected).norm() <= 2.0**-8 * expected.norm()  # one rounding of each number
 
 
-def test_what_happens_without_rows_or_with_odd_ones_is_the_same(captured: tuple[dict, dict, dict]) -> None:
+def test_what_happens_without_rows_or_with_odd_ones_is_the_same(
+    captured: tuple[dict, dict, dict],
+) -> None:
     _, _, facts = captured
     found = {key.split(".", 1)[1]: value for key, value in FACTS.items()}
     for key in [key for key in facts if key.startswith(("empty_", "frozen"))]:
         assert facts[key] == found[key], key
-    refused = {key for key in found if key.endswith(".error") and key.startswith(("train_", "forward_"))}
-    assert {key for key in facts if key.endswith(".error") and key.startswith(("train_", "forward_"))} == refused
+    refused = {
+        key for key in found if key.endswith(".error") and key.startswith(("train_", "forward_"))
+    }
+    assert {
+        key for key in facts if key.endswith(".error") and key.startswith(("train_", "forward_"))
+    } == refused
     for key in ("features_current.error", "splits_current.error"):
         assert facts[key] == found[key]
 
@@ -90,7 +104,9 @@ def test_the_gpu_itself_equals_linears_and_repeats_itself() -> None:
     assert FACTS["connections.different"] == []
     plain = {key: value for key, value in DIGESTS.items() if key.startswith("plain_")}
     for mode in ("recompute0", "recompute1"):
-        assert {key.replace("plain", mode, 1): value for key, value in plain.items()}.items() <= DIGESTS.items()
+        assert {
+            key.replace("plain", mode, 1): value for key, value in plain.items()
+        }.items() <= DIGESTS.items()
 
 
 def test_an_unfused_update_rolls_a_zero_in_and_the_emulated_one_is_fused() -> None:
@@ -133,7 +149,9 @@ def test_rows_go_as_by_the_permutation_kernels(name: str, k: int) -> None:
     elif k == 4:
         expected = VECTORS[f"{case}.dp"]
         assert (dp - expected).abs().max() <= 128 * 2.0**-24 * expected.abs().max()
-    assert {key for key, value in found.items() if digest(value)[:32] != DIGESTS[f"{case}.{key}"]} == set()
+    assert {
+        key for key, value in found.items() if digest(value)[:32] != DIGESTS[f"{case}.{key}"]
+    } == set()
 
 
 ROUTERS = {

@@ -16,14 +16,18 @@ BF16 = torch.bfloat16
 ROWS = [32, 0, 128, 96, 0]
 MAKERS = {
     **RECIPES,
-    "nvfp4": lambda: R.NVFP4BlockScaling(disable_stochastic_rounding=True),  # which draws in the order of the GEMMs
+    "nvfp4": lambda: R.NVFP4BlockScaling(
+        disable_stochastic_rounding=True
+    ),  # which draws in the order of the GEMMs
     "bf16": lambda: None,
     "dequantized": lambda: R.Float8CurrentScaling(backward_override="dequantized"),
     "high_precision": lambda: R.Float8BlockScaling(backward_override="high_precision"),
 }
 
 
-def grouped(experts: int = len(ROWS), bias: bool = True, dtype: torch.dtype = BF16) -> te.GroupedLinear:
+def grouped(
+    experts: int = len(ROWS), bias: bool = True, dtype: torch.dtype = BF16
+) -> te.GroupedLinear:
     m = te.GroupedLinear(experts, 64, 96, bias=bias, params_dtype=dtype)
     with torch.no_grad():
         for name, p in m.named_parameters():
@@ -44,7 +48,9 @@ def linears(m: te.GroupedLinear) -> list[te.Linear]:
     return made
 
 
-def step(module: Any, recipe: R.Recipe | None, x: Tensor, g: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+def step(
+    module: Any, recipe: R.Recipe | None, x: Tensor, g: Tensor, *args: Any, **options: Any
+) -> tuple[Tensor, ...]:
     """The output, the input's gradient and those of the parameters."""
     x = x.clone().requires_grad_()
     for p in module.parameters():
@@ -87,7 +93,9 @@ def test_cached_weights_serve_later_microbatches() -> None:
             weight.zero_()
     later = step(m, recipe, x, g, [32, 0, 32], is_first_microbatch=False)[0]
     assert_same_bits("y with the weights of the first", later, first)
-    assert step(m, recipe, x, g, [0, 64, 0], is_first_microbatch=False)[0].any()  # idle ones are cached too
+    assert step(m, recipe, x, g, [0, 64, 0], is_first_microbatch=False)[
+        0
+    ].any()  # idle ones are cached too
     te.drop_cached_weights(m)
     assert not m._fp8_workspaces
 
@@ -103,10 +111,14 @@ def test_weights_in_fp8(name: str) -> None:
         alone = [te.Linear(64, 96, bias=False, params_dtype=BF16) for _ in range(2)]
     x, g = torch.randn(96, 64).to(BF16), torch.randn(96, 96).to(BF16)
     y, dx, *grads = step(m, recipe, x, g, [32, 64])
-    for i, (lin, xi, gi) in enumerate(zip(alone, x.split([32, 64]), g.split([32, 64]), strict=True)):
+    for i, (lin, xi, gi) in enumerate(
+        zip(alone, x.split([32, 64]), g.split([32, 64]), strict=True)
+    ):
         assert isinstance(m.weights[i], te.QuantizedTensor)
         expected = step(lin, recipe, xi, gi)
-        for a, b in zip((y.split([32, 64])[i], dx.split([32, 64])[i], grads[i]), expected, strict=True):
+        for a, b in zip(
+            (y.split([32, 64])[i], dx.split([32, 64])[i], grads[i]), expected, strict=True
+        ):
             assert_same_bits(f"expert {i}", a, b)
 
 
@@ -156,7 +168,11 @@ def test_errors() -> None:
             assert m(torch.randn(21, 64, dtype=BF16), [16, 5]).shape == (21, 96)
         with pytest.raises(TypeError, match="in FP8"):
             m(te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3)(x), [16, 16])
-    with te.autocast(recipe=R.Float8BlockScaling()), torch.no_grad(), pytest.raises(ValueError, match="in 8s"):
+    with (
+        te.autocast(recipe=R.Float8BlockScaling()),
+        torch.no_grad(),
+        pytest.raises(ValueError, match="in 8s"),
+    ):
         grouped(2)(torch.randn(21, 64, dtype=BF16), [16, 5])
     with pytest.raises(ValueError, match="TP > 1"):
         te.GroupedLinear(2, 64, 96, tp_size=2)

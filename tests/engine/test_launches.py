@@ -40,8 +40,12 @@ def test_a_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = RECIPES[name]()
 
     def product(a: Tensor, b: Tensor, dtype: Any = None, *_: Any) -> Tensor:
-        rows, columns = (a, b.t()) if isinstance(a, Tensor) else (a.data.contiguous(), b.data.contiguous())
-        return torch.empty(len(rows), len(columns), dtype=dtype if isinstance(a, Tensor) else torch.bfloat16)
+        rows, columns = (
+            (a, b.t()) if isinstance(a, Tensor) else (a.data.contiguous(), b.data.contiguous())
+        )
+        return torch.empty(
+            len(rows), len(columns), dtype=dtype if isinstance(a, Tensor) else torch.bfloat16
+        )
 
     monkeypatch.setattr(fused, "_run", lambda kernel, *_, **__: launched.update([kernel]))
     monkeypatch.setattr(fused, "kernels", lambda: {"any": None})
@@ -64,7 +68,9 @@ def test_a_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with Operations() as counted:
             one_pass()
     assert 0 < launched.total() <= 3 * 3, launched
-    assert "_local_scalar_dense" not in counted.found and counted.found.total() <= launched.total(), +counted.found
+    assert (
+        "_local_scalar_dense" not in counted.found and counted.found.total() <= launched.total()
+    ), +counted.found
 
 
 class Kernel:
@@ -92,7 +98,9 @@ def test_a_variant_of_a_kernel_is_looked_up_once(monkeypatch: pytest.MonkeyPatch
     x, s = torch.zeros(64), torch.ones(1)
     for _ in range(3):
         fused._run("k", (2,), (x, s), 64, BLOCK=32, num_warps=4, WIDE=False)
-    assert kernel.searches == [{"enable_fp_fusion": False, "BLOCK": 32, "num_warps": 4, "WIDE": False}]
+    assert kernel.searches == [
+        {"enable_fp_fusion": False, "BLOCK": 32, "num_warps": 4, "WIDE": False}
+    ]
     # The constants come in the order of the kernel's parameters, and the grid has three numbers.
     assert kernel.launches == [((2, 1, 1), x, s, 64, False, 32)] * 2
 
@@ -110,7 +118,9 @@ def test_a_variant_of_a_kernel_is_looked_up_once(monkeypatch: pytest.MonkeyPatch
         {"num_warps": 8},
     ],
 )
-def test_arguments_that_change_the_variant(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_that_change_the_variant(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernel = Kernel()
     monkeypatch.setattr(fused, "kernels", lambda: {"k": kernel})
     monkeypatch.setattr(fused, "_VARIANTS", {})

@@ -88,7 +88,9 @@ def test_bf16_saves_an_alias_of_the_input() -> None:
 
 class TestDtypes:
     def test_mismatch(self) -> None:
-        with pytest.raises(TypeError, match="Data types for parameters must match .* torch.bfloat16 and 'weight'"):
+        with pytest.raises(
+            TypeError, match="Data types for parameters must match .* torch.bfloat16 and 'weight'"
+        ):
             te.Linear(16, 16)(torch.ones(16, 16, dtype=BF16))
 
     @pytest.mark.parametrize("dtype", [BF16, torch.float16, FP32])
@@ -120,14 +122,18 @@ class TestDtypes:
         x = torch.randn(32, 64).to(BF16)
         plain = run(m, R.Float8CurrentScaling(), x)
         with torch.autocast("cpu", BF16):
-            assert_same_bits("run(m, R.Float8CurrentScaling(), x)", run(m, R.Float8CurrentScaling(), x), plain)
+            assert_same_bits(
+                "run(m, R.Float8CurrentScaling(), x)", run(m, R.Float8CurrentScaling(), x), plain
+            )
 
     def test_torch_autocast_without_fp8(self) -> None:
         m = te.Linear(32, 32)
         x = torch.randn(32, 32)
         with torch.autocast("cpu", BF16):
             y = m(x)
-        assert_same_bits("y", y, nn.functional.linear(x.to(BF16), m.weight.to(BF16), m.bias.to(BF16)))
+        assert_same_bits(
+            "y", y, nn.functional.linear(x.to(BF16), m.weight.to(BF16), m.bias.to(BF16))
+        )
 
     def test_the_bias_of_an_fp32_layer_is_rounded_to_bf16_in_fp8(self) -> None:
         m = te.Linear(32, 32)
@@ -166,7 +172,9 @@ class TestShapes:
             (16, 32, 20, False, True),
         ],
     )
-    def test_alignment(self, tokens: int, inputs: int, outputs: int, grad: bool, fails: bool) -> None:
+    def test_alignment(
+        self, tokens: int, inputs: int, outputs: int, grad: bool, fails: bool
+    ) -> None:
         m = te.Linear(inputs, outputs, params_dtype=BF16)
         x = torch.randn(tokens, inputs, dtype=BF16)
         with torch.set_grad_enabled(grad):
@@ -177,10 +185,14 @@ class TestShapes:
             with pytest.raises(ValueError, match=message):
                 run(m, R.Float8CurrentScaling(), x)
 
-    @pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(16, 64, 64), (32, 48, 64), (32, 64, 48)])
+    @pytest.mark.parametrize(
+        ("tokens", "inputs", "outputs"), [(16, 64, 64), (32, 48, 64), (32, 64, 48)]
+    )
     def test_mxfp8_alignment(self, tokens: int, inputs: int, outputs: int) -> None:
         m = te.Linear(inputs, outputs, params_dtype=BF16)
-        with pytest.raises(RuntimeError, match=r"MXFP8 requires tensor dims that are divisible by 32 \(got shape="):
+        with pytest.raises(
+            RuntimeError, match=r"MXFP8 requires tensor dims that are divisible by 32 \(got shape="
+        ):
             run(m, R.MXFP8BlockScaling(), torch.randn(tokens, inputs, dtype=BF16))
 
     def test_no_alignment_without_fp8(self) -> None:
@@ -234,7 +246,9 @@ class TestWeightCache:
         first = run(m, R.Float8CurrentScaling(), x, is_first_microbatch=True)
         with torch.no_grad():
             m.weight.mul_(2)
-        assert_same_bits("result", run(m, R.Float8CurrentScaling(), x, is_first_microbatch=False), first * 2)
+        assert_same_bits(
+            "result", run(m, R.Float8CurrentScaling(), x, is_first_microbatch=False), first * 2
+        )
         assert not m._fp8_workspaces
 
     def test_a_reused_weight_leaves_its_amax_silent(self) -> None:
@@ -262,10 +276,14 @@ class TestWeightCache:
         with torch.no_grad():
             m.weight.zero_()
         run(m, R.Float8CurrentScaling(), x, is_first_microbatch=True)
-        assert_same_bits("torch.autograd.grad(y.sum(), x)[0]", torch.autograd.grad(y.sum(), x)[0], expected)
+        assert_same_bits(
+            "torch.autograd.grad(y.sum(), x)[0]", torch.autograd.grad(y.sum(), x)[0], expected
+        )
 
 
-@pytest.mark.parametrize("make", [R.Float8CurrentScaling, R.Float8BlockScaling, R.MXFP8BlockScaling])
+@pytest.mark.parametrize(
+    "make", [R.Float8CurrentScaling, R.Float8BlockScaling, R.MXFP8BlockScaling]
+)
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 def test_backward_override(make: Callable[..., R.Recipe], override: str) -> None:
     m = te.Linear(64, 64, bias=False, params_dtype=BF16)
@@ -300,7 +318,9 @@ class TestQuantizedInputsAndOutputs:
         quantizer.internal = False
         quantizer.set_usage(rowwise=True, columnwise=True)
         quantized = quantizer(x)
-        assert_same_bits("run(b, RECIPES[name](), quantized, g)", run(b, RECIPES[name](), quantized, g), expected)
+        assert_same_bits(
+            "run(b, RECIPES[name](), quantized, g)", run(b, RECIPES[name](), quantized, g), expected
+        )
         assert_same_bits("a.weight.grad", a.weight.grad, b.weight.grad)
         assert quantized.get_usages() == {"rowwise": True, "columnwise": True}
 
@@ -361,8 +381,12 @@ def test_a_product_leaves_those_of_other_threads_alone(name: str, dtype: torch.d
     before, seen = torch.backends.mkldnn.matmul.fp32_precision, set()
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.add((torch.backends.mkldnn.matmul.fp32_precision, torch.get_float32_matmul_precision()))
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.add(
+                (torch.backends.mkldnn.matmul.fp32_precision, torch.get_float32_matmul_precision())
+            )
             return func(*args, **(kwargs or {}))
 
     m = te.Linear(64, 64, params_dtype=dtype)

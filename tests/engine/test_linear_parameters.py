@@ -20,7 +20,9 @@ class TestParameters:
         m = te.Linear(32, 48, device="meta", params_dtype=BF16)
         assert m.weight.is_meta and m.bias.is_meta
         m.reset_parameters()
-        assert m.weight.device.type == "cpu" and 0.02 < m.weight.std() < 0.026 and (m.bias == 0).all()
+        assert (
+            m.weight.device.type == "cpu" and 0.02 < m.weight.std() < 0.026 and (m.bias == 0).all()
+        )
 
     def test_reset_makes_new_parameters(self) -> None:
         m = te.Linear(32, 32)
@@ -75,7 +77,9 @@ class TestStateDict:
 
     def test_a_pickled_extra_state_is_refused(self) -> None:
         state = te.Linear(8, 8).state_dict() | {"_extra_state": torch.ones(3, dtype=torch.uint8)}
-        with pytest.raises(RuntimeError, match="Refusing to load pickled Transformer Engine extra state for Linear"):
+        with pytest.raises(
+            RuntimeError, match="Refusing to load pickled Transformer Engine extra state for Linear"
+        ):
             te.Linear(8, 8).load_state_dict(state)
 
     def test_copies_of_an_unused_layer_work(self) -> None:
@@ -106,7 +110,9 @@ class TestPrimaryWeights:
         run(m, RECIPES[name](), x, torch.ones(64, 64, dtype=BF16))
         assert type(m.weight.grad) is Tensor and x.grad is not None
         torch.optim.SGD(m.parameters(), lr=1.0).step()
-        assert isinstance(m.weight, self.CLASSES[name]) and not torch.equal(m.weight.dequantize(), before)
+        assert isinstance(m.weight, self.CLASSES[name]) and not torch.equal(
+            m.weight.dequantize(), before
+        )
 
     @pytest.mark.parametrize("name", ["current", "block", "mxfp8"])
     def test_computes_what_a_weight_quantized_on_the_fly_computes(self, name: str) -> None:
@@ -132,7 +138,9 @@ class TestPrimaryWeights:
 
     def test_another_recipe_is_refused(self) -> None:
         m = self.make("current")
-        with pytest.raises(RuntimeError, match="Recipe mismatch for 'weight': tensor supports recipe"):
+        with pytest.raises(
+            RuntimeError, match="Recipe mismatch for 'weight': tensor supports recipe"
+        ):
             run(m, R.MXFP8BlockScaling(), torch.ones(32, 64, dtype=BF16))
 
     def test_state_dict_round_trip(self) -> None:
@@ -140,7 +148,9 @@ class TestPrimaryWeights:
         b.load_state_dict(a.state_dict())
         assert_same_bits("a.weight.dequantize()", a.weight.dequantize(), b.weight.dequantize())
         assert_same_bits(
-            "copy.deepcopy(a).weight.dequantize()", copy.deepcopy(a).weight.dequantize(), a.weight.dequantize()
+            "copy.deepcopy(a).weight.dequantize()",
+            copy.deepcopy(a).weight.dequantize(),
+            a.weight.dequantize(),
         )
 
     def test_meta_then_reset(self) -> None:

@@ -16,7 +16,11 @@ from te_models.kernels.groups import Groups
 
 pytestmark = pytest.mark.gpu
 ROWS = [16, 0, 48, 128, 272, 1008, 0]
-RECIPES: dict[str, dict[str, str] | None] = {"bf16": None, "hybrid": {}, "e4m3": {"fp8_format": "E4M3"}}
+RECIPES: dict[str, dict[str, str] | None] = {
+    "bf16": None,
+    "hybrid": {},
+    "e4m3": {"fp8_format": "E4M3"},
+}
 
 
 def step(
@@ -26,17 +30,25 @@ def step(
     module.zero_grad()
     y = run(module, leaf, rows)
     y.backward(dy)
-    return dict(y=y, dx=leaf.grad, **{name: parameter.grad for name, parameter in module.named_parameters()})
+    return dict(
+        y=y, dx=leaf.grad, **{name: parameter.grad for name, parameter in module.named_parameters()}
+    )
 
 
 def theirs(module: Any, x: Tensor, rows: list[int]) -> Tensor:
     return module(x, rows)
 
 
-def compare(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], dy: Tensor) -> None:
+def compare(
+    found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], dy: Tensor
+) -> None:
     """In every bit, but gradients of biases, which Transformer Engine sums in another order before it rounds them."""
     assert found.keys() == wanted.keys()
-    different = {name for name, value in wanted.items() if value is not None and not torch.equal(found[name], value)}
+    different = {
+        name
+        for name, value in wanted.items()
+        if value is not None and not torch.equal(found[name], value)
+    }
     for name in {name for name in different if name.startswith("bias")}:
         noise = len(dy) * 2.0**-24 * float(dy.abs().sum(0).max())
         torch.testing.assert_close(found[name], wanted[name], rtol=2.0**-7, atol=noise)
@@ -88,7 +100,14 @@ def test_bits(name: str, inputs: int, outputs: int, on_device: bool, biased: boo
     compare(found, wanted, dy)
 
 
-STEPS = [ROWS, [0, 0, 48, 16, 272, 32, 0], [16, 0, 0, 144, 0, 48, 0], [32, 16, 16, 0, 16, 0, 0], [0] * 7, ROWS]
+STEPS = [
+    ROWS,
+    [0, 0, 48, 16, 272, 32, 0],
+    [16, 0, 0, 144, 0, 48, 0],
+    [32, 16, 16, 0, 16, 0, 0],
+    [0] * 7,
+    ROWS,
+]
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -118,7 +137,9 @@ def test_delayed_scaling(form: str, algorithm: str, biased: bool) -> None:
                 one.mul_(1.5)
                 other.mul_(1.5)
     scale = fp8_state(module)[".scaling_fwd.scale"].view(-1, 3)
-    assert scale[6, 0] == 1 and (scale[:6, 0] != 1).all() and (scale[:, 1] != 1).all()  # the last never had a row
+    assert (
+        scale[6, 0] == 1 and (scale[:6, 0] != 1).all() and (scale[:, 1] != 1).all()
+    )  # the last never had a row
 
 
 @pytest.mark.parametrize("scheme", [None, "Float8CurrentScaling", "DelayedScaling"])
@@ -131,8 +152,12 @@ def test_tokens_go_to_their_experts_inside(scheme: str | None) -> None:
     free = torch.ones(count, dtype=torch.bool)
     free[ends[torch.tensor(ROWS) > 0] - 1] = False
     row = torch.full((tokens, 2), count)
-    row[16:] = free.nonzero().flatten()[torch.randperm(int(free.sum()))[: 2 * (tokens - 16)]].view(-1, 2)
-    token = torch.full((count + 1,), tokens).scatter(0, row.flatten(), torch.arange(tokens).repeat_interleave(2))
+    row[16:] = (
+        free.nonzero().flatten()[torch.randperm(int(free.sum()))[: 2 * (tokens - 16)]].view(-1, 2)
+    )
+    token = torch.full((count + 1,), tokens).scatter(
+        0, row.flatten(), torch.arange(tokens).repeat_interleave(2)
+    )
     route = Route(token[:count].clone().cuda(), row.cuda(), kernels)
     x = torch.randn(tokens, 256, device="cuda").bfloat16()
     dy = operands(256, 512, ROWS)[1]
@@ -189,7 +214,9 @@ def test_frozen_weights_in_fp8(scheme: str, form: str, on_device: bool) -> None:
     torch.manual_seed(0)
     built = getattr(te.recipe, scheme)(fp8_format=getattr(te.recipe.Format, form))
     with te.quantized_model_init(recipe=built):
-        module = te.GroupedLinear(len(ROWS), 256, 512, bias=False, params_dtype=torch.bfloat16).requires_grad_(False)
+        module = te.GroupedLinear(
+            len(ROWS), 256, 512, bias=False, params_dtype=torch.bfloat16
+        ).requires_grad_(False)
     drop_transposed(module)
     x, dy = operands(256, 512, ROWS)
     assert te.handover["counts_on_device"](module, built)
@@ -197,5 +224,7 @@ def test_frozen_weights_in_fp8(scheme: str, form: str, on_device: bool) -> None:
         wanted = step(theirs, module, x, dy, ROWS)
         for name, tensor in fp8_state(module).items():  # as before, after the update in backward
             tensor.fill_(name.endswith("scale"))
-        found = step(te.handover["grouped"], module, x, dy, Groups.of(ROWS, x.device) if on_device else ROWS)
+        found = step(
+            te.handover["grouped"], module, x, dy, Groups.of(ROWS, x.device) if on_device else ROWS
+        )
     compare(found, wanted, dy)

@@ -17,13 +17,18 @@ class TestNVFP4:
 
     def test_hadamard_is_orthogonal_and_only_columnwise(self) -> None:
         x = torch.randn(64, 48).to(BF16)
-        plain, turned = te.NVFP4Quantizer()(x), te.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)(x)
+        plain, turned = (
+            te.NVFP4Quantizer()(x),
+            te.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)(x),
+        )
         assert_same_bits("plain._rowwise_data", plain._rowwise_data, turned._rowwise_data)
         assert not torch.equal(plain._columnwise_data, turned._columnwise_data)
         h = hadamard(True, torch.device("cpu"), FP32)
         assert_same_bits("h @ h.t()", h @ h.t(), torch.eye(16))
         assert_same_bits(
-            "h[:, 0] * 4", h[:, 0] * 4, torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1.0])
+            "h[:, 0] * 4",
+            h[:, 0] * 4,
+            torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1.0]),
         )
 
     def test_stochastic_rounding_is_unbiased_and_seeded(self) -> None:
@@ -54,8 +59,12 @@ class TestNVFP4:
         assert (codes == codes[0]).all() and self.GRID[codes[0].int()] == value
 
     @pytest.mark.parametrize("device", ["cpu", "cuda"])
-    def test_hadamard_transforms_columns(self, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(nvfp4, "device_type", lambda x: device)  # a GPU multiplies in the dtype of x
+    def test_hadamard_transforms_columns(
+        self, device: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(
+            nvfp4, "device_type", lambda x: device
+        )  # a GPU multiplies in the dtype of x
         x = torch.randn(48, 32, generator=torch.Generator().manual_seed(0)).to(BF16)
         h = hadamard(True, torch.device("cpu"), FP32)
         expected = (x.float().t().reshape(-1, 16) @ h).view(32, 48).t()
@@ -68,5 +77,7 @@ class TestNVFP4:
             te.NVFP4Quantizer(**{option: True})
 
     def test_shape(self) -> None:
-        with pytest.raises(RuntimeError, match="NVFP4 requires tensor dims that are divisible by 16"):
+        with pytest.raises(
+            RuntimeError, match="NVFP4 requires tensor dims that are divisible by 16"
+        ):
             te.NVFP4Quantizer()(torch.ones(8, 16))

@@ -27,7 +27,10 @@ RECIPES: dict[str, Any] = {
 }
 # (recipe, parallel_mode, sequence_parallel)
 CASES: list[tuple[str, str, bool]] = [
-    (name, mode, sequence) for name in RECIPES for mode in ("column", "row") for sequence in (False, True)
+    (name, mode, sequence)
+    for name in RECIPES
+    for mode in ("column", "row")
+    for sequence in (False, True)
 ]
 
 
@@ -46,7 +49,9 @@ DY[HALF:] *= 0.3
 BIAS = torch.randn(SIZE, generator=torch.Generator().manual_seed(3)).bfloat16().float()
 
 
-def run(recipe: Any, weight: Tensor, bias: Tensor, x: Tensor, dy: Tensor, **options: Any) -> dict[str, Tensor]:
+def run(
+    recipe: Any, weight: Tensor, bias: Tensor, x: Tensor, dy: Tensor, **options: Any
+) -> dict[str, Tensor]:
     """Two steps of a te.Linear in FP32, FP8 inside; what the second gives."""
     m = te.Linear(SIZE, SIZE, params_dtype=torch.float32, **options)
     with torch.no_grad():
@@ -61,7 +66,9 @@ def run(recipe: Any, weight: Tensor, bias: Tensor, x: Tensor, dy: Tensor, **opti
     found = {"y": y.detach(), "dx": inp.grad, "dw": m.weight.grad, "db": m.bias.grad}
     if recipe is not None and recipe.delayed():
         found |= {
-            f"{d}.{name}": getattr(m.fp8_meta[d], name) for d in te_directions() for name in ("scale", "amax_history")
+            f"{d}.{name}": getattr(m.fp8_meta[d], name)
+            for d in te_directions()
+            for name in ("scale", "amax_history")
         }
     return found
 
@@ -122,7 +129,11 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 def whole(parts: list[dict[str, Any]], name: str, mode: str, sequence: bool) -> Tensor:
     """The layer's own y, dx, dw or db, put together from the ranks'."""
-    dims = {"y": 1, "dx": None, "dw": 0, "db": 0} if mode == "column" else {"y": None, "dx": 1, "dw": 1, "db": None}
+    dims = (
+        {"y": 1, "dx": None, "dw": 0, "db": 0}
+        if mode == "column"
+        else {"y": None, "dx": 1, "dw": 1, "db": None}
+    )
     tensors, dim = [part[name] for part in parts], dims[name]
     if dim is not None:
         return torch.cat(tensors, dim)
@@ -133,7 +144,9 @@ def whole(parts: list[dict[str, Any]], name: str, mode: str, sequence: bool) -> 
     return tensors[0] + tensors[1] if name == "db" else torch.cat(tensors)
 
 
-@pytest.mark.parametrize(("number", "case"), list(enumerate(CASES)), ids=["-".join(map(str, case)) for case in CASES])
+@pytest.mark.parametrize(
+    ("number", "case"), list(enumerate(CASES)), ids=["-".join(map(str, case)) for case in CASES]
+)
 def test_two_ranks_are_one_layer(number: int, case: tuple[str, str, bool], results: Path) -> None:
     name, mode, sequence = case
     parts = [torch.load(results / f"{number}-{rank}.pt", weights_only=False) for rank in range(2)]
@@ -142,7 +155,9 @@ def test_two_ranks_are_one_layer(number: int, case: tuple[str, str, bool], resul
         # FP32 sums in another order; the codes are the same.
         assert error(whole(parts, key, mode, sequence), expected[key]) < 2e-6, key
     for key in expected.keys() - {"y", "dx", "dw", "db"}:
-        assert torch.equal(parts[0][key], expected[key]) and torch.equal(parts[1][key], expected[key]), key
+        assert torch.equal(parts[0][key], expected[key]) and torch.equal(
+            parts[1][key], expected[key]
+        ), key
     quantized = name in ("delayed", "current", "blockwise", "mxfp8", "nvfp4")
     if not sequence:
         assert not parts[0]["sent"]
@@ -155,7 +170,10 @@ def test_two_ranks_are_one_layer(number: int, case: tuple[str, str, bool], resul
 def test_rows_without_whole_blocks_travel_in_high_precision(results: Path) -> None:
     expected = run(te.recipe.Float8BlockScaling(), W, BIAS, X[:128], DY[:128])
     parts = [torch.load(results / f"uneven-{rank}.pt", weights_only=False) for rank in range(2)]
-    assert all("all-gather in high precision" in message for message in parts[0]["warnings"]) and parts[0]["warnings"]
+    assert (
+        all("all-gather in high precision" in message for message in parts[0]["warnings"])
+        and parts[0]["warnings"]
+    )
     for key in ("y", "dx", "dw", "db"):
         # The input is rounded twice.
         assert error(whole(parts, key, "column", True), expected[key]) < 0.03, key
@@ -163,16 +181,26 @@ def test_rows_without_whole_blocks_travel_in_high_precision(results: Path) -> No
 
 def test_invalid_options_are_refused() -> None:
     m = te.Linear(SIZE, SIZE, parallel_mode="row", tp_size=2)
-    with pytest.raises(RuntimeError, match="^Tensor parallel group not initialized. Call set_tensor_parallel_group"):
+    with pytest.raises(
+        RuntimeError, match="^Tensor parallel group not initialized. Call set_tensor_parallel_group"
+    ):
         m(torch.ones(2, HALF))
     with as_one_of(2):
         m.set_tensor_parallel_group(dist.group.WORLD)
         assert m(torch.ones(2, HALF)).shape == (2, SIZE)
-        with te.autocast(recipe=RECIPES["current"]), pytest.raises(ValueError, match="use fp8_output=False"):
+        with (
+            te.autocast(recipe=RECIPES["current"]),
+            pytest.raises(ValueError, match="use fp8_output=False"),
+        ):
             m(torch.ones(32, HALF), fp8_output=True)
-        m = te.Linear(SIZE, SIZE, parallel_mode="row", tp_group=dist.group.WORLD, sequence_parallel=True)
+        m = te.Linear(
+            SIZE, SIZE, parallel_mode="row", tp_group=dist.group.WORLD, sequence_parallel=True
+        )
         recipe = te.recipe.DelayedScaling(reduce_amax=False)
-        with te.autocast(recipe=recipe), pytest.raises(AssertionError, match="^Amax reduction across tensor parallel"):
+        with (
+            te.autocast(recipe=recipe),
+            pytest.raises(AssertionError, match="^Amax reduction across tensor parallel"),
+        ):
             m(torch.ones(32, HALF))
 
 
@@ -184,7 +212,8 @@ def test_parameters_are_the_ranks_share(mode: str, shape: tuple[int, int]) -> No
 
 
 @pytest.mark.parametrize(
-    "options", [{"parallel_mode": "row", "in_features": 33}, {"parallel_mode": "column", "out_features": 33}]
+    "options",
+    [{"parallel_mode": "row", "in_features": 33}, {"parallel_mode": "column", "out_features": 33}],
 )
 def test_sizes_divide(options: dict[str, Any]) -> None:
     with pytest.raises(AssertionError, match="33 is not divisible by 2"):

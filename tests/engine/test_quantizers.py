@@ -26,7 +26,9 @@ MAKE = {name: QUANTIZERS[name] for name in NAMES}
 
 def reference_codes(x: Tensor, dtype: DType) -> Tensor:
     """FP8 codes of FP32 values, by search among all finite values: rounding to nearest even, saturating."""
-    positive = torch.arange(127 if dtype == E4M3 else 124, dtype=torch.uint8).view(FP8[dtype]).float()
+    positive = (
+        torch.arange(127 if dtype == E4M3 else 124, dtype=torch.uint8).view(FP8[dtype]).float()
+    )
     codes = nearest(x.abs().clamp(max=MAX[dtype]), positive).to(torch.uint8)
     return codes | (torch.signbit(x).to(torch.uint8) << 7)
 
@@ -34,13 +36,21 @@ def reference_codes(x: Tensor, dtype: DType) -> Tensor:
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 class TestCast:
     def test_rounds_to_nearest_even_and_saturates(self, dtype: DType) -> None:
-        values = torch.arange(127 if dtype == E4M3 else 124, dtype=torch.uint8).view(FP8[dtype]).float()
+        values = (
+            torch.arange(127 if dtype == E4M3 else 124, dtype=torch.uint8).view(FP8[dtype]).float()
+        )
         middle = (values[1:] + values[:-1]) / 2
-        edges = torch.cat([values, middle, middle.nextafter(middle * 2), middle.nextafter(middle * 0)])
-        special = torch.tensor([MAX[dtype] * 1.01, MAX[dtype] * 1e6, torch.inf, FLT_MAX, 1e-45, 1e-30])
+        edges = torch.cat(
+            [values, middle, middle.nextafter(middle * 2), middle.nextafter(middle * 0)]
+        )
+        special = torch.tensor(
+            [MAX[dtype] * 1.01, MAX[dtype] * 1e6, torch.inf, FLT_MAX, 1e-45, 1e-30]
+        )
         x = torch.cat([edges, special, torch.randn(100_000) * 10, torch.randn(100_000) * 1e-3])
         x = torch.cat([x, -x])
-        assert_same_bits("result", numerics.cast_fp8(x, torch.ones(1), dtype), reference_codes(x, dtype))
+        assert_same_bits(
+            "result", numerics.cast_fp8(x, torch.ones(1), dtype), reference_codes(x, dtype)
+        )
 
     def test_keeps_nan(self, dtype: DType) -> None:
         codes = numerics.cast_fp8(torch.tensor([torch.nan, -torch.nan]), torch.ones(1), dtype)
@@ -49,11 +59,15 @@ class TestCast:
     def test_decodes_every_code(self, dtype: DType) -> None:
         codes = torch.arange(256, dtype=torch.uint8)
         expected = codes.view(FP8[dtype]).float()
-        assert_same_bits("result", numerics.decode_fp8(codes, dtype).nan_to_num(-1.5), expected.nan_to_num(-1.5))
+        assert_same_bits(
+            "result", numerics.decode_fp8(codes, dtype).nan_to_num(-1.5), expected.nan_to_num(-1.5)
+        )
         finite = codes[expected.isfinite()]
         decoded = numerics.decode_fp8(finite, dtype)
         assert_same_bits(
-            "decoded.view(torch.int32)", decoded.view(torch.int32), expected[expected.isfinite()].view(torch.int32)
+            "decoded.view(torch.int32)",
+            decoded.view(torch.int32),
+            expected[expected.isfinite()].view(torch.int32),
         )
 
 
@@ -74,7 +88,10 @@ def test_a_block_of_rows_has_the_largest_scale_of_its_rows() -> None:
     """Blocks of two dimensions, against those of one row, which test_range.py and test_torchao.py judge."""
     x = torch.randn(256, 160) * torch.logspace(-9, 9, 256, base=2)[:, None]
     for name, size in (("block1", 128), ("mxfp8", 32), ("nvfp4", 16)):
-        rows, blocks = MAKE[name](E4M3)(x), MAKE[f"{name.removesuffix('1')}{'2' if size == 128 else '_2d'}"](E4M3)(x)
+        rows, blocks = (
+            MAKE[name](E4M3)(x),
+            MAKE[f"{name.removesuffix('1')}{'2' if size == 128 else '_2d'}"](E4M3)(x),
+        )
         few = rows._rowwise_scale_inv.t() if size == 128 else rows._rowwise_scale_inv
         found, count = blocks._rowwise_scale_inv, 256 // size if size == 128 else 256
         expected = few[:256, : -(-160 // size)].unflatten(0, (-1, size)).amax(1)
@@ -88,13 +105,19 @@ def test_a_block_of_rows_has_the_largest_scale_of_its_rows() -> None:
 @pytest.mark.parametrize("shape", [(130, 100), (1, 16)])
 def test_half_a_block_is_a_block_with_zeros(name: str, shape: tuple[int, int]) -> None:
     x, (m, k) = wide(*shape, FP16), shape
-    part, whole = (MAKE[name](E5M2)(t) for t in (x, torch.nn.functional.pad(x, (0, -k % 128, 0, -m % 128))))
+    part, whole = (
+        MAKE[name](E5M2)(t) for t in (x, torch.nn.functional.pad(x, (0, -k % 128, 0, -m % 128)))
+    )
     assert_same_bits("rows", part._rowwise_data, whole._rowwise_data[:m, :k])
     assert_same_bits("columns", part._columnwise_data, whole._columnwise_data[:k, :m])
     for scales in ("_rowwise_scale_inv", "_columnwise_scale_inv"):
         few, all_of_them = getattr(part, scales), getattr(whole, scales)
         rows, columns = (-(-n // 128) if name == "block2" else n for n in (m, k))
-        used = (rows if scales == "_rowwise_scale_inv" else columns) if name == "block1" else few.shape[1]
+        used = (
+            (rows if scales == "_rowwise_scale_inv" else columns)
+            if name == "block1"
+            else few.shape[1]
+        )
         used = min(used, few.shape[1], all_of_them.shape[1])
         assert_same_bits(scales, few[:, :used], all_of_them[: len(few), :used])
 
@@ -103,7 +126,11 @@ def test_half_a_block_is_a_block_with_zeros(name: str, shape: tuple[int, int]) -
 def test_an_empty_tensor(name: str) -> None:
     q = MAKE[name](E4M3)
     t = q(torch.empty(0, 16, dtype=BF16))
-    assert t._data.shape == (0, 16) and t._transpose.shape == (16, 0) and t.dequantize().shape == (0, 16)
+    assert (
+        t._data.shape == (0, 16)
+        and t._transpose.shape == (16, 0)
+        and t.dequantize().shape == (0, 16)
+    )
     if name == "delayed":
         assert q.amax == 0
 
@@ -117,7 +144,12 @@ class TestTensor:
 
     def test_is_a_tensor_of_the_nominal_dtype(self, name: str) -> None:
         _, t, x = self.make(name)
-        assert isinstance(t, Tensor) and t.shape == x.shape and t.dtype == BF16 and t.device == x.device
+        assert (
+            isinstance(t, Tensor)
+            and t.shape == x.shape
+            and t.dtype == BF16
+            and t.device == x.device
+        )
         assert type(t._quantizer) is type(MAKE[name](E4M3))
         assert (t.dequantize().float() - x.float()).norm() / x.float().norm() < 0.12
         assert t.dequantize(dtype=FP32).dtype == FP32
@@ -131,7 +163,9 @@ class TestTensor:
     def test_three_dimensions(self, name: str) -> None:
         q, t, x = self.make(name, (2, 32, 64))
         flat = q(x.view(64, 64))
-        assert_same_bits("t.dequantize().view(64, 64)", t.dequantize().view(64, 64), flat.dequantize())
+        assert_same_bits(
+            "t.dequantize().view(64, 64)", t.dequantize().view(64, 64), flat.dequantize()
+        )
         if hasattr(t, "_data"):
             assert t._transpose.shape == (64, 2, 32)
         elif "mxfp8" in name:
@@ -188,7 +222,9 @@ class TestTensor:
             t.update_usage(columnwise_usage=True)
             for attribute in ("_transpose", "_columnwise_data", "_columnwise_scale_inv"):
                 if hasattr(full, attribute):
-                    assert_same_bits("getattr(t, attribute)", getattr(t, attribute), getattr(full, attribute))
+                    assert_same_bits(
+                        "getattr(t, attribute)", getattr(t, attribute), getattr(full, attribute)
+                    )
             t.update_usage(rowwise_usage=False)
             assert_same_bits("t.dequantize()", t.dequantize(), values)
             t.update_usage(rowwise_usage=True)

@@ -26,7 +26,9 @@ FLT_MAX = float(np.finfo(np.float32).max)
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 Values = NDArray[np.float64]
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy's overflows and divisions by zero
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"
+)  # of NumPy's overflows and divisions by zero
 
 
 def f32(x: Values | float) -> Values:
@@ -36,14 +38,35 @@ def f32(x: Values | float) -> Values:
 
 def rows(source: torch.dtype) -> Tensor:
     """Rows of 128 values: every binade of FP32, three maxima in each, with values far below them; then special ones."""
-    largest = [2.0**e * f for e, f in itertools.product(range(-149, 128), (1.0, 1 + 2.0**-23, 1.75))]
-    edges = [FLT_MAX, *(2.0**-126 * (1 - 2.0**-23), 448 / FLT_MAX, 2688 / FLT_MAX, 448 * 2.0**-127, 448 * 2.0**-126)]
+    largest = [
+        2.0**e * f for e, f in itertools.product(range(-149, 128), (1.0, 1 + 2.0**-23, 1.75))
+    ]
+    edges = [
+        FLT_MAX,
+        *(
+            2.0**-126 * (1 - 2.0**-23),
+            448 / FLT_MAX,
+            2688 / FLT_MAX,
+            448 * 2.0**-127,
+            448 * 2.0**-126,
+        ),
+    ]
     shape = np.concatenate(
-        [[1, -1, 0, -0.0], np.linspace(-1, 1, 60), 2.0 ** -np.arange(32), -0.7 * 2.0 ** -np.arange(32)]
+        [
+            [1, -1, 0, -0.0],
+            np.linspace(-1, 1, 60),
+            2.0 ** -np.arange(32),
+            -0.7 * 2.0 ** -np.arange(32),
+        ]
     )
     table = torch.tensor(np.outer([*largest, *edges], shape)).to(torch.float32)
     special = torch.zeros(5, 128)
-    special[1, ::3], special[2, 5], special[3, 7], special[4, 9] = 1e-45, torch.inf, torch.nan, -torch.inf
+    special[1, ::3], special[2, 5], special[3, 7], special[4, 9] = (
+        1e-45,
+        torch.inf,
+        torch.nan,
+        -torch.inf,
+    )
     special[2:, 64:] = torch.linspace(-3, 500, 64)
     special[4, 10] = torch.nan
     return torch.cat([table, special]).to(source)
@@ -86,7 +109,11 @@ class TestScales:
         scale = scale_of(largest_of(x), dtype, torch.finfo(source).max, power_of_2)
         for columnwise in (False, True):
             quantizer = te.Float8BlockQuantizer(
-                dtype, rowwise=not columnwise, columnwise=columnwise, block_scaling_dim=1, force_pow_2_scales=power_of_2
+                dtype,
+                rowwise=not columnwise,
+                columnwise=columnwise,
+                block_scaling_dim=1,
+                force_pow_2_scales=power_of_2,
             )
             made = quantizer(tensor.t().contiguous() if columnwise else tensor)
             data, inverse = made._copy(columnwise)

@@ -61,14 +61,21 @@ def test_predicates(cls: type) -> None:
 
 def test_formats() -> None:
     values = {f.name: tuple(f.value) for f in R.Format}
-    assert values == {"E2M1": (6, 6), "E4M3": (448, 448), "E5M2": (57344, 57344), "HYBRID": (448, 57344)}
+    assert values == {
+        "E2M1": (6, 6),
+        "E4M3": (448, 448),
+        "E5M2": (57344, 57344),
+        "HYBRID": (448, 57344),
+    }
     assert R.Format.HYBRID.value.max_bwd == 57344
 
 
 @classes
 def test_unknown_fields_name_the_nearest_one(cls: type) -> None:
     field = next(iter(DEFAULTS[cls]))
-    with pytest.raises(ValueError, match=f"unknown field '{field}x' of {cls.__name__}: did you mean '{field}'"):
+    with pytest.raises(
+        ValueError, match=f"unknown field '{field}x' of {cls.__name__}: did you mean '{field}'"
+    ):
         cls(**{field + "x": 1})
 
 
@@ -100,21 +107,57 @@ BAD: list[tuple[type, dict[str, Any], str]] = [
     (R.DelayedScaling, {"reduce_amax": "no"}, "must be of type bool"),
     (R.DelayedScaling, {"fp8_format": R.Format.E5M2}, "Pure E5M2 training is not supported."),
     (R.DelayedScaling, {"amax_history_len": 0}, "amax_history_len must be at least 1"),
-    (R.DelayedScaling, {"amax_compute_algo": "mxa"}, "unknown amax_compute_algo 'mxa': did you mean 'max'"),
-    (R.DelayedScaling, {"scaling_factor_compute_algo": max}, "scaling_factor_compute_algo is not emulated"),
-    (R.DelayedScaling, {"backward_override": "dequantized"}, "Delayed scaling only supports backward_override=None."),
-    (R.Float8CurrentScaling, {"backward_override": "fp32"}, "NVTE_BACKWARD_OVERRIDE must be unset or one of"),
+    (
+        R.DelayedScaling,
+        {"amax_compute_algo": "mxa"},
+        "unknown amax_compute_algo 'mxa': did you mean 'max'",
+    ),
+    (
+        R.DelayedScaling,
+        {"scaling_factor_compute_algo": max},
+        "scaling_factor_compute_algo is not emulated",
+    ),
+    (
+        R.DelayedScaling,
+        {"backward_override": "dequantized"},
+        "Delayed scaling only supports backward_override=None.",
+    ),
+    (
+        R.Float8CurrentScaling,
+        {"backward_override": "fp32"},
+        "NVTE_BACKWARD_OVERRIDE must be unset or one of",
+    ),
     (R.Float8CurrentScaling, {"fp8_format": R.Format.E5M2}, "Pure E5M2"),
     (R.Float8CurrentScaling, {"fp8_gemm_fprop": True}, "must be of type MMParams"),
     (R.Float8BlockScaling, {"x_block_scaling_dim": 3}, "Only 1D or 2D blocks supported for x"),
     (R.Float8BlockScaling, {"x_block_scaling_dim": 2}, "2D by 2D block gemm not supported."),
     (R.Float8BlockScaling, {"grad_block_scaling_dim": 2}, "2D by 2D block gemm not supported."),
-    (R.Float8BlockScaling, {"fp8_gemm_dgrad": R.MMParams(False)}, "Split accumulator required for dgrad."),
-    (R.Float8BlockScaling, {"fp8_dpa": True}, "FP8 attention is not supported for Float8BlockScaling."),
+    (
+        R.Float8BlockScaling,
+        {"fp8_gemm_dgrad": R.MMParams(False)},
+        "Split accumulator required for dgrad.",
+    ),
+    (
+        R.Float8BlockScaling,
+        {"fp8_dpa": True},
+        "FP8 attention is not supported for Float8BlockScaling.",
+    ),
     (R.MXFP8BlockScaling, {"fp8_format": R.Format.E5M2}, "Pure E5M2"),
-    (R.NVFP4BlockScaling, {"fp4_format": R.Format.E4M3}, "Only E2M1 is supported for NVFP4 scaling"),
-    (R.NVFP4BlockScaling, {"fp8_format": R.Format.HYBRID}, "Only E4M3 is supported for NVFP4 scaling"),
-    (R.NVFP4BlockScaling, {"nvfp4_4over6": "all"}, "unknown field 'nvfp4_4over6' of NVFP4BlockScaling"),
+    (
+        R.NVFP4BlockScaling,
+        {"fp4_format": R.Format.E4M3},
+        "Only E2M1 is supported for NVFP4 scaling",
+    ),
+    (
+        R.NVFP4BlockScaling,
+        {"fp8_format": R.Format.HYBRID},
+        "Only E4M3 is supported for NVFP4 scaling",
+    ),
+    (
+        R.NVFP4BlockScaling,
+        {"nvfp4_4over6": "all"},
+        "unknown field 'nvfp4_4over6' of NVFP4BlockScaling",
+    ),
 ]
 
 
@@ -129,8 +172,12 @@ def test_nvfp4_derives_operands() -> None:
     r = R.NVFP4BlockScaling()
     assert r.fp4_quant_fwd_inp == R.QParams(random_hadamard_transform=True)
     assert r.fp4_quant_fwd_weight == R.QParams(fp4_2d_quantization=True)
-    assert r.fp4_quant_bwd_grad == R.QParams(random_hadamard_transform=True, stochastic_rounding=True)
-    r = R.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True)
+    assert r.fp4_quant_bwd_grad == R.QParams(
+        random_hadamard_transform=True, stochastic_rounding=True
+    )
+    r = R.NVFP4BlockScaling(
+        disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
+    )
     assert r.fp4_quant_fwd_inp == r.fp4_quant_fwd_weight == r.fp4_quant_bwd_grad == R.QParams()
 
 
@@ -154,10 +201,22 @@ def test_equality_copies_and_hash(cls: type) -> None:
 
 
 ENVIRONMENT = {
-    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": ("1", "R.Float8CurrentScaling().fp8_quant_bwd_grad.power_2_scale"),
-    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": ("1", "not R.Float8BlockScaling().fp8_quant_fwd_inp.power_2_scale"),
-    "NVTE_NVFP4_DISABLE_RHT": ("1", "not R.NVFP4BlockScaling().fp4_quant_fwd_inp.random_hadamard_transform"),
-    "NVTE_BACKWARD_OVERRIDE": ("dequantized", "R.MXFP8BlockScaling().backward_override == 'dequantized'"),
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": (
+        "1",
+        "R.Float8CurrentScaling().fp8_quant_bwd_grad.power_2_scale",
+    ),
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": (
+        "1",
+        "not R.Float8BlockScaling().fp8_quant_fwd_inp.power_2_scale",
+    ),
+    "NVTE_NVFP4_DISABLE_RHT": (
+        "1",
+        "not R.NVFP4BlockScaling().fp4_quant_fwd_inp.random_hadamard_transform",
+    ),
+    "NVTE_BACKWARD_OVERRIDE": (
+        "dequantized",
+        "R.MXFP8BlockScaling().backward_override == 'dequantized'",
+    ),
 }
 
 

@@ -32,7 +32,9 @@ class Block(nn.Module):
         return x + nn.functional.dropout(self.down(h), 0.25)
 
 
-def train(wrap: Callable[[nn.Module, Tensor], Tensor], name: str, steps: int = 4, accumulate: int = 1) -> list[Tensor]:
+def train(
+    wrap: Callable[[nn.Module, Tensor], Tensor], name: str, steps: int = 4, accumulate: int = 1
+) -> list[Tensor]:
     """Outputs, gradients, scales and histories of some steps of three blocks; `wrap` runs a block."""
     torch.manual_seed(1)
     te.FP8GlobalStateManager.reset()
@@ -61,12 +63,20 @@ def train(wrap: Callable[[nn.Module, Tensor], Tensor], name: str, steps: int = 4
     return found
 
 
-@pytest.mark.parametrize(("name", "accumulate", "reentrant"), every(4, RECIPES, [1, 2], [False, True]))
+@pytest.mark.parametrize(
+    ("name", "accumulate", "reentrant"), every(4, RECIPES, [1, 2], [False, True])
+)
 def test_changes_nothing(name: str, accumulate: int, reentrant: bool) -> None:
     """Outputs, gradients, scales and histories in every bit; dropout and stochastic rounding draw the same numbers."""
     expected = train(lambda block, x: block(x), name, accumulate=accumulate)
-    got = train(lambda block, x: te.checkpoint(block, x, use_reentrant=reentrant), name, accumulate=accumulate)
-    assert len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    got = train(
+        lambda block, x: te.checkpoint(block, x, use_reentrant=reentrant),
+        name,
+        accumulate=accumulate,
+    )
+    assert len(got) == len(expected) and all(
+        torch.equal(a, b) for a, b in zip(got, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +109,9 @@ def test_a_recomputation_inside_an_autocast_has_the_flag_of_its_forward(updates:
 def test_saves_no_activations() -> None:
     block, x = Block(), torch.randn(32, 32, dtype=BF16, requires_grad=True)
     sizes: list[int] = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t)
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda t: sizes.append(t.numel()) or t, lambda t: t
+    )
     with hooks, te.autocast(recipe=R.Float8CurrentScaling()):
         te.checkpoint(block, x, use_reentrant=True)
     assert sizes == [x.numel()]
@@ -147,7 +159,9 @@ def test_without_grad_it_just_calls() -> None:
 def test_a_module_without_te_modules_goes_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     called: dict[str, Any] = {}
     module = sys.modules["te_models.engine.emulated.recompute"]
-    monkeypatch.setattr(module, "torch_checkpoint", lambda function, *args, **options: called.update(options))
+    monkeypatch.setattr(
+        module, "torch_checkpoint", lambda function, *args, **options: called.update(options)
+    )
     te.checkpoint(nn.Linear(4, 4), torch.ones(4, 4), use_reentrant=False, debug=True)
     assert called["use_reentrant"] is False and called["debug"] is True
 
@@ -162,7 +176,9 @@ def test_context_fn(reentrant: bool) -> None:
         yield
 
     m, x = te.Linear(32, 32), torch.ones(32, 32, requires_grad=True)
-    y = te.checkpoint(m, x, use_reentrant=reentrant, context_fn=lambda: (note("forward"), note("recompute")))
+    y = te.checkpoint(
+        m, x, use_reentrant=reentrant, context_fn=lambda: (note("forward"), note("recompute"))
+    )
     assert log == ["forward"]
     y.sum().backward()
     assert log == ["forward", "recompute"]
@@ -179,13 +195,18 @@ class TestReentrant:
             torch.autograd.grad(te.checkpoint(m, x).sum(), x)
 
     def test_refuses_delayed_scaling_with_the_autocast_inside(self) -> None:
-        m, x = te.Linear(32, 32, params_dtype=BF16), torch.ones(32, 32, dtype=BF16, requires_grad=True)
+        m, x = (
+            te.Linear(32, 32, params_dtype=BF16),
+            torch.ones(32, 32, dtype=BF16, requires_grad=True),
+        )
 
         def function(x: Tensor) -> Tensor:
             with te.autocast(recipe=RECIPES["delayed"]()):
                 return m(x)
 
-        with pytest.raises(RuntimeError, match="open te.autocast outside, or pass use_reentrant=False"):
+        with pytest.raises(
+            RuntimeError, match="open te.autocast outside, or pass use_reentrant=False"
+        ):
             te.checkpoint(function, x, use_reentrant=True)
         for _ in range(2):
             te.checkpoint(function, x, use_reentrant=False).sum().backward()
@@ -219,10 +240,18 @@ class TestStash:
                     x = torch.full((32, 32), size, dtype=BF16, requires_grad=True)
                     with te.autocast(recipe=recipe):
                         wrapped = checkpointed and i == 0
-                        outputs.append(te.checkpoint(m, x, use_reentrant=reentrant) if wrapped else m(x))
+                        outputs.append(
+                            te.checkpoint(m, x, use_reentrant=reentrant) if wrapped else m(x)
+                        )
                 for y in outputs:
                     y.sum().backward()
-            found.append([m.fp8_meta["scaling_fwd"].scale, m.fp8_meta["scaling_fwd"].amax_history, m.weight.grad])
+            found.append(
+                [
+                    m.fp8_meta["scaling_fwd"].scale,
+                    m.fp8_meta["scaling_fwd"].amax_history,
+                    m.weight.grad,
+                ]
+            )
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
     def test_the_other_order_is_refused(self, reentrant: bool) -> None:
@@ -254,8 +283,13 @@ class TestTorchCheckpoint:
             (True, "current", False, ""),
         ],
     )
-    def test_autocast_outside_and_inside(self, inside: bool, name: str, reentrant: bool, message: str) -> None:
-        m, x = te.Linear(32, 32, params_dtype=BF16), torch.ones(32, 32, dtype=BF16, requires_grad=True)
+    def test_autocast_outside_and_inside(
+        self, inside: bool, name: str, reentrant: bool, message: str
+    ) -> None:
+        m, x = (
+            te.Linear(32, 32, params_dtype=BF16),
+            torch.ones(32, 32, dtype=BF16, requires_grad=True),
+        )
         outer, inner = te.autocast(recipe=RECIPES[name]()), nullcontext()
         if inside:
             outer, inner = inner, outer

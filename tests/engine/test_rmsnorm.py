@@ -23,7 +23,11 @@ def test_against_fp64(zero_centered: bool, shape: tuple[int, ...]) -> None:
     y = m(x)
     y.backward(g)
     x64, w64 = (t.detach().double().requires_grad_() for t in (x, m.weight))
-    y64 = x64 * torch.rsqrt(x64.square().mean(-1, keepdim=True) + 1e-3) * (w64 + 1 if zero_centered else w64)
+    y64 = (
+        x64
+        * torch.rsqrt(x64.square().mean(-1, keepdim=True) + 1e-3)
+        * (w64 + 1 if zero_centered else w64)
+    )
     y64.backward(g.double())
     for got, expected in ((y, y64), (x.grad, x64.grad), (m.weight.grad, w64.grad)):
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
@@ -38,7 +42,9 @@ def test_against_fp64(zero_centered: bool, shape: tuple[int, ...]) -> None:
         (torch.float32, torch.float32, BF16, BF16),
     ],
 )
-def test_output_dtype(weight: torch.dtype, x: torch.dtype, autocast: torch.dtype | None, expected: torch.dtype) -> None:
+def test_output_dtype(
+    weight: torch.dtype, x: torch.dtype, autocast: torch.dtype | None, expected: torch.dtype
+) -> None:
     m = te.RMSNorm(32, dtype=weight)
     inp = torch.randn(4, 32, dtype=x, requires_grad=True)
     with torch.autocast("cpu", autocast or BF16, enabled=autocast is not None):
@@ -48,7 +54,9 @@ def test_output_dtype(weight: torch.dtype, x: torch.dtype, autocast: torch.dtype
 
 
 def test_parameters_and_state() -> None:
-    assert (te.RMSNorm(8).weight == 1).all() and (te.RMSNorm(8, zero_centered_gamma=True).weight == 0).all()
+    assert (te.RMSNorm(8).weight == 1).all() and (
+        te.RMSNorm(8, zero_centered_gamma=True).weight == 0
+    ).all()
     assert te.RMSNorm((2, 4)).weight.shape == (2, 4)
     state = te.RMSNorm(8).state_dict()
     assert list(state) == ["weight", "_extra_state"] and state["_extra_state"].numel() == 0
@@ -71,7 +79,8 @@ def test_meta_then_reset() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error"), [({}, ValueError), ({"normalized_shape": 8, "elementwise_affine": True}, TypeError)]
+    ("arguments", "error"),
+    [({}, ValueError), ({"normalized_shape": 8, "elementwise_affine": True}, TypeError)],
 )
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
@@ -79,7 +88,9 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception]) -> Non
 
 
 def test_bad_shape() -> None:
-    message = r"Input tensor \(shape=\(4, 8\)\) and weight tensor \(shape=\(16,\)\) are not compatible"
+    message = (
+        r"Input tensor \(shape=\(4, 8\)\) and weight tensor \(shape=\(16,\)\) are not compatible"
+    )
     with pytest.raises(ValueError, match=message):
         te.RMSNorm(16)(torch.ones(4, 8))
 

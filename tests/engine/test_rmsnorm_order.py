@@ -35,7 +35,9 @@ def test_against_h200(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     dtype, rows, cols = name.split(".")
     x, weight, dy = inputs(int(rows), int(cols), DTYPES[dtype])
-    r = torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(case["r"]))), dtype=torch.float32)[:, None]
+    r = torch.frombuffer(
+        bytearray(zlib.decompress(base64.b64decode(case["r"]))), dtype=torch.float32
+    )[:, None]
     gamma, y_hat, grad = weight.float(), x.float() * r, dy.float()
     found = {
         "y": y_hat * gamma,
@@ -45,7 +47,9 @@ def test_against_h200(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {k: digest(v.to(x.dtype))[:16] for k, v in found.items() if k in case} == {
         k: case[k] for k in found if k in case
     }
-    assert (rmsnorm_kernels.reciprocal_rms(x, x.float(), 1e-5).view(torch.int32) - r.view(torch.int32)).abs().max() <= 2
+    assert (
+        rmsnorm_kernels.reciprocal_rms(x, x.float(), 1e-5).view(torch.int32) - r.view(torch.int32)
+    ).abs().max() <= 2
     monkeypatch.setattr(torch, "rsqrt", lambda t: t)
     assert digest(rmsnorm_kernels.reciprocal_rms(x, x.float(), 1e-5))[:16] == case["mean_square"]
 
@@ -64,9 +68,14 @@ def test_fused_multiply_adds_are_recognized(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_few_rows_are_summed_in_the_same_order(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [inputs(rows, cols, DTYPES[dtype])[0] for rows in (1, 3, 16) for cols in (8, 100, 128, 192, 500)]
+    rows = [
+        inputs(rows, cols, DTYPES[dtype])[0]
+        for rows in (1, 3, 16)
+        for cols in (8, 100, 128, 192, 500)
+    ]
     few = [rmsnorm_kernels.reciprocal_rms(x, x.float(), 1e-5) for x in rows]
     monkeypatch.setattr(rmsnorm_kernels, "_FEW", 0)
     assert all(
-        torch.equal(rmsnorm_kernels.reciprocal_rms(x, x.float(), 1e-5), r) for x, r in zip(rows, few, strict=True)
+        torch.equal(rmsnorm_kernels.reciprocal_rms(x, x.float(), 1e-5), r)
+        for x, r in zip(rows, few, strict=True)
     )

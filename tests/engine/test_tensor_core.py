@@ -32,7 +32,10 @@ def reference(a: list[float], b: list[float], floors: tuple[int, int], promote: 
     """One element of the product, term by term."""
     accumulator, total = Fraction(0), torch.tensor(0.0)
     for start in range(0, len(a), 32):
-        pairs = [(Fraction(x), Fraction(y)) for x, y in zip(a[start : start + 32], b[start : start + 32], strict=True)]
+        pairs = [
+            (Fraction(x), Fraction(y))
+            for x, y in zip(a[start : start + 32], b[start : start + 32], strict=True)
+        ]
         exponents = [split(x, floors[0]) + split(y, floors[1]) for x, y in pairs if x and y]
         exponents += [split(accumulator, -126)] if accumulator else []
         if exponents:
@@ -51,7 +54,9 @@ def hopper_matmul(a: Tensor, b: Tensor, floors: tuple[int, int], promote: bool) 
 
 def values(shape: tuple[int, int], name: str, spread: float, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randn(shape, generator=generator) * spread)
+    x = torch.randn(shape, generator=generator) * torch.exp2(
+        torch.randn(shape, generator=generator) * spread
+    )
     return x.clamp(-448, 448).to(FORMATS[name][0]).float()
 
 
@@ -60,12 +65,16 @@ def values(shape: tuple[int, int], name: str, spread: float, seed: int) -> Tenso
     st.sampled_from(list(FORMATS)), st.sampled_from(list(FORMATS)), st.sampled_from([1, 16, 32, 96, 128, 272]),
     st.booleans(), st.floats(0, 6), st.integers(0, 1000),
 )  # fmt: skip
-def test_every_bit_of_the_reference(fa: str, fb: str, k: int, promote: bool, spread: float, seed: int) -> None:
+def test_every_bit_of_the_reference(
+    fa: str, fb: str, k: int, promote: bool, spread: float, seed: int
+) -> None:
     a, b = values((2, k), fa, spread, seed), values((3, k), fb, spread, seed + 1)
     floors = FORMATS[fa][1], FORMATS[fb][1]
     got = hopper_matmul(a, b, floors, promote)
     padded = [torch.nn.functional.pad(t, (0, -k % 32)).tolist() for t in (a, b)]
-    assert got.tolist() == [[reference(x, y, floors, promote) for y in padded[1]] for x in padded[0]]
+    assert got.tolist() == [
+        [reference(x, y, floors, promote) for y in padded[1]] for x in padded[0]
+    ]
 
 
 @pytest.mark.parametrize("size", ["_OUTPUTS", "_PRODUCTS"])
@@ -73,7 +82,9 @@ def test_tiles_change_no_bit(size: str, monkeypatch: pytest.MonkeyPatch) -> None
     a, b = values((7, 96), "e4m3", 2.0, 1), values((3, 96), "e5m2", 2.0, 2)
     floors = FORMATS["e4m3"][1], FORMATS["e5m2"][1]
     whole = hopper_matmul(a, b, floors, promote=True)
-    monkeypatch.setattr(tensor_core, size, 2 * 3 * (tensor_core.INSTRUCTION_K if size == "_PRODUCTS" else 1))
+    monkeypatch.setattr(
+        tensor_core, size, 2 * 3 * (tensor_core.INSTRUCTION_K if size == "_PRODUCTS" else 1)
+    )
     assert torch.equal(hopper_matmul(a, b, floors, promote=True), whole)
 
 
@@ -90,7 +101,8 @@ def test_nan_stays_nan() -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", [te.recipe.DelayedScaling, te.recipe.Float8CurrentScaling, te.recipe.Float8BlockScaling]
+    "recipe",
+    [te.recipe.DelayedScaling, te.recipe.Float8CurrentScaling, te.recipe.Float8BlockScaling],
 )
 def test_the_limit_decides_and_both_ways_are_close(recipe: type) -> None:
     module = te.Linear(256, 128, bias=False, params_dtype=torch.bfloat16, device="cpu")
@@ -100,5 +112,7 @@ def test_the_limit_decides_and_both_ways_are_close(recipe: type) -> None:
         with torch.no_grad(), te.exact_gemm(limit), te.autocast(enabled=True, recipe=recipe()):
             outs.append(module(x).float())
     fp32, exact, at_limit, below = outs
-    assert torch.equal(exact, at_limit) and torch.equal(fp32, below) and not torch.equal(fp32, exact)
+    assert (
+        torch.equal(exact, at_limit) and torch.equal(fp32, below) and not torch.equal(fp32, exact)
+    )
     assert (fp32 - exact).norm() / exact.norm() < 1.5e-3

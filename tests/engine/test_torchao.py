@@ -31,10 +31,14 @@ def assert_equal_to_torchao(x: Tensor, dtype: DType) -> None:
     t = te.MXFP8Quantizer(dtype)(x)
     scale, codes = to_mx(x, dtype)
     assert_same_bits("t._rowwise_data", t._rowwise_data, codes)
-    assert_same_bits("t._rowwise_scale_inv[:m, : k // 32]", t._rowwise_scale_inv[:m, : k // 32], scale)
+    assert_same_bits(
+        "t._rowwise_scale_inv[:m, : k // 32]", t._rowwise_scale_inv[:m, : k // 32], scale
+    )
     scale, codes = to_mx(x.t().contiguous(), dtype)
     assert_same_bits("t._columnwise_data", t._columnwise_data, codes.t())
-    assert_same_bits("t._columnwise_scale_inv[: m // 32, :k]", t._columnwise_scale_inv[: m // 32, :k], scale.t())
+    assert_same_bits(
+        "t._columnwise_scale_inv[: m // 32, :k]", t._columnwise_scale_inv[: m // 32, :k], scale.t()
+    )
 
 
 @pytest.mark.parametrize("chunk", range(2))
@@ -58,5 +62,7 @@ def test_nvfp4_agrees_in_every_bit_with_power_of_two_scales() -> None:
     x[0, 0] = 6.0 * 448
     t = te.NVFP4Quantizer(columnwise=False)(x)
     scale, packed = nvfp4_tensor.nvfp4_quantize(x, 16, torch.tensor(1.0))
-    assert_same_bits("t._rowwise_scale_inv[:128, :16]", t._rowwise_scale_inv[:128, :16], scale.view(torch.uint8))
+    assert_same_bits(
+        "t._rowwise_scale_inv[:128, :16]", t._rowwise_scale_inv[:128, :16], scale.view(torch.uint8)
+    )
     assert_same_bits("t._rowwise_data", t._rowwise_data, packed.view(torch.uint8))

@@ -21,7 +21,10 @@ from te_models.files.formats import flatten_state, read_bytes, read_json, unflat
 from te_models.files.tensors import all_finite, read_safetensors
 from te_models.saving.folder import load_folder, match, save_folder
 
-WANTED = {"a": torch.empty(2, 3, device="meta"), "b": torch.empty(4, dtype=torch.bfloat16, device="meta")}
+WANTED = {
+    "a": torch.empty(2, 3, device="meta"),
+    "b": torch.empty(4, dtype=torch.bfloat16, device="meta"),
+}
 
 
 @pytest.mark.parametrize(
@@ -31,7 +34,11 @@ WANTED = {"a": torch.empty(2, 3, device="meta"), "b": torch.empty(4, dtype=torch
         ({"a": torch.ones(2, 3)}, {}, "missing: b"),
         ({"a": torch.ones(2, 3), "b": torch.ones(4)}, {}, "b is torch.float32, not torch.bfloat16"),
         ({"a": torch.ones(2, 3), "b": torch.ones(4)}, {"check_dtype": False}, None),
-        ({"a": torch.ones(3, 2), "b": torch.ones(4)}, {"check_dtype": False}, r"a has shape \[3, 2\], not \[2, 3\]"),
+        (
+            {"a": torch.ones(3, 2), "b": torch.ones(4)},
+            {"check_dtype": False},
+            r"a has shape \[3, 2\], not \[2, 3\]",
+        ),
         ({**WANTED, "x._extra_state": torch.ones(1)}, {}, "unexpected: x._extra_state"),
         ({}, {}, "missing: a, b"),
     ],
@@ -60,7 +67,12 @@ LEAVES = (
     | st.text(max_size=5)
     | st.sampled_from([torch.arange(3), torch.tensor(2.5), torch.empty(0)])
 )
-KEYS = st.text(max_size=3) | st.integers() | st.sampled_from(["$tensor", "a.b", "a", "__metadata__"]) | st.booleans()
+KEYS = (
+    st.text(max_size=3)
+    | st.integers()
+    | st.sampled_from(["$tensor", "a.b", "a", "__metadata__"])
+    | st.booleans()
+)
 STATES = st.recursive(
     LEAVES,
     lambda inner: (
@@ -94,7 +106,9 @@ def assert_equal_state(found: Any, expected: Any) -> None:
 def test_any_state_survives_json(state: Any) -> None:
     tensors, document = flatten_state(state)
     assert "__metadata__" not in tensors
-    assert_equal_state(unflatten_state(tensors, json.loads(json.dumps(document, allow_nan=False))), state)
+    assert_equal_state(
+        unflatten_state(tensors, json.loads(json.dumps(document, allow_nan=False))), state
+    )
 
 
 def test_places_that_read_alike_keep_their_own_tensors() -> None:
@@ -112,7 +126,11 @@ def test_optimizer_and_random_state_survive_a_folder(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    state = {"optimizer": optimizer.state_dict(), "python": random.getstate(), "torch": torch.get_rng_state()}
+    state = {
+        "optimizer": optimizer.state_dict(),
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+    }
     tensors, document = flatten_state(state)
     assert "optimizer.state.0.exp_avg" in tensors
     save_folder(tmp_path / "out", {"training": tensors}, {"training": document})
@@ -159,7 +177,15 @@ def test_a_deep_state_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64],
+    [
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+    ],
     ids=str,
 )
 def test_a_value_that_is_not_finite_is_found(dtype: torch.dtype) -> None:
@@ -170,7 +196,9 @@ def test_a_value_that_is_not_finite_is_found(dtype: torch.dtype) -> None:
         values = torch.tensor([torch.iinfo(dtype).min, -1, torch.iinfo(dtype).max], dtype=dtype)
     else:
         finite = torch.finfo(dtype)
-        values = torch.tensor([finite.max, finite.min, 0, finite.tiny, math.inf, -math.inf, math.nan], dtype=dtype)
+        values = torch.tensor(
+            [finite.max, finite.min, 0, finite.tiny, math.inf, -math.inf, math.nan], dtype=dtype
+        )
     for value in values.view(torch.uint8).view(-1, dtype.itemsize):
         for place in (0, 37, 99):
             tensor = torch.ones(100).to(dtype)
@@ -193,7 +221,9 @@ def read_bytes_of(path: Path) -> bytes:
     return read_bytes(path, 100)
 
 
-def test_a_file_without_anything_to_read_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_anything_to_read_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without waiting, as it is opened, such a file gives None."""
     (tmp_path / "a").write_bytes(b"x")
     monkeypatch.setattr("builtins.open", lambda *_, **__: contextlib.nullcontext(Nothing()))

@@ -24,7 +24,10 @@ def holder(folder: Path) -> subprocess.Popen[str]:
     """A process that holds the lock of `folder`."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", HOLDER, str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
@@ -67,11 +70,16 @@ def link_to(target: str) -> Callable[[Path], None]:
     return lambda path: path.symlink_to(target)
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, *map(link_to, (LOCK, "/dev/zero", "precious"))])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, os.mkdir, *map(link_to, (LOCK, "/dev/zero", "precious"))]
+)
 def test_what_is_no_file_is_one_line(make: Callable[[Path], Any], tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("precious")
     make(tmp_path / LOCK)
-    with pytest.raises(UsageError, match=r"\.lock cannot be locked \(.*\): remove it"), locked(tmp_path):
+    with (
+        pytest.raises(UsageError, match=r"\.lock cannot be locked \(.*\): remove it"),
+        locked(tmp_path),
+    ):
         pass
     assert os.path.lexists(tmp_path / LOCK) and (tmp_path / "precious").read_text() == "precious"
 
@@ -83,7 +91,9 @@ def test_an_error_inside_releases_the_lock(tmp_path: Path) -> None:
         pass
 
 
-def test_a_full_disk_names_the_file_and_releases_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_names_the_file_and_releases_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(descriptor: int, data: bytes, offset: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 

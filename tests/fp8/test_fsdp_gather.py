@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_job import SHAPE, assert_same_checkpoints, by_one, continue_from, make_trainer, solo, start
+from distributed_job import (
+    SHAPE,
+    assert_same_checkpoints,
+    by_one,
+    continue_from,
+    make_trainer,
+    solo,
+    start,
+)
 from ranks import as_one_of, run_ranks
 
 from te_models import CausalLM
@@ -32,10 +40,16 @@ RUNS: dict[str, dict[str, Any]] = {
     "current": dict(FSDP, recipe="current"),
     "kept": dict(FSDP, recipe="delayed", reshard_after_forward=False),
     "recomputed": dict(FSDP, recipe="delayed", mode="full"),
-    "accumulating": dict(FSDP, recipe="current", gradient_accumulation=2, tied=False, reshard_after_forward=False),
+    "accumulating": dict(
+        FSDP, recipe="current", gradient_accumulation=2, tied=False, reshard_after_forward=False
+    ),
 }
 SAVED = dict(FSDP, recipe="delayed", dtype="bfloat16", steps=4, save_every=2)
-RESUMED = {"saved": SAVED, "resumed": dict(SAVED, resume="saved"), "from-one": dict(SAVED, resume="one")}
+RESUMED = {
+    "saved": SAVED,
+    "resumed": dict(SAVED, resume="saved"),
+    "from-one": dict(SAVED, resume="one"),
+}
 
 
 def born(recipe: str, shared: Parallel, root: Path) -> dict[str, Any]:
@@ -43,7 +57,9 @@ def born(recipe: str, shared: Parallel, root: Path) -> dict[str, Any]:
     run = make_trainer(shared, root / f"born-{recipe}", dict(FSDP, recipe=recipe, steps=2))
     fresh = {name: whole(codes).tolist() for name, codes in quantized_weights(run.model).items()}
     sent: list[int] = []
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # what FSDP2 calls
+    name = (
+        "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    )  # what FSDP2 calls
     gather = getattr(dist, name)
 
     def counted(out: Any, own: Any, *args: Any, **options: Any) -> Any:
@@ -63,7 +79,9 @@ def gpu_job(rank: int, folder: str) -> None:
     config, control = TrainConfig(parallel="fsdp"), Ranks(dist.new_group(backend="gloo"))
     shared = Parallel("fsdp", control, device, config=config, **meshes(config, device))
     for recipe, mode in itertools.product(("delayed", "current"), ("none", "full")):
-        options: dict[str, Any] = dict(recipe=recipe, fp8_params=True, activation_checkpointing=mode, device=device)
+        options: dict[str, Any] = dict(
+            recipe=recipe, fp8_params=True, activation_checkpointing=mode, device=device
+        )
         one, cut = (losses(build, options) for build in (CausalLM, shared.build))
         assert cut == pytest.approx(one, rel=2e-3), (recipe, mode)
 
@@ -73,7 +91,9 @@ def losses(build: Any, options: dict[str, Any], steps: int = 5) -> list[float]:
     model = build(get_preset("gated-nano", **SHAPE), **options)
     model.te.FP8GlobalStateManager.reset()
     optimizer = build_optimizer("adamw", model, 3e-3, 0.1)
-    ids = torch.randint(0, 256, (steps, 2, 64), generator=torch.Generator().manual_seed(0)).to(model.device)
+    ids = torch.randint(0, 256, (steps, 2, 64), generator=torch.Generator().manual_seed(0)).to(
+        model.device
+    )
     found = []
     for batch in ids:
         loss = model(batch, labels=batch).loss
@@ -129,7 +149,9 @@ def two(root: Path) -> dict[str, Any]:
 
 
 def test_a_shard_reads_as_its_values_and_is_read_only() -> None:
-    fp8 = Float8Quantizer(torch.full((1,), 8.0), torch.zeros(1), DType.kFloat8E4M3)(torch.randn(4, 16))
+    fp8 = Float8Quantizer(torch.full((1,), 8.0), torch.zeros(1), DType.kFloat8E4M3)(
+        torch.randn(4, 16)
+    )
     shard = FP8Shard(fp8)
     assert torch.equal(shard * 2, fp8.dequantize() * 2) and torch.equal(
         shard.view(-1) * 2, fp8.dequantize().view(-1) * 2
@@ -142,7 +164,9 @@ def test_a_shard_reads_as_its_values_and_is_read_only() -> None:
 def test_a_second_gather_brings_other_data(recipe: str) -> None:
     """FSDP2 writes into the tensor of the first gather, whose transpose backward has made meanwhile."""
     group: Any = object()
-    quantizer: Any = Float8Quantizer(torch.full((1,), 8.0), torch.zeros(1), DType.kFloat8E4M3, columnwise=False)
+    quantizer: Any = Float8Quantizer(
+        torch.full((1,), 8.0), torch.zeros(1), DType.kFloat8E4M3, columnwise=False
+    )
     if recipe == "current":
         quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, columnwise=False)
     shards = [FP8Shard(quantizer(torch.randn(4, 16) * size)) for size in (1.0, 3.0)]
@@ -167,19 +191,25 @@ def test_a_second_gather_brings_other_data(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "accumulating"])
-def test_two_processes_compute_what_one_does(name: str, two: dict[str, Any], tmp_path: Path) -> None:
+def test_two_processes_compute_what_one_does(
+    name: str, two: dict[str, Any], tmp_path: Path
+) -> None:
     expected, found = by_one(RUNS[name], tmp_path), two[name]
     assert_close(found, expected, RUNS[name]["recipe"])
 
 
 @pytest.mark.parametrize("name", ["kept", "recomputed"])
-def test_neither_gathering_again_nor_recomputing_changes_a_bit(name: str, two: dict[str, Any]) -> None:
+def test_neither_gathering_again_nor_recomputing_changes_a_bit(
+    name: str, two: dict[str, Any]
+) -> None:
     """Codes are made once a step, where BF16 weights are quantized again in backward, with other scales."""
     assert two[name] == two["delayed"]
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_codes_are_those_of_one_process_in_every_bit(recipe: str, two: dict[str, Any], tmp_path: Path) -> None:
+def test_codes_are_those_of_one_process_in_every_bit(
+    recipe: str, two: dict[str, Any], tmp_path: Path
+) -> None:
     case = {**FSDP, "recipe": recipe}
     del case["parallel"]
     fresh = quantized_weights(make_trainer(Parallel(), tmp_path, case).model)
@@ -188,11 +218,19 @@ def test_codes_are_those_of_one_process_in_every_bit(recipe: str, two: dict[str,
 
 
 def test_a_block_sends_a_byte_a_parameter(two: dict[str, Any]) -> None:
-    model = CausalLM(get_preset("gated-nano", **SHAPE, tie_word_embeddings=True), device="cpu", dtype=torch.float32)
-    matrices, vectors = (sum(p.numel() for p in model.layers[1].parameters() if p.dim() == dim) for dim in (2, 1))
+    model = CausalLM(
+        get_preset("gated-nano", **SHAPE, tie_word_embeddings=True),
+        device="cpu",
+        dtype=torch.float32,
+    )
+    matrices, vectors = (
+        sum(p.numel() for p in model.layers[1].parameters() if p.dim() == dim) for dim in (2, 1)
+    )
     plain = 4 * (matrices + vectors)  # a block at an end of the model, which stays as it is
     rest = 4 * sum(p.numel() for p in (model.embed_tokens.weight, model.norm.weight))
-    assert two["born-delayed"]["sent"] == sorted(size // 2 for size in (matrices + 4 * vectors, rest, plain))
+    assert two["born-delayed"]["sent"] == sorted(
+        size // 2 for size in (matrices + 4 * vectors, rest, plain)
+    )
 
 
 def test_a_resume_on_as_many_ranks_is_exact(two: dict[str, Any], root: Path) -> None:
@@ -200,7 +238,9 @@ def test_a_resume_on_as_many_ranks_is_exact(two: dict[str, Any], root: Path) -> 
     assert_same_checkpoints(root / "saved", root / "resumed")
 
 
-def test_any_number_of_processes_goes_on_from_any_other(two: dict[str, Any], root: Path, tmp_path: Path) -> None:
+def test_any_number_of_processes_goes_on_from_any_other(
+    two: dict[str, Any], root: Path, tmp_path: Path
+) -> None:
     continue_from(root / "saved", tmp_path / "run")
     found = solo(tmp_path / "run", SAVED, resume=True)
     assert found["losses"][:2] == two["saved"]["losses"][:2]
@@ -213,14 +253,22 @@ def test_any_number_of_processes_goes_on_from_any_other(two: dict[str, Any], roo
     ("kind", "options", "reason"),
     [
         ("ddp", dict(recipe="delayed"), "one process or --parallel fsdp, not ddp"),
-        ("fsdp", dict(recipe="blockwise"), "need one scale per weight, which recipe 'blockwise' does not have"),
+        (
+            "fsdp",
+            dict(recipe="blockwise"),
+            "need one scale per weight, which recipe 'blockwise' does not have",
+        ),
         ("fsdp", dict(recipe="current", world=3), "cannot be divided evenly among 3 processes"),
     ],
 )
-def test_unsupported_gathers_are_refused_in_one_line(kind: str, options: dict[str, Any], reason: str) -> None:
+def test_unsupported_gathers_are_refused_in_one_line(
+    kind: str, options: dict[str, Any], reason: str
+) -> None:
     config, device = TrainConfig(parallel=kind), torch.device("cpu")
     with as_one_of(options.pop("world", 2)):
-        shared = Parallel(kind, Ranks(dist.group.WORLD), device, config=config, **meshes(config, device))
+        shared = Parallel(
+            kind, Ranks(dist.group.WORLD), device, config=config, **meshes(config, device)
+        )
         with pytest.raises(ValueError, match=reason) as found:
             shared.build(get_preset("gated-nano", **SHAPE), fp8_params=True, **options)
     assert "\n" not in str(found.value)

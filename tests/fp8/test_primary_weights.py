@@ -14,7 +14,13 @@ from places import PLACE
 from te_models import CausalLM
 from te_models.config.recipe import FP8_WEIGHTS, get_recipe
 from te_models.errors import CheckpointError
-from te_models.fp8.primary_weights import is_quantized, plain, quantized_weights, set_scale, write_weight
+from te_models.fp8.primary_weights import (
+    is_quantized,
+    plain,
+    quantized_weights,
+    set_scale,
+    write_weight,
+)
 from te_models.fp8.scaling_state import fp8_state
 from te_models.model.te_modules import Factory
 from te_models.optim import build_optimizer
@@ -23,7 +29,13 @@ from te_models.saving.pretrained import model_content
 from te_models.saving.restore import opened, restore_model
 
 RECIPES = ["delayed", "current", "blockwise", "mxfp8"]
-SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2)
+SHAPE = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+)
 STEPS = 20
 CODES = {"delayed": 2, "current": 2, "blockwise": 4, "mxfp8": 4}  # tensors an FP8 weight is made of
 
@@ -42,11 +54,16 @@ def quantized(model: CausalLM) -> dict[str, Any]:
 def batch(seed: int) -> torch.Tensor:
     """Rows that can be learned: each token is the one before plus a constant of the row."""
     generator = torch.Generator().manual_seed(seed)
-    start, stride = torch.randint(0, 64, (4, 1), generator=generator), torch.randint(1, 4, (4, 1), generator=generator)
+    start, stride = (
+        torch.randint(0, 64, (4, 1), generator=generator),
+        torch.randint(1, 4, (4, 1), generator=generator),
+    )
     return (start + stride * torch.arange(16)) % 64
 
 
-def train(model: CausalLM, steps: int, start: int = 0, optimizer: Any = None) -> tuple[list[float], Any]:
+def train(
+    model: CausalLM, steps: int, start: int = 0, optimizer: Any = None
+) -> tuple[list[float], Any]:
     optimizer = optimizer or build_optimizer("adamw", model, lr=1e-2, weight_decay=0.1)
     losses = []
     for step in range(start, start + steps):
@@ -67,10 +84,14 @@ def assert_same(one: CausalLM, other: CausalLM) -> None:
         (fp8_state(one), fp8_state(other)),
     ):
         assert have.keys() == want.keys()
-        assert [name for name in have if not torch.equal(plain(have[name]), plain(want[name]))] == []
+        assert [
+            name for name in have if not torch.equal(plain(have[name]), plain(want[name]))
+        ] == []
 
 
-ON_A_GPU = [pytest.param(recipe, PLACE, marks=pytest.mark.gpu) for recipe in RECIPES if recipe != "mxfp8"]
+ON_A_GPU = [
+    pytest.param(recipe, PLACE, marks=pytest.mark.gpu) for recipe in RECIPES if recipe != "mxfp8"
+]
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
@@ -80,7 +101,11 @@ def test_a_new_weight_has_no_transposed_copy(recipe: str, monkeypatch: pytest.Mo
 
     def watched(self: Factory, *args: Any, **options: Any) -> torch.nn.Module:
         module = linear(self, *args, **options)
-        made.extend(weight.get_usages()["columnwise"] for weight in module.parameters() if is_quantized(weight))
+        made.extend(
+            weight.get_usages()["columnwise"]
+            for weight in module.parameters()
+            if is_quantized(weight)
+        )
         return module
 
     monkeypatch.setattr(Factory, "linear", watched)
@@ -94,7 +119,13 @@ def test_building_reserves_little_more_than_the_model(recipe: str) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
-    size = dict(hidden_size=512, num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=8, vocab_size=512)
+    size = dict(
+        hidden_size=512,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=512,
+    )
     moe = dict(num_experts=16, num_experts_per_tok=2, moe_intermediate_size=1024)
     edges = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
     model = build(recipe, moe=moe, **size, **edges, **PLACE)
@@ -144,10 +175,16 @@ def test_fp8_values_are_transposed_only_for_backward(recipe: str, mode: str) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize("mode", ["none", "selective"])
-def test_swiglus_output_is_made_again(recipe: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swiglus_output_is_made_again(
+    recipe: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its codes are not kept, the gradients that they make have the same bits, and amaxes do not see them twice."""
     shape = dict(
-        hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
     )
     shape |= dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
     ids = torch.randint(0, 256, (8, 256), generator=torch.Generator().manual_seed(0)).cuda()
@@ -156,7 +193,13 @@ def test_swiglus_output_is_made_again(recipe: str, mode: str, monkeypatch: pytes
         if not again:
             monkeypatch.setattr("te_models.model.recompute.recomputes_product", lambda *call: False)
         torch.manual_seed(3)
-        place = dict(engine="native", device="cuda", recipe=recipe, fp8_params=True, activation_checkpointing=mode)
+        place = dict(
+            engine="native",
+            device="cuda",
+            recipe=recipe,
+            fp8_params=True,
+            activation_checkpointing=mode,
+        )
         model = CausalLM.from_preset("gated-nano", **place, **shape)
         model(ids, labels=ids, return_logits=False).loss.backward()
         before = torch.cuda.memory_allocated()
@@ -164,15 +207,23 @@ def test_swiglus_output_is_made_again(recipe: str, mode: str, monkeypatch: pytes
         kept = torch.cuda.memory_allocated() - before
         model.zero_grad()
         loss.backward()
-        mlp = model.layers[3].mlp  # no attention behind it, whose backward sums in an order that varies
-        found.append((kept, [mlp.down_proj.weight.grad, mlp.gate_up_proj.weight.grad], fp8_state(model)))
+        mlp = model.layers[
+            3
+        ].mlp  # no attention behind it, whose backward sums in an order that varies
+        found.append(
+            (kept, [mlp.down_proj.weight.grad, mlp.gate_up_proj.weight.grad], fp8_state(model))
+        )
         del model, loss, mlp  # or the next pass would free them while its memory is measured
         gc.collect()
     (less, ours, states), (more, theirs, others) = found
     assert more - less > 0.9 * 4 * 8 * 256 * 1024  # a scale a layer takes a block of the allocator
     assert all(map(torch.equal, ours, theirs))
-    amaxes = [name for name in states if name.endswith("amax_history") and name.startswith("layers.3.mlp")]
-    assert all(torch.equal(states[name], others[name]) for name in amaxes) and (amaxes or recipe == "current")
+    amaxes = [
+        name for name in states if name.endswith("amax_history") and name.startswith("layers.3.mlp")
+    ]
+    assert all(torch.equal(states[name], others[name]) for name in amaxes) and (
+        amaxes or recipe == "current"
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -183,7 +234,10 @@ def test_masters_keep_updates_below_fp8_resolution(recipe: str) -> None:
     optimizer = build_optimizer("adamw", model, lr=1e-5, weight_decay=0.0)
     masters = dict(zip(map(id, optimizer.parameters), optimizer.masters, strict=True))
     for name, p in quantized(model).items():
-        assert torch.equal(masters[id(p)], initial[name].float()) and p.get_high_precision_init_val() is None
+        assert (
+            torch.equal(masters[id(p)], initial[name].float())
+            and p.get_high_precision_init_val() is None
+        )
     weight: Any = model.layers[1].mlp.down_proj.weight
     before = plain(weight).clone()
     for _ in range(50):
@@ -194,7 +248,9 @@ def test_masters_keep_updates_below_fp8_resolution(recipe: str) -> None:
     assert torch.allclose(moved, torch.full_like(moved, -50e-5), rtol=0.05)
     changed = (plain(weight) != before).float().mean()
     assert changed > 0.05, "the codes follow the master"
-    assert ((plain(weight).float() - masters[id(weight)]).norm() / masters[id(weight)].norm()) < 0.04
+    assert (
+        (plain(weight).float() - masters[id(weight)]).norm() / masters[id(weight)].norm()
+    ) < 0.04
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -208,7 +264,11 @@ def test_a_saved_model_loads_exactly(recipe: str, tmp_path: Path) -> None:
     assert_same(loaded, model)
     for name, p in quantized(loaded).items():
         again = dict(model.named_parameters())[name]
-        assert_same_bits("the master, not the codes", p.get_high_precision_init_val(), masters[id(again)].bfloat16())
+        assert_same_bits(
+            "the master, not the codes",
+            p.get_high_precision_init_val(),
+            masters[id(again)].bfloat16(),
+        )
     ids = batch(9)
     for one in (loaded, model):
         one(ids, labels=ids).loss.backward()
@@ -217,7 +277,9 @@ def test_a_saved_model_loads_exactly(recipe: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_folder_loads_without_fp8_params_and_for_transformers(recipe: str, tmp_path: Path) -> None:
+def test_the_folder_loads_without_fp8_params_and_for_transformers(
+    recipe: str, tmp_path: Path
+) -> None:
     model = build(recipe)
     train(model, 2)
     model.save_pretrained(tmp_path / "m")
@@ -231,7 +293,9 @@ def test_the_folder_loads_without_fp8_params_and_for_transformers(recipe: str, t
         if recipe != "delayed"
         else pytest.warns(UserWarning, match="has no use for its scales")
     ):
-        again = CausalLM.from_pretrained(tmp_path / "m", device="cpu", recipe=other, fp8_params=True)
+        again = CausalLM.from_pretrained(
+            tmp_path / "m", device="cpu", recipe=other, fp8_params=True
+        )
     assert again.fp8_params and len(quantized_weights(again)) == CODES[other] * 8
 
 
@@ -257,7 +321,11 @@ def test_the_scale_of_a_delayed_weight_fits_its_first_values() -> None:
     for name, p in quantized(model).items():
         amax = p.get_high_precision_init_val().abs().amax().float()
         assert p._scale_inv.item() == pytest.approx(amax.item() / 448, rel=1e-6), name
-    assert all(history[1:].abs().sum() == 0 for name, history in fp8_state(model).items() if name.endswith("history"))
+    assert all(
+        history[1:].abs().sum() == 0
+        for name, history in fp8_state(model).items()
+        if name.endswith("history")
+    )
 
 
 @pytest.mark.parametrize("amax", [1e-40, 1e-36, 3e-36, 1.0, 1e30])
@@ -266,8 +334,12 @@ def test_a_delayed_weight_of_any_magnitude_has_a_scale(amax: float) -> None:
     value = torch.linspace(-1, 1, parameter.numel()).view(parameter.shape) * amax
     write_weight(parameter, value)
     largest = torch.finfo(torch.float32).max
-    assert parameter._quantizer.scale.item() == min((448 / value.abs().max().double()).float().item(), largest)
-    assert ((plain(parameter) - value).abs() <= value.abs() * 2**-4 + amax * 2.0**-16 + 2.0**-126).all()
+    assert parameter._quantizer.scale.item() == min(
+        (448 / value.abs().max().double()).float().item(), largest
+    )
+    assert (
+        (plain(parameter) - value).abs() <= value.abs() * 2**-4 + amax * 2.0**-16 + 2.0**-126
+    ).all()
     set_scale(parameter, value.abs().max() / 448)
     assert 0 < parameter._quantizer.scale.item() <= largest
 
@@ -298,12 +370,18 @@ def test_a_weight_from_transposed_values_gets_its_own_gradients(recipe: str) -> 
 
 def test_a_swap_that_needs_other_codes_is_refused() -> None:
     model = build("delayed")
-    for recipe, fields in (("current", {}), ("bf16", {}), ("delayed", dict(num_layers_at_start_in_bf16=2))):
+    for recipe, fields in (
+        ("current", {}),
+        ("bf16", {}),
+        ("delayed", dict(num_layers_at_start_in_bf16=2)),
+    ):
         with pytest.raises(ValueError, match="FP8 primary weights were made for recipe 'delayed'"):
             model.set_recipe(recipe, **fields)
     assert model.recipe.name == "delayed"
     _, optimizer = train(model, 3)
-    before, scales = ({n: t.clone() for n, t in of(model).items()} for of in (quantized_weights, fp8_state))
+    before, scales = (
+        {n: t.clone() for n, t in of(model).items()} for of in (quantized_weights, fp8_state)
+    )
     model.set_recipe("delayed", amax_history_len=6, margin=1)
     assert all(torch.equal(before[name], t) for name, t in quantized_weights(model).items())
     weight: Any = model.layers[1].mlp.down_proj.weight
@@ -311,7 +389,9 @@ def test_a_swap_that_needs_other_codes_is_refused() -> None:
     name = "layers.1.mlp.down_proj.scaling_fwd.scale"
     assert_same_bits("now[name][:2]", now[name][:2], scales[name][:2] / 2)
     train(model, 2, start=3, optimizer=optimizer)
-    assert weight._scale_inv.item() == pytest.approx(1 / now[name][1].item(), rel=0.1), "updates reach the new scale"
+    assert weight._scale_inv.item() == pytest.approx(1 / now[name][1].item(), rel=0.1), (
+        "updates reach the new scale"
+    )
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
@@ -325,7 +405,10 @@ def test_codes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     model = build("mxfp8")
     tensors, documents = model_content(model, model.origin)
     name = "layers.1.mlp.down_proj.weight.columnwise_data"
-    for damage in (lambda codes: codes.pop(name), lambda codes: codes.update({name: codes[name][:-1].clone()})):
+    for damage in (
+        lambda codes: codes.pop(name),
+        lambda codes: codes.update({name: codes[name][:-1].clone()}),
+    ):
         codes = dict(tensors["fp8_weights"])
         damage(codes)
         save_folder(tmp_path / "m", {**tensors, "fp8_weights": codes}, documents)
@@ -334,12 +417,16 @@ def test_codes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_damaged_codes_and_scales_are_refused_before_the_model_changes(recipe: str, tmp_path: Path) -> None:
+def test_damaged_codes_and_scales_are_refused_before_the_model_changes(
+    recipe: str, tmp_path: Path
+) -> None:
     model = build(recipe)
     tensors, documents = model_content(model, model.origin)
     before = {name: tensor.clone() for name, tensor in quantized_weights(model).items()}
     for name, tensor in list(before.items())[: CODES[recipe]]:
-        nan = torch.nan if tensor.is_floating_point() else 255 if "scale" in name else 127  # E8M0 and E4M3
+        nan = (
+            torch.nan if tensor.is_floating_point() else 255 if "scale" in name else 127
+        )  # E8M0 and E4M3
         broken = {**tensors["fp8_weights"], name: tensor.index_fill(0, torch.tensor([0]), nan)}
         save_folder(tmp_path / "m", {**tensors, "fp8_weights": broken}, documents)
         with pytest.raises(CheckpointError, match=name):

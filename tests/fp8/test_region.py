@@ -29,12 +29,16 @@ def build(recipe: str, engine: str = "emulated", **options: Any) -> CausalLM:
     if recipe == "delayed":
         options["amax_history_len"] = 4
     torch.manual_seed(0)
-    return CausalLM.from_preset("gated-nano", recipe=recipe, engine=engine, device=device, **options)
+    return CausalLM.from_preset(
+        "gated-nano", recipe=recipe, engine=engine, device=device, **options
+    )
 
 
 def tokens(model: CausalLM, batch: int = 2, length: int = 16) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, model.config.vocab_size, (batch, length), generator=generator).to(model.device)
+    return torch.randint(0, model.config.vocab_size, (batch, length), generator=generator).to(
+        model.device
+    )
 
 
 def train(model: CausalLM, ids: Tensor, steps: int = 2) -> None:
@@ -60,7 +64,9 @@ def assert_same_state(name: str, model: CausalLM, expected: dict[str, Tensor]) -
 def run(*functions: Callable[[], Any]) -> list[Any]:
     """The results of functions that run in a thread each."""
     with ThreadPoolExecutor(len(functions)) as threads:
-        return [running.result() for running in [threads.submit(function) for function in functions]]
+        return [
+            running.result() for running in [threads.submit(function) for function in functions]
+        ]
 
 
 @torch.no_grad()
@@ -75,7 +81,9 @@ def test_four_threads_evaluate_one_model(recipe: str, engine: str) -> None:
     ids = tokens(model)
     train(model, ids)
     expected, before = evaluated(model, ids, 1)[0], state(model)
-    for logits in (logits for found in run(*[lambda: evaluated(model, ids)] * 4) for logits in found):
+    for logits in (
+        logits for found in run(*[lambda: evaluated(model, ids)] * 4) for logits in found
+    ):
         assert_same_bits("logits", logits, expected)
     assert not model.te.FP8GlobalStateManager.is_fp8_enabled()
     if recipe == "delayed":
@@ -88,7 +96,9 @@ def test_a_bf16_model_beside_an_fp8_one(engine: str) -> None:
     ids = tokens(fp8)
     train(fp8, ids)
     expected = [evaluated(model, ids, 1)[0] for model in (fp8, bf16)]
-    for found, wanted in zip(run(lambda: evaluated(fp8, ids), lambda: evaluated(bf16, ids)), expected, strict=True):
+    for found, wanted in zip(
+        run(lambda: evaluated(fp8, ids), lambda: evaluated(bf16, ids)), expected, strict=True
+    ):
         for logits in found:
             assert_same_bits("logits", logits, wanted)
 
@@ -169,7 +179,9 @@ def test_an_evaluation_that_fails_leaves_the_mode() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("where", ["a block", "the loss"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_a_training_pass_that_raises_moves_no_scale(where: str, engine: str, checkpointing: str) -> None:
+def test_a_training_pass_that_raises_moves_no_scale(
+    where: str, engine: str, checkpointing: str
+) -> None:
     model = build("delayed", engine, activation_checkpointing=checkpointing)
     ids = tokens(model)
     train(model, ids)
@@ -195,12 +207,21 @@ def test_a_training_pass_that_raises_keeps_the_amaxes_of_experts(fp8_params: boo
     sizes = dict(num_hidden_layers=3, amax_history_len=4)
     torch.manual_seed(0)
     model = CausalLM.from_preset(
-        "gated-moe-nano", recipe="delayed", engine="emulated", device="cpu", fp8_params=fp8_params, **sizes
+        "gated-moe-nano",
+        recipe="delayed",
+        engine="emulated",
+        device="cpu",
+        fp8_params=fp8_params,
+        **sizes,
     )
     ids = tokens(model)
     train(model, ids)
     before = state(model)
-    recorded = [tensor[0, 1::3] for name, tensor in before.items() if name.endswith("scaling_fwd.amax_history")]
+    recorded = [
+        tensor[0, 1::3]
+        for name, tensor in before.items()
+        if name.endswith("scaling_fwd.amax_history")
+    ]
     assert all((amaxes > 0).all() == fp8_params for amaxes in recorded)
     model.lm_head.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -227,11 +248,15 @@ def test_the_backward_of_an_evaluation_changes_nothing(engine: str, checkpointin
     ("recipe", "checkpointing"),
     every(4, ["delayed", "current", "nvfp4", "mxfp8", "bf16", "blockwise"], ["none", "full"]),
 )
-def test_an_autocast_around_the_model_has_no_effect(recipe: str, engine: str, checkpointing: str) -> None:
+def test_an_autocast_around_the_model_has_no_effect(
+    recipe: str, engine: str, checkpointing: str
+) -> None:
     if engine == "native" and recipe in ("mxfp8", "nvfp4"):
         pytest.skip("no such units on Hopper")
     options: dict[str, Any] = {"disable_stochastic_rounding": True} if recipe == "nvfp4" else {}
-    one, other = (build(recipe, engine, activation_checkpointing=checkpointing, **options) for _ in range(2))
+    one, other = (
+        build(recipe, engine, activation_checkpointing=checkpointing, **options) for _ in range(2)
+    )
     te, ids = one.te, tokens(one, 2, 64)
     outer = te.recipe.Float8CurrentScaling(fp8_format=te.recipe.Format.E4M3)  # as no recipe here
     for _ in range(2):
@@ -254,11 +279,16 @@ def test_an_autocast_of_torch_narrows_nothing_in_a_bf16_model(recipe: str) -> No
     """Such as attention's sums, linear attention's state and a router in FP32; Trainer's bf16=True has one."""
     kinds = dict(
         layer_types=["linear_attention", "full_attention"],
-        linear_attention=dict(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16),
+        linear_attention=dict(
+            num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16
+        ),
         moe=dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, router_fp32=True),
     )
     sizes = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
-    one, other = (build(recipe, num_hidden_layers=2, **kinds, **(sizes if recipe != "bf16" else {})) for _ in range(2))
+    one, other = (
+        build(recipe, num_hidden_layers=2, **kinds, **(sizes if recipe != "bf16" else {}))
+        for _ in range(2)
+    )
     ids = tokens(one, 2, 40)
     expected = one(ids, labels=ids)
     with torch.autocast("cpu", torch.bfloat16):
@@ -273,9 +303,14 @@ def test_an_autocast_of_torch_narrows_nothing_in_a_bf16_model(recipe: str) -> No
 
 @pytest.mark.parametrize(
     ("recipe", "field"),
-    [("delayed", dict(amax_compute_algo="most_recent")), ("current", dict(use_power_2_scales=True))],
+    [
+        ("delayed", dict(amax_compute_algo="most_recent")),
+        ("current", dict(use_power_2_scales=True)),
+    ],
 )
-def test_an_autocast_that_differs_in_a_field_is_a_warning(recipe: str, field: dict[str, Any]) -> None:
+def test_an_autocast_that_differs_in_a_field_is_a_warning(
+    recipe: str, field: dict[str, Any]
+) -> None:
     model = build(recipe)
     outer = get_recipe(recipe, **field).build(model.te)
     assert outer != model.te_recipe
@@ -313,7 +348,9 @@ def test_a_copy_evaluates_and_trains_like_the_original(
     twin, before = make(model), state(model)
     assert_same_bits("logits", evaluated(twin, ids, 1)[0], evaluated(model, ids, 1)[0])
     train(twin, ids)
-    if not fp8_params:  # a step records the amax of an FP8 weight, which the next pass of any model takes up
+    if (
+        not fp8_params
+    ):  # a step records the amax of an FP8 weight, which the next pass of any model takes up
         assert_same_state("the original while its copy trains", model, before)
     trained = state(twin)
     train(model, ids)

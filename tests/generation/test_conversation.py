@@ -38,12 +38,18 @@ def test_each_answer_sees_what_came_before(talk: Conversation) -> None:
     before = said(("system", "be brief"), ("user", "hi"), ("assistant", first), ("user", "again"))
     assert talk.messages == [*before, *said(("assistant", second))]
     ids = talk.tokenizer.apply_chat_template(before)
-    assert second == "".join(stream_text(talk.model, talk.tokenizer, ids, 4)) and talk.forgotten == 0
+    assert (
+        second == "".join(stream_text(talk.model, talk.tokenizer, ids, 4)) and talk.forgotten == 0
+    )
 
 
-def test_variables_reach_the_template(folder: Path, model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_reach_the_template(
+    folder: Path, model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[list[int]] = []
-    monkeypatch.setattr(conversation, "stream_text", lambda m, t, ids, n, **o: asked.append(ids) or iter(["ok"]))
+    monkeypatch.setattr(
+        conversation, "stream_text", lambda m, t, ids, n, **o: asked.append(ids) or iter(["ok"])
+    )
     for variables in ({}, {"enable_thinking": False}):
         list(Conversation(model, load_tokenizer(folder), variables=variables).answer("hi"))
     assert asked[1][: len(asked[0])] == asked[0]
@@ -91,7 +97,11 @@ def test_the_oldest_turns_make_room(talk: Conversation, monkeypatch: pytest.Monk
     monkeypatch.setattr(conversation, "stream_text", answered)
     for letter in "QZX":
         list(talk.answer(letter * 10, 1000))
-    assert [letter in asked[-1][0] for letter in "QZX"] == [False, False, True] and talk.forgotten == 4
+    assert [letter in asked[-1][0] for letter in "QZX"] == [
+        False,
+        False,
+        True,
+    ] and talk.forgotten == 4
     assert "be brief" in asked[-1][0]
     assert all(room >= 96 // 4 for _, room in asked)
     assert len(talk.turns()) == 6  # the history itself is whole
@@ -104,7 +114,9 @@ def test_turns_are_forgotten_only_for_room_that_the_answer_needs(
     """An answer needs the tokens that were asked for, up to a quarter of the 96 positions."""
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        conversation, "stream_text", lambda m, t, ids, n, **o: asked.append((len(ids), n)) or iter(["y"])
+        conversation,
+        "stream_text",
+        lambda m, t, ids, n, **o: asked.append((len(ids), n)) or iter(["y"]),
     )
     talk.system = None
     for needed in range(0, 30):

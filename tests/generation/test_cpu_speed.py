@@ -29,7 +29,9 @@ def two_threads() -> Iterator[None]:
 def threads_of(model: nn.Module, ids: Tensor) -> int:
     """The threads that the model's blocks may use in a pass over `ids`."""
     found: list[int] = []
-    hook = model.layers[0].register_forward_hook(lambda *args: found.append(torch.get_num_threads()))
+    hook = model.layers[0].register_forward_hook(
+        lambda *args: found.append(torch.get_num_threads())
+    )
     model(ids)
     hook.remove()
     return found[0]
@@ -67,13 +69,17 @@ def test_each_weight_is_quantized_once(recipe: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Quantizer, "_build", build)
     model.generate(IDS, max_new_tokens=6)
     weights = [
-        counted[p.data_ptr()] for name, p in model.named_parameters() if "_proj" in name and ".layers" in f".{name}"
+        counted[p.data_ptr()]
+        for name, p in model.named_parameters()
+        if "_proj" in name and ".layers" in f".{name}"
     ]
     assert sorted(set(weights)) == [0, 1] and sum(weights) == 4 * (6 - 2)  # none in the BF16 edges
 
 
 @pytest.mark.parametrize("rows", [1, 4, 12, PACKED_ROWS])
-@pytest.mark.parametrize("outputs, inputs", [(512, 192), (192, 192), (192, 512), (40, 96), (16, 2048), (1, 8)])
+@pytest.mark.parametrize(
+    "outputs, inputs", [(512, 192), (192, 192), (192, 512), (40, 96), (16, 2048), (1, 8)]
+)
 def test_packed_weights_change_no_bit(outputs: int, inputs: int, rows: int) -> None:
     weight, x = torch.randn(outputs, inputs).bfloat16(), torch.randn(rows, inputs).bfloat16()
     if (kept := packed(weight)) is None:
@@ -84,7 +90,9 @@ def test_packed_weights_change_no_bit(outputs: int, inputs: int, rows: int) -> N
 @torch.no_grad()
 def test_a_kept_weight_is_that_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Tensor] = []
-    monkeypatch.setattr(te_linear, "packed_matmul", lambda x, w: calls.append(w) or packed_matmul(x, w))
+    monkeypatch.setattr(
+        te_linear, "packed_matmul", lambda x, w: calls.append(w) or packed_matmul(x, w)
+    )
     linear = te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, device="cpu")
     if packed(linear.weight) is None:
         pytest.skip("this CPU has no exact products of packed weights")
@@ -106,7 +114,9 @@ def test_a_kept_weight_is_that_of_the_module(monkeypatch: pytest.MonkeyPatch) ->
 @torch.no_grad()
 def test_steps_use_packed_weights_and_drop_them(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Tensor] = []
-    monkeypatch.setattr(te_linear, "packed_matmul", lambda x, w: calls.append(w) or packed_matmul(x, w))
+    monkeypatch.setattr(
+        te_linear, "packed_matmul", lambda x, w: calls.append(w) or packed_matmul(x, w)
+    )
     model = CausalLM.from_preset("gated-nano", recipe="bf16", num_hidden_layers=2, **PLACE).eval()
     if packed(model.lm_head.weight) is None:
         pytest.skip("this CPU has no exact products of packed weights")
@@ -115,12 +125,20 @@ def test_steps_use_packed_weights_and_drop_them(monkeypatch: pytest.MonkeyPatch)
     assert not any(module._packed for module in model.modules() if isinstance(module, te.LINEARS))
 
 
-@pytest.mark.parametrize("width, rows", [(64, 1), (512, 4)])  # the norms of 512 channels have a kernel for fours
+@pytest.mark.parametrize(
+    "width, rows", [(64, 1), (512, 4)]
+)  # the norms of 512 channels have a kernel for fours
 @torch.no_grad()
 def test_a_step_of_one_token_has_no_more_rows_than_its_norms_need(width: int, rows: int) -> None:
-    options = dict(hidden_size=width, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, **PLACE)
-    model = CausalLM.from_preset("gated-nano", recipe="current", num_key_value_heads=1, head_dim=32, **options).eval()
+    options = dict(
+        hidden_size=width, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, **PLACE
+    )
+    model = CausalLM.from_preset(
+        "gated-nano", recipe="current", num_key_value_heads=1, head_dim=32, **options
+    ).eval()
     found: list[int] = []
-    model.layers[2].mlp.down_proj.register_forward_pre_hook(lambda module, args: found.append(len(args[0])))
+    model.layers[2].mlp.down_proj.register_forward_pre_hook(
+        lambda module, args: found.append(len(args[0]))
+    )
     model.generate(IDS, max_new_tokens=3)
     assert found == [12, rows, rows]

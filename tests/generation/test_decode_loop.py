@@ -24,7 +24,9 @@ def on_tape(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
     """model.generate(...) with cuda_graph=True, captured and replayed on the CPU."""
     tapes = pretend_cuda(monkeypatch)
 
-    def generate(model: CausalLM, prompts: Any = PROMPTS, count: int = 16, **options: Any) -> torch.Tensor:
+    def generate(
+        model: CausalLM, prompts: Any = PROMPTS, count: int = 16, **options: Any
+    ) -> torch.Tensor:
         out = model.generate(prompts, max_new_tokens=count, cuda_graph=True, **options)
         assert tapes[-1].replays >= 1
         return out
@@ -33,7 +35,9 @@ def on_tape(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_a_replayed_step_is_the_eager_step(feature: str, on_tape: Callable[..., torch.Tensor]) -> None:
+def test_a_replayed_step_is_the_eager_step(
+    feature: str, on_tape: Callable[..., torch.Tensor]
+) -> None:
     model = build(**FEATURES[feature])
     eager = model.generate(PROMPTS, max_new_tokens=16)
     assert len(set(eager[:, 19:].flatten().tolist())) > 8
@@ -45,7 +49,9 @@ def test_replays_count_the_positions_that_they_fill(monkeypatch: pytest.MonkeyPa
     """Without the count the cache would accept more positions than it has room for."""
     tapes, model, count = pretend_cuda(monkeypatch), build(), 6
     ids = torch.randint(0, 256, (2, 9))
-    loop = DecodeLoop(model, ids, None, count, lambda logits: logits.argmax(-1), torch.Generator(), graph=True)
+    loop = DecodeLoop(
+        model, ids, None, count, lambda logits: logits.argmax(-1), torch.Generator(), graph=True
+    )
     lengths = []
     for step in range(count):
         loop.launch(step)
@@ -56,13 +62,17 @@ def test_replays_count_the_positions_that_they_fill(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("recipe", "batch"), every(2, RECIPES, [1, 3]))
-def test_a_replayed_step_under_every_recipe(recipe: str, batch: int, on_tape: Callable[..., torch.Tensor]) -> None:
+def test_a_replayed_step_under_every_recipe(
+    recipe: str, batch: int, on_tape: Callable[..., torch.Tensor]
+) -> None:
     model = build(recipe)
     ids = torch.randint(0, 256, (2, 16))
     model(ids, labels=ids).loss.backward()
     before = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
     eager = model.generate(PROMPTS[:batch], max_new_tokens=6)
-    assert_same_bits("on_tape(model, PROMPTS[:batch], 6)", on_tape(model, PROMPTS[:batch], 6), eager)
+    assert_same_bits(
+        "on_tape(model, PROMPTS[:batch], 6)", on_tape(model, PROMPTS[:batch], 6), eager
+    )
     assert all(torch.equal(tensor, before[name]) for name, tensor in fp8_state(model).items())
 
 
@@ -70,7 +80,9 @@ def test_a_replayed_step_under_every_recipe(recipe: str, batch: int, on_tape: Ca
     dict(), dict(temperature=1.7), dict(top_k=7), dict(top_p=0.7), dict(min_p=0.05),
     dict(top_k=50, top_p=0.9, min_p=0.01),
 ], ids=str)  # fmt: skip
-def test_replayed_sampling_draws_the_same(options: dict, on_tape: Callable[..., torch.Tensor]) -> None:
+def test_replayed_sampling_draws_the_same(
+    options: dict, on_tape: Callable[..., torch.Tensor]
+) -> None:
     model = build()
     eager = model.generate(PROMPTS, max_new_tokens=16, do_sample=True, seed=5, **options)
     assert_same_bits("result", on_tape(model, do_sample=True, seed=5, **options), eager)
@@ -83,11 +95,15 @@ def test_stops_are_the_same_under_replay(on_tape: Callable[..., torch.Tensor]) -
     stops = [int(free[0, 3]), int(free[1, 9])]
     eager = model.generate(PROMPTS, max_new_tokens=16, eos_token_id=stops)
     assert eager.shape[1] < 35 or (eager[:, -1] == stops[0]).any()
-    assert_same_bits("on_tape(model, eos_token_id=stops)", on_tape(model, eos_token_id=stops), eager)
+    assert_same_bits(
+        "on_tape(model, eos_token_id=stops)", on_tape(model, eos_token_id=stops), eager
+    )
     ending = words.decode(free[0, 5:7].tolist())
     options = dict(stop_strings=ending, tokenizer=words, eos_token_id=None)
     assert_same_bits(
-        "on_tape(model, **options)", on_tape(model, **options), model.generate(PROMPTS, max_new_tokens=16, **options)
+        "on_tape(model, **options)",
+        on_tape(model, **options),
+        model.generate(PROMPTS, max_new_tokens=16, **options),
     )
 
 
@@ -106,7 +122,9 @@ def test_weights_quantized_once_are_those_quantized_every_time(recipe: str) -> N
             row.append(model(new, cache=cache, is_first_microbatch=first).logits)
         logits.append(row)
     assert all(torch.equal(a, b) for a, b in zip(*logits, strict=True))
-    fp8 = [module for layer in model.fp8_layers for module in linears_of(model, model.layers[layer])]
+    fp8 = [
+        module for layer in model.fp8_layers for module in linears_of(model, model.layers[layer])
+    ]
     assert fp8 and all(module._fp8_workspaces for module in fp8)
 
 
@@ -137,14 +155,18 @@ def test_codes_of_older_weights_are_not_used() -> None:
         for block in model.layers:
             block.mlp.down_proj.weight.mul_(-3)
     text = model.generate(PROMPTS, max_new_tokens=4)
-    assert_same_bits("the second time nothing was kept", model.generate(PROMPTS, max_new_tokens=4), text)
+    assert_same_bits(
+        "the second time nothing was kept", model.generate(PROMPTS, max_new_tokens=4), text
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("engine", ["native", "emulated"])
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "blockwise"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_cuda_graph_gives_the_eager_tokens(engine: str, recipe: str, batch: int, tmp_path: Path) -> None:
+def test_a_cuda_graph_gives_the_eager_tokens(
+    engine: str, recipe: str, batch: int, tmp_path: Path
+) -> None:
     model = build(recipe, engine=engine, device="cuda", dtype=torch.bfloat16)
     ids = torch.randint(0, 256, (2, 16), device="cuda")
     model(ids, labels=ids).loss.backward()
@@ -152,9 +174,13 @@ def test_a_cuda_graph_gives_the_eager_tokens(engine: str, recipe: str, batch: in
     for options in (dict(), dict(do_sample=True, seed=3, top_k=20, top_p=0.9, min_p=0.01)):
         eager = model.generate(PROMPTS[:batch], max_new_tokens=24, cuda_graph=False, **options)
         assert_same_bits(
-            "result", model.generate(PROMPTS[:batch], max_new_tokens=24, cuda_graph=True, **options), eager
+            "result",
+            model.generate(PROMPTS[:batch], max_new_tokens=24, cuda_graph=True, **options),
+            eager,
         )
-        assert_same_bits("result", model.generate(PROMPTS[:batch], max_new_tokens=24, **options), eager)
+        assert_same_bits(
+            "result", model.generate(PROMPTS[:batch], max_new_tokens=24, **options), eager
+        )
     assert all(torch.equal(tensor, before[name]) for name, tensor in fp8_state(model).items())
 
 

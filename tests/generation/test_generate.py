@@ -104,7 +104,13 @@ def test_min_p_of_1_leaves_the_likeliest_tokens(temperature: float) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.999, 3.0, -1.0]]).expand(500, -1)
     drawn = sample(logits, torch.Generator().manual_seed(0), temperature=temperature, min_p=1.0)
     assert set(drawn.tolist()) == {1, 3}, "a tie is drawn from"
-    assert set(sample(logits, torch.Generator().manual_seed(0), min_p=0.0).tolist()) == {0, 1, 2, 3, 4}
+    assert set(sample(logits, torch.Generator().manual_seed(0), min_p=0.0).tolist()) == {
+        0,
+        1,
+        2,
+        3,
+        4,
+    }
 
 
 def test_top_p_is_the_smallest_set_of_its_probability() -> None:
@@ -116,7 +122,9 @@ def test_top_p_is_the_smallest_set_of_its_probability() -> None:
 
 def test_a_seed_is_a_text_and_top_k_1_is_greedy() -> None:
     model = build()
-    runs = [model.generate(PROMPTS, max_new_tokens=8, do_sample=True, seed=seed) for seed in (3, 3, 4)]
+    runs = [
+        model.generate(PROMPTS, max_new_tokens=8, do_sample=True, seed=seed) for seed in (3, 3, 4)
+    ]
     assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
     greedy = model.generate(PROMPTS, max_new_tokens=8)
     assert torch.equal(model.generate(PROMPTS, max_new_tokens=8, do_sample=True, top_k=1), greedy)
@@ -141,7 +149,9 @@ def test_rows_end_at_their_stop_tokens_and_are_filled_up() -> None:
         hits = [i for i, token in enumerate(reference.tolist()) if token in stops]
         kept = hits[0] + 1 if hits else 10
         assert torch.equal(row[:kept], reference[:kept][: len(row)])
-        assert set(row[kept:].tolist()) <= {stops[0]}, "without a pad token, the first stop token fills up"
+        assert set(row[kept:].tolist()) <= {stops[0]}, (
+            "without a pad token, the first stop token fills up"
+        )
     own = build(eos_token_id=stops, pad_token_id=9)
     own.load_state_dict(model.state_dict())
     mine = own.generate(PROMPTS, max_new_tokens=10)[:, 19:]
@@ -155,8 +165,12 @@ def test_rows_end_at_their_stop_strings() -> None:
     text = words.decode(free)
     start = next(i for i in range(3, 20) if all(32 <= token < 127 for token in free[i : i + 2]))
     ending = bytes(free[start : start + 2]).decode()
-    out = model.generate(PROMPTS[:1], max_new_tokens=24, stop_strings=ending, tokenizer=words)[0, 19:].tolist()
-    assert words.decode(out).endswith(ending) and words.decode(out) == text[: text.index(ending) + 2]
+    out = model.generate(PROMPTS[:1], max_new_tokens=24, stop_strings=ending, tokenizer=words)[
+        0, 19:
+    ].tolist()
+    assert (
+        words.decode(out).endswith(ending) and words.decode(out) == text[: text.index(ending) + 2]
+    )
     pieces = list(stream_text(model, words, words.decode(PROMPTS[0]), 24, stop_strings=[ending]))
     assert "".join(pieces) == text[: text.index(ending)], "text ends before the stop string"
 
@@ -168,7 +182,9 @@ class Scripted(ByteTokenizer):
         self.pieces = pieces
 
     def decode(self, ids: Any) -> str:
-        return b"".join(self.pieces[i] for i in ids if i < len(self.pieces)).decode(errors="replace")
+        return b"".join(self.pieces[i] for i in ids if i < len(self.pieces)).decode(
+            errors="replace"
+        )
 
 
 @pytest.mark.parametrize(
@@ -187,14 +203,18 @@ def test_streamed_text_is_final(
         yield from (torch.tensor([i]) for i in range(count))
 
     monkeypatch.setattr("te_models.generation.text.stream", scripted)
-    assert list(stream_text(build(), Scripted(pieces), "x", len(pieces), stop_strings=stops)) == told
+    assert (
+        list(stream_text(build(), Scripted(pieces), "x", len(pieces), stop_strings=stops)) == told
+    )
 
 
 @pytest.fixture(scope="module")
 def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Words that begin with a space, as a Llama 2 tokenizer has them; its decoder drops the space before the first."""
     words = ["<unk>", "</s>", "\u2581Hello", "\u2581world", "\u2581and", "s", "\u2581"]
-    model = tokenizers.models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", fuse_unk=True)
+    model = tokenizers.models.BPE(
+        {word: i for i, word in enumerate(words)}, [], unk_token="<unk>", fuse_unk=True
+    )
     backend = tokenizers.Tokenizer(model)
     steps = [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.Fuse()]
     backend.decoder = tokenizers.decoders.Sequence([*steps, tokenizers.decoders.Strip(" ", 1, 0)])
@@ -215,20 +235,32 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ],
 )
 def test_streamed_text_keeps_its_first_space(
-    tokens: list[int], stops: Sequence[str], text: str, sentencepiece: Any, monkeypatch: pytest.MonkeyPatch
+    tokens: list[int],
+    stops: Sequence[str],
+    text: str,
+    sentencepiece: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def scripted(model: Any, ids: Any, count: int, **options: Any) -> Any:
         yield from (torch.tensor([i]) for i in tokens)
 
     monkeypatch.setattr("te_models.generation.text.stream", scripted)
     assert sentencepiece.decode([3]) == "world", "the decoder drops the space by itself"
-    assert "".join(stream_text(build(), sentencepiece, [2], len(tokens), stop_strings=stops)) == text
+    assert (
+        "".join(stream_text(build(), sentencepiece, [2], len(tokens), stop_strings=stops)) == text
+    )
 
 
-def test_a_stop_string_may_begin_with_the_first_space(sentencepiece: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_string_may_begin_with_the_first_space(
+    sentencepiece: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens = iter([4, 3, 3])
-    monkeypatch.setattr("torch.argmax", lambda logits, dim: torch.full(logits.shape[:1], next(tokens)))
-    out = build().generate([2], max_new_tokens=3, stop_strings=" and", tokenizer=sentencepiece, eos_token_id=None)
+    monkeypatch.setattr(
+        "torch.argmax", lambda logits, dim: torch.full(logits.shape[:1], next(tokens))
+    )
+    out = build().generate(
+        [2], max_new_tokens=3, stop_strings=" and", tokenizer=sentencepiece, eos_token_id=None
+    )
     assert out.tolist() == [[2, 4]]
 
 
@@ -239,14 +271,30 @@ def test_a_stop_string_may_begin_with_the_first_space(sentencepiece: Any, monkey
         ([[]], {}, "the prompt is empty"),
         ([[1, 2], []], {}, "the prompt is empty"),
         (torch.zeros(1, 0, dtype=torch.long), {}, "the prompt is empty"),
-        (torch.ones(2, 3, dtype=torch.long), dict(attention_mask=torch.tensor([[0] * 3, [1] * 3])), "prompt is empty"),
-        (torch.ones(1, 3, dtype=torch.long), dict(attention_mask=torch.tensor([[1, 1, 0]])), "padding on the right"),
-        (torch.ones(1, 3, dtype=torch.long), dict(attention_mask=torch.ones(1, 4)), "attention_mask has shape [1, 4]"),
+        (
+            torch.ones(2, 3, dtype=torch.long),
+            dict(attention_mask=torch.tensor([[0] * 3, [1] * 3])),
+            "prompt is empty",
+        ),
+        (
+            torch.ones(1, 3, dtype=torch.long),
+            dict(attention_mask=torch.tensor([[1, 1, 0]])),
+            "padding on the right",
+        ),
+        (
+            torch.ones(1, 3, dtype=torch.long),
+            dict(attention_mask=torch.ones(1, 4)),
+            "attention_mask has shape [1, 4]",
+        ),
         ([1, 999], {}, "the prompt has token 999"),
         ([1] * 97, {}, "max_position_embeddings=96"),
         ([1], dict(max_new_tokens=96), "max_position_embeddings=96"),
         ([1], dict(max_new_tokens=0), "max_new_tokens=0"),
-        ([1], dict(max_new_tokens="8"), "max_new_tokens='8' is of a wrong type: give a whole number"),
+        (
+            [1],
+            dict(max_new_tokens="8"),
+            "max_new_tokens='8' is of a wrong type: give a whole number",
+        ),
         ([1], dict(do_sample=True, temperature=0.0), "temperature=0.0"),
         ([1], dict(do_sample=True, top_k=0), "top_k=0"),
         ([1], dict(do_sample=True, top_p=1.5), "top_p=1.5"),
@@ -274,7 +322,11 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 MESSAGES = [
     [dict(role="user", content=" hello ")],
     [dict(role="system", content="be brief"), dict(role="user", content="hi")],
-    [dict(role="user", content="1"), dict(role="assistant", content=" 2 "), dict(role="user", content="3 <b> \u00e9")],
+    [
+        dict(role="user", content="1"),
+        dict(role="assistant", content=" 2 "),
+        dict(role="user", content="3 <b> \u00e9"),
+    ],
 ]
 
 
@@ -282,11 +334,17 @@ MESSAGES = [
 @pytest.mark.parametrize(
     "options", [{}, dict(enable_thinking=False), dict(tools=[{"name": "\u00e9t\u00e9", "b": [1]}])]
 )
-def test_a_chat_template_gives_what_transformers_gives(messages: list, options: dict, chat_model: Path) -> None:
+def test_a_chat_template_gives_what_transformers_gives(
+    messages: list, options: dict, chat_model: Path
+) -> None:
     judge = PreTrainedTokenizerFast.from_pretrained(chat_model)
     text = load_tokenizer(chat_model).chat_template().render(messages, **options)
-    assert text == judge.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-    ids = judge.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
+    assert text == judge.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **options
+    )
+    ids = judge.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False, **options
+    )
     assert load_tokenizer(chat_model).encode(text) == ids
 
 
@@ -295,13 +353,17 @@ def test_a_prompt_begins_as_transformers_begins_it(chat_model: Path, tmp_path: P
     sequence = {"Sequence": {"id": "A", "type_id": 0}}
     begin = {"SpecialToken": {"id": "<|begin|>", "type_id": 0}}
     special = {"<|begin|>": dict(id="<|begin|>", ids=[256], tokens=["<|begin|>"])}
-    processor = dict(type="TemplateProcessing", single=[begin, sequence], pair=[begin, sequence, sequence])
+    processor = dict(
+        type="TemplateProcessing", single=[begin, sequence], pair=[begin, sequence, sequence]
+    )
     (tmp_path / "tokenizer.json").write_text(
         json.dumps({**document, "post_processor": {**processor, "special_tokens": special}})
     )
     words = load_tokenizer(tmp_path)
     assert (
-        words.encode_prompt("ab") == PreTrainedTokenizerFast.from_pretrained(tmp_path)("ab").input_ids == [256, 97, 98]
+        words.encode_prompt("ab")
+        == PreTrainedTokenizerFast.from_pretrained(tmp_path)("ab").input_ids
+        == [256, 97, 98]
     )
     assert words.encode("ab") == ByteTokenizer().encode_prompt("ab") == [97, 98]
     told = []
@@ -313,11 +375,18 @@ def test_a_prompt_begins_as_transformers_begins_it(chat_model: Path, tmp_path: P
 
 def test_chat_templates_are_found_in_every_place(chat_model: Path, tmp_path: Path) -> None:
     config = json.loads((chat_model / "tokenizer_config.json").read_text())
-    forms = {"list": [dict(name="tool_use", template="x"), dict(name="default", template="{{ bos_token }}!")]}
+    forms = {
+        "list": [
+            dict(name="tool_use", template="x"),
+            dict(name="default", template="{{ bos_token }}!"),
+        ]
+    }
     forms |= {"text": "{{ bos_token }}!", "file": "y"}
     shutil.copy(chat_model / "tokenizer.json", tmp_path)
     for form, template in forms.items():
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+        (tmp_path / "tokenizer_config.json").write_text(
+            json.dumps({**config, "chat_template": template})
+        )
         if form == "file":
             (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}!")
         assert load_tokenizer(tmp_path).chat_template().render(MESSAGES[0]) == "<|begin|>!"
@@ -340,21 +409,44 @@ def test_the_command_line_continues_and_talks(
     model = CausalLM.from_pretrained(chat_model, device="cpu", engine="emulated")
     words = load_tokenizer(chat_model)
     at = ["--model", str(chat_model)]
-    assert run(capsys, *at, "--prompt", "ab") == "ab" + "".join(stream_text(model, words, "ab", 6)) + "\n"
+    assert (
+        run(capsys, *at, "--prompt", "ab")
+        == "ab" + "".join(stream_text(model, words, "ab", 6)) + "\n"
+    )
     prompt = words.chat_template().render(MESSAGES[1])
     answer = "".join(stream_text(model, words, words.encode(prompt), 6))
     assert run(capsys, *at, "--chat", "--system", "be brief", "--prompt", "hi") == answer + "\n"
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\nagain\n"))
     both = run(capsys, *at, "--chat", "--system", "be brief")
-    talk = [*MESSAGES[1], dict(role="assistant", content=answer), dict(role="user", content="again")]
+    talk = [
+        *MESSAGES[1],
+        dict(role="assistant", content=answer),
+        dict(role="user", content="again"),
+    ]
     second = "".join(stream_text(model, words, words.encode(words.chat_template().render(talk)), 6))
     assert both == f"{answer}\n{second}\n"
-    assert main(["convert", *at, "--format", "te", "--out", str(tmp_path / "own"), "--recipe", "current"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                *at,
+                "--format",
+                "te",
+                "--out",
+                str(tmp_path / "own"),
+                "--recipe",
+                "current",
+            ]
+        )
+        == 0
+    )
     assert "parameters in float32" in capsys.readouterr().out
     assert run(capsys, "--model", str(tmp_path / "own"), "--recipe", "bf16", "--chat", "--prompt", "hi", "--system",
                "be brief") == answer + "\n"  # fmt: skip
     assert main(["convert", "--model", str(tmp_path / "own"), "--out", str(tmp_path / "back")]) == 0
-    assert (tmp_path / "back/tokenizer.json").exists() and (tmp_path / "back/model.safetensors").exists()
+    assert (tmp_path / "back/tokenizer.json").exists() and (
+        tmp_path / "back/model.safetensors"
+    ).exists()
 
 
 @pytest.mark.parametrize(
@@ -362,7 +454,10 @@ def test_the_command_line_continues_and_talks(
     [
         ([], "give --prompt TEXT, or --chat"),
         (["--chat", "--prompt", "x", "--tokenizer", "PLAIN"], "has no chat template"),
-        (["--prompt", "x", "--tokenizer", "LARGE"], "the tokenizer has 300 ids but the model's vocab_size is 288"),
+        (
+            ["--prompt", "x", "--tokenizer", "LARGE"],
+            "the tokenizer has 300 ids but the model's vocab_size is 288",
+        ),
         (["--prompt", "x" * 97], "max_position_embeddings=96"),
         (["--prompt", "x", "--max-new-tokens", "4", "--top-p", "2"], "top_p=2.0"),
         (["--prompt", "x", "--max-new-tokens", "4", "--temperature", "0"], "(--greedy)"),
@@ -370,7 +465,11 @@ def test_the_command_line_continues_and_talks(
     ],
 )
 def test_mistakes_on_the_command_line(
-    arguments: list[str], message: str, chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    arguments: list[str],
+    message: str,
+    chat_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     for name, size in (("PLAIN", 288), ("LARGE", 300)):
         document = json.loads((chat_model / "tokenizer.json").read_text())
@@ -391,7 +490,11 @@ def test_mistakes_on_the_command_line(
     (["--attention-gate", "element"], "did you mean 'elementwise'"),
 ])  # fmt: skip
 def test_mistakes_in_converting(
-    arguments: list[str], message: str, chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    arguments: list[str],
+    message: str,
+    chat_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     out = tmp_path / "out"
     assert main(["convert", "--model", str(chat_model), "--out", str(out), *arguments]) == 2

@@ -129,7 +129,15 @@ maximum = R.DelayedScaling(amax_history_len=4, amax_compute_algo="max")
 recent = R.DelayedScaling(amax_history_len=8, amax_compute_algo="most_recent", margin=1)
 attempt("delayed_max", linear, maximum, 64, 96, 48, 7)
 attempt("delayed_recent", linear, recent, 64, 96, 48, 7)
-attempt("delayed_e4m3", linear, R.DelayedScaling(amax_history_len=3, fp8_format=R.Format.E4M3), 64, 96, 48, 5)
+attempt(
+    "delayed_e4m3",
+    linear,
+    R.DelayedScaling(amax_history_len=3, fp8_format=R.Format.E4M3),
+    64,
+    96,
+    48,
+    5,
+)
 attempt("current", linear, R.Float8CurrentScaling(), 64, 96, 48, 3)
 attempt("block", linear, R.Float8BlockScaling(), 256, 384, 256, 3)
 for nm, dt in (("e4m3", te.DType.kFloat8E4M3), ("e5m2", te.DType.kFloat8E5M2)):
@@ -137,7 +145,13 @@ for nm, dt in (("e4m3", te.DType.kFloat8E4M3), ("e5m2", te.DType.kFloat8E5M2)):
     attempt(f"q_delayed_{nm}", quantizer, te.Float8Quantizer(scale, amax, dt), 64, 128)
     current = partial(te.Float8CurrentScalingQuantizer, dt, torch.device(DEV))
     attempt(f"q_current_{nm}", quantizer, current(), 64, 128)
-    attempt(f"q_current_pow2_{nm}", quantizer, current(force_pow_2_scales=True, amax_epsilon=1e-3), 64, 128)
+    attempt(
+        f"q_current_pow2_{nm}",
+        quantizer,
+        current(force_pow_2_scales=True, amax_epsilon=1e-3),
+        64,
+        128,
+    )
     for dim in (1, 2):
         for pow2 in (True, False):
             block = te.Float8BlockQuantizer(
@@ -163,4 +177,7 @@ for k in [k for k in tensors if k.startswith("ckpt_re.")]:
 gpu = torch.cuda.get_device_name() if DEV == "cuda" else ""
 metadata = {"meta": json.dumps(meta), "engine": ENGINE, "torch": torch.__version__, "gpu": gpu}
 save_file(tensors, OUT, metadata=metadata)
-print(f"{len(tensors)} tensors;", {k: v for k, v in meta.items() if k.endswith(".error")} or "no errors")  # noqa: T201
+print(  # noqa: T201
+    f"{len(tensors)} tensors;",
+    {k: v for k, v in meta.items() if k.endswith(".error")} or "no errors",
+)

@@ -30,7 +30,11 @@ OUT, SEED, ENGINE = sys.argv[1], int(sys.argv[2]), (sys.argv[3:] or ["native"])[
 PART = sys.argv[sys.argv.index("--part") + 1] if "--part" in sys.argv else None
 PARTS = ("linear", "kernels", "connections", "errors")
 if ENGINE == "native":
-    for name in ("USE_CUTLASS_GROUPED_GEMM", "GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", "EXT_MARGIN_SM"):
+    for name in (
+        "USE_CUTLASS_GROUPED_GEMM",
+        "GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM",
+        "EXT_MARGIN_SM",
+    ):
         os.environ.pop(f"NVTE_{name}", None)  # which change bits
     if PART == "connections":
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
@@ -49,14 +53,18 @@ if PART or not NATIVE:
 BF16 = torch.bfloat16
 ROWS = [0, 16, 48, 128, 272, 1008, 0]
 SMALL = [0, 16, 48, 32, 0]
-SIZES = (64, 256, 1024) if NATIVE else (64, 256)  # emulated tensor cores take a minute for a product of 1024s
+SIZES = (
+    (64, 256, 1024) if NATIVE else (64, 256)
+)  # emulated tensor cores take a minute for a product of 1024s
 tensors, digests, facts = {}, {}, {}
 
 
 def put(key, t, whole=False):
     """Record a tensor: its digest, and all of it with `whole`."""
     t = t.detach().clone().contiguous().cpu()
-    digests[key] = hashlib.sha256(t.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:32]
+    digests[key] = hashlib.sha256(t.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[
+        :32
+    ]
     if whole:
         tensors[key] = t
 
@@ -173,17 +181,29 @@ def compare(case, m, recipe, x, g, rows, found):
     """Note where a te.Linear per expert differs, and whether a second run gives the same."""
     y, dx, grads = found
     different = []
-    for i, (xi, gi, yi, dxi) in enumerate(zip(*(t.split(rows) for t in (x, g, y, dx)), strict=True)):
+    for i, (xi, gi, yi, dxi) in enumerate(
+        zip(*(t.split(rows) for t in (x, g, y, dx)), strict=True)
+    ):
         one_y, one_dx, one = run(expert(m, i), recipe, xi, gi)
-        pairs = {"y": (yi, one_y), "dx": (dxi, one_dx), "dweight": (grads[f"weight{i}"], one["weight"])}
+        pairs = {
+            "y": (yi, one_y),
+            "dx": (dxi, one_dx),
+            "dweight": (grads[f"weight{i}"], one["weight"]),
+        }
         if m.use_bias:
             pairs["dbias"] = (grads[f"bias{i}"], one["bias"])
-        different += [f"{n}{i}" for n, (a, b) in pairs.items() if b is None or not torch.equal(a, b)]
+        different += [
+            f"{n}{i}" for n, (a, b) in pairs.items() if b is None or not torch.equal(a, b)
+        ]
     facts[f"{case}.differs_from_linear"] = different
-    if recipe is None or not isinstance(recipe, R.DelayedScaling):  # whose second pass has other scales
+    if recipe is None or not isinstance(
+        recipe, R.DelayedScaling
+    ):  # whose second pass has other scales
         again = run(m, recipe, x, g, rows)
         same = torch.equal(y, again[0]) and torch.equal(dx, again[1])
-        facts[f"{case}.same_twice"] = same and all(torch.equal(grads[n], v) for n, v in again[2].items())
+        facts[f"{case}.same_twice"] = same and all(
+            torch.equal(grads[n], v) for n, v in again[2].items()
+        )
 
 
 def idle(case, recipe, unfused):
@@ -253,7 +273,16 @@ def linear_part():
             attempt(f"small_{name}{suffix}", linear, recipe, 64, 96, bias, SMALL, True)
             for n_in in SIZES if bias or NATIVE else ():
                 for n_out in SIZES:
-                    attempt(f"{name}{suffix}_{n_in}_{n_out}", linear, recipe, n_in, n_out, bias, ROWS, False)
+                    attempt(
+                        f"{name}{suffix}_{n_in}_{n_out}",
+                        linear,
+                        recipe,
+                        n_in,
+                        n_out,
+                        bias,
+                        ROWS,
+                        False,
+                    )
         attempt(f"whole_{name}", linear, recipe, 256, 64, True, ROWS, True)
         attempt(f"empty_{name}", empty, recipe)
     attempt("bf16_odd", linear, None, 64, 96, True, [1, 7, 33, 0], True)
@@ -308,8 +337,14 @@ def errors_part():
             attempt(f"train_{name}_{rows}", unaligned, recipe, [16, rows], True)
         for rows in (5, 8, 24):
             attempt(f"forward_{name}_{rows}", unaligned, recipe, [16, rows], False)
-    attempt("features_current", lambda case: filled(Draw(case), 2, 64, 96, True)(Draw(case)(32, 48), [16, 16]))
-    attempt("splits_current", lambda case: filled(Draw(case), 2, 64, 96, True)(Draw(case)(32, 64), [16, 8, 8]))
+    attempt(
+        "features_current",
+        lambda case: filled(Draw(case), 2, 64, 96, True)(Draw(case)(32, 48), [16, 16]),
+    )
+    attempt(
+        "splits_current",
+        lambda case: filled(Draw(case), 2, 64, 96, True)(Draw(case)(32, 64), [16, 8, 8]),
+    )
     for name in ("current", "bf16", "delayed"):
         for which in (0, 1):
             attempt(f"frozen{which}_{name}", frozen, recipes()[name], which)
@@ -349,7 +384,9 @@ def router(case, score):
     draw = Draw(case)
     logits = draw(64, 64, dtype=torch.float32).requires_grad_()
     expert_bias = draw(64, scale=0.1, dtype=torch.float32) if score == "sigmoid" else None
-    probs, chosen = fused.fused_topk_with_score_function(logits, 8, False, None, None, None, score, expert_bias)
+    probs, chosen = fused.fused_topk_with_score_function(
+        logits, 8, False, None, None, None, score, expert_bias
+    )
     put(f"{case}.probs", probs, True)
     put(f"{case}.map", chosen, True)
 
@@ -363,7 +400,11 @@ def kernels_part():
 
 
 def save():
-    metadata = {"digests": json.dumps(digests), "facts": json.dumps(facts), "torch": torch.__version__}
+    metadata = {
+        "digests": json.dumps(digests),
+        "facts": json.dumps(facts),
+        "torch": torch.__version__,
+    }
     if NATIVE:
         metadata |= {"gpu": torch.cuda.get_device_name(), "te": version}
     save_file(tensors, OUT, metadata=metadata)
@@ -388,9 +429,13 @@ def merge():
         with safe_open(file, "pt") as opened:
             found = opened.metadata()
         theirs = json.loads(found.pop("digests"))
-        facts.update({f"{part}.{key}": value for key, value in json.loads(found.pop("facts")).items()})
+        facts.update(
+            {f"{part}.{key}": value for key, value in json.loads(found.pop("facts")).items()}
+        )
         if part == "connections":
-            facts["connections.different"] = [key for key, value in theirs.items() if digests.get(key) != value]
+            facts["connections.different"] = [
+                key for key, value in theirs.items() if digests.get(key) != value
+            ]
         else:
             digests.update(theirs)
             tensors.update(load_file(file))
@@ -405,5 +450,7 @@ else:
     for part in [PART] if PART else ["linear", "errors"]:
         globals()[f"{part}_part"]()
     save()
-wrong = {key: value for key, value in facts.items() if key.endswith((".error", ".status")) and value}
+wrong = {
+    key: value for key, value in facts.items() if key.endswith((".error", ".status")) and value
+}
 print(f"{PART or 'all'}: {len(tensors)} tensors, {len(digests)} digests;", wrong or "no errors")  # noqa: T201

@@ -19,11 +19,17 @@ GATED: dict[str, Any] = {**SIZES, "head_dim": 16, "num_experts": 0, "mlp_only_la
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", SIZES),
     "mistral-window": ("mistral", {**SIZES, "sliding_window": 6}),
-    "qwen2-mixed-window": ("qwen2", {**SIZES, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen2-mixed-window": (
+        "qwen2",
+        {**SIZES, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
     "qwen3-tied": ("qwen3", {**SIZES, "tie_word_embeddings": True}),
     "smollm3": ("smollm3", {**SIZES, "no_rope_layers": [1, 0, 1]}),
     "qwen3-next": ("qwen3_next", {**GATED, "layer_types": ["full_attention"] * 3}),
-    "gemma2": ("gemma2", {**SIZES, "sliding_window": 6, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 9}),
+    "gemma2": (
+        "gemma2",
+        {**SIZES, "sliding_window": 6, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 9},
+    ),
     "phi3-longrope": (
         "phi3",
         {
@@ -60,14 +66,17 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
             kind, values = CASES[case]
             torch.manual_seed(3)
             theirs = transformers.AutoModelForCausalLM.from_config(
-                transformers.AutoConfig.for_model(kind, **values), attn_implementation=ATTENTION.get(kind, "sdpa")
+                transformers.AutoConfig.for_model(kind, **values),
+                attn_implementation=ATTENTION.get(kind, "sdpa"),
             )
             theirs = theirs.float().eval().requires_grad_(False)
             for name, parameter in theirs.named_parameters():
                 parameter.normal_(1.0 if "norm" in name and kind != "qwen3_next" else 0.0, 0.25)
             folder = tmp_path_factory.mktemp(case)
             theirs.save_pretrained(folder)
-            made[case] = Pair(theirs, TEModelsForCausalLM.from_pretrained(folder, device="cpu"), folder)
+            made[case] = Pair(
+                theirs, TEModelsForCausalLM.from_pretrained(folder, device="cpu"), folder
+            )
         return made[case]
 
     return get

@@ -34,7 +34,9 @@ TARGETS: dict[str, dict[str, Any]] = {
     "all": dict(target_modules="all-linear"),
     "pattern": dict(target_modules=r".*\.1\.self_attn\.[qk]_proj"),
     "unequal": dict(
-        target_modules=["k_proj", "q_proj", "down_proj"], rank_pattern={"q_proj": 2}, alpha_pattern={"down_proj": 3}
+        target_modules=["k_proj", "q_proj", "down_proj"],
+        rank_pattern={"q_proj": 2},
+        alpha_pattern={"down_proj": 3},
     ),
 }
 # What a CausalLM does not take. Trained whole, a tied embedding leaves the head its own table, not the copy.
@@ -76,7 +78,9 @@ def assert_trained_alike(theirs: Any, ours: Any) -> Tensor:
         model.zero_grad()
         output.loss.backward()
     for name, parameter in trainable(theirs).items():
-        torch.testing.assert_close(trainable(ours)[name].grad, parameter.grad, rtol=1e-3, atol=1e-4, msg=name)
+        torch.testing.assert_close(
+            trainable(ours)[name].grad, parameter.grad, rtol=1e-3, atol=1e-4, msg=name
+        )
     return outputs[0].logits.detach()
 
 
@@ -101,9 +105,13 @@ def test_adapters_are_those_on_the_model_of_transformers(
     fill(theirs, ours)
     logits = assert_trained_alike(theirs, ours)
     assert (logits - models.theirs(IDS).logits).abs().max() > 0.01
-    assert torch.equal(pickle.loads(pickle.dumps(ours))(input_ids=IDS).logits, ours(input_ids=IDS).logits)
+    assert torch.equal(
+        pickle.loads(pickle.dumps(ours))(input_ids=IDS).logits, ours(input_ids=IDS).logits
+    )
     theirs.save_pretrained(tmp_path / "theirs")
-    again = peft.PeftModel.from_pretrained(load(models.folder), tmp_path / "theirs", is_trainable=True)
+    again = peft.PeftModel.from_pretrained(
+        load(models.folder), tmp_path / "theirs", is_trainable=True
+    )
     assert_trained_alike(theirs, again)
     ours.save_pretrained(tmp_path)
     for base in (copy.deepcopy(models.theirs), load(models.folder)):
@@ -118,7 +126,9 @@ def test_adapters_are_those_on_the_model_of_transformers(
 
 @pytest.mark.parametrize("safe", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3-next"])
-def test_adapters_are_merged_switched_off_and_unloaded(family: str, safe: bool, pair: Callable[..., Any]) -> None:
+def test_adapters_are_merged_switched_off_and_unloaded(
+    family: str, safe: bool, pair: Callable[..., Any]
+) -> None:
     models = pair(family)
     plain = models.theirs(IDS).logits
     ours = peft.get_peft_model(load(models.folder), config("attention"))
@@ -139,12 +149,16 @@ def test_adapters_are_merged_switched_off_and_unloaded(family: str, safe: bool, 
     torch.testing.assert_close(again.unload()(IDS).logits, plain, **CLOSE)
 
 
-@pytest.mark.parametrize("recipe, mode", [("bf16", "full"), ("delayed", "none"), ("current", "selective")])
+@pytest.mark.parametrize(
+    "recipe, mode", [("bf16", "full"), ("delayed", "none"), ("current", "selective")]
+)
 def test_adapters_on_gated_layers_under_a_recipe(
     recipe: str, mode: str, build: Callable[..., CausalLM], tmp_path: Path
 ) -> None:
     """The gate is a linear too; the judge are our own adapters of the same file, without recompute."""
-    edges = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0) if recipe != "bf16" else {}
+    edges = (
+        dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0) if recipe != "bf16" else {}
+    )
     ours = peft.get_peft_model(
         TEModelsForCausalLM.wrap(build(recipe, activation_checkpointing=mode, **edges)),
         config(),
@@ -155,9 +169,13 @@ def test_adapters_on_gated_layers_under_a_recipe(
     ours.save_pretrained(tmp_path)
     judge = lora.load_lora(build(recipe, **edges), tmp_path, trainable=True)
     loss, expected = ours(input_ids=IDS, labels=IDS).loss, judge(IDS, labels=IDS).loss
-    torch.testing.assert_close(loss, expected, rtol=0, atol=2.0**-7)  # sums of BF16 are in another order
+    torch.testing.assert_close(
+        loss, expected, rtol=0, atol=2.0**-7
+    )  # sums of BF16 are in another order
     loss.backward()
-    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in trainable(ours).values())
+    assert all(
+        p.grad is not None and bool(p.grad.isfinite().all()) for p in trainable(ours).values()
+    )
 
 
 @pytest.mark.gpu
@@ -167,7 +185,11 @@ def test_adapters_by_the_default_path(
     recipe: str, targets: str, build: Callable[..., CausalLM], tmp_path: Path
 ) -> None:
     """Transformer Engine's layers, as our own adapters of the same file compute; the loss falls."""
-    options = dict(PLACE, num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0) if recipe != "bf16" else PLACE
+    options = (
+        dict(PLACE, num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+        if recipe != "bf16"
+        else PLACE
+    )
     model = TEModelsForCausalLM.wrap(build(recipe, initializer_range=0.2, **options)).eval()
     ids = IDS.to(model.device)
     plain = model(ids).logits.float()
@@ -195,14 +217,19 @@ def test_adapters_by_the_default_path(
 
 def test_a_merge_into_fp8_weights(build: Callable[..., CausalLM]) -> None:
     edges = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
-    ours = peft.get_peft_model(TEModelsForCausalLM.wrap(build("current", fp8_params=True, **edges)), config("one"))
+    ours = peft.get_peft_model(
+        TEModelsForCausalLM.wrap(build("current", fp8_params=True, **edges)), config("one")
+    )
     fill(ours)
     rows = ours.base_model.model.model.layers[0].self_attn.q_proj
     expected = rows.base_layer.weight.data.float() + rows.get_delta_weight("default").float()
     ours.merge_adapter()
     # E4M3 has three mantissa bits, and subnormals of 2^-9 of a scale of amax / 448.
     torch.testing.assert_close(
-        rows.base_layer.weight.data.float(), expected, rtol=2.0**-4, atol=float(expected.abs().max()) / 448 / 8
+        rows.base_layer.weight.data.float(),
+        expected,
+        rtol=2.0**-4,
+        atol=float(expected.abs().max()) / 448 / 8,
     )
 
 
@@ -211,10 +238,16 @@ def test_a_merge_into_fp8_weights(build: Callable[..., CausalLM]) -> None:
     [
         ("llama3", config("one"), config("some")),
         # down_proj is a module of the expert of all tokens, and here of the others too.
-        ("laguna-experts", config("attention", target_parameters=["mlp.experts.gate_up_proj"]), config("unequal")),
+        (
+            "laguna-experts",
+            config("attention", target_parameters=["mlp.experts.gate_up_proj"]),
+            config("unequal"),
+        ),
     ],
 )
-def test_a_second_adapter_elsewhere_and_the_model_inside(case: str, first: Any, second: Any, tmp_path: Path) -> None:
+def test_a_second_adapter_elsewhere_and_the_model_inside(
+    case: str, first: Any, second: Any, tmp_path: Path
+) -> None:
     """Also where the CausalLM is called, and where a copy is."""
     both = []
     for base in (make_theirs(case, tmp_path), load(tmp_path)):
@@ -237,7 +270,9 @@ def test_a_second_adapter_elsewhere_and_the_model_inside(case: str, first: Any, 
 
 
 @pytest.mark.parametrize("targets", [["qkvg_proj"], ["gate_up_proj", "o_proj"], ["q_proj"], None])
-def test_add_lora_takes_the_model_of_transformers(targets: Any, pair: Callable[..., Any], tmp_path: Path) -> None:
+def test_add_lora_takes_the_model_of_transformers(
+    targets: Any, pair: Callable[..., Any], tmp_path: Path
+) -> None:
     models = pair("llama")
     ours = (
         lora.add_lora(load(models.folder), r=4, target_modules=targets)
@@ -249,14 +284,21 @@ def test_add_lora_takes_the_model_of_transformers(targets: Any, pair: Callable[.
     ours.save_pretrained(tmp_path)
     theirs = peft.PeftModel.from_pretrained(copy.deepcopy(models.theirs), tmp_path)
     torch.testing.assert_close(ours(input_ids=IDS).logits, theirs(input_ids=IDS).logits, **CLOSE)
-    expected = {"qkvg_proj": {"q_proj", "k_proj", "v_proj"}, "gate_up_proj": {"gate_proj", "up_proj"}}
+    expected = {
+        "qkvg_proj": {"q_proj", "k_proj", "v_proj"},
+        "gate_up_proj": {"gate_proj", "up_proj"},
+    }
     named = {leaf for target in targets or () for leaf in expected.get(target, {target})}
     assert not named or ours.peft_config["default"].target_modules == named
 
 
 @pytest.mark.parametrize("default", [True, False])
-@pytest.mark.parametrize("case", ["hybrid-0", "qwen3_5_moe_text-linear", "qwen3_next-all", "qwen3_moe-one-key"])
-def test_adapters_of_hybrids_and_experts_are_saved(case: str, default: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case", ["hybrid-0", "qwen3_5_moe_text-linear", "qwen3_next-all", "qwen3_moe-one-key"]
+)
+def test_adapters_of_hybrids_and_experts_are_saved(
+    case: str, default: bool, tmp_path: Path
+) -> None:
     """peft reads the config of the base model, whose config.json lacks fields of ours."""
     theirs = make_theirs(case, tmp_path / "base")
     ours = load(tmp_path / "base")
@@ -279,21 +321,31 @@ def test_adapters_of_hybrids_and_experts_are_saved(case: str, default: bool, tmp
     ("gpt_oss-all-keys", ["q_proj"]),
     *every(2, ["qwen3_5_moe_text-full", "glm4_moe-groups", "deepseek_v3-groups", "qwen3_next-steps"], ["all-linear"]),
 ])  # fmt: skip
-def test_adapters_of_experts_and_routers_are_those_of_transformers(case: str, targets: Any, tmp_path: Path) -> None:
+def test_adapters_of_experts_and_routers_are_those_of_transformers(
+    case: str, targets: Any, tmp_path: Path
+) -> None:
     """A file of transformers' model: logits, gradients, merged, unmerged and saved again; load_lora reads it too."""
     theirs = make_theirs(case, tmp_path / "base")
-    named = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if targets != "all-linear" else None
-    fields = peft.LoraConfig(r=4, target_modules=targets, target_parameters=named, task_type="CAUSAL_LM")
+    named = (
+        ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if targets != "all-linear" else None
+    )
+    fields = peft.LoraConfig(
+        r=4, target_modules=targets, target_parameters=named, task_type="CAUSAL_LM"
+    )
     judge = peft.get_peft_model(copy.deepcopy(theirs), fields).eval()
     fill(judge)
     judge.save_pretrained(tmp_path / "adapter")
-    ours = peft.PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter", is_trainable=True).eval()
+    ours = peft.PeftModel.from_pretrained(
+        load(tmp_path / "base"), tmp_path / "adapter", is_trainable=True
+    ).eval()
     expected = assert_trained_alike(judge, ours)
     with ours.disable_adapter():
         torch.testing.assert_close(ours(input_ids=IDS).logits, theirs(IDS).logits, **CLOSE)
     ours.save_pretrained(tmp_path / "again")
     inner = CausalLM.from_pretrained(tmp_path / "base", device="cpu")
-    torch.testing.assert_close(lora.load_lora(inner, tmp_path / "again")(IDS).logits, expected, **CLOSE)
+    torch.testing.assert_close(
+        lora.load_lora(inner, tmp_path / "again")(IDS).logits, expected, **CLOSE
+    )
     ours.merge_adapter(safe_merge=True)
     torch.testing.assert_close(ours(input_ids=IDS).logits, expected, **CLOSE)
     ours.unmerge_adapter()
@@ -305,15 +357,23 @@ def test_adapters_of_experts_and_routers_are_those_of_transformers(case: str, ta
 
 @pytest.mark.parametrize("recipe", ["bf16", "current"])
 @pytest.mark.parametrize("place", [{}, pytest.param(PLACE, marks=pytest.mark.gpu)])
-def test_adapters_of_experts_under_a_recipe(recipe: str, place: dict[str, Any], tmp_path: Path) -> None:
+def test_adapters_of_experts_under_a_recipe(
+    recipe: str, place: dict[str, Any], tmp_path: Path
+) -> None:
     """As our own adapters of the same file compute; in FP32, since a rounding may send a token to another expert."""
-    edges = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0) if recipe != "bf16" else {}
+    edges = (
+        dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0) if recipe != "bf16" else {}
+    )
     torch.manual_seed(0)
     options: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, **place}
     model = CausalLM.from_preset("gated-moe-nano", recipe=recipe, **options, **edges)
     model.save_pretrained(tmp_path / "base")
-    fields = peft.LoraConfig(target_modules=["o_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
-    ours = peft.get_peft_model(TEModelsForCausalLM.wrap(model), fields, autocast_adapter_dtype=False).eval()
+    fields = peft.LoraConfig(
+        target_modules=["o_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+    )
+    ours = peft.get_peft_model(
+        TEModelsForCausalLM.wrap(model), fields, autocast_adapter_dtype=False
+    ).eval()
     fill(ours)
     ours.save_pretrained(tmp_path / "adapter")
     base = CausalLM.from_pretrained(tmp_path / "base", **options)
@@ -332,13 +392,19 @@ def test_what_peft_cannot_place_beside_experts_is_said(tmp_path: Path) -> None:
     theirs = make_theirs("afmoe-experts", tmp_path / "afmoe")
     added = lora.add_lora(load(tmp_path / "afmoe"), r=2, target_modules=["experts", "q_proj"])
     assert any("experts.base_layer.lora_A" in name for name in trainable(added))
-    peft.get_peft_model(theirs, peft.LoraConfig(target_modules="all-linear")).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match=r"cannot place the adapter's .*router\.gate\.lora_A.*give load_lora"):
+    peft.get_peft_model(theirs, peft.LoraConfig(target_modules="all-linear")).save_pretrained(
+        tmp_path / "adapter"
+    )
+    with pytest.raises(
+        CheckpointError, match=r"cannot place the adapter's .*router\.gate\.lora_A.*give load_lora"
+    ):
         peft.PeftModel.from_pretrained(load(tmp_path / "afmoe"), tmp_path / "adapter")
     lora.load_lora(CausalLM.from_pretrained(tmp_path / "afmoe", device="cpu"), tmp_path / "adapter")
     make_theirs("glm4_moe-groups", tmp_path / "glm4_moe")
     with pytest.warns(UserWarning, match="drops them there: for transformers merge them"):
-        peft.get_peft_model(load(tmp_path / "glm4_moe"), peft.LoraConfig(target_modules="all-linear"))
+        peft.get_peft_model(
+            load(tmp_path / "glm4_moe"), peft.LoraConfig(target_modules="all-linear")
+        )
 
 
 @pytest.mark.filterwarnings("error:no expert")
@@ -346,20 +412,28 @@ def test_experts_left_out_are_said(tmp_path: Path) -> None:
     """Also where the linears of an MLP are named, which are those of experts in files; with the names that help."""
     make_theirs("mixtral-one-key", tmp_path)
     for targets in ("all-linear", ["q_proj", "w1", "w2", "w3"]):
-        with pytest.warns(UserWarning, match="no expert has an adapter: for that, give target_parameters=") as told:
+        with pytest.warns(
+            UserWarning, match="no expert has an adapter: for that, give target_parameters="
+        ) as told:
             adapted = peft.get_peft_model(load(tmp_path), peft.LoraConfig(target_modules=targets))
     adapted.save_pretrained(tmp_path / "adapter")
     peft.PeftModel.from_pretrained(load(tmp_path), tmp_path / "adapter")
     named = ast.literal_eval(str(told[0].message).partition("target_parameters=")[2])
-    ours = peft.get_peft_model(load(tmp_path), peft.LoraConfig(target_modules="all-linear", target_parameters=named))
+    ours = peft.get_peft_model(
+        load(tmp_path), peft.LoraConfig(target_modules="all-linear", target_parameters=named)
+    )
     assert any(".experts.base_layer.lora_A" in name for name in trainable(ours))
     peft.get_peft_model(load(tmp_path), config("one"))
 
 
 def test_the_families_whose_linears_peft_takes_for_experts_are_known() -> None:
-    table = pytest.importorskip("peft.utils.transformers_weight_conversion")._MODEL_TO_CONVERSION_PATTERN
+    table = pytest.importorskip(
+        "peft.utils.transformers_weight_conversion"
+    )._MODEL_TO_CONVERSION_PATTERN
     without_others = {"olmoe"}  # which has no linears of these names beside its experts
-    converted = {f.model_type for f in FAMILIES if table.get(f.model_type) == "qwen2_moe"} - without_others
+    converted = {
+        f.model_type for f in FAMILIES if table.get(f.model_type) == "qwen2_moe"
+    } - without_others
     assert {kind for kind in converted if dropped_by_peft(kind, ["mlp.up_proj"])} == converted
 
 
@@ -379,9 +453,18 @@ def test_what_only_a_causal_lm_takes_is_refused(pair: Callable[..., Any], tmp_pa
             dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
             "peft cannot adapt the head here: give add_lora",
         ),
-        (dict(target_modules=["q_proj"], bias="all"), "peft cannot train the biases of fused linears: leave out bias="),
-        (dict(target_modules=["q_proj"], bias="lora_only"), "peft cannot train the biases of fused linears"),
-        (dict(target_modules=["o_proj"], modules_to_save=["q_proj"]), "cannot train copies of layers.0.self_attn.q_pr"),
+        (
+            dict(target_modules=["q_proj"], bias="all"),
+            "peft cannot train the biases of fused linears: leave out bias=",
+        ),
+        (
+            dict(target_modules=["q_proj"], bias="lora_only"),
+            "peft cannot train the biases of fused linears",
+        ),
+        (
+            dict(target_modules=["o_proj"], modules_to_save=["q_proj"]),
+            "cannot train copies of layers.0.self_attn.q_pr",
+        ),
     ],
 )
 def test_files_that_transformers_would_not_know_are_refused(
@@ -392,18 +475,30 @@ def test_files_that_transformers_would_not_know_are_refused(
         peft.get_peft_model(ours, peft.LoraConfig(**fields))
 
 
-def test_copies_of_norms_that_transformers_names_otherwise_are_refused(pair: Callable[..., Any]) -> None:
+def test_copies_of_norms_that_transformers_names_otherwise_are_refused(
+    pair: Callable[..., Any],
+) -> None:
     """A norm of Gemma 2 has the name of another one here."""
-    fields = peft.LoraConfig(target_modules=["o_proj"], modules_to_save=["post_attention_layernorm"])
-    with pytest.raises(UsageError, match="copies of layers.0.post_attention_layernorm.*names otherwise: change mod"):
+    fields = peft.LoraConfig(
+        target_modules=["o_proj"], modules_to_save=["post_attention_layernorm"]
+    )
+    with pytest.raises(
+        UsageError, match="copies of layers.0.post_attention_layernorm.*names otherwise: change mod"
+    ):
         peft.get_peft_model(load(pair("gemma2").folder), fields)
 
 
 @pytest.mark.parametrize("pattern", [r".*_proj", r".*\.(qkvg_proj|q_proj|k_proj|v_proj|o_proj)"])
-def test_a_pattern_of_names_of_transformers_may_fit_the_fused_ones(pattern: str, pair: Callable[..., Any]) -> None:
+def test_a_pattern_of_names_of_transformers_may_fit_the_fused_ones(
+    pattern: str, pair: Callable[..., Any]
+) -> None:
     inner = CausalLM.from_pretrained(pair("llama").folder, device="cpu")
     adapted = lora.add_lora(inner, r=2, target_modules=pattern)
-    ranks = {name.split(".")[-4]: p.shape[0] for name, p in adapted.named_parameters() if "lora_A" in name}
+    ranks = {
+        name.split(".")[-4]: p.shape[0]
+        for name, p in adapted.named_parameters()
+        if "lora_A" in name
+    }
     mlp = {"gate_up_proj": 4, "down_proj": 2}
     assert ranks == {"qkvg_proj": 6, "o_proj": 2} | (mlp if pattern == r".*_proj" else {})
 

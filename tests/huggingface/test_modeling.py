@@ -33,7 +33,12 @@ GENERATE: dict[str, dict[str, Any]] = {
     "sampling": dict(do_sample=True, temperature=0.8, top_k=20, top_p=0.9),
     "min-p": dict(do_sample=True, min_p=0.05, num_return_sequences=3),
     "beams": dict(num_beams=4, num_return_sequences=2, length_penalty=0.5),
-    "ended-beams": dict(num_beams=5, num_return_sequences=4, early_stopping="never", eos_token_id=[7, 11, 20, 33, 40]),
+    "ended-beams": dict(
+        num_beams=5,
+        num_return_sequences=4,
+        early_stopping="never",
+        eos_token_id=[7, 11, 20, 33, 40],
+    ),
     "static-beams": dict(num_beams=3, cache_implementation="static"),
     "sampled-beams": dict(num_beams=3, do_sample=True),
     "penalties": dict(repetition_penalty=1.3, no_repeat_ngram_size=2, min_new_tokens=8),
@@ -44,18 +49,24 @@ GENERATE: dict[str, dict[str, Any]] = {
 
 def run(model: Any, **options: Any) -> Tensor:
     torch.manual_seed(9)
-    return model.generate(IDS, **{"attention_mask": MASK, "max_new_tokens": 14, "eos_token_id": None, **options})
+    return model.generate(
+        IDS, **{"attention_mask": MASK, "max_new_tokens": 14, "eos_token_id": None, **options}
+    )
 
 
 @pytest.mark.parametrize(
     ("case", "way"),
     [
-        pytest.param(case, way, marks=[pytest.mark.slow] if n and m > 1 else [])  # all ways for one family, two for all
+        pytest.param(
+            case, way, marks=[pytest.mark.slow] if n and m > 1 else []
+        )  # all ways for one family, two for all
         for n, case in enumerate(FAMILIES)
         for m, way in enumerate(GENERATE)
     ],
 )
-def test_generate_gives_the_tokens_of_transformers(case: str, way: str, pair: Callable[..., Any]) -> None:
+def test_generate_gives_the_tokens_of_transformers(
+    case: str, way: str, pair: Callable[..., Any]
+) -> None:
     """A batch of unequal prompts, padded on the left, beyond the sliding windows and the context of LongRoPE."""
     models, options = pair(case), GENERATE[way]
     try:
@@ -67,13 +78,22 @@ def test_generate_gives_the_tokens_of_transformers(case: str, way: str, pair: Ca
 
 def test_generate_where_no_layer_of_the_cache_counts_tokens(build: Callable[..., CausalLM]) -> None:
     sizes = dict(num_key_heads=1, num_value_heads=2, key_head_dim=8, value_head_dim=8)
-    model = build(num_hidden_layers=2, layer_types=("linear_attention",) * 2, linear_attention=sizes, vocab_size=96)
+    model = build(
+        num_hidden_layers=2,
+        layer_types=("linear_attention",) * 2,
+        linear_attention=sizes,
+        vocab_size=96,
+    )
     ours = TEModelsForCausalLM.wrap(model).eval()
     assert torch.equal(run(ours), run(ours, use_cache=False))
 
 
-@pytest.mark.parametrize("way, padding", [("greedy", 0), ("greedy", 6), ("static", 2), ("beams", 2)])
-def test_longrope_with_a_cache_is_transformers_without_one(way: str, padding: int, pair: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    "way, padding", [("greedy", 0), ("greedy", 6), ("static", 2), ("beams", 2)]
+)
+def test_longrope_with_a_cache_is_transformers_without_one(
+    way: str, padding: int, pair: Callable[..., Any]
+) -> None:
     """The angles change with the longest text, not with the longest row; the prompt ends before or after that."""
     models = pair("phi3-longrope")
     for length in (11, 17):
@@ -81,39 +101,61 @@ def test_longrope_with_a_cache_is_transformers_without_one(way: str, padding: in
         mask = torch.ones_like(ids)
         mask[:, :padding] = 0
         mask[0, : padding + 2] = 0
-        options = {**GENERATE[way], "attention_mask": mask, "max_new_tokens": 14, "eos_token_id": None}
-        wanted = models.theirs.generate(ids, **{**options, "cache_implementation": None, "use_cache": False})
+        options = {
+            **GENERATE[way],
+            "attention_mask": mask,
+            "max_new_tokens": 14,
+            "eos_token_id": None,
+        }
+        wanted = models.theirs.generate(
+            ids, **{**options, "cache_implementation": None, "use_cache": False}
+        )
         assert torch.equal(models.ours.generate(ids, **options), wanted)
 
 
 def test_longrope_needs_all_ids_where_its_angles_change(pair: Callable[..., Any]) -> None:
     model = pair("phi3-longrope").ours
     vectors, ids = model.model.embed_tokens(IDS[2:]), torch.cat((IDS, IDS), 1)[2:, :17]
-    assert model.generate(inputs_embeds=vectors, eos_token_id=None, max_new_tokens=5).shape == (1, 5)
-    assert model.generate(ids[:, :8], prefill_chunk_size=4, eos_token_id=None, max_new_tokens=12).shape == (1, 20)
+    assert model.generate(inputs_embeds=vectors, eos_token_id=None, max_new_tokens=5).shape == (
+        1,
+        5,
+    )
+    assert model.generate(
+        ids[:, :8], prefill_chunk_size=4, eos_token_id=None, max_new_tokens=12
+    ).shape == (1, 20)
     for prompt in (dict(inputs_embeds=vectors), dict(inputs=ids, prefill_chunk_size=4)):
-        with pytest.raises(UsageError, match="LongRoPE has other angles after 15 tokens.* give no inputs_embeds"):
+        with pytest.raises(
+            UsageError, match="LongRoPE has other angles after 15 tokens.* give no inputs_embeds"
+        ):
             model.generate(**prompt, eos_token_id=None, max_new_tokens=8)
 
 
 def test_keywords_of_a_config_and_of_generation_are_taken(pair: Callable[..., Any]) -> None:
     folder, ids = pair("llama").folder, IDS[:, 5:]
     ending = transformers.GenerationConfig(max_new_tokens=3, eos_token_id=None)
-    keywords = dict(use_cache=False, output_hidden_states=True, return_dict=True, generation_config=ending)
+    keywords = dict(
+        use_cache=False, output_hidden_states=True, return_dict=True, generation_config=ending
+    )
     model = TEModelsForCausalLM.from_pretrained(folder, device="cpu", **keywords)
     output = model(ids)
     assert CACHE not in output and len(output.hidden_states) == 4
-    assert torch.equal(model.generate(ids), pair("llama").theirs.generate(ids, generation_config=ending))
+    assert torch.equal(
+        model.generate(ids), pair("llama").theirs.generate(ids, generation_config=ending)
+    )
 
 
 @pytest.mark.parametrize("options", [{}, dict(do_sample=True), dict(prompt_lookup_num_tokens=3)])
-def test_assisted_generation_gives_the_tokens_of_transformers(options: dict, pair: Callable[..., Any]) -> None:
+def test_assisted_generation_gives_the_tokens_of_transformers(
+    options: dict, pair: Callable[..., Any]
+) -> None:
     models, drafts = pair("qwen3-tied"), pair("llama")
     found = []
     for model, draft in ((models.theirs, drafts.theirs), (models.ours, drafts.ours)):
         torch.manual_seed(9)
         helper = {} if "prompt_lookup_num_tokens" in options else dict(assistant_model=draft)
-        found.append(model.generate(IDS[2:], max_new_tokens=14, eos_token_id=None, **helper, **options))
+        found.append(
+            model.generate(IDS[2:], max_new_tokens=14, eos_token_id=None, **helper, **options)
+        )
     assert torch.equal(*found)
 
 
@@ -129,15 +171,24 @@ def test_stop_strings_need_the_tokenizer(pair: Callable[..., Any], tmp_path: Pat
 
 
 def test_an_early_exit_is_refused(pair: Callable[..., Any]) -> None:
-    with pytest.raises(UsageError, match="assistant_early_exit is not supported: give a smaller model as assistant_"):
+    with pytest.raises(
+        UsageError,
+        match="assistant_early_exit is not supported: give a smaller model as assistant_",
+    ):
         run(pair("llama").ours, assistant_early_exit=1)
 
 
 @pytest.mark.parametrize("case", FAMILIES[::3])
-def test_scores_and_hidden_states_of_generate_are_those_of_transformers(case: str, pair: Callable[..., Any]) -> None:
-    wanted: dict[str, Any] = dict(output_hidden_states=True, output_scores=True, return_dict_in_generate=True)
+def test_scores_and_hidden_states_of_generate_are_those_of_transformers(
+    case: str, pair: Callable[..., Any]
+) -> None:
+    wanted: dict[str, Any] = dict(
+        output_hidden_states=True, output_scores=True, return_dict_in_generate=True
+    )
     models = pair(case)
-    theirs, ours = (run(model, max_new_tokens=4, **wanted) for model in (models.theirs, models.ours))
+    theirs, ours = (
+        run(model, max_new_tokens=4, **wanted) for model in (models.theirs, models.ours)
+    )
     for a, b in zip(ours.scores, theirs.scores, strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
     real = MASK.bool()
@@ -146,19 +197,26 @@ def test_scores_and_hidden_states_of_generate_are_those_of_transformers(case: st
             where = real if step == 0 else slice(None)
             # Of the order of the largest number: each is a sum over all channels of the layer before.
             close = dict(rtol=1e-4, atol=1e-4 * y[where].abs().max().item())
-            torch.testing.assert_close(x[where], y[where], **close, msg=lambda text, n=layer: f"layer {n}: {text}")
+            torch.testing.assert_close(
+                x[where], y[where], **close, msg=lambda text, n=layer: f"layer {n}: {text}"
+            )
 
 
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
     "left padding": dict(attention_mask=MASK),
     "right padding": dict(attention_mask=MASK.flip(-1)),
-    "packed documents": dict(position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2]]), use_cache=False),
+    "packed documents": dict(
+        position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2]]), use_cache=False
+    ),
     "positions from 7": dict(position_ids=torch.arange(7, 18)[None], use_cache=False),
-    "positions with gaps": dict(position_ids=torch.tensor([[3, 4, 9, 10, 11, 12, 30, 31, 1, 2, 3]]), use_cache=False),
+    "positions with gaps": dict(
+        position_ids=torch.tensor([[3, 4, 9, 10, 11, 12, 30, 31, 1, 2, 3]]), use_cache=False
+    ),
     "positions and mask": dict(position_ids=torch.arange(2, 24, 2)[None], attention_mask=MASK),
     "mask of pairs": dict(
-        attention_mask=torch.ones(3, 1, 11, 11).tril().bool() & (torch.arange(11) != 4), use_cache=False
+        attention_mask=torch.ones(3, 1, 11, 11).tril().bool() & (torch.arange(11) != 4),
+        use_cache=False,
     ),
     "newest logits": dict(logits_to_keep=3),
     "some logits": dict(logits_to_keep=torch.tensor([2, 5])),
@@ -171,13 +229,19 @@ CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("case", ["llama", "qwen2-mixed-window"])
-def test_a_forward_pass_is_that_of_transformers(case: str, call: str, pair: Callable[..., Any]) -> None:
+def test_a_forward_pass_is_that_of_transformers(
+    case: str, call: str, pair: Callable[..., Any]
+) -> None:
     models, options = pair(case), CALLS[call]
     if call == "mask of pairs" and case != "llama":
         return  # transformers then takes no windows either, which "positions with gaps" covers
     theirs, ours = models.theirs(IDS, **options), models.ours(IDS, **options)
     mask = options.get("attention_mask")
-    real = mask.bool() if mask is not None and mask.dim() == 2 else torch.ones(ours.logits.shape[:2], dtype=torch.bool)
+    real = (
+        mask.bool()
+        if mask is not None and mask.dim() == 2
+        else torch.ones(ours.logits.shape[:2], dtype=torch.bool)
+    )
     torch.testing.assert_close(ours.logits[real], theirs.logits[real], **CLOSE)
     if "labels" in options and call != "padding in the loss":
         torch.testing.assert_close(ours.loss, theirs.loss, **CLOSE)
@@ -188,10 +252,15 @@ def test_padding_predicts_nothing(side: str, pair: Callable[..., Any]) -> None:
     """transformers counts the first token of a row after padding, from logits that mean nothing."""
     models, mask = pair("llama"), MASK if side == "left" else MASK.flip(-1)
     rows = [row[real.bool()] for row, real in zip(IDS, mask, strict=True)]
-    sums = [F.cross_entropy(models.theirs(row[None]).logits[0, :-1], row[1:], reduction="sum") for row in rows]
+    sums = [
+        F.cross_entropy(models.theirs(row[None]).logits[0, :-1], row[1:], reduction="sum")
+        for row in rows
+    ]
     labels = IDS.masked_fill(mask == 0, -100)
     expected = sum(sums) / sum(len(row) - 1 for row in rows)
-    torch.testing.assert_close(models.ours(IDS, attention_mask=mask, labels=labels).loss, expected, **CLOSE)
+    torch.testing.assert_close(
+        models.ours(IDS, attention_mask=mask, labels=labels).loss, expected, **CLOSE
+    )
 
 
 @pytest.mark.parametrize("case", ["mistral-window", "gemma2"])
@@ -209,7 +278,8 @@ def test_the_loss_of_vectors_and_of_a_continued_cache_are_those_of_transformers(
         found.append(model(IDS[:, :4], **{CACHE: cache}).logits)
     torch.testing.assert_close(found[1], found[0], **CLOSE)
     texts = [
-        m.generate(inputs_embeds=vectors, max_new_tokens=6, eos_token_id=None) for m in (models.theirs, models.ours)
+        m.generate(inputs_embeds=vectors, max_new_tokens=6, eos_token_id=None)
+        for m in (models.theirs, models.ours)
     ]
     assert torch.equal(*texts)
 
@@ -219,7 +289,10 @@ def test_a_cache_has_either_name(pair: Callable[..., Any]) -> None:
     model = pair("llama").ours
     takes_a_cache_by_either_name(model, IDS)
     past = model(IDS[:, :4], use_cache=True)[CACHE]
-    again, whole = (model.base_model(x, **given) for x, given in ((IDS[:, 4:], dict(past_key_values=past)), (IDS, {})))
+    again, whole = (
+        model.base_model(x, **given)
+        for x, given in ((IDS[:, 4:], dict(past_key_values=past)), (IDS, {}))
+    )
     torch.testing.assert_close(again.last_hidden_state, whole.last_hidden_state[:, 4:], **CLOSE)
 
 
@@ -240,7 +313,9 @@ def test_the_padding_token_is_trained_where_it_is_text(case: str, pair: Callable
         torch.testing.assert_close(found[rows], expected[rows], rtol=1e-3, atol=1e-4)
         assert index is None or (found[pad] - expected[pad]).norm() > 0.1 * found[pad].norm()
     padded, other = IDS.masked_fill(MASK == 0, pad), IDS.masked_fill(MASK == 0, 5)
-    torch.testing.assert_close(gradients(ours, padded, MASK), gradients(ours, other, MASK), rtol=0, atol=0)
+    torch.testing.assert_close(
+        gradients(ours, padded, MASK), gradients(ours, other, MASK), rtol=0, atol=0
+    )
 
 
 def gradients(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -267,7 +342,9 @@ def test_fp8_weights_are_quantized_once_per_call_and_the_tokens_are_those_of_our
     passes = []
     forward = model.model.forward
     monkeypatch.setattr(
-        model.model, "forward", lambda *a, **k: (passes.append(k["is_first_microbatch"]), forward(*a, **k))[1]
+        model.model,
+        "forward",
+        lambda *a, **k: (passes.append(k["is_first_microbatch"]), forward(*a, **k))[1],
     )
     assert torch.equal(model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=8), wanted)
     assert passes == [True] + [False] * 7
@@ -285,18 +362,28 @@ def test_on_a_gpu_the_tokens_are_those_of_our_own_generate(
     two ways of attention differ in BF16's last bit, which may move an activation by a step of E4M3.
     """
     step = 2**-6 if recipe == "bf16" else 2**-3
-    shape = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    shape = dict(
+        hidden_size=256,
+        intermediate_size=512,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
     model = TEModelsForCausalLM.wrap(build(recipe, **shape, **PLACE))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(3 if parameter.dim() == 2 else 1)  # so that probabilities are far from uniform
+            parameter.mul_(
+                3 if parameter.dim() == 2 else 1
+            )  # so that probabilities are far from uniform
     ids = (IDS % 64).to(model.device)
     model.train()(ids, labels=ids)  # scales for delayed scaling
     options: dict[str, Any] = dict(max_new_tokens=14, eos_token_id=None, cache_implementation=cache)
     found = model.eval().generate(ids, **options, output_scores=True, return_dict_in_generate=True)
     wanted = model.model.generate(ids, max_new_tokens=14)
     assert found.sequences.shape == wanted.shape == (3, 25)
-    for one, other, scores in zip(found.sequences, wanted, torch.stack(found.scores, 1), strict=True):
+    for one, other, scores in zip(
+        found.sequences, wanted, torch.stack(found.scores, 1), strict=True
+    ):
         if place := (one != other).nonzero().flatten().tolist():
             at = scores[place[0] - 11].float()
             assert at[one[place[0]]] - at[other[place[0]]] <= step * at.abs().max()
@@ -316,7 +403,9 @@ def test_recompute_follows_gradient_checkpointing(build: Callable[..., CausalLM]
     assert not model.is_gradient_checkpointing
 
 
-@pytest.mark.parametrize("call", [dict(output_attentions=True), dict(shape_labels=IDS), dict(input_ids=None)])
+@pytest.mark.parametrize(
+    "call", [dict(output_attentions=True), dict(shape_labels=IDS), dict(input_ids=None)]
+)
 def test_unsupported_calls_are_refused_in_one_line(call: dict, pair: Callable[..., Any]) -> None:
     with pytest.raises(UsageError) as caught:
         pair("llama").ours(**{"input_ids": IDS, **call})
@@ -325,7 +414,11 @@ def test_unsupported_calls_are_refused_in_one_line(call: dict, pair: Callable[..
 
 def test_the_vocabulary_is_not_resized(pair: Callable[..., Any]) -> None:
     model = pair("llama").ours
-    assert model.resize_token_embeddings(96) is model.get_input_embeddings() is model.model.embed_tokens
+    assert (
+        model.resize_token_embeddings(96)
+        is model.get_input_embeddings()
+        is model.model.embed_tokens
+    )
     with pytest.raises(UsageError, match="96 tokens and cannot be resized to 97"):
         model.resize_token_embeddings(97)
 
@@ -339,16 +432,26 @@ def test_parts_that_other_programs_look_for(build: Callable[..., CausalLM]) -> N
         torch.arange(8)[None]
     ).last_hidden_state  # what reward models and losses of TRL start from
     assert torch.equal(model.get_output_embeddings()(hidden), model(torch.arange(8)[None]).logits)
-    assert "model.lm_head.weight" not in model.state_dict() and not any("_extra_state" in n for n in model.state_dict())
+    assert "model.lm_head.weight" not in model.state_dict() and not any(
+        "_extra_state" in n for n in model.state_dict()
+    )
     assert model.num_parameters() == model.model.num_parameters()
 
 
 def test_a_model_is_built_from_a_config() -> None:
-    shape = dict(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2)
+    shape = dict(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+    )
     config = TEModelsConfig(**shape, recipe="current", device="cpu", num_layers_at_end_in_bf16=1)
     model = transformers.AutoModelForCausalLM.from_config(config)
     assert isinstance(model, TEModelsForCausalLM) and model.model.recipe.name == "current"
-    assert model.model.fp8_layers == range(1, 2) and model.config.model_config() == model.model.config
+    assert (
+        model.model.fp8_layers == range(1, 2) and model.config.model_config() == model.model.config
+    )
 
 
 IMPORTS = {
@@ -361,7 +464,9 @@ IMPORTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", IMPORTS)
-def test_any_order_of_imports_registers_the_classes(order: str, tmp_path: Path, build: Callable[..., CausalLM]) -> None:
+def test_any_order_of_imports_registers_the_classes(
+    order: str, tmp_path: Path, build: Callable[..., CausalLM]
+) -> None:
     build("current").save_pretrained(tmp_path / "model")
     code = f"{IMPORTS[order]}\nfolder = {str(tmp_path / 'model')!r}\n"
     code += "model = AutoModelForCausalLM.from_pretrained(folder, device_map='cpu')\n"
@@ -373,5 +478,7 @@ def test_any_order_of_imports_registers_the_classes(order: str, tmp_path: Path, 
 def test_an_old_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "4.57.0")
     monkeypatch.delitem(sys.modules, "te_models.huggingface.config")
-    with pytest.raises(MissingPackage, match=r"TEModelsForCausalLM needs transformers 5.14 or newer, not 4.57.0"):
+    with pytest.raises(
+        MissingPackage, match=r"TEModelsForCausalLM needs transformers 5.14 or newer, not 4.57.0"
+    ):
         __import__("te_models.huggingface.config")

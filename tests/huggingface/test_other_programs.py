@@ -25,7 +25,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of transformers with a tokenizer, and in te/ the same in our format."""
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("qwen3", **SIZES)).float()
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model("qwen3", **SIZES)
+    ).float()
     for parameter in model.parameters():
         parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3)
     model.save_pretrained(path)
@@ -46,7 +48,9 @@ def test_a_pipeline_gives_the_same_texts(folder: Path) -> None:
     texts = []
     for path in (folder, folder / "te"):
         pipe = transformers.pipeline("text-generation", model=str(path), device="cpu")
-        texts.append(pipe(["Hello", "Why not? Then"], batch_size=2, max_new_tokens=10, do_sample=False))
+        texts.append(
+            pipe(["Hello", "Why not? Then"], batch_size=2, max_new_tokens=10, do_sample=False)
+        )
     assert isinstance(pipe.model, TEModelsForCausalLM) and texts[0] == texts[1]
 
 
@@ -73,29 +77,42 @@ def test_lm_evaluation_harness_measures_the_same(folder: Path) -> None:
         ("loglikelihood_rolling", [("A text that is long enough for two windows. " * 12,)]),
         (
             "generate_until",
-            [(text, {"until": [end], "max_gen_toks": 20}) for text, end in (("Hello wor", "\n"), ("A", "x"))],
+            [
+                (text, {"until": [end], "max_gen_toks": 20})
+                for text, end in (("Hello wor", "\n"), ("A", "x"))
+            ],
         ),
     ]
     found = []
     for model in both(folder):
-        harness = models.HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=2, max_length=256)
+        harness = models.HFLM(
+            pretrained=model.eval(), tokenizer=tokenizer, batch_size=2, max_length=256
+        )
         found.append(
             [
-                getattr(harness, kind)([instance(kind, {}, args, n) for n, args in enumerate(all_args)])
+                getattr(harness, kind)(
+                    [instance(kind, {}, args, n) for n, args in enumerate(all_args)]
+                )
                 for kind, all_args in asked
             ]
         )
     for ours, theirs in zip(found[1][0], found[0][0], strict=True):
         assert ours[0] == pytest.approx(theirs[0], rel=1e-5) and ours[1] == theirs[1]
     assert found[1][1] == pytest.approx(found[0][1], rel=1e-5) and found[1][2] == found[0][2]
-    assert isinstance(models.HFLM(pretrained=str(folder / "te"), device="cpu").model, TEModelsForCausalLM)
+    assert isinstance(
+        models.HFLM(pretrained=str(folder / "te"), device="cpu").model, TEModelsForCausalLM
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, dict(packing=True, max_length=64), dict(gradient_checkpointing=True)])
+@pytest.mark.parametrize(
+    "options", [{}, dict(packing=True, max_length=64), dict(gradient_checkpointing=True)]
+)
 def test_sft_of_trl_has_the_same_losses(options: dict, folder: Path, tmp_path: Path) -> None:
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_list([{"text": f"The quick brown fox number {n} jumps."} for n in range(16)])
+    rows = datasets.Dataset.from_list(
+        [{"text": f"The quick brown fox number {n} jumps."} for n in range(16)]
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     losses = []
     for model in both(folder):
@@ -103,7 +120,9 @@ def test_sft_of_trl_has_the_same_losses(options: dict, folder: Path, tmp_path: P
             str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=1,
             report_to=[], use_cpu=True, bf16=False, save_strategy="no", **{"gradient_checkpointing": False, **options},
         )  # fmt: skip
-        trainer = trl.SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
+        trainer = trl.SFTTrainer(
+            model=model, args=config, train_dataset=rows, processing_class=tokenizer
+        )
         trainer.train()
         losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[0][-1] < losses[0][0] - 0.1
@@ -118,7 +137,9 @@ def test_adapters_train_under_trl_and_their_files_load(
     """The same losses as with the model of transformers, which reads the adapters; a checkpoint continues."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     peft, lora = pytest.importorskip("peft"), pytest.importorskip("te_models.training.lora")
-    rows = datasets.Dataset.from_list([{"text": f"The quick brown fox number {n} jumps."} for n in range(16)])
+    rows = datasets.Dataset.from_list(
+        [{"text": f"The quick brown fox number {n} jumps."} for n in range(16)]
+    )
     tokenizer, ids = transformers.AutoTokenizer.from_pretrained(folder), torch.arange(20)[None] + 60
     first: dict[str, torch.Tensor] = {}
 
@@ -176,7 +197,11 @@ def test_dpo_of_trl_has_the_same_losses(reference: str, folder: Path, tmp_path: 
         second = copy.deepcopy(model) if reference == "copy" else None
         data = datasets.Dataset.from_list(rows)
         trainer = trl.DPOTrainer(
-            model=model, ref_model=second, args=config, train_dataset=data, processing_class=tokenizer
+            model=model,
+            ref_model=second,
+            args=config,
+            train_dataset=data,
+            processing_class=tokenizer,
         )
         trainer.train()
         losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])

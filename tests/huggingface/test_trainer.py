@@ -45,7 +45,9 @@ def trainer(model: nn.Module, out: Path, **fields: Any) -> Any:
         report_to=[], disable_tqdm=True, seed=1, **fields,
     )  # fmt: skip
     arguments._n_gpu = min(arguments.n_gpu, 1)  # more would be DataParallel, which is refused
-    return transformers.Trainer(model=model, args=arguments, train_dataset=Windows(), eval_dataset=Windows())
+    return transformers.Trainer(
+        model=model, args=arguments, train_dataset=Windows(), eval_dataset=Windows()
+    )
 
 
 def inner(model: Any) -> CausalLM:
@@ -53,16 +55,22 @@ def inner(model: Any) -> CausalLM:
 
 
 def assert_same_model(ours: Any, wanted: Any) -> None:
-    assert_same_tensors(dict(inner(ours).named_parameters()), dict(inner(wanted).named_parameters()))
+    assert_same_tensors(
+        dict(inner(ours).named_parameters()), dict(inner(wanted).named_parameters())
+    )
     states = fp8_state(inner(ours)), fp8_state(inner(wanted))
     assert bool(states[0]) == (inner(wanted).recipe.name == "delayed")
     assert_same_tensors(*states)
 
 
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def place(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, Any]]:
     """A device and its engine; a GPU sums in an order that does not vary."""
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # it keeps the first device of a process
+    accelerate.state.AcceleratorState._reset_state(
+        reset_partial_state=True
+    )  # it keeps the first device of a process
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     if request.param == "cpu":
         yield dict(device="cpu", engine="emulated")
@@ -93,7 +101,9 @@ def test_a_trainer_resumes_to_the_same_bits_and_its_checkpoints_load(
     scaling = rope and {**rope, "original_max_position_embeddings": 8}
 
     def fresh(seed: int = 0) -> TEModelsForCausalLM:
-        return TEModelsForCausalLM.wrap(build(recipe, seed, tie_word_embeddings=tied, rope_scaling=scaling))
+        return TEModelsForCausalLM.wrap(
+            build(recipe, seed, tie_word_embeddings=tied, rope_scaling=scaling)
+        )
 
     whole = trainer(fresh(), tmp_path / "whole")
     whole.train()
@@ -180,7 +190,12 @@ def train(model: Any, accelerator: Any, optimizer: Any, steps: int) -> None:
 @pytest.mark.parametrize("wrapped", [True, False])
 @pytest.mark.parametrize(("recipe", "tied"), every(2, [*RECIPES, "current FP8"], [True, False]))
 def test_accelerate_saves_and_restores_a_state(
-    recipe: str, tied: bool, wrapped: bool, build: Callable[..., CausalLM], place: dict[str, Any], tmp_path: Path
+    recipe: str,
+    tied: bool,
+    wrapped: bool,
+    build: Callable[..., CausalLM],
+    place: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     """Also of FP8 weights, whose values and scales come back."""
     name, _, stored = recipe.partition(" ")
@@ -189,7 +204,9 @@ def test_accelerate_saves_and_restores_a_state(
         model: nn.Module = build(name, seed, tie_word_embeddings=tied, fp8_params=bool(stored))
         model = TEModelsForCausalLM.wrap(model) if wrapped else model
         accelerator = accelerate.Accelerator(cpu=place["device"] == "cpu")
-        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        return accelerator, *accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=0.01)
+        )
 
     accelerator, model, optimizer = prepared(0)
     train(model, accelerator, optimizer, 2)
@@ -233,7 +250,9 @@ def test_accelerate_loads_a_checkpoint_into_a_model(
         assert_same_bits("logits", fresh.eval()(ids).logits, model.eval()(ids).logits)
 
 
-@pytest.mark.parametrize(("recipe", "tied"), [("bf16", False), ("delayed", True), ("current", False)])
+@pytest.mark.parametrize(
+    ("recipe", "tied"), [("bf16", False), ("delayed", True), ("current", False)]
+)
 def test_accelerate_sets_parameters_by_name_for_a_device_map(
     recipe: str,
     tied: bool,
@@ -252,7 +271,9 @@ def test_accelerate_sets_parameters_by_name_for_a_device_map(
     assert {p.device.type for p in fresh.parameters()} == {"meta"}
     fresh.tie_weights()
     with caplog.at_level(logging.WARNING):
-        accelerate.load_checkpoint_in_model(fresh, str(tmp_path / "model"), device_map={"": place["device"]})
+        accelerate.load_checkpoint_in_model(
+            fresh, str(tmp_path / "model"), device_map={"": place["device"]}
+        )
     assert_same_tensors(dict(fresh.named_parameters()), dict(model.named_parameters()))
     assert ("_extra_state" in caplog.text) == (recipe == "delayed")
 

@@ -13,7 +13,14 @@ from te_models.cli import main
 from te_models.data.documents import load_documents
 from te_models.errors import DataError, UsageError
 from te_models.fp8.scaling_state import fp8_state
-from te_models.inspect.evaluate import Evaluation, RecipeLoss, Score, calibrate, evaluate_recipes, make_batches
+from te_models.inspect.evaluate import (
+    Evaluation,
+    RecipeLoss,
+    Score,
+    calibrate,
+    evaluate_recipes,
+    make_batches,
+)
 
 PAIRS = [("2 + 2", " = 4"), ("a", "ü"), ("Say nothing", ""), ("", "No prompt at all.")]
 
@@ -33,13 +40,17 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("data") / "text.jsonl"
-    lines = [f"{number} green bottles, hanging on the wall.".ljust(40 + number) for number in range(9)]
+    lines = [
+        f"{number} green bottles, hanging on the wall.".ljust(40 + number) for number in range(9)
+    ]
     file.write_text("".join(json.dumps(dict(text=line)) + "\n" for line in lines))
     return file
 
 
 def load(folder: Path, recipe: str | None = None) -> CausalLM:
-    return CausalLM.from_pretrained(folder, device="cpu", engine="emulated", **({"recipe": recipe} if recipe else {}))
+    return CausalLM.from_pretrained(
+        folder, device="cpu", engine="emulated", **({"recipe": recipe} if recipe else {})
+    )
 
 
 @pytest.mark.parametrize("kind", ["pairs", "text"])
@@ -49,9 +60,13 @@ def test_the_loss_is_that_of_each_document_by_itself(
     path, words, model = request.getfixturevalue(kind), load_tokenizer(folder), load(folder).eval()
     if kind == "text":  # all in one window, so that no document is cut
         path = tmp_path / "few.jsonl"
-        path.write_text("".join(request.getfixturevalue("text").read_text().splitlines(keepends=True)[:2]))
+        path.write_text(
+            "".join(request.getfixturevalue("text").read_text().splitlines(keepends=True)[:2])
+        )
     total, tokens, size = 0.0, 0, 0
-    answered = [document for document in load_documents(path) if document.prompt is None or document.text]
+    answered = [
+        document for document in load_documents(path) if document.prompt is None or document.text
+    ]
     for document in answered:
         prompt, end = words.encode(document.prompt or ""), words.eos_token_id
         ids = torch.tensor([[*prompt, *words.encode(document.text), end]])
@@ -61,7 +76,9 @@ def test_the_loss_is_that_of_each_document_by_itself(
         total += torch.nn.functional.cross_entropy(logits, ids[0, start:], reduction="sum").item()
         tokens += ids.shape[1] - start
         size += len(document.text.encode()) - (not prompt)
-    found = evaluate_recipes(lambda name: load(folder), [None], words, model="m", data=str(path), seq_len=96)
+    found = evaluate_recipes(
+        lambda name: load(folder), [None], words, model="m", data=str(path), seq_len=96
+    )
     (row,) = found.losses
     assert (row.recipe, row.tokens, row.text_bytes) == ("bf16", tokens, size)
     assert row.loss == pytest.approx(total / tokens, rel=1e-5)
@@ -71,7 +88,9 @@ def test_the_loss_is_that_of_each_document_by_itself(
 
 def test_every_recipe_sees_the_same_tokens(folder: Path, text: Path) -> None:
     recipes, words = ["bf16", "delayed", "nvfp4"], load_tokenizer(folder)
-    found = evaluate_recipes(lambda name: load(folder, name), recipes, words, model="m", data=str(text))
+    found = evaluate_recipes(
+        lambda name: load(folder, name), recipes, words, model="m", data=str(text)
+    )
     assert len({(row.tokens, row.text_bytes) for row in found.losses}) == 1
     assert len({row.loss for row in found.losses}) == 3
     assert [row.note for row in found.losses] == ["", "scales from 2 forward passes", ""]
@@ -95,7 +114,17 @@ def test_saved_scales_are_used_as_they_are(folder: Path, text: Path, tmp_path: P
 def test_a_recipe_that_cannot_run_is_a_row_among_others(
     folder: Path, text: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    options = ["--model", str(folder), "--data", str(text), "--device", "cpu", "--fp8-params", "--max-batches", "1"]
+    options = [
+        "--model",
+        str(folder),
+        "--data",
+        str(text),
+        "--device",
+        "cpu",
+        "--fp8-params",
+        "--max-batches",
+        "1",
+    ]
     assert main(["evaluate", *options, "--recipes", "bf16,current"]) == 2
     out, err = capsys.readouterr()
     rows = {line.split()[0]: line for line in out.splitlines() if line}
@@ -106,7 +135,17 @@ def test_a_recipe_that_cannot_run_is_a_row_among_others(
 
 
 def test_the_table_as_json(folder: Path, pairs: Path, capsys: pytest.CaptureFixture) -> None:
-    options = ["--data", str(pairs), "--device", "cpu", "--batch-size", "2", "--seq-len", "16", "--json"]
+    options = [
+        "--data",
+        str(pairs),
+        "--device",
+        "cpu",
+        "--batch-size",
+        "2",
+        "--seq-len",
+        "16",
+        "--json",
+    ]
     assert main(["evaluate", "--model", str(folder), *options]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"] == str(folder) and found["data"] == str(pairs) and found["scores"] == []
@@ -137,13 +176,29 @@ def test_records_that_are_all_too_long_are_an_error(
     assert "1 of 1 record is longer than seq_len=2" in capsys.readouterr().err
 
 
-def test_advice_can_be_followed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_advice_can_be_followed(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """At the model's maximum, 96 tokens, no longer sequence is possible."""
     file = tmp_path / "long.jsonl"
     rows = (dict(prompt="x" * 500, completion="y"), dict(prompt="x", completion="y"))
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for length, advice in (([], ""), (["--seq-len", "32"], "raise --seq-len, or ")):
-        assert main(["evaluate", "--model", str(folder), "--device", "cpu", "--data", str(file), *length]) == 0
+        assert (
+            main(
+                [
+                    "evaluate",
+                    "--model",
+                    str(folder),
+                    "--device",
+                    "cpu",
+                    "--data",
+                    str(file),
+                    *length,
+                ]
+            )
+            == 0
+        )
         said = " ".join(capsys.readouterr().out.split())
         assert f"is left out: {advice}cut prompts with --truncate prompt" in said
 
@@ -153,4 +208,6 @@ def test_the_errors_are_the_projects_own(folder: Path) -> None:
     with pytest.raises(UsageError, match="seq-len 1000"):
         make_batches(load_documents(None)[:1], words, model, seq_len=1000)
     with pytest.raises(DataError, match="no such file"):
-        evaluate_recipes(lambda name: model, [None], words, model="m", data=str(folder / "missing.jsonl"))
+        evaluate_recipes(
+            lambda name: model, [None], words, model="m", data=str(folder / "missing.jsonl")
+        )

@@ -15,11 +15,34 @@ from te_models import CausalLM, get_recipe, list_recipes
 from te_models.cli import main
 from te_models.config.presets import get_preset
 from te_models.fp8.scaling_state import fp8_state
-from te_models.inspect.verify import Verification, Verified, _met_in_training, sample_config, sqnr_db, verify
+from te_models.inspect.verify import (
+    Verification,
+    Verified,
+    _met_in_training,
+    sample_config,
+    sqnr_db,
+    verify,
+)
 
-SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
-LINEARS = ["self_attn.qkvg_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj", "lm_head"]
-FLOOR_DB = {"E4M3/E5M2": 20, "E4M3": 24, "E2M1": 12}  # 2 to 4 dB below what was measured; E5M2 has two mantissa bits
+SHAPE = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+LINEARS = [
+    "self_attn.qkvg_proj",
+    "self_attn.o_proj",
+    "mlp.gate_up_proj",
+    "mlp.down_proj",
+    "lm_head",
+]
+FLOOR_DB = {
+    "E4M3/E5M2": 20,
+    "E4M3": 24,
+    "E2M1": 12,
+}  # 2 to 4 dB below what was measured; E5M2 has two mantissa bits
 
 
 def small(recipe: str = "delayed", **options: Any) -> CausalLM:
@@ -35,7 +58,9 @@ def test_the_report_lists_the_precision_that_ran(recipe: str) -> None:
     assert not found.failures
     for gemm in found.gemms:
         inside = recipe != "bf16" and gemm.module != "lm_head"
-        assert (gemm.in_fp8, gemm.in_bf16) == ((1, 2) if inside else (0, 1 if gemm.module == "lm_head" else 3))
+        assert (gemm.in_fp8, gemm.in_bf16) == (
+            (1, 2) if inside else (0, 1 if gemm.module == "lm_head" else 3)
+        )
         assert gemm.differs == (inside,) * 3
         assert gemm.saved_fp8 == inside
         assert len(gemm.quantizers) == 3 * inside
@@ -65,7 +90,8 @@ def test_a_router_in_fp32_is_no_gemm_of_the_engine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "backward"), [("none", "FP8"), ("high_precision", "BF16"), ("dequantized", "BF16 of dequantized")]
+    ("override", "backward"),
+    [("none", "FP8"), ("high_precision", "BF16"), ("dequantized", "BF16 of dequantized")],
 )
 def test_backward_gemms_in_high_precision(override: str, backward: str) -> None:
     found = verify(small("current", backward_override=override), 2, 32)
@@ -79,12 +105,18 @@ def test_backward_gemms_in_high_precision(override: str, backward: str) -> None:
 def test_the_head_in_fp8(end: int) -> None:
     """Inside the autocast of the layers, or after layers in BF16 in its own."""
     found = verify(small("current", lm_head="fp8", num_layers_at_end_in_bf16=end), 2, 32)
-    assert [(gemm.in_fp8, gemm.in_bf16) for gemm in found.gemms] == [(2 - end, 1 + end)] * 4 + [(1, 0)]
+    assert [(gemm.in_fp8, gemm.in_bf16) for gemm in found.gemms] == [(2 - end, 1 + end)] * 4 + [
+        (1, 0)
+    ]
     assert found.ran(found.gemms[-1])
 
 
 def test_linears_under_several_recipes_are_listed_apart() -> None:
-    table = {"*.down_proj": "bf16", "layers.1.mlp.gate_up_proj": "nvfp4", "layers.2.self_attn.o_proj": "current"}
+    table = {
+        "*.down_proj": "bf16",
+        "layers.1.mlp.gate_up_proj": "nvfp4",
+        "layers.2.self_attn.o_proj": "current",
+    }
     found = verify(small("delayed", num_layers_at_end_in_bf16=0, precision=table), 2, 64)
     listed = {gemm.module: (gemm.in_fp8, gemm.in_bf16) for gemm in found.gemms}
     assert listed == {
@@ -97,14 +129,21 @@ def test_linears_under_several_recipes_are_listed_apart() -> None:
         "lm_head": (0, 1),
     }
     ran = {gemm.module: [found.ran_in(gemm, number) for number in range(3)] for gemm in found.gemms}
-    assert ran["mlp.gate_up_proj"] == ["FP4"] * 3 and ran["mlp.gate_up_proj (E4M3/E5M2 DelayedScaling)"] == ["FP8"] * 3
+    assert (
+        ran["mlp.gate_up_proj"] == ["FP4"] * 3
+        and ran["mlp.gate_up_proj (E4M3/E5M2 DelayedScaling)"] == ["FP8"] * 3
+    )
     assert not found.failures and "E4M3/E5M2 and E2M1 really ran in 6 of 13 linears" in str(found)
 
 
-def test_fp8_that_silently_did_not_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fp8_that_silently_did_not_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The mistake that people could not see: everything works, in BF16."""
     monkeypatch.setattr(emulated, "autocast", lambda *args, **options: contextlib.nullcontext())
-    monkeypatch.setattr(emulated.FP8GlobalStateManager, "is_fp8_enabled", lambda: True)  # the model's own guard
+    monkeypatch.setattr(
+        emulated.FP8GlobalStateManager, "is_fp8_enabled", lambda: True
+    )  # the model's own guard
     with monkeypatch.context() as patch:
         patch.setattr("te_models.model.block.Block.forward", _without_guard)
         found = verify(small(), 2, 32)
@@ -130,13 +169,23 @@ def test_verify_changes_no_state(mode: str) -> None:
             found.append(loss.item())
             if look:
                 before = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
-                grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+                grads = {
+                    name: p.grad.clone()
+                    for name, p in model.named_parameters()
+                    if p.grad is not None
+                }
                 model.eval()
                 verify(model, 1, 16)
                 assert not model.training and model.activation_checkpointing == mode
                 model.train()
-                assert all(torch.equal(before[name], tensor) for name, tensor in fp8_state(model).items())
-                assert all(torch.equal(grads[name], p.grad) for name, p in model.named_parameters() if name in grads)
+                assert all(
+                    torch.equal(before[name], tensor) for name, tensor in fp8_state(model).items()
+                )
+                assert all(
+                    torch.equal(grads[name], p.grad)
+                    for name, p in model.named_parameters()
+                    if name in grads
+                )
         return found
 
     assert losses(look=True) == losses(look=False)
@@ -156,7 +205,9 @@ def found_with(rows: int, size: int, milliseconds: dict[str, float] | None = Non
     gemm = Verified("mlp.down_proj", size, size, rows, 18, 2, ("Float8Quantizer",) * 3, True, (True,) * 3, (28.0,) * 3,
                     milliseconds)  # fmt: skip
     device = "cpu" if milliseconds is None else "cuda"
-    return Verification(get_recipe("delayed"), "emulated" if milliseconds is None else "native", device, (gemm,))
+    return Verification(
+        get_recipe("delayed"), "emulated" if milliseconds is None else "native", device, (gemm,)
+    )
 
 
 def test_the_verdict_names_the_speedup() -> None:
@@ -167,15 +218,26 @@ def test_the_verdict_names_the_speedup() -> None:
     assert "at best 1.56x" in str(large)
     bf16, fp8 = large.gemms[0].h200_seconds()
     assert bf16 == pytest.approx(6 * 16384 * 4096**2 / 720e12)
-    assert fp8 == pytest.approx(6 * 16384 * 4096**2 / 1250e12 + 4 * (2 * 16384 * 4096 + 4096**2) / 4.15e12)
+    assert fp8 == pytest.approx(
+        6 * 16384 * 4096**2 / 1250e12 + 4 * (2 * 16384 * 4096 + 4096**2) / 4.15e12
+    )
     slow = " ".join(found_with(2048, 1024, dict(bf16=1.0, recipe=1.5)).verdict())
-    assert "18.00 ms per step in BF16 and 27.00 ms" in slow and "does not pay at this size on this GPU" in slow
+    assert (
+        "18.00 ms per step in BF16 and 27.00 ms" in slow
+        and "does not pay at this size on this GPU" in slow
+    )
     assert "2.00x as fast" in found_with(2048, 1024, dict(bf16=1.0, recipe=0.5)).verdict()[1]
     assert "H200" not in slow
 
 
 @pytest.mark.parametrize(
-    "sign", [dict(saved_fp8=False), dict(quantizers=()), dict(differs=(True, True, False)), dict(differs=(False,) * 3)]
+    "sign",
+    [
+        dict(saved_fp8=False),
+        dict(quantizers=()),
+        dict(differs=(True, True, False)),
+        dict(differs=(False,) * 3),
+    ],
 )
 def test_any_missing_sign_fails(sign: dict[str, Any]) -> None:
     whole = found_with(64, 64)
@@ -190,13 +252,34 @@ def test_sqnr_by_hand() -> None:
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (SHAPE | dict(num_hidden_layers=5)).items()]
-    assert main(["verify", "--preset", "gated-nano", *flags, "--device", "cpu", "--seq-len", "16", "--json"]) == 0
+    flags = [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in (SHAPE | dict(num_hidden_layers=5)).items()
+    ]
+    assert (
+        main(
+            [
+                "verify",
+                "--preset",
+                "gated-nano",
+                *flags,
+                "--device",
+                "cpu",
+                "--seq-len",
+                "16",
+                "--json",
+            ]
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and found["recipe"]["name"] == "delayed"
     assert [(gemm["in_fp8"], gemm["in_bf16"]) for gemm in found["gemms"]] == [(3, 2)] * 4 + [(0, 1)]
     small("current").save_pretrained(tmp_path / "model")
-    assert main(["verify", "--model", str(tmp_path / "model"), "--device", "cpu", "--seq-len", "16"]) == 0
+    assert (
+        main(["verify", "--model", str(tmp_path / "model"), "--device", "cpu", "--seq-len", "16"])
+        == 0
+    )
     assert "recipe current" in capsys.readouterr().out
     assert main(["verify", "--preset", "gated-nano", "--device", "cpu", "--seq-len", "4097"]) == 2
     assert "max_position_embeddings" in capsys.readouterr().err
@@ -204,7 +287,9 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.gpu
 def test_on_a_gpu_times_are_measured() -> None:
-    model = CausalLM.from_preset("gated-nano", recipe="delayed", engine="native", num_hidden_layers=3)
+    model = CausalLM.from_preset(
+        "gated-nano", recipe="delayed", engine="native", num_hidden_layers=3
+    )
     found = verify(model, 8, 256)
     assert not found.failures
     for gemm in found.gemms[:4]:

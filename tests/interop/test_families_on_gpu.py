@@ -21,11 +21,17 @@ from te_models.training.cuda_graph import WARM_UP, GraphedStep
 
 pytestmark = pytest.mark.gpu
 
-SIZES: dict[str, Any] = dict(vocab_size=512, hidden_size=256, intermediate_size=384, num_hidden_layers=4, head_dim=64)
+SIZES: dict[str, Any] = dict(
+    vocab_size=512, hidden_size=256, intermediate_size=384, num_hidden_layers=4, head_dim=64
+)
 SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
 SIZES |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
-GATE: dict[str, Any] = dict(DENSE_LAGUNA, mlp_layer_types=["dense"] * 4, gating="per-head", layer_types=[FULL] * 4)
-GATE |= dict(rope_parameters=dict(full_attention={**HALF, "rope_type": "default"}, sliding_attention=DEFAULT))
+GATE: dict[str, Any] = dict(
+    DENSE_LAGUNA, mlp_layer_types=["dense"] * 4, gating="per-head", layer_types=[FULL] * 4
+)
+GATE |= dict(
+    rope_parameters=dict(full_attention={**HALF, "rope_type": "default"}, sliding_attention=DEFAULT)
+)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bias": ("llama", dict(attention_bias=True, mlp_bias=True)),
     "gelu": ("llama", dict(hidden_act="gelu_pytorch_tanh")),
@@ -60,12 +66,17 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[An
                 del fields["head_dim"]
             torch.manual_seed(7)
             config = transformers.AutoConfig.for_model(family, **fields)
-            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager"
+            )
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     norm = parameter.ndim == 1 and "bias" not in name
                     centre = 1.0 if norm and parameter.abs().max() else 0.0
-                    parameter.copy_(centre + torch.randn_like(parameter) * (0.2 if parameter.ndim == 1 else 0.06))
+                    parameter.copy_(
+                        centre
+                        + torch.randn_like(parameter) * (0.2 if parameter.ndim == 1 else 0.06)
+                    )
             folder = tmp_path_factory.mktemp(case)
             model.save_pretrained(folder)
             made[case] = model.to(DEVICE).train(), folder
@@ -81,7 +92,9 @@ def step(model: Any, times: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
         model.zero_grad()
         found = model(input_ids=ids, labels=ids)
         found.loss.backward()
-    return found.logits.detach().float(), {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
+    return found.logits.detach().float(), {
+        n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def apart(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
@@ -92,7 +105,9 @@ def apart(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bf16_is_as_near_to_fp32_as_that_of_transformers(case: str, judged: Callable[..., Any]) -> None:
+def test_bf16_is_as_near_to_fp32_as_that_of_transformers(
+    case: str, judged: Callable[..., Any]
+) -> None:
     judge, folder = judged(case)
     model = CausalLM.from_pretrained(folder, dtype=torch.bfloat16, recipe="bf16", **PLACE).train()
     truth, wanted = step(judge)
@@ -116,9 +131,13 @@ def test_a_native_step_is_as_near_to_fp32_as_an_emulated_one(
     folder = judged(case)[1]
     plain: dict[str, Any] = dict(**EMULATED, compile=False, fused=False)
     exact = CausalLM.from_pretrained(folder, dtype=torch.float32, recipe="bf16", **plain).train()
-    emulated = CausalLM.from_pretrained(folder, dtype=torch.bfloat16, recipe=recipe, **plain).train()
+    emulated = CausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, recipe=recipe, **plain
+    ).train()
     native = CausalLM.from_pretrained(folder, dtype=torch.bfloat16, recipe=recipe, **PLACE).train()
-    (truth, wanted), (usual, expected), (ours, found) = (step(model, 3) for model in (exact, emulated, native))
+    (truth, wanted), (usual, expected), (ours, found) = (
+        step(model, 3) for model in (exact, emulated, native)
+    )
     assert (ours - truth).norm() <= 1.2 * (usual - truth).norm()
     assert apart(found, wanted) <= 1.2 * apart(expected, wanted) < 0.6
 
@@ -128,15 +147,26 @@ def test_a_native_step_is_as_near_to_fp32_as_an_emulated_one(
 def test_memory_is_as_planned(size: str, recipe: str, tmp_path: Path) -> None:
     """Peaks of real widths, within the 5 % that the plan's verdict leaves."""
     fields = dict(
-        SIZES, vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_attention_heads=16, head_dim=128
+        SIZES,
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_attention_heads=16,
+        head_dim=128,
     )
     fields |= dict(num_key_value_heads=8, max_position_embeddings=2048)
     if DEVICE == "cpu":
-        fields |= dict(hidden_size=256, intermediate_size=512, num_attention_heads=2, num_key_value_heads=1)
+        fields |= dict(
+            hidden_size=256, intermediate_size=512, num_attention_heads=2, num_key_value_heads=1
+        )
     if size == "deepseek_v3":
-        fields |= dict(num_key_value_heads=fields["num_attention_heads"], head_dim=64, first_k_dense_replace=4)
+        fields |= dict(
+            num_key_value_heads=fields["num_attention_heads"], head_dim=64, first_k_dense_replace=4
+        )
     config = transformers.AutoConfig.for_model(size, **fields)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(
+        tmp_path
+    )
     before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
     model = CausalLM.from_pretrained(tmp_path, recipe=recipe, **PLACE).train()
     plan = plan_memory(model.config, get_recipe(recipe), batch_size=4, seq_len=2048, optimizer=None)
@@ -157,8 +187,16 @@ def test_fp8_blocks_are_read_trained_and_written_natively(scales: bool, tmp_path
     """Data and scales of a checkpoint stay in every bit, and are those that the emulated engine has."""
     torch.manual_seed(3)
     edges: dict[str, Any] = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
-    shape = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=2, vocab_size=512)
-    source = CausalLM.from_preset("qwen3-0.6b", recipe="bf16", num_key_value_heads=1, head_dim=128, **shape, **EMULATED)
+    shape = dict(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        vocab_size=512,
+    )
+    source = CausalLM.from_preset(
+        "qwen3-0.6b", recipe="bf16", num_key_value_heads=1, head_dim=128, **shape, **EMULATED
+    )
     source.export(tmp_path / "in", format="fp8-block")
     how: dict[str, Any] = dict(recipe="blockwise", fp8_params=True, use_f32_scales=scales, **edges)
     native = CausalLM.from_pretrained(tmp_path / "in", **how, **PLACE)
@@ -167,7 +205,9 @@ def test_fp8_blocks_are_read_trained_and_written_natively(scales: bool, tmp_path
     assert wanted
     assert_same_tensors(quantized_weights(native), wanted)
     native.export(tmp_path / "out", format="fp8-block")
-    assert_same_tensors(*(load_file(tmp_path / name / "model.safetensors") for name in ("in", "out")))
+    assert_same_tensors(
+        *(load_file(tmp_path / name / "model.safetensors") for name in ("in", "out"))
+    )
     ids = IDS.to(DEVICE)
     native.train()(ids, labels=ids).loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in native.parameters())

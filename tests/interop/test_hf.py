@@ -16,8 +16,12 @@ from safetensors.torch import save_file
 from te_models.errors import CheckpointError
 
 
-@pytest.mark.parametrize("case", ["llama3", "qwen2-window", "smollm3", "qwen3_next", "headwise", "hybrid-7"])
-def test_a_round_trip_through_our_own_format_is_exact(case: str, theirs: Callable[..., Pair], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case", ["llama3", "qwen2-window", "smollm3", "qwen3_next", "headwise", "hybrid-7"]
+)
+def test_a_round_trip_through_our_own_format_is_exact(
+    case: str, theirs: Callable[..., Pair], tmp_path: Path
+) -> None:
     _, folder = theirs(case)
     recipe = "bf16" if case in HYBRIDS else "current"  # which needs other sizes
     load(folder, recipe=recipe).save_pretrained(tmp_path / "own")
@@ -27,22 +31,39 @@ def test_a_round_trip_through_our_own_format_is_exact(case: str, theirs: Callabl
     same_folder(folder, tmp_path / "back")
 
 
-@pytest.mark.parametrize("case", ["llama3", "llama-linear", "qwen2-window", "smollm3", "qwen3_next"])
+@pytest.mark.parametrize(
+    "case", ["llama3", "llama-linear", "qwen2-window", "smollm3", "qwen3_next"]
+)
 @torch.no_grad()
-def test_configs_of_older_transformers_are_read(case: str, theirs: Callable[..., Pair], tmp_path: Path) -> None:
+def test_configs_of_older_transformers_are_read(
+    case: str, theirs: Callable[..., Pair], tmp_path: Path
+) -> None:
     """Before transformers 5: rope_theta and rope_scaling, torch_dtype, no layer_types; tables tied and still saved."""
     judge, folder = theirs(case)
     config = document_of(folder)
     rope = config.pop("rope_parameters")
-    old = {"rope_theta": rope.pop("rope_theta"), "torch_dtype": config.pop("dtype"), "tie_word_embeddings": False}
-    old |= {"partial_rotary_factor": rope.pop("partial_rotary_factor")} if "partial_rotary_factor" in rope else {}
+    old = {
+        "rope_theta": rope.pop("rope_theta"),
+        "torch_dtype": config.pop("dtype"),
+        "tie_word_embeddings": False,
+    }
+    old |= (
+        {"partial_rotary_factor": rope.pop("partial_rotary_factor")}
+        if "partial_rotary_factor" in rope
+        else {}
+    )
     old["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     if case != "qwen3_next":
         config.pop("layer_types", None)
     tensors = tensors_of(folder) | {"lm_head.weight": judge.lm_head.weight.clone()}
-    save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)},
+        tmp_path / "model.safetensors",
+    )
     for tied in {False, judge.config.tie_word_embeddings}:
-        (tmp_path / "config.json").write_text(json.dumps({**config, **old, "tie_word_embeddings": tied}))
+        (tmp_path / "config.json").write_text(
+            json.dumps({**config, **old, "tie_word_embeddings": tied})
+        )
         ids, mask = prompts()
         logits = load(tmp_path)(ids, attention_mask=mask).logits
         close(logits[mask.bool()], judge(ids, attention_mask=mask).logits[mask.bool()])
@@ -57,7 +78,9 @@ def test_text_ends_as_generation_config_says(theirs: Callable[..., Pair], tmp_pa
     (tmp_path / "generation_config.json").write_text(json.dumps(ends))
     judge = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     expected = judge.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
-    assert torch.equal(load(tmp_path).generate(ids, attention_mask=mask, max_new_tokens=12), expected)
+    assert torch.equal(
+        load(tmp_path).generate(ids, attention_mask=mask, max_new_tokens=12), expected
+    )
     assert (expected[:, 13:] == 3).any()
 
 
@@ -81,20 +104,31 @@ def test_a_damaged_generation_config_is_one_line(
 ) -> None:
     load(theirs("llama2")[1]).save_pretrained(tmp_path, format="hf")
     (tmp_path / "generation_config.json").write_text(json.dumps(document))
-    with pytest.raises(CheckpointError, match="generation_config.json:? .*" + re.escape(message)) as caught:
+    with pytest.raises(
+        CheckpointError, match="generation_config.json:? .*" + re.escape(message)
+    ) as caught:
         load(tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_negative_ids_of_generation_config_are_no_tokens(theirs: Callable[..., Pair], tmp_path: Path) -> None:
+def test_negative_ids_of_generation_config_are_no_tokens(
+    theirs: Callable[..., Pair], tmp_path: Path
+) -> None:
     load(theirs("llama2")[1]).save_pretrained(tmp_path, format="hf")
-    (tmp_path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=None, pad_token_id=-1)))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps(dict(eos_token_id=None, pad_token_id=-1))
+    )
     assert int(load(tmp_path).generate([[1], [2, 3]], max_new_tokens=2).min()) >= 0
 
 
 @pytest.mark.parametrize(
     ("case", "gate", "recipe"),
-    every(2, ["llama3", "qwen2", "mistral", "ungated"], ["elementwise", "headwise"], ["bf16", "current"]),
+    every(
+        2,
+        ["llama3", "qwen2", "mistral", "ungated"],
+        ["elementwise", "headwise"],
+        ["bf16", "current"],
+    ),
 )
 def test_a_gate_starts_as_the_identity_and_trains(
     case: str, gate: str, recipe: str, theirs: Callable[..., Pair], tmp_path: Path
@@ -104,7 +138,9 @@ def test_a_gate_starts_as_the_identity_and_trains(
     plain, gated = load(folder, **options), load(folder, attention_gate=gate, **options)
     ids, mask = prompts()
     with torch.no_grad():
-        assert torch.equal(gated(ids, attention_mask=mask).logits, plain(ids, attention_mask=mask).logits)
+        assert torch.equal(
+            gated(ids, attention_mask=mask).logits, plain(ids, attention_mask=mask).logits
+        )
     assert gated.config.attention_gate == gate and plain.config.attention_gate == "none"
     optimizer = torch.optim.SGD(gated.parameters(), lr=0.05)
     losses = []
@@ -126,7 +162,9 @@ def test_a_gate_starts_as_the_identity_and_trains(
 def test_a_larger_vocabulary_is_said(theirs: Callable[..., Pair]) -> None:
     _, folder = theirs("llama3")
     plain = load(folder)
-    with pytest.warns(UserWarning, match=r"vocab_size=\d+ adds 7 tokens to the model, rows of zeros"):
+    with pytest.warns(
+        UserWarning, match=r"vocab_size=\d+ adds 7 tokens to the model, rows of zeros"
+    ):
         larger = load(folder, vocab_size=plain.config.vocab_size + 7)
     assert not larger.embed_tokens.weight[-7:].any() and larger.embed_tokens.weight[:-7].equal(
         plain.embed_tokens.weight
@@ -134,7 +172,9 @@ def test_a_larger_vocabulary_is_said(theirs: Callable[..., Pair]) -> None:
 
 
 @pytest.mark.parametrize("case", ["qwen3", "llama2"])
-def test_a_gate_added_to_a_model_round_trips(case: str, theirs: Callable[..., Pair], tmp_path: Path) -> None:
+def test_a_gate_added_to_a_model_round_trips(
+    case: str, theirs: Callable[..., Pair], tmp_path: Path
+) -> None:
     model = load(theirs(case)[1], attention_gate="elementwise")
     with torch.no_grad():
         model.layers[0].self_attn.qkvg_proj.weight.normal_(0, 0.1)

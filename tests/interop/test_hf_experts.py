@@ -22,7 +22,13 @@ ROUTED = [
     "gpt_oss-odd", "gpt_oss-all-keys", "gpt_oss-untied", "gpt_oss-untruncated", "gpt_oss-window", "gpt_oss-plain",
     "laguna-all-sparse", "qwen3_next-mixed", "qwen3_next-plain", "qwen3_5_moe_text-one-key",
 ]  # fmt: skip
-OTHERS = ["glm4_moe-groups", "glm4_moe-normed", "glm4_moe-sparse", "afmoe-experts", "laguna-experts"]
+OTHERS = [
+    "glm4_moe-groups",
+    "glm4_moe-normed",
+    "glm4_moe-sparse",
+    "afmoe-experts",
+    "laguna-experts",
+]
 LATENT = [f"deepseek_v3-{name}" for name in FAMILY_CASES["deepseek_v3"]]
 LATENT += [f"deepseek_v2-{name}" for name in ("plain", "groups", "direct", "mscale")]
 LATENT += ["glm4_moe_lite-plain", "glm4_moe_lite-width"]
@@ -44,7 +50,12 @@ def batch(padded: bool, length: int = 17) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "case", [*ROUTED, *OTHERS, *(pytest.param(name, marks=[pytest.mark.slow] * (name not in FEW)) for name in HYBRIDS)]
+    "case",
+    [
+        *ROUTED,
+        *OTHERS,
+        *(pytest.param(name, marks=[pytest.mark.slow] * (name not in FEW)) for name in HYBRIDS),
+    ],
 )
 def test_losses_and_gradients_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     """The balance loss is reported in evaluation, and in training added with its factor."""
@@ -56,14 +67,20 @@ def test_losses_and_gradients_are_those_of_transformers(case: str, tmp_path: Pat
         found = whole = model.eval()(**inputs)
         if routed:
             whole = model.train()(**inputs)
-            assert found.routing.balance_loss.item() == pytest.approx(expected.aux_loss.item(), abs=1e-5)
-            assert (whole.loss - found.loss).item() == pytest.approx(0.3 * expected.aux_loss.item(), rel=1e-3)
+            assert found.routing.balance_loss.item() == pytest.approx(
+                expected.aux_loss.item(), abs=1e-5
+            )
+            assert (whole.loss - found.loss).item() == pytest.approx(
+                0.3 * expected.aux_loss.item(), rel=1e-3
+            )
         assert whole.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
     expected.loss.backward()
     whole.loss.backward()
     theirs = gradients_of(judge, tmp_path / "gradients")
     parameters = dict(model.named_parameters())
-    places = tensor_places(family_of(judge.config.to_dict()), model.config, {n: p.shape for n, p in parameters.items()})
+    places = tensor_places(
+        family_of(judge.config.to_dict()), model.config, {n: p.shape for n, p in parameters.items()}
+    )
     names = [name for name, place in places.items() if parameters[place.name].requires_grad]
     assert {name for name in names if name not in theirs} == set()
     for name in names:
@@ -71,7 +88,9 @@ def test_losses_and_gradients_are_those_of_transformers(case: str, tmp_path: Pat
         assert gradient is not None, name
         found, expected = places[name].save(gradient), theirs[name]
         error = (found - expected).norm()
-        assert error <= 1e-3 * expected.norm() + 1e-7, f"{name}: {error:.2g} of {expected.norm():.2g}"
+        assert error <= 1e-3 * expected.norm() + 1e-7, (
+            f"{name}: {error:.2g} of {expected.norm():.2g}"
+        )
 
 
 def test_a_model_of_transformers_has_the_balance_loss_where_it_is_asked_for(tmp_path: Path) -> None:
@@ -98,19 +117,31 @@ def test_trl_finds_what_its_balance_loss_is_made_of(mode: str, tmp_path: Path) -
     model.activation_checkpointing = mode
     losses = []
     for config, network in ((judge.config, judge.model), (wrapped.config, wrapped.base_model)):
-        logits = network(inputs["input_ids"], inputs["attention_mask"], output_router_logits=True).router_logits
+        logits = network(
+            inputs["input_ids"], inputs["attention_mask"], output_router_logits=True
+        ).router_logits
         sizes = (config.num_experts, config.num_experts_per_tok, inputs["attention_mask"])
-        losses.append(config.router_aux_loss_coef * mixtral.load_balancing_loss_func(logits, *sizes))
+        losses.append(
+            config.router_aux_loss_coef * mixtral.load_balancing_loss_func(logits, *sizes)
+        )
         losses[-1].backward()
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-5)
-    theirs, ours = judge.model.layers[0].mlp.gate.weight.grad, model.layers[0].mlp.router.weight.grad
+    theirs, ours = (
+        judge.model.layers[0].mlp.gate.weight.grad,
+        model.layers[0].mlp.router.weight.grad,
+    )
     assert ours is not None and (ours - theirs).norm() < 1e-4 * theirs.norm()
     before = wrapped(**inputs, output_router_logits=True)
     wrapped.config.router_aux_loss_coef = 0.8  # as TRL sets it
     after = wrapped(**inputs, output_router_logits=True)
     assert (after.loss - before.loss).item() == pytest.approx(0.5 * after.aux_loss.item(), rel=1e-3)
-    sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-    unused = dict(moe=dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8), mlp_layer_types=["dense"])
+    sizes = dict(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    unused = dict(
+        moe=dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8),
+        mlp_layer_types=["dense"],
+    )
     for dense in (type(wrapped.config)(**sizes), type(wrapped.config)(**sizes, **unused)):
         assert not hasattr(dense, "router_aux_loss_coef"), "TRL would ask for router logits"
 
@@ -122,7 +153,11 @@ def gradients_of(judge: Any, folder: Path) -> dict[str, Tensor]:
         parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     judge.save_pretrained(folder)
     # Of stacked experts each by itself; there are no scales.
-    return {own: part for name, t in tensors_of(folder).items() for own, part in experts_of(name, t, torch.Tensor)}
+    return {
+        own: part
+        for name, t in tensors_of(folder).items()
+        for own, part in experts_of(name, t, torch.Tensor)
+    }
 
 
 def test_cases_exist() -> None:

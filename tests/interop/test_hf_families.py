@@ -9,7 +9,17 @@ import torch
 from families import CASES, FAMILY_CASES, make_config
 from fewer import every
 from hf_models import CASES as FIRST_CASES
-from hf_models import GATED_CASES, Pair, close, document_of, load, prompts, read_by_transformers, same_folder, save_hf
+from hf_models import (
+    GATED_CASES,
+    Pair,
+    close,
+    document_of,
+    load,
+    prompts,
+    read_by_transformers,
+    same_folder,
+    save_hf,
+)
 from hybrids import HYBRIDS
 from judge import CACHE, AutoModelForCausalLM, transformers
 
@@ -22,7 +32,9 @@ from te_models.interop.origin import Origin
 
 def test_every_new_family_has_ten_shapes() -> None:
     few = {family for family, cases in FAMILY_CASES.items() if len(cases) < 10}
-    assert few == {"llama", "qwen3", "smollm3"}, "these have others in hf_models.py, and hybrids in hybrids.py"
+    assert few == {"llama", "qwen3", "smollm3"}, (
+        "these have others in hf_models.py, and hybrids in hybrids.py"
+    )
     others = {"mistral", "qwen2", "qwen3_5_text", "qwen3_5", "qwen3_5_moe", "te_models_decoder"}
     others |= {"gemma3", "mistral3", "kimi_k2"}  # in test_hf_nested.py
     assert set(FAMILY_CASES) | others == {family.model_type for family in FAMILIES}
@@ -41,7 +53,9 @@ def test_presets_have_the_parameters_of_transformers_models(name: str) -> None:
 
 
 def test_a_model_that_no_family_has_names_the_nearest_and_what_it_lacks() -> None:
-    with pytest.raises(ConfigError, match="the nearest, 'qwen3_5_moe_text', lacks attention_sinks=True$"):
+    with pytest.raises(
+        ConfigError, match="the nearest, 'qwen3_5_moe_text', lacks attention_sinks=True$"
+    ):
         family_for(get_preset("gated-moe-nano", attention_sinks=True))
 
 
@@ -51,22 +65,46 @@ def test_gemma_means_the_approximation_of_gelu() -> None:
     assert family_of(document).read(document).hidden_act == "gelu_pytorch_tanh"
 
 
-LONG = dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=9)
+LONG = dict(
+    rope_type="longrope",
+    short_factor=[1.0] * 4,
+    long_factor=[2.0] * 4,
+    original_max_position_embeddings=9,
+)
 # A model that began here -> the family that it is written as; transformers refuses a family that comes before it.
 REFUSED: dict[str, dict[str, Any]] = {
     "mistral": dict(hidden_size=20),  # no multiple of the heads, as Llama's config wants it
-    "seed_oss": dict(attention_output_bias=True, mlp_bias=True),  # InternLM 3 has biases everywhere or nowhere
-    "te_models_decoder": dict(partial_rotary_factor=0.5, rope_scaling=dict(rope_type="linear", factor=2.0)),
+    "seed_oss": dict(
+        attention_output_bias=True, mlp_bias=True
+    ),  # InternLM 3 has biases everywhere or nowhere
+    "te_models_decoder": dict(
+        partial_rotary_factor=0.5, rope_scaling=dict(rope_type="linear", factor=2.0)
+    ),
     "phi3": dict(partial_rotary_factor=0.5, rope_scaling=LONG, hidden_size=48),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*needs its own code in transformers")
 @pytest.mark.parametrize("family", REFUSED)
-def test_a_folder_is_of_a_family_whose_config_transformers_takes(family: str, tmp_path: Path) -> None:
-    sizes = dict(vocab_size=64, hidden_size=24, intermediate_size=16, num_hidden_layers=1, num_attention_heads=3)
-    shape: dict[str, Any] = {**sizes, "num_key_value_heads": 1, "head_dim": 16, "attention_gate": "none"}
-    model = CausalLM(ModelConfig(**{**shape, **REFUSED[family]}), device="cpu", dtype=torch.float32).eval()
+def test_a_folder_is_of_a_family_whose_config_transformers_takes(
+    family: str, tmp_path: Path
+) -> None:
+    sizes = dict(
+        vocab_size=64,
+        hidden_size=24,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=3,
+    )
+    shape: dict[str, Any] = {
+        **sizes,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "attention_gate": "none",
+    }
+    model = CausalLM(
+        ModelConfig(**{**shape, **REFUSED[family]}), device="cpu", dtype=torch.float32
+    ).eval()
     model.save_pretrained(tmp_path / "own", format="hf")
     assert document_of(tmp_path / "own")["model_type"] == family
     judge = AutoModelForCausalLM.from_pretrained(tmp_path / "own", trust_remote_code=True).eval()
@@ -79,12 +117,17 @@ def test_a_folder_is_of_a_family_whose_config_transformers_takes(family: str, tm
 FEW = {f"{family}-{name}" for n, (family, cases) in enumerate(FAMILY_CASES.items())
        for name in (*cases, *cases)[n % len(cases) :: 5][:2]}  # fmt: skip
 FEW |= {"glm4_moe-dense", *FIRST_CASES, *(f"hybrid-{seed}" for seed in (0, 1, 7, 14))}
-ALL = [pytest.param(case, marks=[pytest.mark.slow] * (case not in FEW)) for case in (*FIRST_CASES, *CASES, *HYBRIDS)]
+ALL = [
+    pytest.param(case, marks=[pytest.mark.slow] * (case not in FEW))
+    for case in (*FIRST_CASES, *CASES, *HYBRIDS)
+]
 
 
 @pytest.mark.parametrize("case", ALL)
 @torch.no_grad()
-def test_a_model_is_that_of_transformers(case: str, theirs: Callable[[str], Pair], tmp_path: Path) -> None:
+def test_a_model_is_that_of_transformers(
+    case: str, theirs: Callable[[str], Pair], tmp_path: Path
+) -> None:
     """Its logits, under padding and with a cache too, and its folder, which comes back in every bit."""
     judge, folder = theirs(case)
     model = load(folder)
@@ -98,22 +141,32 @@ def test_a_model_is_that_of_transformers(case: str, theirs: Callable[[str], Pair
     ids = torch.randint(1, vocabulary, (3, 70 if hybrid else 13))
     mask = torch.ones_like(ids)
     mask[1, :8] = mask[2, : 66 if hybrid else 3] = 0
-    reference = judge(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+    reference = judge(
+        ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)
+    ).logits
     close(model(ids, attention_mask=mask).logits[mask.bool()], reference[mask.bool()], tolerance)
 
     lengths = (30, 1, 2, 2, 55) if hybrid else (9, 1, 3, 1, 1)
     ids = torch.randint(1, vocabulary, (2, sum(lengths)))
     cache, other = model.new_cache(2, sum(lengths)), transformers.DynamicCache(config=judge.config)
     for part in ids.split(lengths, dim=1):
-        close(model(part, cache=cache).logits, judge(part, **{CACHE: other}, use_cache=True).logits, tolerance)
+        close(
+            model(part, cache=cache).logits,
+            judge(part, **{CACHE: other}, use_cache=True).logits,
+            tolerance,
+        )
 
-    numbers = [buffer.numel() for name, buffer in judge.named_buffers() if name.endswith("correction_bias")]
+    numbers = [
+        buffer.numel() for name, buffer in judge.named_buffers() if name.endswith("correction_bias")
+    ]
     assert model.config.num_parameters == sum(p.numel() for p in judge.parameters()) + sum(numbers)
     save_hf(model, tmp_path / "back", gated=case in GATED_CASES and case != "ungated")
     same_folder(folder, tmp_path / "back")
     if case in GATED_CASES:  # transformers has no such architecture
         return
-    model.origin = Origin()  # as if it had begun here: the first family that can express it is written
+    model.origin = (
+        Origin()
+    )  # as if it had begun here: the first family that can express it is written
     model.save_pretrained(tmp_path / "own", format="hf")
     close(read_by_transformers(tmp_path / "own")(ids).logits, model(ids).logits, tolerance)
     assert load(tmp_path / "own").config == model.config
@@ -129,7 +182,11 @@ TEXTS = [
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in HYBRIDS and case not in FEW)) for case in TEXTS]
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (case in HYBRIDS and case not in FEW))
+        for case in TEXTS
+    ],
 )
 @torch.no_grad()
 def test_greedy_text_is_that_of_transformers(case: str, theirs: Callable[[str], Pair]) -> None:
@@ -137,7 +194,9 @@ def test_greedy_text_is_that_of_transformers(case: str, theirs: Callable[[str], 
     model, (ids, mask) = load(folder), prompts()
     expected = judge.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
     assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=20), expected)
-    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=20, use_cache=False), expected)
+    assert torch.equal(
+        model.generate(ids, attention_mask=mask, max_new_tokens=20, use_cache=False), expected
+    )
     assert len(set(expected[:, 13:].flatten().tolist())) > 8
 
 
@@ -146,4 +205,6 @@ def test_numbers_that_divide_by_zero_are_one_line(tmp_path: Path) -> None:
     sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 16)
     sizes |= dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 1)
     with pytest.raises(CheckpointError, match="config.json: .*negative power"):
-        describe(tmp_path, {"config": {**sizes, "model_type": "gemma2", "query_pre_attn_scalar": 0}})
+        describe(
+            tmp_path, {"config": {**sizes, "model_type": "gemma2", "query_pre_attn_scalar": 0}}
+        )

@@ -28,27 +28,51 @@ from te_models.saving.pretrained import weights
         ("llama2", dict(model_type="gpt2"), "unknown architecture (model_type) 'gpt2'"),
         ("llama2", dict(model_type="lama"), "did you mean 'llama'"),
         ("llama2", dict(model_type="jamba"), "'jamba'"),
-        ("llama2", dict(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
+        (
+            "llama2",
+            dict(architectures=["LlamaForSequenceClassification"]),
+            "LlamaForSequenceClassification",
+        ),
         ("llama2", dict(attention_bias=True), "missing: model.layers.0.self_attn.k_proj.bias"),
         ("llama2", dict(mlp_bias=True), "missing: model.layers.0.mlp.down_proj.bias"),
         ("llama2", dict(hidden_act="quick_gelu"), "unknown hidden_act 'quick_gelu'"),
         ("llama2", dict(attention_dropout=0.1), "attention_dropout=0.1"),
-        ("llama2", dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config="),
-        ("llama2", dict(rope_parameters=dict(rope_type="proportional", factor=4.0)), "'proportional' is not supp"),
-        ("llama2", dict(rope_parameters=None, rope_scaling=dict(type="axial", factor=2.0)), "'axial'"),
+        (
+            "llama2",
+            dict(quantization_config=dict(quant_method="gptq", bits=4)),
+            "quantization_config=",
+        ),
+        (
+            "llama2",
+            dict(rope_parameters=dict(rope_type="proportional", factor=4.0)),
+            "'proportional' is not supp",
+        ),
+        (
+            "llama2",
+            dict(rope_parameters=None, rope_scaling=dict(type="axial", factor=2.0)),
+            "'axial'",
+        ),
         (
             "llama2",
             dict(rope_parameters=dict(rope_type="linear", factor=2.0, partial_rotary_factor=0.5)),
             "'linear' is not",
         ),
-        ("llama2", dict(rope_parameters=dict(full_attention=dict(rope_type="default"))), "by layer type"),
+        (
+            "llama2",
+            dict(rope_parameters=dict(full_attention=dict(rope_type="default"))),
+            "by layer type",
+        ),
         ("llama2", dict(sliding_window=64), "sliding_window=64"),
         ("llama2", dict(num_local_experts=8), "num_local_experts=8"),
         ("llama2", dict(auto_map=dict(AutoModel="code.Model")), "auto_map="),
         ("llama2", dict(head_dim="16"), "head_dim='16'"),
         ("llama2", dict(dtype="int8"), "dtype 'int8'"),
         ("qwen3", dict(attention_bias=True), "missing: model.layers.0.self_attn.k_proj.bias"),
-        ("qwen3", dict(layer_types=["full_attention"] * 3 + ["linear_attention"]), "'linear_attention'"),
+        (
+            "qwen3",
+            dict(layer_types=["full_attention"] * 3 + ["linear_attention"]),
+            "'linear_attention'",
+        ),
         ("smollm3", dict(mlp_bias=True), "missing: model.layers.0.mlp.down_proj.bias"),
         ("headwise", dict(qkv_bias=True), "qkv_bias=True"),
         ("headwise", dict(use_sliding_window=True), "use_sliding_window=True"),
@@ -87,8 +111,18 @@ def test_unsupported_fields_of_a_config_are_named(
 
 def test_fields_without_effect_are_accepted(theirs: Callable[..., Pair], tmp_path: Path) -> None:
     folder = theirs("llama2")[1]
-    more = {"transformers.js_config": {"dtype": "q4"}, "_name_or_path": "x", "unsloth_fixed": True, "temperature": 0.6}
-    more |= {"pretraining_tp": 2, "rope_interleaved": False, "some_feature": None, "id2label": {"0": "a"}}
+    more = {
+        "transformers.js_config": {"dtype": "q4"},
+        "_name_or_path": "x",
+        "unsloth_fixed": True,
+        "temperature": 0.6,
+    }
+    more |= {
+        "pretraining_tp": 2,
+        "rope_interleaved": False,
+        "some_feature": None,
+        "id2label": {"0": "a"},
+    }
     config = document_of(folder) | more
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
@@ -101,7 +135,9 @@ def test_fields_without_effect_are_accepted(theirs: Callable[..., Pair], tmp_pat
 def refused(folder: Path | str, message: str, **options: Any) -> None:
     with pytest.raises(ValueError, match=".") as error:
         load(folder, **options)
-    assert message in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 400, error.value
+    assert (
+        message in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 400
+    ), error.value
 
 
 @pytest.fixture
@@ -121,7 +157,8 @@ def test_shards_are_read_and_damage_is_named(sharded: Path, theirs: Callable[...
         name = sorted(load_file(shards[1]))[0]
         good = shards[1].read_bytes()
         broken = {
-            n: t.index_fill(0, torch.tensor([0]), value) if n == name else t for n, t in load_file(shards[1]).items()
+            n: t.index_fill(0, torch.tensor([0]), value) if n == name else t
+            for n, t in load_file(shards[1]).items()
         }
         save_file(broken, shards[1], {"format": "pt"})
         refused(sharded, f"{name} has a NaN or an infinity")
@@ -164,10 +201,14 @@ def test_unsupported_conversions_are_refused(theirs: Callable[..., Pair], tmp_pa
         dict(qk_norm=True),
     ],
 )
-def test_weights_keep_their_shape(override: dict[str, Any], theirs: Callable[..., Pair], tmp_path: Path) -> None:
+def test_weights_keep_their_shape(
+    override: dict[str, Any], theirs: Callable[..., Pair], tmp_path: Path
+) -> None:
     _, folder = theirs("llama3")
     ((name, value),) = override.items()
-    message = f"the weights in .* do not fit {name}={value}: a model that has weights keeps their shape"
+    message = (
+        f"the weights in .* do not fit {name}={value}: a model that has weights keeps their shape"
+    )
     with pytest.raises(UsageError, match=message):
         CausalLM.from_pretrained(folder, **override)
     CausalLM.from_pretrained(folder).save_pretrained(tmp_path / "ours")
@@ -178,8 +219,13 @@ def test_weights_keep_their_shape(override: dict[str, Any], theirs: Callable[...
 def test_saving_in_shards(theirs: Callable[..., Pair], tmp_path: Path) -> None:
     judge, folder = theirs("qwen3")
     model = load(folder)
-    write_hugging_face(model, model.origin, tmp_path / "back", weights(model), max_shard_bytes=60_000)
-    assert len(list((tmp_path / "back").glob("model-*-of-*.safetensors"))) > 3 and MAX_SHARD_BYTES == 5e9
+    write_hugging_face(
+        model, model.origin, tmp_path / "back", weights(model), max_shard_bytes=60_000
+    )
+    assert (
+        len(list((tmp_path / "back").glob("model-*-of-*.safetensors"))) > 3
+        and MAX_SHARD_BYTES == 5e9
+    )
     assert_same_tensors(tensors_of(folder), tensors_of(tmp_path / "back"))
     ids = prompts()[0]
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
@@ -190,8 +236,13 @@ def test_saving_in_shards(theirs: Callable[..., Pair], tmp_path: Path) -> None:
     )
 
 
-def test_names_are_resolved_on_the_hub(monkeypatch: pytest.MonkeyPatch, theirs: Any, pretend: Any) -> None:
-    refused("nobody/nothing-0.1b", "nobody/nothing-0.1b is no folder here, and the Hugging Face hub did not give it")
+def test_names_are_resolved_on_the_hub(
+    monkeypatch: pytest.MonkeyPatch, theirs: Any, pretend: Any
+) -> None:
+    refused(
+        "nobody/nothing-0.1b",
+        "nobody/nothing-0.1b is no folder here, and the Hugging Face hub did not give it",
+    )
     refused("/no/such/folder", "/no/such/folder")
     folder = theirs("llama2")[1]
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(folder))
@@ -201,7 +252,9 @@ def test_names_are_resolved_on_the_hub(monkeypatch: pytest.MonkeyPatch, theirs: 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_dtype_is_that_of_the_argument_or_the_file(dtype: Any, theirs: Callable[..., Pair], tmp_path: Path) -> None:
+def test_the_dtype_is_that_of_the_argument_or_the_file(
+    dtype: Any, theirs: Callable[..., Pair], tmp_path: Path
+) -> None:
     judge, folder = theirs("llama3")
     model = load(folder, dtype=dtype)
     assert {p.dtype for p in model.parameters()} == {dtype}
@@ -225,16 +278,34 @@ print(peak() - before - sum(p.nbytes for p in model.parameters()))
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure peak memory")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure peak memory"
+)
 @pytest.mark.slow
-def test_loading_takes_one_shard_of_memory_beside_the_model(theirs: Callable[..., Pair], tmp_path: Path) -> None:
-    sizes = dict(vocab_size=4000, hidden_size=512, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=8)
-    model = CausalLM.from_preset("qwen3-0.6b", device="cpu", **{**sizes, "head_dim": 64, "num_key_value_heads": 8})
+def test_loading_takes_one_shard_of_memory_beside_the_model(
+    theirs: Callable[..., Pair], tmp_path: Path
+) -> None:
+    sizes = dict(
+        vocab_size=4000,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+    )
+    model = CausalLM.from_preset(
+        "qwen3-0.6b", device="cpu", **{**sizes, "head_dim": 64, "num_key_value_heads": 8}
+    )
     shard = 20_000_000
     write_hugging_face(model, model.origin, tmp_path, weights(model), max_shard_bytes=shard)
     files = [file.stat().st_size for file in tmp_path.glob("model-*.safetensors")]
     assert len(files) >= 4
     command = [sys.executable, "-c", STREAMING, str(tmp_path), str(theirs("llama2")[1])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
     done = run_process(command, env=environment)
-    assert int(done.stdout) <= 1.15 * max(files), f"{int(done.stdout) / max(files):.2f} of the largest shard"
+    assert int(done.stdout) <= 1.15 * max(files), (
+        f"{int(done.stdout) / max(files):.2f} of the largest shard"
+    )

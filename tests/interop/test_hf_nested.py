@@ -17,9 +17,15 @@ VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_att
               patch_size=14)  # fmt: skip
 MORE_VISION = {"Gemma3": {}, "Mistral3": dict(head_dim=16)}
 MORE_VISION |= dict.fromkeys(
-    ("Qwen3_5", "Qwen3_5Moe"), dict(depth=1, num_heads=2, out_hidden_size=48, num_position_embeddings=16)
+    ("Qwen3_5", "Qwen3_5Moe"),
+    dict(depth=1, num_heads=2, out_hidden_size=48, num_position_embeddings=16),
 )
-GEMMA = dict(model_type="gemma3_text", sliding_window=5, query_pre_attn_scalar=11, layer_types=[SLIDING, FULL, SLIDING])
+GEMMA = dict(
+    model_type="gemma3_text",
+    sliding_window=5,
+    query_pre_attn_scalar=11,
+    layer_types=[SLIDING, FULL, SLIDING],
+)
 SCALED = {**YARN, "llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 7}
 # A hybrid, whose RoPE has three positions, and a head for later tokens.
 QWEN: dict[str, Any] = dict(
@@ -47,23 +53,33 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_the_text_of_a_folder_with_images(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_text_of_a_folder_with_images(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is read, and the rest is written back: from the folder, or from one that is named beside our format."""
     name, text, outer = CASES[case]
     torch.manual_seed(len(case))
     vision = {**VISION, **MORE_VISION[name]}
-    config = getattr(transformers, f"{name}Config")(text_config={**SIZES, **text}, vision_config=vision, **outer)
+    config = getattr(transformers, f"{name}Config")(
+        text_config={**SIZES, **text}, vision_config=vision, **outer
+    )
     judge = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     randomize(judge)
     judge.save_pretrained(tmp_path / "theirs")
     with caplog.at_level(logging.WARNING):
         model, ids = load(tmp_path / "theirs"), torch.randint(11, SIZES["vocab_size"], (2, 33))
-    assert ("model.visual.*, mtp.*" if name.startswith("Qwen") else "tensors of other parts (") in caplog.text
+    assert (
+        "model.visual.*, mtp.*" if name.startswith("Qwen") else "tensors of other parts ("
+    ) in caplog.text
     reference = judge(input_ids=ids).logits
     close(model(ids).logits, reference, 1e-4 if case == "qwen3_5" else 2e-5)
     model.save_pretrained(tmp_path / "back", format="hf")
     same_folder(tmp_path / "theirs", tmp_path / "back")
-    again = getattr(transformers, f"{name}ForConditionalGeneration").from_pretrained(tmp_path / "back").eval()
+    again = (
+        getattr(transformers, f"{name}ForConditionalGeneration")
+        .from_pretrained(tmp_path / "back")
+        .eval()
+    )
     assert torch.equal(again(input_ids=ids).logits, reference)
     model.save_pretrained(tmp_path / "theirs", format="hf")  # over the tensors that it reads
     same_folder(tmp_path / "theirs", tmp_path / "back")
@@ -101,7 +117,9 @@ def test_the_text_of_a_folder_with_images(case: str, tmp_path: Path, caplog: pyt
         ("qwen3_vl", "multimodal", "qwen3"),
     ],
 )
-def test_a_refusal_names_what_is_missing_and_the_nearest(kind: str, missing: str, nearest: str) -> None:
+def test_a_refusal_names_what_is_missing_and_the_nearest(
+    kind: str, missing: str, nearest: str
+) -> None:
     config = transformers.AutoConfig.for_model(kind).to_dict()
     with pytest.raises(UsageError) as refused:
         family_of(config)

@@ -28,10 +28,16 @@ REPOSITORY = [
 UNWANTED = 8  # the last ones
 
 
-def test_only_what_a_model_needs_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_what_a_model_needs_is_downloaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(hub, "snapshot_download", lambda name, **options: asked.update(options) or str(tmp_path))
-    wanted: dict[str, Any] = dict(revision="v2", token="secret", cache_dir="here", local_files_only=True)
+    monkeypatch.setattr(
+        hub, "snapshot_download", lambda name, **options: asked.update(options) or str(tmp_path)
+    )
+    wanted: dict[str, Any] = dict(
+        revision="v2", token="secret", cache_dir="here", local_files_only=True
+    )
     assert local_folder("owner/model", **wanted) == tmp_path
     patterns = {name: asked.pop(name) for name in ("allow_patterns", "ignore_patterns")}
     assert asked == wanted
@@ -50,9 +56,20 @@ def test_only_what_a_model_needs_is_downloaded(monkeypatch: pytest.MonkeyPatch, 
         (dict(device_map={"": 0}), dict(device="cuda:0")),
         (dict(device_map=1), dict(device="cuda:1")),
         (dict(device_map="auto"), dict(device=None)),
-        (dict(attn_implementation="sdpa", trust_remote_code=True, low_cpu_mem_usage=True, use_safetensors=True), {}),
+        (
+            dict(
+                attn_implementation="sdpa",
+                trust_remote_code=True,
+                low_cpu_mem_usage=True,
+                use_safetensors=True,
+            ),
+            {},
+        ),
         (dict(use_cache=False, code_revision="main", tp_size=None, mirror=""), {}),
-        (dict(quantization_config=None, load_in_8bit=False, recipe="current"), dict(recipe="current")),
+        (
+            dict(quantization_config=None, load_in_8bit=False, recipe="current"),
+            dict(recipe="current"),
+        ),
     ],
 )
 def test_keywords_of_transformers_are_taken(given: dict, ours: dict) -> None:
@@ -77,10 +94,15 @@ def test_keywords_of_transformers_are_taken(given: dict, ours: dict) -> None:
         (dict(use_auth_token="secret"), "give token="),
         (dict(quantization_config={"load_in_8bit": True}), "own recipes"),
         (dict(torch_dtype="float64"), "dtype='float64' is not supported"),
-        (dict(revisoin="main"), "unknown keyword 'revisoin': did you mean 'revision'[?] [a-z_.]*LoadOptions lists all"),
+        (
+            dict(revisoin="main"),
+            "unknown keyword 'revisoin': did you mean 'revision'[?] [a-z_.]*LoadOptions lists all",
+        ),
     ],
 )
-def test_unsupported_keywords_are_refused_with_our_name_for_them(given: dict, message: str, tmp_path: Path) -> None:
+def test_unsupported_keywords_are_refused_with_our_name_for_them(
+    given: dict, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         CausalLM.from_pretrained(tmp_path, **given)
     assert "\n" not in str(caught.value) and "field of recipe" not in str(caught.value)
@@ -89,7 +111,11 @@ def test_unsupported_keywords_are_refused_with_our_name_for_them(given: dict, me
 def test_every_keyword_of_transformers_is_known() -> None:
     transformers = pytest.importorskip("transformers", minversion="5.14")
     source = inspect.getsource(transformers.PreTrainedModel.from_pretrained)
-    theirs = {name for name in re.findall(r'kwargs\.pop\(\s*"(\w+)"', source) if not name.startswith("_from")}
+    theirs = {
+        name
+        for name in re.findall(r'kwargs\.pop\(\s*"(\w+)"', source)
+        if not name.startswith("_from")
+    }
     assert len(theirs) > 20
     assert theirs - REFUSED.keys() - WITHOUT_EFFECT <= get_type_hints(LoadOptions).keys()
 
@@ -98,7 +124,9 @@ def test_a_folder_is_loaded_with_keywords_of_transformers(tmp_path: Path) -> Non
     model = CausalLM.from_preset("gated-nano", device="cpu")
     model.save_pretrained(tmp_path / "model", max_shard_size="300KB")
     assert len(list((tmp_path / "model").glob("model-*.safetensors"))) > 1
-    options: Any = dict(torch_dtype="float32", device_map="cpu", revision="main", token=None, local_files_only=True)
+    options: Any = dict(
+        torch_dtype="float32", device_map="cpu", revision="main", token=None, local_files_only=True
+    )
     again = CausalLM.from_pretrained(tmp_path / "model", **options)
     assert again.dtype == torch.float32 and again.device.type == "cpu"
 
@@ -106,7 +134,9 @@ def test_a_folder_is_loaded_with_keywords_of_transformers(tmp_path: Path) -> Non
 @pytest.mark.parametrize("size", [0, "5 GX", "GB", 1.5])
 def test_a_size_that_is_none_is_refused(size: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="max_shard_size"):
-        CausalLM.from_preset("gated-nano", device="cpu").save_pretrained(tmp_path / "model", max_shard_size=size)
+        CausalLM.from_preset("gated-nano", device="cpu").save_pretrained(
+            tmp_path / "model", max_shard_size=size
+        )
 
 
 FILES = (
@@ -121,7 +151,9 @@ def test_files_of_the_tokenizer_come_along(formats: tuple[Any, Any], tmp_path: P
     """Under any of the names that releases have, byte for byte, from folder to folder and over one of before."""
     plain = CausalLM.from_preset("gated-nano", device="cpu", attention_gate="none")
     plain.save_pretrained(tmp_path / "hub", format="hf")
-    contents = {name: f'{{"content of": "{name}"}}'.encode() for name in FILES} | {"tokenizer.model": b"\0" * 5 * 2**20}
+    contents = {name: f'{{"content of": "{name}"}}'.encode() for name in FILES} | {
+        "tokenizer.model": b"\0" * 5 * 2**20
+    }
     for name, content in contents.items():
         (tmp_path / "hub" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "hub" / name).write_bytes(content)
@@ -131,7 +163,9 @@ def test_files_of_the_tokenizer_come_along(formats: tuple[Any, Any], tmp_path: P
         found = tmp_path / f"{found.name}-{format}"
         for _ in range(2):
             model.save_pretrained(found, format=format)
-        assert json.loads((found / "generation_config.json").read_text()) == {"content of": "generation_config.json"}
+        assert json.loads((found / "generation_config.json").read_text()) == {
+            "content of": "generation_config.json"
+        }
         for name in set(FILES) - {"generation_config.json"}:
             assert (found / name).read_bytes() == contents[name], name
 
@@ -177,7 +211,10 @@ def test_the_card_of_a_run_has_its_losses_and_that_of_the_hub_its_base(tmp_path:
     model.save_pretrained(tmp_path / "out", format="hf")
     card = card_of(tmp_path / "out")
     assert card.data.base_model == "Owner/a--b" and "custom_code" not in card.data.tags
-    assert "| steps | 1200 |" in card.content and "| eval loss after | 3.2500 nats per token |" in card.content
+    assert (
+        "| steps | 1200 |" in card.content
+        and "| eval loss after | 3.2500 nats per token |" in card.content
+    )
     assert "training loss" not in card.content and "trust_remote_code" not in card.content
 
 
@@ -205,7 +242,9 @@ class StubApi:
 
     def create_repo(self, repo_id: str, **options: Any) -> Any:
         self.calls.append(("create_repo", options))
-        return hub.RepoUrl(f"https://huggingface.co/{repo_id if '/' in repo_id else f'me/{repo_id}'}")
+        return hub.RepoUrl(
+            f"https://huggingface.co/{repo_id if '/' in repo_id else f'me/{repo_id}'}"
+        )
 
     def create_branch(self, repo_id: str, **options: Any) -> None:
         self.calls.append(("create_branch", options))
@@ -216,10 +255,15 @@ class StubApi:
     def hf_hub_download(self, repo_id: str, filename: str, **options: Any) -> str:
         return str(self.root / repo_id / filename)
 
-    def upload_folder(self, *, repo_id: str, folder_path: Path, ignore_patterns: Any, **options: Any) -> str:
+    def upload_folder(
+        self, *, repo_id: str, folder_path: Path, ignore_patterns: Any, **options: Any
+    ) -> str:
         self.calls.append(("upload_folder", options))
         shutil.copytree(
-            folder_path, self.root / repo_id, ignore=shutil.ignore_patterns(*ignore_patterns), dirs_exist_ok=True
+            folder_path,
+            self.root / repo_id,
+            ignore=shutil.ignore_patterns(*ignore_patterns),
+            dirs_exist_ok=True,
         )
         return f"https://huggingface.co/{repo_id}/commit/0"
 
@@ -233,7 +277,9 @@ def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubApi]:
 
 def test_a_model_is_pushed_to_the_hub(api: type[StubApi]) -> None:
     model = CausalLM.from_preset("gated-nano", device="cpu", attention_gate="none")
-    address = model.push_to_hub("model", private=True, token="secret", revision="v2", max_shard_size="300KB")
+    address = model.push_to_hub(
+        "model", private=True, token="secret", revision="v2", max_shard_size="300KB"
+    )
     assert address == "https://huggingface.co/me/model/commit/0"
     assert ("token", {"token": "secret"}) in api.calls
     assert ("create_repo", {"private": True, "exist_ok": True}) in api.calls
@@ -256,26 +302,49 @@ def test_a_card_of_the_user_on_the_hub_stays(api: type[StubApi]) -> None:
     (api.root / "me/model/README.md").write_text("# Mine")
     model.push_to_hub("me/model", create_pr=True, commit_message="again")
     assert (api.root / "me/model/README.md").read_text() == "# Mine"
-    assert api.calls[-1] == ("upload_folder", {"commit_message": "again", "revision": None, "create_pr": True})
+    assert api.calls[-1] == (
+        "upload_folder",
+        {"commit_message": "again", "revision": None, "create_pr": True},
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # of a guide's reader, not of the tests
-def test_the_programs_of_the_guide_run(api: type[StubApi], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_programs_of_the_guide_run(
+    api: type[StubApi], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
     guide = (Path(__file__).parents[2] / "docs/guide/huggingface.md").read_text()
     monkeypatch.chdir(tmp_path)
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, head_dim=16)
+    sizes = dict(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        head_dim=16,
+    )
     common: Any = dict(device="cpu", num_key_value_heads=1, **sizes)
-    CausalLM.from_preset("qwen3-0.6b", vocab_size=9728, **common).save_pretrained("path/to/Qwen3-0.6B", format="hf")
-    CausalLM.from_preset("llama-3.2-1b", vocab_size=96, **common).save_pretrained("path/to/Llama-3.2-1B", format="hf")
-    CausalLM.from_preset("gated-nano", bos_token_id=256, **common).save_pretrained("path/to/saved", format="hf")
+    CausalLM.from_preset("qwen3-0.6b", vocab_size=9728, **common).save_pretrained(
+        "path/to/Qwen3-0.6B", format="hf"
+    )
+    CausalLM.from_preset("llama-3.2-1b", vocab_size=96, **common).save_pretrained(
+        "path/to/Llama-3.2-1B", format="hf"
+    )
+    CausalLM.from_preset("gated-nano", bos_token_id=256, **common).save_pretrained(
+        "path/to/saved", format="hf"
+    )
     CausalLM.from_preset("gated-nano", **common).save_pretrained("runs/mine")
     for code in re.findall(r"^```python\n(.*?)^```", guide, re.MULTILINE | re.DOTALL):
-        exec(compile(code, "huggingface.md", "exec"), {"__name__": "__main__", "CausalLM": CausalLM})
-    assert (tmp_path / "back/config.json").is_file() and (tmp_path / "remote/me/my-model/README.md").is_file()
+        exec(
+            compile(code, "huggingface.md", "exec"), {"__name__": "__main__", "CausalLM": CausalLM}
+        )
+    assert (tmp_path / "back/config.json").is_file() and (
+        tmp_path / "remote/me/my-model/README.md"
+    ).is_file()
 
 
-def test_what_the_hub_refuses_is_one_line(api: type[StubApi], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_hub_refuses_is_one_line(
+    api: type[StubApi], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model: Any = CausalLM.from_preset("gated-nano", device="cpu", attention_gate="none")
     with pytest.raises(UsageError, match="unknown keyword 'privat': did you mean 'private'"):
         model.push_to_hub("me/model", privat=True)
@@ -284,5 +353,7 @@ def test_what_the_hub_refuses_is_one_line(api: type[StubApi], monkeypatch: pytes
         raise RuntimeError("401 Unauthorized\nmore")
 
     monkeypatch.setattr(api, "create_repo", refuse)
-    with pytest.raises(UsageError, match=r"did not take me/model \(RuntimeError: 401 Unauthorized\)$"):
+    with pytest.raises(
+        UsageError, match=r"did not take me/model \(RuntimeError: 401 Unauthorized\)$"
+    ):
         model.push_to_hub("me/model")

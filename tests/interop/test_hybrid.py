@@ -26,7 +26,9 @@ def test_transformers_generates_with_our_model(case: str, theirs: Callable[..., 
     mask = torch.ones(3, 21, dtype=torch.long)
     mask[1, :8] = mask[2, :18] = 0
     for options in (dict(), dict(num_beams=3), dict(cache_implementation="static")):
-        given: dict[str, Any] = dict(attention_mask=mask, max_new_tokens=10, do_sample=False, **options)
+        given: dict[str, Any] = dict(
+            attention_mask=mask, max_new_tokens=10, do_sample=False, **options
+        )
         assert torch.equal(wrapped.generate(ids, **given), judge.generate(ids, **given)), options
 
 
@@ -54,11 +56,17 @@ def test_packed_documents_from_any_position(theirs: Callable[..., Pair]) -> None
             close(both[:, part], alone, TOLERANCE)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing", "ignore:.*were set but no parameter was matched")
+@pytest.mark.filterwarnings(
+    "ignore:.*is_gradient_checkpointing", "ignore:.*were set but no parameter was matched"
+)
 @pytest.mark.filterwarnings("ignore:.*did not match any targeted module")
-@pytest.mark.parametrize("case", ["hybrid-0", pytest.param("hybrid-4", marks=pytest.mark.slow), "hybrid-14"])
+@pytest.mark.parametrize(
+    "case", ["hybrid-0", pytest.param("hybrid-4", marks=pytest.mark.slow), "hybrid-14"]
+)
 @torch.no_grad()
-def test_adapters_compute_the_same_in_transformers(case: str, theirs: Callable[..., Pair], tmp_path: Path) -> None:
+def test_adapters_compute_the_same_in_transformers(
+    case: str, theirs: Callable[..., Pair], tmp_path: Path
+) -> None:
     lora, peft = pytest.importorskip("te_models.training.lora"), pytest.importorskip("peft")
     _, folder = theirs(case)
     adapted = lora.add_lora(load(folder), r=4, lora_alpha=8, target_modules="all-linear")

@@ -37,10 +37,20 @@ DEEPSEEK: dict[str, Any] = dict(
 
 def test_the_published_config_is_the_published_model() -> None:
     config = family_of(DEEPSEEK).read(DEEPSEEK)
-    assert round(config.num_parameters / 1e9) == 671 and round(config.num_active_parameters / 1e9, 1) == 37.6
+    assert (
+        round(config.num_parameters / 1e9) == 671
+        and round(config.num_active_parameters / 1e9, 1) == 37.6
+    )
     assert family_of(DEEPSEEK).read(family_of(DEEPSEEK).write(config)) == config
-    kimi = {**DEEPSEEK, "model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64}
-    kimi |= dict(n_routed_experts=384, n_group=1, topk_group=1, first_k_dense_replace=1, vocab_size=163840)
+    kimi = {
+        **DEEPSEEK,
+        "model_type": "kimi_k2",
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+    }
+    kimi |= dict(
+        n_routed_experts=384, n_group=1, topk_group=1, first_k_dense_replace=1, vocab_size=163840
+    )
     assert round(family_of(kimi).read(kimi).num_parameters / 1e12, 2) == 1.03
     assert "kimi_k2" in {family.model_type for family in FAMILIES if not family.written}
 
@@ -60,9 +70,13 @@ def test_what_is_not_computed_is_refused(changes: dict[str, Any], line: str) -> 
         family_of(DEEPSEEK).read({**DEEPSEEK, **changes})
 
 
-@pytest.mark.parametrize("name, value", [("attention_gate", "elementwise"), ("qk_norm", True), ("sliding_window", 4)])
+@pytest.mark.parametrize(
+    "name, value", [("attention_gate", "elementwise"), ("qk_norm", True), ("sliding_window", 4)]
+)
 def test_fields_of_other_attention_are_refused(name: str, value: object) -> None:
-    shape: dict[str, Any] = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+    shape: dict[str, Any] = dict(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1
+    )
     shape |= dict(num_attention_heads=1, attention_gate="none", latent_attention={})
     assert ModelConfig(**shape).head_dim == 64
     with pytest.raises(ConfigError, match=f"latent_attention computes no {name}={value!r}"):
@@ -73,7 +87,11 @@ def folder_with_later_layer(case: str, folder: Path, fp8: bool) -> tuple[Any, di
     """transformers' model, and its folder with a layer after the last; its tensors, in BF16 in place of FP8."""
     judge = make_theirs(case, folder)
     tensors = tensors_of(folder)
-    later = {name.replace("layers.2.", "layers.3."): t + 1 for name, t in tensors.items() if "layers.2." in name}
+    later = {
+        name.replace("layers.2.", "layers.3."): t + 1
+        for name, t in tensors.items()
+        if "layers.2." in name
+    }
     later["model.layers.3.eh_proj.weight"] = torch.randn(48, 96)
     stored, config = dict(later), document_of(folder)
     config["num_nextn_predict_layers"] = 1
@@ -128,8 +146,16 @@ def test_a_layer_too_many_is_still_refused(tmp_path: Path) -> None:
 
 def test_rows_of_the_first_projection_suit_every_recipe() -> None:
     """32 + 32 + 16 are no multiple of the 32 that MXFP8 needs."""
-    latent = dict(q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32)
-    shape = dict(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2)
+    latent = dict(
+        q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32
+    )
+    shape = dict(
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+    )
     config = ModelConfig(**shape, attention_gate="none", latent_attention=latent)
     assert config.num_padding_parameters == 3 * 16 * 64
     model, ids = CausalLM(config, recipe="mxfp8", device="cpu"), torch.arange(32)[None]
@@ -139,13 +165,22 @@ def test_rows_of_the_first_projection_suit_every_recipe() -> None:
 
 
 def test_the_cache_keeps_the_latent() -> None:
-    sizes = dict(vocab_size=16, hidden_size=48, intermediate_size=16, num_hidden_layers=3, num_attention_heads=6)
+    sizes = dict(
+        vocab_size=16,
+        hidden_size=48,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+    )
     latent = {name: LATENT_SIZES[name] for name in ("kv_lora_rank", "qk_rope_head_dim")}
     config = ModelConfig(**sizes, attention_gate="none", latent_attention=latent)
     model = CausalLM(config, device="cpu", engine="emulated", dtype=torch.float32)
     assert model.new_cache(2, 16).nbytes == 3 * 2 * 16 * (18 + 8) * 4
     (note,) = model.plan().notes
-    assert "keeps 26 numbers per token" in note and "heads of 136 channels (keys have 136, values 128)" in note
+    assert (
+        "keeps 26 numbers per token" in note
+        and "heads of 136 channels (keys have 136, values 128)" in note
+    )
     # A product of a query and a key, and of a weight and a value, for each of the keys of which it sees half.
     attention = config.layers[0].flops(5, 10) - config.layers[0].flops(5, 0)
     assert attention == 2 * 5 * 10 / 2 * 6 * (136 + 128)

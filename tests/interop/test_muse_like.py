@@ -33,10 +33,16 @@ def ours_of(config: Any) -> ModelConfig:
 
 
 def test_the_preset_has_the_published_sizes() -> None:
-    published = transformers.AutoConfig.for_model("muse_glimmer_text", rope_parameters=dict(rope_theta=500000.0))
+    published = transformers.AutoConfig.for_model(
+        "muse_glimmer_text", rope_parameters=dict(rope_theta=500000.0)
+    )
     preset = get_preset("muse-like-30b")
     assert preset == ours_of(published)
     with torch.device("meta"):
         body = transformers.AutoModel.from_config(published)
-    theirs = sum(p.numel() for p in body.parameters()) + published.vocab_size * published.hidden_size
-    assert preset.num_parameters == theirs + 2 * published.head_dim * published.num_hidden_layers  # norms of q and k
+    theirs = (
+        sum(p.numel() for p in body.parameters()) + published.vocab_size * published.hidden_size
+    )
+    assert (
+        preset.num_parameters == theirs + 2 * published.head_dim * published.num_hidden_layers
+    )  # norms of q and k

@@ -9,12 +9,20 @@ from te_models.errors import ConfigError
 from te_models.interop.hf_families import family_of
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-SILU = dict(hidden_act="silu", attention_dropout=0.0, initializer_range=0.02, use_cache=True, torch_dtype="bfloat16")
+SILU = dict(
+    hidden_act="silu",
+    attention_dropout=0.0,
+    initializer_range=0.02,
+    use_cache=True,
+    torch_dtype="bfloat16",
+)
 LLAMA3 = dict(rope_type="llama3", factor=16.0, low_freq_factor=1.0, high_freq_factor=4.0)
 LLAMA3 |= dict(original_max_position_embeddings=8192)
 
 
-def sizes(hidden: int, mlp: int, layers: int, heads: int, kv: int, vocabulary: int, positions: int) -> dict[str, Any]:
+def sizes(
+    hidden: int, mlp: int, layers: int, heads: int, kv: int, vocabulary: int, positions: int
+) -> dict[str, Any]:
     return dict(
         hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv, vocab_size=vocabulary, max_position_embeddings=positions,
@@ -145,17 +153,27 @@ def test_a_published_config_is_the_preset(name: str) -> None:
 
 
 def test_devstral_turns_scales_off_with_zeros() -> None:
-    rope = dict(PUBLISHED["ministral3-3b"]["rope_parameters"], mscale_all_dim=0.0, llama_4_scaling_beta=0.0)
-    config = family_of(PUBLISHED["ministral3-3b"]).read({**PUBLISHED["ministral3-3b"], "rope_parameters": rope})
+    rope = dict(
+        PUBLISHED["ministral3-3b"]["rope_parameters"], mscale_all_dim=0.0, llama_4_scaling_beta=0.0
+    )
+    config = family_of(PUBLISHED["ministral3-3b"]).read(
+        {**PUBLISHED["ministral3-3b"], "rope_parameters": rope}
+    )
     assert config.query_scale_beta is None and config.query_scale_length is None
     assert config.rope_scaling is not None and "mscale_all_dim" not in config.rope_scaling
 
 
 def test_phi_35_wrote_longrope_under_other_names() -> None:
     short, long = [1.0] * 48, [float(n) for n in range(1, 49)]
-    written = {**PUBLISHED["phi-3-mini-4k"], "max_position_embeddings": 131072, "sliding_window": None}
+    written = {
+        **PUBLISHED["phi-3-mini-4k"],
+        "max_position_embeddings": 131072,
+        "sliding_window": None,
+    }
     found = [
-        family_of(written).read({**written, "rope_scaling": dict(type=kind, short_factor=short, long_factor=long)})
+        family_of(written).read(
+            {**written, "rope_scaling": dict(type=kind, short_factor=short, long_factor=long)}
+        )
         for kind in ("su", "longrope")
     ]
     assert found[0] == found[1] and found[0].rope_scaling is not None
@@ -163,7 +181,9 @@ def test_phi_35_wrote_longrope_under_other_names() -> None:
 
 
 @pytest.mark.parametrize(("layers", "experts", "parameters"), [(24, 32, 20.91), (36, 128, 116.83)])
-def test_gpt_oss_has_the_parameters_that_its_paper_counts(layers: int, experts: int, parameters: float) -> None:
+def test_gpt_oss_has_the_parameters_that_its_paper_counts(
+    layers: int, experts: int, parameters: float
+) -> None:
     """In billions (arXiv 2508.10925, table 1)."""
     document = dict(
         model_type="gpt_oss", architectures=["GptOssForCausalLM"], hidden_act="silu", attention_dropout=0.0,
@@ -177,7 +197,14 @@ def test_gpt_oss_has_the_parameters_that_its_paper_counts(layers: int, experts: 
     family = family_of(document)
     config = family.read(document)
     assert round(config.num_parameters / 1e9, 2) == parameters
-    for name in ("rope_scaling", "layer_types", "sliding_window", "swiglu_limit", "attention_bias", "rope_theta"):
+    for name in (
+        "rope_scaling",
+        "layer_types",
+        "sliding_window",
+        "swiglu_limit",
+        "attention_bias",
+        "rope_theta",
+    ):
         del document[name]
     assert family.read(document) == config, "the defaults of transformers"
 
@@ -194,16 +221,28 @@ def test_gpt_oss_has_the_parameters_that_its_paper_counts(layers: int, experts: 
         ("iquest-coder-v1-40b", dict(clip_qkv=8.0), "clip_qkv=8.0"),
         ("olmo2-32b", dict(clip_qkv=8.0), "clip_qkv=8.0"),
         ("phi-4", dict(model_type="olmoe", clip_qkv=8.0), "clip_qkv=8.0"),
-        ("phi-4", dict(model_type="laguna", moe_router_logit_softcapping=3.0), "moe_router_logit_softcapping=3.0"),
+        (
+            "phi-4",
+            dict(model_type="laguna", moe_router_logit_softcapping=3.0),
+            "moe_router_logit_softcapping=3.0",
+        ),
         ("phi-4", dict(model_type="gemma3"), "it lacks text_config"),
         ("phi-4", dict(model_type="mistral3"), "it lacks text_config"),
-        ("phi-4", dict(model_type="muse_glimmer"), "unknown architecture (model_type) 'muse_glimmer'"),
+        (
+            "phi-4",
+            dict(model_type="muse_glimmer"),
+            "unknown architecture (model_type) 'muse_glimmer'",
+        ),
     ],
 )
 def test_unsupported_fields_are_named(name: str, change: dict[str, Any], message: str) -> None:
     document = {**PUBLISHED[name], **change}
     if "model_type" in change:
-        document = {key: value for key, value in document.items() if "pdrop" not in key and key != "auto_map"}
+        document = {
+            key: value
+            for key, value in document.items()
+            if "pdrop" not in key and key != "auto_map"
+        }
         document.pop("original_max_position_embeddings")
     with pytest.raises((ConfigError, ValueError)) as error:
         family_of(document).read(document)

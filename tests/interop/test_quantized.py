@@ -32,8 +32,12 @@ with warnings.catch_warnings():
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 
-SIZES: dict[str, Any] = dict(vocab_size=96, hidden_size=256, intermediate_size=384, num_hidden_layers=3)
-SIZES |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=128, max_position_embeddings=128)
+SIZES: dict[str, Any] = dict(
+    vocab_size=96, hidden_size=256, intermediate_size=384, num_hidden_layers=3
+)
+SIZES |= dict(
+    num_attention_heads=2, num_key_value_heads=1, head_dim=128, max_position_embeddings=128
+)
 SIZES |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
 IDS = torch.arange(2 * 16).reshape(2, 16) % 89
 F8 = torch.float8_e4m3fn
@@ -42,7 +46,9 @@ Quantized = dict[str, Tensor]
 
 def plain_model(dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("qwen3", **SIZES)).eval()
+    model = AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model("qwen3", **SIZES)
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.05 if parameter.dim() == 2 else 0.2))
@@ -83,7 +89,11 @@ def compressed_config(scheme: QuantizationScheme) -> dict[str, Any]:
 
 def per_tensor(weight: Tensor) -> Quantized:
     scale = weight.abs().amax() / 448
-    return {"weight": (weight / scale).to(F8), "weight_scale": scale, "input_scale": torch.tensor(0.02)}
+    return {
+        "weight": (weight / scale).to(F8),
+        "weight_scale": scale,
+        "input_scale": torch.tensor(0.02),
+    }
 
 
 def per_channel(weight: Tensor) -> Quantized:
@@ -100,8 +110,12 @@ def with_cache_scales(weight: Tensor) -> Quantized:
     return {**per_tensor(weight), "k_scale": torch.tensor(1.0), "v_scale": torch.tensor(0.5)}
 
 
-FP8, FP8_DYNAMIC, FP8_BLOCK = (preset_name_to_scheme(name, ["Linear"]) for name in ("FP8", "FP8_DYNAMIC", "FP8_BLOCK"))
-DEEPSEEK = dict(quant_method="fp8", activation_scheme="dynamic", fmt="e4m3", weight_block_size=[128, 128])
+FP8, FP8_DYNAMIC, FP8_BLOCK = (
+    preset_name_to_scheme(name, ["Linear"]) for name in ("FP8", "FP8_DYNAMIC", "FP8_BLOCK")
+)
+DEEPSEEK = dict(
+    quant_method="fp8", activation_scheme="dynamic", fmt="e4m3", weight_block_size=[128, 128]
+)
 # Name -> (function of a weight, quantization_config, hf_quant_config.json).
 KINDS: dict[str, tuple[Callable[[Tensor], Quantized], dict[str, Any] | None, dict[str, Any] | None]] = {
     "block": (transformers_blocks, dict(DEEPSEEK, modules_to_not_convert=["lm_head"], scale_fmt="ue8m0"), None),
@@ -122,7 +136,9 @@ KINDS: dict[str, tuple[Callable[[Tensor], Quantized], dict[str, Any] | None, dic
 def written(tmp_path: Path) -> Callable[..., tuple[Path, dict[str, Tensor]]]:
     """A function that writes a checkpoint of a kind, and returns its folder and its true values in FP32."""
 
-    def write(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Path, dict[str, Tensor]]:
+    def write(
+        kind: str, dtype: torch.dtype = torch.float32, **changes: Any
+    ) -> tuple[Path, dict[str, Tensor]]:
         encode, config, modelopt = KINDS[kind]
         model = plain_model(dtype)
         folder = tmp_path / kind
@@ -133,7 +149,10 @@ def written(tmp_path: Path) -> Callable[..., tuple[Path, dict[str, Tensor]]]:
             if "_proj" in name:
                 made = encode(tensor.float())
                 del tensors[name]
-                tensors |= {f"{name.removesuffix('weight')}{part}": t.contiguous() for part, t in made.items()}
+                tensors |= {
+                    f"{name.removesuffix('weight')}{part}": t.contiguous()
+                    for part, t in made.items()
+                }
                 values[name] = true_values(made)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         document = json.loads((folder / "config.json").read_text()) | changes
@@ -157,7 +176,11 @@ def true_values(made: Quantized) -> Tensor:
         return (weight * scale.reshape(())).float()
     if scale.numel() == len(weight):
         return (weight * scale.reshape(-1, 1)).float()
-    scale = scale.reshape(-(-weight.shape[0] // 128), -1).repeat_interleave(128, 0).repeat_interleave(128, 1)
+    scale = (
+        scale.reshape(-(-weight.shape[0] // 128), -1)
+        .repeat_interleave(128, 0)
+        .repeat_interleave(128, 1)
+    )
     return (weight * scale[: weight.shape[0], : weight.shape[1]]).float()
 
 
@@ -204,19 +227,31 @@ def test_fp8_checkpoints_train(recipe: str, adapters: bool, written: Any) -> Non
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.05
     for name, tensor in before.items():
-        assert_same_bits(name, quantized_weights(model)[name.replace(".weight.", ".base_layer.weight.")], tensor)
+        assert_same_bits(
+            name, quantized_weights(model)[name.replace(".weight.", ".base_layer.weight.")], tensor
+        )
 
 
 @pytest.mark.parametrize(
     ("kind", "words", "format"),
     [
         ("block", ("--recipe", "blockwise", "--fp8-params"), "fp8-block"),
-        pytest.param("ct-channel", ("--recipe", "current", "--lora", "4"), "fp8-channel", marks=pytest.mark.slow),
+        pytest.param(
+            "ct-channel",
+            ("--recipe", "current", "--lora", "4"),
+            "fp8-channel",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("modelopt", ("--recipe", "delayed"), "fp8-tensor", marks=pytest.mark.slow),
     ],
 )
 def test_the_commands_train_and_serve_a_checkpoint_in_fp8(
-    kind: str, words: tuple[str, ...], format: str, written: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    kind: str,
+    words: tuple[str, ...],
+    format: str,
+    written: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setitem(SIZES, "vocab_size", 288)
     folder, _ = written(kind, torch.bfloat16)
@@ -226,7 +261,10 @@ def test_the_commands_train_and_serve_a_checkpoint_in_fp8(
     data = ["--data", "text.txt", "--seq-len", "32", "--device", "cpu"]
     line = f"finetune --model {folder} --out run --steps 2 --batch-size 2 --sample-tokens 0".split()
     assert main([*line, *words, *data]) == 0
-    assert main(["export", "--model", "run", "--format", format, "--out", "served", "--device", "cpu"]) == 0
+    assert (
+        main(["export", "--model", "run", "--format", format, "--out", "served", "--device", "cpu"])
+        == 0
+    )
     assert main(["evaluate", "--model", "served", *data]) == 0
     assert json.loads(Path("served/config.json").read_text())["quantization_config"]
 
@@ -244,10 +282,17 @@ def test_weights_of_the_recipes_format_are_kept_as_fp8(
         change(folder, share_scales)
     stored = load_file(folder / "model.safetensors")
     more = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=1, **options)
-    model: Any = CausalLM.from_pretrained(folder, device="cpu", recipe=recipe, fp8_params=True, **more)
+    model: Any = CausalLM.from_pretrained(
+        folder, device="cpu", recipe=recipe, fp8_params=True, **more
+    )
     attention, mlp = model.layers[0].self_attn, model.layers[1].mlp
-    prefixes = ([f"model.layers.0.self_attn.{n}_proj." for n in "qkv"], ["model.layers.1.mlp.down_proj."])
-    for weight, names in zip((attention.qkvg_proj.weight, mlp.down_proj.weight), prefixes, strict=True):
+    prefixes = (
+        [f"model.layers.0.self_attn.{n}_proj." for n in "qkv"],
+        ["model.layers.1.mlp.down_proj."],
+    )
+    for weight, names in zip(
+        (attention.qkvg_proj.weight, mlp.down_proj.weight), prefixes, strict=True
+    ):
         codes = weight._rowwise_data if recipe == "blockwise" else weight._data
         data = torch.cat([stored[f"{n}weight"] for n in names])
         assert_same_bits(names[0], codes, data.view(torch.uint8))
@@ -263,7 +308,11 @@ def test_weights_of_the_recipes_format_are_kept_as_fp8(
             torch.testing.assert_close(y, 448 * values[:, :64].t(), rtol=1e-6, atol=0)
     assert not is_quantized(model.layers[2].mlp.down_proj.weight)
     model.set_recipe(model.recipe.replace(num_layers_at_start_in_bf16=0))
-    assert_same_bits("relinked", model.layers[1].mlp.down_proj.weight.dequantize(dtype=torch.float32).detach(), values)
+    assert_same_bits(
+        "relinked",
+        model.layers[1].mlp.down_proj.weight.dequantize(dtype=torch.float32).detach(),
+        values,
+    )
 
 
 def share_scales(tensors: dict[str, Tensor]) -> None:
@@ -274,13 +323,19 @@ def share_scales(tensors: dict[str, Tensor]) -> None:
 def test_unequal_scales_of_a_fused_weight_are_quantized_again(written: Any) -> None:
     folder, values = written("vllm-static")
     more = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
-    model: Any = CausalLM.from_pretrained(folder, device="cpu", recipe="current", fp8_params=True, **more)
+    model: Any = CausalLM.from_pretrained(
+        folder, device="cpu", recipe="current", fp8_params=True, **more
+    )
     names = [f"model.layers.0.self_attn.{n}_proj.weight" for n in "qkv"]
     found = model.layers[0].self_attn.qkvg_proj.weight.dequantize().detach()
     expected = torch.cat([values[name] for name in names])
     assert not torch.equal(found, expected)
-    torch.testing.assert_close(found, expected, rtol=2**-4, atol=expected.abs().max().item() / 448 / 2)
-    down = model.layers[0].mlp.down_proj.weight.dequantize().detach()  # one tensor, hence its own scale
+    torch.testing.assert_close(
+        found, expected, rtol=2**-4, atol=expected.abs().max().item() / 448 / 2
+    )
+    down = (
+        model.layers[0].mlp.down_proj.weight.dequantize().detach()
+    )  # one tensor, hence its own scale
     assert_same_bits("down_proj", down, values["model.layers.0.mlp.down_proj.weight"])
 
 
@@ -304,8 +359,12 @@ def test_scales_may_lie_in_another_shard(written: Any) -> None:
         shards["a" if name.endswith("scale_inv") else "b"][name] = tensor
     for name, part in shards.items():
         save_file(part, folder / f"model-{name}.safetensors", metadata={"format": "pt"})
-    weight_map = {name: f"model-{shard}.safetensors" for shard, part in shards.items() for name in part}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(dict(metadata={}, weight_map=weight_map)))
+    weight_map = {
+        name: f"model-{shard}.safetensors" for shard, part in shards.items() for name in part
+    }
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(dict(metadata={}, weight_map=weight_map))
+    )
     model: Any = CausalLM.from_pretrained(folder, device="cpu")
     name = "model.layers.1.mlp.down_proj.weight"
     assert_same_bits(name, model.layers[1].mlp.down_proj.weight.detach(), values[name])
@@ -360,18 +419,24 @@ def test_a_block_larger_than_the_weight_takes_no_more_memory() -> None:
 def test_every_code_under_every_scale(scheme: Scheme) -> None:
     """From FP32's smallest subnormal to its largest number: the product in FP64, rounded to FP32."""
     exponents = torch.arange(-149, 128).double()
-    scales = torch.cat([torch.exp2(exponents), 1.75 * torch.exp2(exponents), torch.zeros(1)]).float()
+    scales = torch.cat(
+        [torch.exp2(exponents), 1.75 * torch.exp2(exponents), torch.zeros(1)]
+    ).float()
     codes = torch.arange(256, dtype=torch.uint8)
     values = codes.view(F8).double()
     if scheme.packed:
-        numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]).double()
+        numbers = torch.tensor(
+            [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+        ).double()
         values = torch.stack([numbers[codes.int() & 15], numbers[codes.int() >> 4]], 1).flatten()
     data = codes.view(torch.uint8 if scheme.packed else F8).repeat(len(scales), 1)
     columns = scheme.grid((1, len(values)))[1]
     found = dequantize(scheme, data, scales[:, None].repeat(1, columns))
     expected = (scales.double()[:, None] * values).float()
     assert torch.equal(found.isnan(), expected.isnan())
-    assert_same_bits("values", found.nan_to_num(-7.0, 9.0, -9.0), expected.nan_to_num(-7.0, 9.0, -9.0))
+    assert_same_bits(
+        "values", found.nan_to_num(-7.0, 9.0, -9.0), expected.nan_to_num(-7.0, 9.0, -9.0)
+    )
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

@@ -20,9 +20,16 @@ from te_models.interop.hf_families import FAMILIES, Family
 LAYERS, TOKENS, WINDOW = 4, 160, 48
 LENGTHS = ((160,), (1, 79, 80), (33, 33, 94))  # of the documents of each row
 HEADS = dict.fromkeys((family.model_type for family in FAMILIES), 128)
-HEADS |= dict(llama=64, qwen2=64, granite=64, exaone4=64, phi3=96, qwen3_next=256, gemma2=256, gemma3_text=256)
+HEADS |= dict(
+    llama=64, qwen2=64, granite=64, exaone4=64, phi3=96, qwen3_next=256, gemma2=256, gemma3_text=256
+)
 # Sizes of heads that other models have.
-OWN = {"stablelm": (80, "none"), "kimi": (112, "elementwise"), "mla": (192, "elementwise"), "head": (96, "headwise")}
+OWN = {
+    "stablelm": (80, "none"),
+    "kimi": (112, "elementwise"),
+    "mla": (192, "elementwise"),
+    "head": (96, "headwise"),
+}
 # Heads of 192 channels with values of 128, and of 256 with as many; dense layers.
 RANKS = dict(num_key_value_heads=4, head_dim=64, q_lora_rank=128, kv_lora_rank=128)
 LATENT = RANKS | dict(first_k_dense_replace=LAYERS)
@@ -34,7 +41,10 @@ NEEDED: dict[str, dict[str, Any]] = {
     "qwen3_next": dict(num_experts=0, layer_types=[FULL] * LAYERS),
     "afmoe": DENSE_AFMOE,
     "granite": dict(
-        attention_multiplier=1 / 64, embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=8.0
+        attention_multiplier=1 / 64,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        logits_scaling=8.0,
     ),
     "laguna": {**DENSE_LAGUNA, "mlp_layer_types": ["dense"] * LAYERS, "gating": "per-head"},
 }
@@ -43,9 +53,18 @@ NEEDED: dict[str, dict[str, Any]] = {
 def read(family: Family) -> ModelConfig:
     """A small model of a family, with heads as published models have."""
     size = HEADS[family.model_type]
-    fields: dict[str, Any] = dict(model_type=family.model_type, vocab_size=512, hidden_size=4 * size, head_dim=size)
-    fields |= dict(intermediate_size=384, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2)
-    fields |= dict(max_position_embeddings=256, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    fields: dict[str, Any] = dict(
+        model_type=family.model_type, vocab_size=512, hidden_size=4 * size, head_dim=size
+    )
+    fields |= dict(
+        intermediate_size=384,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    fields |= dict(
+        max_position_embeddings=256, bos_token_id=None, eos_token_id=None, pad_token_id=None
+    )
     marks = dict(headwise_attn_output_gate=True) if family.marks else {}
     config = family.read(fields | marks | NEEDED.get(family.model_type, {}))
     if config.moe is None:
@@ -63,7 +82,9 @@ def own(size: int, gate: str) -> ModelConfig:
     )  # fmt: skip
 
 
-CASES = {f"{f.model_type}{'-gated' if f.marks else ''}": f for f in FAMILIES if not (f.code or f.inner)}
+CASES = {
+    f"{f.model_type}{'-gated' if f.marks else ''}": f for f in FAMILIES if not (f.code or f.inner)
+}
 
 
 def config_of(case: str) -> ModelConfig:
@@ -87,7 +108,9 @@ def build(config: ModelConfig, source: CausalLM | None = None, **options: Any) -
 
 def step(model: CausalLM, documents: Tensor | None) -> Tensor:
     """All gradients of the last of three equal passes, which give delayed scaling its scales, in one vector."""
-    ids = torch.randint(0, 512, (len(LENGTHS), TOKENS), generator=torch.Generator().manual_seed(4)).to(model.device)
+    ids = torch.randint(
+        0, 512, (len(LENGTHS), TOKENS), generator=torch.Generator().manual_seed(4)
+    ).to(model.device)
     for _ in range(3):
         model.zero_grad()
         model(ids, labels=ids, document_ids=documents, return_logits=False).loss.backward()
@@ -103,7 +126,9 @@ def test_every_family_is_a_case() -> None:
 @pytest.mark.parametrize("where", ["packed", "windowed"])
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize("case", [*CASES, *OWN])
-def test_default_operations_are_as_near_to_fp32_as_plain_ones(case: str, recipe: str, where: str) -> None:
+def test_default_operations_are_as_near_to_fp32_as_plain_ones(
+    case: str, recipe: str, where: str
+) -> None:
     config, documents = config_of(case), None
     if where == "windowed" and config.latent_attention is not None:
         pytest.skip("latent attention has no window")

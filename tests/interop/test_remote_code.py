@@ -27,12 +27,19 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from te_models.training.lora import add_lora, save_lora
 
-SIZES: dict[str, Any] = dict(vocab_size=131, hidden_size=64, intermediate_size=96, num_hidden_layers=3)
+SIZES: dict[str, Any] = dict(
+    vocab_size=131, hidden_size=64, intermediate_size=96, num_hidden_layers=3
+)
 SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 LLAMA3 |= dict(original_max_position_embeddings=32)
-LONGROPE = dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[2.0 + i for i in range(8)], factor=4.0)
+LONGROPE = dict(
+    rope_type="longrope",
+    short_factor=[1.0] * 8,
+    long_factor=[2.0 + i for i in range(8)],
+    factor=4.0,
+)
 LONGROPE |= dict(original_max_position_embeddings=8)
 MIXED = ("sliding_attention", "full_attention", "sliding_attention")
 TWO = dict(rope_theta=50.0, partial_rotary_factor=0.5, rope_type="linear", factor=2.0)
@@ -54,18 +61,28 @@ CASES: dict[str, dict[str, Any]] = {
     "llama3": dict(rope_scaling=LLAMA3, rope_theta=500.0),
     "yarn": dict(rope_scaling=YARN, qk_norm=True),
     "longrope": dict(rope_scaling=LONGROPE),
-    "softplus": dict(attention_gate="headwise", attention_gate_activation="softplus", attention_output_bias=True),
+    "softplus": dict(
+        attention_gate="headwise", attention_gate_activation="softplus", attention_output_bias=True
+    ),
     "post-norm": dict(norm_position="post", qk_norm=True, qk_norm_scope="all_heads"),
-    "four-norms": dict(norm_position="both", zero_centered_norm=True, hidden_act="gelu_pytorch_tanh"),
-    "caps": dict(attn_logit_softcapping=3.0, final_logit_softcapping=5.0, sliding_window=4, layer_types=MIXED),
+    "four-norms": dict(
+        norm_position="both", zero_centered_norm=True, hidden_act="gelu_pytorch_tanh"
+    ),
+    "caps": dict(
+        attn_logit_softcapping=3.0, final_logit_softcapping=5.0, sliding_window=4, layer_types=MIXED
+    ),
     "sinks": dict(attention_sinks=True, sliding_window=4, layer_types=MIXED),
     "sinks-caps": dict(attention_sinks=True, attn_logit_softcapping=3.0, attention_gate="none"),
     "two-ropes": dict(sliding_window=4, layer_types=MIXED, rope_theta=500.0, sliding_rope=TWO),
     "interleaved": dict(rope_interleaved=True, partial_rotary_factor=0.5),
     "query-scale": dict(query_scale_beta=0.3, query_scale_length=4, attention_multiplier=0.2),
     "plain-mlp": dict(mlp_gate=False, hidden_act="relu2", mlp_bias=True),
-    "multipliers": dict(embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0, hidden_act="gelu"),
-    "ungated": dict(attention_gate="none", sliding_window=4, partial_rotary_factor=0.5, attention_bias=True),
+    "multipliers": dict(
+        embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0, hidden_act="gelu"
+    ),
+    "ungated": dict(
+        attention_gate="none", sliding_window=4, partial_rotary_factor=0.5, attention_bias=True
+    ),
 }
 OTHER = os.environ.get("TE_MODELS_TRANSFORMERS")
 SLOW = pytest.mark.slow  # the options of presets and drawn ones, each of which is above
@@ -78,7 +95,9 @@ GATED_PRESETS = [
 ]
 MORE = {
     name: {
-        key: value[: SIZES["num_hidden_layers"]] if key in ("no_rope_layers", "layer_types") else value
+        key: value[: SIZES["num_hidden_layers"]]
+        if key in ("no_rope_layers", "layer_types")
+        else value
         for key, value in PRESETS[name].items()
         if key not in SIZES and not key.endswith("token_id")
     }
@@ -89,15 +108,35 @@ MORE = {
 def drawn(seed: int) -> dict[str, Any]:
     """A config with random options."""
     draw = random.Random(seed)
-    found: dict[str, Any] = dict(attention_gate=draw.choice(["elementwise", "headwise", "none"]), rms_norm_eps=1e-6)
-    found |= {name: draw.random() < 0.5 for name in ("attention_bias", "qk_norm", "zero_centered_norm")}
-    found |= dict(tie_word_embeddings=draw.random() < 0.5, num_key_value_heads=draw.choice([1, 2, 4]), head_dim=16)
+    found: dict[str, Any] = dict(
+        attention_gate=draw.choice(["elementwise", "headwise", "none"]), rms_norm_eps=1e-6
+    )
+    found |= {
+        name: draw.random() < 0.5 for name in ("attention_bias", "qk_norm", "zero_centered_norm")
+    }
+    found |= dict(
+        tie_word_embeddings=draw.random() < 0.5,
+        num_key_value_heads=draw.choice([1, 2, 4]),
+        head_dim=16,
+    )
     found |= draw.choice([{}, dict(sliding_window=3), dict(sliding_window=3, layer_types=MIXED)])
     found |= draw.choice([{}, dict(no_rope_layers=(0, 1, 1)), dict(partial_rotary_factor=0.25)])
-    found |= dict(norm_position=draw.choice(["pre", "post", "both"]), hidden_act=draw.choice(["silu", "gelu", "relu2"]))
-    found |= dict(mlp_gate=draw.random() < 0.7, mlp_bias=draw.random() < 0.3, rope_interleaved=draw.random() < 0.3)
-    found |= draw.choice([{}, dict(attn_logit_softcapping=4.0), dict(residual_multiplier=0.7, logits_scaling=1.5)])
-    return {**found, "rope_scaling": draw.choice([None, dict(rope_type="linear", factor=3.0), YARN])}
+    found |= dict(
+        norm_position=draw.choice(["pre", "post", "both"]),
+        hidden_act=draw.choice(["silu", "gelu", "relu2"]),
+    )
+    found |= dict(
+        mlp_gate=draw.random() < 0.7,
+        mlp_bias=draw.random() < 0.3,
+        rope_interleaved=draw.random() < 0.3,
+    )
+    found |= draw.choice(
+        [{}, dict(attn_logit_softcapping=4.0), dict(residual_multiplier=0.7, logits_scaling=1.5)]
+    )
+    return {
+        **found,
+        "rope_scaling": draw.choice([None, dict(rope_type="linear", factor=3.0), YARN]),
+    }
 
 
 MORE |= {f"drawn-{seed}": drawn(seed) for seed in range(8)}
@@ -190,13 +229,21 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], Path]:
     """Folders of the cases that are asked for, and the results that a fresh process computed from them."""
     root = tmp_path_factory.mktemp("remote")
-    own = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    own = [
+        item
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
     asked = {item.callspec.params["case"] for item in own}
     for case, changes in CASES.items():
-        if case not in asked or (OTHER and is_next(case)):  # before 5.19 those fail in a code of transformers
+        if case not in asked or (
+            OTHER and is_next(case)
+        ):  # before 5.19 those fail in a code of transformers
             continue
         model, (ids, mask) = make(**changes), prompts()
         with torch.no_grad(), warnings.catch_warnings():
@@ -207,15 +254,29 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             wanted["generated"] = model.generate(ids[:, :6], max_new_tokens=7, do_sample=False)
             model.save_pretrained(root / case / "hf", format="hf")
             if case in ("headwise", "qk-norm", "gated-nano") and not OTHER:
-                targets = ["qkvg_proj", "up_proj"] if case == "headwise" else ["g_proj", "q_proj", "down_proj"]
-                adapted = add_lora(model, r=3, target_modules=targets, init_lora_weights=False).eval()
+                targets = (
+                    ["qkvg_proj", "up_proj"]
+                    if case == "headwise"
+                    else ["g_proj", "q_proj", "down_proj"]
+                )
+                adapted = add_lora(
+                    model, r=3, target_modules=targets, init_lora_weights=False
+                ).eval()
                 save_lora(adapted, root / case / "adapter")
                 wanted["adapted"] = adapted(ids).logits
         torch.save(wanted, root / case / "wanted.pt")
     (root / "judge.py").write_text(JUDGE)
     places = {"HF_HOME": str(root / "home"), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = [sys.executable, "-I", str(root / "judge.py"), str(root), *(OTHER.split(os.pathsep) if OTHER else [])]
-    done = subprocess.run(run, cwd=root, capture_output=True, text=True, env={**os.environ, **places})
+    run = [
+        sys.executable,
+        "-I",
+        str(root / "judge.py"),
+        str(root),
+        *(OTHER.split(os.pathsep) if OTHER else []),
+    ]
+    done = subprocess.run(
+        run, cwd=root, capture_output=True, text=True, env={**os.environ, **places}
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((root / "found.json").read_text()), root
 
@@ -234,7 +295,9 @@ def test_transformers_without_te_models_computes_the_same(case: str, results: An
         assert found["no cache"]
     if case not in ("dynamic", "longrope"):
         assert max(found.get(name, 0) for name in ("cache", "past_key_values")) < 1e-5
-    next_model = {"qwen3-next"} | {name for name in CASES if CASES[name].get("zero_centered_norm") and is_next(name)}
+    next_model = {"qwen3-next"} | {
+        name for name in CASES if CASES[name].get("zero_centered_norm") and is_next(name)
+    }
     assert (found["class"] == "Qwen3NextForCausalLM") == (case in next_model)
     assert found["states"] == 4 and found.get("recompute", True) and found.get("adapter", 0) < 1e-5
 
@@ -251,7 +314,9 @@ def test_a_folder_saved_by_transformers_is_read_back_exactly(case: str, results:
         return
     model, ids = make(**CASES[case]), prompts()[0]
     for folder in ("hf", "again"):
-        again = CausalLM.from_pretrained(results[1] / case / folder, device="cpu", engine="emulated").eval()
+        again = CausalLM.from_pretrained(
+            results[1] / case / folder, device="cpu", engine="emulated"
+        ).eval()
         assert again.config == model.config
         assert torch.equal(again(ids).logits, model(ids).logits)
 
@@ -263,7 +328,9 @@ def tied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         make(tie_word_embeddings=True).save_pretrained(tmp_path / "model", format="hf")
-        return AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model", trust_remote_code=True, dtype=torch.float32
+        )
 
 
 @torch.no_grad()
@@ -288,7 +355,9 @@ def test_loading_leaves_loaded_tensors_as_they_are(tied: Any) -> None:
 
 
 def test_the_folder_says_that_it_needs_code(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"/gated needs its own code .*trust_remote_code=True") as caught:
+    with pytest.warns(
+        UserWarning, match=r"/gated needs its own code .*trust_remote_code=True"
+    ) as caught:
         make().save_pretrained(tmp_path / "gated", format="hf")
     assert len(caught) == 1 and "\n" not in str(caught[0].message)
     names = {path.name for path in (tmp_path / "gated").iterdir()}
@@ -303,6 +372,13 @@ def test_the_folder_says_that_it_needs_code(tmp_path: Path) -> None:
 
 
 def test_the_options_are_those_of_the_code() -> None:
-    path = Path(sys.modules["te_models"].__file__ or "").parent / "interop/remote_code/configuration_te_models.py"
-    names = {line.split('"')[1] for line in path.read_text().splitlines() if line.startswith('    "') and '": ' in line}
+    path = (
+        Path(sys.modules["te_models"].__file__ or "").parent
+        / "interop/remote_code/configuration_te_models.py"
+    )
+    names = {
+        line.split('"')[1]
+        for line in path.read_text().splitlines()
+        if line.startswith('    "') and '": ' in line
+    }
     assert names == set(OWN_OPTIONS)

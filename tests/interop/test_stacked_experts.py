@@ -19,9 +19,15 @@ from te_models.saving.pretrained import read_shape
 from te_models.serving.export import default_format
 
 mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
-SHAPE: dict[str, Any] = SIZES | dict(hidden_size=64, intermediate_size=32, num_hidden_layers=2, sliding_window=5)
+SHAPE: dict[str, Any] = SIZES | dict(
+    hidden_size=64, intermediate_size=32, num_hidden_layers=2, sliding_window=5
+)
 SHAPE |= dict(num_local_experts=3, num_experts_per_tok=2, rope_parameters=DEFAULT)
-STACKS = [f"model.layers.{layer}.mlp.experts.{name}_proj" for layer in range(2) for name in ("gate_up", "down")]
+STACKS = [
+    f"model.layers.{layer}.mlp.experts.{name}_proj"
+    for layer in range(2)
+    for name in ("gate_up", "down")
+]
 
 
 def publish(folder: Path) -> tuple[Any, dict[str, Tensor]]:
@@ -30,14 +36,22 @@ def publish(folder: Path) -> tuple[Any, dict[str, Tensor]]:
     Return the model with the values that transformers dequantizes, and all tensors of the folder.
     """
     torch.manual_seed(1)
-    judge = AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("gpt_oss", **SHAPE)).eval()
+    judge = AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model("gpt_oss", **SHAPE)
+    ).eval()
     randomize(judge)
     tensors = {name: tensor.bfloat16() for name, tensor in judge.state_dict().items()}
     for name in STACKS:
         experts, inputs, outputs = tensors.pop(name).shape
-        tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(122, 126, (experts, outputs, inputs // 32), dtype=torch.uint8)
-    values = {name: t.float() for name, t in tensors.items() if not name.endswith(("_blocks", "_scales"))}
+        tensors[f"{name}_blocks"] = torch.randint(
+            0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8
+        )
+        tensors[f"{name}_scales"] = torch.randint(
+            122, 126, (experts, outputs, inputs // 32), dtype=torch.uint8
+        )
+    values = {
+        name: t.float() for name, t in tensors.items() if not name.endswith(("_blocks", "_scales"))
+    }
     for name in STACKS:
         parts = (tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
         values[name] = mxfp4.convert_moe_packed_tensors(*parts, dtype=torch.bfloat16).float()
@@ -48,11 +62,20 @@ def publish(folder: Path) -> tuple[Any, dict[str, Tensor]]:
 
 def write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     folder.mkdir(exist_ok=True)
-    files = {name: f"model-0000{1 + name.endswith('_scales')}-of-00002.safetensors" for name in tensors}
+    files = {
+        name: f"model-0000{1 + name.endswith('_scales')}-of-00002.safetensors" for name in tensors
+    }
     for file in set(files.values()):
         save_file({name: t for name, t in tensors.items() if files[name] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps(dict(metadata={}, weight_map=files)))
-    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(dict(metadata={}, weight_map=files))
+    )
+    skipped = [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ]
     quantized = dict(quant_method="mxfp4", modules_to_not_convert=skipped)
     config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
     config |= dict(quantization_config=quantized, initial_context_length=4096, experts_per_token=2)
@@ -60,7 +83,9 @@ def write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> N
 
 
 @torch.no_grad()
-def test_mxfp4_is_read_as_transformers_dequantizes_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_mxfp4_is_read_as_transformers_dequantizes_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     judge, _ = publish(tmp_path / "published")
     model = load(tmp_path / "published", dtype=torch.float32)
     assert "its experts are MXFP4" in caplog.text
@@ -69,7 +94,10 @@ def test_mxfp4_is_read_as_transformers_dequantizes_it(tmp_path: Path, caplog: py
     model = CausalLM.from_pretrained(tmp_path / "published", device="cpu", recipe="bf16")
     assert model.dtype == read_shape(tmp_path / "published").dtype == torch.bfloat16
     model.save_pretrained(tmp_path / "back", format="hf")
-    saved, config = load_file(tmp_path / "back" / "model.safetensors"), tmp_path / "back" / "config.json"
+    saved, config = (
+        load_file(tmp_path / "back" / "model.safetensors"),
+        tmp_path / "back" / "config.json",
+    )
     assert "quantization_config" not in json.loads(config.read_text())
     expected = judge.state_dict()
     assert saved.keys() == expected.keys()
@@ -100,12 +128,23 @@ def test_every_byte_of_mxfp4(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda t: t.pop(f"{STACKS[0]}_scales"), "it lacks .*gate_up_proj_scales"),
-        (lambda t: t.update({f"{STACKS[1]}_scales": t[f"{STACKS[1]}_scales"][:2].clone()}), "MXFP4 has two values"),
-        (lambda t: t.update({f"{STACKS[1]}_blocks": t[f"{STACKS[1]}_blocks"].int()}), "MXFP4 has two values"),
+        (
+            lambda t: t.update({f"{STACKS[1]}_scales": t[f"{STACKS[1]}_scales"][:2].clone()}),
+            "MXFP4 has two values",
+        ),
+        (
+            lambda t: t.update({f"{STACKS[1]}_blocks": t[f"{STACKS[1]}_blocks"].int()}),
+            "MXFP4 has two values",
+        ),
         (lambda t: t.update({f"{STACKS[2]}_bias": torch.zeros(32)}), "missing"),
         (lambda t: t.pop(f"{STACKS[3]}_blocks"), "missing"),
         (lambda t: t[f"{STACKS[0]}_scales"].fill_(255), "NaN"),
-        (lambda t: t.update({name: tensor[:2].clone() for name, tensor in t.items() if "experts" in name}), "missing"),
+        (
+            lambda t: t.update(
+                {name: tensor[:2].clone() for name, tensor in t.items() if "experts" in name}
+            ),
+            "missing",
+        ),
     ],
 )
 def test_a_damaged_stack_is_one_line(change: Any, message: str, tmp_path: Path) -> None:
@@ -123,7 +162,9 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 def test_an_export_keeps_experts_in_bf16_or_is_refused(tmp_path: Path) -> None:
     publish(tmp_path / "published")
     model = CausalLM.from_pretrained(tmp_path / "published", device="cpu", recipe="bf16")
-    random = CausalLM(model.config, device="cpu", recipe="bf16")  # as a preset: no folder says its family
+    random = CausalLM(
+        model.config, device="cpu", recipe="bf16"
+    )  # as a preset: no folder says its family
     assert default_format(model, model.origin) == default_format(random, random.origin) == "bf16"
     ungated = dict(attention_gate="none", qk_norm=True, device="cpu", recipe="bf16")
     apart = CausalLM.from_preset("gated-nano", moe=EXPERTS, **ungated)  # a tensor per expert

@@ -22,18 +22,25 @@ from te_models.interop.te_checkpoint import read_te_checkpoint
 from te_models.saving.restore import load_te_checkpoint
 from tests.interop.test_te_extra_state import DelayedScaling, Format, payload, te  # noqa: F401 - a fixture
 
-OPTIONS: dict[str, Any] = dict(amax_history_len=6, margin=1, num_hidden_layers=4)  # of delayed scaling, as stock's
+OPTIONS: dict[str, Any] = dict(
+    amax_history_len=6, margin=1, num_hidden_layers=4
+)  # of delayed scaling, as stock's
 
 
 def stock(model: CausalLM) -> dict[str, Any]:
     """Its state_dict as Transformer Engine writes it, with the state of delayed scaling pickled."""
     found: dict[str, Any] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name, module in model.named_modules():
-        states = [getattr(module, "fp8_meta", {}).get(key) for key in ("scaling_fwd", "scaling_bwd")]
+        states = [
+            getattr(module, "fp8_meta", {}).get(key) for key in ("scaling_fwd", "scaling_bwd")
+        ]
         if model.recipe.stateful and all(states):
             forward, backward = states
             recipe = DelayedScaling(
-                margin=1, amax_history_len=6, fp8_format=Format.HYBRID, amax_compute_algo="most_recent"
+                margin=1,
+                amax_history_len=6,
+                fp8_format=Format.HYBRID,
+                amax_compute_algo="most_recent",
             )
             found[f"{name}._extra_state"] = payload({
                 "recipe": recipe, "scale_fwd": forward.scale, "amax_history_fwd": forward.amax_history,
@@ -49,7 +56,9 @@ def write(form: str, folder: Path, tensors: dict[str, Any]) -> Path:
     if form == "safetensors":
         save_file(tensors, folder / "model.safetensors")
         return folder / "model.safetensors"
-    torch.save({"model": tensors, "step": 7} if form == "nested.pt" else tensors, folder / "model.pt")
+    torch.save(
+        {"model": tensors, "step": 7} if form == "nested.pt" else tensors, folder / "model.pt"
+    )
     return folder / "model.pt"
 
 
@@ -70,19 +79,39 @@ def test_a_folder_with_a_config_loads_by_itself(form: str, recipe: str, tmp_path
     assert_same(loaded, model)
     with torch.no_grad():
         assert_same_bits("loaded(IDS).logits", loaded(IDS).logits, model(IDS).logits)
-    assert main(["convert", "--model", str(tmp_path / "te"), "--format", "te", "--out", str(tmp_path / "ours")]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                "--model",
+                str(tmp_path / "te"),
+                "--format",
+                "te",
+                "--out",
+                str(tmp_path / "ours"),
+            ]
+        )
+        == 0
+    )
     assert_same(CausalLM.from_pretrained(tmp_path / "ours", device="cpu"), model)
 
 
 def test_into_a_model_of_other_names_and_another_recipe(tmp_path: Path) -> None:
     model = trained("delayed", num_layers_at_end_in_bf16=0, **OPTIONS)
-    path = write("model.pt", tmp_path, {f"decoder.{name}": value for name, value in stock(model).items()})
+    path = write(
+        "model.pt", tmp_path, {f"decoder.{name}": value for name, value in stock(model).items()}
+    )
     options = {**TINY, **OPTIONS, "num_layers_at_end_in_bf16": 0}
     fresh = CausalLM.from_preset("gated-nano", recipe="delayed", device="cpu", **options)
     load_te_checkpoint(fresh, path, rename=lambda name: name.removeprefix("decoder."))
     assert_same(fresh, model)
-    assert read_te_checkpoint(path, lambda name: name[8:]).recipe(4).to_dict() == model.recipe.to_dict()
-    current = CausalLM.from_preset("gated-nano", recipe="current", device="cpu", **{**TINY, "num_hidden_layers": 4})
+    assert (
+        read_te_checkpoint(path, lambda name: name[8:]).recipe(4).to_dict()
+        == model.recipe.to_dict()
+    )
+    current = CausalLM.from_preset(
+        "gated-nano", recipe="current", device="cpu", **{**TINY, "num_hidden_layers": 4}
+    )
     with pytest.warns(UserWarning, match="has no use for its scales"):
         load_te_checkpoint(current, path, rename=lambda name: name.removeprefix("decoder."))
     with pytest.raises(CheckpointError, match="missing: embed_tokens.weight"):
@@ -97,26 +126,36 @@ class Evil:
 
 
 @pytest.mark.parametrize("where", ["file", "state"])
-def test_no_code_in_a_checkpoint_runs(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_code_in_a_checkpoint_runs(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     tensors: dict[str, Any] = {"w": torch.ones(2)}
     if where == "file":
         tensors["lm_head._extra_state"] = Evil()
     else:
-        tensors["lm_head._extra_state"] = torch.frombuffer(bytearray(pickle.dumps(Evil())), dtype=torch.uint8)
-    with pytest.raises(CheckpointError, match="more than tensors" if where == "file" else "refused"):
+        tensors["lm_head._extra_state"] = torch.frombuffer(
+            bytearray(pickle.dumps(Evil())), dtype=torch.uint8
+        )
+    with pytest.raises(
+        CheckpointError, match="more than tensors" if where == "file" else "refused"
+    ):
         read_te_checkpoint(write("model.pt", tmp_path / "te", tensors))
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("content", [[1, 2], {"a": 3}, {"a": {"b": torch.ones(1)}}, "truncated", None], ids=str)
+@pytest.mark.parametrize(
+    "content", [[1, 2], {"a": 3}, {"a": {"b": torch.ones(1)}}, "truncated", None], ids=str
+)
 def test_files_without_a_state_dict_are_refused(content: Any, tmp_path: Path) -> None:
     if content == "truncated":
         path = write("model.pt", tmp_path, {"a": torch.ones(100)})
         path.write_bytes(path.read_bytes()[:-300])
     elif content is not None:
         torch.save(content, tmp_path / "model.pt")
-    with pytest.raises(CheckpointError, match="is no state_dict|is damaged|holds no Transformer Engine checkpoint"):
+    with pytest.raises(
+        CheckpointError, match="is no state_dict|is damaged|holds no Transformer Engine checkpoint"
+    ):
         read_te_checkpoint(tmp_path)
 
 

@@ -100,8 +100,12 @@ EXTRA = {"fp8_checkpoint": True, "num_gemms": 1, "fp8_max_fwd": 448.0, "shape": 
 @pytest.mark.parametrize("length", [1, 16, 1024])
 @pytest.mark.parametrize("fp8_format", list(Format))
 def test_reads_the_state_of_a_module(protocol: int, length: int, fp8_format: Format) -> None:
-    recipe = DelayedScaling(margin=1, amax_history_len=length, fp8_format=fp8_format, _cached_repr="text")
-    found = read_extra_state(payload({"recipe": recipe, **tensors(length), "extra_fp8_variables": EXTRA}, protocol))
+    recipe = DelayedScaling(
+        margin=1, amax_history_len=length, fp8_format=fp8_format, _cached_repr="text"
+    )
+    found = read_extra_state(
+        payload({"recipe": recipe, **tensors(length), "extra_fp8_variables": EXTRA}, protocol)
+    )
     assert_tensors(found, tensors(length))
     assert found["recipe"] == {
         "recipe_type": "DelayedScaling",
@@ -121,7 +125,11 @@ def test_reads_the_nested_state_of_te_ops() -> None:
     parts = {
         mode: {
             "recipe": DelayedScaling(amax_history_len=4),
-            **{name: tensor for name, tensor in all_tensors.items() if name.endswith(mode[:1] + "wd")},
+            **{
+                name: tensor
+                for name, tensor in all_tensors.items()
+                if name.endswith(mode[:1] + "wd")
+            },
             "extra_fp8_variables": {f"num_{mode}": 1},
         }
         for mode in ("forward", "backward")
@@ -133,7 +141,12 @@ def test_reads_the_nested_state_of_te_ops() -> None:
 
 
 def test_reads_transformer_engine_1() -> None:
-    state = {**tensors(), "scale_inv_fwd": torch.ones(3), "scale_inv_bwd": torch.ones(2), "extra_fp8_variables": {}}
+    state = {
+        **tensors(),
+        "scale_inv_fwd": torch.ones(3),
+        "scale_inv_bwd": torch.ones(2),
+        "extra_fp8_variables": {},
+    }
     found = read_extra_state(payload(state))
     assert_tensors(found, tensors())
     assert found["recipe"] == {"recipe_type": "DelayedScaling"}
@@ -167,7 +180,9 @@ def test_reads_a_stateless_recipe() -> None:
     }
 
 
-@pytest.mark.parametrize("empty", [b"", torch.empty(0, dtype=torch.uint8), pickle.dumps(None), pickle.dumps({})])
+@pytest.mark.parametrize(
+    "empty", [b"", torch.empty(0, dtype=torch.uint8), pickle.dumps(None), pickle.dumps({})]
+)
 def test_empty_state(empty: bytes | torch.Tensor) -> None:
     assert read_extra_state(empty) == {}
 
@@ -185,22 +200,37 @@ class Calls:
 def billion_laughs() -> bytes:
     text = b"\x80\x04}(X\x13\x00\x00\x00extra_fp8_variables}(X\x01\x00\x00\x00a]q\x00"
     for level in range(1, 100):
-        text += b"]" + (b"(" + b"h" + bytes([level - 1]) + b"h" + bytes([level - 1]) + b"e") + b"q" + bytes([level])
+        text += (
+            b"]"
+            + (b"(" + b"h" + bytes([level - 1]) + b"h" + bytes([level - 1]) + b"e")
+            + b"q"
+            + bytes([level])
+        )
     return text + b"s" + b"us."
 
 
 def legacy_storage(count: int, data: bytes) -> bytes:
     """A storage in PyTorch's format that claims `count` elements."""
     dumped = pickle.dumps(torch.ones(1), 4)
-    nested = next(arg for _, arg, _ in pickletools.genops(dumped) if isinstance(arg, bytes) and len(arg) > 100)
+    nested = next(
+        arg for _, arg, _ in pickletools.genops(dumped) if isinstance(arg, bytes) and len(arg) > 100
+    )
     old = b"K\x01Ntq\x04Q"
     assert old in nested
     nested = nested.replace(old, b"\x8a\x08" + struct.pack("<q", count) + b"Ntq\x04Q")[:-12]
     return nested + struct.pack("<q", count) + data
 
 
-def with_tensor(storage: bytes, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> bytes:
-    fake = Calls(torch._utils._rebuild_tensor_v2, Calls(torch.storage._load_from_bytes, storage), offset, shape, stride)
+def with_tensor(
+    storage: bytes, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> bytes:
+    fake = Calls(
+        torch._utils._rebuild_tensor_v2,
+        Calls(torch.storage._load_from_bytes, storage),
+        offset,
+        shape,
+        stride,
+    )
     return pickle.dumps({"scale_fwd": fake, "amax_history_fwd": torch.ones(4, 3)})
 
 
@@ -230,20 +260,30 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "keys that are not strings": lambda: pickle.dumps({(1, 2): 3}),
     "a list as recipe": lambda: pickle.dumps({"recipe": ["DelayedScaling"]}),
     "a number as tensor": lambda: pickle.dumps({**tensors(), "scale_fwd": 1.0}),
-    "a double tensor": lambda: pickle.dumps({**tensors(), "scale_fwd": torch.ones(3, dtype=torch.float64)}),
+    "a double tensor": lambda: pickle.dumps(
+        {**tensors(), "scale_fwd": torch.ones(3, dtype=torch.float64)}
+    ),
     "scale without history": lambda: pickle.dumps({"scale_fwd": torch.ones(3)}),
     "other width": lambda: pickle.dumps({**tensors(), "scale_fwd": torch.ones(5)}),
     "other rank": lambda: pickle.dumps({**tensors(), "scale_fwd": torch.ones(1, 3)}),
-    "a function as algorithm": lambda: pickle.dumps({"recipe": DelayedScaling(amax_compute_algo=os.getcwd)}),
-    "storage that claims 2^40 elements": lambda: with_tensor(legacy_storage(2**40, FOUR), 0, (3,), (1,)),
+    "a function as algorithm": lambda: pickle.dumps(
+        {"recipe": DelayedScaling(amax_compute_algo=os.getcwd)}
+    ),
+    "storage that claims 2^40 elements": lambda: with_tensor(
+        legacy_storage(2**40, FOUR), 0, (3,), (1,)
+    ),
     "storage that claims -1 elements": lambda: with_tensor(legacy_storage(-1, FOUR), 0, (3,), (1,)),
     "tensor beyond its storage": lambda: with_tensor(legacy_storage(4, FOUR), 2, (3,), (1,)),
     "tensor before its storage": lambda: with_tensor(legacy_storage(4, FOUR), -1, (3,), (1,)),
-    "tensor blown up by a zero stride": lambda: with_tensor(legacy_storage(4, FOUR), 0, (2**40,), (0,)),
+    "tensor blown up by a zero stride": lambda: with_tensor(
+        legacy_storage(4, FOUR), 0, (2**40,), (0,)
+    ),
     "tensor repeated by a zero stride": lambda: with_tensor(legacy_storage(4, FOUR), 0, (3,), (0,)),
     "nested lists as a variable": lambda: pickle.dumps({"extra_fp8_variables": {"a": [[1]]}}),
     "tensor of boolean size": lambda: with_tensor(legacy_storage(4, FOUR), 0, (True,), (1,)),  # pyright: ignore
-    "os.system in the storage": lambda: with_tensor(b"cos\nsystem\n(S'echo run > ran'\ntR.", 0, (3,), (1,)),
+    "os.system in the storage": lambda: with_tensor(
+        b"cos\nsystem\n(S'echo run > ran'\ntR.", 0, (3,), (1,)
+    ),
     "zip file": lambda: b"PK\x03\x04" + bytes(100),
 }
 
@@ -254,7 +294,9 @@ def test_the_storage_builder_makes_valid_storages() -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_refuses_in_one_line_without_running(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_in_one_line_without_running(
+    name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = HOSTILE[name]()
     monkeypatch.chdir(tmp_path)
     tracemalloc.start()

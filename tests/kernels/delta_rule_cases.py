@@ -16,11 +16,20 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 SIZE = 64
 # Rows, tokens, key heads, value heads, d_k, d_v.
-CASES = [(1, 64, 1, 1, 16, 16), (2, 65, 1, 2, 24, 40), (1, 5, 2, 2, 8, 12), (1, 185, 1, 2, 160, 136)]
-CASES += [(2, 333, 4, 8, 128, 128), (1, 200, 2, 4, 64, 128), (1, 200, 2, 2, 256, 256)] if ON_GPU else []
+CASES = [
+    (1, 64, 1, 1, 16, 16),
+    (2, 65, 1, 2, 24, 40),
+    (1, 5, 2, 2, 8, 12),
+    (1, 185, 1, 2, 160, 136),
+]
+CASES += (
+    [(2, 333, 4, 8, 128, 128), (1, 200, 2, 4, 64, 128), (1, 200, 2, 2, 256, 256)] if ON_GPU else []
+)
 
 
-def of_a_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, h: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def of_a_chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, h: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """The outputs and the next state, as the rule says, of one head."""
     seen = torch.ones(len(g), len(g), dtype=torch.bool, device=g.device).tril()
     between = 2.0 ** (g[:, None] - g[None, :]).masked_fill(~seen, -math.inf)
@@ -34,7 +43,10 @@ def test_gradients_are_those_of_autograd(case: tuple[int, ...], decay: float) ->
     batch, seq, key_heads, heads, d_k, d_v = case
     torch.manual_seed(0)
     chunks, dtype = -(-seq // SIZE), torch.bfloat16 if ON_GPU else torch.float32
-    q, k = (torch.randn(batch, seq, key_heads, d_k, device=DEVICE).to(dtype) / d_k**0.5 for _ in range(2))
+    q, k = (
+        torch.randn(batch, seq, key_heads, d_k, device=DEVICE).to(dtype) / d_k**0.5
+        for _ in range(2)
+    )
     v, do, dv = (torch.randn(batch, seq, heads, d_v, device=DEVICE).to(dtype) for _ in range(3))
     h, dh = (torch.randn(batch, chunks, heads, d_k, d_v, device=DEVICE).to(dtype) for _ in range(2))
     steps = -torch.rand(batch, seq, heads, device=DEVICE) * decay
@@ -56,10 +68,19 @@ def test_gradients_are_those_of_autograd(case: tuple[int, ...], decay: float) ->
                     leaves[0][row, here, keys], leaves[1][row, here, keys], v[row, here, head].double(),
                     leaves[2][row, here, head], state, scale,
                 )  # fmt: skip
-                total = total + (outputs * do[row, here, head]).sum() + (after * dh[row, chunk, head]).sum()
+                total = (
+                    total
+                    + (outputs * do[row, here, head]).sum()
+                    + (after * dh[row, chunk, head]).sum()
+                )
                 dw[row, here, head] = -dv[row, here, head].double() @ state.mT
     total.backward()
-    wanted = [leaves[0].grad, leaves[1].grad, dw, leaves[2].grad / math.log(2.0)]  # of g in units of e
+    wanted = [
+        leaves[0].grad,
+        leaves[1].grad,
+        dw,
+        leaves[2].grad / math.log(2.0),
+    ]  # of g in units of e
     # BF16 rounds factors and results by up to 2^-9; the interpreter multiplies in FP32.
     bound = 2.0**-7 if ON_GPU else 1e-5
     for name, ours, theirs in zip(("dq", "dk", "dw", "dg"), found, wanted, strict=True):
@@ -80,7 +101,9 @@ def test_kernels_of_common_widths_are_not_timed(monkeypatch: pytest.MonkeyPatch)
     module = ModuleType("fla.ops.common.chunk_o")
     module.chunk_bwd_kernel_dv_local = made("chunk_bwd_kernel_dv_local", module.__name__)
     module.other = made("other", module.__name__)
-    module.imported = made("chunk_fwd_kernel_o", "fla.ops.gla.chunk")  # another kernel of the same name
+    module.imported = made(
+        "chunk_fwd_kernel_o", "fla.ops.gla.chunk"
+    )  # another kernel of the same name
     monkeypatch.setitem(sys.modules, module.__name__, module)
     fix_configurations()
     tuners = {name: tuner for name, tuner in autotuned() if name.startswith("ops.common.chunk_o.")}
@@ -92,7 +115,9 @@ def test_kernels_of_common_widths_are_not_timed(monkeypatch: pytest.MonkeyPatch)
     assert tuners["ops.common.chunk_o.other"].prune_configs({}) == every
 
 
-@pytest.mark.skipif(not ON_GPU, reason="flash-linear-attention asks for the GPU when it is imported")
+@pytest.mark.skipif(
+    not ON_GPU, reason="flash-linear-attention asks for the GPU when it is imported"
+)
 def test_fixed_configurations_are_of_kernels_that_there_are() -> None:
     pytest.importorskip("fla.ops.gated_delta_rule")
     names = dict(autotuned())

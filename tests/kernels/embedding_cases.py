@@ -16,7 +16,8 @@ ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8 if DEVICE == "cuda" els
 
 
 @pytest.mark.parametrize(
-    ("tokens", "columns", "dtype"), every(3, ["few", "one", "each", "runs of 8"], [24, 512, 700], ROUNDING)
+    ("tokens", "columns", "dtype"),
+    every(3, ["few", "one", "each", "runs of 8"], [24, 512, 700], ROUNDING),
 )
 def test_each_token_gets_the_sum_of_its_rows(tokens: str, columns: int, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(columns)
@@ -37,7 +38,10 @@ def test_each_token_gets_the_sum_of_its_rows(tokens: str, columns: int, dtype: t
 
 
 def test_a_module_is_the_same_through_it() -> None:
-    module, ids = nn.Embedding(11, 48, device=DEVICE), torch.tensor([[1, 4, 4], [10, 1, 1]], device=DEVICE)
+    module, ids = (
+        nn.Embedding(11, 48, device=DEVICE),
+        torch.tensor([[1, 4, 4], [10, 1, 1]], device=DEVICE),
+    )
     out = embedding_triton.embedding(module, ids)
     assert torch.equal(out, module(ids)) and out.grad_fn is not None
     dy = torch.randn_like(out)

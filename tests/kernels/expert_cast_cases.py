@@ -15,10 +15,16 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check(found: FP8Matrices, given: list[torch.Tensor], e5m2: bool) -> None:
-    quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E5M2 if e5m2 else DType.kFloat8E4M3, torch.device(DEVICE))
+    quantizer = Float8CurrentScalingQuantizer(
+        DType.kFloat8E5M2 if e5m2 else DType.kFloat8E4M3, torch.device(DEVICE)
+    )
     rows = [len(x) for x in given]
-    lines = [-(-count // LINE) * LINE for count in rows]  # of the transposed copy, of which the last are not written
-    turned = found.transposed.flatten()[: sum(lines) * given[0].shape[1]].split([n * given[0].shape[1] for n in lines])
+    lines = [
+        -(-count // LINE) * LINE for count in rows
+    ]  # of the transposed copy, of which the last are not written
+    turned = found.transposed.flatten()[: sum(lines) * given[0].shape[1]].split(
+        [n * given[0].shape[1] for n in lines]
+    )
     parts = zip(found.data.split(rows), turned, found.scale_inv, given, strict=True)
     for data, transposed, inverse, x in parts:
         if not len(x):
@@ -30,7 +36,9 @@ def check(found: FP8Matrices, given: list[torch.Tensor], e5m2: bool) -> None:
 
 
 @pytest.mark.parametrize("e5m2", [False, True])
-@pytest.mark.parametrize(("rows", "columns"), [([16, 0, 80, 64, 128, 0], 48), ([4], 16), ([0, 0], 16)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [([16, 0, 80, 64, 128, 0], 48), ([4], 16), ([0, 0], 16)]
+)
 def test_experts(rows: list[int], columns: int, e5m2: bool) -> None:
     """Empty ones, one of zeros only, and magnitudes that differ by powers of ten."""
     g = torch.Generator().manual_seed(columns)
@@ -38,12 +46,25 @@ def test_experts(rows: list[int], columns: int, e5m2: bool) -> None:
     parts = list(x.split(rows))
     for number, part in enumerate(parts):
         part.mul_(0 if number == 3 else 10.0**number)
-    check(cast(Matrices(x, Groups.of(rows, x.device)), torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn), parts, e5m2)
+    check(
+        cast(
+            Matrices(x, Groups.of(rows, x.device)),
+            torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn,
+        ),
+        parts,
+        e5m2,
+    )
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # of the interpreter
 def test_scales_of_every_magnitude() -> None:
     """From amaxes whose quotient overflows to infinity, subnormal ones among them."""
-    values = torch.tensor([0.0, 1e-45, 1e-40, 1.3e-36, 1e-30, 1.0, 448.0, 3e38, torch.inf], device=DEVICE)
+    values = torch.tensor(
+        [0.0, 1e-45, 1e-40, 1.3e-36, 1e-30, 1.0, 448.0, 3e38, torch.inf], device=DEVICE
+    )
     x = values[:, None, None].expand(-1, 4, 16).reshape(-1, 16).contiguous()
-    check(cast(Matrices(x, Groups.equal(len(values), 4, x.device)), torch.float8_e4m3fn), list(x.split(4)), False)
+    check(
+        cast(Matrices(x, Groups.equal(len(values), 4, x.device)), torch.float8_e4m3fn),
+        list(x.split(4)),
+        False,
+    )

@@ -15,7 +15,9 @@ from torch import Tensor
 from te_models.kernels.gated_attention import PLAIN, split_heads
 from te_models.kernels.gated_attention_triton import TRITON
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"
+)
 assert_close = torch.testing.assert_close
 
 
@@ -62,7 +64,12 @@ def assert_written_as_fp8(write: Callable[..., Any], wanted: Tensor, e5m2: bool)
 
 @pytest.mark.parametrize(
     ("layout", "per_row", "e5m2"),
-    every(4, [name for name, heads in LAYOUTS.items() if heads.gate != "headwise"], [False, True], [False, True]),
+    every(
+        4,
+        [name for name, heads in LAYOUTS.items() if heads.gate != "headwise"],
+        [False, True],
+        [False, True],
+    ),
 )
 def test_fp8_is_the_cast_of_the_plain_result(layout: str, per_row: bool, e5m2: bool) -> None:
     heads = LAYOUTS[layout]
@@ -77,5 +84,7 @@ def test_fp8_is_the_cast_of_the_plain_result(layout: str, per_row: bool, e5m2: b
     assert_written_as_fp8(lambda *at: TRITON.fp8.gate(*at, q, gate), PLAIN.gate(q, gate), e5m2)
     dgate, dy = torch.empty_like(gate.contiguous()), torch.linspace(-1, 1, q.numel()).view_as(q)
     dx = PLAIN.gate_backward(dy, q, gate, dgate)
-    found = assert_written_as_fp8(lambda *at: TRITON.fp8.gate_backward(*at, dy, q, gate), dgate, e5m2)
+    found = assert_written_as_fp8(
+        lambda *at: TRITON.fp8.gate_backward(*at, dy, q, gate), dgate, e5m2
+    )
     assert_close(found, dx, rtol=1e-5, atol=1e-6)

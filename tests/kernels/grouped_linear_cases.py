@@ -17,7 +17,16 @@ from te_models.engine.emulated.quantizers import Float8CurrentScalingQuantizer, 
 from te_models.kernels import grouped_gemm_triton
 from te_models.kernels.expert_cast_triton import Delayed
 from te_models.kernels.expert_rows import Route, dispatch
-from te_models.kernels.grouped_linear_triton import E4M3, E5M2, Casts, Locations, Stored, Weights, in_bf16, in_fp8
+from te_models.kernels.grouped_linear_triton import (
+    E4M3,
+    E5M2,
+    Casts,
+    Locations,
+    Stored,
+    Weights,
+    in_bf16,
+    in_fp8,
+)
 from te_models.kernels.groups import Groups
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -26,7 +35,11 @@ DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 # up to 272 terms. On a CPU a sum is rounded as often as it has terms.
 BOUND = 2.0**-8 + 9 * 2.0**-13 if DEVICE.type == "cuda" else 272 * 2.0**-24
 CASES = [([16, 0, 48, 144, 0], 80, 96), ([0, 16], 16, 272)]
-FEW = ([16, 0, 32], 48, 32)  # where two ways are compared: the interpreter takes 0.1 s for a tile of a cast
+FEW = (
+    [16, 0, 32],
+    48,
+    32,
+)  # where two ways are compared: the interpreter takes 0.1 s for a tile of a cast
 BEHIND = 32  # rows that belong to no expert
 
 
@@ -40,7 +53,10 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def weights_of(count: int, inputs: int, outputs: int) -> tuple[list[Tensor], Weights]:
     """Weights of different magnitudes in memory of their own."""
-    made = [torch.randn(outputs, inputs, device=DEVICE).mul_(2.0**e).to(DTYPE).requires_grad_() for e in range(count)]
+    made = [
+        torch.randn(outputs, inputs, device=DEVICE).mul_(2.0**e).to(DTYPE).requires_grad_()
+        for e in range(count)
+    ]
     return made, Weights(made, locations(made))
 
 
@@ -53,7 +69,10 @@ def locations(tensors: list[Tensor]) -> Locations:
 
 def operands(rows: list[int], inputs: int, outputs: int) -> tuple[Tensor, Tensor, Groups]:
     """x and the gradient, whose rows behind those of the experts are not finite, and the groups."""
-    x, dy = (torch.randn(sum(rows) + BEHIND, width, device=DEVICE).to(DTYPE) for width in (inputs, outputs))
+    x, dy = (
+        torch.randn(sum(rows) + BEHIND, width, device=DEVICE).to(DTYPE)
+        for width in (inputs, outputs)
+    )
     for tensor in (x, dy):
         for e, part in enumerate(tensor.split([*rows, BEHIND])):
             part.mul_(torch.nan if e == len(rows) else 10.0**e)
@@ -84,7 +103,9 @@ def test_bf16(rows: list[int], inputs: int, outputs: int, biased: bool) -> None:
     torch.manual_seed(0)
     made, weights = weights_of(len(rows), inputs, outputs)
     bias = (
-        biases_of(len(rows), outputs) if biased else torch.zeros(len(rows), outputs, device=DEVICE, requires_grad=True)
+        biases_of(len(rows), outputs)
+        if biased
+        else torch.zeros(len(rows), outputs, device=DEVICE, requires_grad=True)
     )
     x, dy, groups = operands(rows, inputs, outputs)
     y = in_bf16(x, groups, weights, bias if biased else None)
@@ -130,17 +151,25 @@ def test_fp8(case: Case) -> None:
     of_x, *of_weights = torch.autograd.grad(y, [x, *made, *([] if bias is None else [bias])], dy)
     assert ended == [1]
     if bias is not None:
-        check(of_weights.pop(), torch.stack([slope.double().sum(0) for (slope,) in pieces(rows, dy)]))
+        check(
+            of_weights.pop(), torch.stack([slope.double().sum(0) for (slope,) in pieces(rows, dy)])
+        )
 
     def rounded(value: Tensor, form: torch.dtype, expert: int, slot: int) -> Tensor:
         kind = DType.kFloat8E5M2 if form == E5M2 else DType.kFloat8E4M3
         assert FP8_MAX[kind] == torch.finfo(form).max
         scale, amax = (tensor[expert, slot, None] for tensor in (scales, before))
-        quantizer = Float8Quantizer(scale, amax, kind) if case.delayed else Float8CurrentScalingQuantizer(kind, DEVICE)
+        quantizer = (
+            Float8Quantizer(scale, amax, kind)
+            if case.delayed
+            else Float8CurrentScalingQuantizer(kind, DEVICE)
+        )
         return quantizer(value.detach()).dequantize().double()
 
     parts = pieces(rows, x, dy, y, of_x)
-    for e, ((one, slope, out, dx), weight, dw) in enumerate(zip(parts, made, of_weights, strict=True)):
+    for e, ((one, slope, out, dx), weight, dw) in enumerate(
+        zip(parts, made, of_weights, strict=True)
+    ):
         weight = rounded(weight, E4M3, e, 1)
         if not len(one):
             assert not dw.any()
@@ -161,7 +190,10 @@ def test_transposed_weights_are_made_again_in_backward(delayed: bool) -> None:
     x, dy, groups = operands(rows, inputs, outputs)
     results, kept = [], []
     for turn in (True, False):
-        scale, amax = torch.full((len(rows),), 0.7, device=DEVICE), torch.zeros(len(rows), device=DEVICE)
+        scale, amax = (
+            torch.full((len(rows),), 0.7, device=DEVICE),
+            torch.zeros(len(rows), device=DEVICE),
+        )
         own = weights.cast(Delayed(scale, amax) if delayed else None, turn=turn)
         found: dict[int, Tensor] = {}
         with torch.autograd.graph.saved_tensors_hooks(
@@ -188,15 +220,22 @@ def test_rows_of_tokens_are_made_twice_and_never_kept(delayed: bool) -> None:
     row = torch.full((tokens, 2), count + BEHIND, device=DEVICE)
     row[1:] = torch.randperm(count, device=DEVICE)[: 2 * tokens - 2].view(-1, 2)
     token = torch.full((count + BEHIND + 1,), tokens, device=DEVICE)
-    token = token.scatter(0, row.flatten(), torch.arange(tokens, device=DEVICE).repeat_interleave(2))
+    token = token.scatter(
+        0, row.flatten(), torch.arange(tokens, device=DEVICE).repeat_interleave(2)
+    )
     token[-1] = tokens
     route = Route(token[:-1].contiguous(), row)
-    x = (torch.randn(tokens, inputs, device=DEVICE) * 10.0 ** torch.randn(tokens, 1, device=DEVICE)).to(DTYPE)
+    x = (
+        torch.randn(tokens, inputs, device=DEVICE) * 10.0 ** torch.randn(tokens, 1, device=DEVICE)
+    ).to(DTYPE)
     dy = torch.randn(count + BEHIND, outputs, device=DEVICE).to(DTYPE)
     groups, x = Groups(Groups.of(rows, DEVICE).first, count + BEHIND), x.requires_grad_()
     results, kept = [], []
     for first in (True, False):
-        scale, amax = torch.full((len(rows),), 0.7, device=DEVICE), torch.zeros(len(rows), device=DEVICE)
+        scale, amax = (
+            torch.full((len(rows),), 0.7, device=DEVICE),
+            torch.zeros(len(rows), device=DEVICE),
+        )
         casts = Casts(E5M2, False, True, True, of_x=Delayed(scale, amax) if delayed else None)
         found: dict[int, Tensor] = {}
         with torch.autograd.graph.saved_tensors_hooks(
@@ -240,11 +279,14 @@ def moved(tensors: list[Tensor]) -> None:
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
         for tensor, value in zip(reversed(tensors), reversed(values), strict=True):
             tensor.set_(
-                torch.empty(3 * value.numel(), dtype=value.dtype, device=DEVICE)[: value.numel()].view_as(value)
+                torch.empty(3 * value.numel(), dtype=value.dtype, device=DEVICE)[
+                    : value.numel()
+                ].view_as(value)
             )
             tensor.copy_(value)
     apart = [
-        [address - addresses[0] for address in addresses] for addresses in (before, [t.data_ptr() for t in tensors])
+        [address - addresses[0] for address in addresses]
+        for addresses in (before, [t.data_ptr() for t in tensors])
     ]
     assert apart[0] != apart[1]
 

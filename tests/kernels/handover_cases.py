@@ -20,7 +20,11 @@ SCALES = [1.0, 37.0, 2.0**18]  # the last saturates
 
 def random(*shape: int) -> Tensor:
     g = torch.Generator().manual_seed(sum(shape))
-    return (torch.randn(shape, generator=g) * torch.logspace(-3, 1, shape[0])[:, None]).bfloat16().to(DEVICE)
+    return (
+        (torch.randn(shape, generator=g) * torch.logspace(-3, 1, shape[0])[:, None])
+        .bfloat16()
+        .to(DEVICE)
+    )
 
 
 def state(scale: float) -> tuple[Tensor, Tensor]:
@@ -29,13 +33,19 @@ def state(scale: float) -> tuple[Tensor, Tensor]:
 
 def check(found: Any, wanted: Tensor, scale: float, amax: Tensor, e5m2: bool) -> None:
     """FP8Data within one step of a cast of `wanted`, almost all equal: an FP32 function may round either way."""
-    form, limit = (torch.float8_e5m2, DType.kFloat8E5M2) if e5m2 else (torch.float8_e4m3fn, DType.kFloat8E4M3)
+    form, limit = (
+        (torch.float8_e5m2, DType.kFloat8E5M2) if e5m2 else (torch.float8_e4m3fn, DType.kFloat8E4M3)
+    )
     codes = (wanted * scale).clamp(-FP8_MAX[limit], FP8_MAX[limit]).to(form)
     assert torch.equal(found.data.t(), found.transposed)
-    torch.testing.assert_close(found.data.view(form).float(), codes.float(), rtol=0.25, atol=2.0**-9)
+    torch.testing.assert_close(
+        found.data.view(form).float(), codes.float(), rtol=0.25, atol=2.0**-9
+    )
     assert (found.data != codes.view(torch.uint8)).float().mean() < 0.01
     torch.testing.assert_close(amax, wanted.abs().max().reshape(1), rtol=1e-5, atol=0)
-    torch.testing.assert_close(found.scale_inv, torch.full((1,), 1 / scale, device=DEVICE), rtol=1e-7, atol=0)
+    torch.testing.assert_close(
+        found.scale_inv, torch.full((1,), 1 / scale, device=DEVICE), rtol=1e-7, atol=0
+    )
 
 
 @pytest.mark.parametrize(("shape", "scale", "e5m2"), every(3, SHAPES, SCALES, [False, True]))
@@ -52,7 +62,8 @@ def test_swiglu_and_its_gradient(shape: tuple[int, int], scale: float, e5m2: boo
 
 
 @pytest.mark.parametrize(
-    ("shape", "scale", "e5m2", "dtype"), every(3, SHAPES, SCALES, [False, True], [torch.bfloat16, torch.float32])
+    ("shape", "scale", "e5m2", "dtype"),
+    every(3, SHAPES, SCALES, [False, True], [torch.bfloat16, torch.float32]),
 )
 def test_cast(shape: tuple[int, int], scale: float, e5m2: bool, dtype: torch.dtype) -> None:
     """Bit for bit: nothing is computed that could round either way."""
@@ -61,7 +72,9 @@ def test_cast(shape: tuple[int, int], scale: float, e5m2: bool, dtype: torch.dty
     found = handover_triton.cast(x, given, amax, e5m2)
     form, limit = (torch.float8_e5m2, 57344.0) if e5m2 else (torch.float8_e4m3fn, 448.0)
     codes = (x.float() * scale).clamp(-limit, limit).to(form)
-    assert torch.equal(found.data, codes.view(torch.uint8)) and torch.equal(found.data.t(), found.transposed)
+    assert torch.equal(found.data, codes.view(torch.uint8)) and torch.equal(
+        found.data.t(), found.transposed
+    )
     assert amax.item() == x.abs().max().item()
 
 
@@ -99,5 +112,7 @@ def test_nan_stays_nan() -> None:
     gate_up = random(32, 64)
     gate_up[3, 5] = float("nan")
     given, amax = state(1.0)
-    codes = handover_triton.swiglu(gate_up, given, amax, False).data.view(torch.float8_e4m3fn).float()
+    codes = (
+        handover_triton.swiglu(gate_up, given, amax, False).data.view(torch.float8_e4m3fn).float()
+    )
     assert codes.isnan().sum() == 1 and codes[3, 5].isnan()

@@ -18,17 +18,32 @@ ROUNDING = {
     torch.float16: 2.0**-11,
     torch.bfloat16: 2.0**-8 if DEVICE == "cuda" else 2.0**-7,
 }
-NUMPY = pytest.mark.filterwarnings("ignore:.* encountered in subtract:RuntimeWarning")  # infinities are meant
-VOCABULARIES = [3, 288, 1000, 2048, 4097, 32000]  # less than a step, one step, several, parts of them
+NUMPY = pytest.mark.filterwarnings(
+    "ignore:.* encountered in subtract:RuntimeWarning"
+)  # infinities are meant
+VOCABULARIES = [
+    3,
+    288,
+    1000,
+    2048,
+    4097,
+    32000,
+]  # less than a step, one step, several, parts of them
 IGNORED = -100
 
 
-def inputs(vocabulary: int, dtype: torch.dtype = torch.bfloat16, rows: int = 5) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    vocabulary: int, dtype: torch.dtype = torch.bfloat16, rows: int = 5
+) -> tuple[Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(vocabulary)
     logits = 4 * torch.randn(rows, vocabulary, generator=g)
     targets = torch.randint(0, vocabulary, (rows,), generator=g)
     targets[0], targets[1], targets[2] = 0, vocabulary - 1, IGNORED
-    return logits.to(dtype).to(DEVICE), targets.to(DEVICE), (targets != IGNORED).sum().clamp(min=1).to(DEVICE)
+    return (
+        logits.to(dtype).to(DEVICE),
+        targets.to(DEVICE),
+        (targets != IGNORED).sum().clamp(min=1).to(DEVICE),
+    )
 
 
 def in_fp64(logits: Tensor, targets: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +86,9 @@ def test_a_vocabulary_of_large_steps(vocabulary: int) -> None:
 
 
 @NUMPY
-@pytest.mark.parametrize(("order", "size"), every(3, ["rising", "falling", "mixed"], [1e4, -1e4, 1e30]))
+@pytest.mark.parametrize(
+    ("order", "size"), every(3, ["rising", "falling", "mixed"], [1e4, -1e4, 1e30])
+)
 def test_large_logits(order: str, size: float) -> None:
     """The largest comes last, first or anywhere: what was summed up before is scaled down."""
     logits, targets, count = inputs(4097, torch.float32)
@@ -129,7 +146,9 @@ def test_multiply(factor: float) -> None:
     wanted = [(tensor.float() * factor).to(tensor.dtype) for tensor in tensors]
     lm_head_triton.multiply(tensors, torch.tensor(factor, device=DEVICE))
     for found, product in zip(tensors, wanted, strict=True):
-        torch.testing.assert_close(found.float(), product.float(), rtol=ROUNDING[torch.bfloat16], atol=0)
+        torch.testing.assert_close(
+            found.float(), product.float(), rtol=ROUNDING[torch.bfloat16], atol=0
+        )
 
 
 @pytest.mark.parametrize("factors", [(1.0, 1.0), (0.5, 4.0), (0.5, 1.0, 0.5)])

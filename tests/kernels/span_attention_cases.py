@@ -32,7 +32,11 @@ BOUND = 4 * 2**-9 if ON_GPU else 1e-5
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let short rows have several blocks, on a CPU."""
     torch.manual_seed(0)
-    for name, block in (("FORWARD", (32, 16, 4, 1)), ("GRAD_QUERY", (32, 16, 4, 1)), ("GRAD_KEY", (16, 32, 4, 1))):
+    for name, block in (
+        ("FORWARD", (32, 16, 4, 1)),
+        ("GRAD_QUERY", (32, 16, 4, 1)),
+        ("GRAD_KEY", (16, 32, 4, 1)),
+    ):
         if not ON_GPU:
             monkeypatch.setattr(span_attention_triton, name, {64: block})
 
@@ -54,7 +58,9 @@ def distance(name: str, found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("sunk", [False, True])
-@pytest.mark.parametrize(("batch", "heads", "shared", "seq", "dim", "window", "lengths"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("batch", "heads", "shared", "seq", "dim", "window", "lengths"), CASES, ids=str
+)
 def test_output_and_gradients_are_those_by_definition(
     batch: int, heads: int, shared: int, seq: int, dim: int, window: int | None, lengths: list[list[int]] | None,
     sunk: bool,
@@ -68,18 +74,27 @@ def test_output_and_gradients_are_those_by_definition(
     inputs += [torch.randn(heads, dtype=DTYPE, device=DEVICE)] * sunk
     leaves = [t.requires_grad_() for t in inputs]
     out = spans(seq, window, ids, DEVICE)(*leaves[:3], sinks=leaves[3] if sunk else None)
-    dy = out.detach() if sunk else torch.randn_like(out)  # a sink's gradient is then a sum of one sign
+    dy = (
+        out.detach() if sunk else torch.randn_like(out)
+    )  # a sink's gradient is then a sum of one sign
     found = (out, *torch.autograd.grad(out, leaves, dy))
     exact = [t.detach().double().requires_grad_() for t in inputs]
     wanted = by_definition(*exact[:3], mask, dim**-0.5, None, exact[3] if sunk else None)
     expected = (wanted, *torch.autograd.grad(wanted, exact, dy.double()))
-    for name, one, other in zip(("output", "dq", "dk", "dv", "dsinks"), found, expected, strict=False):
-        if name in ("output", "dv") or sunk or (seq > 1 and window != 1):  # of one key the scores have no gradient
+    for name, one, other in zip(
+        ("output", "dq", "dk", "dv", "dsinks"), found, expected, strict=False
+    ):
+        if (
+            name in ("output", "dv") or sunk or (seq > 1 and window != 1)
+        ):  # of one key the scores have no gradient
             distance(name, one, other)
 
 
 def test_the_gradients_are_the_same_in_every_run() -> None:
-    inputs = [torch.randn(1, 2, 40 * GROW, 16, device=DEVICE, dtype=DTYPE, requires_grad=True) for _ in range(3)]
+    inputs = [
+        torch.randn(1, 2, 40 * GROW, 16, device=DEVICE, dtype=DTYPE, requires_grad=True)
+        for _ in range(3)
+    ]
     attention = spans(40 * GROW, 9, None, DEVICE)
     runs = [torch.autograd.grad(attention(*inputs).square().sum(), inputs) for _ in range(2)]
     for name, *both in zip("qkv", *runs, strict=True):
@@ -99,13 +114,18 @@ def test_attention_as_one_operation() -> None:
     seen = spans(seq, 7, ids, DEVICE)
     mine = attention_core(one * 1.0, cos, sin, 2, seq, heads, operations, spans=seen, sinks=sinks)
     q, k, v, gate = split_heads(heads, other, 2)
-    q, k = (t * cos[:, :, None] + torch.cat((-t[..., 8:], t[..., :8]), -1) * sin[:, :, None] for t in (q, k))
+    q, k = (
+        t * cos[:, :, None] + torch.cat((-t[..., 8:], t[..., :8]), -1) * sin[:, :, None]
+        for t in (q, k)
+    )
     mask = attention_mask(seq, 7, None, ids, DEVICE)
     turned = [t.transpose(1, 2) for t in (q, k, v)]
     exact = sinks.detach().double().requires_grad_()
     mixed = by_definition(*turned, mask, 16**-0.5, None, exact)
     theirs = (mixed.transpose(1, 2) * torch.sigmoid(gate)).reshape(2 * seq, -1)
-    dy = mine.detach()  # a sink's gradient is then a sum of one sign, whose rounding is relative to it
+    dy = (
+        mine.detach()
+    )  # a sink's gradient is then a sum of one sign, whose rounding is relative to it
     distance("output", mine, theirs)
     found = torch.autograd.grad(mine, [one, sinks], dy)
     expected = torch.autograd.grad(theirs, [other, exact], dy.double())

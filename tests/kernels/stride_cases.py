@@ -12,7 +12,13 @@ from fewer import every
 from torch import Tensor
 
 from te_models.config.attention import Heads
-from te_models.kernels import embedding_triton, gated_attention_triton, handover_triton, lm_head, lm_head_triton
+from te_models.kernels import (
+    embedding_triton,
+    gated_attention_triton,
+    handover_triton,
+    lm_head,
+    lm_head_triton,
+)
 from te_models.kernels.gated_attention import attention_core, split_heads
 from te_models.kernels.span_attention_triton import Spans, spans
 
@@ -32,10 +38,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, window: int) -> T
     for row in range(len(q)):
         found = []
         for i in range(q.shape[1]):
-            seen = [j for j in range(max(0, i - window + 1), i + 1) if documents[row, j] == documents[row, i]]
+            seen = [
+                j
+                for j in range(max(0, i - window + 1), i + 1)
+                if documents[row, j] == documents[row, i]
+            ]
             group = q.shape[2] // k.shape[2]
             keys, values = (t[row, seen].repeat_interleave(group, 1) for t in (k, v))
-            weights = (torch.einsum("ah,jah->aj", q[row, i], keys) / math.sqrt(q.shape[-1])).softmax(-1)
+            weights = (
+                torch.einsum("ah,jah->aj", q[row, i], keys) / math.sqrt(q.shape[-1])
+            ).softmax(-1)
             found.append(torch.einsum("aj,jah->ah", weights, values))
         rows.append(torch.stack(found))
     return torch.stack(rows)
@@ -60,7 +72,9 @@ def test_attention_in_spans_serves_heads_of_any_size(size: int, gate: str) -> No
     torch.manual_seed(size)
     heads = Heads(2, 1, size, gate)
     gates = {"elementwise": 2 * size, "headwise": 32, "none": 0}[gate]
-    documents = torch.stack([torch.arange(2).repeat_interleave(torch.tensor(row)) for row in DOCUMENTS])
+    documents = torch.stack(
+        [torch.arange(2).repeat_interleave(torch.tensor(row)) for row in DOCUMENTS]
+    )
     angle = torch.rand(2, TOKENS, size // 2, device=DEVICE).repeat(1, 1, 2) * 6
     cos, sin = angle.cos().to(DTYPE), angle.sin().to(DTYPE)
     qkvg = torch.randn(2 * TOKENS, 4 * size + gates, device=DEVICE, dtype=DTYPE)
@@ -82,7 +96,11 @@ def views(rows: int, columns: int) -> list[Tensor]:
     """Matrices whose rows do not follow each other: part of wider ones, one row for all, every second row, columns."""
     generator = torch.Generator().manual_seed(rows)
     wide = torch.randn(2 * rows, 2 * columns, generator=generator).bfloat16().to(DEVICE)
-    found = [wide[:rows, 16 : 16 + columns], wide[:1, :columns].expand(rows, columns), wide[::2, :columns]]
+    found = [
+        wide[:rows, 16 : 16 + columns],
+        wide[:1, :columns].expand(rows, columns),
+        wide[::2, :columns],
+    ]
     return [*found, wide.flatten()[: rows * columns].view(columns, rows).t()]
 
 
@@ -120,14 +138,24 @@ def test_fp8_of_a_view_is_that_of_a_copy(name: str) -> None:
 def test_attention_in_spans_takes_any_strides() -> None:
     """q, k and v transposed or one for all, and gradients of one number, of one row, and transposed."""
     torch.manual_seed(0)
-    square = torch.randn(16, 40, 2, 1, dtype=DTYPE, device=DEVICE).permute(3, 2, 1, 0)  # [1, 2, 40, 16]
-    for made in (square, square[:, :1].expand(1, 2, 40, 16), square[..., :1, :].expand(1, 2, 40, 16)):
+    square = torch.randn(16, 40, 2, 1, dtype=DTYPE, device=DEVICE).permute(
+        3, 2, 1, 0
+    )  # [1, 2, 40, 16]
+    for made in (
+        square,
+        square[:, :1].expand(1, 2, 40, 16),
+        square[..., :1, :].expand(1, 2, 40, 16),
+    ):
         q = made.detach().requires_grad_()
         plain = made.detach().contiguous().requires_grad_()
         attention = spans(40, 9, None, DEVICE)
         out, same = attention(q, q, q), attention(plain, plain, plain)
         assert torch.equal(out, same)
-        for dy in (torch.ones_like(out[..., :1]).expand_as(out), torch.randn_like(out[:, :1]).expand_as(out), square):
+        for dy in (
+            torch.ones_like(out[..., :1]).expand_as(out),
+            torch.randn_like(out[:, :1]).expand_as(out),
+            square,
+        ):
             (found,) = torch.autograd.grad(out, q, dy, retain_graph=True)
             (wanted,) = torch.autograd.grad(same, plain, dy.contiguous(), retain_graph=True)
             assert distance(found, wanted) < 1e-6
@@ -140,7 +168,11 @@ def test_the_tables_of_rope_may_be_views() -> None:
     cos, sin = long[2:6, :24], long.flip(0)[2:6, 8:32].clone()
     wanted, found = torch.empty_like(x), torch.empty_like(x)
     gated_attention_triton.rotate(x, wanted, cos.contiguous(), sin.contiguous(), False)
-    for tables in ((cos, sin), (cos[None], sin[None]), (cos.expand(2, 4, 24), sin[None].repeat(2, 1, 1))):
+    for tables in (
+        (cos, sin),
+        (cos[None], sin[None]),
+        (cos.expand(2, 4, 24), sin[None].repeat(2, 1, 1)),
+    ):
         gated_attention_triton.rotate(x, found, *tables, False)
         assert torch.equal(found, wanted)
 
@@ -150,7 +182,10 @@ def test_an_embedding_takes_the_gradient_of_a_sum() -> None:
     ids = torch.tensor([[3, 3, 0, 19], [5, 3, 19, 2]], device=DEVICE)
     embedding_triton.embedding(module, ids).sum().backward()
     assert module.weight.grad is not None
-    assert torch.equal(module.weight.grad, torch.bincount(ids.flatten(), minlength=20)[:, None].expand(20, 24).float())
+    assert torch.equal(
+        module.weight.grad,
+        torch.bincount(ids.flatten(), minlength=20)[:, None].expand(20, 24).float(),
+    )
 
 
 def test_the_loss_takes_any_input() -> None:
@@ -158,9 +193,13 @@ def test_the_loss_takes_any_input() -> None:
     weight = torch.linspace(-1, 1, 30 * 16, device=DEVICE).view(30, 16).to(DTYPE)
     kernels = (lm_head_triton.loss_and_gradient, lm_head_triton.multiply)
     results = []
-    for x in (torch.linspace(-1, 1, 16 * 12, device=DEVICE).view(16, 12).to(DTYPE).t() for _ in range(2)):
+    for x in (
+        torch.linspace(-1, 1, 16 * 12, device=DEVICE).view(16, 12).to(DTYPE).t() for _ in range(2)
+    ):
         leaf = (x.contiguous() if results else x).detach().requires_grad_()
-        loss = lm_head.linear_cross_entropy(leaf, weight, torch.arange(12, device=DEVICE), 5, *kernels)
+        loss = lm_head.linear_cross_entropy(
+            leaf, weight, torch.arange(12, device=DEVICE), 5, *kernels
+        )
         (loss * 3).backward()
         results.append(leaf.grad)
     assert results[0] is not None and results[1] is not None
@@ -198,7 +237,10 @@ def test_a_head_may_be_beyond_two_billion_elements() -> None:
 def test_fp8_of_a_head_beyond_two_billion_elements() -> None:
     x, near = far(3, 16), torch.randn(1, 4, 3, 16).bfloat16().to(DEVICE)
     x.copy_(near)
-    cos, fp8 = torch.ones(4, 16, dtype=torch.bfloat16, device=DEVICE), gated_attention_triton.TRITON.fp8
+    cos, fp8 = (
+        torch.ones(4, 16, dtype=torch.bfloat16, device=DEVICE),
+        gated_attention_triton.TRITON.fp8,
+    )
     assert fp8 is not None
     outs = []
     for source in (x, near):
@@ -251,4 +293,10 @@ def test_more_rows_and_heads_than_a_second_dimension_of_a_grid_has() -> None:
     grads = attention.backward(x, x, x, x, out, sums)[:3]
     last, last_sums = attention.forward(x[-2:], x[-2:], x[-2:])
     assert torch.equal(out[-2:], last)
-    assert all(map(torch.equal, (g[-2:] for g in grads), attention.backward(*[x[-2:]] * 4, last, last_sums)[:3]))
+    assert all(
+        map(
+            torch.equal,
+            (g[-2:] for g in grads),
+            attention.backward(*[x[-2:]] * 4, last, last_sums)[:3],
+        )
+    )

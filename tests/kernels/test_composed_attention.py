@@ -9,7 +9,13 @@ from te_models.kernels.sdpa import attention_mask, causal_attention
 
 
 def by_definition(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """With a column of sinks beside the scores, which leaves the softmax again."""
     group = q.shape[1] // k.shape[1]
@@ -41,9 +47,14 @@ def masks(kind: str) -> Tensor | None:
 @pytest.mark.parametrize("kind", ["causal", "window", "padding", "documents"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
 @pytest.mark.parametrize(("cap", "with_sinks"), [(1.5, False), (None, True), (1.5, True)])
-def test_outputs_and_gradients(heads: tuple[int, int], kind: str, cap: float | None, with_sinks: bool) -> None:
+def test_outputs_and_gradients(
+    heads: tuple[int, int], kind: str, cap: float | None, with_sinks: bool
+) -> None:
     torch.manual_seed(1)
-    q, k, v = (torch.randn(2, 9, count, 5).transpose(1, 2).requires_grad_() for count in (heads[0], heads[1], heads[1]))
+    q, k, v = (
+        torch.randn(2, 9, count, 5).transpose(1, 2).requires_grad_()
+        for count in (heads[0], heads[1], heads[1])
+    )
     sinks = torch.linspace(-2, 3, heads[0]).requires_grad_() if with_sinks else None
     inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
     out = composed_attention(q, k, v, masks(kind), 0.7, cap, sinks)
@@ -58,11 +69,16 @@ def test_outputs_and_gradients(heads: tuple[int, int], kind: str, cap: float | N
 def test_a_wide_cap_is_no_cap_and_a_mask_may_be_added() -> None:
     q, k, v = (torch.randn(2, heads, 6, 8) for heads in (4, 2, 2))
     torch.testing.assert_close(
-        composed_attention(q, k, v, None, 8**-0.5, 1e4), causal_attention(q, k, v), atol=1e-5, rtol=0
+        composed_attention(q, k, v, None, 8**-0.5, 1e4),
+        causal_attention(q, k, v),
+        atol=1e-5,
+        rtol=0,
     )
     seen = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
     added = torch.zeros(2, 1, 6, 6).masked_fill(~seen, float("-inf"))
-    assert torch.equal(composed_attention(q, k, v, added, 0.3, 2.0), composed_attention(q, k, v, seen, 0.3, 2.0))
+    assert torch.equal(
+        composed_attention(q, k, v, added, 0.3, 2.0), composed_attention(q, k, v, seen, 0.3, 2.0)
+    )
 
 
 def test_without_a_mask_the_queries_are_those_of_the_last_keys() -> None:
@@ -81,4 +97,6 @@ def test_scores_exist_for_one_row_at_a_time() -> None:
     q, k, v = (torch.randn(3, 2, 33, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         out = composed_attention(q, k, v, None, 0.3, 2.0)
-    assert out.dtype == torch.bfloat16 and [t.data_ptr() for t in saved] == [t.data_ptr() for t in (q, k, v)]
+    assert out.dtype == torch.bfloat16 and [t.data_ptr() for t in saved] == [
+        t.data_ptr() for t in (q, k, v)
+    ]

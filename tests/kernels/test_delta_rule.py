@@ -32,7 +32,13 @@ def inputs(length: int, heads: tuple[int, ...] = (2, 4, 16, 12), batch: int = 2)
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None, documents: Any = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
+    documents: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence as it is written, in FP64."""
     q, k, v, g, beta = (x.double() for x in (q, k, v, g, beta))
@@ -48,7 +54,10 @@ def reference(
             for t in range(length):
                 if documents is not None and t and documents[row, t] != documents[row, t - 1]:
                     s = torch.zeros_like(s)
-                query, key = (x[row, t, shared] / (x[row, t, shared].square().sum() + 1e-6).sqrt() for x in (q, k))
+                query, key = (
+                    x[row, t, shared] / (x[row, t, shared].square().sum() + 1e-6).sqrt()
+                    for x in (q, k)
+                )
                 s = s * g[row, t, head].exp()
                 s = s + torch.outer(key, beta[row, t, head] * (v[row, t, head] - s.T @ key))
                 outputs.append(s.T @ query / k.shape[3] ** 0.5)
@@ -64,7 +73,9 @@ def close(ours: Tensor, wanted: Tensor, tolerance: float = TOLERANCE) -> None:
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("function", [chunked, recurrent])
-def test_outputs_and_states_are_those_of_the_recurrence(function: Any, heads: tuple[int, ...]) -> None:
+def test_outputs_and_states_are_those_of_the_recurrence(
+    function: Any, heads: tuple[int, ...]
+) -> None:
     for length in LENGTHS if heads == HEADS[0] else (3, 70):
         given = inputs(length, heads)
         wanted, state = reference(*given)
@@ -76,7 +87,9 @@ def test_outputs_and_states_are_those_of_the_recurrence(function: Any, heads: tu
 
 
 @pytest.mark.parametrize(("heads", "length", "packed"), every(3, HEADS, [5, 64, 70], [False, True]))
-def test_gradients_are_those_of_the_recurrence(heads: tuple[int, ...], length: int, packed: bool) -> None:
+def test_gradients_are_those_of_the_recurrence(
+    heads: tuple[int, ...], length: int, packed: bool
+) -> None:
     documents = (torch.arange(length) // 3).expand(2, -1) if packed else None
     leaves, others = ([x.clone().requires_grad_() for x in inputs(length, heads)] for _ in range(2))
     slope = torch.randn(2, length, heads[1], heads[3])
@@ -164,7 +177,13 @@ def stand_ins() -> tuple[Callable[..., Any], Callable[..., Any]]:
         scale: None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
         use_qk_l2norm_in_kernel: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        assert use_qk_l2norm_in_kernel and gk is None and gv is None and scale is None and beta is not None
+        assert (
+            use_qk_l2norm_in_kernel
+            and gk is None
+            and gv is None
+            and scale is None
+            and beta is not None
+        )
         return recurrent(q, k, v, g, beta, initial_state)
 
     return chunk, step
@@ -177,7 +196,9 @@ def test_kernels_get_each_argument_at_its_place(monkeypatch: pytest.MonkeyPatch)
     with torch.no_grad():
         for length in (1, 9):
             own = [x[:, :length] for x in given]
-            for found, wanted in zip(kernels._by_kernels(*own, state, None), recurrent(*own, state), strict=True):
+            for found, wanted in zip(
+                kernels._by_kernels(*own, state, None), recurrent(*own, state), strict=True
+            ):
                 assert found is not None
                 torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
@@ -196,7 +217,10 @@ def test_kernels_compute_the_same(heads: tuple[int, ...], packed: bool) -> None:
     given = [x.bfloat16() for x in given[:3]] + given[3:]
     leaves, others = ([x.clone().requires_grad_() for x in given] for _ in range(2))
     slope = torch.randn(2, length, heads[1], heads[3], device=DEVICE)
-    out, wanted = delta_rule(*leaves, documents=documents)[0], chunked(*others, documents=documents)[0]
+    out, wanted = (
+        delta_rule(*leaves, documents=documents)[0],
+        chunked(*others, documents=documents)[0],
+    )
     near(out, wanted)
     for made in (out, wanted):
         made.backward(slope.to(made.dtype))

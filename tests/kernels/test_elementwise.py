@@ -31,18 +31,26 @@ def test_activations_and_their_gradients(name: str, gated: bool) -> None:
     gate, up = x.chunk(2, -1)
     torch.testing.assert_close(y, reference(gate) * up if gated else reference(x))
     dy = torch.randn_like(y)
-    torch.testing.assert_close(mlp_activation_backward(dy, x, name, gated), torch.autograd.grad(y, x, dy)[0])
+    torch.testing.assert_close(
+        mlp_activation_backward(dy, x, name, gated), torch.autograd.grad(y, x, dy)[0]
+    )
 
 
 def test_clamped_swiglu_and_its_gradient() -> None:
     """That of gpt-oss in transformers, which interleaves gate and up; a third of the values are beyond the limit."""
     modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
-    config = modeling.GptOssConfig(hidden_size=4, intermediate_size=6, num_local_experts=1, swiglu_limit=1.0)
+    config = modeling.GptOssConfig(
+        hidden_size=4, intermediate_size=6, num_local_experts=1, swiglu_limit=1.0
+    )
     x = torch.randn(50, 12, requires_grad=True)
-    y = modeling.GptOssExperts(config)._apply_gate(x.unflatten(1, (2, 6)).transpose(1, 2).flatten(1))
+    y = modeling.GptOssExperts(config)._apply_gate(
+        x.unflatten(1, (2, 6)).transpose(1, 2).flatten(1)
+    )
     torch.testing.assert_close(clamped_swiglu(x, 1.0, 1.702), y)
     dy = torch.randn_like(y)
-    torch.testing.assert_close(clamped_swiglu_backward(dy, x, 1.0, 1.702), torch.autograd.grad(y, x, dy)[0])
+    torch.testing.assert_close(
+        clamped_swiglu_backward(dy, x, 1.0, 1.702), torch.autograd.grad(y, x, dy)[0]
+    )
 
 
 def test_the_softplus_gate() -> None:

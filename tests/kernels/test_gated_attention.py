@@ -28,7 +28,9 @@ BATCH, SEQ, PADDING = 2, 6, 4  # whole groups of four rows
 def projection(heads: Heads, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """[N, Q] with rows, and for a headwise gate columns, that only fill up."""
     gate = {"elementwise": heads.query * heads.dim, "headwise": 32, "none": 0}[heads.gate]
-    return torch.randn(BATCH * SEQ + PADDING, (heads.query + 2 * heads.key) * heads.dim + gate, dtype=dtype)
+    return torch.randn(
+        BATCH * SEQ + PADDING, (heads.query + 2 * heads.key) * heads.dim + gate, dtype=dtype
+    )
 
 
 def tables(dim: int, dtype: torch.dtype, per_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +51,9 @@ def written_out(qkvg: torch.Tensor, cos: Any, sin: Any, heads: Heads) -> torch.T
 @pytest.mark.parametrize("table", ["by position", "by row", "no rope"])
 def test_output_and_gradient_are_those_written_out(layout: str, table: str) -> None:
     heads = LAYOUTS[layout]
-    cos, sin = (None, None) if table == "no rope" else tables(heads.dim, torch.float32, table == "by row")
+    cos, sin = (
+        (None, None) if table == "no rope" else tables(heads.dim, torch.float32, table == "by row")
+    )
     qkvg = projection(heads, torch.float32)
     one, other = qkvg.clone().requires_grad_(), qkvg.clone().requires_grad_()
     mine = attention_core(one * 1.0, cos, sin, BATCH, SEQ, heads)
@@ -73,8 +77,12 @@ def test_rope_is_in_place_without_a_copy_of_the_projection() -> None:
     assert torch.equal(qkvg[:, turned:], before[:, turned:])
 
 
-def test_a_gpu_whose_cudnn_has_no_such_attention_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_whose_cudnn_has_no_such_attention_does_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     kernels = get_kernels(emulated, torch.device("cuda"), compile=None, fused=True)
     assert kernels == PLAIN_KERNELS
-    assert get_kernels(emulated, torch.device("cpu"), compile=None, fused=True).attention is not None
+    assert (
+        get_kernels(emulated, torch.device("cpu"), compile=None, fused=True).attention is not None
+    )

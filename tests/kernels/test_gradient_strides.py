@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 import te_models
 from te_models.engine import emulated
-from te_models.kernels import composed_attention, early_save, elementwise, gated_attention, handover, lm_head
+from te_models.kernels import (
+    composed_attention,
+    early_save,
+    elementwise,
+    gated_attention,
+    handover,
+    lm_head,
+)
 from te_models.kernels.expert_rows import combine, dispatch
 from te_models.kernels.from_inputs import from_inputs
 from te_models.kernels.grouped_product import grouped_product
@@ -56,7 +63,9 @@ def _composed(x: Tensor) -> Tensor:
 
 
 def _swiglu(x: Tensor) -> Tensor:
-    return handover.swiglu(x, nn.Identity(), nn.Identity(), elementwise.swiglu, elementwise.swiglu_backward)
+    return handover.swiglu(
+        x, nn.Identity(), nn.Identity(), elementwise.swiglu, elementwise.swiglu_backward
+    )
 
 
 def _quantized(x: Tensor) -> Tensor:
@@ -74,7 +83,9 @@ OPERATIONS: dict[str, Operation] = {
     "engine/emulated/linear.py": _te(emulated.Linear(64, 32), True),
     "engine/emulated/linear.py, unquantized": _te(emulated.Linear(64, 32), False),
     "engine/emulated/grouped.py": _te(emulated.GroupedLinear(3, 64, 32), True, [0, 16, 0]),
-    "engine/emulated/grouped.py, unquantized": _te(emulated.GroupedLinear(3, 64, 32), False, [3, 0, 13]),
+    "engine/emulated/grouped.py, unquantized": _te(
+        emulated.GroupedLinear(3, 64, 32), False, [3, 0, 13]
+    ),
     "engine/emulated/rmsnorm.py": emulated.RMSNorm(64),
     "engine/emulated/tensors.py": _quantized,
     "kernels/gated_attention.py": _attention,
@@ -124,7 +135,9 @@ def gradient(operation: Operation, x: Tensor, spread: Callable[[Tensor], Tensor]
 GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "one number": lambda y: torch.full((), 0.5, dtype=y.dtype).expand(y.shape),
     "one row": lambda y: torch.linspace(-1, 1, y.shape[-1]).to(y.dtype).expand(y.shape),
-    "transposed": lambda y: torch.linspace(-1, 1, y.numel()).view(y.shape[::-1]).permute(*range(y.ndim)[::-1]),
+    "transposed": lambda y: (
+        torch.linspace(-1, 1, y.numel()).view(y.shape[::-1]).permute(*range(y.ndim)[::-1])
+    ),
 }
 
 
@@ -145,7 +158,12 @@ def test_an_input_of_any_strides_gives_the_gradient_of_a_contiguous_one(name: st
         return GRADIENTS["transposed"](y).contiguous()
 
     wide = torch.linspace(-2, 2, 16 * 128).sin().view(16, 128)
-    for x in (wide[:, 32:96], wide[:1, :64].expand(16, 64), wide.view(32, 64)[::2], wide.view(128, 16)[:64].t()):
+    for x in (
+        wide[:, 32:96],
+        wide[:1, :64].expand(16, 64),
+        wide.view(32, 64)[::2],
+        wide.view(128, 16)[:64].t(),
+    ):
         assert not x.is_contiguous()
         found, wanted = (gradient(OPERATIONS[name], own, plain) for own in (x, x.contiguous()))
         assert_alike(found, wanted)

@@ -11,9 +11,17 @@ from te_models.config.attention import Heads
 from te_models.kernels.gated_attention import split_heads
 
 triton = pytest.importorskip("triton", "3.6")
-pytestmark = pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="the interpreter launches nothing")
+pytestmark = pytest.mark.skipif(
+    bool(os.environ.get("TRITON_INTERPRET")), reason="the interpreter launches nothing"
+)
 
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 OPTIONS = ("num_warps", "num_stages")
 
 
@@ -33,7 +41,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
     def run(kernel: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
         options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
-        found.append(Launch(kernel, grid, dict(inspect.signature(kernel.fn).bind(*args, **kwargs).arguments), options))
+        found.append(
+            Launch(
+                kernel,
+                grid,
+                dict(inspect.signature(kernel.fn).bind(*args, **kwargs).arguments),
+                options,
+            )
+        )
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
     return found
@@ -49,7 +64,10 @@ def attend(batch: int, seq: int, heads: Heads) -> None:
     width = sum(section.stored for section in heads.sections)
     q, k, v, gate = split_heads(heads, torch.empty(batch * seq, width, **bf16), batch)
     assert gate is not None
-    cos, one = torch.empty(seq, heads.dim, **bf16), torch.empty(1, dtype=torch.float32, device=device)
+    cos, one = (
+        torch.empty(seq, heads.dim, **bf16),
+        torch.empty(1, dtype=torch.float32, device=device),
+    )
     TRITON.rotate(q, q, cos, cos, True)
     TRITON.copy(k, v)
     TRITON.gate(q, gate)
@@ -65,14 +83,20 @@ def attend(batch: int, seq: int, heads: Heads) -> None:
     TRITON.fp8.gate_backward(fp8, place, 0, dy, q, gate)
 
 
-@pytest.mark.parametrize(("batch", "seq", "heads"), [(700, 64, 128), (1, 262144, 128), (80000, 16, 1), (4, 2048, 4)])
-def test_grids_are_those_that_a_gpu_has(batch: int, seq: int, heads: int, launches: list[Launch]) -> None:
+@pytest.mark.parametrize(
+    ("batch", "seq", "heads"), [(700, 64, 128), (1, 262144, 128), (80000, 16, 1), (4, 2048, 4)]
+)
+def test_grids_are_those_that_a_gpu_has(
+    batch: int, seq: int, heads: int, launches: list[Launch]
+) -> None:
     """2**31 - 1 programs in the first dimension, and 65,535 in the others."""
     attend(batch, seq, Heads(heads, max(1, heads // 4), 128, "elementwise"))
     assert launches
     for launch in launches:
         most = (2**31 - 1, 65535, 65535)
-        assert all(size <= limit for size, limit in zip(launch.grid, most, strict=False)), launch.kernel.fn.__name__
+        assert all(size <= limit for size, limit in zip(launch.grid, most, strict=False)), (
+            launch.kernel.fn.__name__
+        )
 
 
 def compile_for_h200(launch: Launch) -> None:
@@ -87,14 +111,17 @@ def compile_for_h200(launch: Launch) -> None:
         elif parameter.is_constexpr or value is None or value == 1:
             types[parameter.name], constants[(number,)] = "constexpr", value
         else:
-            types[parameter.name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
+            types[parameter.name] = (
+                "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
+            )
     source = compiler.ASTSource(launch.kernel, types, constants)
     triton.compile(source, target=backends.GPUTarget("cuda", 90, 32), options=launch.options)
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize(
-    "size", [80, pytest.param(96, marks=pytest.mark.slow), pytest.param(192, marks=pytest.mark.slow)]
+    "size",
+    [80, pytest.param(96, marks=pytest.mark.slow), pytest.param(192, marks=pytest.mark.slow)],
 )
 def test_heads_of_any_size_compile(size: int, launches: list[Launch]) -> None:
     attend(1, 64, Heads(4, 2, size, "elementwise"))

@@ -16,7 +16,9 @@ from te_models.kernels.lm_head import Kernel, linear_cross_entropy, loss_and_gra
 DTYPES = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 2**-8}
 
 
-def inputs(dtype: torch.dtype, rows: int = 37, size: int = 16, vocabulary: int = 50) -> list[torch.Tensor]:
+def inputs(
+    dtype: torch.dtype, rows: int = 37, size: int = 16, vocabulary: int = 50
+) -> list[torch.Tensor]:
     x, weight = torch.randn(rows, size, dtype=dtype), torch.randn(vocabulary, size, dtype=dtype)
     targets = torch.randint(0, vocabulary, (rows,))
     targets[::5] = -100
@@ -63,7 +65,11 @@ def test_no_target_counts() -> None:
 @pytest.mark.parametrize("frozen", [None, 0, 1])
 def test_a_retained_graph_gives_the_same_gradients_again(frozen: int | None) -> None:
     leaves = inputs(torch.float32)
-    wanted = [leaf.requires_grad_(number != frozen) for number, leaf in enumerate(leaves[:2]) if number != frozen]
+    wanted = [
+        leaf.requires_grad_(number != frozen)
+        for number, leaf in enumerate(leaves[:2])
+        if number != frozen
+    ]
     loss = linear_cross_entropy(*leaves) * 0.25
     first, again = (torch.autograd.grad(loss, wanted, retain_graph=True) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
@@ -82,9 +88,14 @@ def over_the_logits(
 @pytest.mark.parametrize("chunk", [8, None])
 def test_a_kernel_may_write_over_the_logits(chunk: int | None) -> None:
     x, weight, targets = inputs(torch.float32)
-    plain, other = (linear_cross_entropy(x, weight, targets, chunk, k) for k in (loss_and_gradient, over_the_logits))
+    plain, other = (
+        linear_cross_entropy(x, weight, targets, chunk, k)
+        for k in (loss_and_gradient, over_the_logits)
+    )
     assert_same_bits("plain", plain, other)
-    for one, two in zip(*(torch.autograd.grad(loss, (x, weight)) for loss in (plain, other)), strict=True):
+    for one, two in zip(
+        *(torch.autograd.grad(loss, (x, weight)) for loss in (plain, other)), strict=True
+    ):
         assert_same_bits("one", one, two)
 
 
@@ -110,7 +121,10 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         self.elements = max(
-            [self.elements, *(t.numel() for t in torch.utils._pytree.tree_leaves(out) if torch.is_tensor(t))]
+            [
+                self.elements,
+                *(t.numel() for t in torch.utils._pytree.tree_leaves(out) if torch.is_tensor(t)),
+            ]
         )
         return out
 
@@ -124,10 +138,14 @@ def test_the_logits_never_exist() -> None:
 
 @pytest.mark.parametrize("recipe", ["bf16", "current", "mxfp8"])
 @pytest.mark.parametrize(
-    "fields", [{}, {"tie_word_embeddings": True}, {"lm_head": "fp8", "num_layers_at_end_in_bf16": 0}], ids=str
+    "fields",
+    [{}, {"tie_word_embeddings": True}, {"lm_head": "fp8", "num_layers_at_end_in_bf16": 0}],
+    ids=str,
 )
 def test_the_model_without_logits(recipe: str, fields: dict[str, object]) -> None:
-    model = CausalLM.from_preset("gated-nano", recipe=recipe, num_hidden_layers=3, vocab_size=96, **fields)
+    model = CausalLM.from_preset(
+        "gated-nano", recipe=recipe, num_hidden_layers=3, vocab_size=96, **fields
+    )
     ids = torch.randint(0, 96, (3, 7))  # 21 rows: padded to the alignment
     grads = []
     for wanted in (True, False):
@@ -143,7 +161,9 @@ def test_the_model_without_logits(recipe: str, fields: dict[str, object]) -> Non
 def test_an_evaluation_computes_no_gradient(training: bool) -> None:
     asked = []
 
-    def kernel(logits: torch.Tensor, targets: torch.Tensor, count: torch.Tensor, gradient: bool) -> Any:
+    def kernel(
+        logits: torch.Tensor, targets: torch.Tensor, count: torch.Tensor, gradient: bool
+    ) -> Any:
         asked.append(gradient)
         return loss_and_gradient(logits, targets, count, gradient)
 

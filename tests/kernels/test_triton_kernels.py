@@ -15,13 +15,25 @@ from te_models.kernels.dispatch import PLAIN, get_kernels
 def run(environment: dict[str, str], where: str, *options: str) -> None:
     """Run all cases below the folder tests/`where` in one process."""
     files = sorted(map(str, (Path(__file__).parents[1] / where).rglob("*_cases.py")))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, *files]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        *options,
+        *files,
+    ]
     run_process(command, env=os.environ | environment)
 
 
 @pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_on_the_interpreter(cases: str) -> None:
-    pytest.importorskip("triton", "3.7", reason="the interpreter of Triton 3.7 or newer runs these on a CPU")
+    pytest.importorskip(
+        "triton", "3.7", reason="the interpreter of Triton 3.7 or newer runs these on a CPU"
+    )
     run({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}, "", "-m", cases)
 
 
@@ -34,12 +46,20 @@ def test_on_a_gpu(where: str) -> None:
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_gpu_runs_it_where_fused(monkeypatch: pytest.MonkeyPatch, compile: bool, fused: bool, device: str) -> None:
+def test_a_gpu_runs_it_where_fused(
+    monkeypatch: pytest.MonkeyPatch, compile: bool, fused: bool, device: str
+) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    kernels = get_kernels(emulated, torch.device(device), compile="default" if compile else None, fused=fused)
+    kernels = get_kernels(
+        emulated, torch.device(device), compile="default" if compile else None, fused=fused
+    )
     assert ("triton" in kernels.embedding.__module__) == (fused and device == "cuda")
     found = kernels.loss_and_gradient
-    where = "te_models.kernels.lm_head_triton" if fused and device == "cuda" else PLAIN.loss_and_gradient.__module__
+    where = (
+        "te_models.kernels.lm_head_triton"
+        if fused and device == "cuda"
+        else PLAIN.loss_and_gradient.__module__
+    )
     assert found.__module__ == where
     assert (found is PLAIN.loss_and_gradient) == (device == "cpu" or not (fused or compile))

@@ -22,7 +22,9 @@ def test_the_fp8_layers_save_codes_and_the_edges_do_not(small: Build, recipe: st
 
     def pack(tensor: Tensor) -> Tensor:
         if inside:
-            fp8 = hasattr(tensor, "quantize_")  # Transformer Engine's tensor of codes, which says BF16
+            fp8 = hasattr(
+                tensor, "quantize_"
+            )  # Transformer Engine's tensor of codes, which says BF16
             kept.setdefault(inside[-1], set()).add(torch.uint8 if fp8 else tensor.dtype)
         return tensor
 
@@ -67,11 +69,15 @@ def test_each_module_knows_its_successor(small: Build, monkeypatch: pytest.Monke
         return 2 * handover.linear(module, x, **options)
 
     plain = small("current", fused=False, num_hidden_layers=4)
-    monkeypatch.setattr(emulated, "handover", dict(norm=norm, swiglu=swiglu, linear=linear, targets=targets))
+    monkeypatch.setattr(
+        emulated, "handover", dict(norm=norm, swiglu=swiglu, linear=linear, targets=targets)
+    )
     model, ids = small("current", fused=True, num_hidden_layers=4), tokens()
     changed = model(ids, labels=ids).loss
     changed.backward()
-    assert all(x.grad is not None for x in streams), "the residual stream goes on with what norm returned"
+    assert all(x.grad is not None for x in streams), (
+        "the residual stream goes on with what norm returned"
+    )
     expected = []
     for block in model.layers:
         qkvg, out, up = block.self_attn.qkvg_proj, block.self_attn.o_proj, block.mlp.gate_up_proj
@@ -101,7 +107,9 @@ def test_blocks_that_may_draw_are_found(small: Build) -> None:
     model = small("delayed", activation_checkpointing="full")
     block, other = model.layers[1], model.layers[2]
     assert not may_draw(block)
-    handle = block.post_attention_layernorm.register_forward_hook(lambda module, inputs, output: None)
+    handle = block.post_attention_layernorm.register_forward_hook(
+        lambda module, inputs, output: None
+    )
     assert may_draw(block) and not may_draw(other)
     handle.remove()
     block.mlp.drop = torch.nn.Dropout(0.0)

@@ -17,7 +17,9 @@ from te_models.errors import UsageError
 from te_models.fp8.scaling_state import fp8_state
 from te_models.planning.memory_plan import plan_memory
 
-SHAPE: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2)
+SHAPE: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2
+)
 SHAPE |= dict(num_key_value_heads=1, max_position_embeddings=64)
 RECIPES: dict[str, dict[str, Any]] = {
     "max": dict(amax_history_len=4),
@@ -25,13 +27,17 @@ RECIPES: dict[str, dict[str, Any]] = {
     "no-history": dict(amax_history_len=1),
     "e4m3": dict(amax_history_len=3, fp8_format="E4M3"),
     "head": dict(amax_history_len=2, lm_head="fp8", num_layers_at_end_in_bf16=0),
-    "all-blocks": dict(amax_history_len=2, num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0),
+    "all-blocks": dict(
+        amax_history_len=2, num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0
+    ),
 }
 
 
 def build(recipe: str = "delayed", **options: Any) -> CausalLM:
     torch.manual_seed(1)
-    return CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", **{**SHAPE, **options}).train()
+    return CausalLM.from_preset(
+        "gated-nano", recipe=recipe, device="cpu", **{**SHAPE, **options}
+    ).train()
 
 
 def batch(seed: int = 0, rows: int = 2, length: int = 24) -> dict[str, Tensor]:
@@ -116,7 +122,9 @@ def test_fp8_weights_keep_the_scale_they_were_written_with() -> None:
             owner = name.removesuffix(".scaling_fwd.scale")
             weight: Any = model.get_parameter(f"{owner}.weight")
             assert tensor[1] * weight._scale_inv == pytest.approx(1, rel=1e-6)
-            assert tensor[0] == pytest.approx(others[name][0].item(), rel=0.1)  # the weights are rounded to FP8
+            assert tensor[0] == pytest.approx(
+                others[name][0].item(), rel=0.1
+            )  # the weights are rounded to FP8
         assert (tensor != 0).any()
 
 
@@ -124,7 +132,11 @@ def test_nothing_but_scales_changes() -> None:
     model = build()
     parameters = list(model.parameters())
     parameters[0].grad = torch.ones_like(parameters[0])
-    weights, recipe, before = [p.detach().clone() for p in parameters], model.recipe, torch.get_rng_state()
+    weights, recipe, before = (
+        [p.detach().clone() for p in parameters],
+        model.recipe,
+        torch.get_rng_state(),
+    )
 
     def draw(*given: Any) -> None:
         torch.rand(1)
@@ -143,7 +155,11 @@ def test_nothing_but_scales_changes() -> None:
 def test_gradients_reach_the_first_step_however_small_the_loss() -> None:
     """With scales of 1 most of them are below E5M2's smallest number. FP8 moves a norm by a percent or two."""
     norms = {}
-    for name, recipe, calibrated in (("bf16", "bf16", True), ("delayed", "delayed", True), ("te", "delayed", False)):
+    for name, recipe, calibrated in (
+        ("bf16", "bf16", True),
+        ("delayed", "delayed", True),
+        ("te", "delayed", False),
+    ):
         model = build(recipe)
         if calibrated:
             model.calibrate(batch(), weights=[2.0**-16])
@@ -235,25 +251,37 @@ def test_what_cannot_be_measured_is_an_error() -> None:
 def test_documents_and_masks_are_taken_too() -> None:
     model, other = build(), build()
     ids = batch(length=32)
-    model.calibrate({**ids, "document_ids": torch.arange(32).div(16, rounding_mode="floor").expand(2, 32)})
+    model.calibrate(
+        {**ids, "document_ids": torch.arange(32).div(16, rounding_mode="floor").expand(2, 32)}
+    )
     other.calibrate({**ids, "attention_mask": torch.ones(2, 32, dtype=torch.int64)})
-    assert all(bool((tensor != 0).any()) for each in (model, other) for tensor in state(each).values())
+    assert all(
+        bool((tensor != 0).any()) for each in (model, other) for tensor in state(each).values()
+    )
     assert any(not torch.equal(tensor, state(other)[name]) for name, tensor in state(model).items())
 
 
 def test_blocks_are_recomputed_to_save_memory() -> None:
     model, calls = build(), []
     for layer in (1, 2):
-        model.layers[layer].self_attn.register_forward_pre_hook(lambda *given, layer=layer: calls.append(layer))
+        model.layers[layer].self_attn.register_forward_pre_hook(
+            lambda *given, layer=layer: calls.append(layer)
+        )
     model.calibrate(batch())
     assert calls == [1, 2, 2, 1]
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize(("preset", "rows", "length"), [("gated-124m", 64, 512), ("llama-3.1-8b", 1, 8192)])
-def test_calibration_fits_where_the_step_does(preset: str, rows: int, length: int, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("preset", "rows", "length"), [("gated-124m", 64, 512), ("llama-3.1-8b", 1, 8192)]
+)
+def test_calibration_fits_where_the_step_does(
+    preset: str, rows: int, length: int, mode: str
+) -> None:
     """It has no gradients of weights, which a plan of BF16 for LoRA leaves out too."""
     config, options = get_preset(preset), dict(batch_size=rows, seq_len=length, lora_rank=8)
     step = plan_memory(config, get_recipe("delayed"), activation_checkpointing=mode, **options)
-    calibration = plan_memory(config, get_recipe("bf16"), activation_checkpointing="full", **options)
+    calibration = plan_memory(
+        config, get_recipe("bf16"), activation_checkpointing="full", **options
+    )
     assert calibration.peak.total <= step.peak.total

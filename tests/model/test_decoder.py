@@ -17,7 +17,9 @@ from te_models.model.recompute import Recompute
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
-def test_every_scale_is_updated_exactly_once_a_step(small: Build, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_scale_is_updated_exactly_once_a_step(
+    small: Build, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = small("delayed", amax_compute_algo="max", activation_checkpointing=mode)
     calls = {True: 0, False: 0}
     original = registry(model).reduce_and_update_fp8_tensors
@@ -72,11 +74,15 @@ def test_a_forward_outside_training_changes_no_scale(small: Build, how: str) -> 
 @torch.no_grad()
 @pytest.mark.parametrize("recipe", list_recipes())
 def test_last_logits_equal_those_of_a_full_pass(recipe: str) -> None:
-    model = build_kind(KINDS["attention"], recipe, dtype=torch.float32 if recipe == "bf16" else torch.bfloat16).eval()
+    model = build_kind(
+        KINDS["attention"], recipe, dtype=torch.float32 if recipe == "bf16" else torch.bfloat16
+    ).eval()
     ids = tokens_of(model, 2, 9)
     whole = model(ids).logits
     for kept in (1, 3, 20):
-        torch.testing.assert_close(model(ids, logits_to_keep=kept).logits, whole[:, -kept:], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            model(ids, logits_to_keep=kept).logits, whole[:, -kept:], atol=1e-5, rtol=0
+        )
     assert model(ids, labels=ids, logits_to_keep=1).logits.shape == whole.shape
 
 
@@ -91,7 +97,9 @@ def test_positions_count_from_the_start_of_each_document() -> None:
         autocasts = Autocasts(model.te, model.te_recipe, None, {})
         return forward_context(model.specs, tokens, None, None, documents, *how, autocasts)
 
-    together = described(ids, torch.repeat_interleave(torch.tensor((7, 8, 9, 7)), torch.tensor(lengths))[None])
+    together = described(
+        ids, torch.repeat_interleave(torch.tensor((7, 8, 9, 7)), torch.tensor(lengths))[None]
+    )
     tables = together.rotary[model.config.rope][0][0].split(lengths)
     for own, table in zip(ids.split(lengths, 1), tables, strict=True):
         assert_same_bits("cos of RoPE", table, described(own).rotary[model.config.rope][0])

@@ -60,7 +60,9 @@ def batch(name: str) -> dict[str, Tensor]:
     return dict(input_ids=ids, labels=ids, attention_mask=real)
 
 
-def gradients(model: CausalLM, values: dict[str, Tensor], name: str) -> tuple[Tensor, dict[str, Tensor]]:
+def gradients(
+    model: CausalLM, values: dict[str, Tensor], name: str
+) -> tuple[Tensor, dict[str, Tensor]]:
     if name == "idle rank":
         with torch.no_grad():
             for layer in model.layers:
@@ -83,7 +85,9 @@ def compare(name: str, mesh: DeviceMesh) -> dict[str, float]:
             dist.all_reduce(gradient)  # experts have the gradients of all tokens already
     dist.all_reduce(loss)
     assert found.keys() == whole.keys()
-    errors = {n: ((found[n] / 2 - g).norm() / g.norm().clamp(min=1e-9)).item() for n, g in whole.items()}
+    errors = {
+        n: ((found[n] / 2 - g).norm() / g.norm().clamp(min=1e-9)).item() for n, g in whole.items()
+    }
     return errors | {"loss": ((loss / 2 - expected) / expected).abs().item()}
 
 
@@ -130,7 +134,13 @@ def refusals(mesh: DeviceMesh) -> list[str]:
         (CONFIG, dict(recipe="current", fp8_params=True, **edges)),
     ):
         with pytest.raises(ValueError) as caught:
-            CausalLM(config, **{"recipe": "bf16", **options}, device="cpu", engine="emulated", ep_mesh=mesh)
+            CausalLM(
+                config,
+                **{"recipe": "bf16", **options},
+                device="cpu",
+                engine="emulated",
+                ep_mesh=mesh,
+            )
         said.append(str(caught.value))
     lora = pytest.importorskip("te_models.training.lora")
     with pytest.raises(ValueError, match="adapters on experts need all experts on each process"):
@@ -169,7 +179,9 @@ def test_rows_in_fp8_are_rounded_once(folder: Path) -> None:
     step = full.abs().amax(1, keepdim=True) / 448 * 2.0**-9  # between E4M3's subnormal numbers
     error = (rounded - full).abs()
     # Half the distance of two codes: 2^-4 of a normal number.
-    assert (error <= torch.maximum(full.abs() * 2.0**-4, step / 2) * (1 + 1e-6)).all() and (error > 0).any()
+    assert (error <= torch.maximum(full.abs() * 2.0**-4, step / 2) * (1 + 1e-6)).all() and (
+        error > 0
+    ).any()
     assert not rounded[full.abs().amax(1) == 0].any()
     assert found["bytes"] == 30 * (64 + 4)
 
@@ -180,7 +192,9 @@ def sharded(device: str, kind: str, rank: int, folder: str) -> None:
     with parallel(TrainConfig(parallel=kind), device) as everyone:
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         # FP8 has one process's amaxes only where an expert gets the rows of all.
-        for name, size in ({"plain": 0} if kind == "fsdp" else {"plain": 2, "experts in FP8": 0}).items():
+        for name, size in (
+            {"plain": 0} if kind == "fsdp" else {"plain": 2, "experts in FP8": 0}
+        ).items():
             config = TrainConfig(parallel=kind, expert_parallel_size=size)
             assert everyone.device is not None
             shared = replace(everyone, config=config, **meshes(config, everyone.device))
@@ -188,15 +202,21 @@ def sharded(device: str, kind: str, rank: int, folder: str) -> None:
             torch.manual_seed(0)
             model = shared.build(CONFIG, **options)
             values = {key: value.to(model.device) for key, value in batch(name).items()}
-            model(**{key: value.chunk(shared.data_world)[rank] for key, value in values.items()}).loss.backward()
-            own = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+            model(
+                **{key: value.chunk(shared.data_world)[rank] for key, value in values.items()}
+            ).loss.backward()
+            own = {
+                n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None
+            }
             torch.manual_seed(0)
             whole = CausalLM(CONFIG, device=model.device, **options)
             whole(**values).loss.backward()
             gathered = model.ep.gather(own, model.device)
             for n, p in whole.named_parameters():
                 assert p.grad is not None
-                found[f"{name}: {n}"] = ((gathered[n] - p.grad).norm() / p.grad.norm().clamp(min=1e-9)).item()
+                found[f"{name}: {n}"] = (
+                    (gathered[n] - p.grad).norm() / p.grad.norm().clamp(min=1e-9)
+                ).item()
     if rank == 0:
         torch.save(found, f"{folder}/sharded.pt")
 

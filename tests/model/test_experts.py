@@ -42,10 +42,14 @@ def config(mlp_layer_types: Any = None, **experts: Any) -> ModelConfig:
     return ModelConfig(**SHAPE, moe={**EXPERTS, **experts}, mlp_layer_types=mlp_layer_types)
 
 
-def build(recipe: str = "bf16", dtype: torch.dtype = torch.bfloat16, mode: str = "none", **experts: Any) -> CausalLM:
+def build(
+    recipe: str = "bf16", dtype: torch.dtype = torch.bfloat16, mode: str = "none", **experts: Any
+) -> CausalLM:
     torch.manual_seed(0)
     edges = NO_EDGES if recipe != "bf16" else {}
-    options: dict[str, Any] = dict(recipe=recipe, dtype=dtype, activation_checkpointing=mode, device="cpu", **edges)
+    options: dict[str, Any] = dict(
+        recipe=recipe, dtype=dtype, activation_checkpointing=mode, device="cpu", **edges
+    )
     return CausalLM(config(**experts), engine="emulated", **options)
 
 
@@ -90,7 +94,15 @@ def test_the_host_need_not_know_the_numbers_of_rows(alignment: int) -> None:
     assert most == len(found.token) == {1: 10, 8: 64}[alignment]
     assert torch.equal(found.token[:used], known.token) and (found.token[used:] == 5).all()
     assert torch.equal(found.row, torch.where(known.row < used, known.row, most))
-    assert torch.equal(found.counts, known.counts) and found.counts.tolist() == [2, 1, 3, 0, 0, 0, 2]
+    assert torch.equal(found.counts, known.counts) and found.counts.tolist() == [
+        2,
+        1,
+        3,
+        0,
+        0,
+        0,
+        2,
+    ]
 
 
 # The way of the rows.
@@ -108,7 +120,11 @@ def test_rows_go_to_their_experts_and_back(alignment: int, dtype: torch.dtype) -
     x = torch.randn(count, 8, dtype=dtype, requires_grad=True)
     weights = weights_of(logits, chosen, moe).requires_grad_()
     rows = dispatch(x, where.token, where.row)
-    assert where.rows[4] == 0 and not any(n % alignment for n in where.rows) and len(rows) == sum(where.rows)
+    assert (
+        where.rows[4] == 0
+        and not any(n % alignment for n in where.rows)
+        and len(rows) == sum(where.rows)
+    )
     for expert, part in enumerate(rows.split(where.rows)):
         own = [t for t in range(count) if expert in chosen[t].tolist()]
         assert_same_bits(f"rows of expert {expert}", part[: len(own)], x[own])
@@ -123,7 +139,9 @@ def test_rows_go_to_their_experts_and_back(alignment: int, dtype: torch.dtype) -
     expected.backward(g.float())
     for found, reference in ((y, expected), (x.grad, one.grad), (weights.grad, other.grad)):
         error = (found.float() - reference).norm() / reference.norm()
-        assert error < (1e-6 if dtype == torch.float32 else 2.0**-7)  # rows, products and sums are rounded once each
+        assert error < (
+            1e-6 if dtype == torch.float32 else 2.0**-7
+        )  # rows, products and sums are rounded once each
 
 
 # Scales, recompute, losses, memory.
@@ -145,7 +163,9 @@ def test_padding_of_rows_moves_no_scale(length: int) -> None:
     assert rows and all(count % 16 == 0 for _, counts in rows.values() for count in counts)
     for name, (x, counts) in rows.items():
         history = fp8_state(model)[f"{name}.scaling_fwd.amax_history"][-1]
-        expected = [part.abs().amax().float().item() if len(part) else 0.0 for part in x.split(counts)]
+        expected = [
+            part.abs().amax().float().item() if len(part) else 0.0 for part in x.split(counts)
+        ]
         assert history[0::3].tolist() == expected
         assert (history[1::3] > 0).all()  # idle experts' weights too
 
@@ -157,7 +177,9 @@ def test_a_bias_leaves_padding_of_rows_zero(limit: float | None) -> None:
         if isinstance(module, model.te.GroupedLinear):
             for bias in module.biases:
                 bias.data.fill_(0.5)
-            module.register_forward_pre_hook(lambda m, inputs, name=name: rows.update({name: inputs[0]}) and None)
+            module.register_forward_pre_hook(
+                lambda m, inputs, name=name: rows.update({name: inputs[0]}) and None
+            )
     model(tokens(1, 9))
     for layer in range(3):
         into, out = (rows[f"layers.{layer}.mlp.{name}"] for name in ("gate_up_proj", "down_proj"))
@@ -165,8 +187,12 @@ def test_a_bias_leaves_padding_of_rows_zero(limit: float | None) -> None:
         assert padding.any() and torch.equal(~out.any(1), padding)
 
 
-@pytest.mark.parametrize("recipe, mode", [("bf16", "selective"), ("current", "full"), ("delayed", "selective")])
-def test_a_recompute_keeps_the_choice(recipe: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "recipe, mode", [("bf16", "selective"), ("current", "full"), ("delayed", "selective")]
+)
+def test_a_recompute_keeps_the_choice(
+    recipe: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Were it made again, and came out differently, gradients would be those of other experts."""
     ids, calls = tokens(), []
 
@@ -208,7 +234,10 @@ def test_jitter_is_drawn_in_training_alone_and_again_alike() -> None:
 def test_losses_of_the_routers() -> None:
     """Added in training by their factors, in evaluation only reported; balance is k if all share equally."""
     ids = tokens()
-    plain, model = build(router_aux_loss_coef=0.0), build(router_aux_loss_coef=0.5, router_z_loss_coef=0.25)
+    plain, model = (
+        build(router_aux_loss_coef=0.0),
+        build(router_aux_loss_coef=0.5, router_z_loss_coef=0.25),
+    )
     base, output = plain(ids, labels=ids), model(ids, labels=ids)
     assert output.routing is not None and base.routing is not None
     expected = base.loss + 0.5 * output.routing.balance_loss + 0.25 * output.routing.z_loss
@@ -238,12 +267,19 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "not normalized": dict(norm_topk_prob=False),
     "shared": dict(shared_expert_intermediate_size=128, shared_expert_gate=True),
-    "GLM": dict(router_fp32=True, router_scores="sigmoid", expert_bias=True, shared_expert_intermediate_size=64),
+    "GLM": dict(
+        router_fp32=True,
+        router_scores="sigmoid",
+        expert_bias=True,
+        shared_expert_intermediate_size=64,
+    ),
     "gpt-oss": dict(bias=True, swiglu_limit=7.0),
 }
 
 
-@pytest.mark.parametrize("name, recipe, mode", every(3, KINDS, ["bf16", "delayed"], ["none", "selective", "full"]))
+@pytest.mark.parametrize(
+    "name, recipe, mode", every(3, KINDS, ["bf16", "delayed"], ["none", "selective", "full"])
+)
 def test_the_memory_plan_is_what_autograd_keeps(name: str, recipe: str, mode: str) -> None:
     """To the byte where every expert gets every token, so that the rows are known."""
     model = build(recipe, mode=mode, num_experts=3, num_experts_per_tok=3, **KINDS[name])
@@ -256,7 +292,11 @@ def test_the_bias_of_the_choice_has_no_gradient_even_when_everything_is_unfrozen
     model = build("bf16", mode=mode, **KINDS["GLM"]).requires_grad_(True)
     ids = tokens(2, 16)
     model(ids, labels=ids).loss.backward()
-    missing = {name.rsplit(".", 1)[-1] for name, parameter in model.named_parameters() if parameter.grad is None}
+    missing = {
+        name.rsplit(".", 1)[-1]
+        for name, parameter in model.named_parameters()
+        if parameter.grad is None
+    }
     assert missing == {"expert_bias"}
 
 
@@ -271,9 +311,13 @@ def test_planned_gradients_are_freed_once(name: str, position: str) -> None:
 
 
 def test_parameters_and_their_roles() -> None:
-    own = config(("dense", "sparse", "sparse"), shared_expert_intermediate_size=32, shared_expert_gate=True)
+    own = config(
+        ("dense", "sparse", "sparse"), shared_expert_intermediate_size=32, shared_expert_gate=True
+    )
     model = CausalLM(own, device="cpu", recipe="bf16")
-    assert own.num_parameters + own.num_padding_parameters == sum(p.numel() for p in model.parameters())
+    assert own.num_parameters + own.num_padding_parameters == sum(
+        p.numel() for p in model.parameters()
+    )
     idle = 2 * 3 * 3 * 64 * 64  # layers, experts, projections
     assert own.num_active_parameters == own.num_parameters - idle
     assert own.layers[1].mlp.flops(10, 10) == 20 * 64 * (5 + 2 * 3 * 64 + 3 * 32 + 1)
@@ -334,7 +378,13 @@ def test_experts_are_stored_in_fp8(recipe: str, tmp_path: Path) -> None:
             write_weight(weight, torch.randn(64, 64) * 2.0**expert)
     assert not is_quantized(model.get_parameter("layers.1.mlp.router.weight"))
     before = {name: plain(p).clone() for name, p in model.named_parameters()}
-    run = Trainer(model, batches(3), None, TrainConfig(steps=3, warmup_steps=1, eval_every=0), tmp_path / "run")
+    run = Trainer(
+        model,
+        batches(3),
+        None,
+        TrainConfig(steps=3, warmup_steps=1, eval_every=0),
+        tmp_path / "run",
+    )
     run.run()
     for name, parameter in model.named_parameters():
         assert "_proj.weight" not in name or not torch.equal(plain(parameter), before[name]), name
@@ -348,9 +398,13 @@ def test_experts_are_stored_in_fp8(recipe: str, tmp_path: Path) -> None:
         write_weight(twin.get_parameter(f"{name}.weight3"), torch.full((64, 64), 7.0))
         expected = fp8_state(model)[f"{name}.scaling_fwd.scale"].clone()
         expected[3 * 3 + 1] = 448 / 7
-        assert_same_bits("scales of the copy", fp8_state(twin)[f"{name}.scaling_fwd.scale"], expected)
+        assert_same_bits(
+            "scales of the copy", fp8_state(twin)[f"{name}.scaling_fwd.scale"], expected
+        )
     model.save_pretrained(tmp_path / "saved")
-    again = CausalLM.from_pretrained(tmp_path / "saved", device="cpu", engine="emulated", fp8_params=True)
+    again = CausalLM.from_pretrained(
+        tmp_path / "saved", device="cpu", engine="emulated", fp8_params=True
+    )
     assert_same_bits("logits", again.eval()(tokens()).logits, model.eval()(tokens()).logits)
 
 
@@ -358,12 +412,20 @@ def test_experts_are_stored_in_fp8(recipe: str, tmp_path: Path) -> None:
 def test_padding_of_windows_reaches_no_expert(packing: str) -> None:
     """The losses of routers and the shares are those of the same documents without padding."""
     documents = [Document("a" * (2 + 5 * n), prompt="b") for n in range(4)]
-    windows = TokenDataset(documents, load_tokenizer(None), 24, batch_size=2, seed=0, packing=packing)
-    batch = {name: tensor % 64 if name != "document_ids" else tensor for name, tensor in next(windows).items()}
+    windows = TokenDataset(
+        documents, load_tokenizer(None), 24, batch_size=2, seed=0, packing=packing
+    )
+    batch = {
+        name: tensor % 64 if name != "document_ids" else tensor
+        for name, tensor in next(windows).items()
+    }
     real = batch["document_ids"] >= 0
     assert not real.all()
     model = build(dtype=torch.float32)
-    ids, owners = batch["input_ids"][real][None], (batch["document_ids"] + torch.tensor([[0], [9]]))[real][None]
+    ids, owners = (
+        batch["input_ids"][real][None],
+        (batch["document_ids"] + torch.tensor([[0], [9]]))[real][None],
+    )
     report, expected = model(**batch).routing, model(ids, labels=ids, document_ids=owners).routing
     assert report is not None and expected is not None
     for found, wanted in zip(report, expected, strict=True):
@@ -377,7 +439,9 @@ def test_metrics_have_what_the_routers_did(tmp_path: Path) -> None:
     for batch in batches(2):
         report = model(**batch).routing
         assert report is not None
-        expected.append([report.balance_loss.item(), report.shares.max().item(), report.shares.mean(0)])
+        expected.append(
+            [report.balance_loss.item(), report.shares.max().item(), report.shares.mean(0)]
+        )
     settings = TrainConfig(steps=1, warmup_steps=1, eval_every=0, gradient_accumulation=2)
     Trainer(model, batches(2), None, settings, tmp_path).run()
     (row,) = read_metrics(tmp_path / "metrics.jsonl")

@@ -14,7 +14,9 @@ from torch import Tensor
 from te_models import CausalLM, ModelConfig, TEModelsForCausalLM
 from te_models.errors import UsageError
 
-pytestmark = pytest.mark.skipif(torch.__version__ < (2, 11), reason="torch 2.10 cannot trace the models as one graph")
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < (2, 11), reason="torch 2.10 cannot trace the models as one graph"
+)
 SIZES: dict[str, Any] = dict(
     vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, head_dim=8,
     num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.2,
@@ -26,11 +28,16 @@ GEMMA: dict[str, Any] = dict(
     num_hidden_layers=2,
 )  # fmt: skip
 LONGROPE = dict(
-    rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0, 3.0, 4.0, 5.0], original_max_position_embeddings=8
+    rope_type="longrope",
+    short_factor=[1.0] * 4,
+    long_factor=[2.0, 3.0, 4.0, 5.0],
+    original_max_position_embeddings=8,
 )
 CONFIGS: dict[str, dict[str, Any]] = {
     "gated": dict(tie_word_embeddings=True),
-    "headwise": dict(attention_gate="headwise", attention_bias=True, mlp_bias=True, attention_output_bias=True),
+    "headwise": dict(
+        attention_gate="headwise", attention_bias=True, mlp_bias=True, attention_output_bias=True
+    ),
     "qwen3-longrope": dict(attention_gate="none", qk_norm=True, rope_scaling=LONGROPE),
     "mistral-wide": dict(
         attention_gate="none", sliding_window=5, hidden_size=512
@@ -40,9 +47,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         attention_gate="none",
         num_key_value_heads=4,
         rope_interleaved=True,
-        latent_attention=dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12),
+        latent_attention=dict(
+            q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12
+        ),
     ),
-    "gemma3": {**GEMMA, "attn_logit_softcapping": None, "qk_norm": True, "sliding_rope": dict(rope_theta=500.0)},
+    "gemma3": {
+        **GEMMA,
+        "attn_logit_softcapping": None,
+        "qk_norm": True,
+        "sliding_rope": dict(rope_theta=500.0),
+    },
     "sinks": {**GEMMA, "attn_logit_softcapping": None, "attention_sinks": True},
 }
 QUICK = every(len(CONFIGS), CONFIGS)
@@ -73,12 +87,17 @@ def assert_close(found: Tensor, model: CausalLM, ids: Tensor, mask: Tensor | Non
     assert found.dtype == expected.dtype and found.shape == expected.shape
     real = slice(None) if mask is None else mask.bool()
     error = (found[real].float() - expected[real].float()).norm() / expected[real].float().norm()
-    units = 2 if model.dtype == torch.bfloat16 else 32  # of rounding: graphs add in another order in FP32
+    units = (
+        2 if model.dtype == torch.bfloat16 else 32
+    )  # of rounding: graphs add in another order in FP32
     assert error < units * torch.finfo(model.dtype).eps, f"relative difference {error:.1e}"
 
 
 def dynamic(mask: bool) -> dict[str, Any]:
-    sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("seq", max=SIZES["max_position_embeddings"])}
+    sizes = {
+        0: torch.export.Dim("batch"),
+        1: torch.export.Dim("seq", max=SIZES["max_position_embeddings"]),
+    }
     return dict(input_ids=sizes, **({"attention_mask": sizes} if mask else {}))
 
 
@@ -117,7 +136,9 @@ def test_export_from_cold(tmp_path: Path) -> None:
         "    t.assert_close(graph(ids).logits, model, ids)\n"
     )
     here = Path(__file__)
-    subprocess.run([sys.executable, "-c", code, *map(str, here.parents[:3])], check=True, timeout=300)
+    subprocess.run(
+        [sys.executable, "-c", code, *map(str, here.parents[:3])], check=True, timeout=300
+    )
 
 
 @pytest.mark.slow
@@ -135,7 +156,9 @@ def test_onnx(name: str, tmp_path: Path) -> None:
     session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
     for shape in ((3, 12), (2, 7)):
         ids = tokens(*shape)
-        (logits,) = session.run(None, dict(input_ids=ids.numpy(), attention_mask=padding(ids).numpy()))
+        (logits,) = session.run(
+            None, dict(input_ids=ids.numpy(), attention_mask=padding(ids).numpy())
+        )
         assert_close(torch.from_numpy(logits), model, ids, padding(ids))
 
 
@@ -148,7 +171,9 @@ def compiler() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # said of torch's own tracing
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # said of torch's own tracing
 @pytest.mark.parametrize("name", QUICK)
 def test_compile_in_one_graph(name: str, compiler: None) -> None:
     """backend="eager" runs the graph's own operations, which are the model's."""
@@ -170,10 +195,14 @@ def test_export_as_a_model_of_transformers(code: str, tmp_path: Path) -> None:
         model = TEModelsForCausalLM.wrap(own).eval()
     else:
         own.save_pretrained(tmp_path, format="hf")
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, trust_remote_code=True
+        ).eval()
     ids = tokens(3, 12)
     given = dict(input_ids=ids, attention_mask=padding(ids), use_cache=False)
-    program = torch.export.export(model, (), given, dynamic_shapes=dynamic(True) | dict(use_cache=None)).module()
+    program = torch.export.export(
+        model, (), given, dynamic_shapes=dynamic(True) | dict(use_cache=None)
+    ).module()
     ids = tokens(2, 7)
     found = program(input_ids=ids, attention_mask=padding(ids), use_cache=False).logits
     assert_close(found, own, ids, padding(ids))
@@ -204,7 +233,9 @@ def test_an_fp8_recipe_says_why_it_makes_no_single_graph(whole: bool, compiler: 
         if not whole:
             assert torch.equal(compiled(ids).logits, model(ids).logits)
             return
-        with pytest.raises(RuntimeError, match="Message: a model under an FP8 recipe does not make one graph.*bf16"):
+        with pytest.raises(
+            RuntimeError, match="Message: a model under an FP8 recipe does not make one graph.*bf16"
+        ):
             compiled(ids)
     with pytest.raises(UsageError, match="^a model under an FP8 recipe does not make one graph"):
         torch.export.export(model, (), dict(input_ids=ids))
@@ -214,12 +245,16 @@ def test_an_fp8_recipe_says_why_it_makes_no_single_graph(whole: bool, compiler: 
 @torch.no_grad()
 def test_a_hybrid_is_one_graph_of_one_length() -> None:
     """Its scan over chunks is unrolled, so a program is of one length, and of any batch."""
-    place: dict[str, Any] = dict(device="cpu", engine="emulated", recipe="bf16", dtype=torch.float32)
+    place: dict[str, Any] = dict(
+        device="cpu", engine="emulated", recipe="bf16", dtype=torch.float32
+    )
     model = CausalLM.from_preset("gated-hybrid-nano", **place).eval()
     ids = torch.randint(0, 256, (3, 70), generator=torch.Generator().manual_seed(0))
     wanted = model(ids).logits
     compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(ids).logits, wanted, atol=1e-5, rtol=0)
     batch = {0: torch.export.Dim("batch", min=1, max=8)}
-    program: Any = torch.export.export(model, (ids[:2],), dynamic_shapes=dict(input_ids=batch)).module()
+    program: Any = torch.export.export(
+        model, (ids[:2],), dynamic_shapes=dict(input_ids=batch)
+    ).module()
     torch.testing.assert_close(program(ids).logits, wanted, atol=1e-5, rtol=0)

@@ -34,10 +34,14 @@ def build(recipe: str, **options: Any) -> CausalLM:
 
 
 def batch(model: CausalLM, seq: int = 700, packed: bool = False) -> dict[str, Tensor]:
-    ids = torch.randint(0, 512, (2, seq), generator=torch.Generator().manual_seed(seq)).to(model.device)
+    ids = torch.randint(0, 512, (2, seq), generator=torch.Generator().manual_seed(seq)).to(
+        model.device
+    )
     found = dict(input_ids=ids, labels=ids)
     if packed:
-        found["document_ids"] = (torch.arange(seq, device=ids.device) // 93).expand_as(ids).contiguous()
+        found["document_ids"] = (
+            (torch.arange(seq, device=ids.device) // 93).expand_as(ids).contiguous()
+        )
     return found
 
 
@@ -55,7 +59,9 @@ def gradients(model: CausalLM, given: dict[str, Tensor]) -> tuple[Tensor, dict[s
     loss = model(**given, return_logits=False).loss
     assert loss is not None
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def difference(one: Tensor, other: Tensor) -> float:
@@ -93,11 +99,20 @@ def test_the_default_path_is_the_plain_one(recipe: str, packed: bool) -> None:
         reference = gradients(widened(plain), given)[1]
     assert loss.item() == pytest.approx(expected.item(), rel=2e-2)
     assert found.keys() == wanted.keys() == reference.keys()
-    errors = {n: (difference(found[n], reference[n]), difference(wanted[n], reference[n])) for n in reference}
-    assert {name: pair for name, pair in errors.items() if not pair[0] <= 2 * pair[1] + BOUND[recipe] / 4} == {}
+    errors = {
+        n: (difference(found[n], reference[n]), difference(wanted[n], reference[n]))
+        for n in reference
+    }
+    assert {
+        name: pair
+        for name, pair in errors.items()
+        if not pair[0] <= 2 * pair[1] + BOUND[recipe] / 4
+    } == {}
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "delayed"])  # under "current" the other documents change the scales
+@pytest.mark.parametrize(
+    "recipe", ["bf16", "delayed"]
+)  # under "current" the other documents change the scales
 def test_packed_documents_are_those_alone(recipe: str) -> None:
     model = build(recipe).eval()
     given = batch(model, packed=True)
@@ -108,7 +123,9 @@ def test_packed_documents_are_those_alone(recipe: str) -> None:
             row = given["input_ids"][:, start : start + 93]
             alone = model(row).logits
             # Both differ from FP32 by their roundings, in chunks that begin elsewhere.
-            assert difference(together[:, start : start + 93], alone) <= 3 * difference(alone, wide(row).logits)
+            assert difference(together[:, start : start + 93], alone) <= 3 * difference(
+                alone, wide(row).logits
+            )
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])

@@ -11,7 +11,9 @@ from te_models.fp8.scaling_state import fp8_state
 from te_models.model.inputs import invalid_token, known_ids
 
 IDS = torch.arange(6).reshape(2, 3)
-SHAPE = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1)
+SHAPE = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1
+)
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "an id that is too large": (torch.tensor([[3, 99999]]), {}, r"input_ids holds 99999: give 0 to 63 \("),
     "the first id after the last": (torch.tensor([[64]]), {}, "input_ids holds 64: "),
@@ -55,7 +57,12 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
 def model() -> CausalLM:
     torch.manual_seed(0)
     return CausalLM.from_preset(
-        "gated-nano", recipe="delayed", amax_history_len=4, device="cpu", num_key_value_heads=1, **SHAPE
+        "gated-nano",
+        recipe="delayed",
+        amax_history_len=4,
+        device="cpu",
+        num_key_value_heads=1,
+        **SHAPE,
     )
 
 
@@ -96,7 +103,9 @@ def test_on_a_gpu_no_kernel_sees_such_an_id_and_the_host_does_not_wait() -> None
     for ids, expected in (([[0, 63]], False), ([[-1, 3]], True), ([[3, 64]], True)):
         known, unknown = known_ids(torch.tensor(ids), 64)
         assert bool(unknown) == expected == (invalid_token(torch.tensor(ids), 64) is not None)
-        assert 0 <= int(known.min()) <= int(known.max()) < 64 and expected != torch.equal(known, torch.tensor(ids))
+        assert 0 <= int(known.min()) <= int(known.max()) < 64 and expected != torch.equal(
+            known, torch.tensor(ids)
+        )
 
 
 @pytest.mark.gpu

@@ -46,7 +46,11 @@ RARER += ("latent attention, wide values", "latent attention, one width")
 def each_kind(*axes: Sequence[Any]) -> list[Any]:
     """Return a case per kind with a value of each axis in turn; other tests cover the axes' pairs."""
     return [
-        pytest.param(*(axis[number % len(axis)] for axis in axes), name, marks=[pytest.mark.slow] * (name in RARER))
+        pytest.param(
+            *(axis[number % len(axis)] for axis in axes),
+            name,
+            marks=[pytest.mark.slow] * (name in RARER),
+        )
         for number, name in enumerate(KINDS)
     ]
 
@@ -62,7 +66,9 @@ def test_packed_documents_are_those_alone(kind: Kind, where: Where) -> None:
     place, bound = kind.at(where)
     model, lengths = build(kind, **place), (1, 5, 18)
     ids = tokens(model, 1)
-    documents = torch.repeat_interleave(torch.tensor((4, 2, 9)), torch.tensor(lengths))[None].to(ids.device)
+    documents = torch.repeat_interleave(torch.tensor((4, 2, 9)), torch.tensor(lengths))[None].to(
+        ids.device
+    )
     labels = ids.clone()
     labels[:, [0, 1, 6]] = -100
     together = model(ids, labels=labels, document_ids=documents)
@@ -77,7 +83,9 @@ def test_packed_documents_are_those_alone(kind: Kind, where: Where) -> None:
     loss.backward()
     for name, gradient in gradients(model).items():
         assert_close(found[name], gradient, 4 * bound, name)
-    assert (together.logits - model(ids).logits)[0, -12:].norm() > 2 * bound * together.logits[0, -12:].norm()
+    assert (together.logits - model(ids).logits)[0, -12:].norm() > 2 * bound * together.logits[
+        0, -12:
+    ].norm()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -112,7 +120,10 @@ def test_a_pass_without_a_backward_keeps_no_memory(kind: Kind, mode: str) -> Non
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def leaves() -> list[dict[Any, Any]]:
-        return [parameter.view_as(parameter).grad_fn.next_functions[0][0].metadata for parameter in parameters]
+        return [
+            parameter.view_as(parameter).grad_fn.next_functions[0][0].metadata
+            for parameter in parameters
+        ]
 
     output = model(ids, labels=ids)
     for noted in leaves():
@@ -143,9 +154,13 @@ def test_padding_stays_zero(kind: Kind, recipe: str) -> None:
         if isinstance(module, model.te.Linear):
             module.register_forward_pre_hook(lambda m, inputs, name=name: keep(name, inputs[0]))
     for number, block in enumerate(model.layers):
-        block.register_forward_hook(lambda m, inputs, output, number=number: keep(f"output of {number}", output))
+        block.register_forward_hook(
+            lambda m, inputs, output, number=number: keep(f"output of {number}", output)
+        )
     model(ids, labels=ids.masked_fill(mask == 0, -100), attention_mask=mask).loss.backward()
-    assert len(rows) == 2 * (3 + sum(isinstance(module, model.te.Linear) for module in model.modules()))
+    assert len(rows) == 2 * (
+        3 + sum(isinstance(module, model.te.Linear) for module in model.modules())
+    )
     for name, row in rows:
         padding = torch.cat((mask.flatten() == 0, torch.ones(len(row) - 21, dtype=torch.bool)))
         assert not row[padding].any() and row[~padding].any(), name
@@ -168,7 +183,9 @@ def test_decoding_is_the_forward_pass(kind: Kind, where: Where, padded: bool) ->
         cache.clear()
         steps = [
             model(part, cache=cache, attention_mask=seen).logits
-            for part, seen in zip(ids.split((8, 3, 1, 1, 2, 9), 1), mask.split((8, 3, 1, 1, 2, 9), 1), strict=True)
+            for part, seen in zip(
+                ids.split((8, 3, 1, 1, 2, 9), 1), mask.split((8, 3, 1, 1, 2, 9), 1), strict=True
+            )
         ]
         found = torch.cat(steps, 1)
         assert_close(found[mask.bool()], expected[mask.bool()], bound)
@@ -210,13 +227,17 @@ def test_transformers_generates_the_same_or_says_why_not(kind: Kind) -> None:
     ids = tokens(model, 2, 7)
     expected = model.generate(ids, 6, eos_token_id=None)
     wrapped = modeling.TEModelsForCausalLM.wrap(model).eval()
-    options: dict[str, Any] = dict(attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    options: dict[str, Any] = dict(
+        attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
+    )
     assert torch.equal(wrapped.generate(ids, use_cache=False, **options), expected)
     if kind.known is contextlib.nullcontext:
         assert torch.equal(wrapped.generate(ids, **options), expected)
         return
     for call in (wrapped, lambda ids: wrapped.generate(ids, **options)):
-        with pytest.raises(UsageError, match="has no place for what a convolution keeps: give use_cache=False"):
+        with pytest.raises(
+            UsageError, match="has no place for what a convolution keeps: give use_cache=False"
+        ):
             call(ids)
 
 
@@ -233,22 +254,33 @@ def step_of(kind: Kind, recipe: str, mode: str | int, options: dict[str, Any]) -
 
 MODES = ("selective", "full", 2)
 RECOMPUTED = each_kind(list_recipes(), MODES)
-RECOMPUTED += slow(case for n in (1, 2) for case in each_kind(list_recipes(), MODES[n:] + MODES[:n]))
+RECOMPUTED += slow(
+    case for n in (1, 2) for case in each_kind(list_recipes(), MODES[n:] + MODES[:n])
+)
 
 
 @pytest.mark.parametrize("recipe, mode, kind", RECOMPUTED, indirect=["kind"])
 def test_recompute_changes_no_bit(kind: Kind, recipe: str, mode: str | int) -> None:
-    assert_same_tensors(step_of(kind, recipe, mode, EMULATED), step_of(kind, recipe, "none", EMULATED))
+    assert_same_tensors(
+        step_of(kind, recipe, mode, EMULATED), step_of(kind, recipe, "none", EMULATED)
+    )
 
 
 FP8_RECIPES = [name for name in list_recipes() if name != "bf16"]
 
 
-@pytest.mark.parametrize("recipe, mode, kind", each_kind(FP8_RECIPES, ("none", "full", "selective")), indirect=["kind"])
-def test_an_autocast_per_linear_is_one_around_the_layers(kind: Kind, recipe: str, mode: str | int) -> None:
+@pytest.mark.parametrize(
+    "recipe, mode, kind", each_kind(FP8_RECIPES, ("none", "full", "selective")), indirect=["kind"]
+)
+def test_an_autocast_per_linear_is_one_around_the_layers(
+    kind: Kind, recipe: str, mode: str | int
+) -> None:
     """A model in BF16 whose table has every linear of the blocks in FP8, against a model under that recipe."""
     precision = {"layers.*": recipe}
-    assert_same_tensors(step_of(kind, "bf16", mode, dict(precision=precision)), step_of(kind, recipe, "none", EMULATED))
+    assert_same_tensors(
+        step_of(kind, "bf16", mode, dict(precision=precision)),
+        step_of(kind, recipe, "none", EMULATED),
+    )
 
 
 @pytest.mark.parametrize("recipe, kind", each_kind(list_recipes()), indirect=["kind"])
@@ -291,12 +323,16 @@ def test_a_folder_keeps_every_bit(kind: Kind, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "te")
     again = CausalLM.from_pretrained(tmp_path / "te", **EMULATED)
     assert again.config == kind.config
-    assert_same_tensors({**again.state_dict(), **fp8_state(again)}, {**model.state_dict(), **fp8_state(model)})
+    assert_same_tensors(
+        {**again.state_dict(), **fp8_state(again)}, {**model.state_dict(), **fp8_state(model)}
+    )
     if kind.known is contextlib.nullcontext:
         model.save_pretrained(tmp_path / "hf", format="hf")
         again = CausalLM.from_pretrained(tmp_path / "hf", **EMULATED, recipe="bf16")
         assert torch.equal(again.eval()(ids).logits, build(kind).eval()(ids).logits)
-        found, expected = ({n: p for n, p in m.named_parameters() if p.dim() > 1} for m in (again, build(kind)))
+        found, expected = (
+            {n: p for n, p in m.named_parameters() if p.dim() > 1} for m in (again, build(kind))
+        )
         assert_same_tensors(found, expected)  # rows of padding too, which are in no folder
     else:
         with pytest.raises(UsageError, match="short_conv"):
@@ -304,22 +340,33 @@ def test_a_folder_keeps_every_bit(kind: Kind, tmp_path: Path) -> None:
         assert not (tmp_path / "hf").exists()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])  # attention runs on FP32 copies of the first
-@pytest.mark.parametrize("recipe, mode", every(3, ("bf16", "current", "delayed"), ("none", "selective", "full")))
-def test_the_memory_plan_is_what_autograd_keeps(kind: Kind, recipe: str, mode: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32]
+)  # attention runs on FP32 copies of the first
+@pytest.mark.parametrize(
+    "recipe, mode", every(3, ("bf16", "current", "delayed"), ("none", "selective", "full"))
+)
+def test_the_memory_plan_is_what_autograd_keeps(
+    kind: Kind, recipe: str, mode: str, dtype: torch.dtype
+) -> None:
     model = build(kind, recipe, activation_checkpointing=mode, dtype=dtype)
     expected = planned_bytes(model, 2, 64)  # whole blocks of 128 rows
     if kind.config.moe is not None:  # each expert's rows are padded
         expected = pytest.approx(expected, rel=0.05)
     assert autograd_bytes(model, tokens(model, 2, 64)) == expected
-    assert kind.config.num_parameters + kind.config.num_padding_parameters == sum(p.numel() for p in model.parameters())
+    assert kind.config.num_parameters + kind.config.num_padding_parameters == sum(
+        p.numel() for p in model.parameters()
+    )
 
 
 def test_plan_and_verify_know_every_linear(kind: Kind) -> None:
     model = build(kind, "current")
-    linears = {name for name, module in model.named_modules() if isinstance(module, model.te.LINEARS)}
+    linears = {
+        name for name, module in model.named_modules() if isinstance(module, model.te.LINEARS)
+    }
     planned = {
-        f"layers.{row.layer}.{row.module}" if row.layer != "head" else row.module: row for row in model.plan().rows
+        f"layers.{row.layer}.{row.module}" if row.layer != "head" else row.module: row
+        for row in model.plan().rows
     }
     assert planned.keys() == linears
     high = {"lm_head"} | {name for name, linear in model.config.linears.items() if not linear.fp8}
@@ -330,16 +377,24 @@ def test_plan_and_verify_know_every_linear(kind: Kind) -> None:
     assert sum(gemm.in_bf16 for gemm in found.gemms) == len(high)
 
 
-@pytest.mark.filterwarnings("ignore:peft has no adapters")  # on the shared experts of DeepSeek's families
+@pytest.mark.filterwarnings(
+    "ignore:peft has no adapters"
+)  # on the shared experts of DeepSeek's families
 def test_adapters_train_merge_and_come_back(kind: Kind, tmp_path: Path) -> None:
     lora = pytest.importorskip("te_models.training.lora")
     model = build(kind, dtype=torch.float32)
     ids = tokens(model)
     plain = model(ids).logits.detach()
-    adapted = lora.add_lora(model, r=4, lora_alpha=8, target_modules=["all-linear"] + ["experts"] * kind.chooses)
+    adapted = lora.add_lora(
+        model, r=4, lora_alpha=8, target_modules=["all-linear"] + ["experts"] * kind.chooses
+    )
     adapters = {name for name, p in adapted.named_parameters() if p.requires_grad}
     others = ("lm_head", ".router")
-    linears = [n for n, m in build(kind).named_modules() if isinstance(m, model.te.LINEARS) and not n.endswith(others)]
+    linears = [
+        n
+        for n, m in build(kind).named_modules()
+        if isinstance(m, model.te.LINEARS) and not n.endswith(others)
+    ]
     assert len(adapters) == 2 * len(linears)
     optimizer = torch.optim.Adam([p for p in adapted.parameters() if p.requires_grad], 1e-2)
     for _ in range(3):
@@ -354,17 +409,23 @@ def test_adapters_train_merge_and_come_back(kind: Kind, tmp_path: Path) -> None:
     assert_close(adapted.merge_and_unload()(ids).logits, tuned, 1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:peft has no adapters on")  # of latent attention's family, in transformers
+@pytest.mark.filterwarnings(
+    "ignore:peft has no adapters on"
+)  # of latent attention's family, in transformers
 @pytest.mark.filterwarnings("ignore:no expert has an adapter")
 def test_peft_adapts_all_linears_of_transformers(kind: Kind) -> None:
     """All te.Linears but the head, routers and experts; files are judged in tests/huggingface/test_adapters.py."""
-    peft, modeling = (pytest.importorskip(name) for name in ("peft", "te_models.huggingface.modeling"))
+    peft, modeling = (
+        pytest.importorskip(name) for name in ("peft", "te_models.huggingface.modeling")
+    )
     model = build(kind, dtype=torch.float32).eval()
     ids = tokens(model)
     plain = model(ids).logits.detach()
     config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
     adapted = peft.get_peft_model(modeling.TEModelsForCausalLM.wrap(model).eval(), config)
-    names = {name.partition(".lora_")[0] for name, p in adapted.named_parameters() if p.requires_grad}
+    names = {
+        name.partition(".lora_")[0] for name, p in adapted.named_parameters() if p.requires_grad
+    }
     assert not any(name.endswith((".gate", ".router", "lm_head")) for name in names)
     adapted(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     for name, p in adapted.named_parameters():
@@ -391,7 +452,9 @@ def on_two_ranks(rank: int, folder: str) -> None:
             ids = tokens(model)
             loss = model(ids, labels=ids).loss
             loss.backward()
-            found[name] = {"loss": loss.detach()} | gather_state(gradients(model), model.config, model.tp)
+            found[name] = {"loss": loss.detach()} | gather_state(
+                gradients(model), model.config, model.tp
+            )
     torch.save(found, f"{folder}/{rank}.pt")
 
 
@@ -401,10 +464,14 @@ def test_two_ranks_compute_the_same_or_say_why_not(tmp_path: Path) -> None:
         found = torch.load(tmp_path / f"{rank}.pt")[name]
         with kind.known():
             model = build(kind, dtype=torch.float32)
-            if obstacles := [o for part in kind.config.parts if (o := part.parallel_obstacle(sequence=False))]:
+            if obstacles := [
+                o for part in kind.config.parts if (o := part.parallel_obstacle(sequence=False))
+            ]:
                 assert found == obstacles[0]
                 continue
-            assert any(divided_linear(parameter, model.config) for parameter, _ in model.named_parameters())
+            assert any(
+                divided_linear(parameter, model.config) for parameter, _ in model.named_parameters()
+            )
             ids = tokens(model)
             loss = model(ids, labels=ids).loss
             loss.backward()

@@ -9,7 +9,9 @@ from decoding import PROMPTS, build
 from te_models.errors import OutOfMemory
 
 
-def test_the_cache_says_its_size(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_says_its_size(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build()
     with caplog.at_level("INFO", logger="te_models.generation.decode_loop"):
         model.generate(PROMPTS, max_new_tokens=10)
@@ -21,5 +23,8 @@ def test_the_cache_says_its_size(caplog: pytest.LogCaptureFixture, monkeypatch: 
         raise torch.OutOfMemoryError("no\nroom")
 
     monkeypatch.setattr("te_models.model.kv_cache.torch.zeros", full)
-    with pytest.raises(OutOfMemory, match=r"a KV cache for 3 rows of 29 positions takes 0.00 GiB, which cpu does not"):
+    with pytest.raises(
+        OutOfMemory,
+        match=r"a KV cache for 3 rows of 29 positions takes 0.00 GiB, which cpu does not",
+    ):
         model.new_cache(3, 29)

@@ -38,9 +38,13 @@ from te_models.training.trainer import Result
 
 MODES: list[str | int] = ["none", "selective", "full", 2]
 RECIPES = ["bf16", "delayed", "current", "blockwise", "mxfp8", "nvfp4"]
-SHAPE = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2)
+SHAPE = dict(
+    vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2
+)
 SHAPE |= dict(num_key_value_heads=1, max_position_embeddings=64)
-WIDE = SHAPE | dict(hidden_size=128, intermediate_size=128)  # no scale is padded, and NVFP4's Hadamard transform fits
+WIDE = SHAPE | dict(
+    hidden_size=128, intermediate_size=128
+)  # no scale is padded, and NVFP4's Hadamard transform fits
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8_params": ("current", dict(fp8_params=True)),
     "fused": ("delayed", dict(fused=True)),
@@ -62,7 +66,9 @@ def build(recipe: str, offloaded: bool, mode: str | int = "none", **options: Any
     torch.manual_seed(1)
     shape = WIDE if recipe == "nvfp4" else SHAPE
     history = dict(amax_history_len=4) if recipe == "delayed" else {}
-    own = dict(device="cpu", recipe=recipe, activation_offload=offloaded, activation_checkpointing=mode)
+    own = dict(
+        device="cpu", recipe=recipe, activation_offload=offloaded, activation_checkpointing=mode
+    )
     return CausalLM.from_preset("gated-nano", **{**shape, **history, **own, **options})
 
 
@@ -71,9 +77,13 @@ def run(model: CausalLM, cached: bool = True) -> list[Tensor]:
     found: list[Tensor] = []
     for step in range(2):
         for micro in range(2):
-            loss = loss_of(model, 10 * step + micro, 2, 9, is_first_microbatch=micro == 0 if cached else None)
+            loss = loss_of(
+                model, 10 * step + micro, 2, 9, is_first_microbatch=micro == 0 if cached else None
+            )
             if micro:
-                loss_of(model, 90, 1, 7, is_first_microbatch=False if cached else None)  # its backward never comes
+                loss_of(
+                    model, 90, 1, 7, is_first_microbatch=False if cached else None
+                )  # its backward never comes
             loss.backward()
             found.append(loss.detach())
         with torch.no_grad():
@@ -96,7 +106,9 @@ def plain(recipe: str, **options: Any) -> list[Tensor]:
 
 def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
     assert len(one) == len(other) > 20
-    assert [i for i, (a, b) in enumerate(zip(one, other, strict=True)) if not torch.equal(a, b)] == []
+    assert [
+        i for i, (a, b) in enumerate(zip(one, other, strict=True)) if not torch.equal(a, b)
+    ] == []
 
 
 @pytest.mark.parametrize(("recipe", "mode"), every(6, RECIPES, MODES))
@@ -126,10 +138,17 @@ class Late(HostMemory):
         queue = self.queue
 
         class Defer(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
                 if func is not torch.ops.aten.copy_.default:
                     return func(*args, **(kwargs or {}))
-                queue.append([(StorageWeakRef(t.untyped_storage()), t.storage_offset(), len(t)) for t in args[:2]])
+                queue.append(
+                    [
+                        (StorageWeakRef(t.untyped_storage()), t.storage_offset(), len(t))
+                        for t in args[:2]
+                    ]
+                )
                 return args[0]
 
         with torch.no_grad(), Defer():
@@ -140,7 +159,9 @@ class Late(HostMemory):
 
     def wait_event(self, event: int) -> None:
         for ends in self.queue[self.done : event]:
-            assert not any(ref.expired() for ref, _, _ in ends), "memory was let go of before its copy was done"
+            assert not any(ref.expired() for ref, _, _ in ends), (
+                "memory was let go of before its copy was done"
+            )
             storages = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref, _, _ in ends]
             whole = [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in storages]
             to, source = (t[at : at + size] for t, (_, at, size) in zip(whole, ends, strict=True))
@@ -149,7 +170,9 @@ class Late(HostMemory):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_values_and_memory_wait_for_their_copies(mode: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_and_memory_wait_for_their_copies(
+    mode: str | int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Copies run as late as waiting allows: values are there when used, and memory lives until it is copied."""
     expected = plain("delayed")
     model = build("delayed", True, mode)
@@ -158,7 +181,9 @@ def test_values_and_memory_wait_for_their_copies(mode: str | int, monkeypatch: p
     assert_same(run(model), expected)
     middle: list[Tensor] = []
     hook = model.layers[2].register_forward_pre_hook(lambda m, inputs: middle.append(inputs[0]))
-    torch.autograd.grad(loss_of(model, 0), middle.pop())  # what is on its way back by then nobody wants any more
+    torch.autograd.grad(
+        loss_of(model, 0), middle.pop()
+    )  # what is on its way back by then nobody wants any more
     hook.remove()
     hook = model.layers[2].register_forward_pre_hook(lambda *a: 1 / 0)
     with contextlib.suppress(ZeroDivisionError):
@@ -199,7 +224,11 @@ class Watch:
 
     def resident(self) -> set[int]:
         """Numbers of the blocks that have something of what was moved on the device."""
-        return {n for n, ref in self.moved if (storage := ref()) is not None and storage.content is not None}
+        return {
+            n
+            for n, ref in self.moved
+            if (storage := ref()) is not None and storage.content is not None
+        }
 
 
 def identities(tensors: Any) -> set[int]:
@@ -223,7 +252,9 @@ def test_saved_tensors_are_moved_once_and_none_stays(
     """The bytes on the host are those of the memory plan, which counts each storage once and no weight."""
     model = build(recipe, True, mode, **WIDE)
     watch = Watch(monkeypatch)
-    loss = loss_of(model, 0, 2, 64, is_first_microbatch=True)  # so that FP8 weights are kept for the next one
+    loss = loss_of(
+        model, 0, 2, 64, is_first_microbatch=True
+    )  # so that FP8 weights are kept for the next one
     training = Training(batch_size=2, seq_len=64, activation_checkpointing=mode, activation_offload=True,
                         compile=False, fused=False,
                         cuda=False, gradient_sums=True, cached_weights=True)  # fmt: skip
@@ -234,15 +265,21 @@ def test_saved_tensors_are_moved_once_and_none_stays(
     for module in model.modules():
         for weight in getattr(module, "_fp8_workspaces", {}).values():
             stay |= identities(weight.get_data_tensors())
-    alive = {(n, ref.cdata) for n, ref in watch.saved if not ref.expired() and ref.cdata not in stay}
+    alive = {
+        (n, ref.cdata) for n, ref in watch.saved if not ref.expired() and ref.cdata not in stay
+    }
     tables = {one for n, one in alive if n < 3}  # the rotary ones, which the last block uses too
-    assert len(tables) == (0 if mode == "full" else 2) and all((3, table) in alive for table in tables)
+    assert len(tables) == (0 if mode == "full" else 2) and all(
+        (3, table) in alive for table in tables
+    )
     loss.backward()
     assert not any(ref() for _, ref in watch.moved)
 
 
 @pytest.mark.parametrize("recipe, mode", [("bf16", "selective"), ("delayed", "none")])
-def test_at_most_two_blocks_are_resident(recipe: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_two_blocks_are_resident(
+    recipe: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A block's are there before its backward begins, and no earlier than when that of the block above does."""
     model = build(recipe, True, mode, num_hidden_layers=6)
     watch = Watch(monkeypatch)
@@ -269,7 +306,9 @@ def test_two_forwards_then_two_backwards_in_either_order(mode: str, order: tuple
             losses = [loss_of(model, 2 * step), loss_of(model, 2 * step + 1, 1, 16) * 3]
             for index in order:
                 losses[index].backward()
-        results.append([p.grad for p in model.parameters()] + [t.clone() for t in fp8_state(model).values()])
+        results.append(
+            [p.grad for p in model.parameters()] + [t.clone() for t in fp8_state(model).values()]
+        )
     assert_same(*results)
 
 
@@ -279,8 +318,12 @@ def test_an_inner_grad_frees_what_it_does_not_need(mode: str) -> None:
     for offloaded in (False, True):
         model = build("delayed", offloaded, mode)
         middle: list[Tensor] = []
-        hook = model.layers[2].register_forward_pre_hook(lambda m, inputs, to=middle: to.append(inputs[0]))
-        found = list(torch.autograd.grad(loss_of(model, 0), middle[0]))  # leaves the two blocks below as they are
+        hook = model.layers[2].register_forward_pre_hook(
+            lambda m, inputs, to=middle: to.append(inputs[0])
+        )
+        found = list(
+            torch.autograd.grad(loss_of(model, 0), middle[0])
+        )  # leaves the two blocks below as they are
         middle.clear()
         hook.remove()
         found += torch.autograd.grad(loss_of(model, 1), list(model.parameters()))
@@ -331,9 +374,15 @@ def test_a_copied_model_has_host_memory_of_its_own() -> None:
         pytest.param("current", "none", marks=pytest.mark.slow),
     ],
 )
-def test_the_plan_has_two_blocks_on_the_device_and_the_rest_on_the_host(recipe: str, mode: str) -> None:
+def test_the_plan_has_two_blocks_on_the_device_and_the_rest_on_the_host(
+    recipe: str, mode: str
+) -> None:
     """With gradients held throughout, the last block's backward is the worst: of the others one has come back."""
-    options = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0) if recipe == "current" else {}
+    options = (
+        dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+        if recipe == "current"
+        else {}
+    )
     layers = {} if mode == "selective" else dict(num_hidden_layers=8)
     (without, plan) = (
         plan_memory(get_preset("gated-1b", **layers), get_recipe(recipe, **options), seq_len=2048,
@@ -344,17 +393,32 @@ def test_the_plan_has_two_blocks_on_the_device_and_the_rest_on_the_host(recipe: 
     assert without.host == 0 < plan.host and f"{plan.host / 2**30:.2f} GiB on the host" in str(plan)
     saved = [a.total - b.total for a, b in zip(without.moments, plan.moments, strict=True)]
     assert saved[::2] == [plan.host, 0]
-    if mode == "selective":  # whose blocks keep unlike amounts, so that another one's backward is the worst
+    if (
+        mode == "selective"
+    ):  # whose blocks keep unlike amounts, so that another one's backward is the worst
         assert 0.9 * plan.host < saved[1] < plan.host
     else:
         assert saved[1] == plan.host * (count - 1) // count
     if recipe == "current":  # FP8 copies of weights that no next micro-batch wants go too
         once = plan_memory(plan.config, plan.recipe, seq_len=2048, activation_offload=True)
-        assert once.host > plan.host and once.moments[0].fp8_weight_copies < plan.moments[0].fp8_weight_copies
+        assert (
+            once.host > plan.host
+            and once.moments[0].fp8_weight_copies < plan.moments[0].fp8_weight_copies
+        )
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    command = ["plan", "--preset", "gated-1b", "--recipe", "delayed", "--memory", "--seq-len", "2048", "--json"]
+    command = [
+        "plan",
+        "--preset",
+        "gated-1b",
+        "--recipe",
+        "delayed",
+        "--memory",
+        "--seq-len",
+        "2048",
+        "--json",
+    ]
     command += ["--num-hidden-layers", "4"]
     assert main(command) == 0 and main([*command, "--activation-offload"]) == 0
     one, other = (json.loads(text + "}") for text in capsys.readouterr().out.split("\n}\n")[:2])
@@ -367,7 +431,12 @@ def test_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 
     monkeypatch.setattr(te_models.training.finetune, "finetune", build)
     for flag in ([], ["--activation-offload"]):
-        assert main(["pretrain", "--preset", "gated-nano", "--device", "cpu", "--recipe", "bf16", *flag]) == 0
+        assert (
+            main(
+                ["pretrain", "--preset", "gated-nano", "--device", "cpu", "--recipe", "bf16", *flag]
+            )
+            == 0
+        )
     assert [model.activation_offload for model in models] == [False, True]
 
 
@@ -395,7 +464,11 @@ def measured(recipe: str, offloaded: bool, mode: str | int) -> tuple[list[Tensor
                         cached_weights=True,
                         activation_offload=True, compile=False, fused=False)  # fmt: skip
     found = [loss.detach(), *(p.grad for p in model.parameters()), *fp8_state(model).values()]
-    return [t.cpu() for t in found], peak, saved_bytes(model.config, model.recipe, training, on_host=True)
+    return (
+        [t.cpu() for t in found],
+        peak,
+        saved_bytes(model.config, model.recipe, training, on_host=True),
+    )
 
 
 @pytest.mark.gpu
@@ -409,7 +482,9 @@ def test_on_a_gpu_it_changes_no_bit_and_takes_less_memory(
     if recipe in ("mxfp8", "nvfp4") and not getattr(te, f"is_{recipe}_available")():
         pytest.skip(f"this GPU does not run {recipe}")
     monkeypatch.undo()  # pages and sizes as they are
-    monkeypatch.setattr(sdpa, "CUDA_ORDER", [SDPBackend.MATH])  # the fast kernels' gradients vary from run to run
+    monkeypatch.setattr(
+        sdpa, "CUDA_ORDER", [SDPBackend.MATH]
+    )  # the fast kernels' gradients vary from run to run
     copying = HostMemory.copying
 
     @contextlib.contextmanager
@@ -423,12 +498,16 @@ def test_on_a_gpu_it_changes_no_bit_and_takes_less_memory(
     assert_same(expected, found)
     monkeypatch.setattr(HostMemory, "copying", slow)
     assert_same(expected, measured(recipe, True, mode)[0])
-    assert peak_offloaded < peak - 0.7 * on_host  # all but one of the blocks that are on the host is so at the peak
+    assert (
+        peak_offloaded < peak - 0.7 * on_host
+    )  # all but one of the blocks that are on the host is so at the peak
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("mode", "fused"), [("none", False), ("full", None)])
-def test_on_a_gpu_with_compiled_kernels_and_cudnn_it_trains_as_without(mode: str, fused: bool | None) -> None:
+def test_on_a_gpu_with_compiled_kernels_and_cudnn_it_trains_as_without(
+    mode: str, fused: bool | None
+) -> None:
     losses = []
     for offloaded in (False, True):
         model = build("delayed", offloaded, mode, **{**LARGE, "fused": fused})

@@ -23,7 +23,9 @@ from te_models.model.forward_context import forward_context
 from te_models.model.recompute import Recompute
 from te_models.training.lora import add_lora
 
-SHAPE: dict[str, Any] = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=4)
+SHAPE: dict[str, Any] = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=4
+)
 SHAPE |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=64)
 PLACE: dict[str, Any] = dict(engine="emulated", device="cpu")
 OPTIONS: dict[str, dict[str, Any]] = dict(
@@ -58,11 +60,15 @@ TABLES: dict[str, tuple[Callable[[str], dict[str, str]], Callable[[str, str], st
 def build(recipe: str, precision: dict[str, str] | None = None, **options: Any) -> CausalLM:
     torch.manual_seed(0)
     given = {**SHAPE, **PLACE, **OPTIONS.get(recipe, {}), **options}
-    return CausalLM.from_preset("gated-nano", recipe=recipe, **given, **({"precision": precision} if precision else {}))
+    return CausalLM.from_preset(
+        "gated-nano", recipe=recipe, **given, **({"precision": precision} if precision else {})
+    )
 
 
 def tokens(seed: int = 1) -> Tensor:
-    return torch.randint(0, SHAPE["vocab_size"], (2, 64), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, SHAPE["vocab_size"], (2, 64), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def walk(model: CausalLM, ids: Tensor, asked: Callable[[str], Any]) -> Tensor:
@@ -80,7 +86,9 @@ def walk(model: CausalLM, ids: Tensor, asked: Callable[[str], Any]) -> Tensor:
     x = model.embed_tokens(ids).flatten(0, 1)
     for layer, block in enumerate(model.layers):
         at = f"layers.{layer}"
-        mixed = block.self_attn._composed(linear(f"{at}.self_attn.qkvg_proj", block.input_layernorm(x)), context)
+        mixed = block.self_attn._composed(
+            linear(f"{at}.self_attn.qkvg_proj", block.input_layernorm(x)), context
+        )
         x = x + linear(f"{at}.self_attn.o_proj", mixed)
         gate_up = linear(f"{at}.mlp.gate_up_proj", block.post_attention_layernorm(x))
         x = x + linear(f"{at}.mlp.down_proj", elementwise.swiglu(gate_up))
@@ -108,7 +116,9 @@ def step(model: CausalLM) -> None:
 
 
 def assert_same_step(found: CausalLM, expected: CausalLM) -> None:
-    for (name, parameter), other in zip(found.named_parameters(), expected.parameters(), strict=True):
+    for (name, parameter), other in zip(
+        found.named_parameters(), expected.parameters(), strict=True
+    ):
         assert_same_bits(f"gradient of {name}", parameter.grad, other.grad)
     assert_same_tensors(fp8_state(found), fp8_state(expected))
 
@@ -119,7 +129,9 @@ def asking(model: CausalLM, own: str, expected: Callable[[str, str], str]) -> Ca
     return lambda name: built[expected(name, own)]
 
 
-def assert_steps_are_those_by_hand(model: CausalLM, by_hand: CausalLM, asked: Callable[[str], Any], steps: int) -> None:
+def assert_steps_are_those_by_hand(
+    model: CausalLM, by_hand: CausalLM, asked: Callable[[str], Any], steps: int
+) -> None:
     for number in range(steps):
         loss = model(tokens(number), labels=tokens(number)).loss
         loss.backward()
@@ -143,7 +155,12 @@ def test_a_pass_is_that_of_linears_with_autocasts_of_their_own(own: str, table: 
 
 @pytest.mark.parametrize(
     "table, own, how",
-    every(3, TABLES, ["delayed", "current", "bf16"], [("none", "pre"), ("full", "pre"), ("none", "post")]),
+    every(
+        3,
+        TABLES,
+        ["delayed", "current", "bf16"],
+        [("none", "pre"), ("full", "pre"), ("none", "post")],
+    ),
 )
 def test_scales_are_updated_once_per_pass(
     table: str, own: str, how: tuple[str, str], monkeypatch: pytest.MonkeyPatch
@@ -152,16 +169,22 @@ def test_scales_are_updated_once_per_pass(
     mode, position = how
     model = build(own, TABLES[table][0](own), activation_checkpointing=mode, norm_position=position)
     manager, updates = model.te.FP8GlobalStateManager, []
-    monkeypatch.setattr(manager, "reduce_and_update_fp8_tensors", lambda forward=True: updates.append(forward))
+    monkeypatch.setattr(
+        manager, "reduce_and_update_fp8_tensors", lambda forward=True: updates.append(forward)
+    )
     for _ in range(2):
         updates.clear()
         model(tokens(), labels=tokens()).loss.backward()
         assert updates == [True] * model.recipe.stateful + [False] * model.recipe.quantized
 
 
-@pytest.mark.parametrize("own, mode", every(3, ["delayed", "current", "bf16"], ["selective", "full", 2]))
+@pytest.mark.parametrize(
+    "own, mode", every(3, ["delayed", "current", "bf16"], ["selective", "full", 2])
+)
 @pytest.mark.parametrize("table", every(2, [*TABLES][1:]))
-def test_a_recompute_has_the_precision_of_its_first_pass(table: str, own: str, mode: str | int) -> None:
+def test_a_recompute_has_the_precision_of_its_first_pass(
+    table: str, own: str, mode: str | int
+) -> None:
     precision = TABLES[table][0](own)
     plain, model = build(own, precision), build(own, precision, activation_checkpointing=mode)
     for number in range(3):
@@ -187,7 +210,9 @@ def test_edges_that_meet_run_every_layer_once(start: int, end: int) -> None:
 @pytest.mark.parametrize("own", [name for name in RECIPES if name != "bf16"])
 def test_a_head_in_fp8_after_layers_in_bf16(own: str) -> None:
     model, by_hand = build(own, lm_head="fp8"), build("bf16")
-    asked = asking(by_hand, own, lambda name, own: own if not name.startswith(EDGES[:2]) else "bf16")
+    asked = asking(
+        by_hand, own, lambda name, own: own if not name.startswith(EDGES[:2]) else "bf16"
+    )
     assert_steps_are_those_by_hand(model, by_hand, asked, steps=2)
 
 
@@ -271,7 +296,9 @@ def test_save_and_load_keep_the_table_and_the_scales(own: str, tmp_path: Path) -
         step(model)
     model.save_pretrained(tmp_path)
     loaded = CausalLM.from_pretrained(tmp_path, **PLACE).train()
-    assert loaded.recipe.to_dict() == model.recipe.to_dict() and list(loaded.recipe.precision) == list(table)
+    assert loaded.recipe.to_dict() == model.recipe.to_dict() and list(
+        loaded.recipe.precision
+    ) == list(table)
     assert str(loaded.plan()) == str(model.plan())
     for one in (model, loaded):
         one(tokens(3), labels=tokens(3)).loss.backward()
@@ -293,9 +320,13 @@ def test_set_recipe_converts_the_scales_of_linears_that_keep_one() -> None:
     for name, tensor in after.items():
         if name.endswith("scale"):
             seen = before[name] != 1
-            assert_same_bits(name, tensor[seen], before[name][seen] * 2)  # the shipped recipe has no margin
+            assert_same_bits(
+                name, tensor[seen], before[name][seen] * 2
+            )  # the shipped recipe has no margin
         else:
-            assert_same_bits(name, tensor[1:][tensor[1:] > 0], before[name][1:][before[name][1:] > 0])
+            assert_same_bits(
+                name, tensor[1:][tensor[1:] > 0], before[name][1:][before[name][1:] > 0]
+            )
     model(tokens(5), labels=tokens(5)).loss.backward()
     model.set_recipe("bf16")
     assert not fp8_state(model) and model.plan().count("FP8") == 0
@@ -303,11 +334,18 @@ def test_set_recipe_converts_the_scales_of_linears_that_keep_one() -> None:
 
 @pytest.mark.parametrize("own", ["delayed", "current", "blockwise", "bf16"])
 def test_fp8_weights_are_made_per_linear(own: str, tmp_path: Path) -> None:
-    table = {"*.down_proj": "bf16", "layers.1.self_attn.*": "current", "layers.0.mlp.gate_up_proj": "blockwise"}
+    table = {
+        "*.down_proj": "bf16",
+        "layers.1.self_attn.*": "current",
+        "layers.0.mlp.gate_up_proj": "blockwise",
+    }
     model, plain = build(own, table, fp8_params=True), build(own, table)
     kinds = {name: type(module.weight).__name__ for name, module in linears(model)}
     blocks = {name for name, kind in kinds.items() if kind == "Float8BlockwiseQTensor"}
-    assert kinds["layers.1.self_attn.o_proj"] == "Float8Tensor" and kinds["layers.1.mlp.down_proj"] == "Parameter"
+    assert (
+        kinds["layers.1.self_attn.o_proj"] == "Float8Tensor"
+        and kinds["layers.1.mlp.down_proj"] == "Parameter"
+    )
     assert "layers.0.mlp.gate_up_proj" in blocks and (len(blocks) == 1) == (own != "blockwise")
     assert kinds["layers.0.self_attn.o_proj"] == kinds["lm_head"] == "Parameter"
     with torch.no_grad():
@@ -319,17 +357,25 @@ def test_fp8_weights_are_made_per_linear(own: str, tmp_path: Path) -> None:
         one(tokens(), labels=tokens()).loss.backward()
     for (name, quantized), (_, other) in zip(linears(model), linears(plain), strict=True):
         apart = (quantized.weight.grad - other.weight.grad).norm() / other.weight.grad.norm()
-        assert float(apart) < 2**-3, name  # weights that are rounded to E4M3 once more, by up to 2**-4
+        assert float(apart) < 2**-3, (
+            name
+        )  # weights that are rounded to E4M3 once more, by up to 2**-4
     model.save_pretrained(tmp_path)
     loaded = CausalLM.from_pretrained(tmp_path, **PLACE)
     assert loaded.fp8_params
     assert_same_bits("logits", loaded.eval()(tokens()).logits, model.eval()(tokens()).logits)
     with pytest.raises(UsageError, match="FP8 primary weights were made for"):
-        model.set_recipe(own, precision={**table, "layers.2.*": "bf16" if own != "bf16" else "current"})
+        model.set_recipe(
+            own, precision={**table, "layers.2.*": "bf16" if own != "bf16" else "current"}
+        )
 
 
 def linears(model: CausalLM) -> list[tuple[str, nn.Module]]:
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, model.te.Linear)]
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, model.te.Linear)
+    ]
 
 
 @pytest.mark.parametrize("own", ["delayed", "bf16"])
@@ -354,7 +400,9 @@ def test_the_base_of_an_adapter_keeps_its_precision(own: str, mode: str) -> None
     for number in range(2):
         for one in (plain, adapted):
             one.zero_grad()
-        losses = [one(input_ids=tokens(number), labels=tokens(number)).loss for one in (plain, adapted)]
+        losses = [
+            one(input_ids=tokens(number), labels=tokens(number)).loss for one in (plain, adapted)
+        ]
         assert_same_bits("loss", *losses)
         for loss in losses:
             loss.backward()
@@ -379,26 +427,42 @@ def test_micro_batches_share_the_quantized_weights() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("own", ["delayed", "current"])
-def test_fp8_is_handed_over_only_to_linears_of_the_same_precision(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_is_handed_over_only_to_linears_of_the_same_precision(
+    own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On Transformer Engine with fused kernels; tests/test_fast_path.py compares the numbers with unfused ones."""
-    place: dict[str, Any] = dict(engine="native", device="cuda", hidden_size=256, intermediate_size=512, head_dim=64)
-    place |= dict(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=5, max_position_embeddings=128)
+    place: dict[str, Any] = dict(
+        engine="native", device="cuda", hidden_size=256, intermediate_size=512, head_dim=64
+    )
+    place |= dict(
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=5,
+        max_position_embeddings=128,
+    )
     model = build(own, {**MIXED, "layers.4.mlp.gate_up_proj": own}, **place)
     ids = tokens().repeat(1, 2).cuda()  # from 128 tokens on attention writes FP8
     manager, updates = model.te.FP8GlobalStateManager, []
     model.calibrate(dict(input_ids=ids, labels=ids))
     update = manager.reduce_and_update_fp8_tensors
-    spy = classmethod(lambda cls, forward=True: (updates.append(forward), update(forward=forward))[1])
+    spy = classmethod(
+        lambda cls, forward=True: (updates.append(forward), update(forward=forward))[1]
+    )
     monkeypatch.setattr(manager, "reduce_and_update_fp8_tensors", spy)
     quantized: dict[str, bool] = {}
     for name, module in linears(model):
         module.register_forward_pre_hook(
-            lambda _, inputs, name=name: quantized.update({name: isinstance(inputs[0], model.te.QuantizedTensor)})
+            lambda _, inputs, name=name: quantized.update(
+                {name: isinstance(inputs[0], model.te.QuantizedTensor)}
+            )
         )
     model(ids, labels=ids).loss.backward()
     assert updates == [True] * (own == "delayed") + [False]
     handed = {f"layers.{layer}.mlp.gate_up_proj" for layer in (1, 2, 3)}
-    handed |= {f"layers.{layer}.self_attn.qkvg_proj" for layer in ((1, 2, 3) if own == "current" else (2, 3))}
+    handed |= {
+        f"layers.{layer}.self_attn.qkvg_proj"
+        for layer in ((1, 2, 3) if own == "current" else (2, 3))
+    }
     if own == "delayed":  # attention writes FP8 only with a scale that it knows before
         handed |= {f"layers.{layer}.self_attn.o_proj" for layer in (2, 3)}
     assert {name for name, found in quantized.items() if found} == handed
@@ -406,5 +470,7 @@ def test_fp8_is_handed_over_only_to_linears_of_the_same_precision(own: str, monk
         recipe = model.precision.linears[name].recipe
         assert module.fp8 == (recipe is not None), name
         if recipe is not None:
-            kind = "Float8Quantizer" if recipe.name == "delayed" else "Float8CurrentScalingQuantizer"
+            kind = (
+                "Float8Quantizer" if recipe.name == "delayed" else "Float8CurrentScalingQuantizer"
+            )
             assert type(module.quantizers["scaling_fwd"][0]).__name__ == kind, name

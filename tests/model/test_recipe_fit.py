@@ -22,8 +22,18 @@ from te_models.model.recipe_fit import WIDE_ENOUGH, auto_recipe
 from te_models.training.settings import RunSettings
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
-TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1)
-GPUS = {"H200": (True, False), "B200": (True, True), "A100": (False, False)}  # whether they run FP8 and MXFP8
+TINY = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
+GPUS = {
+    "H200": (True, False),
+    "B200": (True, True),
+    "A100": (False, False),
+}  # whether they run FP8 and MXFP8
 FP32 = dict(dtype=torch.float32)
 EXPERTS = dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
 WIDE = dict(moe_intermediate_size=14336)
@@ -49,20 +59,75 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("H200", "gated-1b", {}, {}, "current", "H200, hidden size 2048"),
         ("B200", "gated-8b", {}, {}, "mxfp8", "B200, hidden size 4096"),
         ("A100", "gated-8b", {}, {}, "bf16", "A100 has no FP8"),
-        ("H200", "gated-124m", {}, {}, "bf16", "no time below a hidden size of 2048, and this one is 768"),
-        ("B200", "qwen3-0.6b", {}, {}, "bf16", "no time below a hidden size of 2048, and this one is 1024"),
-        ("H200", "gated-8b", dict(moe=EXPERTS), {}, "bf16", "below a width of experts of 2048, and this one is 768"),
+        (
+            "H200",
+            "gated-124m",
+            {},
+            {},
+            "bf16",
+            "no time below a hidden size of 2048, and this one is 768",
+        ),
+        (
+            "B200",
+            "qwen3-0.6b",
+            {},
+            {},
+            "bf16",
+            "no time below a hidden size of 2048, and this one is 1024",
+        ),
+        (
+            "H200",
+            "gated-8b",
+            dict(moe=EXPERTS),
+            {},
+            "bf16",
+            "below a width of experts of 2048, and this one is 768",
+        ),
         ("H200", "gated-8b", dict(moe=EXPERTS | WIDE), {}, "current", "H200, hidden size 4096"),
         ("H200", "gated-124m", {}, dict(fp8_params=True), "current", "H200, hidden size 768"),
         ("H200", "gated-8b", {}, FP32, "bf16", "dtype is float32"),
-        ("B200", "gated-8b", dict(intermediate_size=14352), {}, "current", "B200, hidden size 4096"),
-        ("H200", "gated-8b", dict(intermediate_size=14337), {}, "bf16", "intermediate_size=14337 is not a multiple"),
-        ("H200", "gated-8b", dict(num_hidden_layers=2), {}, "bf16", "keeps 2 layers in BF16 and the model has 2"),
-        ("H200", "gated-8b", dict(num_hidden_layers=2), dict(num_layers_at_end_in_bf16=0), "current", "H200"),
+        (
+            "B200",
+            "gated-8b",
+            dict(intermediate_size=14352),
+            {},
+            "current",
+            "B200, hidden size 4096",
+        ),
+        (
+            "H200",
+            "gated-8b",
+            dict(intermediate_size=14337),
+            {},
+            "bf16",
+            "intermediate_size=14337 is not a multiple",
+        ),
+        (
+            "H200",
+            "gated-8b",
+            dict(num_hidden_layers=2),
+            {},
+            "bf16",
+            "keeps 2 layers in BF16 and the model has 2",
+        ),
+        (
+            "H200",
+            "gated-8b",
+            dict(num_hidden_layers=2),
+            dict(num_layers_at_end_in_bf16=0),
+            "current",
+            "H200",
+        ),
     ],
 )
 def test_the_choice_and_its_reason(
-    gpu: str, preset: str, shape: dict[str, Any], options: dict[str, Any], name: str, reason: str, on: Any
+    gpu: str,
+    preset: str,
+    shape: dict[str, Any],
+    options: dict[str, Any],
+    name: str,
+    reason: str,
+    on: Any,
 ) -> None:
     on(gpu)
     recipe, why = auto_recipe(get_preset(preset, **shape), **options)
@@ -83,7 +148,9 @@ def measured() -> list[tuple[int, float]]:
     found = [(get_preset(light["run"]["preset"]).hidden_size, runs["current"] / runs["bf16"])]
     tuning = json.loads((RESULTS / "finetune_against_trl_h200.json").read_text())
     times = {
-        (row["shape"], row["method"], row["way"]): statistics.median(row["times"][tuning["warm_up"] :])
+        (row["shape"], row["method"], row["way"]): statistics.median(
+            row["times"][tuning["warm_up"] :]
+        )
         for row in tuning["rows"]
     }
     for shape, method, way in times:
@@ -97,24 +164,36 @@ def test_the_width_agrees_with_every_measurement() -> None:
     found = measured()
     assert {width < WIDE_ENOUGH for width, _ in found} == {True, False}
     for width, speed in found:
-        assert speed > 1.01 if width >= WIDE_ENOUGH else speed < 1.01, f"hidden size {width}: {speed:.3f}"
+        assert speed > 1.01 if width >= WIDE_ENOUGH else speed < 1.01, (
+            f"hidden size {width}: {speed:.3f}"
+        )
 
 
 def test_auto_is_the_default_everywhere(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    assert inspect.signature(Decoder.__init__).parameters["recipe"].default == AUTO == RunSettings().recipe
+    assert (
+        inspect.signature(Decoder.__init__).parameters["recipe"].default
+        == AUTO
+        == RunSettings().recipe
+    )
     recipe_fit.say.cache_clear()
     with caplog.at_level(logging.WARNING):
         models = [CausalLM.from_preset("gated-nano", device="cpu", **TINY) for _ in range(2)]
     line = "recipe auto: bf16 (FP8 saves no time on the emulated engine)"
     assert caplog.messages == [line], "once per process"
     reason = "auto: FP8 saves no time on the emulated engine"
-    assert reason in repr(models[0]) and reason in models[0].plan().title and reason in plan("gated-8b").title
+    assert (
+        reason in repr(models[0])
+        and reason in models[0].plan().title
+        and reason in plan("gated-8b").title
+    )
     models[0].set_recipe("current")
     assert "auto" not in repr(models[0])
     models[0].set_recipe("auto")
     assert models[0].recipe.name == "bf16" and reason in repr(models[0])
     models[0].save_pretrained(tmp_path / "hf", format="hf")
-    assert reason in repr(CausalLM.from_pretrained(tmp_path / "hf", device="cpu")), "it has no recipe of its own"
+    assert reason in repr(CausalLM.from_pretrained(tmp_path / "hf", device="cpu")), (
+        "it has no recipe of its own"
+    )
 
 
 def test_auto_is_the_default_of_transformers_class() -> None:
@@ -125,7 +204,9 @@ def test_auto_is_the_default_of_transformers_class() -> None:
 
 @pytest.mark.parametrize("asked", [{}, {"recipe": "auto"}])
 def test_a_saved_recipe_comes_first(asked: dict[str, Any], tmp_path: Path) -> None:
-    model = CausalLM.from_preset("gated-nano", device="cpu", recipe="delayed", amax_history_len=4, **TINY)
+    model = CausalLM.from_preset(
+        "gated-nano", device="cpu", recipe="delayed", amax_history_len=4, **TINY
+    )
     model.save_pretrained(tmp_path / "m")
     loaded = CausalLM.from_pretrained(tmp_path / "m", device="cpu", **asked)
     assert loaded.recipe.to_dict() == model.recipe.to_dict() and not loaded.recipe_reason
@@ -133,12 +214,27 @@ def test_a_saved_recipe_comes_first(asked: dict[str, Any], tmp_path: Path) -> No
     assert other.recipe.to_dict() == model.recipe.to_dict() | {"amax_history_len": 8}
 
 
-def test_finetune_keeps_the_recipe_of_its_model(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_finetune_keeps_the_recipe_of_its_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     (tmp_path / "text").mkdir()
     for number in range(3):
         (tmp_path / f"text/{number}.txt").write_text(f"{number} green bottles " * 40)
-    CausalLM.from_preset("gated-nano", device="cpu", recipe="delayed", **TINY).save_pretrained(tmp_path / "m")
-    run = ["--data", str(tmp_path / "text"), "--device", "cpu", "--steps", "1", "--seq-len", "16", "--batch-size", "1"]
+    CausalLM.from_preset("gated-nano", device="cpu", recipe="delayed", **TINY).save_pretrained(
+        tmp_path / "m"
+    )
+    run = [
+        "--data",
+        str(tmp_path / "text"),
+        "--device",
+        "cpu",
+        "--steps",
+        "1",
+        "--seq-len",
+        "16",
+        "--batch-size",
+        "1",
+    ]
     run += ["--sample-tokens", "0", "--eval-batches", "1", "--out", str(tmp_path / "run")]
     assert main(["finetune", "--model", str(tmp_path / "m"), *run]) == 0
     assert "recipe auto: delayed (the model's own)" in capsys.readouterr().out
@@ -155,7 +251,10 @@ def test_finetune_keeps_the_recipe_of_its_model(tmp_path: Path, capsys: pytest.C
     ],
 )
 def test_nvfp4_where_transformer_engines_check_is_wrong(
-    capability: tuple[int, int], fields: dict[str, Any], missing: str, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int],
+    fields: dict[str, Any],
+    missing: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     te: Any = SimpleNamespace(is_nvfp4_available=lambda return_reason: (True, ""))
@@ -164,5 +263,7 @@ def test_nvfp4_where_transformer_engines_check_is_wrong(
     if not missing:
         check_support(te, "native", recipe)
         return
-    with pytest.raises(UsageError, match=f"'nvfp4' does not run on the native engine here: .*{missing}.*emulated"):
+    with pytest.raises(
+        UsageError, match=f"'nvfp4' does not run on the native engine here: .*{missing}.*emulated"
+    ):
         check_support(te, "native", recipe)

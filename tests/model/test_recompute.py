@@ -11,7 +11,9 @@ import torch.utils.checkpoint
 from bits import assert_same_bits, assert_same_tensors
 from fewer import every
 from small_model import Build, loss_of, registry, tokens
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 
 from te_models import CausalLM
 from te_models.errors import EngineError
@@ -27,7 +29,10 @@ def make(small: Build) -> Build:
     def build(recipe: str, mode: str | int, **options: Any) -> CausalLM:
         fields: dict[str, Any] = dict(num_hidden_layers=4, activation_checkpointing=mode)
         if recipe.startswith("delayed"):
-            fields |= dict(amax_history_len=6, amax_compute_algo="max" if recipe == "delayed_max" else "most_recent")
+            fields |= dict(
+                amax_history_len=6,
+                amax_compute_algo="max" if recipe == "delayed_max" else "most_recent",
+            )
         model = small(recipe.removesuffix("_max"), **fields, **options)
         registry(model).reset()
         return model
@@ -45,7 +50,9 @@ def update(model: CausalLM) -> None:
 def trace(model: CausalLM) -> dict[str, torch.Tensor]:
     """Everything a step changes: weights, gradients, scales and amax histories."""
     found = {name: p.detach().clone() for name, p in model.named_parameters()}
-    found |= {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    found |= {
+        f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
     return found | {name: t.clone() for name, t in fp8_state(model).items()}
 
 
@@ -64,7 +71,9 @@ def assert_recompute_changes_no_bit(
         assert_same_tensors(other, one)
 
 
-def eventful_run(model: CausalLM, steps: int, cached: bool) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+def eventful_run(
+    model: CausalLM, steps: int, cached: bool
+) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
     """Steps of three micro-batches with an evaluation after one of them, one abandoned forward and one exception."""
     losses, traces = [], []
     for step in range(steps):
@@ -76,9 +85,13 @@ def eventful_run(model: CausalLM, steps: int, cached: bool) -> tuple[list[float]
             hook.remove()
             hook2.remove()
         for micro in range(3):
-            loss = loss_of(model, 10 * step + micro, is_first_microbatch=micro == 0 if cached else None)
+            loss = loss_of(
+                model, 10 * step + micro, is_first_microbatch=micro == 0 if cached else None
+            )
             if (step, micro) == (2, 2):
-                loss_of(model, 900, is_first_microbatch=False if cached else None)  # its backward never comes
+                loss_of(
+                    model, 900, is_first_microbatch=False if cached else None
+                )  # its backward never comes
             loss.backward()
             losses.append(loss.item())
             if (step % 3, micro) == (1, 0):
@@ -97,7 +110,9 @@ def fail(module: Any, inputs: Any) -> None:
 
 @pytest.mark.parametrize(("recipe", "mode"), every(4, RECIPES, ["none", *MODES]))
 @pytest.mark.parametrize("steps", [4, pytest.param(12, marks=pytest.mark.slow)])
-def test_eventful_steps_change_no_bit(make: Build, recipe: str, mode: str | int, steps: int) -> None:
+def test_eventful_steps_change_no_bit(
+    make: Build, recipe: str, mode: str | int, steps: int
+) -> None:
     """Nor does caching FP8 weights between micro-batches, but under delayed scaling, where they keep their scale."""
     moves = recipe.startswith("delayed")
     for cached in (False, True) if moves else (True,):
@@ -119,7 +134,10 @@ def test_two_forwards_then_two_backwards_in_either_order(
         # Each forward caches its FP8 weights, which its own backward takes again. Transformer Engine's second
         # forward overwrites those of the first, whose backward would then see another scale.
         first = None if model.engine == "native" else True
-        losses = [loss_of(model, 2 * number + n, is_first_microbatch=first) * (1 + 2 * n) for n in range(2)]
+        losses = [
+            loss_of(model, 2 * number + n, is_first_microbatch=first) * (1 + 2 * n)
+            for n in range(2)
+        ]
         for index in order:
             losses[index].backward()
 
@@ -127,7 +145,9 @@ def test_two_forwards_then_two_backwards_in_either_order(
 
 
 @pytest.mark.parametrize(("recipe", "mode"), every(3, ["delayed", "blockwise"], MODES))
-def test_an_inner_autograd_grad_returns_the_gradients(make: Build, recipe: str, mode: str | int) -> None:
+def test_an_inner_autograd_grad_returns_the_gradients(
+    make: Build, recipe: str, mode: str | int
+) -> None:
     results = []
     for which in ("none", mode):
         model = make(recipe, which)
@@ -163,15 +183,21 @@ def test_random_numbers_in_a_block_are_drawn_again(make: Build, mode: str | int)
 def by_torch(block: torch.nn.Module, reentrant: bool) -> None:
     """Wrap a block as Hugging Face's gradient checkpointing and activation wrappers do."""
     own = block.forward
-    block.forward = lambda x, t: torch.utils.checkpoint.checkpoint(own, x, t, use_reentrant=reentrant)
+    block.forward = lambda x, t: torch.utils.checkpoint.checkpoint(
+        own, x, t, use_reentrant=reentrant
+    )
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_third_party_checkpoint_round_a_block_is_refused_where_scales_move(make: Build, reentrant: bool) -> None:
+def test_a_third_party_checkpoint_round_a_block_is_refused_where_scales_move(
+    make: Build, reentrant: bool
+) -> None:
     model = make("delayed", "none")
     for block in model.layers:
         by_torch(block, reentrant)
-    with pytest.raises(EngineError, match="use activation_checkpointing='full' or te_models.checkpoint"):
+    with pytest.raises(
+        EngineError, match="use activation_checkpointing='full' or te_models.checkpoint"
+    ):
         loss_of(model, 0).backward()
 
 
@@ -179,7 +205,9 @@ def test_a_third_party_checkpoint_round_a_block_is_refused_where_scales_move(mak
     ("wrapped", "recipe"),
     every(4, ["torch", "torch reentrant", "wrapper"], ["bf16", "current", "blockwise", "mxfp8"]),
 )
-def test_a_third_party_checkpoint_round_blocks_is_right_elsewhere(make: Build, recipe: str, wrapped: str) -> None:
+def test_a_third_party_checkpoint_round_blocks_is_right_elsewhere(
+    make: Build, recipe: str, wrapped: str
+) -> None:
     traces = []
     for foreign in (False, True):
         # Fused, the first pass of a reentrant checkpoint, which is under no_grad, would round to BF16 where others do
@@ -192,13 +220,20 @@ def test_a_third_party_checkpoint_round_blocks_is_right_elsewhere(make: Build, r
                 by_torch(block, wrapped == "torch reentrant")
         for step in range(2):
             loss_of(model, step).backward()
-        traces.append({name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()})
+        traces.append(
+            {
+                name.replace("_checkpoint_wrapped_module.", ""): p.grad
+                for name, p in model.named_parameters()
+            }
+        )
         assert not registry(model).is_fp8_enabled()
     assert_same_tensors(traces[1], traces[0])
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_foreign_checkpoint_round_the_model_is_refused_where_it_would_be_wrong(make: Build, reentrant: bool) -> None:
+def test_a_foreign_checkpoint_round_the_model_is_refused_where_it_would_be_wrong(
+    make: Build, reentrant: bool
+) -> None:
     model = make("delayed", "none")
     ids = tokens().to(model.device)
     anchor = torch.ones((), device=model.device, requires_grad=True)
@@ -219,7 +254,9 @@ def test_hugging_faces_switch_turns_on_our_own(make: Build) -> None:
 
 @pytest.mark.parametrize("mode", ["ful", 0, -1, True, "0", 1.5])
 def test_a_wrong_mode_is_refused(make: Build, mode: Any) -> None:
-    with pytest.raises(ValueError, match="choose one of a number N of blocks, full, none, selective"):
+    with pytest.raises(
+        ValueError, match="choose one of a number N of blocks, full, none, selective"
+    ):
         make("bf16", mode)
 
 

@@ -15,11 +15,15 @@ from te_models.config.rope import ROPE_SCALINGS
 from te_models.model.rope import SCALINGS, rotary_tables
 
 ORIGINAL = 24
-SIZES: dict[str, Any] = dict(vocab_size=131, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+SIZES: dict[str, Any] = dict(
+    vocab_size=131, hidden_size=64, intermediate_size=96, num_hidden_layers=2
+)
 SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5)
 SIZES |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
 DENSE = dict(layer_types=["full_attention"] * 2, mlp_only_layers=[0, 1])
-LONG = dict(short_factor=[1.0 + 0.05 * i for i in range(8)], long_factor=[1.0 + 0.6 * i for i in range(8)])
+LONG = dict(
+    short_factor=[1.0 + 0.05 * i for i in range(8)], long_factor=[1.0 + 0.6 * i for i in range(8)]
+)
 
 # One row a case: the family, max_position_embeddings, rope_parameters, and what else differs from SIZES.
 CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
@@ -53,15 +57,24 @@ BY_LENGTH = ("dynamic", "dynamic-qwen3", "longrope", "longrope-factors")
 @pytest.fixture(params=CASES)
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, CausalLM]:
     kind, window, rope, changes = CASES[request.param]
-    values = {**SIZES, "max_position_embeddings": window, "rope_parameters": {"rope_theta": 500.0, **rope}, **changes}
+    values = {
+        **SIZES,
+        "max_position_embeddings": window,
+        "rope_parameters": {"rope_theta": 500.0, **rope},
+        **changes,
+    }
     torch.manual_seed(3)
-    judge = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **values)).eval()
+    judge = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(kind, **values)
+    ).eval()
     with torch.no_grad():
         for parameter in judge.parameters():
             if parameter.ndim > 1:  # sharp attention, so that angles matter
                 parameter.normal_(0, 0.2)
     judge.save_pretrained(tmp_path / "theirs")
-    return judge, CausalLM.from_pretrained(tmp_path / "theirs", device="cpu", engine="emulated").eval()
+    return judge, CausalLM.from_pretrained(
+        tmp_path / "theirs", device="cpu", engine="emulated"
+    ).eval()
 
 
 @torch.no_grad()
@@ -76,13 +89,19 @@ def test_logits_inside_and_beyond_the_original_context(pair: tuple[Any, CausalLM
 
 @pytest.mark.parametrize("pair", [*BY_LENGTH, "yarn", "llama3"], indirect=True)
 @torch.no_grad()
-def test_text_across_the_end_of_the_original_context(pair: tuple[Any, CausalLM], request: Any) -> None:
+def test_text_across_the_end_of_the_original_context(
+    pair: tuple[Any, CausalLM], request: Any
+) -> None:
     (judge, model), case = pair, request.node.callspec.params["pair"]
     mask = (torch.arange(9) >= torch.tensor([[0], [4]])).long()
     ids = torch.randint(1, SIZES["vocab_size"], (2, 9)) * mask
     cached = not case.startswith("longrope")
-    expected = judge.generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False, use_cache=cached)
-    assert_same_bits("result", model.generate(ids, attention_mask=mask, max_new_tokens=24), expected)
+    expected = judge.generate(
+        ids, attention_mask=mask, max_new_tokens=24, do_sample=False, use_cache=cached
+    )
+    assert_same_bits(
+        "result", model.generate(ids, attention_mask=mask, max_new_tokens=24), expected
+    )
     uncached = model.generate(ids[:1], max_new_tokens=24, use_cache=False)
     if case in BY_LENGTH:
         expected = judge.generate(ids[:1], max_new_tokens=24, do_sample=False, use_cache=False)
@@ -99,12 +118,18 @@ def test_the_config_goes_back_as_it_came(pair: tuple[Any, CausalLM], tmp_path: P
     assert CausalLM.from_pretrained(tmp_path / "back", device="cpu").config == model.config
     model.save_pretrained(tmp_path / "own")
     assert CausalLM.from_pretrained(tmp_path / "own", device="cpu").config == model.config
-    assert ModelConfig.from_dict(model.config.to_dict()) == model.config  # as earlier versions wrote it
+    assert (
+        ModelConfig.from_dict(model.config.to_dict()) == model.config
+    )  # as earlier versions wrote it
     assert transformers.AutoConfig.from_pretrained(tmp_path / "own").model_config() == model.config
-    transformers.PreTrainedConfig.from_json_file(tmp_path / "own/config.json")  # as a Trainer that resumes does
+    transformers.PreTrainedConfig.from_json_file(
+        tmp_path / "own/config.json"
+    )  # as a Trainer that resumes does
 
 
-SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+SMALL = dict(
+    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+)
 
 
 @pytest.mark.parametrize("window, scaling, longest", [
@@ -122,7 +147,9 @@ def test_longest_rows(window: int, scaling: Any, longest: int) -> None:
     model = CausalLM(config, device="cpu", engine="emulated")
     assert model(torch.zeros(1, longest, dtype=torch.long)).logits.shape[1] == longest
     name = "max_position_embeddings" if longest == window else "the stretched limit of RoPE"
-    with pytest.raises(ValueError, match=f"a sequence of {longest + 1} tokens is longer than {name}={longest}"):
+    with pytest.raises(
+        ValueError, match=f"a sequence of {longest + 1} tokens is longer than {name}={longest}"
+    ):
         model(torch.zeros(1, longest + 1, dtype=torch.long))
     with pytest.raises(ValueError, match=f"more than {name}={longest}"):
         model.generate([1] * longest, max_new_tokens=1)
@@ -145,8 +172,14 @@ def test_missing_and_unknown_fields_of_a_scaling_are_named(scaling: dict, messag
 
 
 def test_one_table_of_kinds() -> None:
-    assert set(SCALINGS) == set(ROPE_SCALINGS) == {rope["rope_type"] for _, _, rope, _ in CASES.values()}
-    config = ModelConfig(**SMALL, rope_scaling=dict(rope_type="yarn", factor=4.0, attention_factor=None))
+    assert (
+        set(SCALINGS)
+        == set(ROPE_SCALINGS)
+        == {rope["rope_type"] for _, _, rope, _ in CASES.values()}
+    )
+    config = ModelConfig(
+        **SMALL, rope_scaling=dict(rope_type="yarn", factor=4.0, attention_factor=None)
+    )
     assert config.rope_scaling == dict(rope_type="yarn", factor=4.0)
     cos, sin = rotary_tables(config.rope, torch.arange(5), torch.float32)
     factor = 0.1 * math.log(4) + 1

@@ -19,7 +19,9 @@ from te_models.engine import engine_module
 from te_models.kernels import elementwise, handover
 from te_models.kernels.early_save import discarding, save_early
 
-SHAPE: dict[str, Any] = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_attention_heads=1)
+SHAPE: dict[str, Any] = dict(
+    vocab_size=96, hidden_size=32, intermediate_size=64, num_attention_heads=1
+)
 SHAPE |= dict(num_key_value_heads=1, max_position_embeddings=32, num_hidden_layers=7)
 NO_EDGES = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
 ENGINES = ["emulated", pytest.param("native", marks=pytest.mark.gpu)]
@@ -30,7 +32,10 @@ def build(recipe: str, mode: str, engine: str = "emulated", **options: Any) -> C
     place = dict(engine=engine, device="cpu" if engine == "emulated" else "cuda")
     edges = {} if recipe == "bf16" else NO_EDGES
     return CausalLM.from_preset(
-        "gated-nano", recipe=recipe, activation_checkpointing=mode, **{**SHAPE, **edges, **place, **options}
+        "gated-nano",
+        recipe=recipe,
+        activation_checkpointing=mode,
+        **{**SHAPE, **edges, **place, **options},
     )
 
 
@@ -38,13 +43,21 @@ def build(recipe: str, mode: str, engine: str = "emulated", **options: Any) -> C
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
-    ("recipe", "again"), [("bf16", [1, 3, 5]), ("delayed", [0, 2, 3, 4, 5]), ("current", [0, 2, 3, 4, 5])]
+    ("recipe", "again"),
+    [("bf16", [1, 3, 5]), ("delayed", [0, 2, 3, 4, 5]), ("current", [0, 2, 3, 4, 5])],
 )
 def test_a_recompute_ends_with_the_gemm(
-    engine: str, compile: bool, fused: bool, recipe: str, again: list[int], monkeypatch: pytest.MonkeyPatch
+    engine: str,
+    compile: bool,
+    fused: bool,
+    recipe: str,
+    again: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One RMSNorm and one GEMM each in so many blocks, no SwiGLU, no down_proj."""
-    ran: dict[str, list[int]] = {name: [] for name in ("post_attention_layernorm", "mlp.gate_up_proj", "mlp.down_proj")}
+    ran: dict[str, list[int]] = {
+        name: [] for name in ("post_attention_layernorm", "mlp.gate_up_proj", "mlp.down_proj")
+    }
     swiglu: list[int] = []
     for owner in (handover, *([engine_module("native")] if engine == "native" else [])):
         forward = owner._SwiGLU.forward
@@ -72,14 +85,17 @@ def test_a_recompute_ends_with_the_gemm(
 def test_some_blocks_keep_their_mlp() -> None:
     kinds = {"bf16": (False, False), "fp8": (True, False), "fp8 weights": (True, True)}
     kept = {
-        name: [n for n in range(20) if not recomputes_mlp("selective", n, 20, *kind)] for name, kind in kinds.items()
+        name: [n for n in range(20) if not recomputes_mlp("selective", n, 20, *kind)]
+        for name, kind in kinds.items()
     }
     assert kept == {
         "bf16": [1, 3, 5, 7, 9, 11, 13, 15, 17, 19],
         "fp8": [4, 9, 14, 19],
         "fp8 weights": [3, 7, 11, 15, 19],
     }
-    assert not any(recomputes_mlp(mode, 0, 20, fp8) for mode in ("none", "full", 2) for fp8 in (False, True))
+    assert not any(
+        recomputes_mlp(mode, 0, 20, fp8) for mode in ("none", "full", 2) for fp8 in (False, True)
+    )
 
 
 class Allocated(TorchDispatchMode):
@@ -91,9 +107,14 @@ class Allocated(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        given = {
+            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
+        }
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in given:
+            if (
+                isinstance(tensor, Tensor)
+                and (storage := tensor.untyped_storage())._cdata not in given
+            ):
                 self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return result
 
@@ -108,11 +129,19 @@ def test_selective_needs_at_most_seven_tenths_of_the_memory(recipe: str) -> None
 
     In the proportions of gated-1b, with the fused attention of a GPU, which alone saves no more than it must.
     """
-    shape = dict(SHAPE, hidden_size=128, intermediate_size=352, num_hidden_layers=10, max_position_embeddings=128)
+    shape = dict(
+        SHAPE,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=10,
+        max_position_embeddings=128,
+    )
     ids, left = torch.randint(0, 96, (2, 128)), {}
     for mode in ("none", "selective"):
         model = build(recipe, mode, **shape, fused=True)
-        model(ids, labels=ids, return_logits=False).loss.backward()  # creates what stays from step to step
+        model(
+            ids, labels=ids, return_logits=False
+        ).loss.backward()  # creates what stays from step to step
         with Allocated() as allocated:
             loss = model(ids, labels=ids, return_logits=False).loss
         left[mode] = allocated.left()
@@ -136,7 +165,9 @@ def test_an_output_is_made_again_wherever_it_was_saved() -> None:
     """Twice here, beside an input and a weight that are kept; and the input is then still there for SwiGLU's
     backward."""
     gate_up, weight = torch.randn(4, 16, requires_grad=True), torch.randn(8, requires_grad=True)
-    expected = torch.autograd.grad((elementwise.swiglu(gate_up) ** 2 * weight).sum(), (gate_up, weight))
+    expected = torch.autograd.grad(
+        (elementwise.swiglu(gate_up) ** 2 * weight).sum(), (gate_up, weight)
+    )
     packed: list[Any] = []
     real = torch.autograd.graph.saved_tensors_hooks
 

@@ -15,9 +15,19 @@ RECIPES = ["bf16", "delayed", "current"]
 
 def build(recipe: str) -> CausalLM:
     torch.manual_seed(0)
-    edges = {} if recipe == "bf16" else dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
-    shape = dict(hidden_size=256, num_attention_heads=2, num_key_value_heads=1, head_dim=128, intermediate_size=512)
-    model = CausalLM.from_preset("gated-nano", num_hidden_layers=2, recipe=recipe, **shape, **edges, **PLACE).train()
+    edges = (
+        {} if recipe == "bf16" else dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+    )
+    shape = dict(
+        hidden_size=256,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=128,
+        intermediate_size=512,
+    )
+    model = CausalLM.from_preset(
+        "gated-nano", num_hidden_layers=2, recipe=recipe, **shape, **edges, **PLACE
+    ).train()
     model.te.FP8GlobalStateManager.reset()
     return model
 

@@ -30,17 +30,32 @@ SMALL: dict[str, Any] = dict(
 def small(preset: str, engine: str, recipe: str = "bf16", **options: Any) -> CausalLM:
     """A preset with all of its options and three layers of small sizes."""
     config = get_preset(preset)
-    per_layer = {name: value[-3:] for name in ("no_rope_layers", "layer_types") if (value := getattr(config, name))}
+    per_layer = {
+        name: value[-3:]
+        for name in ("no_rope_layers", "layer_types")
+        if (value := getattr(config, name))
+    }
     place = dict(device="cuda" if engine == "native" else "cpu", engine=engine, compile=False)
     torch.manual_seed(1)
     return CausalLM.from_preset(
-        preset, **SMALL, **per_layer, num_hidden_layers=3, recipe=recipe, fused=False, **place, **options
+        preset,
+        **SMALL,
+        **per_layer,
+        num_hidden_layers=3,
+        recipe=recipe,
+        fused=False,
+        **place,
+        **options,
     )
 
 
 def owners(model: CausalLM) -> dict[str, nn.Module]:
     """The modules that have parameters of their own, without linear attention's."""
-    found = {name: m for name, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None}
+    found = {
+        name: m
+        for name, m in model.named_modules()
+        if next(m.parameters(recurse=False), None) is not None
+    }
     return {name: m for name, m in found.items() if not isinstance(m, (GatedDeltaNet, Taps))}
 
 
@@ -53,17 +68,24 @@ class Uses(TorchDispatchMode):
     def __init__(self, model: CausalLM) -> None:
         super().__init__()
         self.names = {id(m): name for name, m in model.named_modules()}
-        self.parameters = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters()}
+        self.parameters = {
+            p.untyped_storage().data_ptr(): name for name, p in model.named_parameters()
+        }
         self.running = [""]
         self.found: set[tuple[str, str]] = set()
         for module in model.modules():
             module.register_forward_pre_hook(lambda m, *_: self.running.append(self.names[id(m)]))
             module.register_forward_hook(lambda *_: self.running.pop() and None)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             plain = type(leaf) in (Tensor, nn.Parameter) and leaf.numel() > 0
-            if plain and (name := self.parameters.get(leaf.untyped_storage().data_ptr())) is not None:
+            if (
+                plain
+                and (name := self.parameters.get(leaf.untyped_storage().data_ptr())) is not None
+            ):
                 self.found.add((name, self.running[-1]))
         return function(*args, **(kwargs or {}))
 
@@ -86,7 +108,9 @@ def counted(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counte
 
 
 def tokens(model: CausalLM) -> Tensor:
-    return torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(0)).to(model.device)
+    return torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(0)).to(
+        model.device
+    )
 
 
 @pytest.mark.parametrize("preset", every(3, list_presets()))
@@ -106,14 +130,19 @@ def test_parameters_belong_to_te_modules_and_the_embedding(preset: str) -> None:
     assert not list(model.buffers())
     for name, module in model.named_modules():
         if name not in found:
-            assert not [key for key, value in vars(module).items() if isinstance(value, Tensor)], name
+            assert not [key for key, value in vars(module).items() if isinstance(value, Tensor)], (
+                name
+            )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    ("preset", "recipe"), some(3, zip(list_presets(), itertools.cycle(["bf16", "delayed"]), strict=False))
+    ("preset", "recipe"),
+    some(3, zip(list_presets(), itertools.cycle(["bf16", "delayed"]), strict=False)),
 )
-def test_the_forward_of_each_runs_once(preset: str, recipe: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_forward_of_each_runs_once(
+    preset: str, recipe: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a pass with logits. In one for the loss alone the head and the loss are one operation, fused or not."""
     model = small(preset, engine, recipe)
     every = dict.fromkeys(owners(model), 1) | {"lm_head": 1}  # a tied table belongs to two modules
@@ -137,11 +166,16 @@ def test_only_te_modules_compute_with_weights(preset: str) -> None:
     with uses, torch.no_grad():
         model(ids)
     table = {"embed_tokens.weight"} if model.config.tie_word_embeddings else set()
-    expected = {(name, name.rpartition(".")[0].removesuffix(".conv1d")) for name, _ in model.named_parameters()}
+    expected = {
+        (name, name.rpartition(".")[0].removesuffix(".conv1d"))
+        for name, _ in model.named_parameters()
+    }
     assert uses.found == expected | {(name, "lm_head") for name in table}
 
 
-def test_the_check_sees_a_module_that_computes_with_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_sees_a_module_that_computes_with_a_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = small("gated-nano", "emulated")
     uses, attention = Uses(model), model.layers[1].self_attn
     own = type(attention).forward

@@ -47,7 +47,9 @@ SHAPES = {
         **BASE,
         zero_centered_norm=True,
         layer_types=("linear_attention",) + ("full_attention",) * (BASE["num_hidden_layers"] - 1),
-        linear_attention=dict(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16),
+        linear_attention=dict(
+            num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16
+        ),
     ),
     "biases": ModelConfig(
         **BASE,
@@ -68,10 +70,18 @@ OPTIONS["nvfp4"] = EDGES | dict(disable_stochastic_rounding=True)
 CASES: list[tuple[str, str, bool, dict[str, Any]]] = [
     ("blocks" if recipe == "blockwise" else "elementwise", recipe, True, {}) for recipe in OPTIONS
 ]
-CASES += [("elementwise", "bf16", False, {}), ("elementwise", "delayed", False, {}), ("none", "current", False, {})]
+CASES += [
+    ("elementwise", "bf16", False, {}),
+    ("elementwise", "delayed", False, {}),
+    ("none", "current", False, {}),
+]
 CASES += [("headwise", "bf16", True, {}), ("headwise", "mxfp8", False, {"lm_head": "fp8"})]
 CASES += [("elementwise", "delayed", True, {"activation_checkpointing": "full"})]
-CASES += [("options", "bf16", True, {}), ("options", "delayed", True, {}), ("options", "mxfp8", False, {})]
+CASES += [
+    ("options", "bf16", True, {}),
+    ("options", "delayed", True, {}),
+    ("options", "mxfp8", False, {}),
+]
 CASES += [("hybrid", "bf16", True, {}), ("hybrid", "delayed", True, {})]
 CASES += [("biases", "bf16", False, {}), ("biases", "delayed", False, {})]
 # How far the losses of the steps may lie apart, relative. Under BF16, FP32 sums in another order: a few of its last
@@ -116,19 +126,30 @@ def _train(model: CausalLM) -> dict[str, Any]:
         assert loss is not None
         loss.backward()
         if step == 0:
-            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            gradients = {
+                name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+            }
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.02 * parameter.grad
         losses.append(loss.item())
     scales = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
     gathered = gather_state(gradients, model.config, model.tp)
-    return dict(losses=losses, gradients=gradients, gathered=gathered, whole=parameters(model), scales=scales)
+    return dict(
+        losses=losses,
+        gradients=gradients,
+        gathered=gathered,
+        whole=parameters(model),
+        scales=scales,
+    )
 
 
 def parameters(model: CausalLM) -> dict[str, Tensor]:
     """The whole parameters, from all ranks."""
-    own = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    own = {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     return gather_state(own, model.config, model.tp)
 
 
@@ -153,25 +174,48 @@ def others(mesh: Any, folder: str) -> dict[str, Any]:
     found["tokens"] = model.generate(ids()[:, :5], 6, eos_token_id=())
     model.save_pretrained(f"{folder}/te")
     again = CausalLM.from_pretrained(f"{folder}/te", engine="emulated", device="cpu", tp_mesh=mesh)
-    found["same"] = all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    found["same"] = all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
     found["same scales"] = all(
-        torch.equal(a, b) for a, b in zip(fp8_state(model).values(), fp8_state(again).values(), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(fp8_state(model).values(), fp8_state(again).values(), strict=True)
     )
     plain = build(("none", "bf16", False, {}), tp_mesh=mesh)
     plain.save_pretrained(f"{folder}/hf", format="hf")
     again = CausalLM.from_pretrained(f"{folder}/hf", engine="emulated", device="cpu", tp_mesh=mesh)
-    found["same hf"] = all(torch.equal(a, b) for a, b in zip(plain.parameters(), again.parameters(), strict=True))
+    found["same hf"] = all(
+        torch.equal(a, b) for a, b in zip(plain.parameters(), again.parameters(), strict=True)
+    )
     torch.manual_seed(dist.get_rank())
     for name, options in (
         ("seed", {}),
-        ("heads", {"config": ModelConfig(**BASE | dict(num_attention_heads=3, num_key_value_heads=3))}),
-        ("features", {"recipe": "mxfp8", "config": ModelConfig(**BASE | dict(intermediate_size=96)), **EDGES}),
+        (
+            "heads",
+            {"config": ModelConfig(**BASE | dict(num_attention_heads=3, num_key_value_heads=3))},
+        ),
+        (
+            "features",
+            {
+                "recipe": "mxfp8",
+                "config": ModelConfig(**BASE | dict(intermediate_size=96)),
+                **EDGES,
+            },
+        ),
         ("all heads", {"config": ModelConfig(**BASE | dict(qk_norm_scope="all_heads"))}),
         ("output bias", {"config": SHAPES["biases"], "sequence_parallel": True}),
         ("amax", {"recipe": "delayed", "reduce_amax": False, "sequence_parallel": True, **EDGES}),
     ):
         try:
-            CausalLM(**{"config": SHAPES[case[0]], "engine": "emulated", "device": "cpu", "tp_mesh": mesh} | options)
+            CausalLM(
+                **{
+                    "config": SHAPES[case[0]],
+                    "engine": "emulated",
+                    "device": "cpu",
+                    "tp_mesh": mesh,
+                }
+                | options
+            )
         except ValueError as error:
             found[name] = str(error)
     return found
@@ -191,8 +235,12 @@ def load(results: Path, name: str) -> list[dict[str, Any]]:
 def same_but_padding(found: Tensor, expected: Tensor, name: str, config: ModelConfig) -> bool:
     """Equal; the rows that pad a headwise gate, which nothing reads, apart."""
     if "qkvg_proj" in name:
-        q, kv = (config.head_dim * n for n in (config.num_attention_heads, config.num_key_value_heads))
-        gate = {"elementwise": q, "headwise": config.num_attention_heads, "none": 0}[config.attention_gate]
+        q, kv = (
+            config.head_dim * n for n in (config.num_attention_heads, config.num_key_value_heads)
+        )
+        gate = {"elementwise": q, "headwise": config.num_attention_heads, "none": 0}[
+            config.attention_gate
+        ]
         used = q + 2 * kv + gate
         found, expected = found[:used], expected[:used]
     return torch.equal(found, expected)
@@ -201,13 +249,19 @@ def same_but_padding(found: Tensor, expected: Tensor, name: str, config: ModelCo
 @pytest.mark.parametrize(
     ("number", "case"), list(enumerate(CASES)), ids=["-".join(map(str, case[:3])) for case in CASES]
 )
-def test_two_ranks_train_as_one(number: int, case: tuple[str, str, bool, dict[str, Any]], results: Path) -> None:
+def test_two_ranks_train_as_one(
+    number: int, case: tuple[str, str, bool, dict[str, Any]], results: Path
+) -> None:
     one = build(case)
     start = {name: tensor.clone() for name, tensor in parameters(one).items()}
     expected, parts = train(one), load(results, str(number))
     for name, tensor in start.items():
         assert same_but_padding(parts[0]["start"][name], tensor, name, one.config), name
-    assert parts[0]["losses"] == parts[1]["losses"] == pytest.approx(expected["losses"], rel=LOSS[case[1]])
+    assert (
+        parts[0]["losses"]
+        == parts[1]["losses"]
+        == pytest.approx(expected["losses"], rel=LOSS[case[1]])
+    )
     for name, tensor in parts[0]["gradients"].items():
         if divided_linear(name, one.config) is None:
             assert_same_bits(name, tensor, parts[1]["gradients"][name])
@@ -218,7 +272,9 @@ def test_two_ranks_train_as_one(number: int, case: tuple[str, str, bool, dict[st
         # E5M2 that tips is a change of 2^-2 in one of an entry's 46 tokens: 2^-7 if all count alike, 2^-5 if one counts
         # for four.
         close = 1e-5 if case[1] == "bf16" else 2.0**-5
-        assert (parts[0]["gathered"][name] - tensor).abs().max() < close * tensor.abs().max() + 1e-7, name
+        assert (
+            parts[0]["gathered"][name] - tensor
+        ).abs().max() < close * tensor.abs().max() + 1e-7, name
     for name, tensor in expected["scales"].items():
         assert_same_bits(name, parts[0]["scales"][name], parts[1]["scales"][name])
         # An amax is one sum of 64 or more products, as large as 8 of them. A code of E4M3 that tips changes one by
@@ -228,16 +284,24 @@ def test_two_ranks_train_as_one(number: int, case: tuple[str, str, bool, dict[st
 
 def test_each_rank_has_its_share_of_the_weights(results: Path) -> None:
     found = load(results, "others")
-    divided = ("qkvg_proj.weight", "qkvg_proj.bias", "gate_up_proj.weight", "o_proj.weight", "down_proj.weight")
+    divided = (
+        "qkvg_proj.weight",
+        "qkvg_proj.bias",
+        "gate_up_proj.weight",
+        "o_proj.weight",
+        "down_proj.weight",
+    )
     assert {name for name, split in found[0]["marks"].items() if split} == {
         name for name in found[0]["marks"] if name.endswith(divided)
     }
     assert any(found[0]["marks"].values()) and not all(found[0]["marks"].values())
-    assert "64 -> 192" in found[0]["plan"] and "64 -> 64" in found[0]["plan"]  # q, k, v and gate; o_proj
+    assert (
+        "64 -> 192" in found[0]["plan"] and "64 -> 64" in found[0]["plan"]
+    )  # q, k, v and gate; o_proj
     for name, tensor in found[0]["scales"].items():
-        assert torch.equal(tensor, found[1]["scales"][name]) and (not name.endswith("scale") or (tensor != 1).any()), (
-            name
-        )
+        assert torch.equal(tensor, found[1]["scales"][name]) and (
+            not name.endswith("scale") or (tensor != 1).any()
+        ), name
 
 
 def test_generation_is_that_of_one_process(results: Path) -> None:
@@ -257,7 +321,10 @@ def test_saved_by_two_read_by_one_or_two(results: Path) -> None:
         and found[0]["same hf"]
         and found[1]["same hf"]
     )
-    for folder, case in (("te", ("elementwise", "delayed", True, {})), ("hf", ("none", "bf16", False, {}))):
+    for folder, case in (
+        ("te", ("elementwise", "delayed", True, {})),
+        ("hf", ("none", "bf16", False, {})),
+    ):
         again = CausalLM.from_pretrained(results / folder, engine="emulated", device="cpu")
         expected = build(case)
         for (name, a), b in zip(again.named_parameters(), expected.parameters(), strict=True):
@@ -269,12 +336,17 @@ def test_indivisible_shapes_are_refused(results: Path) -> None:
     found = load(results, "others")[0]
     assert found["seed"].startswith("the tensor-parallel ranks have different random states")
     assert found["heads"] == "num_attention_heads=3 cannot be divided between 2 ranks: use 1"
-    assert found["features"].startswith("intermediate_size=48 on each of 2 ranks is not a multiple of 32")
+    assert found["features"].startswith(
+        "intermediate_size=48 on each of 2 ranks is not a multiple of 32"
+    )
     assert "use reduce_amax=True or sequence_parallel=False" in found["amax"]
     assert (
-        found["all heads"] == "qk_norm_scope='all_heads' needs the heads of all ranks: build the model without tp_mesh"
+        found["all heads"]
+        == "qk_norm_scope='all_heads' needs the heads of all ranks: build the model without tp_mesh"
     )
-    assert found["output bias"].endswith("supports no attention_output_bias: use sequence_parallel=False")
+    assert found["output bias"].endswith(
+        "supports no attention_output_bias: use sequence_parallel=False"
+    )
 
 
 def native(rank: int, folder: str) -> None:
@@ -284,7 +356,12 @@ def native(rank: int, folder: str) -> None:
         found = []
         for split in ({"tp_mesh": mesh, "sequence_parallel": sequence}, {}):
             torch.manual_seed(0)
-            options: dict[str, Any] = {**OPTIONS[recipe], "engine": "native", "device": "cuda", **split}
+            options: dict[str, Any] = {
+                **OPTIONS[recipe],
+                "engine": "native",
+                "device": "cuda",
+                **split,
+            }
             found.append(train(CausalLM(SHAPES["blocks"], recipe=recipe, **options))["losses"])
         torch.save(found, f"{folder}/{recipe}-{sequence}-{rank}.pt")
 
@@ -301,7 +378,10 @@ def test_the_native_engine_is_split_alike(tmp_path: Path) -> None:
         # Rounding that the steps amplify: over twelve seeds two ranks differ from one by 0.44 % (RMS), and one from
         # itself by 0.42 to 0.73 % after a perturbation of one rounding (benchmarks/results/tp_seeds_h200_x2.json).
         # Three times that.
-        assert found[0][0] == found[1][0] == pytest.approx(found[0][1], rel=2.2e-2), (recipe, sequence)
+        assert found[0][0] == found[1][0] == pytest.approx(found[0][1], rel=2.2e-2), (
+            recipe,
+            sequence,
+        )
 
 
 def replicas(rank: int, folder: str) -> None:
@@ -344,7 +424,9 @@ def test_fsdp_over_tensor_parallelism(four: Path) -> None:
         found = torch.load(four / f"fsdp-{rank}.pt")
         for name, parameter in one.named_parameters():
             assert parameter.grad is not None
-            assert (found[name] - parameter.grad).abs().max() < 1e-5 * parameter.grad.abs().max() + 1e-7, name
+            assert (
+                found[name] - parameter.grad
+            ).abs().max() < 1e-5 * parameter.grad.abs().max() + 1e-7, name
 
 
 def test_amaxes_are_those_of_all_replicas(four: Path) -> None:

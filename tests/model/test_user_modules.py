@@ -40,7 +40,11 @@ def build(te: ModuleType, device: str) -> nn.ModuleList:
 
 
 def trained(
-    te: ModuleType, blocks: nn.ModuleList, recipe: str, run: Callable[[nn.Module, Tensor], Tensor], device: str = "cpu"
+    te: ModuleType,
+    blocks: nn.ModuleList,
+    recipe: str,
+    run: Callable[[nn.Module, Tensor], Tensor],
+    device: str = "cpu",
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of STEPS steps; the weights, gradients and FP8 state after them."""
     losses, built = [], get_recipe(recipe).build(te)
@@ -118,7 +122,10 @@ def test_backward_in_any_order(order: tuple[int, int]) -> None:
     for way in ("none", "module"):
         block = build(emulated, "cpu")[0]
         with emulated.autocast(enabled=True, recipe=get_recipe("delayed").build(emulated)):
-            inputs = [torch.full((16, 64), 0.5 + i, dtype=torch.bfloat16, requires_grad=True) for i in range(2)]
+            inputs = [
+                torch.full((16, 64), 0.5 + i, dtype=torch.bfloat16, requires_grad=True)
+                for i in range(2)
+            ]
             torch.manual_seed(1)
             losses = [WAYS[way](block.eval(), x).float().sum() for x in inputs]
         for i in order:
@@ -131,7 +138,9 @@ def test_fp8_state_moves_to_a_module_that_has_not_run() -> None:
     blocks = build(emulated, "cpu")
     trained(emulated, blocks, "delayed", lambda block, x: block(x))
     other = build(emulated, "cpu")
-    other.load_state_dict({k: v for k, v in blocks.state_dict().items() if isinstance(v, Tensor)}, strict=False)
+    other.load_state_dict(
+        {k: v for k, v in blocks.state_dict().items() if isinstance(v, Tensor)}, strict=False
+    )
     load_fp8_state(other, fp8_state(blocks))
     blocks.zero_grad()
     runs = [trained(emulated, b, "delayed", lambda block, x: block(x)) for b in (blocks, other)]
@@ -159,7 +168,9 @@ def test_a_recipe_of_its_own() -> None:
     block, x = Mine().eval(), torch.randn(128, 64, dtype=torch.bfloat16)
     with emulated.autocast(enabled=True, recipe=get_recipe("current").build(emulated)):
         expected = block(x)
-    assert_same_bits("checkpoint(block, x, recipe='current')", checkpoint(block, x, recipe="current"), expected)
+    assert_same_bits(
+        "checkpoint(block, x, recipe='current')", checkpoint(block, x, recipe="current"), expected
+    )
     assert not torch.equal(checkpoint(block, x), expected)
 
 
@@ -172,7 +183,9 @@ def test_mistakes_are_named() -> None:
         pytest.raises(UsageError, match="pass modules="),
     ):
         checkpoint(lambda x: block(x), x)
-    with pytest.raises(UsageError, match="recipe 'current' keeps no scales: load them under one of delayed scaling"):
+    with pytest.raises(
+        UsageError, match="recipe 'current' keeps no scales: load them under one of delayed scaling"
+    ):
         load_fp8_state(block, {"first.scaling_fwd.scale": torch.ones(3)}, recipe="current")
     load_fp8_state(block, {}, recipe="bf16")
 
@@ -190,7 +203,11 @@ class InAList(nn.Module):
 
 def test_layers_that_are_not_known_are_refused_under_delayed_scaling() -> None:
     """Their scales would be those of a later pass in the recompute."""
-    block, other, x = InAList(), Mine(), torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
+    block, other, x = (
+        InAList(),
+        Mine(),
+        torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True),
+    )
     calls = (
         lambda: checkpoint(block, x),
         lambda: checkpoint(lambda x: other(block(x)), x, modules=[block, *block.hidden]),
@@ -198,7 +215,9 @@ def test_layers_that_are_not_known_are_refused_under_delayed_scaling() -> None:
     for call in calls:
         with (
             emulated.autocast(enabled=True, recipe=get_recipe("delayed").build(emulated)),
-            pytest.raises(UsageError, match="would not restore the scales of a te.Linear, .*: pass modules="),
+            pytest.raises(
+                UsageError, match="would not restore the scales of a te.Linear, .*: pass modules="
+            ),
         ):
             call()
     with emulated.autocast(enabled=True, recipe=get_recipe("delayed").build(emulated)):
@@ -220,7 +239,9 @@ def test_transformer_engines_own_modules(recipe: str, kind: str) -> None:
         torch.manual_seed(3)
         make_one = {
             "Mine": lambda: Mine(te, device="cuda"),
-            "LayerNormMLP": lambda: own.LayerNormMLP(64, 256, params_dtype=torch.bfloat16, device="cuda"),
+            "LayerNormMLP": lambda: own.LayerNormMLP(
+                64, 256, params_dtype=torch.bfloat16, device="cuda"
+            ),
             "TransformerLayer": lambda: own.TransformerLayer(
                 64, 256, 4, params_dtype=torch.bfloat16, device="cuda", self_attn_mask_type="causal"
             ),

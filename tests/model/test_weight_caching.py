@@ -10,7 +10,13 @@ from small_model import loss_of
 from te_models import CausalLM
 from te_models.fp8.scaling_state import fp8_state
 
-SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=1, num_key_value_heads=1)
+SHAPE = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+)
 ALL_FP8 = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0, lm_head="fp8")
 
 
@@ -22,7 +28,9 @@ def build(recipe: str, mode: str | int, **fields: Any) -> CausalLM:
     )
 
 
-def run(model: CausalLM, cache: bool, swap: str | None = None) -> tuple[list[float], list[torch.Tensor]]:
+def run(
+    model: CausalLM, cache: bool, swap: str | None = None
+) -> tuple[list[float], list[torch.Tensor]]:
     """Return the losses and gradients of two steps of three micro-batches, with a swap after each second one."""
     losses, gradients = [], []
     for number in range(6):
@@ -41,7 +49,9 @@ def run(model: CausalLM, cache: bool, swap: str | None = None) -> tuple[list[flo
 
 
 def test_a_recipe_swapped_between_micro_batches_is_followed() -> None:
-    (losses, gradients), (again, found) = (run(build("current", "full"), cache, "blockwise") for cache in (False, True))
+    (losses, gradients), (again, found) = (
+        run(build("current", "full"), cache, "blockwise") for cache in (False, True)
+    )
     assert losses == again and all(map(torch.equal, gradients, found))
 
 
@@ -51,12 +61,15 @@ def test_under_delayed_scaling_a_weight_counts_once_a_step() -> None:
     losses, expected = run(cached, cache=True)[0], run(plain, cache=False)[0]
     for name, history in fp8_state(cached).items():
         if name.endswith("scaling_fwd.amax_history"):
-            assert (history[:, 1] != 0).sum() == 2 and (history[:, 0] != 0).sum() == 3, "two steps, six micro-batches"
+            assert (history[:, 1] != 0).sum() == 2 and (history[:, 0] != 0).sum() == 3, (
+                "two steps, six micro-batches"
+            )
     assert losses == pytest.approx(expected, rel=2e-3)
 
 
 @pytest.mark.parametrize(
-    "recipe, mode", [("current", "none"), ("mxfp8", "none"), ("current", "full"), ("mxfp8", "selective")]
+    "recipe, mode",
+    [("current", "none"), ("mxfp8", "none"), ("current", "full"), ("mxfp8", "selective")],
 )
 def test_a_weight_is_quantized_once_a_step_also_by_recomputes(
     recipe: str, mode: str, monkeypatch: pytest.MonkeyPatch
@@ -74,7 +87,12 @@ def test_a_weight_is_quantized_once_a_step_also_by_recomputes(
                 return original(*args)
 
             monkeypatch.setattr(quantizer, "_build", spy)
-    for flag, expected in ((True, 1), (False, 0), (False, 0), (None, 2 if mode == "full" else None)):
+    for flag, expected in (
+        (True, 1),
+        (False, 0),
+        (False, 0),
+        (None, 2 if mode == "full" else None),
+    ):
         counts["now"] = 0
         loss_of(model, 1, is_first_microbatch=flag).backward()
         if expected is not None:

@@ -23,9 +23,13 @@ from te_models.optim import build_optimizer, lowbit, lowbit_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16 = torch.bfloat16
-STEP = lowbit_triton.Step(number=3, seed=17, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+STEP = lowbit_triton.Step(
+    number=3, seed=17, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1
+)
 NAMES = list(lowbit.CLASSES)
-KERNELS = [True] + [pytest.param(False, marks=pytest.mark.slow)] * (DEVICE == "cpu")  # torchao's step is for CPUs
+KERNELS = [True] + [pytest.param(False, marks=pytest.mark.slow)] * (
+    DEVICE == "cpu"
+)  # torchao's step is for CPUs
 
 
 @triton.jit
@@ -39,8 +43,15 @@ def interesting(signed: bool) -> Tensor:
     values = torch.tensor(create_dynamic_map(signed))
     middles = (values[1:] + values[:-1]) / 2
     one = torch.tensor(2.0)
-    near = [torch.nextafter(middles, one), torch.nextafter(middles, -one), middles * 1.001, middles * 0.999]
-    decades = torch.tensor([0.0, 1e-30] + [f * 10.0**-i for i in range(9) for f in (0.999999, 1.0, 1.000001)])
+    near = [
+        torch.nextafter(middles, one),
+        torch.nextafter(middles, -one),
+        middles * 1.001,
+        middles * 0.999,
+    ]
+    decades = torch.tensor(
+        [0.0, 1e-30] + [f * 10.0**-i for i in range(9) for f in (0.999999, 1.0, 1.000001)]
+    )
     spread = 10 ** -torch.linspace(0, 8, 4001)
     found = torch.cat([values, middles, *near, decades, spread]).clamp(-1, 1)
     found = torch.cat([found, -found]) if signed else found.clamp(min=0)
@@ -55,7 +66,9 @@ def test_the_nearest_value_of_the_map_is_found(signed: bool) -> None:
     codes = torch.empty(len(x), dtype=torch.uint8, device=DEVICE)
     _codes_kernel[(len(x) // 256,)](x.to(DEVICE), codes, middles, SIGNED=signed, SIZE=256)
     found, wanted = codes.cpu().int(), quantize_8bit_with_qmap(x, values).int()
-    other = found != wanted  # torchao rounds the distance to a value before it compares: a tie may go either way
+    other = (
+        found != wanted
+    )  # torchao rounds the distance to a value before it compares: a tie may go either way
     assert (found - wanted)[other].abs().le(1).all()
     low = torch.minimum(found, wanted)[other]
     middle = (values[low] + values[low + 1]) / 2
@@ -82,12 +95,25 @@ def eager(p: Tensor, grad: Tensor, first: Any, second: Any) -> None:
     """torchao's update without torch.compile."""
     number, lr = torch.tensor(float(STEP.number)), torch.tensor(STEP.lr)
     single_param_adam(
-        p, grad, number, first, second, None, lr, STEP.beta1, STEP.beta2, STEP.weight_decay, STEP.eps, True, False
+        p,
+        grad,
+        number,
+        first,
+        second,
+        None,
+        lr,
+        STEP.beta1,
+        STEP.beta2,
+        STEP.weight_decay,
+        STEP.eps,
+        True,
+        False,
     )
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "dtype"), every(4, NAMES, [4096, 5120, 1000, 4100, 1, 0], [torch.float32, BF16])
+    ("name", "size", "dtype"),
+    every(4, NAMES, [4096, 5120, 1000, 4100, 1, 0], [torch.float32, BF16]),
 )
 def test_an_update_is_torchaos(name: str, size: int, dtype: torch.dtype) -> None:
     """But for rounding in FP32: a moment at the middle of two codes may get the other one."""
@@ -106,7 +132,9 @@ def test_an_update_is_torchaos(name: str, size: int, dtype: torch.dtype) -> None
             assert torch.allclose(found.cpu().float(), right.float(), rtol=step, atol=3e-7)
             continue
         assert torch.allclose(found.scale.cpu(), right.scale, rtol=1e-6, atol=0)
-        apart = (found.codes.cpu().view(torch.uint8).int() - right.codes.view(torch.uint8).int()).abs()
+        apart = (
+            found.codes.cpu().view(torch.uint8).int() - right.codes.view(torch.uint8).int()
+        ).abs()
         assert apart.max() <= 1 and apart.sum() <= 0.002 * size
 
 
@@ -117,7 +145,9 @@ def test_a_beta_of_zero_forgets_the_moment(beta1: float, beta2: float) -> None:
     step = dataclasses.replace(STEP, beta1=beta1, beta2=beta2, weight_decay=0.0)
     lowbit_triton.update(p, torch.full_like(p, 1e-3), first, second, step, stochastic=False)
     m, v = 10 * beta1 + 1e-3 * (1 - beta1), 1e4 * beta2 + 1e-6 * (1 - beta2)
-    assert torch.allclose(first, torch.full_like(p, m)) and torch.allclose(second, torch.full_like(p, v), atol=0)
+    assert torch.allclose(first, torch.full_like(p, m)) and torch.allclose(
+        second, torch.full_like(p, v), atol=0
+    )
     root = (v / (1 - beta2**STEP.number)) ** 0.5 + STEP.eps
     assert torch.allclose(p, torch.full_like(p, 1 - STEP.lr * m / (1 - beta1**STEP.number) / root))
 
@@ -140,7 +170,9 @@ def test_stochastic_rounding_is_unbiased_and_between_neighbors() -> None:
     together = ((up[1:] - share) * (up[:-1] - share)).mean()  # neighbors are rounded independently
     assert abs(together) < 4 * share * (1 - share) / size**0.5
     assert p[0].isnan()
-    assert not torch.equal(p[2**15 : 2**16], p[2**16 : 2**15 * 3])  # more than 15 bits of the index count
+    assert not torch.equal(
+        p[2**15 : 2**16], p[2**16 : 2**15 * 3]
+    )  # more than 15 bits of the index count
     for seed, same in ((17, True), (18, False), (2**31 - 1, False)):
         again, *rest = (t[:4096].clone() for t in (before, torch.zeros_like(p), *moments))
         lowbit_triton.update(again, *rest, dataclasses.replace(STEP, seed=seed), stochastic=True)
@@ -148,7 +180,9 @@ def test_stochastic_rounding_is_unbiased_and_between_neighbors() -> None:
 
 
 @pytest.mark.parametrize("name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.slow)])
-def test_the_optimizer_trains_through_the_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_optimizer_trains_through_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Beside the same optimizer through torchao on a CPU; state and checkpoints have one format."""
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64, bias=False))]
@@ -162,10 +196,14 @@ def test_the_optimizer_trains_through_the_kernel(monkeypatch: pytest.MonkeyPatch
             with torch.compiler.set_stance("force_eager"):  # torchao would compile its update
                 optimizer.step()
     for ours, torchaos in zip(models[1].parameters(), models[0].parameters(), strict=True):
-        assert torch.allclose(ours.cpu(), torchaos, rtol=0, atol=3e-4)  # of three updates of about 1e-2
+        assert torch.allclose(
+            ours.cpu(), torchaos, rtol=0, atol=3e-4
+        )  # of three updates of about 1e-2
     states = [optimizer.state_dict() for optimizer in found]
     found[0].load_state_dict(states[1])
-    assert [sorted(entry) for entry in states[0]["state"]] == [sorted(entry) for entry in states[1]["state"]]
+    assert [sorted(entry) for entry in states[0]["state"]] == [
+        sorted(entry) for entry in states[1]["state"]
+    ]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -184,8 +222,13 @@ def test_stochastic_rounding_leaves_the_random_state_alone(
         torch.manual_seed(seed)
         before = torch.get_rng_state()
         for _ in range(2):
-            model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.ones_like(model.bias)
+            model.weight.grad, model.bias.grad = (
+                torch.ones_like(model.weight),
+                torch.ones_like(model.bias),
+            )
             optimizer.step()
         assert torch.equal(before, torch.get_rng_state())
         found.append(model.weight.detach())
-    assert torch.equal(*found) and len(found[0].unique()) > 1  # updates of a quarter of BF16's step below 1
+    assert (
+        torch.equal(*found) and len(found[0].unique()) > 1
+    )  # updates of a quarter of BF16's step below 1

@@ -40,7 +40,9 @@ def test_updates_are_those_of_the_paper(tall: bool) -> None:
             matrix.grad = gradient.mT if tall else gradient
             optimizer.step()
         found[scale] = matrix.detach().mT if tall else matrix.detach()
-        torch.testing.assert_close(found[scale], reference(start, gradients, rank, 2, scale), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            found[scale], reference(start, gradients, rank, 2, scale), rtol=0, atol=1e-5
+        )
     assert (found[1.0] - found[0.25]).abs().max() > 1e-2
 
 
@@ -59,7 +61,9 @@ def test_every_projector_is_of_other_random_numbers() -> None:
     assert not torch.equal(seeded[0], seeded[1])
     matrix = torch.nn.Parameter(torch.zeros(24, 40))
     (optimizer,) = OPTIMIZERS["galore"].build(
-        1e-2, resolve_options("galore", dict(rank=4, refresh=2)), [dict(params=[matrix], matrices=True)]
+        1e-2,
+        resolve_options("galore", dict(rank=4, refresh=2)),
+        [dict(params=[matrix], matrices=True)],
     )
     for seed in (0, 0, 2, 2):
         matrix.grad = gradient

@@ -32,7 +32,9 @@ def counting() -> Iterator[list[int]]:
 @pytest.mark.parametrize("most", [1, 7, 12, 10**9])
 def test_chunks_hold_at_most_so_many_elements_or_one_parameter(most: int) -> None:
     sizes = [3, 4, 9, 1, 1, 12, 30, 2]
-    found = [[p.numel() for p in chunk] for chunk in chunks([torch.empty(size) for size in sizes], most)]
+    found = [
+        [p.numel() for p in chunk] for chunk in chunks([torch.empty(size) for size in sizes], most)
+    ]
     assert [size for chunk in found for size in chunk] == sizes
     for chunk, following in zip(found, [*found[1:], [10**9]], strict=True):
         assert len(chunk) == 1 or sum(chunk) <= most
@@ -62,7 +64,9 @@ def test_the_work_of_chunks_grows_with_the_number_of_parameters() -> None:
     assert work[1] < 5 * work[0]
 
 
-def test_the_work_of_a_last_micro_batch_grows_with_the_number_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_work_of_a_last_micro_batch_grows_with_the_number_of_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each parameter has a bucket of its own, and backward fills the last one first."""
     monkeypatch.setattr("te_models.optim.gradients.BUCKET", 1)
     work = []

@@ -26,7 +26,9 @@ def test_gradients_are_clipped_to_the_norm_and_not_below_it(max_norm: float, kep
     optimizer = build_optimizer("adamw", holder, lr=1e-3, weight_decay=0.0)
     holder.weight.grad = torch.full_like(holder.weight, 2.0)
     seen: list[float] = []
-    optimizer.optimizers[0].register_step_pre_hook(lambda *_: seen.append(optimizer.masters[0].grad.norm().item()))
+    optimizer.optimizers[0].register_step_pre_hook(
+        lambda *_: seen.append(optimizer.masters[0].grad.norm().item())
+    )
     assert optimizer.take_gradients(max_norm).item() == pytest.approx(60.0)
     optimizer.step()
     assert seen == [pytest.approx(kept, rel=1e-4)]

@@ -36,9 +36,16 @@ with warnings.catch_warnings():
     torchao_optim = pytest.importorskip("torchao.optim")
 
 SHAPE: dict[str, Any] = dict(
-    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
 )
-TEXT = [Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3) for i in range(30)]
+TEXT = [
+    Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3)
+    for i in range(30)
+]
 # Every optimizer, with options that matter for what is stored. te-adam needs a GPU: it has its own test.
 CASES = [
     ("adamw", ""),
@@ -64,12 +71,20 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
-def trainer(out: Path, optimizer: str, options: str, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> Trainer:
+def trainer(
+    out: Path, optimizer: str, options: str, dtype: torch.dtype = torch.bfloat16, **fields: Any
+) -> Trainer:
     torch.manual_seed(5)
     model = CausalLM.from_preset("gated-nano", recipe="bf16", device="cpu", dtype=dtype, **SHAPE)
-    defaults = dict(steps=4, batch_size=2, seq_len=32, warmup_steps=2, eval_every=0, clip_grad_norm=0.5)
-    config = TrainConfig(**{**defaults, "optimizer": optimizer, "optimizer_options": options, **fields})
-    data = TokenDataset(TEXT, load_tokenizer(None), config.seq_len, batch_size=config.batch_size, seed=config.seed)
+    defaults = dict(
+        steps=4, batch_size=2, seq_len=32, warmup_steps=2, eval_every=0, clip_grad_norm=0.5
+    )
+    config = TrainConfig(
+        **{**defaults, "optimizer": optimizer, "optimizer_options": options, **fields}
+    )
+    data = TokenDataset(
+        TEXT, load_tokenizer(None), config.seq_len, batch_size=config.batch_size, seed=config.seed
+    )
     return Trainer(model, data, [], config, out)
 
 
@@ -98,21 +113,26 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Trai
 def assert_same_run(one: Trainer, other: Trainer) -> None:
     """Metrics, weights, masters and optimizer state are equal in every bit."""
     rows, others = (
-        [{**row, "tokens_per_second": 0} for row in read_metrics(run.out / "metrics.jsonl")] for run in (one, other)
+        [{**row, "tokens_per_second": 0} for row in read_metrics(run.out / "metrics.jsonl")]
+        for run in (one, other)
     )
     assert rows == others
     for (name, p), q in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
         assert_same_bits(name, p, q)
     for name in ("kind", "state"):
         assert_same_state(one.optimizer.state_dict()[name], other.optimizer.state_dict()[name])
-    for number, (m, n) in enumerate(zip(one.optimizer.masters, other.optimizer.masters, strict=True)):
+    for number, (m, n) in enumerate(
+        zip(one.optimizer.masters, other.optimizer.masters, strict=True)
+    ):
         assert_same_bits(f"master {number}", m, n)
     assert quantized(one) == quantized(other)
 
 
 def quantized(run: Trainer) -> list[str]:
     """Return the repr of every moment of torchao: shape, block size and signedness."""
-    values = [v for o in run.optimizer.optimizers for state in o.state.values() for v in state.values()]
+    values = [
+        v for o in run.optimizer.optimizers for state in o.state.values() for v in state.values()
+    ]
     return [repr(v) for v in values if is_traceable_wrapper_subclass(v)]
 
 
@@ -125,7 +145,9 @@ def test_four_steps_are_two_saved_and_two_resumed(
     with pytest.raises(KeyboardInterrupt):
         half.run()
     resumed = trainer(tmp_path, optimizer, options)
-    torch.manual_seed(99)  # the checkpoint's own random state must win: stochastic rounding draws from it
+    torch.manual_seed(
+        99
+    )  # the checkpoint's own random state must win: stochastic rounding draws from it
     assert resumed.run(resume=True).step == 4
     assert_same_run(whole(optimizer, options), resumed)
     assert state_bytes(resumed.optimizer.state_dict()["state"]) > 0
@@ -138,12 +160,18 @@ def stop_at_three(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("optimizer, options", CASES, ids=NAMES)
 def test_offloading_and_updating_a_few_at_a_time_change_no_bit(
-    optimizer: str, options: str, whole: Callable[[str, str], Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    optimizer: str,
+    options: str,
+    whole: Callable[[str, str], Trainer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     at_once = whole(optimizer, options)
     monkeypatch.setattr(master, "UPDATE_CHUNK", 5000)
     run = trainer(tmp_path, optimizer, options, optimizer_offload=True)
-    assert len({id(t) for t in (*run.optimizer.parameters, *run.optimizer.masters)}) == 2 * len(run.optimizer.masters)
+    assert len({id(t) for t in (*run.optimizer.parameters, *run.optimizer.masters)}) == 2 * len(
+        run.optimizer.masters
+    )
     run.run()
     assert_same_run(at_once, run)
 
@@ -159,14 +187,18 @@ def test_parameters_that_are_their_own_masters_are_updated_once_a_step(
         monkeypatch.setattr(master, "UPDATE_CHUNK", chunk)
         monkeypatch.setattr(muon8bit, "BATCH", chunk)
         run = trainer(tmp_path / str(chunk), optimizer, options, dtype)
-        assert all(m is p for m, p in zip(run.optimizer.masters, run.optimizer.parameters, strict=True))
+        assert all(
+            m is p for m, p in zip(run.optimizer.masters, run.optimizer.parameters, strict=True)
+        )
         run.run()
         runs.append(run)
     assert_same_run(*runs)
 
 
 @pytest.mark.parametrize("optimizer, options", dict(reversed(CASES)).items())
-def test_optimizers_learn_and_stop_at_a_bad_loss(optimizer: str, options: str, tmp_path: Path) -> None:
+def test_optimizers_learn_and_stop_at_a_bad_loss(
+    optimizer: str, options: str, tmp_path: Path
+) -> None:
     run = trainer(tmp_path, optimizer, options, steps=16, clip_grad_norm=1.0, learning_rate=1e-2)
     run.run()
     losses = [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")]
@@ -210,16 +242,32 @@ def test_every_row_is_in_one_part_and_roles_follow_the_structure(gate: str, tied
     role = {(id(part.parameter), part.start): part.role for part in found}
     q, kv = (config.head_dim * n for n in (config.num_attention_heads, config.num_key_value_heads))
     for block in model.layers:
-        rows = {0: "hidden", q: "hidden", q + kv: "hidden", q + 2 * kv: "gate" if gate == "headwise" else "hidden"}
+        rows = {
+            0: "hidden",
+            q: "hidden",
+            q + kv: "hidden",
+            q + 2 * kv: "gate" if gate == "headwise" else "hidden",
+        }
         for start, expected in rows.items():
             weight = block.self_attn.qkvg_proj.weight
             assert start == len(weight) or role[id(weight), start] == expected
         up = block.mlp.gate_up_proj.weight
         assert role[id(up), 0] == role[id(up), config.intermediate_size] == "hidden"
-        assert role[id(block.self_attn.o_proj.weight), 0] == role[id(block.mlp.down_proj.weight), 0] == "hidden"
-        norms = [block.input_layernorm, block.post_attention_layernorm, block.self_attn.q_norm, block.self_attn.k_norm]
         assert (
-            {role[id(norm.weight), 0] for norm in norms} == {role[id(block.self_attn.qkvg_proj.bias), 0]} == {"vector"}
+            role[id(block.self_attn.o_proj.weight), 0]
+            == role[id(block.mlp.down_proj.weight), 0]
+            == "hidden"
+        )
+        norms = [
+            block.input_layernorm,
+            block.post_attention_layernorm,
+            block.self_attn.q_norm,
+            block.self_attn.k_norm,
+        ]
+        assert (
+            {role[id(norm.weight), 0] for norm in norms}
+            == {role[id(block.self_attn.qkvg_proj.bias), 0]}
+            == {"vector"}
         )
     assert role[id(model.embed_tokens.weight), 0] == "embedding"
     assert role[id(model.lm_head.weight), 0] == ("embedding" if tied else "head")
@@ -235,15 +283,25 @@ def test_only_projections_of_linear_attention_are_matrices() -> None:
         if id(part.parameter) in names:
             roles.setdefault(names[id(part.parameter)], []).append(part.role)
     vectors = dict.fromkeys(("conv1d.weight", "A_log", "dt_bias", "norm.weight"), ["vector"])
-    projections = {"qkvz_proj.weight": ["hidden"] * 4, "ba_proj.weight": ["gate"] * 2, "out_proj.weight": ["hidden"]}
+    projections = {
+        "qkvz_proj.weight": ["hidden"] * 4,
+        "ba_proj.weight": ["gate"] * 2,
+        "out_proj.weight": ["hidden"],
+    }
     assert roles == vectors | projections
-    decays = {id(part.parameter): g["weight_decay"] for g in groups(model, 0.1, True) for part in g["params"]}
+    decays = {
+        id(part.parameter): g["weight_decay"]
+        for g in groups(model, 0.1, True)
+        for part in g["params"]
+    }
     assert {name for key, name in names.items() if decays[key] == 0} == vectors.keys()
 
 
 @pytest.mark.parametrize("matrices", [True, False])
 def test_only_matrices_outside_the_table_decay(matrices: bool) -> None:
-    model = CausalLM.from_preset("gated-nano", device="cpu", **SHAPE, attention_bias=True, tie_word_embeddings=False)
+    model = CausalLM.from_preset(
+        "gated-nano", device="cpu", **SHAPE, attention_bias=True, tie_word_embeddings=False
+    )
     names = {id(p): name for name, p in model.named_parameters()}
     decay: dict[str, set[float]] = {}
     for group in groups(model, 0.1, matrices):
@@ -267,7 +325,9 @@ def test_muon_orthogonalizes_each_logical_matrix_of_a_fused_weight(optimizer: st
     assert isinstance(attention, GatedAttention)
     weight = attention.qkvg_proj.weight
     before = weight.detach().clone()
-    tuned = build_optimizer(optimizer, model, lr=1.0, weight_decay=0.0, options="adjust_lr=original")
+    tuned = build_optimizer(
+        optimizer, model, lr=1.0, weight_decay=0.0, options="adjust_lr=original"
+    )
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     spans = ((0, 32), (32, 48), (48, 64), (64, 96))  # q, k, v, gate
@@ -298,7 +358,11 @@ def test_the_rest_has_its_own_learning_rate() -> None:
     "name, options, message",
     [
         ("adam", "", "did you mean 'adamw'"),
-        ("muon", "momentun=0.9", "unknown option 'momentun' of optimizer 'muon': did you mean 'momentum'"),
+        (
+            "muon",
+            "momentun=0.9",
+            "unknown option 'momentun' of optimizer 'muon': did you mean 'momentum'",
+        ),
         ("muon", "momentum=1.0", "momentum=1.0 is out of range"),
         ("muon", "momentum", "'momentum' has no value"),
         ("muon", "ns_steps=2.5", "not a whole number"),
@@ -311,7 +375,9 @@ def test_the_rest_has_its_own_learning_rate() -> None:
 )
 def test_mistakes_are_named(name: str, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build_optimizer(name, CausalLM.from_preset("gated-nano", device="cpu", **SHAPE), 1e-3, 0.1, options)
+        build_optimizer(
+            name, CausalLM.from_preset("gated-nano", device="cpu", **SHAPE), 1e-3, 0.1, options
+        )
 
 
 ADAM = dict(betas=(0.5, 0.7), eps=0.1)
@@ -328,11 +394,29 @@ MUON_TEXT = "momentum=0.5,nesterov=false,ns_steps=2,adjust_lr=original"
         ("adamwfp8", ADAM_TEXT, None, partial(torchao_optim.AdamWFp8, **ADAM), 1e-5),
         ("muon", MUON_TEXT, (64, 64), partial(torch.optim.Muon, **MUON), 1e-5),
         ("muon", f"{ADAM_TEXT},rest=adamwfp8", None, partial(torchao_optim.AdamWFp8, **ADAM), 1e-5),
-        ("muon8bit", MUON_TEXT, (64, 64), partial(torch.optim.Muon, **MUON), 0.02),  # its momentum is rounded
+        (
+            "muon8bit",
+            MUON_TEXT,
+            (64, 64),
+            partial(torch.optim.Muon, **MUON),
+            0.02,
+        ),  # its momentum is rounded
         ("muon8bit", "", (32, 80), partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw"), 0.02),
         ("muon8bit", "adjust_lr=original", (80, 32), torch.optim.Muon, 0.02),
-        ("muon8bit", f"{ADAM_TEXT},rest=adamw8bit", None, partial(torchao_optim.AdamW8bit, **ADAM), 1e-5),
-        ("galore", f"{ADAM_TEXT},rank=64", (64, 64), partial(torch.optim.AdamW, **ADAM), 1e-5),  # of full rank
+        (
+            "muon8bit",
+            f"{ADAM_TEXT},rest=adamw8bit",
+            None,
+            partial(torchao_optim.AdamW8bit, **ADAM),
+            1e-5,
+        ),
+        (
+            "galore",
+            f"{ADAM_TEXT},rank=64",
+            (64, 64),
+            partial(torch.optim.AdamW, **ADAM),
+            1e-5,
+        ),  # of full rank
         ("galore", ADAM_TEXT, None, partial(torch.optim.AdamW, **ADAM), 1e-5),
     ],
 )
@@ -356,14 +440,23 @@ def test_options_reach_the_update(
 
 def test_options_come_from_text_or_a_dict() -> None:
     text = resolve_options("muon", "momentum=0.9, ns-steps=6, nesterov=false, adjust_lr=original")
-    assert text == resolve_options("muon", dict(momentum=0.9, ns_steps=6, nesterov=False, adjust_lr="original"))
-    assert text["momentum"] == 0.9 and text["ns_steps"] == 6 and text["nesterov"] is False and text["rest"] == "adamw"
+    assert text == resolve_options(
+        "muon", dict(momentum=0.9, ns_steps=6, nesterov=False, adjust_lr="original")
+    )
+    assert (
+        text["momentum"] == 0.9
+        and text["ns_steps"] == 6
+        and text["nesterov"] is False
+        and text["rest"] == "adamw"
+    )
 
 
 @pytest.mark.parametrize("version", [None, "0.16.0"])
 def test_a_missing_or_old_torchao_is_named(pretend: Any, version: str | None) -> None:
     pretend("torchao", version)
-    with pytest.raises(ValueError, match=r"needs torchao 0.17 or newer.*: pip install -U 'te-models\[optim\]'"):
+    with pytest.raises(
+        ValueError, match=r"needs torchao 0.17 or newer.*: pip install -U 'te-models\[optim\]'"
+    ):
         build_optimizer("adamw8bit", nn.Linear(2, 2), 1e-3, 0.0)
 
 
@@ -374,7 +467,11 @@ def test_a_missing_or_old_torchao_is_named(pretend: Any, version: str | None) ->
 def test_quantization_is_within_half_a_step_of_each_block(shape: tuple[int, int]) -> None:
     x = torch.randn(shape) * torch.logspace(-30, 6, shape[0]).unsqueeze(1)
     codes, scales = quantize(x)
-    assert codes.dtype == torch.int8 and codes.shape == (-(-x.numel() // 128), 128) and codes.min() >= -127
+    assert (
+        codes.dtype == torch.int8
+        and codes.shape == (-(-x.numel() // 128), 128)
+        and codes.min() >= -127
+    )
     step = scales.expand(-1, 128).flatten()[: x.numel()].view(shape)
     assert ((dequantize(codes, scales, x.shape) - x).abs() <= step * 0.5001).all()
     blocks = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % 128)).view(-1, 128)
@@ -406,5 +503,7 @@ def test_te_adam_keeps_exact_masters_and_resumes_in_every_bit(moments: str) -> N
     for (name, p), q in zip(whole[0].named_parameters(), resumed[0].parameters(), strict=True):
         assert_same_bits(name, p, q)
     assert_same_state(whole[1].state_dict(), resumed[1].state_dict())
-    per_parameter = state_bytes(whole[1].state_dict()["state"]) / sum(p.numel() for p in whole[0].parameters())
+    per_parameter = state_bytes(whole[1].state_dict()["state"]) / sum(
+        p.numel() for p in whole[0].parameters()
+    )
     assert per_parameter == pytest.approx({"bf16": 6, "fp8": 5, "fp32": 10}[moments], rel=0.01)

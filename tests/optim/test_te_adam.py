@@ -25,7 +25,12 @@ class FusedAdam:
     """State as FusedAdam.initialize_state makes it (section 12 of Transformer Engine's behavior); it never steps."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], *, exp_avg_dtype: torch.dtype, exp_avg_sq_dtype: torch.dtype, **options: Any
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        exp_avg_dtype: torch.dtype,
+        exp_avg_sq_dtype: torch.dtype,
+        **options: Any,
     ):
         self.options = options
         self.param_groups, self.state = groups, {}
@@ -33,10 +38,16 @@ class FusedAdam:
 
     def initialize_state(self, parameter: nn.Parameter, remainders: bool) -> None:
         first, second = (torch.ones(parameter.shape).to(dtype) for dtype in self.dtypes)
-        fp8 = Moment(_data=first, _scale_inv=torch.ones(1), _quantizer=SimpleNamespace(set_usage=lambda **_: None))
+        fp8 = Moment(
+            _data=first,
+            _scale_inv=torch.ones(1),
+            _quantizer=SimpleNamespace(set_usage=lambda **_: None),
+        )
         master = torch.ones(parameter.shape).to(torch.int16 if remainders else torch.float32)
         self.state[parameter] = dict(
-            exp_avg=fp8 if first.dtype == torch.uint8 else first, exp_avg_sq=second, master_param=master
+            exp_avg=fp8 if first.dtype == torch.uint8 else first,
+            exp_avg_sq=second,
+            master_param=master,
         )
 
 
@@ -52,7 +63,9 @@ def saved(optimizer: TEAdam) -> dict[str, Any]:
     return copy.deepcopy(optimizer.state_dict())
 
 
-def replace(name: str, part: str, function: Callable[[Tensor], Any]) -> Callable[[dict[str, Any]], None]:
+def replace(
+    name: str, part: str, function: Callable[[Tensor], Any]
+) -> Callable[[dict[str, Any]], None]:
     def change(state: dict[str, Any]) -> None:
         state["state"][0][name][part] = function(state["state"][0][name][part])
 
@@ -87,12 +100,15 @@ ONLY_FP8: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("moments", "damage"), [(m, d) for m in MOMENTS for d in (DAMAGE | ONLY_FP8 if m == "fp8" else DAMAGE)]
+    ("moments", "damage"),
+    [(m, d) for m in MOMENTS for d in (DAMAGE | ONLY_FP8 if m == "fp8" else DAMAGE)],
 )
 def test_crafted_state_is_refused_before_anything_is_written(moments: str, damage: str) -> None:
     optimizer = build(moments)
     state = saved(optimizer)
-    state["state"][1]["exp_avg_sq"]["data"].fill_(2)  # a live tensor that a careless load would overwrite
+    state["state"][1]["exp_avg_sq"]["data"].fill_(
+        2
+    )  # a live tensor that a careless load would overwrite
     (DAMAGE | ONLY_FP8)[damage](state)
     before = flatten_state(saved(optimizer))
     error = UsageError if damage == "another kind" else CheckpointError
@@ -100,7 +116,9 @@ def test_crafted_state_is_refused_before_anything_is_written(moments: str, damag
         optimizer.load_state_dict(state)
     assert "\n" not in str(caught.value)
     tensors, document = flatten_state(saved(optimizer))
-    assert document == before[1] and all(torch.equal(before[0][name], t) for name, t in tensors.items())
+    assert document == before[1] and all(
+        torch.equal(before[0][name], t) for name, t in tensors.items()
+    )
 
 
 def test_options_reach_fused_adam() -> None:

@@ -30,10 +30,18 @@ def compiled() -> Kernels:
 
 HYBRIDS: dict[str, dict[str, Any]] = {
     "equal heads": {},
-    "groups": dict(linear_attention=dict(num_key_heads=1, num_value_heads=4, key_head_dim=32, value_head_dim=64)),
+    "groups": dict(
+        linear_attention=dict(
+            num_key_heads=1, num_value_heads=4, key_head_dim=32, value_head_dim=64
+        )
+    ),
     "8 taps": dict(
         linear_attention=dict(
-            num_key_heads=2, num_value_heads=2, key_head_dim=64, value_head_dim=32, conv_kernel_dim=8
+            num_key_heads=2,
+            num_value_heads=2,
+            key_head_dim=64,
+            value_head_dim=32,
+            conv_kernel_dim=8,
         ),
     ),
 }
@@ -52,7 +60,9 @@ def test_compiled_activations_are_what_autograd_keeps(
     place: dict[str, Any] = dict(engine="emulated", device="cpu", activation_checkpointing=mode)
     model = CausalLM.from_preset("gated-nano", **SHAPE | fields, recipe=recipe, **place)
     model.kernels = compiled
-    assert autograd_bytes(model, torch.randint(0, 288, rows)) == planned_bytes(model, *rows, compile=True)
+    assert autograd_bytes(model, torch.randint(0, 288, rows)) == planned_bytes(
+        model, *rows, compile=True
+    )
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
@@ -81,7 +91,10 @@ def test_fused_experts_keep_no_fp8_weights(recipe: str) -> None:
     assert planned(few, cached_weights=True)[0] == 2 * size + factors
     assert planned(few, fused=False)[0] == 2 * size + factors
     rows_of_tokens = many * spec.inputs * 2  # their gradients, before they are summed
-    assert planned(many, gathered=True) == (0, 2 * many * spec.outputs - size + 2 * factors + rows_of_tokens)
+    assert planned(many, gathered=True) == (
+        0,
+        2 * many * spec.outputs - size + 2 * factors + rows_of_tokens,
+    )
     assert planned(few, gathered=True) == (0, few * (spec.outputs + spec.inputs) + 2 * factors)
     frozen = dict(lora_rank=4)
     assert planned(few, **frozen)[0] == 0 and planned(few, **frozen)[1] >= size

@@ -34,7 +34,10 @@ from te_models.training.settings import LoraSettings
 
 TABLES: list[tuple[str, dict[str, str]]] = [
     ("current", {"*.down_proj": "bf16", "layers.1.self_attn.*": "delayed"}),
-    ("delayed", {"*.qkvg_proj": "bf16", "*.gate_up_proj": "bf16", "layers.0.mlp.down_proj": "current"}),
+    (
+        "delayed",
+        {"*.qkvg_proj": "bf16", "*.gate_up_proj": "bf16", "layers.0.mlp.down_proj": "current"},
+    ),
     ("bf16", {"layers.2.*": "mxfp8", "*.o_proj": "current"}),
 ]
 DEEP = dict(num_hidden_layers=7, num_layers_at_start_in_bf16=0)
@@ -66,7 +69,10 @@ CASES: list[tuple[str, str | int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(
     ("recipe", "mode", "fields", "rows"),
-    some(2, ((*case, rows) for n, case in enumerate(CASES) for rows in (ROWS[n % 2], ROWS[n % 2 - 1]))),
+    some(
+        2,
+        ((*case, rows) for n, case in enumerate(CASES) for rows in (ROWS[n % 2], ROWS[n % 2 - 1])),
+    ),
 )
 def test_activations_are_what_autograd_keeps(
     recipe: str, mode: str | int, fields: dict[str, Any], rows: tuple[int, int]
@@ -76,12 +82,19 @@ def test_activations_are_what_autograd_keeps(
     if rows == (1, 23) and recipe == "blockwise":
         pytest.skip("the emulated engine pads odd blocks inside")
     model = CausalLM.from_preset(
-        "gated-nano", **SHAPE | fields, recipe=recipe, engine="emulated", device="cpu", activation_checkpointing=mode
+        "gated-nano",
+        **SHAPE | fields,
+        recipe=recipe,
+        engine="emulated",
+        device="cpu",
+        activation_checkpointing=mode,
     )
     assert autograd_bytes(model, torch.randint(0, 288, rows)) == planned_bytes(model, *rows)
 
 
-@pytest.mark.parametrize("name, mode", [(name, mode) for name in VARIANTS for mode in ("none", "selective", "full", 2)])
+@pytest.mark.parametrize(
+    "name, mode", [(name, mode) for name in VARIANTS for mode in ("none", "selective", "full", 2)]
+)
 def test_saved_bytes_are_freed_once(name: str, mode: str | int) -> None:
     """At the end of backward only tensors saved by the embedding are left, and gradients."""
     fields, recipe = VARIANTS[name], "bf16" if mode == "full" else "current"
@@ -97,17 +110,29 @@ def test_saved_bytes_are_freed_once(name: str, mode: str | int) -> None:
 @pytest.mark.parametrize("rows", [(2, 64), (1, 23)], ids=["whole", "padded"])
 @pytest.mark.parametrize("recipe", ["bf16", "current"])
 def test_a_head_without_logits_keeps_two_gradients(recipe: str, rows: tuple[int, int]) -> None:
-    model = CausalLM.from_preset("gated-nano", **SHAPE, recipe=recipe, engine="emulated", device="cpu")
-    assert autograd_bytes(model, torch.randint(0, 288, rows), logits=False) == planned_bytes(model, *rows, logits=False)
+    model = CausalLM.from_preset(
+        "gated-nano", **SHAPE, recipe=recipe, engine="emulated", device="cpu"
+    )
+    assert autograd_bytes(model, torch.randint(0, 288, rows), logits=False) == planned_bytes(
+        model, *rows, logits=False
+    )
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "mxfp8", "current, FP8 weights"])
 @pytest.mark.parametrize("fields", [{}, VARIANTS["OLMo 3"]], ids=["gated", "OLMo 3"])
-def test_with_adapters_autograd_keeps_what_the_plan_says(recipe: str, mode: str, fields: dict[str, Any]) -> None:
+def test_with_adapters_autograd_keeps_what_the_plan_says(
+    recipe: str, mode: str, fields: dict[str, Any]
+) -> None:
     """To the byte: inputs of adapters, and their products with A, in place of what the frozen linears would save."""
     recipe, fp8_params = recipe.split(",")[0], "FP8 weights" in recipe
-    place = dict(recipe=recipe, fp8_params=fp8_params, engine="emulated", device="cpu", activation_checkpointing=mode)
+    place = dict(
+        recipe=recipe,
+        fp8_params=fp8_params,
+        engine="emulated",
+        device="cpu",
+        activation_checkpointing=mode,
+    )
     model = CausalLM.from_preset("gated-nano", **{**SHAPE, **fields, **place})
     LoraRun(model, LoraSettings(rank=4, alpha=8.0), None)
     expected = planned_bytes(model, 2, 64, logits=False, lora_rank=4)
@@ -124,7 +149,9 @@ def test_measured_peaks(name: str) -> None:
     """Within 5 % is what is promised; the allocator rounds up, and libraries hold what no plan knows of."""
     predicted, peak = MEASURED[name]
     assert predicted == pytest.approx(peak, rel=0.03)
-    assert predicted < peak + 2**20  # the allocator only ever adds, but the grid's peaks lack the FP8 state
+    assert (
+        predicted < peak + 2**20
+    )  # the allocator only ever adds, but the grid's peaks lack the FP8 state
 
 
 @pytest.mark.parametrize(
@@ -139,39 +166,58 @@ def test_measured_peaks(name: str) -> None:
     ],
     ids=str,
 )
-def test_a_fused_head_writes_the_gradient_over_the_logits(way: dict[str, Any], buffers: int) -> None:
+def test_a_fused_head_writes_the_gradient_over_the_logits(
+    way: dict[str, Any], buffers: int
+) -> None:
     """Counted where a logit's bytes are all that changes: between BF16 and FP32.
 
     With several chunks, which a CPU needs here, the weight's gradient is rounded when the last chunk is gone.
     """
     config, own = get_preset("gated-1b"), dict(batch_size=8, seq_len=2048, logits=False)
-    tapes = [Tape(config, get_recipe("bf16"), Training(**own | way, dtype_bytes=size)) for size in (2, 4)]
+    tapes = [
+        Tape(config, get_recipe("bf16"), Training(**own | way, dtype_bytes=size)) for size in (2, 4)
+    ]
     gradients = 1 if way.get("cuda", True) else 2
-    bf16, fp32 = (tape.fused_head().scratch + gradients * tape.fused_head().weights for tape in tapes)
+    bf16, fp32 = (
+        tape.fused_head().scratch + gradients * tape.fused_head().weights for tape in tapes
+    )
     rows = min(8 * 2048, HEAD_CHUNK[way.get("cuda", True)] // (4 * 32000))
     assert fp32 - bf16 == buffers * 2 * rows * 32000
 
 
 @pytest.mark.parametrize(
-    "head", [{}, dict(lm_head="fp8", num_layers_at_end_in_bf16=0, tie_word_embeddings=False)], ids=str
+    "head",
+    [{}, dict(lm_head="fp8", num_layers_at_end_in_bf16=0, tie_word_embeddings=False)],
+    ids=str,
 )
 @pytest.mark.parametrize("recipe", ["delayed", "current", "blockwise", "mxfp8"])
 def test_fp8_weights_are_the_models(recipe: str, head: dict[str, Any]) -> None:
     place = dict(recipe=recipe, fp8_params=True, device="cpu", engine="emulated")
     model = CausalLM.from_preset("gated-nano", **{**SHAPE, **place, **head})
-    parts = [p for p in model.parameters() if not is_quantized(p)] + list(quantized_weights(model).values())
+    parts = [p for p in model.parameters() if not is_quantized(p)] + list(
+        quantized_weights(model).values()
+    )
     plan = model.plan_memory(batch_size=1, seq_len=32)
     own = _standing(plan.config, plan.recipe, plan.training)
     assert own.weights == sum(part.numel() * part.itemsize for part in parts)
     other = _standing(plan.config, plan.recipe, replace(plan.training, fp8_params=False))
-    assert (own.weights < other.weights) == (recipe in ("delayed", "current"))  # others keep both copies
+    assert (own.weights < other.weights) == (
+        recipe in ("delayed", "current")
+    )  # others keep both copies
     assert own.gradients == other.gradients
 
 
 @pytest.mark.parametrize(
     ("rows", "vocabulary", "width", "cuda", "trained", "expected"),
     [
-        (8192, 128256, 4096, True, True, 8192),  # a part and the FP32 sum of the weight's gradient would need more
+        (
+            8192,
+            128256,
+            4096,
+            True,
+            True,
+            8192,
+        ),  # a part and the FP32 sum of the weight's gradient would need more
         (8192, 128256, 4096, True, False, 1046),
         (16384, 128256, 4096, True, True, 4185),
         (16384, 32000, 2048, True, True, 16384),
@@ -191,7 +237,8 @@ def test_rows_of_logits_at_a_time(
 def test_a_frozen_head_makes_no_weight_gradient_and_its_logits_are_few_at_a_time() -> None:
     config, own = get_preset("llama-3.1-8b"), dict(batch_size=2, seq_len=4096, logits=False)
     trained, frozen = (
-        Tape(config, get_recipe("bf16"), Training(lora_rank=rank, **own)).fused_head() for rank in (0, 8)
+        Tape(config, get_recipe("bf16"), Training(lora_rank=rank, **own)).fused_head()
+        for rank in (0, 8)
     )
     assert trained.weights == 128256 * 4096 * 2 and frozen.weights == 0
     assert trained.saved - frozen.saved == trained.weights
@@ -203,7 +250,9 @@ def test_a_frozen_head_makes_no_weight_gradient_and_its_logits_are_few_at_a_time
     "fields", [{}, dict(head_dim=80), dict(qk_norm=True), dict(partial_rotary_factor=0.5)], ids=str
 )
 @pytest.mark.parametrize("seq_len", [64, 128])
-def test_attention_is_one_operation_where_the_kernels_say_so(seq_len: int, fields: dict[str, Any]) -> None:
+def test_attention_is_one_operation_where_the_kernels_say_so(
+    seq_len: int, fields: dict[str, Any]
+) -> None:
     config = get_preset("gated-350m", **fields)
     for dtype in (torch.bfloat16, torch.float32):
         training = Training(batch_size=1, seq_len=seq_len, dtype_bytes=dtype.itemsize)
@@ -231,10 +280,17 @@ def test_optimizers_a_parameter() -> None:
         "adamw": 8, "adamw8bit": 2.03125, "adamwfp8": 2.03125, "te-adam": 4, "muon": 4, "muon8bit": 1.03125,
         "galore": pytest.approx(4 * 128 * (2 * 1024 + 512) / (1024 * 512)),
     }  # fmt: skip
-    assert {name for name, o in OPTIMIZERS.items() if o.state(table) == 8} == {"adamw", "muon", "muon8bit", "galore"}
+    assert {name for name, o in OPTIMIZERS.items() if o.state(table) == 8} == {
+        "adamw",
+        "muon",
+        "muon8bit",
+        "galore",
+    }
     assert OPTIMIZERS["adamw"].of([matrix, table], 2) == 12 * 4 * 1024 * 512
     assert OPTIMIZERS["te-adam"].of([matrix, table], 2) == 6 * 4 * 1024 * 512
-    assert OPTIMIZERS["adamw"].of([matrix, table], 4) == 8 * 4 * 1024 * 512  # FP32 parameters are their own masters
+    assert (
+        OPTIMIZERS["adamw"].of([matrix, table], 4) == 8 * 4 * 1024 * 512
+    )  # FP32 parameters are their own masters
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamWFp8"])
@@ -254,7 +310,9 @@ def test_torchao_keeps_as_much(name: str) -> None:
 def test_optimizers_keep_as_much(name: str, gate: str) -> None:
     """Every tensor that the optimizers keep after a step: the same bytes, but for counters and tables of codes."""
     shape = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=2)
-    model = CausalLM.from_preset("gated-nano", **shape, num_key_value_heads=1, attention_gate=gate, device="cpu")
+    model = CausalLM.from_preset(
+        "gated-nano", **shape, num_key_value_heads=1, attention_gate=gate, device="cpu"
+    )
     optimizer = optim.build_optimizer(name, model, 1e-3, 0.1)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -287,7 +345,9 @@ def test_gradient_sums_are_added_to_one_by_one() -> None:
     regions = list(Tape(plan.config, plan.recipe, plan.training).regions())
     made = list(_walk(regions, Memory(), plan.training))
     held = list(_walk(regions, Memory(), replace(plan.training, gradient_sums=True)))
-    extra = [b.activation_gradients - a.activation_gradients for a, b in zip(made, held, strict=True)]
+    extra = [
+        b.activation_gradients - a.activation_gradients for a, b in zip(made, held, strict=True)
+    ]
     assert extra[0] == 0 and extra[1] == 2 * 288 * 192  # the loss, then lm_head
     assert sum(extra) == made[-1].gradients == 2 * plan.config.num_parameters
     assert not any(memory.gradients for memory in held)
@@ -308,17 +368,37 @@ def test_gpus_share_weights_gradients_and_optimizer() -> None:
     assert four.moments[2].optimizer == one.moments[2].optimizer // 4
     assert four.moments[2].gradients == one.moments[2].gradients // 4
     assert four.moments[0].activations == one.moments[0].activations  # the same rows on each
-    assert four.moments[0].fp8_weight_copies < one.moments[0].fp8_weight_copies  # made again for each backward
+    assert (
+        four.moments[0].fp8_weight_copies < one.moments[0].fp8_weight_copies
+    )  # made again for each backward
 
 
 @pytest.mark.parametrize("dtype_bytes", [2, 4])
 @pytest.mark.parametrize("optimizer", ["muon", "adamw8bit"])
 def test_the_owner_of_a_large_table_has_it_whole(optimizer: str, dtype_bytes: int) -> None:
     """By hand, for an embedding that is larger than everything else together, so that its owner has nothing else."""
-    shape = dict(vocab_size=151936, hidden_size=8192, intermediate_size=1024, num_hidden_layers=2, head_dim=64)
-    config = get_preset("gated-nano", num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=True, **shape)
+    shape = dict(
+        vocab_size=151936,
+        hidden_size=8192,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        head_dim=64,
+    )
+    config = get_preset(
+        "gated-nano",
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+        **shape,
+    )
     plan = plan_memory(
-        config, get_recipe("delayed"), batch_size=8, seq_len=64, gpus=8, optimizer=optimizer, dtype_bytes=dtype_bytes
+        config,
+        get_recipe("delayed"),
+        batch_size=8,
+        seq_len=64,
+        gpus=8,
+        optimizer=optimizer,
+        dtype_bytes=dtype_bytes,
     )
     table, parameters = 151936 * 8192, plan.config.num_parameters
     assert parameters < 1.2 * table
@@ -327,18 +407,31 @@ def test_the_owner_of_a_large_table_has_it_whole(optimizer: str, dtype_bytes: in
     buffers = 3 * 2**27  # sent, received and put in place
     assert plan.moments[2].gradients == -(-parameters // 8) * dtype_bytes + 4 * table + buffers
     adamw = replace(plan, training=replace(plan.training, optimizer="adamw"))
-    assert adamw.moments[2].optimizer == pytest.approx((8 + 4 * (dtype_bytes == 2)) * parameters / 8, rel=1e-6)
+    assert adamw.moments[2].optimizer == pytest.approx(
+        (8 + 4 * (dtype_bytes == 2)) * parameters / 8, rel=1e-6
+    )
 
 
 def test_a_model_plans_with_its_own_settings() -> None:
-    model = CausalLM.from_preset("gated-nano", recipe="current", device="meta", activation_checkpointing="full")
+    model = CausalLM.from_preset(
+        "gated-nano", recipe="current", device="meta", activation_checkpointing="full"
+    )
     plan = model.plan_memory(batch_size=2, seq_len=128, optimizer="muon8bit")
     assert plan == plan_memory(model.config, model.recipe, batch_size=2, seq_len=128, optimizer="muon8bit",
                                activation_checkpointing="full")  # fmt: skip
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", "--preset", "gated-1b", "--recipe", "delayed", "--memory", "--seq-len", "2048"]
+    command = [
+        "plan",
+        "--preset",
+        "gated-1b",
+        "--recipe",
+        "delayed",
+        "--memory",
+        "--seq-len",
+        "2048",
+    ]
     assert main(command) == 0
     text = capsys.readouterr().out
     for word in ("141 GB", "muon8bit", "(peak)", "checkpointing selective", "FP8 weight copies"):
@@ -353,17 +446,27 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", [nano(), CausalLM.from_preset("gated-nano", device="meta").plan()], ids=["memory", "precision"]
+    "plan",
+    [nano(), CausalLM.from_preset("gated-nano", device="meta").plan()],
+    ids=["memory", "precision"],
 )
 def test_a_notebook_shows_the_printed_table(plan: Any) -> None:
     text = html.unescape(re.sub("<[^>]+>", "", plan._repr_html_()))
-    assert [line.rstrip() for line in text.splitlines()] == [line.rstrip() for line in str(plan).splitlines()]
+    assert [line.rstrip() for line in text.splitlines()] == [
+        line.rstrip() for line in str(plan).splitlines()
+    ]
 
 
 def test_a_small_plan_is_in_mib() -> None:
     text = str(nano())
-    assert "memory of a training step, MiB" in text and "GiB" not in text and " 0.00  0.00  0.00" not in text
-    large = str(plan_memory(get_preset("gated-8b"), get_recipe("delayed"), batch_size=1, seq_len=64))
+    assert (
+        "memory of a training step, MiB" in text
+        and "GiB" not in text
+        and " 0.00  0.00  0.00" not in text
+    )
+    large = str(
+        plan_memory(get_preset("gated-8b"), get_recipe("delayed"), batch_size=1, seq_len=64)
+    )
     assert "memory of a training step, GiB" in large and "MiB" not in large
 
 
@@ -401,7 +504,9 @@ def test_owners_update_at_most_2_to_28_parameters_of_all_ranks_at_a_time() -> No
     whole = []
     for layers in (16, 32):
         config = replace(get_preset("gated-8b"), num_hidden_layers=layers)
-        plan = plan_memory(config, get_recipe("bf16"), optimizer="muon", batch_size=4, seq_len=64, gpus=4)
+        plan = plan_memory(
+            config, get_recipe("bf16"), optimizer="muon", batch_size=4, seq_len=64, gpus=4
+        )
         whole.append(plan.moments[-1].gradients - config.num_parameters // 4 * 2)
     assert whole[0] == whole[1] == 32000 * 4096 * 4 + 3 * EXCHANGE_CHUNK
 
@@ -409,7 +514,9 @@ def test_owners_update_at_most_2_to_28_parameters_of_all_ranks_at_a_time() -> No
 @pytest.mark.parametrize("head", [{}, dict(lm_head="fp8", num_layers_at_end_in_bf16=0)], ids=str)
 def test_the_state_of_delayed_scaling_is_the_models(head: dict[str, Any]) -> None:
     """Every scale and every row of every history, to the byte."""
-    options = dict(**SHAPE, recipe="delayed", amax_history_len=5, engine="emulated", device="cpu", **head)
+    options = dict(
+        **SHAPE, recipe="delayed", amax_history_len=5, engine="emulated", device="cpu", **head
+    )
     model = CausalLM.from_preset("gated-nano", **options)
     ids = torch.randint(0, 288, (1, 32))
     model(ids, labels=ids).loss.backward()

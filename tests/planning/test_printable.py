@@ -27,7 +27,9 @@ def is_safe(text: str) -> bool:
     return not set(text) & set("\x1b\x9b\x07\u202e\u2066\r")
 
 
-@pytest.mark.parametrize("character", [*map(chr, range(32)), "\x7f", "\x85", "\x9b", "\u202e", "\u2028", "\u200f"])
+@pytest.mark.parametrize(
+    "character", [*map(chr, range(32)), "\x7f", "\x85", "\x9b", "\u202e", "\u2028", "\u200f"]
+)
 def test_a_terminal_gets_no_character_that_it_obeys(character: str) -> None:
     kept = {"\n": "\n", "\t": "\t", "\r": ""}
     assert for_terminal(f"a{character}é日") == f"a{kept.get(character, chr(0xFFFD))}é日"
@@ -48,7 +50,9 @@ def test_a_console_prints_names_as_text() -> None:
 def test_tables_fit_80_columns() -> None:
     """No line is longer, and no word is broken to achieve that."""
     shape = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2)
-    model = CausalLM.from_preset("gated-nano", recipe="delayed", device="cpu", num_key_value_heads=2, **shape)
+    model = CausalLM.from_preset(
+        "gated-nano", recipe="delayed", device="cpu", num_key_value_heads=2, **shape
+    )
     table = {"*.down_proj": "bf16", "layers.1.self_attn.*": "current"}
     mixed = CausalLM.from_preset("gated-nano", recipe="delayed", precision=table, device="meta")
     wide = CausalLM.from_preset("llama-3.1-8b", recipe="mxfp8", device="meta")
@@ -56,9 +60,25 @@ def test_tables_fit_80_columns() -> None:
         RecipeLoss("blockwise", 4.2, 1_234_567, 10**7),
         RecipeLoss("delayed", 4.1, 1_234_567, 10**7, note="a note"),
     )
-    row = dict(name="te-models delayed+no_edges+graph", ms=1234.5, ms_quartiles=[1233.44, 1240.44], speed=1.5)
-    row |= dict(tokens_per_second=262_427.0, model_tflops=712.3, of_roofline=0.61, peak_gib=25.44, loss=10.377)
-    bench = dict(settings=dict(batch_size=8, seq_len=2048), environment={}, reference="te-models bf16", rows=[row])
+    row = dict(
+        name="te-models delayed+no_edges+graph",
+        ms=1234.5,
+        ms_quartiles=[1233.44, 1240.44],
+        speed=1.5,
+    )
+    row |= dict(
+        tokens_per_second=262_427.0,
+        model_tflops=712.3,
+        of_roofline=0.61,
+        peak_gib=25.44,
+        loss=10.377,
+    )
+    bench = dict(
+        settings=dict(batch_size=8, seq_len=2048),
+        environment={},
+        reference="te-models bf16",
+        rows=[row],
+    )
     bench["roofline"] = dict(total=100.0, gemms=60.0, attention=40.0)
     for shown in (model.plan(), mixed.plan(), wide.plan(), verify(model, 1, 32), Evaluation("m", "d", losses),
                   bench_table(bench)):  # fmt: skip
@@ -83,7 +103,9 @@ def test_generated_text_is_raw_in_a_pipe_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     show_piece(HOSTILE)
-    assert {"\u202e", "\x07"} <= set(capsys.readouterr().out), "click itself takes escape sequences out"
+    assert {"\u202e", "\x07"} <= set(capsys.readouterr().out), (
+        "click itself takes escape sequences out"
+    )
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     said: list[str] = []
     monkeypatch.setattr(click, "echo", lambda text, **options: said.append(text))
@@ -93,9 +115,16 @@ def test_generated_text_is_raw_in_a_pipe_only(
 
 @pytest.mark.parametrize(
     "words",
-    [["generate", "--seed", HOSTILE], ["generate", "--seed", "9" * 10**5 + "x"], ["--" + HOSTILE], [HOSTILE * 1000]],
+    [
+        ["generate", "--seed", HOSTILE],
+        ["generate", "--seed", "9" * 10**5 + "x"],
+        ["--" + HOSTILE],
+        [HOSTILE * 1000],
+    ],
 )
-def test_a_line_of_click_is_short_and_safe(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_of_click_is_short_and_safe(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
     said = capsys.readouterr().err
     assert said.startswith("te-models: ") and said.count("\n") == 1

@@ -37,8 +37,12 @@ def keywords(flags: tuple[str, ...]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "current"])
-@pytest.mark.parametrize(("preset", "gib"), [("gated-1b", 30), ("gated-1b", 12), ("gated-350m", 10), ("gated-8b", 80)])
-def test_the_change_is_enough_and_no_single_one_is_if_it_has_several(preset: str, gib: float, recipe: str) -> None:
+@pytest.mark.parametrize(
+    ("preset", "gib"), [("gated-1b", 30), ("gated-1b", 12), ("gated-350m", 10), ("gated-8b", 80)]
+)
+def test_the_change_is_enough_and_no_single_one_is_if_it_has_several(
+    preset: str, gib: float, recipe: str
+) -> None:
     plan, available = planner(preset, recipe), int(gib * 2**30)
     assert plan().peak.total > available
     change = smallest_change(plan, OWN, available)
@@ -62,7 +66,9 @@ def test_masters_go_where_that_is_enough(optimizer: str, flags: tuple[str, ...])
     options = {**OWN, "optimizer": optimizer, "activation_checkpointing": "full", "batch_size": 1}
     plan = planner("llama-3.1-8b", "current", **options)
     enough = plan(optimizer="adamw8bit", optimizer_options=ROUNDED).peak.total
-    assert enough < 0.62 * plan(optimizer="adamw8bit").peak.total  # 16 GB each of weights, moments and gradients
+    assert (
+        enough < 0.62 * plan(optimizer="adamw8bit").peak.total
+    )  # 16 GB each of weights, moments and gradients
     change = smallest_change(plan, options, enough)
     assert change is not None and change.flags == flags and change.peak == enough
     with pytest.raises(UsageError, match="fp8_params=True needs FP32 masters"):
@@ -83,7 +89,12 @@ def test_rounded_weights_do_not_hide_other_changes() -> None:
 
 
 def test_the_users_own_options_stay() -> None:
-    options = {**OWN, "optimizer_options": dict(beta2=0.99), "activation_checkpointing": "full", "batch_size": 1}
+    options = {
+        **OWN,
+        "optimizer_options": dict(beta2=0.99),
+        "activation_checkpointing": "full",
+        "batch_size": 1,
+    }
     plan = planner("llama-3.1-8b", "bf16", **options)
     enough = plan(optimizer="adamw8bit", optimizer_options=ROUNDED).peak.total
     change = smallest_change(plan, options, enough, own_options="beta2=0.99")
@@ -95,16 +106,27 @@ def test_a_shared_batch_counts_the_sequences_of_all_processes() -> None:
     plan = planner("gated-350m", "bf16", **options)
     others = {name for name in OWN if name != "gradient_accumulation"} - {"batch_size"}
     enough = int(0.8 * plan().peak.total)
-    alone, shared = (smallest_change(plan, options, enough, others, processes) for processes in (1, 4))
-    assert alone is not None and shared is not None and alone.flags[0] == shared.flags[0] == "--batch-size"
+    alone, shared = (
+        smallest_change(plan, options, enough, others, processes) for processes in (1, 4)
+    )
+    assert (
+        alone is not None
+        and shared is not None
+        and alone.flags[0] == shared.flags[0] == "--batch-size"
+    )
     assert int(shared.flags[1]) == 4 * int(alone.flags[1]) and shared.flags[2:] == alone.flags[2:]
 
 
 def test_milder_changes_come_first() -> None:
     plan = planner("gated-1b", "current")
     peaks = {mode: plan(activation_checkpointing=mode).peak.total for mode in ("selective", "full")}
-    assert str(smallest_change(plan, OWN, peaks["selective"])) == "--activation-checkpointing selective"
-    assert str(smallest_change(plan, OWN, peaks["selective"] - 1)) == "--activation-checkpointing full"
+    assert (
+        str(smallest_change(plan, OWN, peaks["selective"]))
+        == "--activation-checkpointing selective"
+    )
+    assert (
+        str(smallest_change(plan, OWN, peaks["selective"] - 1)) == "--activation-checkpointing full"
+    )
     flags = str(smallest_change(plan, OWN, peaks["full"] - 1))
     assert "--seq-len" not in flags and "--lora" not in flags
 
@@ -133,11 +155,15 @@ def test_adapters_and_an_offloaded_optimizer_leave_their_parts_out(recipe: str) 
     assert whole.peak.optimizer and not offloaded.peak.optimizer
     assert [m.gradients for m in offloaded.moments] == [m.gradients for m in whole.moments]
     own = lora.peak.weights - whole.peak.weights  # BF16, with FP32 masters and moments
-    assert 0 < own == lora.peak.gradients < whole.peak.weights / 20 and lora.peak.optimizer == 6 * own
+    assert (
+        0 < own == lora.peak.gradients < whole.peak.weights / 20 and lora.peak.optimizer == 6 * own
+    )
 
 
 @pytest.mark.parametrize("batch", every(3, [2**61 - 1, 10**9, 10**12]), ids=str)
 def test_an_enormous_batch_is_planned_at_once(batch: int) -> None:
     start = time.process_time()
-    smallest_change(planner("gated-1b", "bf16", batch_size=batch), {**OWN, "batch_size": batch}, 2**34)
+    smallest_change(
+        planner("gated-1b", "bf16", batch_size=batch), {**OWN, "batch_size": batch}, 2**34
+    )
     assert time.process_time() - start < 5

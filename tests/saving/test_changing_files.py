@@ -13,7 +13,13 @@ from te_models import CausalLM
 from te_models.errors import CheckpointError
 from te_models.files import tensors
 
-SHAPE = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=1, num_key_value_heads=1)
+SHAPE = dict(
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+)
 FILE = "model.safetensors"
 
 
@@ -50,7 +56,9 @@ def test_a_file_that_changes_while_it_is_loaded(
         os.utime(folder / FILE, (1, 1))  # long ago, as its changes are seen by their time
         reads = 0
 
-        def changing(step: Callable[..., Any], at: int = moment, folder: Path = folder) -> Callable[..., Any]:
+        def changing(
+            step: Callable[..., Any], at: int = moment, folder: Path = folder
+        ) -> Callable[..., Any]:
             def changed(*arguments: Any, **options: Any) -> Any:
                 nonlocal reads
                 if reads == at:
@@ -64,7 +72,10 @@ def test_a_file_that_changes_while_it_is_loaded(
         monkeypatch.setattr(tensors.SafetensorsFile, "read", changing(read_tensor))
         try:
             found = weights(folder)
-            assert any(all(torch.equal(found[name], version[name]) for name in version) for version in versions)
+            assert any(
+                all(torch.equal(found[name], version[name]) for name in version)
+                for version in versions
+            )
         except CheckpointError as error:
             refused += 1
             assert "\n" not in str(error) and FILE in str(error)

@@ -29,14 +29,18 @@ def of(optimizer: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Trainer, Path]]]:
+def runs(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[str], tuple[Trainer, Path]]]:
     """`runs(optimizer)` is a live trainer after some steps, and the folder of its checkpoint."""
     made: dict[str, tuple[Trainer, Path]] = {}
 
     def run(optimizer: str) -> tuple[Trainer, Path]:
         if optimizer not in made:
             root = tmp_path_factory.mktemp(optimizer)
-            with torch.compiler.set_stance("force_eager"):  # torchao compiles its step for each shape
+            with torch.compiler.set_stance(
+                "force_eager"
+            ):  # torchao compiles its step for each shape
                 trainer = make_trainer(root / "whole", of(optimizer))
                 trainer.run()
             made[optimizer] = trainer, Path(str(trainer.result.checkpoint))
@@ -52,7 +56,9 @@ def live_state(trainer: Trainer) -> dict[str, Tensor]:
         trainer.data.state_dict(), torch.get_rng_state(), trainer.result.step,
     ]  # fmt: skip
     tensors, document = flatten_state(state)
-    return {name: t.clone() for name, t in tensors.items()} | {"document": torch.tensor(list(str(document).encode()))}
+    return {name: t.clone() for name, t in tensors.items()} | {
+        "document": torch.tensor(list(str(document).encode()))
+    }
 
 
 def craft(folder: Path, out: Path, change: Callable[[Groups, dict[str, Any], Any], None]) -> None:
@@ -78,11 +84,25 @@ def optimizer_changes() -> Iterator[tuple[str, str, Callable[[Any], None]]]:
         for name in names:
             # A state that lost its only value is that of a parameter which never had a gradient.
             absent = () if len(names) == 1 else ("absent",)
-            whole = ("scalar", "text", "extra", *absent) if name == names[-1] else ()  # alike for all values
+            whole = (
+                ("scalar", "text", "extra", *absent) if name == names[-1] else ()
+            )  # alike for all values
             signs = ("exp_avg", "exp_avg codes", "exp_avg qmap", "buffer", "projector")
-            for kind in ("wide", "dtype", "nan", *whole, *([] if name.endswith(signs) else ["negative"])):
-                if not (name == "codes" and kind == "negative"):  # of Muon: every INT8 value is one of its momentum
-                    yield optimizer, f"{name} {kind}", lambda saved, name=name, kind=kind: spoil(saved, name, kind)
+            for kind in (
+                "wide",
+                "dtype",
+                "nan",
+                *whole,
+                *([] if name.endswith(signs) else ["negative"]),
+            ):
+                if not (
+                    name == "codes" and kind == "negative"
+                ):  # of Muon: every INT8 value is one of its momentum
+                    yield (
+                        optimizer,
+                        f"{name} {kind}",
+                        lambda saved, name=name, kind=kind: spoil(saved, name, kind),
+                    )
 
 
 def spoil(saved: dict[str, Any], name: str, kind: str) -> None:
@@ -100,7 +120,9 @@ def spoil(saved: dict[str, Any], name: str, kind: str) -> None:
     elif kind == "extra":
         state["other"] = torch.zeros(1)
     elif not isinstance(value, Tensor) or kind == "scalar":
-        state[name] = torch.zeros(2) if isinstance(value, Tensor) and not value.dim() else torch.tensor(1.5)
+        state[name] = (
+            torch.zeros(2) if isinstance(value, Tensor) and not value.dim() else torch.tensor(1.5)
+        )
     elif kind == "wide":
         state[name] = torch.cat([value.flatten(), value.flatten()])
     elif kind == "dtype":
@@ -110,16 +132,27 @@ def spoil(saved: dict[str, Any], name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "what", "change"), some(8, optimizer_changes()), ids=lambda v: v if isinstance(v, str) else ""
+    ("optimizer", "what", "change"),
+    some(8, optimizer_changes()),
+    ids=lambda v: v if isinstance(v, str) else "",
 )
 def test_optimizer_state_is_checked_before_anything_is_written(
-    optimizer: str, what: str, change: Callable[[Any], None], runs: Callable[..., tuple[Trainer, Path]], tmp_path: Path
+    optimizer: str,
+    what: str,
+    change: Callable[[Any], None],
+    runs: Callable[..., tuple[Trainer, Path]],
+    tmp_path: Path,
 ) -> None:
     trainer, folder = runs(optimizer)
     refused(trainer, folder, tmp_path, lambda tensors, documents, state: change(state["optimizer"]))
 
 
-def refused(trainer: Trainer, folder: Path, root: Path, change: Callable[[Groups, dict[str, Any], Any], None]) -> None:
+def refused(
+    trainer: Trainer,
+    folder: Path,
+    root: Path,
+    change: Callable[[Groups, dict[str, Any], Any], None],
+) -> None:
     """Restoring a changed checkpoint raises one line and leaves the run as it is."""
     craft(folder, root / "checkpoints" / folder.name, change)
     before, was = live_state(trainer), trainer.checkpoints.root
@@ -235,8 +268,12 @@ OF_THE_MODEL = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in CRAFTED if any(word in name for word in OF_THE_MODEL)])
-def test_from_pretrained_refuses_the_same(name: str, runs: Callable[..., tuple[Trainer, Path]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name in CRAFTED if any(word in name for word in OF_THE_MODEL)]
+)
+def test_from_pretrained_refuses_the_same(
+    name: str, runs: Callable[..., tuple[Trainer, Path]], tmp_path: Path
+) -> None:
     craft(runs("adamw")[1], tmp_path / "out", CRAFTED[name])
     with pytest.raises(TeModelsError) as caught:
         CausalLM.from_pretrained(tmp_path / "out", device="cpu")
@@ -280,6 +317,9 @@ def test_an_older_checkpoint_is_offered_where_the_newest_is_damaged(tmp_path: Pa
         before = (newest / file).read_bytes()
         (newest / file).write_bytes(content)
         for load in (trainer.restore, lambda: CausalLM.from_pretrained(tmp_path, device="cpu")):
-            with pytest.raises(TeModelsError, match="step-00000004 is whole: move step-00000005 elsewhere to use it"):
+            with pytest.raises(
+                TeModelsError,
+                match="step-00000004 is whole: move step-00000005 elsewhere to use it",
+            ):
                 load()
         (newest / file).write_bytes(before)

@@ -20,7 +20,10 @@ def run_folder(kind: str) -> Path:
     assert main([*PRETRAIN, *LAST, "--out", "run"]) == 0
     if kind == "lora":
         pytest.importorskip("peft")
-        assert main(["finetune", "--model", "run", "--lora", "2", *SHORT, *LAST, "--out", "tuned"]) == 0
+        assert (
+            main(["finetune", "--model", "run", "--lora", "2", *SHORT, *LAST, "--out", "tuned"])
+            == 0
+        )
     newest = Checkpoints(Path("tuned" if kind == "lora" else "run", "checkpoints")).latest()
     assert newest is not None
     return newest
@@ -39,7 +42,10 @@ def test_a_checkpoint_without_its_optimizer(
     assert spoken(run, capsys) == whole
     assert main(["finetune", "--resume", run, "--steps", "2"]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1 and "is incomplete: it lacks training.safetensors, which was saved" in errors[0]
+    assert (
+        len(errors) == 1
+        and "is incomplete: it lacks training.safetensors, which was saved" in errors[0]
+    )
     (checkpoint / "fp8_state.safetensors").unlink()  # a model under `delayed` needs its scales
     assert main(["generate", "--model", run, "--prompt", "hello"]) == 2
     assert "is incomplete: it lacks fp8_state.safetensors" in capsys.readouterr().err

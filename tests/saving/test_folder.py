@@ -36,7 +36,9 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if dtype == torch.bool:
         return torch.randint(2, shape, generator=generator).bool()
     width = torch.empty((), dtype=dtype).itemsize
-    flat = torch.randint(256, (torch.Size(shape).numel() * width,), generator=generator, dtype=torch.uint8)
+    flat = torch.randint(
+        256, (torch.Size(shape).numel() * width,), generator=generator, dtype=torch.uint8
+    )
     return flat.view(dtype).reshape(shape)
 
 
@@ -44,14 +46,22 @@ def small() -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """A checkpoint of a few hundred bytes with everything in it: shards, a tie, documents."""
     weight = filled((3, 5), torch.bfloat16)
     tensors = {
-        "model": {"embed.weight": weight, "norm.weight": filled((4,), torch.float32), "lm_head.weight": weight},
+        "model": {
+            "embed.weight": weight,
+            "norm.weight": filled((4,), torch.float32),
+            "lm_head.weight": weight,
+        },
         "fp8_state": {"layers.0.scale": torch.ones(3)},
     }
     return tensors, {"config": {"hidden_size": 4, "name": "x"}, "trainer": {"step": 7}}
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -71,7 +81,9 @@ def test_every_dtype_and_shape_round_trips_exactly(dtype: torch.dtype, tmp_path:
 
 
 def test_tensors_are_aligned_and_may_be_written_to(tmp_path: Path) -> None:
-    save_folder(tmp_path / "out", {"model": {"a": torch.ones(3, dtype=torch.uint8), "b": torch.ones(5)}}, {})
+    save_folder(
+        tmp_path / "out", {"model": {"a": torch.ones(3, dtype=torch.uint8), "b": torch.ones(5)}}, {}
+    )
     found = load_folder(tmp_path / "out").tensors["model"]
     assert all(tensor.data_ptr() % tensor.itemsize == 0 for tensor in found.values())
     found["b"].add_(1)
@@ -106,9 +118,11 @@ def test_shards_have_hugging_faces_layout(limit: int, files: int, tmp_path: Path
         assert shards == [f"model-{i:05d}-of-{files:05d}.safetensors" for i in range(1, files + 1)]
         index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_bytes())
         assert index["metadata"] == {"total_size": 400}
-        assert {name for shard in shards for name in safetensors.torch.load_file(tmp_path / "out" / shard)} == set(
-            tensors
-        )
+        assert {
+            name
+            for shard in shards
+            for name in safetensors.torch.load_file(tmp_path / "out" / shard)
+        } == set(tensors)
         assert set(index["weight_map"]) == set(tensors)
     found = load_folder(tmp_path / "out", ["model"])
     assert found.documents == {}
@@ -120,7 +134,10 @@ def test_reads_only_what_is_asked_for(tmp_path: Path) -> None:
     found = load_folder(tmp_path / "out", ["config"], optional=["fp8_state", "optimizer"])
     assert (set(found.tensors), set(found.documents)) == ({"fp8_state"}, {"config"})
     everything = load_folder(tmp_path / "out")
-    assert (set(everything.tensors), set(everything.documents)) == ({"model", "fp8_state"}, {"config", "trainer"})
+    assert (set(everything.tensors), set(everything.documents)) == (
+        {"model", "fp8_state"},
+        {"config", "trainer"},
+    )
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_bytes())
     assert set(manifest["versions"]) == {"python", "torch", "safetensors", "te_models"}
     with pytest.raises(CheckpointError, match="holds no 'trainr'; did you mean 'trainer'"):
@@ -174,7 +191,11 @@ def test_saves_into_an_empty_folder_and_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     save_folder(tmp_path / "link", *small())
     assert (tmp_path / "link").is_symlink()
-    assert load_folder(tmp_path / "real").documents == load_folder(tmp_path / "link").documents == small()[1]
+    assert (
+        load_folder(tmp_path / "real").documents
+        == load_folder(tmp_path / "link").documents
+        == small()[1]
+    )
 
 
 def assert_unharmed(folder: Path) -> None:
@@ -187,7 +208,10 @@ def assert_unharmed(folder: Path) -> None:
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
-    kind, place = rng.choice(["bit", "byte", "cut", "insert", "swap", "zero"]), rng.randrange(len(data))
+    kind, place = (
+        rng.choice(["bit", "byte", "cut", "insert", "swap", "zero"]),
+        rng.randrange(len(data)),
+    )
     changed = bytearray(data)
     if kind == "bit":
         changed[place] ^= 1 << rng.randrange(8)
@@ -336,8 +360,12 @@ def move_shard(folder: Path, target: str) -> None:
     (folder / target).parent.mkdir(exist_ok=True)
     shutil.move(folder / shard, folder / target)
     index = json.loads((folder / "model.safetensors.index.json").read_bytes())
-    index["weight_map"] = {name: target if file == shard else file for name, file in index["weight_map"].items()}
-    rewrite_manifest(folder, lambda manifest: manifest["files"].update({target: manifest["files"].pop(shard)}))
+    index["weight_map"] = {
+        name: target if file == shard else file for name, file in index["weight_map"].items()
+    }
+    rewrite_manifest(
+        folder, lambda manifest: manifest["files"].update({target: manifest["files"].pop(shard)})
+    )
     replace_file(folder, "model.safetensors.index.json", json.dumps(index).encode())
 
 
@@ -359,27 +387,61 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pipe": (lambda f: as_fifo(f, "config.json"), "not a regular file"),
     "shard above the folder": (lambda f: move_shard(f, "../stolen.safetensors"), "holds no file"),
     "shard below the folder": (lambda f: move_shard(f, "sub/stolen.safetensors"), "holds no file"),
-    "absolute shard": (lambda f: move_shard(f, str(f.parent / "stolen.safetensors")), "holds no file"),
-    "unlisted shard": (lambda f: set_map(f, lambda m: m.update({"norm.weight": "x.safetensors"})), "holds no file"),
-    "shard name is a number": (lambda f: set_map(f, lambda m: m.update({"norm.weight": 1})), "no map"),
-    "index names too much": (lambda f: set_map(f, lambda m: m.update({"more": SECOND})), "disagree about more"),
+    "absolute shard": (
+        lambda f: move_shard(f, str(f.parent / "stolen.safetensors")),
+        "holds no file",
+    ),
+    "unlisted shard": (
+        lambda f: set_map(f, lambda m: m.update({"norm.weight": "x.safetensors"})),
+        "holds no file",
+    ),
+    "shard name is a number": (
+        lambda f: set_map(f, lambda m: m.update({"norm.weight": 1})),
+        "no map",
+    ),
+    "index names too much": (
+        lambda f: set_map(f, lambda m: m.update({"more": SECOND})),
+        "disagree about more",
+    ),
     "shard holds too much": (
-        lambda f: replace_file(f, SECOND, tensor_file({"norm.weight": entry(), "v": entry(offsets=(4, 8))}, bytes(8))),
+        lambda f: replace_file(
+            f, SECOND, tensor_file({"norm.weight": entry(), "v": entry(offsets=(4, 8))}, bytes(8))
+        ),
         "disagree about v",
     ),
-    "index swaps shards": (lambda f: set_map(f, lambda m: m.update({"norm.weight": FIRST})), "disagree about norm"),
-    "index without map": (lambda f: replace_file(f, "model.safetensors.index.json", b"[]"), "no map"),
+    "index swaps shards": (
+        lambda f: set_map(f, lambda m: m.update({"norm.weight": FIRST})),
+        "disagree about norm",
+    ),
+    "index without map": (
+        lambda f: replace_file(f, "model.safetensors.index.json", b"[]"),
+        "no map",
+    ),
     "newer format": (lambda f: rewrite_manifest(f, lambda m: m.update(format=2)), "format 2"),
     "no files": (lambda f: rewrite_manifest(f, lambda m: m.pop("files")), "damaged: 'files'"),
     "files is a list": (lambda f: rewrite_manifest(f, lambda m: m.update(files=[])), "damaged"),
-    "entry is a number": (lambda f: rewrite_manifest(f, lambda m: m["files"].update({FIRST: 1})), "damaged"),
-    "tie to nothing": (lambda f: rewrite_manifest(f, lambda m: m["aliases"].update(model={"x": "y"})), "another name"),
-    "tie over a tensor": (
-        lambda f: rewrite_manifest(f, lambda m: m["aliases"].update(model={"norm.weight": "embed.weight"})),
+    "entry is a number": (
+        lambda f: rewrite_manifest(f, lambda m: m["files"].update({FIRST: 1})),
+        "damaged",
+    ),
+    "tie to nothing": (
+        lambda f: rewrite_manifest(f, lambda m: m["aliases"].update(model={"x": "y"})),
         "another name",
     ),
-    "tie to a list": (lambda f: rewrite_manifest(f, lambda m: m["aliases"].update(model={"x": []})), "another name"),
-    "ties are a list": (lambda f: rewrite_manifest(f, lambda m: m["aliases"].update(model=[1])), "damaged"),
+    "tie over a tensor": (
+        lambda f: rewrite_manifest(
+            f, lambda m: m["aliases"].update(model={"norm.weight": "embed.weight"})
+        ),
+        "another name",
+    ),
+    "tie to a list": (
+        lambda f: rewrite_manifest(f, lambda m: m["aliases"].update(model={"x": []})),
+        "another name",
+    ),
+    "ties are a list": (
+        lambda f: rewrite_manifest(f, lambda m: m["aliases"].update(model=[1])),
+        "damaged",
+    ),
     "digest of another": (
         lambda f: (f / "manifest.json").write_bytes(
             (f / "manifest.json").read_bytes().replace(b'"python"', b'"pythno"')

@@ -25,7 +25,9 @@ def test_old_folders_evaluate_to_the_recorded_loss(folder: str) -> None:
     # 1e-4 leaves room for another order of summation. The scales and histories of the checkpoint matter: see below.
     assert loss.item() == pytest.approx(EXPECTED["eval_loss_of_arange"], rel=1e-4)
     state = fp8_state(model)
-    assert len(state) == 16 and all(bool((t != 1).any()) for name, t in state.items() if name.endswith("scale"))
+    assert len(state) == 16 and all(
+        bool((t != 1).any()) for name, t in state.items() if name.endswith("scale")
+    )
 
 
 def test_a_run_resumes_as_it_went_on_then(tmp_path: Path) -> None:
@@ -38,9 +40,20 @@ def test_a_run_resumes_as_it_went_on_then(tmp_path: Path) -> None:
     )
     # The dataset of the run was named data.txt; its name is part of no state.
     assert (
-        main([*f"pretrain {options}".split(), "--data", str(SAVED / "data.txt"), "--out", str(tmp_path / "run")]) == 0
+        main(
+            [
+                *f"pretrain {options}".split(),
+                "--data",
+                str(SAVED / "data.txt"),
+                "--out",
+                str(tmp_path / "run"),
+            ]
+        )
+        == 0
     )
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     for row, expected in zip(rows[4:], EXPECTED["steps"], strict=True):
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-3)

@@ -31,7 +31,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(("old", "new"), every(3, list_recipes(), list_recipes()))
-def test_every_recipe_loads_what_any_other_saved(old: str, new: str, folders: dict[str, Path]) -> None:
+def test_every_recipe_loads_what_any_other_saved(
+    old: str, new: str, folders: dict[str, Path]
+) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         model = CausalLM.from_pretrained(folders[old], recipe=new, device="cpu")
@@ -86,13 +88,19 @@ def test_a_scale_at_its_limit_does_not_become_infinite(folders: dict[str, Path])
         if name.endswith("scaling_fwd.scale"):
             tensor.fill_(largest)
     model.set_recipe("delayed", margin=0)
-    found = [tensor for name, tensor in fp8_state(model).items() if name.endswith("scaling_fwd.scale")]
+    found = [
+        tensor for name, tensor in fp8_state(model).items() if name.endswith("scaling_fwd.scale")
+    ]
     assert found and all((tensor == largest).all() for tensor in found)
 
 
 def test_layers_that_leave_fp8_leave_their_scales(folders: dict[str, Path]) -> None:
-    with pytest.warns(UserWarning, match="with other linears in BF16 the model has no use for 16 of its 32 scales"):
-        model = CausalLM.from_pretrained(folders["delayed"], device="cpu", num_layers_at_end_in_bf16=2)
+    with pytest.warns(
+        UserWarning, match="with other linears in BF16 the model has no use for 16 of its 32 scales"
+    ):
+        model = CausalLM.from_pretrained(
+            folders["delayed"], device="cpu", num_layers_at_end_in_bf16=2
+        )
     assert {name.split(".")[1] for name in fp8_state(model)} == {"1"}
     more = CausalLM.from_pretrained(folders["delayed"], device="cpu", num_layers_at_end_in_bf16=0)
     assert {name.split(".")[1] for name in fp8_state(more)} == {"1", "2"}
@@ -113,7 +121,9 @@ def test_saved_after_an_evaluation_outside_fp8_the_scales_are_there(tmp_path: Pa
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("kind", ["attention", "experts", "sinks, biased experts"])
-def test_a_state_dict_has_the_scales_of_all_gemms(kind: str, backward: bool, tmp_path: Path) -> None:
+def test_a_state_dict_has_the_scales_of_all_gemms(
+    kind: str, backward: bool, tmp_path: Path
+) -> None:
     """A te.GroupedLinear has as many as it has experts: here 5 or 3, the numbers of a te.Linear's own scales."""
     model = build_kind(KINDS[kind], recipe="delayed")
     ids = torch.arange(32).view(2, 16)
@@ -133,7 +143,9 @@ def test_a_state_dict_has_the_scales_of_all_gemms(kind: str, backward: bool, tmp
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_saved_and_loaded_it_continues_with_the_same_bits(small: Build, recipe: str, tmp_path: Path) -> None:
+def test_saved_and_loaded_it_continues_with_the_same_bits(
+    small: Build, recipe: str, tmp_path: Path
+) -> None:
     model = small(recipe)
     for seed in range(3):
         step(model, tokens(seed=seed))
@@ -142,8 +154,12 @@ def test_saved_and_loaded_it_continues_with_the_same_bits(small: Build, recipe: 
     files = {path.name for path in (tmp_path / "m").iterdir()}
     assert {"config.json", "model.safetensors", "recipe.json"} <= files
     assert ("fp8_state.safetensors" in files) == (recipe == "delayed")
-    loaded = CausalLM.from_pretrained(tmp_path / "m", engine=model.engine, device=model.device, compile=False)
-    assert loaded.recipe.to_dict() == model.recipe.to_dict() and same(fp8_state(loaded), fp8_state(model))
+    loaded = CausalLM.from_pretrained(
+        tmp_path / "m", engine=model.engine, device=model.device, compile=False
+    )
+    assert loaded.recipe.to_dict() == model.recipe.to_dict() and same(
+        fp8_state(loaded), fp8_state(model)
+    )
     for seed in range(3, 6):
         assert step(loaded, tokens(seed=seed)) == step(model, tokens(seed=seed))
     assert same(fp8_state(loaded), fp8_state(model))
@@ -155,8 +171,14 @@ def test_a_gate_is_not_added_where_it_would_change_the_output(tmp_path: Path) ->
     build_kind(KINDS["AFM"]).save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="softplus"):
         CausalLM.from_pretrained(
-            tmp_path, attention_gate="headwise", attention_gate_activation="softplus", engine="emulated", device="cpu"
+            tmp_path,
+            attention_gate="headwise",
+            attention_gate_activation="softplus",
+            engine="emulated",
+            device="cpu",
         )
-    model = CausalLM.from_pretrained(tmp_path, attention_gate="headwise", engine="emulated", device="cpu").eval()
+    model = CausalLM.from_pretrained(
+        tmp_path, attention_gate="headwise", engine="emulated", device="cpu"
+    ).eval()
     plain = CausalLM.from_pretrained(tmp_path, engine="emulated", device="cpu").eval()
     assert torch.equal(model(IDS).logits, plain(IDS).logits)

@@ -34,7 +34,9 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def content(step: int) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    return {"model": {"w": torch.full((100,), float(step)), "v": torch.tensor(step)}}, {"training": {"step": step}}
+    return {"model": {"w": torch.full((100,), float(step)), "v": torch.tensor(step)}}, {
+        "training": {"step": step}
+    }
 
 
 def step_of(path: Path | None) -> int:
@@ -43,7 +45,9 @@ def step_of(path: Path | None) -> int:
     found = load_folder(path)
     step = found.documents["training"]["step"]
     assert found.tensors["model"]["v"] == step
-    assert_same_bits("found.tensors['model']['w']", found.tensors["model"]["w"], torch.full((100,), float(step)))
+    assert_same_bits(
+        "found.tensors['model']['w']", found.tensors["model"]["w"], torch.full((100,), float(step))
+    )
     return step
 
 
@@ -65,7 +69,9 @@ class Fault:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
         self.calls, self.at = 0, at
-        monkeypatch.setattr(Path, "mkdir", self.faulty(Path.mkdir))  # which has an os.mkdir of its own in Python 3.10
+        monkeypatch.setattr(
+            Path, "mkdir", self.faulty(Path.mkdir)
+        )  # which has an os.mkdir of its own in Python 3.10
         for name in self.NAMES:
             monkeypatch.setattr(os, name, self.faulty(getattr(os, name)))
 
@@ -134,7 +140,10 @@ def test_a_full_disk_leaves_the_previous_one(blocking: bool, tmp_path: Path) -> 
     run.save(1, *content(1))
     tensors, documents = content(2)
     tensors["optimizer"] = {"m": torch.zeros(10_000)}
-    with tiny_disk(), pytest.raises(SaveError, match=r"could not save .*step-00000002: .*File too large"):
+    with (
+        tiny_disk(),
+        pytest.raises(SaveError, match=r"could not save .*step-00000002: .*File too large"),
+    ):
         run.save(2, tensors, documents, blocking=blocking)
         run.wait()
     assert entries(tmp_path) == {"step-00000001", "latest"}
@@ -143,7 +152,9 @@ def test_a_full_disk_leaves_the_previous_one(blocking: bool, tmp_path: Path) -> 
     assert step_of(run.latest()) == 2
 
 
-def test_an_interrupt_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_the_previous_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_folder(tmp_path / "out", *content(1))
 
     def interrupt(*args: Any) -> None:
@@ -161,7 +172,10 @@ def test_an_interrupt_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytes
 def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
     """The calls of fsync, rename and replace: their names, and what is made durable, moved or replaced."""
     found: list[tuple[str, Path]] = []
-    paths = {"fsync": lambda file: os.readlink(f"/proc/self/fd/{file}"), "rename": lambda one, other: one}
+    paths = {
+        "fsync": lambda file: os.readlink(f"/proc/self/fd/{file}"),
+        "rename": lambda one, other: one,
+    }
     paths["replace"] = lambda one, other: other
 
     def record(name: str, call: Callable[..., Any], *args: Any) -> Any:
@@ -184,11 +198,17 @@ def test_every_folder_of_a_save_is_fsynced(events: list[tuple[str, Path]], tmp_p
     files, after = told[2:renamed], told[renamed + 1 :]
     inside = "runs/mine/NEW/additional_chat_templates"
     durable = {f"runs/mine/NEW/{name}" for name in ("model.safetensors", "manifest.json")}
-    assert {line.removeprefix("fsync ") for line in files} >= {f"{inside}/tools.jinja", inside, *durable}
+    assert {line.removeprefix("fsync ") for line in files} >= {
+        f"{inside}/tools.jinja",
+        inside,
+        *durable,
+    }
     assert files[-1] == "fsync runs/mine/NEW" and "fsync runs/mine" in after
 
 
-def test_the_name_of_the_newest_is_durable_too(events: list[tuple[str, Path]], tmp_path: Path) -> None:
+def test_the_name_of_the_newest_is_durable_too(
+    events: list[tuple[str, Path]], tmp_path: Path
+) -> None:
     """Before an older checkpoint goes: after a power failure `latest` must not name one that is gone."""
     runs = Checkpoints(tmp_path, keep_last=1)
     runs.save(1, *content(1))
@@ -240,7 +260,13 @@ def test_a_kill_between_the_two_renames_is_recovered_from(tmp_path: Path) -> Non
 
 
 def test_leftovers_are_swept_and_nothing_else(tmp_path: Path) -> None:
-    for name in ("..step-1", ".step-00000003.saving-ab", ".latest.saving-cd", ".other.saving-ef", "metrics.jsonl"):
+    for name in (
+        "..step-1",
+        ".step-00000003.saving-ab",
+        ".latest.saving-cd",
+        ".other.saving-ef",
+        "metrics.jsonl",
+    ):
         (tmp_path / name).write_text("x")
     (tmp_path / ".step-00000002.saving-00").mkdir()
     (tmp_path / ".step-00000002.saving-00" / "model.safetensors").write_text("x")
@@ -255,7 +281,9 @@ def test_leftovers_are_swept_and_nothing_else(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 3, 4]), (3, [2, 3, 4]), (1, [4])])
 @pytest.mark.parametrize("blocking", [True, False])
-def test_keeps_the_last_ones(keep: int | None, left: list[int], blocking: bool, tmp_path: Path) -> None:
+def test_keeps_the_last_ones(
+    keep: int | None, left: list[int], blocking: bool, tmp_path: Path
+) -> None:
     run = Checkpoints(tmp_path / "a" / "b", keep_last=keep)
     assert run.latest() is None
     assert run.all() == []
@@ -268,7 +296,9 @@ def test_keeps_the_last_ones(keep: int | None, left: list[int], blocking: bool, 
     assert (tmp_path / "a" / "b" / "latest").read_text() == "step-00000004\n"
 
 
-def test_old_ones_go_only_after_the_new_one_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_ones_go_only_after_the_new_one_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Checkpoints(tmp_path, keep_last=1)
     run.save(1, *content(1))
     with monkeypatch.context() as patch:
@@ -292,7 +322,9 @@ def test_a_rerun_from_an_earlier_step_keeps_what_it_saves(tmp_path: Path) -> Non
     assert [step_of(path) for path in run.all()] == [5, 10, 20]
 
 
-@pytest.mark.parametrize("text", [b"", b"step-00000009\n", b"../elsewhere\n", b"\xff\xfe", b"x" * 10_000])
+@pytest.mark.parametrize(
+    "text", [b"", b"step-00000009\n", b"../elsewhere\n", b"\xff\xfe", b"x" * 10_000]
+)
 def test_latest_falls_back_on_the_newest_folder(text: bytes, tmp_path: Path) -> None:
     run = Checkpoints(tmp_path)
     for step in (1, 2):
@@ -323,17 +355,30 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
         return write_late
 
-    for owner, name in ((folder, "write_file"), (atomic, "write_file"), (folder, "write_safetensors")):
+    for owner, name in (
+        (folder, "write_file"),
+        (atomic, "write_file"),
+        (folder, "write_safetensors"),
+    ):
         monkeypatch.setattr(owner, name, late(getattr(owner, name)))
     yield event
     event.set()
 
 
-def test_background_saves_are_of_the_moment_of_the_call(tmp_path: Path, slow_disk: threading.Event) -> None:
+def test_background_saves_are_of_the_moment_of_the_call(
+    tmp_path: Path, slow_disk: threading.Event
+) -> None:
     run = Checkpoints(tmp_path)
     weight = torch.ones(100)
     documents = {"training": {"list": [1]}}
-    tensors = {"model": {"w": weight, "tied": weight, "t": weight.view(10, 10).t(), "f8": weight.to(torch.float8_e5m2)}}
+    tensors = {
+        "model": {
+            "w": weight,
+            "tied": weight,
+            "t": weight.view(10, 10).t(),
+            "f8": weight.to(torch.float8_e5m2),
+        }
+    }
     run.save(1, tensors, documents, blocking=False)
     weight.zero_()
     documents["training"]["list"].append(2)
@@ -343,7 +388,8 @@ def test_background_saves_are_of_the_moment_of_the_call(tmp_path: Path, slow_dis
     found = load_folder(tmp_path / "step-00000001")
     assert found.documents["training"] == {"list": [1]}
     assert all(
-        torch.equal(tensor.float(), torch.ones_like(tensor).float()) for tensor in found.tensors["model"].values()
+        torch.equal(tensor.float(), torch.ones_like(tensor).float())
+        for tensor in found.tensors["model"].values()
     )
     assert found.tensors["model"]["tied"].data_ptr() == found.tensors["model"]["w"].data_ptr()
 
@@ -355,7 +401,9 @@ def test_background_saves_of_cuda_tensors_are_of_the_moment_of_the_call(tmp_path
     weight = torch.ones(1 << 24, device="cuda")
     for step in (1, 2):
         weight.fill_(float(step))
-        run.save(step, {"model": {"w": weight, "t": weight.view(4096, 4096).t()}}, {}, blocking=False)
+        run.save(
+            step, {"model": {"w": weight, "t": weight.view(4096, 4096).t()}}, {}, blocking=False
+        )
         weight.zero_()
         assert run._buffers["model", "w"].is_pinned()
     run.wait()
@@ -397,8 +445,12 @@ def of_one(root: Path) -> Checkpoints:
 
 def of_several(root: Path) -> ShardedCheckpoints:
     """The checkpoints of a job, of which this is the only process."""
-    model = CausalLM.from_preset("gated-nano", device="cpu", hidden_size=96, intermediate_size=96, num_hidden_layers=3)
-    return ShardedCheckpoints(root, ranks=Ranks(), model=model, names=[], fetch=lambda *arguments: arguments[-1])
+    model = CausalLM.from_preset(
+        "gated-nano", device="cpu", hidden_size=96, intermediate_size=96, num_hidden_layers=3
+    )
+    return ShardedCheckpoints(
+        root, ranks=Ranks(), model=model, names=[], fetch=lambda *arguments: arguments[-1]
+    )
 
 
 @pytest.mark.parametrize("of", [of_one, of_several])
@@ -417,7 +469,9 @@ def test_one_failed_background_save_does_not_end_the_run(
 
 
 @pytest.mark.parametrize("of", [of_one, of_several])
-def test_saves_that_keep_failing_end_the_run(of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_that_keep_failing_end_the_run(
+    of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """But the last one, in the foreground, is tried all the same."""
     run = of(tmp_path)
     run.save(1, *content(1))
@@ -451,7 +505,10 @@ def test_no_process_waits_for_a_disk_in_a_collective_on_tensors(
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_failure_is_tried_again_after_each_pause(
-    blocking: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    blocking: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     run, slept = Checkpoints(tmp_path, retry_pauses=(1, 5)), Mock()
     monkeypatch.setattr(time, "sleep", slept)

@@ -31,7 +31,8 @@ from te_models.training.trainer import Callback, Row, Trainer
 OPTIMIZERS = ("adamw8bit", "adamwfp8", "muon", "muon8bit", "galore")
 KINDS: dict[str, dict[str, Any]] = {recipe: dict(recipe=recipe) for recipe in list_recipes()}
 KINDS |= {
-    f"{recipe}-weights": dict(recipe=recipe, fp8_params=True) for recipe in ("delayed", "current", "blockwise", "mxfp8")
+    f"{recipe}-weights": dict(recipe=recipe, fp8_params=True)
+    for recipe in ("delayed", "current", "blockwise", "mxfp8")
 }
 KINDS |= {name: dict(optimizer=name) for name in OPTIMIZERS}
 KINDS |= {
@@ -61,8 +62,14 @@ class Witness(Callback):
         tensors, documents = trainer._content()
         if isinstance(trainer.checkpoints, ShardedCheckpoints):
             whole = trainer.checkpoints._whole
-            tensors = {g: {n: whole(n, t.detach()) for n, t in members.items()} for g, members in tensors.items()}
-        self.seen[row["step"]] = copy.deepcopy(tensors), without_result(json.loads(json.dumps(documents["training"])))
+            tensors = {
+                g: {n: whole(n, t.detach()) for n, t in members.items()}
+                for g, members in tensors.items()
+            }
+        self.seen[row["step"]] = (
+            copy.deepcopy(tensors),
+            without_result(json.loads(json.dumps(documents["training"]))),
+        )
 
 
 def without_result(document: dict[str, Any]) -> dict[str, Any]:
@@ -81,13 +88,20 @@ def assert_saved(root: Path, seen: dict[int, Content]) -> None:
             assert_same_tensors(found.tensors[group], members)
     (first, _), (last, _) = seen[1], seen[3]
     for group in first.keys() - {"fp8_weights"}:  # whose codes may stay the same
-        assert any(not torch.equal(tensor, last[group][name]) for name, tensor in first[group].items()), group
+        assert any(
+            not torch.equal(tensor, last[group][name]) for name, tensor in first[group].items()
+        ), group
 
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Background saves copy their tensors at the last moment that they may: when the next update waits for it."""
-    due, snapshot, copied, join = threading.Event(), Checkpoints._snapshot, Checkpoints.copied, Checkpoints._join
+    due, snapshot, copied, join = (
+        threading.Event(),
+        Checkpoints._snapshot,
+        Checkpoints.copied,
+        Checkpoints._join,
+    )
 
     def wait_then_copy(self: Checkpoints, *args: Any) -> Any:
         assert due.wait(60)
@@ -109,7 +123,10 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", every(2, KINDS))
 def test_a_save_beside_the_next_step(kind: str, late: None, tmp_path: Path) -> None:
     witness = Witness()
-    with emulated.exact_gemm(0), torch.compiler.set_stance("force_eager"):  # torchao compiles its step
+    with (
+        emulated.exact_gemm(0),
+        torch.compiler.set_stance("force_eager"),
+    ):  # torchao compiles its step
         run = make_trainer(tmp_path, KINDS[kind])
         run.callbacks = [witness]
         run.run()
@@ -167,11 +184,17 @@ def way_to_save(way: str, model: CausalLM) -> Callable[[Path], Any]:
 
 @pytest.mark.parametrize("way", ["te", "hf", "export", "adapters"])
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
-def test_a_save_beside_training_in_another_thread_is_refused(recipe: str, way: str, tmp_path: Path) -> None:
+def test_a_save_beside_training_in_another_thread_is_refused(
+    recipe: str, way: str, tmp_path: Path
+) -> None:
     model = trained(recipe)
     save = way_to_save(way, model)
     error = in_thread(save, tmp_path / "out")
-    assert isinstance(error, EngineError) and "\n" not in str(error) and "'MainThread' trains the model" in str(error)
+    assert (
+        isinstance(error, EngineError)
+        and "\n" not in str(error)
+        and "'MainThread' trains the model" in str(error)
+    )
     assert not (tmp_path / "out").exists()
     with evaluating(model, model.te, model.recipe):  # after which the training goes on
         assert isinstance(in_thread(save, tmp_path / "out"), EngineError)
@@ -205,10 +228,13 @@ def test_a_model_is_not_trained_while_another_thread_saves_it(
     model = trained(recipe)
     errors: list[BaseException | None] = []
     monkeypatch.setattr(
-        "te_models.saving.pretrained.save_folder", lambda *a, **o: errors.append(in_thread(step, model))
+        "te_models.saving.pretrained.save_folder",
+        lambda *a, **o: errors.append(in_thread(step, model)),
     )
     model.save_pretrained(tmp_path / "out")
-    assert isinstance(errors[0], EngineError) and "is being saved in another thread" in str(errors[0])
+    assert isinstance(errors[0], EngineError) and "is being saved in another thread" in str(
+        errors[0]
+    )
     step(model)
 
 
@@ -220,7 +246,9 @@ def test_scales_are_saved_between_the_passes_of_other_threads() -> None:
     saver = threading.Thread(target=lambda: found.append(model.copied_fp8_state()))
 
     def begin(*_: Any) -> None:
-        assert any(not torch.equal(tensor, before[name]) for name, tensor in fp8_state(model).items())
+        assert any(
+            not torch.equal(tensor, before[name]) for name, tensor in fp8_state(model).items()
+        )
         saver.start()
         saver.join(0.2)
 

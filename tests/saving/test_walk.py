@@ -30,7 +30,9 @@ def module(code: CodeType) -> str:
 @functools.cache
 def module_of(file: str) -> str:
     path = Path(file)
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts) if path.is_relative_to(ROOT) else ""
+    return (
+        ".".join(path.relative_to(ROOT).with_suffix("").parts) if path.is_relative_to(ROOT) else ""
+    )
 
 
 def callers(frame: FrameType) -> list[CodeType]:
@@ -51,7 +53,9 @@ def calls_between_files(folder: Path, recipe: str) -> set[tuple[str, str]]:
         above = callers(frame) if name else []
         if not above or module(above[0]) == name:
             return
-        leads = all(module(code).split(".")[0] in FOLLOWED and code.co_name != "__init__" for code in above)
+        leads = all(
+            module(code).split(".")[0] in FOLLOWED and code.co_name != "__init__" for code in above
+        )
         if leads:
             function = above[0].co_qualname.partition(".<locals>")[0]
             found.add((f"{module(above[0])}.{function}", name))
@@ -68,17 +72,27 @@ def calls_between_files(folder: Path, recipe: str) -> set[tuple[str, str]]:
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="co_qualname is new in Python 3.11")
 @pytest.mark.parametrize("format", ["te", "hf"])
-def test_loading_is_at_most_20_calls_between_files_and_4_climbs(format: str, tmp_path: Path) -> None:
+def test_loading_is_at_most_20_calls_between_files_and_4_climbs(
+    format: str, tmp_path: Path
+) -> None:
     """Of a folder of ours with FP8 state, and of a family of Hugging Face."""
-    options: dict[str, Any] = dict(attention_gate="none", recipe="bf16") if format == "hf" else dict(recipe="delayed")
+    options: dict[str, Any] = (
+        dict(attention_gate="none", recipe="bf16") if format == "hf" else dict(recipe="delayed")
+    )
     model = CausalLM.from_preset("gated-nano", **SHAPE, **PLACE, **options)
     if format == "te":
         ids = model.embed_tokens.weight.new_ones((1, 16)).long()
         model(ids, labels=ids).loss.backward()
     model.save_pretrained(tmp_path / "m", format=format)
-    CausalLM.from_pretrained(tmp_path / "m", recipe=options["recipe"], **PLACE)  # imports are no part of the walk
+    CausalLM.from_pretrained(
+        tmp_path / "m", recipe=options["recipe"], **PLACE
+    )  # imports are no part of the walk
     calls = calls_between_files(tmp_path / "m", options["recipe"])
-    climbs = [call for call in calls if ORDER.index(call[1].split(".")[0]) > ORDER.index(call[0].split(".")[0])]
+    climbs = [
+        call
+        for call in calls
+        if ORDER.index(call[1].split(".")[0]) > ORDER.index(call[0].split(".")[0])
+    ]
     listing = "\n".join(f"{one} -> {other}" for one, other in sorted(calls))
     assert 10 < len(calls) <= 20, f"{len(calls)}\n{listing}"
     assert 0 < len(climbs) <= 4, climbs

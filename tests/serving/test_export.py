@@ -32,39 +32,72 @@ with warnings.catch_warnings():
     from transformers.integrations.finegrained_fp8 import Fp8Quantize, replace_with_fp8_linear
 
 
-SIZES: dict[str, Any] = dict(vocab_size=96, hidden_size=256, intermediate_size=384, num_hidden_layers=3)
-SIZES |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=128, max_position_embeddings=128)
+SIZES: dict[str, Any] = dict(
+    vocab_size=96, hidden_size=256, intermediate_size=384, num_hidden_layers=3
+)
+SIZES |= dict(
+    num_attention_heads=2, num_key_value_heads=1, head_dim=128, max_position_embeddings=128
+)
 SIZES |= dict(attention_gate="none")
-ODD = dict(hidden_size=192, intermediate_size=160, num_attention_heads=6, num_key_value_heads=2, head_dim=32)
+ODD = dict(
+    hidden_size=192,
+    intermediate_size=160,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=32,
+)
 GATED = dict(attention_gate="elementwise", qk_norm=True)
-TYPES = dict(layer_types=("sliding_attention", "full_attention", "sliding_attention"), sliding_window=9)
-GEMMA = dict(norm_position="both", zero_centered_norm=True, hidden_act="gelu_pytorch_tanh", embedding_multiplier=16.0)
+TYPES = dict(
+    layer_types=("sliding_attention", "full_attention", "sliding_attention"), sliding_window=9
+)
+GEMMA = dict(
+    norm_position="both",
+    zero_centered_norm=True,
+    hidden_act="gelu_pytorch_tanh",
+    embedding_multiplier=16.0,
+)
 # The family that a model is written as -> its shape.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": dict(attention_bias=True, tie_word_embeddings=True),
     "qwen3": dict(qk_norm=True, **ODD),  # sizes that are no multiples of 128
     "phi3": dict(partial_rotary_factor=0.5),  # q, k, v and gate, up are one tensor
-    "granite": dict(embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0, mlp_bias=True),
+    "granite": dict(
+        embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0, mlp_bias=True
+    ),
     "arcee": dict(mlp_gate=False, hidden_act="relu2"),
     "olmo2": dict(norm_position="post", qk_norm=True, qk_norm_scope="all_heads"),
-    "glm4": dict(norm_position="both", rope_interleaved=True, partial_rotary_factor=0.5, attention_bias=True),
-    "gemma2": dict(**GEMMA, **TYPES, attn_logit_softcapping=5.0, final_logit_softcapping=9.0, tie_word_embeddings=True),
+    "glm4": dict(
+        norm_position="both", rope_interleaved=True, partial_rotary_factor=0.5, attention_bias=True
+    ),
+    "gemma2": dict(
+        **GEMMA,
+        **TYPES,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=9.0,
+        tie_word_embeddings=True,
+    ),
     "gemma3_text": dict(**GEMMA, **TYPES, qk_norm=True, sliding_rope=dict(rope_theta=100.0)),
     "qwen3_next": dict(**GATED, zero_centered_norm=True),  # the gate of each head is in q_proj
     "qwen3_5_text": dict(
         **GATED,
         zero_centered_norm=True,
         layer_types=("full_attention", "linear_attention", "linear_attention"),
-        linear_attention=dict(num_key_heads=2, num_value_heads=4, key_head_dim=64, value_head_dim=64),
+        linear_attention=dict(
+            num_key_heads=2, num_value_heads=4, key_head_dim=64, value_head_dim=64
+        ),
     ),
     "afmoe": dict(**GATED, **TYPES, norm_position="both", no_rope_layers=(1, 0, 1)),
     "laguna": dict(GATED, attention_gate="headwise", attention_gate_activation="softplus"),
-    "qwen3_moe": dict(qk_norm=True, moe=dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=128)),
+    "qwen3_moe": dict(
+        qk_norm=True, moe=dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=128)
+    ),
     "deepseek_v3": dict(
         num_key_value_heads=2,
         head_dim=64,
-        latent_attention=dict(q_lora_rank=192, kv_lora_rank=64, qk_nope_head_dim=64, qk_rope_head_dim=64),
+        latent_attention=dict(
+            q_lora_rank=192, kv_lora_rank=64, qk_nope_head_dim=64, qk_rope_head_dim=64
+        ),
         moe=dict(
             num_experts=4,
             num_experts_per_tok=2,
@@ -86,10 +119,18 @@ COMPRESSED = ["fp8-channel", "mxfp8", "nvfp4"]
 IDS = torch.arange(2 * 24).reshape(2, 24) % 89
 
 
-def build(recipe: str = "delayed", steps: int = 1, dtype: torch.dtype = torch.float32, **changes: Any) -> CausalLM:
+def build(
+    recipe: str = "delayed", steps: int = 1, dtype: torch.dtype = torch.float32, **changes: Any
+) -> CausalLM:
     """A small model that has trained for some steps."""
-    options = {name: changes.pop(name) for name in list(changes) if name not in ModelConfig.__dataclass_fields__}
-    model = CausalLM(ModelConfig(**{**SIZES, **changes}), recipe=recipe, device="cpu", dtype=dtype, **options)
+    options = {
+        name: changes.pop(name)
+        for name in list(changes)
+        if name not in ModelConfig.__dataclass_fields__
+    }
+    model = CausalLM(
+        ModelConfig(**{**SIZES, **changes}), recipe=recipe, device="cpu", dtype=dtype, **options
+    )
     with torch.no_grad():
         for number, (name, parameter) in enumerate(model.named_parameters()):
             if "norm" in name or name.endswith("bias"):
@@ -119,7 +160,10 @@ def theirs(folder: Path, format: str) -> Any:
             del stored[name.replace("weight_scale", "input_scale")]
         save_file(stored, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(config))
-    configs = {"fp8-block": FineGrainedFP8Config, **dict.fromkeys(COMPRESSED, CompressedTensorsConfig)}
+    configs = {
+        "fp8-block": FineGrainedFP8Config,
+        **dict.fromkeys(COMPRESSED, CompressedTensorsConfig),
+    }
     options = {"quantization_config": configs[format](dequantize=True)} if format in configs else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -129,14 +173,18 @@ def theirs(folder: Path, format: str) -> Any:
 
 
 def scheme_of(folder: Path) -> Any:
-    return QuantizationConfig.model_validate(document_of(folder)["quantization_config"]).config_groups["group_0"]
+    return QuantizationConfig.model_validate(
+        document_of(folder)["quantization_config"]
+    ).config_groups["group_0"]
 
 
 @pytest.mark.filterwarnings("ignore:.*needs its own code in transformers")
 @pytest.mark.parametrize(
     ("shape", "format"),
     [
-        pytest.param(shape, format, marks=[pytest.mark.slow] if (row + column) % len(FORMATS) else [])
+        pytest.param(
+            shape, format, marks=[pytest.mark.slow] if (row + column) % len(FORMATS) else []
+        )
         for row, shape in enumerate(SHAPES)
         for column, format in enumerate(FORMATS)
     ],
@@ -157,7 +205,9 @@ def test_transformers_computes_the_same_logits(format: str, shape: str, tmp_path
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("gate", "format"), [("headwise", "fp8-channel"), ("elementwise", "mxfp8"), ("none", "nvfp4")])
+@pytest.mark.parametrize(
+    ("gate", "format"), [("headwise", "fp8-channel"), ("elementwise", "mxfp8"), ("none", "nvfp4")]
+)
 def test_compressed_tensors_makes_the_same_tensors(gate: str, format: str, tmp_path: Path) -> None:
     """Data and scales of every weight, those of a gate included."""
     model = build("bf16", dtype=torch.bfloat16, attention_gate=gate, **ODD)
@@ -169,20 +219,34 @@ def test_compressed_tensors_makes_the_same_tensors(gate: str, format: str, tmp_p
     args = scheme.weights
     assert len(exported.quantized) == (7 + (gate != "none")) * SIZES["num_hidden_layers"]
     for module in exported.quantized:
-        own = {n.removeprefix(f"{module}."): t for n, t in stored.items() if n.startswith(f"{module}.")}
-        weight, scale, whole = plain[f"{module}.weight"].float(), own["weight_scale"], own.get("weight_global_scale")
+        own = {
+            n.removeprefix(f"{module}."): t for n, t in stored.items() if n.startswith(f"{module}.")
+        }
+        weight, scale, whole = (
+            plain[f"{module}.weight"].float(),
+            own["weight_scale"],
+            own.get("weight_global_scale"),
+        )
         blocks = weight if args.group_size is None else weight.unflatten(1, (-1, args.group_size))
         low, high = blocks.amin(-1), blocks.amax(-1)
-        if whole is not None and module.endswith(("o_proj", "down_proj")):  # others share it with their neighbors
+        if whole is not None and module.endswith(
+            ("o_proj", "down_proj")
+        ):  # others share it with their neighbors
             # It multiplies by a reciprocal, which is rounded once more.
-            torch.testing.assert_close(whole, generate_gparam(low.min(), high.max()), rtol=2**-23, atol=0)
+            torch.testing.assert_close(
+                whole, generate_gparam(low.min(), high.max()), rtol=2**-23, atol=0
+            )
         expected = calculate_qparams(low, high, args, global_scale=whole)[0]
         given = {"weight": weight, "weight_scale": expected.reshape(scale.shape)}
         given |= {} if whole is None else {"weight_global_scale": whole}
         expected = torch.log2(expected) + 127 if format == "mxfp8" else expected
-        assert_same_bits(f"{module}: scales", scale.float().reshape(expected.shape), expected.float())
+        assert_same_bits(
+            f"{module}: scales", scale.float().reshape(expected.shape), expected.float()
+        )
         for name, tensor in compressor.compress(given, scheme).items():
-            assert_same_bits(f"{module}.{name}", own[name], tensor.to(own[name].dtype).reshape(own[name].shape))
+            assert_same_bits(
+                f"{module}.{name}", own[name], tensor.to(own[name].dtype).reshape(own[name].shape)
+            )
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "blockwise"])
@@ -193,7 +257,9 @@ def test_blocks_are_those_of_transformers(recipe: str, tmp_path: Path) -> None:
     stored, plain = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "plain")
 
     class Quantizer:
-        quantization_config = FineGrainedFP8Config(scale_fmt="float" if recipe == "bf16" else "ue8m0")
+        quantization_config = FineGrainedFP8Config(
+            scale_fmt="float" if recipe == "bf16" else "ue8m0"
+        )
 
     for module in exported.quantized:
         name = f"{module}.weight"
@@ -215,7 +281,10 @@ LOADED: dict[str, dict[str, tuple[torch.dtype, Any]]] = {
         "weight_scale": (F32, lambda o, i: ()),
         "input_scale": (F32, lambda o, i: ()),
     },
-    "fp8-channel": {"weight": (F8, lambda o, i: (o, i)), "weight_scale": (F32, lambda o, i: (o, 1))},
+    "fp8-channel": {
+        "weight": (F8, lambda o, i: (o, i)),
+        "weight_scale": (F32, lambda o, i: (o, 1)),
+    },
     "mxfp8": {"weight": (F8, lambda o, i: (o, i)), "weight_scale": (U8, lambda o, i: (o, i // 32))},
     "nvfp4": {
         "weight_packed": (U8, lambda o, i: (o, i // 2)),
@@ -227,7 +296,9 @@ LOADED: dict[str, dict[str, tuple[torch.dtype, Any]]] = {
 NUMBER8 = dict(num_bits=8, type="float", symmetric=True)
 NUMBER4 = dict(num_bits=4, type="float", symmetric=True)
 CONFIGS: dict[str, dict[str, Any]] = {
-    "fp8-block": dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128]),
+    "fp8-block": dict(
+        quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128]
+    ),
     "fp8-tensor": dict(quant_method="fp8", activation_scheme="static"),
     "fp8-channel": dict(
         format="float-quantized",
@@ -248,7 +319,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("format", QUANTIZED)
-def test_loaders_find_the_names_shapes_and_dtypes_that_they_read(format: str, tmp_path: Path) -> None:
+def test_loaders_find_the_names_shapes_and_dtypes_that_they_read(
+    format: str, tmp_path: Path
+) -> None:
     model = build("delayed", attention_bias=True, num_hidden_layers=4, num_layers_at_end_in_bf16=2)
     exported = model.export(tmp_path / "out", format=format)
     model.save_pretrained(tmp_path / "plain", format="hf")
@@ -263,13 +336,24 @@ def test_loaders_find_the_names_shapes_and_dtypes_that_they_read(format: str, tm
         out, width = plain[f"{module}.weight"].shape
         for part, (dtype, shape) in LOADED[format].items():
             tensor = stored[f"{module}.{part}"]
-            assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape(out, width)), f"{module}.{part}"
+            assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape(out, width)), (
+                f"{module}.{part}"
+            )
     for name in plain.keys() & stored.keys() - {f"{module}.weight" for module in inside}:
         assert_same_bits(name, stored[name], plain[name])
     if format in ("fp8-tensor", "nvfp4"):
         for group in (inside[:3], inside[4:6]):  # vLLM fuses them and takes the largest scale
-            for part in ("weight_scale", "input_scale", "weight_global_scale", "input_global_scale"):
-                values = [stored[f"{m}.{part}"] for m in group if stored.get(f"{m}.{part}", torch.ones(2)).numel() == 1]
+            for part in (
+                "weight_scale",
+                "input_scale",
+                "weight_global_scale",
+                "input_global_scale",
+            ):
+                values = [
+                    stored[f"{m}.{part}"]
+                    for m in group
+                    if stored.get(f"{m}.{part}", torch.ones(2)).numel() == 1
+                ]
                 assert all(torch.equal(values[0], value) for value in values)
     config = document_of(tmp_path / "out")
     quantization = config.pop("quantization_config")
@@ -279,7 +363,9 @@ def test_loaders_find_the_names_shapes_and_dtypes_that_they_read(format: str, tm
     assert_says_what_loaders_read(quantization, format, sorted(linears - set(inside)))
 
 
-def assert_says_what_loaders_read(quantization: dict[str, Any], format: str, ignored: list[str]) -> None:
+def assert_says_what_loaders_read(
+    quantization: dict[str, Any], format: str, ignored: list[str]
+) -> None:
     """Check a quantization_config, which lists the linears that are not quantized."""
     wanted = CONFIGS[format]
     if "format" not in wanted:
@@ -287,8 +373,14 @@ def assert_says_what_loaders_read(quantization: dict[str, Any], format: str, ign
         assert sorted(quantization["ignored_layers"]) == ignored
         assert sorted(quantization.get("modules_to_not_convert", ignored)) == ignored
         return
-    assert quantization["quant_method"] == "compressed-tensors" and quantization["format"] == wanted["format"]
-    assert sorted(quantization["ignore"]) == ignored and quantization["quantization_status"] == "compressed"
+    assert (
+        quantization["quant_method"] == "compressed-tensors"
+        and quantization["format"] == wanted["format"]
+    )
+    assert (
+        sorted(quantization["ignore"]) == ignored
+        and quantization["quantization_status"] == "compressed"
+    )
     (group,) = quantization["config_groups"].values()
     assert group["targets"] == ["Linear"]
     for part in ("weights", "input_activations"):
@@ -299,7 +391,11 @@ def assert_says_what_loaders_read(quantization: dict[str, Any], format: str, ign
 @pytest.mark.parametrize("recipe", ["delayed", "current", "bf16"])
 def test_what_the_table_keeps_in_bf16_is_not_quantized(recipe: str, tmp_path: Path) -> None:
     """Under any recipe, BF16 too; a linear under another recipe is quantized, also one that an edge left out."""
-    table = {"*.down_proj": "bf16", "layers.1.self_attn.*": "bf16", "layers.0.mlp.gate_up_proj": "current"}
+    table = {
+        "*.down_proj": "bf16",
+        "layers.1.self_attn.*": "bf16",
+        "layers.0.mlp.gate_up_proj": "current",
+    }
     edges = dict(num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=0)
     model = build(recipe, num_hidden_layers=3, precision=table, **edges)
     exported = model.export(tmp_path / "out", format="fp8-channel")
@@ -320,21 +416,27 @@ def test_what_the_table_keeps_in_bf16_is_not_quantized(recipe: str, tmp_path: Pa
 def test_transformers_finds_what_an_edge_keeps_in_bf16(tmp_path: Path) -> None:
     """By the names of its own modules, which differ from those of the folder; experts are one of them."""
     config = make_config("laguna-all-sparse")
-    config.intermediate_size = config.moe_intermediate_size = config.shared_expert_intermediate_size = 32
+    config.intermediate_size = config.moe_intermediate_size = (
+        config.shared_expert_intermediate_size
+    ) = 32
     theirs = AutoModelForCausalLM.from_config(config)
     theirs.save_pretrained(tmp_path / "in")
     edges = dict(recipe="current", num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=0)
     CausalLM.from_pretrained(tmp_path / "in", device="cpu", **edges).export(tmp_path / "out")
     told = FineGrainedFP8Config(**document_of(tmp_path / "out")["quantization_config"])
     made = replace_with_fp8_linear(theirs, told.modules_to_not_convert, told, pre_quantized=True)
-    found = [name for name, module in made.named_modules() if type(module).__name__.startswith("FP8")]
+    found = [
+        name for name, module in made.named_modules() if type(module).__name__.startswith("FP8")
+    ]
     depths = [name.split(".")[2] for name in found]
     assert depths.count("0") == 0 and depths.count("1") == depths.count("2") == 9
 
 
 def test_a_linear_under_another_recipe_is_served_as_it_trained(tmp_path: Path) -> None:
     """Power-of-two scales are those of blockwise; Float8CurrentScaling's, as the model's own, are any."""
-    model = build("current", precision={"layers.1.mlp.down_proj": "blockwise"}, dtype=torch.bfloat16)
+    model = build(
+        "current", precision={"layers.1.mlp.down_proj": "blockwise"}, dtype=torch.bfloat16
+    )
     model.export(tmp_path / "out", format="fp8-block")
     stored = tensors_of(tmp_path / "out")
     powers = {
@@ -345,7 +447,9 @@ def test_a_linear_under_another_recipe_is_served_as_it_trained(tmp_path: Path) -
     assert powers["model.layers.1.mlp.down_proj.weight_scale_inv"]
     assert not powers["model.layers.1.mlp.up_proj.weight_scale_inv"]
     with pytest.raises(UsageError, match="has them for 3 of 4 linears"):
-        build("delayed", precision={"layers.1.mlp.down_proj": "current"}).export(tmp_path / "no", format="fp8-tensor")
+        build("delayed", precision={"layers.1.mlp.down_proj": "current"}).export(
+            tmp_path / "no", format="fp8-tensor"
+        )
 
 
 def test_static_scales_are_the_trained_ones(tmp_path: Path) -> None:
@@ -368,7 +472,9 @@ def test_calibration_measures_the_inputs(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     seen: list[Tensor] = []
     module = model.layers[0].mlp.down_proj
-    hook = module.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].abs().amax()))
+    hook = module.register_forward_pre_hook(
+        lambda module, inputs: seen.append(inputs[0].abs().amax())
+    )
     with torch.no_grad():
         model(IDS)
     hook.remove()
@@ -411,7 +517,9 @@ def test_random_tokens_leave_room_for_inputs_four_times_as_large(tmp_path: Path)
 
 @pytest.mark.parametrize(("recipe", "format"), [("current", "fp8-tensor"), ("delayed", "fp8-tensor"),
                                                 ("blockwise", "fp8-block"), ("mxfp8", "mxfp8")])  # fmt: skip
-def test_fp8_primary_weights_are_served_as_they_are(recipe: str, format: str, tmp_path: Path) -> None:
+def test_fp8_primary_weights_are_served_as_they_are(
+    recipe: str, format: str, tmp_path: Path
+) -> None:
     more = dict(use_f32_scales=True) if recipe == "blockwise" else {}
     model = build(recipe, steps=2, dtype=torch.bfloat16, fp8_params=True, **more)
     model.export(tmp_path / "out", format=format, calibration=IDS)
@@ -421,7 +529,9 @@ def test_fp8_primary_weights_are_served_as_they_are(recipe: str, format: str, tm
         assert_same_bits(name, back.layers[1].get_submodule(name).weight.detach(), weight.detach())
 
 
-def test_fp8_primary_weights_of_odd_sizes_get_scales_that_transformers_reads(tmp_path: Path) -> None:
+def test_fp8_primary_weights_of_odd_sizes_get_scales_that_transformers_reads(
+    tmp_path: Path,
+) -> None:
     """Their own blocks of 128 do not fill the weight, from whose shape transformers derives the size of a block."""
     model = build("blockwise", dtype=torch.bfloat16, fp8_params=True, **ODD)
     exported = model.export(tmp_path / "out", format="fp8-block")
@@ -437,7 +547,9 @@ def test_fp8_primary_weights_of_odd_sizes_get_scales_that_transformers_reads(tmp
     for name in ("self_attn.qkvg_proj", "mlp.gate_up_proj", "mlp.down_proj"):
         weight = model.layers[1].get_submodule(name).weight.dequantize(dtype=torch.float32).detach()
         found = back.layers[1].get_submodule(name).weight.detach()
-        assert ((found - weight).abs() <= weight.abs() * 2**-4 + weight.abs().amax() * 2**-15).all(), name
+        assert (
+            (found - weight).abs() <= weight.abs() * 2**-4 + weight.abs().amax() * 2**-15
+        ).all(), name
 
 
 @pytest.mark.parametrize(
@@ -464,7 +576,9 @@ def test_a_model_is_served_with_the_weights_it_trained_with(
         trained = quantizer(module.weight.detach()).dequantize(dtype=torch.float32)
         served: Any = back.layers[1].get_submodule(name).weight
         # NVFP4 has two factors, whose product is rounded in another order.
-        torch.testing.assert_close(served.detach(), trained, rtol=3e-7 if format == "nvfp4" else 0, atol=0)
+        torch.testing.assert_close(
+            served.detach(), trained, rtol=3e-7 if format == "nvfp4" else 0, atol=0
+        )
 
 
 def test_a_divisor_that_makes_scales_infinite_is_refused(tmp_path: Path) -> None:
@@ -472,7 +586,9 @@ def test_a_divisor_that_makes_scales_infinite_is_refused(tmp_path: Path) -> None
     stored = tensors_of(tmp_path / "out")
     stored["model.layers.1.mlp.down_proj.weight_global_scale"].fill_(1e-42)
     save_file(stored, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="down_proj.weight_global_scale has a scale that is .* not finite"):
+    with pytest.raises(
+        CheckpointError, match="down_proj.weight_global_scale has a scale that is .* not finite"
+    ):
         CausalLM.from_pretrained(tmp_path / "out", device="cpu")
 
 
@@ -480,7 +596,9 @@ def test_bf16_is_the_plain_folder(tmp_path: Path) -> None:
     model = build("delayed")
     assert model.export(tmp_path / "out", format="bf16").quantized == ()
     model.save_pretrained(tmp_path / "plain", format="hf")
-    plain = {name: tensor.to(torch.bfloat16) for name, tensor in tensors_of(tmp_path / "plain").items()}
+    plain = {
+        name: tensor.to(torch.bfloat16) for name, tensor in tensors_of(tmp_path / "plain").items()
+    }
     assert_same_tensors(tensors_of(tmp_path / "out"), plain)
     config = document_of(tmp_path / "out")
     assert config["torch_dtype"] == "bfloat16" and "quantization_config" not in config
@@ -491,7 +609,9 @@ def test_bf16_keeps_the_numbers_that_choose_experts(tmp_path: Path) -> None:
     theirs = AutoModelForCausalLM.from_config(make_config("glm4_moe-groups"))
     randomize(theirs)
     theirs.float().save_pretrained(tmp_path / "theirs")
-    model = CausalLM.from_pretrained(tmp_path / "theirs", device="cpu", recipe="bf16", dtype=torch.bfloat16)
+    model = CausalLM.from_pretrained(
+        tmp_path / "theirs", device="cpu", recipe="bf16", dtype=torch.bfloat16
+    )
     model.export(tmp_path / "out", format="bf16")
     before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "out")
     names = [name for name in before if name.endswith("e_score_correction_bias")]
@@ -508,19 +628,27 @@ def test_adapters_are_merged_first(tmp_path: Path) -> None:
             if "lora_B" in name:
                 parameter.copy_(torch.randn_like(parameter) * 0.05)
     weights = {
-        n.replace(".base_layer", ""): p for n, p in adapted.get_base_model().named_parameters() if ".lora_" not in n
+        n.replace(".base_layer", ""): p
+        for n, p in adapted.get_base_model().named_parameters()
+        if ".lora_" not in n
     }
     for name, module in adapted.get_base_model().named_modules():
         if hasattr(module, "lora_A"):
             one, other = module.lora_A["default"].weight, module.lora_B["default"].weight
-            weights[f"{name}.weight"] = weights[f"{name}.weight"] + module.scaling["default"] * other @ one
+            weights[f"{name}.weight"] = (
+                weights[f"{name}.weight"] + module.scaling["default"] * other @ one
+            )
     by_hand = build("bf16", steps=0)
-    by_hand.load_state_dict({name: tensor.detach() for name, tensor in weights.items()}, strict=False)
+    by_hand.load_state_dict(
+        {name: tensor.detach() for name, tensor in weights.items()}, strict=False
+    )
     by_hand.export(tmp_path / "by-hand", format="bf16")
     exported = adapted.merge_and_unload().export(tmp_path / "out", format="bf16")
     assert len(exported.ignored) == 22 and len(weights) == len(dict(by_hand.named_parameters()))
     for name, tensor in tensors_of(tmp_path / "by-hand").items():
-        torch.testing.assert_close(tensors_of(tmp_path / "out")[name], tensor, rtol=2**-8, atol=1e-8)
+        torch.testing.assert_close(
+            tensors_of(tmp_path / "out")[name], tensor, rtol=2**-8, atol=1e-8
+        )
 
 
 @pytest.mark.parametrize(
@@ -531,7 +659,9 @@ def test_adapters_are_merged_first(tmp_path: Path) -> None:
         ("deepseek_v3", "fp8-channel", "current"),
     ],
 )
-def test_a_checkpoint_in_fp8_is_trained_and_served_again(shape: str, format: str, recipe: str, tmp_path: Path) -> None:
+def test_a_checkpoint_in_fp8_is_trained_and_served_again(
+    shape: str, format: str, recipe: str, tmp_path: Path
+) -> None:
     trained(shape).export(tmp_path / "hub", format=format)
     model = CausalLM.from_pretrained(tmp_path / "hub", device="cpu", recipe=recipe, fp8_params=True)
     optimizer = build_optimizer("adamw", model, 1e-3, 0.0)
@@ -539,7 +669,9 @@ def test_a_checkpoint_in_fp8_is_trained_and_served_again(shape: str, format: str
     optimizer.step()
     model.export(tmp_path / "out", format=format)
     first, second = tensors_of(tmp_path / "hub"), tensors_of(tmp_path / "out")
-    assert first.keys() == second.keys() and not torch.equal(first["model.norm.weight"], second["model.norm.weight"])
+    assert first.keys() == second.keys() and not torch.equal(
+        first["model.norm.weight"], second["model.norm.weight"]
+    )
     assert document_of(tmp_path / "out") == document_of(tmp_path / "hub")
     ours = CausalLM.from_pretrained(tmp_path / "out", device="cpu", dtype=torch.float32)
     with torch.no_grad():
@@ -552,7 +684,9 @@ def test_an_export_of_an_export_is_the_same(format: str, tmp_path: Path) -> None
     """Its weights, until they change, and the scales of inputs, which random tokens would measure otherwise."""
     model = build("bf16", dtype=torch.bfloat16)
     with torch.no_grad():
-        model.layers[1].self_attn.o_proj.weight[0, 0] = 447.9  # E4M3 rounds it to its largest number
+        model.layers[1].self_attn.o_proj.weight[0, 0] = (
+            447.9  # E4M3 rounds it to its largest number
+        )
     model.export(tmp_path / "first", format=format, calibration=IDS)
     again = CausalLM.from_pretrained(tmp_path / "first", device="cpu")
     again.export(tmp_path / "second", format=format)
@@ -562,16 +696,22 @@ def test_an_export_of_an_export_is_the_same(format: str, tmp_path: Path) -> None
         again.layers[1].mlp.down_proj.weight.mul_(2)
     again.export(tmp_path / "third", format=format)
     changed = {
-        name for name, t in tensors_of(tmp_path / "third").items() if not torch.equal(t.float(), first[name].float())
+        name
+        for name, t in tensors_of(tmp_path / "third").items()
+        if not torch.equal(t.float(), first[name].float())
     }
-    assert changed and all(name.startswith("model.layers.1.mlp.down_proj.weight") for name in changed)
+    assert changed and all(
+        name.startswith("model.layers.1.mlp.down_proj.weight") for name in changed
+    )
 
 
 def test_unsupported_exports_are_refused_in_one_line(tmp_path: Path) -> None:
     model = build("bf16", intermediate_size=176)
     with pytest.raises(UsageError, match="unknown format 'fp8-blocks'.*fp8-block"):
         model.export(tmp_path / "out", format="fp8-blocks")
-    with pytest.raises(UsageError, match="down_proj has 176 inputs, no multiple of 32, which mxfp8 needs"):
+    with pytest.raises(
+        UsageError, match="down_proj has 176 inputs, no multiple of 32, which mxfp8 needs"
+    ):
         model.export(tmp_path / "out", format="mxfp8")
     assert not (tmp_path / "out").exists()
     (note,) = model.export(tmp_path / "out", format="fp8-block").notes
@@ -580,22 +720,51 @@ def test_unsupported_exports_are_refused_in_one_line(tmp_path: Path) -> None:
     assert "transformers 5.24 reads wrong values" in note
 
 
-def test_the_command_exports_with_text_to_measure_on(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_command_exports_with_text_to_measure_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     build("bf16", vocab_size=288).save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("Ten green bottles, hanging on the wall. " * 40)
-    line = ["export", "--model", str(tmp_path / "model"), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    line = [
+        "export",
+        "--model",
+        str(tmp_path / "model"),
+        "--out",
+        str(tmp_path / "out"),
+        "--device",
+        "cpu",
+    ]
     assert main([*line, "--format", "fp8-tensor"]) == 2
     assert "--data PATH" in capsys.readouterr().err
-    assert main([*line, "--format", "fp8-tensor", "--data", str(tmp_path / "text.txt"), "--seq-len", "64"]) == 0
+    assert (
+        main(
+            [
+                *line,
+                "--format",
+                "fp8-tensor",
+                "--data",
+                str(tmp_path / "text.txt"),
+                "--seq-len",
+                "64",
+            ]
+        )
+        == 0
+    )
     assert "fp8-tensor, 21 linears quantized, 1 not" in capsys.readouterr().out
     assert document_of(tmp_path / "out")["quantization_config"]["activation_scheme"] == "static"
 
 
 def test_an_export_does_not_replace_the_model_that_it_reads(tmp_path: Path) -> None:
-    CausalLM(ModelConfig(**SIZES), recipe="bf16", device="cpu").save_pretrained(tmp_path / "hub", format="hf")
+    CausalLM(ModelConfig(**SIZES), recipe="bf16", device="cpu").save_pretrained(
+        tmp_path / "hub", format="hf"
+    )
     before = (tmp_path / "hub" / "model.safetensors").read_bytes()
     (tmp_path / "link").symlink_to(tmp_path / "hub")
     for out in ("hub", "link"):
-        with pytest.raises(UsageError, match="holds the model that is exported, whose weights would be lost"):
-            CausalLM.from_pretrained(tmp_path / "hub", recipe="bf16", device="cpu").export(tmp_path / out)
+        with pytest.raises(
+            UsageError, match="holds the model that is exported, whose weights would be lost"
+        ):
+            CausalLM.from_pretrained(tmp_path / "hub", recipe="bf16", device="cpu").export(
+                tmp_path / out
+            )
     assert (tmp_path / "hub" / "model.safetensors").read_bytes() == before

@@ -13,9 +13,16 @@ from te_models import CausalLM
 from te_models.serving.formats import FORMATS
 from te_models.serving.parity import parity
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*needs its own code in transformers")]
-SIZES: dict[str, Any] = dict(vocab_size=96, hidden_size=256, intermediate_size=384, num_hidden_layers=3)
-SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=128)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*needs its own code in transformers"),
+]
+SIZES: dict[str, Any] = dict(
+    vocab_size=96, hidden_size=256, intermediate_size=384, num_hidden_layers=3
+)
+SIZES |= dict(
+    num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=128
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +37,24 @@ def trained() -> CausalLM:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_an_export_is_that_of_the_emulated_engine(format: str, trained: CausalLM, tmp_path: Path) -> None:
+def test_an_export_is_that_of_the_emulated_engine(
+    format: str, trained: CausalLM, tmp_path: Path
+) -> None:
     trained.save_pretrained(tmp_path / "model")
     emulated = CausalLM.from_pretrained(tmp_path / "model", device="cpu", engine="emulated")
-    found = [model.export(tmp_path / name, format=format) for model, name in ((trained, "one"), (emulated, "other"))]
-    assert found[0].quantized == found[1].quantized and bool(found[0].quantized) == (format != "bf16")
-    assert_same_tensors(*(load_file(tmp_path / name / "model.safetensors") for name in ("one", "other")))
-    assert (tmp_path / "one/config.json").read_text() == (tmp_path / "other/config.json").read_text()
+    found = [
+        model.export(tmp_path / name, format=format)
+        for model, name in ((trained, "one"), (emulated, "other"))
+    ]
+    assert found[0].quantized == found[1].quantized and bool(found[0].quantized) == (
+        format != "bf16"
+    )
+    assert_same_tensors(
+        *(load_file(tmp_path / name / "model.safetensors") for name in ("one", "other"))
+    )
+    assert (tmp_path / "one/config.json").read_text() == (
+        tmp_path / "other/config.json"
+    ).read_text()
 
 
 def test_parity_on_a_gpu_is_that_of_the_emulated_engine(trained: CausalLM, tmp_path: Path) -> None:
@@ -44,7 +62,10 @@ def test_parity_on_a_gpu_is_that_of_the_emulated_engine(trained: CausalLM, tmp_p
     trained.save_pretrained(tmp_path / "model")
     emulated = CausalLM.from_pretrained(tmp_path / "model", **EMULATED)
     ids = (torch.arange(4 * 64).reshape(4, 64) % 89).to(trained.device)
-    rows = [parity(model, model.origin, [], [dict(input_ids=ids, labels=ids)]).rows for model in (trained, emulated)]
+    rows = [
+        parity(model, model.origin, [], [dict(input_ids=ids, labels=ids)]).rows
+        for model in (trained, emulated)
+    ]
     for one, other in zip(*rows, strict=True):
         assert one.export == other.export and not one.reason
         assert one.trained_loss == pytest.approx(other.trained_loss, rel=0.01)

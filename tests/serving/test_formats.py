@@ -28,19 +28,27 @@ OPTIONS = [
     for format, schemes in SCHEMES.items()
     for scheme in schemes
     for power_of_2 in ([False, True] if scheme == "Float8BlockScaling" else [False])
-    for square in ([False, True] if scheme in ("MXFP8BlockScaling", "NVFP4BlockScaling") else [False])
+    for square in (
+        [False, True] if scheme in ("MXFP8BlockScaling", "NVFP4BlockScaling") else [False]
+    )
 ]
 # Around every bound: subnormal numbers, infinite reciprocals, 448 or 2688 over the largest number, and that number.
 LARGEST = [0.0, *(2.0**e * f for e, f in itertools.product(range(-149, 128, 3), (1.0, 1.9))), 1.3e-36, 1.32e-36,
            2.9e-39, 5.2e-36, 7.8e-36, 3e-43, 1e-42, TOO_LARGE * (1 - 2.0**-8)]  # fmt: skip
-SHAPE = torch.cat([torch.tensor([1.0, -1.0, 0.0, -0.0]), torch.linspace(-1, 1, 60), 2.0 ** -torch.arange(64.0)])
+SHAPE = torch.cat(
+    [torch.tensor([1.0, -1.0, 0.0, -0.0]), torch.linspace(-1, 1, 60), 2.0 ** -torch.arange(64.0)]
+)
 
 
 def decoded(format: str, parts: Parts, shape: tuple[int, int]) -> Tensor:
     """The FP64 values of a stored weight: data times scales."""
     if format == "nvfp4":
         grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]).double()
-        codes = torch.stack([parts["weight_packed"] & 15, parts["weight_packed"] >> 4], 2).flatten(1).int()
+        codes = (
+            torch.stack([parts["weight_packed"] & 15, parts["weight_packed"] >> 4], 2)
+            .flatten(1)
+            .int()
+        )
         data = torch.where(codes > 7, -grid[codes & 7], grid[codes & 7])
         scale = parts["weight_scale"].double() / parts[GLOBAL_SCALE].double()
     else:
@@ -50,7 +58,9 @@ def decoded(format: str, parts: Parts, shape: tuple[int, int]) -> Tensor:
             scale = torch.exp2(scale - 127)
     if scale.dim():
         for dim in (0, 1):
-            scale = scale.repeat_interleave(-(-shape[dim] // scale.shape[dim]), dim).narrow(dim, 0, shape[dim])
+            scale = scale.repeat_interleave(-(-shape[dim] // scale.shape[dim]), dim).narrow(
+                dim, 0, shape[dim]
+            )
     return data * scale
 
 
@@ -70,7 +80,9 @@ def bound(format: str, x: Tensor, amax: float) -> Tensor:
 @pytest.mark.parametrize(("format", "options"), OPTIONS, ids=str)
 def test_every_magnitude_comes_back(format: str, options: Options, source: torch.dtype) -> None:
     for amax in LARGEST:
-        weight = (torch.outer(torch.tensor([1.0, 0.5, 1e-3, 0.0]), SHAPE).double() * amax).to(source)
+        weight = (torch.outer(torch.tensor([1.0, 0.5, 1e-3, 0.0]), SHAPE).double() * amax).to(
+            source
+        )
         parts = encode(format, weight, options)
         x, found = weight.double(), decoded(format, parts, (4, 128))
         assert ((found - x).abs() <= bound(format, x, x.abs().max().item())).all(), amax
@@ -101,7 +113,11 @@ def test_inputs_of_every_magnitude_are_served(name: str) -> None:
     for amax in LARGEST:
         x = torch.outer(torch.tensor([1.0, 0.5, 1e-3, 0.0]), SHAPE) * amax
         largest = x.abs().max().item()
-        static = static_scale(FORMATS[format], largest) if name in ("static", "nvfp4") and largest else None
+        static = (
+            static_scale(FORMATS[format], largest)
+            if name in ("static", "nvfp4") and largest
+            else None
+        )
         if static is None and name in ("static", "nvfp4"):
             continue
         found = INPUTS[name](x, static).double()
@@ -110,20 +126,35 @@ def test_inputs_of_every_magnitude_are_served(name: str) -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -TOO_LARGE], ids=str)
 def test_a_weight_that_no_format_holds_is_refused(value: float, tmp_path: Path) -> None:
-    sizes: dict[str, Any] = dict(vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=3)
-    sizes |= dict(num_attention_heads=2, num_key_value_heads=2, head_dim=32, max_position_embeddings=32)
-    model = CausalLM(ModelConfig(**sizes, attention_gate="none"), recipe="bf16", device="cpu", dtype=torch.float32)
+    sizes: dict[str, Any] = dict(
+        vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=3
+    )
+    sizes |= dict(
+        num_attention_heads=2, num_key_value_heads=2, head_dim=32, max_position_embeddings=32
+    )
+    model = CausalLM(
+        ModelConfig(**sizes, attention_gate="none"),
+        recipe="bf16",
+        device="cpu",
+        dtype=torch.float32,
+    )
     with torch.no_grad():
         model.layers[1].mlp.down_proj.weight[3, 5] = value
     for format in ("fp8-block", "fp8-channel", "mxfp8"):
-        with pytest.raises(UsageError, match="layers.1.mlp.down_proj.weight has values that are not finite") as found:
+        with pytest.raises(
+            UsageError, match="layers.1.mlp.down_proj.weight has values that are not finite"
+        ) as found:
             model.export(tmp_path / "out", format=format)
         assert "\n" not in str(found.value) and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("options", [Options(), Options("Float8BlockScaling", power_of_2=True)], ids=str)
+@pytest.mark.parametrize(
+    "options", [Options(), Options("Float8BlockScaling", power_of_2=True)], ids=str
+)
 @pytest.mark.parametrize("shape", [(200, 256), (256, 200), (200, 200), (100, 256), (256, 256)])
-def test_blocks_of_a_size_that_is_no_multiple_of_128(shape: tuple[int, int], options: Options) -> None:
+def test_blocks_of_a_size_that_is_no_multiple_of_128(
+    shape: tuple[int, int], options: Options
+) -> None:
     """Blocks along a dimension that is not a multiple share the scale of the largest; others have their own."""
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     weight[:128, :128] *= 64  # the first block
@@ -142,7 +173,8 @@ def test_blocks_of_a_size_that_is_no_multiple_of_128(shape: tuple[int, int], opt
 
 
 @pytest.mark.parametrize(
-    ("format", "scheme"), [("mxfp8", "MXFP8BlockScaling"), ("nvfp4", "NVFP4BlockScaling"), ("fp8-channel", "none")]
+    ("format", "scheme"),
+    [("mxfp8", "MXFP8BlockScaling"), ("nvfp4", "NVFP4BlockScaling"), ("fp8-channel", "none")],
 )
 def test_rows_that_fill_no_block_have_no_padding(format: str, scheme: str) -> None:
     weight = torch.randn(37, 64, generator=torch.Generator().manual_seed(0))

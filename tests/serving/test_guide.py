@@ -28,10 +28,14 @@ def test_programs_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.filterwarnings("ignore:.*needs its own code in transformers")
-def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_commands_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     monkeypatch.chdir(tmp_path)
     sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2)
-    model = CausalLM.from_preset("gated-nano", recipe="delayed", device="cpu", num_key_value_heads=1, **sizes)
+    model = CausalLM.from_preset(
+        "gated-nano", recipe="delayed", device="cpu", num_key_value_heads=1, **sizes
+    )
     ids = torch.arange(64)[None]
     model(ids, labels=ids).loss.backward()
     model.save_pretrained(tmp_path / "runs/mine")

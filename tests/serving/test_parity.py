@@ -23,17 +23,29 @@ from te_models.serving.served import INPUTS, ServedExperts, ServedLinear, read_s
 
 pytest.importorskip("compressed_tensors")
 
-SIZES: dict[str, Any] = dict(vocab_size=96, hidden_size=256, intermediate_size=384, num_hidden_layers=3)
-SIZES |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=128, max_position_embeddings=128)
+SIZES: dict[str, Any] = dict(
+    vocab_size=96, hidden_size=256, intermediate_size=384, num_hidden_layers=3
+)
+SIZES |= dict(
+    num_attention_heads=2, num_key_value_heads=1, head_dim=128, max_position_embeddings=128
+)
 SIZES |= dict(attention_gate="none")
 IDS = torch.arange(4 * 16).reshape(4, 16) % 89
 BATCHES = [{"input_ids": IDS[:2], "labels": IDS[:2]}, {"input_ids": IDS[2:], "labels": IDS[2:]}]
 
 
-def build(recipe: str, steps: int = 2, dtype: torch.dtype = torch.bfloat16, **options: Any) -> CausalLM:
-    config = {name: options.pop(name) for name in list(options) if name in ModelConfig.__dataclass_fields__}
+def build(
+    recipe: str, steps: int = 2, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> CausalLM:
+    config = {
+        name: options.pop(name)
+        for name in list(options)
+        if name in ModelConfig.__dataclass_fields__
+    }
     torch.manual_seed(1)
-    model = CausalLM(ModelConfig(**{**SIZES, **config}), recipe=recipe, device="cpu", dtype=dtype, **options)
+    model = CausalLM(
+        ModelConfig(**{**SIZES, **config}), recipe=recipe, device="cpu", dtype=dtype, **options
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
@@ -45,11 +57,15 @@ def build(recipe: str, steps: int = 2, dtype: torch.dtype = torch.bfloat16, **op
 
 @pytest.mark.parametrize("format", ["fp8-channel", "mxfp8", "nvfp4"])
 def test_linears_compute_what_compressed_tensors_computes(format: str, tmp_path: Path) -> None:
-    build("delayed", dtype=torch.float32, attention_bias=True).export(tmp_path / "out", format=format)
+    build("delayed", dtype=torch.float32, attention_bias=True).export(
+        tmp_path / "out", format=format
+    )
     served = read_served(tmp_path / "out", "cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dtype = torch.float32 if format == "fp8-channel" else torch.bfloat16  # that of its dequantized weights
+        dtype = (
+            torch.float32 if format == "fp8-channel" else torch.bfloat16
+        )  # that of its dequantized weights
         other = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype).eval()
         with torch.no_grad():
             other(IDS)  # which decompresses the weights
@@ -60,7 +76,9 @@ def test_linears_compute_what_compressed_tensors_computes(format: str, tmp_path:
     with torch.no_grad():
         found = ours(x[0])
         expected = torch.cat([getattr(theirs, f"{name}_proj")(x)[0] for name in "qkv"], -1)
-    assert isinstance(ours, ServedLinear) and not isinstance(served.layers[0].mlp.down_proj, ServedLinear)
+    assert isinstance(ours, ServedLinear) and not isinstance(
+        served.layers[0].mlp.down_proj, ServedLinear
+    )
     # The product of code and two scales of NVFP4 is no BF16 number.
     limit = 2**-8 if format == "nvfp4" else 1e-5
     assert (found - expected).norm() <= limit * expected.norm()
@@ -78,11 +96,15 @@ def test_inputs_are_quantized_per_group_and_with_static_scales() -> None:
         torch.testing.assert_close(groups[:, start:stop], expected, rtol=1e-6, atol=0)
     static = INPUTS["static"](x, torch.tensor(0.5))
     assert static.abs().max() == 448 * 0.5
-    torch.testing.assert_close(static, (x / 0.5).clamp(-448, 448).to(torch.float8_e4m3fn).float() * 0.5)
+    torch.testing.assert_close(
+        static, (x / 0.5).clamp(-448, 448).to(torch.float8_e4m3fn).float() * 0.5
+    )
     assert INPUTS["none"](x, None) is x
 
 
-@pytest.mark.parametrize("scheme", [CHANNEL, MXFP8, NVFP4, BLOCK], ids=lambda scheme: scheme.activations)
+@pytest.mark.parametrize(
+    "scheme", [CHANNEL, MXFP8, NVFP4, BLOCK], ids=lambda scheme: scheme.activations
+)
 def test_an_expert_without_tokens_adds_no_row(scheme: Scheme) -> None:
     """As most have in a model of many experts."""
     linears = [ServedLinear(torch.randn(32, 64), None, scheme, torch.tensor(1.0)) for _ in range(3)]
@@ -112,7 +134,9 @@ def test_a_model_served_as_it_trained_has_the_same_bits(recipe: str, format: str
     assert rows[1].kl > 1e-4 and rows[1].largest > 0.01
 
 
-@pytest.mark.parametrize(("recipe", "format"), [("blockwise", "fp8-block"), ("delayed", "fp8-tensor")])
+@pytest.mark.parametrize(
+    ("recipe", "format"), [("blockwise", "fp8-block"), ("delayed", "fp8-tensor")]
+)
 def test_the_format_of_the_recipe_differs_least(recipe: str, format: str) -> None:
     more = dict(use_f32_scales=True) if recipe == "blockwise" else {}
     model = build(recipe, dtype=torch.float32, **more)
@@ -132,7 +156,12 @@ def test_divergence_is_that_of_torch(tmp_path: Path) -> None:
     assert len(p) == 4 * 12
     divergence = nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
     loss = nn.functional.nll_loss(q, IDS[:, 4:].flatten())
-    expected = (divergence.mean(), divergence.max(), (p - q).abs().max(), (p.argmax(-1) == q.argmax(-1)).float().mean())
+    expected = (
+        divergence.mean(),
+        divergence.max(),
+        (p - q).abs().max(),
+        (p.argmax(-1) == q.argmax(-1)).float().mean(),
+    )
     values = (found.kl, found.largest_kl, found.largest, found.agreement)
     torch.testing.assert_close(torch.tensor(values), torch.stack(expected), rtol=1e-4, atol=1e-7)
     assert found.served_loss == pytest.approx(loss.item(), rel=1e-5) and found.kl > 1e-3
@@ -143,9 +172,13 @@ def test_parity_leaves_the_model_as_it_was() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     scale = model.layers[1].mlp.down_proj.fp8_meta["scaling_fwd"].scale.clone()
     result = parity(model, model.origin, [], BATCHES)
-    assert [row.export for row in result.rows] == list(FORMATS) and not any(row.reason for row in result.rows)
+    assert [row.export for row in result.rows] == list(FORMATS) and not any(
+        row.reason for row in result.rows
+    )
     assert result.tokens == 4 * 15 and "nvfp4" in str(result)
-    assert model.training and torch.equal(scale, model.layers[1].mlp.down_proj.fp8_meta["scaling_fwd"].scale)
+    assert model.training and torch.equal(
+        scale, model.layers[1].mlp.down_proj.fp8_meta["scaling_fwd"].scale
+    )
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     nvfp4, channel = result.rows[4], result.rows[2]
     assert nvfp4.kl > channel.kl > 0, "four bits differ more than eight"
@@ -179,12 +212,22 @@ def test_what_is_quantized_does_not_depend_on_this_machine(
     asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """A model without a recipe of its own is exported from BF16, all of its layers; one with a recipe follows it."""
-    monkeypatch.setattr(recipe_fit, "auto_recipe", lambda *shape, **place: pytest.fail("it asked for the GPU"))
+    monkeypatch.setattr(
+        recipe_fit, "auto_recipe", lambda *shape, **place: pytest.fail("it asked for the GPU")
+    )
     build("current", vocab_size=288).save_pretrained(tmp_path / "te")
     build("current", vocab_size=288).save_pretrained(tmp_path / "hf", format="hf")
     found = []
     for name in ("te", "hf"):
-        line = ["export", "--model", str(tmp_path / name), "--out", str(tmp_path / f"{name}-out"), "--device", "cpu"]
+        line = [
+            "export",
+            "--model",
+            str(tmp_path / name),
+            "--out",
+            str(tmp_path / f"{name}-out"),
+            "--device",
+            "cpu",
+        ]
         assert main([*line, *asked]) == 0
         found.append(int(capsys.readouterr().out.split("fp8-block, ")[1].split()[0]))
     own, layers = found[0], build("current", vocab_size=288).config.num_hidden_layers
@@ -194,9 +237,30 @@ def test_what_is_quantized_does_not_depend_on_this_machine(
 def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     build("current", vocab_size=288).save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("Ten green bottles, hanging on the wall. " * 40)
-    line = ["parity", "--model", str(tmp_path / "model"), "--data", str(tmp_path / "text.txt"), "--device", "cpu"]
+    line = [
+        "parity",
+        "--model",
+        str(tmp_path / "model"),
+        "--data",
+        str(tmp_path / "text.txt"),
+        "--device",
+        "cpu",
+    ]
     line += ["--seq-len", "32", "--batches", "2"]
-    assert main(["export", "--model", str(tmp_path / "model"), "--out", str(tmp_path / "out"), "--device", "cpu"]) == 0
+    assert (
+        main(
+            [
+                "export",
+                "--model",
+                str(tmp_path / "model"),
+                "--out",
+                str(tmp_path / "out"),
+                "--device",
+                "cpu",
+            ]
+        )
+        == 0
+    )
     capsys.readouterr()
     assert main([*line, "--export", str(tmp_path / "out"), "--export", "fp8-block", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -206,9 +270,14 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
     assert main([*line, "--export", "fp8-block"]) == 0
     said = capsys.readouterr().out
     assert "KL (nats/token)" in said and "trained against served, on 62 tokens" in said
-    rows = [dict(q=[dict(role="user", content=f"{n}?")], a=[dict(role="assistant", content="yes")]) for n in range(9)]
+    rows = [
+        dict(q=[dict(role="user", content=f"{n}?")], a=[dict(role="assistant", content="yes")])
+        for n in range(9)
+    ]
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    line[line.index("--data") + 1] = str(tmp_path / "talks.jsonl")  # the model's tokenizer has no chat template
+    line[line.index("--data") + 1] = str(
+        tmp_path / "talks.jsonl"
+    )  # the model's tokenizer has no chat template
     line += ["--columns", "prompt=q,completion=a"]
     assert main([*line, "--export", "fp8-block"]) == 0
     assert "KL (nats/token)" in capsys.readouterr().out

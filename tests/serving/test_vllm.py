@@ -44,7 +44,10 @@ def test_tokens_are_those_of_our_generate(tmp_path: Path) -> None:
     made, _ = vllm_parity.served_by_vllm(folder, prompts, ours.config.vocab_size, "float32", {})
     for prompt, new in zip(prompts, made, strict=True):
         found = ours.generate(
-            torch.tensor([prompt]), max_new_tokens=vllm_parity.NEW, do_sample=False, eos_token_id=None
+            torch.tensor([prompt]),
+            max_new_tokens=vllm_parity.NEW,
+            do_sample=False,
+            eos_token_id=None,
         )
         assert found[0, len(prompt) :].tolist() == new
 
@@ -54,8 +57,12 @@ def test_the_gates_of_the_published_release(flag: str, tmp_path: Path) -> None:
     """Whose rows are inside q_proj, after the queries of each group of heads, in a folder that says Qwen3."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model("qwen3", **vllm_parity.SIZES)
-    save_gated(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "theirs", **{flag: True})
-    model = CausalLM.from_pretrained(tmp_path / "theirs", device="cpu", recipe="bf16", dtype=torch.bfloat16)
+    save_gated(
+        transformers.AutoModelForCausalLM.from_config(config), tmp_path / "theirs", **{flag: True}
+    )
+    model = CausalLM.from_pretrained(
+        tmp_path / "theirs", device="cpu", recipe="bf16", dtype=torch.bfloat16
+    )
     folder = vllm_parity.write_export(model, "fp8-channel", tmp_path / "export")
     row = vllm_parity.compare_folder("published", folder, "bfloat16", vllm_parity.PLUGIN)
     assert row["architecture"] == "Qwen3ForCausalLM" and row["kl"] <= 4 * row["floor"]
@@ -79,7 +86,10 @@ def test_the_gates_of_the_published_release(flag: str, tmp_path: Path) -> None:
             "max-model-len 128",
         ),
         (
-            dict(attention_gate="none", moe=dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32)),
+            dict(
+                attention_gate="none",
+                moe=dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32),
+            ),
             "dense MLPs",
         ),
     ],

@@ -48,7 +48,11 @@ def test_callbacks_are_called_in_order(tmp_path: Path) -> None:
     run, recorder = trainer(tmp_path, steps=5, eval_every=2, save_every=4), Recorder()
     run.callbacks = [Callback(), recorder]
     result = run.run()
-    evals = {row["step"]: row["eval_loss"] for row in read_metrics(tmp_path / "metrics.jsonl") if "eval_loss" in row}
+    evals = {
+        row["step"]: row["eval_loss"]
+        for row in read_metrics(tmp_path / "metrics.jsonl")
+        if "eval_loss" in row
+    }
     assert list(evals) == [2, 4, 5] and result.eval_loss == evals[5]
     assert recorder.calls == [
         ("step", 1), ("step", 2), ("eval", (2, evals[2])), ("step", 3), ("step", 4), ("eval", (4, evals[4])),
@@ -100,17 +104,30 @@ def test_a_callback_changes_the_recipe_in_the_middle(tmp_path: Path) -> None:
     ],
 )
 def test_a_run_ends_after_evaluations_without_a_lower_loss(
-    patience: int, losses: list[float], last: int, best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    patience: int,
+    losses: list[float],
+    last: int,
+    best: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     result = evaluating(trainer(tmp_path, patience=patience), losses, monkeypatch).run()
     assert (result.step, result.best_step, result.best_eval_loss) == (last, best, losses[best])
     assert result.stopped_early == (last < 8) and not result.interrupted
-    newest, kept = (Checkpoints(tmp_path / name).latest() for name in ("checkpoints", "best/checkpoints"))
+    newest, kept = (
+        Checkpoints(tmp_path / name).latest() for name in ("checkpoints", "best/checkpoints")
+    )
     assert newest is not None and newest.name == f"step-{last:08d}"
-    assert kept is not None and kept.name == f"step-{best:08d}" and len(Checkpoints(kept.parent).all()) == 1
+    assert (
+        kept is not None
+        and kept.name == f"step-{best:08d}"
+        and len(Checkpoints(kept.parent).all()) == 1
+    )
 
 
-def test_the_evaluation_before_the_first_step_may_be_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_evaluation_before_the_first_step_may_be_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = trainer(tmp_path, patience=3)
     result = evaluating(run, [1, 9, 8, 7, 6, 5, 4, 3, 2], monkeypatch).run()
     assert (result.step, result.best_step, result.stopped_early) == (3, 0, True)
@@ -118,20 +135,28 @@ def test_the_evaluation_before_the_first_step_may_be_the_best(tmp_path: Path, mo
     said = said_at_the_end(result, run.config, tmp_path)
     assert "1.0000, before the first step: training made the model worse" in said
     (line,) = waiting_in_vain(dataclasses.replace(result, evaluations_since_best=1), 1)
-    assert line == "the run stopped early at step 3: 1 evaluation brought no lower loss; give a larger --patience, or 0"
+    assert (
+        line
+        == "the run stopped early at step 3: 1 evaluation brought no lower loss; give a larger --patience, or 0"
+    )
 
 
 def test_patience_is_counted_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluating(trainer(tmp_path, steps=4, patience=3), [9, 3, 4, 4, 2.5], monkeypatch).run()
     result = evaluating(trainer(tmp_path, patience=3), [5, 5, 5, 5], monkeypatch).run(resume=True)
     assert (result.step, result.best_step, result.stopped_early) == (7, 4, True)
-    with pytest.raises(UsageError, match="stopped early at step 7: 3 evaluations brought no lower loss; give a larger"):
+    with pytest.raises(
+        UsageError,
+        match="stopped early at step 7: 3 evaluations brought no lower loss; give a larger",
+    ):
         trainer(tmp_path, patience=3).run(resume=True)
     result = evaluating(trainer(tmp_path, patience=4), [5], monkeypatch).run(resume=True)
     assert (result.step, result.stopped_early) == (8, False)
 
 
-def test_the_best_model_is_that_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_model_is_that_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights: dict[int, torch.Tensor] = {}
 
     class Weights(Callback):
@@ -144,10 +169,18 @@ def test_the_best_model_is_that_of_its_step(tmp_path: Path, monkeypatch: pytest.
     evaluating(run, [9, 5, 2, 3, 4], monkeypatch).callbacks = [Weights()]
     run.run()
     best = CausalLM.from_pretrained(tmp_path / "best", device="cpu")
-    assert torch.equal(best.embed_tokens.weight, weights[2]) and not torch.equal(weights[2], weights[4])
+    assert torch.equal(best.embed_tokens.weight, weights[2]) and not torch.equal(
+        weights[2], weights[4]
+    )
     assert best.recipe.name == "delayed" and fp8_state(best)
-    assert load_tokenizer(tmp_path / "best").files() == load_tokenizer(tmp_path).files() == words.files()
-    assert torch.equal(CausalLM.from_pretrained(tmp_path, device="cpu").embed_tokens.weight, weights[4])
+    assert (
+        load_tokenizer(tmp_path / "best").files()
+        == load_tokenizer(tmp_path).files()
+        == words.files()
+    )
+    assert torch.equal(
+        CausalLM.from_pretrained(tmp_path, device="cpu").embed_tokens.weight, weights[4]
+    )
 
 
 @pytest.mark.parametrize("eval_every", [0, 2, 3])
@@ -157,7 +190,9 @@ def test_the_best_model_may_be_that_of_the_last_step(
 ) -> None:
     """Also where that is the only evaluation."""
     losses = [9, 3, 2] if eval_every == 2 else [9, 3]
-    run = evaluating(trainer(tmp_path, steps=3, eval_every=eval_every, keep_best=keep_best), losses, monkeypatch)
+    run = evaluating(
+        trainer(tmp_path, steps=3, eval_every=eval_every, keep_best=keep_best), losses, monkeypatch
+    )
     result = run.run()
     assert (result.best_step, result.best_eval_loss) == (3, losses[-1])
     kept = Checkpoints(tmp_path / "best/checkpoints").latest()
@@ -166,5 +201,7 @@ def test_the_best_model_may_be_that_of_the_last_step(
 
 @pytest.mark.parametrize("given", [Callback, lambda trainer, row: None])
 def test_a_class_or_a_function_is_no_callback(given: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="callbacks are instances of subclasses of te_models.Callback"):
+    with pytest.raises(
+        UsageError, match="callbacks are instances of subclasses of te_models.Callback"
+    ):
         dataclasses.replace(trainer(tmp_path), callbacks=[given])

@@ -19,7 +19,9 @@ from te_models.fp8.scaling_state import fp8_state
 from te_models.training.cuda_graph import ATTEMPTS, WARM_UP, GraphedStep, NoHostCopies, obstacle
 from te_models.training.trainer import deterministic
 
-SHAPE: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
+SHAPE: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4
+)
 SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=64)
 STEPS = WARM_UP + 3
 
@@ -73,9 +75,13 @@ def same(model: CausalLM, other: CausalLM, exactly: bool = True) -> None:
     assert got[0] == (wanted[0] if exactly else pytest.approx(wanted[0], rel=1e-3))
     assert len(set(wanted[0])) == STEPS
     tensors = {name: value for name, value in wanted[1].items() if isinstance(value, torch.Tensor)}
-    assert tensors.keys() == {name for name, value in got[1].items() if isinstance(value, torch.Tensor)}
+    assert tensors.keys() == {
+        name for name, value in got[1].items() if isinstance(value, torch.Tensor)
+    }
     if exactly:
-        assert [name for name, value in tensors.items() if not torch.equal(value, got[1][name])] == []
+        assert [
+            name for name, value in tensors.items() if not torch.equal(value, got[1][name])
+        ] == []
 
 
 @pytest.mark.parametrize(("recipe", "mode"), every(7, list_recipes(), MODES))
@@ -86,13 +92,19 @@ def test_replayed_steps_are_the_eager_ones(recipe: str, mode: str, tapes: list[A
 
 def test_a_weight_multiplies_the_gradients_of_eager_and_replayed_steps(tapes: list[Any]) -> None:
     """The weight is a number or a tensor, and another one in each step."""
-    model, other, ids = build("bf16", dtype=torch.float32), build("bf16", dtype=torch.float32), batch(0)
+    model, other, ids = (
+        build("bf16", dtype=torch.float32),
+        build("bf16", dtype=torch.float32),
+        batch(0),
+    )
     step = GraphedStep(model)
     loss = other(input_ids=ids, labels=ids, return_logits=False).loss
     loss.backward()
     for number in range(STEPS):
         weight = (number + 1) / 3
-        found = step(weight=torch.tensor(weight) if number % 2 else weight, input_ids=ids, labels=ids)
+        found = step(
+            weight=torch.tensor(weight) if number % 2 else weight, input_ids=ids, labels=ids
+        )
         torch.testing.assert_close(found, loss.detach() * weight, rtol=1e-6, atol=0)
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad * weight, rtol=1e-5, atol=1e-7)
@@ -107,13 +119,24 @@ def test_calibration_is_with_the_weight_and_for_whoever_wants_it(tapes: list[Any
         assert all(bool((tensor != 0).any()) for tensor in fp8_state(model).values())
     states = [fp8_state(model) for model in (own, calibrated, plain)]
     assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
-    assert all(bool((states[1][name][-2] != 0).any()) for name in states[1] if name.endswith("amax_history"))
-    assert not any(bool((states[2][name][-2] != 0).any()) for name in states[2] if name.endswith("amax_history"))
+    assert all(
+        bool((states[1][name][-2] != 0).any())
+        for name in states[1]
+        if name.endswith("amax_history")
+    )
+    assert not any(
+        bool((states[2][name][-2] != 0).any())
+        for name in states[2]
+        if name.endswith("amax_history")
+    )
 
 
 @pytest.mark.parametrize("failures", every(ATTEMPTS, range(ATTEMPTS + 1)))
 def test_a_disturbed_capture_costs_an_eager_step(
-    failures: int, tapes: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    failures: int,
+    tapes: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """CUDA reports a synchronization by another thread after the forward, or at the end of the capture."""
     left = iter(range(failures))
@@ -123,12 +146,18 @@ def test_a_disturbed_capture_costs_an_eager_step(
         with tape.capture():
             yield
             if next(left, None) is not None:
-                raise torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture")
+                raise torch.AcceleratorError(
+                    "CUDA error: operation failed due to a previous error during capture"
+                )
 
     monkeypatch.setattr("te_models.training.cuda_graph.capture", disturbed)
     same(build("delayed"), build("delayed"))
-    assert sum(tape.replays for tape in tapes) == (STEPS - WARM_UP - failures if failures < ATTEMPTS else 0)
-    said = ["tries again"] * min(failures, ATTEMPTS - 1) + ["run without it"] * (failures == ATTEMPTS)
+    assert sum(tape.replays for tape in tapes) == (
+        STEPS - WARM_UP - failures if failures < ATTEMPTS else 0
+    )
+    said = ["tries again"] * min(failures, ATTEMPTS - 1) + ["run without it"] * (
+        failures == ATTEMPTS
+    )
     assert [next(w for w in said if w in record.message) for record in caplog.records] == said
 
 
@@ -151,7 +180,9 @@ def test_a_thread_that_synchronizes_the_device_disturbs_no_run() -> None:
 
     def disturb() -> None:
         while not stop.is_set():
-            with suppress(RuntimeError):  # it may fail too: CUDA allows no synchronization during a capture
+            with suppress(
+                RuntimeError
+            ):  # it may fail too: CUDA allows no synchronization during a capture
                 torch.cuda.synchronize()
 
     thread = threading.Thread(target=disturb)
@@ -174,7 +205,9 @@ def test_replayed_steps_are_the_eager_ones_on_a_gpu(recipe: str, mode: str, engi
     if engine == "native" and recipe in ("mxfp8", "nvfp4") and not te.is_mxfp8_available():
         pytest.skip("this GPU runs neither MXFP8 nor NVFP4")
     place = dict(device="cuda", engine=engine, activation_checkpointing=mode)
-    same(build(recipe, **place), build(recipe, **place), exactly=False)  # cuBLAS may sum in another order
+    same(
+        build(recipe, **place), build(recipe, **place), exactly=False
+    )  # cuBLAS may sum in another order
 
 
 @pytest.mark.parametrize(
@@ -182,7 +215,12 @@ def test_replayed_steps_are_the_eager_ones_on_a_gpu(recipe: str, mode: str, engi
     [("cpu", "delayed", True)]
     + [
         pytest.param("gpu", recipe, fp8_params, marks=pytest.mark.gpu)
-        for recipe, fp8_params in (("bf16", False), ("delayed", False), ("delayed", True), ("current", True))
+        for recipe, fp8_params in (
+            ("bf16", False),
+            ("delayed", False),
+            ("delayed", True),
+            ("current", True),
+        )
     ],
 )
 def test_adapters_in_a_graph_train_as_eagerly(
@@ -235,7 +273,9 @@ EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=96)
 @pytest.mark.parametrize("recipe", ["bf16", "current", "delayed"])
 def test_steps_of_experts_are_captured(recipe: str, biases: dict[str, bool], mode: str) -> None:
     """The numbers of rows stay on the device, so that every batch may send other tokens to each expert."""
-    options = dict(device="cuda", engine="native", moe=EXPERTS | biases, activation_checkpointing=mode)
+    options = dict(
+        device="cuda", engine="native", moe=EXPERTS | biases, activation_checkpointing=mode
+    )
     models = [build(recipe, **options) for _ in range(2)]
     assert obstacle(models[0]) is None
     same(*models)
@@ -254,7 +294,9 @@ def test_obstacles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "wrapped" in str(obstacle(nn.Sequential(model)))
     model.activation_checkpointing = "selective"
     assert obstacle(model) is None
-    hook = model.layers[0].register_forward_hook(lambda module, given, found: None)  # which may draw random numbers
+    hook = model.layers[0].register_forward_hook(
+        lambda module, given, found: None
+    )  # which may draw random numbers
     assert "checkpointing" in str(obstacle(model))
     hook.remove()
     model.activation_checkpointing = "none"
@@ -264,12 +306,16 @@ def test_obstacles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert obstacle(model) is None
 
 
-def test_gathered_weights_are_freed_before_every_step(tapes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathered_weights_are_freed_before_every_step(
+    tapes: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise a capture after an evaluation would contain no gather, and an evaluation after a replay old weights."""
     monkeypatch.setattr("te_models.training.cuda_graph.FSDPModule", CausalLM)
     model, plain, seen = build("delayed"), build("delayed"), []
     monkeypatch.setattr(CausalLM, "reshard", lambda self: seen.append("reshard"), raising=False)
-    monkeypatch.setattr(GraphedStep, "_run", lambda self, run=GraphedStep._run: (seen.append("run"), run(self))[1])
+    monkeypatch.setattr(
+        GraphedStep, "_run", lambda self, run=GraphedStep._run: (seen.append("run"), run(self))[1]
+    )
     same(plain, model)
     assert seen == ["reshard", "run"] * (WARM_UP + 1) + ["reshard"] * (STEPS - WARM_UP - 1)
 

@@ -24,7 +24,9 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> SetAll:
 
     def set_all(values: Mapping[str, str | None]) -> None:
         for name, value in values.items():
-            monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+            monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(
+                name, value
+            )
 
     return set_all
 
@@ -85,14 +87,20 @@ def test_the_kind_of_parallelism_fits_the_processes(
     "changes, message",
     [
         *(({name: None}, f"{name} is not set, and WORLD_SIZE is") for name in list(PLACE)[1:]),
-        *(({name: "abc"}, f"{name} is 'abc', not a whole number") for name in PLACE if name != "MASTER_ADDR"),
+        *(
+            ({name: "abc"}, f"{name} is 'abc', not a whole number")
+            for name in PLACE
+            if name != "MASTER_ADDR"
+        ),
         (dict(WORLD_SIZE="-2"), "WORLD_SIZE is '-2', not a whole number"),
         (dict(RANK="2"), "RANK=2 and WORLD_SIZE=2 in the environment do not fit"),
         (dict(LOCAL_RANK="1"), "LOCAL_RANK=1, and this host has 1 GPU"),
         (dict(MASTER_PORT="99999"), "MASTER_PORT is 99999: give a port below 65536"),
     ],
 )
-def test_a_wrong_place_in_a_job_is_refused(changes: dict[str, str | None], message: str, environment: SetAll) -> None:
+def test_a_wrong_place_in_a_job_is_refused(
+    changes: dict[str, str | None], message: str, environment: SetAll
+) -> None:
     environment({**PLACE, **changes})
     with pytest.raises(UsageError, match=message):
         check_place(gpus=1)
@@ -106,13 +114,27 @@ def test_a_place_that_fits_is_taken(environment: SetAll) -> None:
     assert number("LOCAL_WORLD_SIZE", 1) == 1
 
 
-@pytest.mark.parametrize("variables", [dict(WORLD_SIZE="2"), dict(WORLD_SIZE="abc"), dict(LOCAL_WORLD_SIZE="x")])
+@pytest.mark.parametrize(
+    "variables", [dict(WORLD_SIZE="2"), dict(WORLD_SIZE="abc"), dict(LOCAL_WORLD_SIZE="x")]
+)
 def test_the_command_line_survives_the_environment(
-    variables: dict[str, str], environment: SetAll, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    variables: dict[str, str],
+    environment: SetAll,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     environment(variables)
     kind = "ddp" if "WORLD_SIZE" in variables else "none"
-    options = ["--preset", "gated-nano", "--device", "cpu", "--steps", "1", "--out", str(tmp_path / "run")]
+    options = [
+        "--preset",
+        "gated-nano",
+        "--device",
+        "cpu",
+        "--steps",
+        "1",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     assert main(["pretrain", "--parallel", kind, *options]) == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and said[0].startswith("te-models: the environment variable "), said
@@ -120,5 +142,8 @@ def test_the_command_line_survives_the_environment(
 
 def test_a_job_without_a_place_does_not_start(environment: SetAll) -> None:
     environment({"WORLD_SIZE": "2"})
-    with pytest.raises(UsageError, match="RANK is not set"), parallel(TrainConfig(parallel="ddp"), "cpu"):
+    with (
+        pytest.raises(UsageError, match="RANK is not set"),
+        parallel(TrainConfig(parallel="ddp"), "cpu"),
+    ):
         pass

@@ -31,7 +31,9 @@ def test_tensorboard_reads_every_number_of_metrics_jsonl(texts: None) -> None:
     assert set(events.Tags()["scalars"]) == names and "eval_loss" in names
     for name in names:
         found = {event.step: event.value for event in events.Scalars(name)}
-        assert found == pytest.approx({row["step"]: row[name] for row in rows if name in row}, rel=1e-6)
+        assert found == pytest.approx(
+            {row["step"]: row[name] for row in rows if name in row}, rel=1e-6
+        )
 
 
 @pytest.mark.parametrize("library", ["wandb", "trackio"])
@@ -45,12 +47,16 @@ def test_a_run_is_one_run_there_over_a_resume(
 
     def init(**options: Any) -> Any:
         started.append(options)
-        return SimpleNamespace(log=lambda values, step: sent.append((step, values)), finish=lambda: ended.append(1))
+        return SimpleNamespace(
+            log=lambda values, step: sent.append((step, values)), finish=lambda: ended.append(1)
+        )
 
     pretend(library, "9.0")
     monkeypatch.setitem(sys.modules, library, SimpleNamespace(init=init))
     assert main([*RUN, "--log", library]) == 0
-    assert main(["pretrain", "--resume", "run", "--steps", "3"]) == 0, "the logger is a setting of the run"
+    assert main(["pretrain", "--resume", "run", "--steps", "3"]) == 0, (
+        "the logger is a setting of the run"
+    )
     assert [step for step, _ in sent] == [1, 2, 3] and len(ended) == 2
     rows = read_metrics(Path("run/metrics.jsonl"))
     assert [{"step": step, **values} for step, values in sent] == rows

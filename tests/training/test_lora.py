@@ -25,7 +25,9 @@ with warnings.catch_warnings():
 
     from te_models.training.lora import LoraLinear, add_lora, load_lora, save_lora
 
-SHAPE: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
+SHAPE: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4
+)
 SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=64)
 ENGINES = ["emulated", pytest.param("native", marks=pytest.mark.gpu)]
 RECIPES = ["bf16", "delayed", "current", "blockwise"]
@@ -35,8 +37,14 @@ RECIPES = ["bf16", "delayed", "current", "blockwise"]
 def build(request: pytest.FixtureRequest) -> Any:
     def make(recipe: str = "current", **options: Any) -> CausalLM:
         torch.manual_seed(1)
-        place = dict(engine=request.param, device="cuda" if request.param == "native" else "cpu", compile=False)
-        place["fused"] = False  # a linear with adapters takes BF16, so the others must for outputs to be equal
+        place = dict(
+            engine=request.param,
+            device="cuda" if request.param == "native" else "cpu",
+            compile=False,
+        )
+        place["fused"] = (
+            False  # a linear with adapters takes BF16, so the others must for outputs to be equal
+        )
         return CausalLM.from_preset("gated-nano", recipe=recipe, **{**SHAPE, **place, **options})
 
     return make
@@ -74,7 +82,9 @@ def test_adapters_start_at_zero_and_only_they_train(build: Any, recipe: str) -> 
     assert min(losses) < losses[0] - 0.1  # the steps are large
     for name, p in adapted.named_parameters():
         if ".lora_" not in name:
-            assert torch.equal(p, frozen[name.removeprefix("base_model.model.").replace("base_layer.", "")]), name
+            assert torch.equal(
+                p, frozen[name.removeprefix("base_model.model.").replace("base_layer.", "")]
+            ), name
 
 
 @pytest.mark.parametrize("preset", ["gated-hybrid-nano", "gated-moe-nano"])
@@ -103,7 +113,9 @@ def test_dropout_is_applied_to_the_input_of_the_adapter_in_training(build: Any) 
         torch.manual_seed(3)
         found = layer(x)
         torch.manual_seed(3)
-        expected = layer.base_layer(x) + F.linear(F.linear(F.dropout(x, 0.5, training), a), b) * 8 / 4
+        expected = (
+            layer.base_layer(x) + F.linear(F.linear(F.dropout(x, 0.5, training), a), b) * 8 / 4
+        )
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -118,7 +130,9 @@ def test_merge_is_the_same_model_and_unmerge_undoes_it(build: Any, dtype: torch.
     tuned = adapted.eval()(ids).logits.float()
     assert (tuned - plain).abs().max() > 0.1
     adapted.merge_adapter()
-    exact = 1e-5 if model.engine == "emulated" else 2e-3  # Transformer Engine multiplies FP32 as TF32
+    exact = (
+        1e-5 if model.engine == "emulated" else 2e-3
+    )  # Transformer Engine multiplies FP32 as TF32
     tolerance = exact if dtype == torch.float32 else 0.1
     torch.testing.assert_close(adapted(ids).logits.float(), tuned, atol=tolerance, rtol=0)
     assert (adapted(ids).logits.float() - plain).abs().max() > 0.1
@@ -130,13 +144,17 @@ def test_merge_is_the_same_model_and_unmerge_undoes_it(build: Any, dtype: torch.
     with adapted.disable_adapter():
         assert torch.equal(adapted(ids).logits.float(), plain), "switching off undoes a merge"
     merged = adapted.merge_and_unload()
-    assert isinstance(merged, CausalLM) and {n for n, _ in merged.named_parameters()} == set(weights)
+    assert isinstance(merged, CausalLM) and {n for n, _ in merged.named_parameters()} == set(
+        weights
+    )
     assert all(parameter.requires_grad for parameter in merged.parameters()), "as before add_lora"
     torch.testing.assert_close(merged(ids).logits.float(), tuned, atol=tolerance, rtol=0)
 
 
 def test_a_merge_of_tiny_weights_leaves_a_finite_scale(build: Any) -> None:
-    adapted = add_lora(build("delayed", dtype=torch.float32), r=4, lora_alpha=8, target_modules=["down_proj"])
+    adapted = add_lora(
+        build("delayed", dtype=torch.float32), r=4, lora_alpha=8, target_modules=["down_proj"]
+    )
     train(adapted, tokens(adapted), 1)
     layers = [m for m in adapted.modules() if isinstance(m, LoraLinear)]
     with torch.no_grad():
@@ -153,11 +171,19 @@ def test_a_merge_into_fp8_weights_takes_fresh_scales(build: Any, recipe: str) ->
     model = build(recipe, fp8_params=True)
     adapted = add_lora(model, r=4, lora_alpha=8, target_modules=["qkvg_proj", "down_proj"])
     train(adapted, tokens(model), 2)
-    layers = [m for m in adapted.modules() if isinstance(m, LoraLinear) and is_quantized(m.base_layer.weight)]
+    layers = [
+        m
+        for m in adapted.modules()
+        if isinstance(m, LoraLinear) and is_quantized(m.base_layer.weight)
+    ]
     assert len(layers) == 4
     for layer in layers:
-        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.1)  # many times the weight itself
-    before = [{name: t.clone() for name, t in saved_weight(m.base_layer.weight).items()} for m in layers]
+        torch.nn.init.normal_(
+            layer.lora_B["default"].weight, std=0.1
+        )  # many times the weight itself
+    before = [
+        {name: t.clone() for name, t in saved_weight(m.base_layer.weight).items()} for m in layers
+    ]
     exact = [plain(m.base_layer.weight).float() + m.get_delta_weight("default") for m in layers]
     adapted.merge_adapter()
     for layer, wanted in zip(layers, exact, strict=True):
@@ -188,15 +214,23 @@ def test_padding_and_scales_are_those_of_the_base_model(build: Any) -> None:
     model = build("delayed")
     adapted = add_lora(model, r=4, lora_dropout=0.5)
     seen = []
-    model.layers[1].mlp.down_proj.register_forward_hook(lambda m, inputs, out: seen.append(inputs[0][15:].abs().max()))
+    model.layers[1].mlp.down_proj.register_forward_hook(
+        lambda m, inputs, out: seen.append(inputs[0][15:].abs().max())
+    )
     adapted.train()(tokens(model)[:1, :15], labels=tokens(model)[:1, :15]).loss.backward()
-    assert seen[0] == 0 and len([n for n in fp8_state(model) if n.endswith("fwd.amax_history")]) == 8
+    assert (
+        seen[0] == 0 and len([n for n in fp8_state(model) if n.endswith("fwd.amax_history")]) == 8
+    )
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "current"])
-def test_an_adapted_model_generates_replayed_as_eagerly(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapted_model_generates_replayed_as_eagerly(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(1)
-    model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", engine="emulated", **SHAPE)
+    model = CausalLM.from_preset(
+        "gated-nano", recipe=recipe, device="cpu", engine="emulated", **SHAPE
+    )
     plain = model.generate([1, 2, 3], max_new_tokens=6)
     adapted = add_lora(model, r=4, lora_alpha=8)
     train(adapted, tokens(model))
@@ -214,12 +248,18 @@ def test_an_adapted_model_generates_replayed_as_eagerly(recipe: str, monkeypatch
 def test_adapters_on_transformer_engine_itself(recipe: str) -> None:
     """Frozen FP8 layers under training adapters: gradients, scales, merging and a captured decode, on a GPU."""
     torch.manual_seed(1)
-    model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cuda", engine="native", **SHAPE)
+    model = CausalLM.from_preset(
+        "gated-nano", recipe=recipe, device="cuda", engine="native", **SHAPE
+    )
     adapted = add_lora(model, r=4, lora_alpha=8)
     ids = tokens(model)
     losses = train(adapted, ids, steps=8)
     assert min(losses) < losses[0] - 0.1  # the steps are large
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in adapted.parameters() if p.requires_grad)
+    assert all(
+        p.grad is not None and p.grad.isfinite().all()
+        for p in adapted.parameters()
+        if p.requires_grad
+    )
     scales = {name: tensor.clone() for name, tensor in fp8_state(model).items()}
     assert bool(scales) == (recipe == "delayed")
     found = [tensor for name, tensor in scales.items() if "fwd.scale" in name]
@@ -242,7 +282,10 @@ def test_a_merged_weight_has_a_scale_of_its_own(recipe: str) -> None:
     model = CausalLM.from_preset("gated-nano", recipe=recipe, device="cpu", **SHAPE)
     adapted, ids = add_lora(model, r=4, lora_alpha=8), tokens(model)
     train(adapted, ids, steps=8)
-    tuned, scales = adapted.eval()(ids).logits.float(), {k: v.clone() for k, v in fp8_state(model).items()}
+    tuned, scales = (
+        adapted.eval()(ids).logits.float(),
+        {k: v.clone() for k, v in fp8_state(model).items()},
+    )
     adapted.merge_adapter()
     merged = adapted(ids).logits.float()
     assert (merged - tuned).norm() < 0.15 * tuned.norm(), "two FP8 noises of about 20 dB apart"
@@ -255,9 +298,15 @@ def test_a_merged_weight_has_a_scale_of_its_own(recipe: str) -> None:
 def test_a_feature_that_is_off_is_off(build: Any, tmp_path: Path) -> None:
     save_lora(add_lora(build("bf16"), r=4), tmp_path / "adapter")
     saved = load_folder(tmp_path / "adapter")
-    off = dict.fromkeys(("trainable_token_indices", "layer_replication", "use_bdlora", "eva_config"), False)
+    off = dict.fromkeys(
+        ("trainable_token_indices", "layer_replication", "use_bdlora", "eva_config"), False
+    )
     config = {**saved.documents["adapter_config"], **off}
-    save_folder(tmp_path / "off", {"adapter_model": saved.tensors["adapter_model"]}, {"adapter_config": config})
+    save_folder(
+        tmp_path / "off",
+        {"adapter_model": saved.tensors["adapter_model"]},
+        {"adapter_config": config},
+    )
     load_lora(build("bf16"), tmp_path / "off")
 
 
@@ -271,13 +320,20 @@ def test_a_pickle_is_no_adapter(build: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_frozen_linears_are_calibrated(mode: str, build: Any) -> None:
     """New adapters compute zero, so operands are those of the model without them. Their dropout uses up no numbers."""
-    edges = dict(num_layers_at_start_in_bf16=0)  # so that nothing before the first linear is trained
-    plain, model = build("delayed", **edges), build("delayed", activation_checkpointing=mode, **edges)
+    edges = dict(
+        num_layers_at_start_in_bf16=0
+    )  # so that nothing before the first linear is trained
+    plain, model = (
+        build("delayed", **edges),
+        build("delayed", activation_checkpointing=mode, **edges),
+    )
     adapted = add_lora(model, r=4, lora_dropout=0.5)
     before = torch.get_rng_state()
     plain.train().calibrate(dict(input_ids=tokens(plain), labels=tokens(plain)))
     adapted.train().calibrate(dict(input_ids=tokens(plain), labels=tokens(plain)))
-    assert torch.equal(torch.get_rng_state(), before) and all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), before) and all(
+        p.grad is None for p in model.parameters()
+    )
     found = {name.replace(".base_layer", ""): tensor for name, tensor in fp8_state(model).items()}
     assert found
     last_bits = 0 if model.device.type == "cpu" else 2.0**-6  # cuDNN's attention adds in any order

@@ -37,15 +37,27 @@ from te_models.training.lora_layer import LoraExperts
 from te_models.training.lora_run import LoraRun, load_adapted
 from te_models.training.settings import LoraSettings
 
-SHAPE: dict[str, Any] = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+SHAPE: dict[str, Any] = dict(
+    hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
+)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 ALL = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 TARGETS: dict[str, dict[str, Any]] = {
     "experts and attention": dict(target_modules=["q_proj", "o_proj"], target_parameters=ALL, r=3),
-    "down alone": dict(target_modules=[], target_parameters=["experts.down_proj"], r=2, lora_alpha=5),
-    "a layer": dict(target_modules=["q_proj"], target_parameters=["layers.1.mlp.experts.gate_up_proj"], r=2),
-    "ranks": dict(target_modules=[], target_parameters=ALL, r=2, rank_pattern={".*gate_up_proj": 5}, use_rslora=True),
+    "down alone": dict(
+        target_modules=[], target_parameters=["experts.down_proj"], r=2, lora_alpha=5
+    ),
+    "a layer": dict(
+        target_modules=["q_proj"], target_parameters=["layers.1.mlp.experts.gate_up_proj"], r=2
+    ),
+    "ranks": dict(
+        target_modules=[],
+        target_parameters=ALL,
+        r=2,
+        rank_pattern={".*gate_up_proj": 5},
+        use_rslora=True,
+    ),
 }
 
 
@@ -96,7 +108,11 @@ def test_adapters_of_experts_are_those_of_peft(case: str, targets: str, tmp_path
     adapted = load_lora(ours(base), tmp_path / "start", trainable=True)
     assert any(isinstance(module, LoraExperts) for module in adapted.modules())
     with torch.no_grad():
-        plain, wanted, found = theirs(base)(ids).logits, judge.eval()(ids).logits, adapted.eval()(ids).logits
+        plain, wanted, found = (
+            theirs(base)(ids).logits,
+            judge.eval()(ids).logits,
+            adapted.eval()(ids).logits,
+        )
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     assert (wanted - plain).abs().max() > 1e-2
     save_lora(adapted, tmp_path / "again")
@@ -107,7 +123,9 @@ def test_adapters_of_experts_are_those_of_peft(case: str, targets: str, tmp_path
 
     gradients(judge, ids).save_pretrained(tmp_path / "theirs")
     save_lora(gradients(adapted, ids), tmp_path / "ours")
-    first, second = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("theirs", "ours"))
+    first, second = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("theirs", "ours")
+    )
     for name, tensor in first.items():
         assert (second[name] - tensor).norm() <= 1e-3 * tensor.norm() + 1e-7, name
 
@@ -115,28 +133,53 @@ def test_adapters_of_experts_are_those_of_peft(case: str, targets: str, tmp_path
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "shared": dict(shared_expert_intermediate_size=128, shared_expert_gate=True),
-    "GLM": dict(router_fp32=True, router_scores="sigmoid", expert_bias=True, shared_expert_intermediate_size=64),
+    "GLM": dict(
+        router_fp32=True,
+        router_scores="sigmoid",
+        expert_bias=True,
+        shared_expert_intermediate_size=64,
+    ),
 }
 
 
 @pytest.mark.parametrize(
     "name, recipe, mode, experts",
-    every(5, KINDS, ["bf16", "delayed", "current, FP8 weights"], ["none", "selective", "full"], [True, False]),
+    every(
+        5,
+        KINDS,
+        ["bf16", "delayed", "current, FP8 weights"],
+        ["none", "selective", "full"],
+        [True, False],
+    ),
 )
-def test_the_memory_plan_is_what_autograd_keeps(name: str, recipe: str, mode: str, experts: bool) -> None:
+def test_the_memory_plan_is_what_autograd_keeps(
+    name: str, recipe: str, mode: str, experts: bool
+) -> None:
     """To the byte where every expert gets every token, so that the rows are known."""
     recipe, fp8_params = recipe.split(",")[0], "FP8 weights" in recipe
     moe = dict(num_experts=3, num_experts_per_tok=3, moe_intermediate_size=64, **KINDS[name])
     place = dict(recipe=recipe, fp8_params=fp8_params, device="cpu", activation_checkpointing=mode)
     model = CausalLM.from_preset("gated-moe-nano", **SHAPE, moe=moe, **place)
-    targets = dict.fromkeys(linear.name for linear in model.config.linears.values() if linear.adapted)
-    LoraRun(model, LoraSettings(rank=4, alpha=8.0, targets=(*targets, *["experts"] * experts)), None)
+    targets = dict.fromkeys(
+        linear.name for linear in model.config.linears.values() if linear.adapted
+    )
+    LoraRun(
+        model, LoraSettings(rank=4, alpha=8.0, targets=(*targets, *["experts"] * experts)), None
+    )
     how: dict[str, Any] = dict(logits=False, lora_rank=4, lora_experts=experts)
     expected = planned_bytes(model, 2, 64, **how)
     size = dict(batch_size=2, seq_len=64, compile=False, cuda=False, activation_checkpointing=mode)
-    for region in Tape(model.config, model.recipe, Training(**how, **size, fp8_params=fp8_params)).regions():
-        down = [step.saved for step in region.steps if step.name == "down_proj" and step.saved < step.produces]
-        if region.recompute_input is None:  # the hooks that discard its input hide what its adapter saves beside it
+    for region in Tape(
+        model.config, model.recipe, Training(**how, **size, fp8_params=fp8_params)
+    ).regions():
+        down = [
+            step.saved
+            for step in region.steps
+            if step.name == "down_proj" and step.saved < step.produces
+        ]
+        if (
+            region.recompute_input is None
+        ):  # the hooks that discard its input hide what its adapter saves beside it
             expected -= sum(down)
     assert autograd_bytes(model, torch.randint(0, 288, (2, 64)), logits=False) == expected
 
@@ -146,7 +189,9 @@ def test_an_adapter_on_the_router(name: str) -> None:
     """Logits and gradients are those of a model whose router has the update in its weight, also where it is FP32."""
     moe = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, **KINDS[name])
     model, plain_model = (
-        CausalLM.from_preset("gated-moe-nano", **SHAPE, moe=moe, recipe="bf16", device="cpu", dtype=torch.float32)
+        CausalLM.from_preset(
+            "gated-moe-nano", **SHAPE, moe=moe, recipe="bf16", device="cpu", dtype=torch.float32
+        )
         for _ in range(2)
     )
     plain_model.load_state_dict(model.state_dict())
@@ -164,14 +209,25 @@ def test_an_adapter_on_the_router(name: str) -> None:
     for adapter, router in routers:
         a = adapter.lora_A["default"].weight.detach()
         wanted = adapter.scaling["default"] * router.weight.grad @ a.t()
-        torch.testing.assert_close(adapter.lora_B["default"].weight.grad, wanted, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(
+            adapter.lora_B["default"].weight.grad, wanted, rtol=1e-3, atol=1e-6
+        )
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "typo": (dict(target_modules=["experts.gate_up_prj"]), "did you mean 'experts.gate_up_proj'"),
-    "one expert": (dict(target_modules=["experts.0.gate_proj"]), "unknown target parameter 'experts.0.gate_proj'"),
-    "a parameter that is none": (dict(target_parameters=["q_proj.weight"]), "unknown target parameter"),
-    "a pattern": (dict(target_modules=["experts"], rank_pattern={"gate_proj": 2}), "matches no module that has an"),
+    "one expert": (
+        dict(target_modules=["experts.0.gate_proj"]),
+        "unknown target parameter 'experts.0.gate_proj'",
+    ),
+    "a parameter that is none": (
+        dict(target_parameters=["q_proj.weight"]),
+        "unknown target parameter",
+    ),
+    "a pattern": (
+        dict(target_modules=["experts"], rank_pattern={"gate_proj": 2}),
+        "matches no module that has an",
+    ),
 }
 
 
@@ -185,21 +241,36 @@ def test_what_is_no_expert_is_refused(case: str) -> None:
 def test_experts_of_a_model_without_any(tmp_path: Path) -> None:
     """Named for a new adapter they are a mistake; peft's files name them for models that could have had some."""
     dense = CausalLM.from_preset("gated-nano", device="cpu", recipe="bf16")
-    with pytest.raises(UsageError, match="unknown target parameter 'experts': the model has no experts"):
+    with pytest.raises(
+        UsageError, match="unknown target parameter 'experts': the model has no experts"
+    ):
         add_lora(dense, target_modules=["experts"])
-    adapted = add_lora(CausalLM.from_preset("gated-moe-nano", device="cpu", recipe="bf16"), target_modules=["experts"])
+    adapted = add_lora(
+        CausalLM.from_preset("gated-moe-nano", device="cpu", recipe="bf16"),
+        target_modules=["experts"],
+    )
     save_lora(adapted, tmp_path)
     with pytest.raises(CheckpointError, match="matches no linear of the model"):
         load_lora(dense, tmp_path)
-    wrapped = TEModelsForCausalLM.wrap(CausalLM.from_preset("gated-moe-nano", device="cpu", recipe="bf16"))
-    found = {name for name, p in add_lora(wrapped, target_modules=["experts"]).named_parameters() if p.requires_grad}
+    wrapped = TEModelsForCausalLM.wrap(
+        CausalLM.from_preset("gated-moe-nano", device="cpu", recipe="bf16")
+    )
+    found = {
+        name
+        for name, p in add_lora(wrapped, target_modules=["experts"]).named_parameters()
+        if p.requires_grad
+    }
     assert {name.split(".mlp.")[1] for name in found} == {
-        f"experts.{inside}lora_{part}.default.weight" for inside in ("", "base_layer.") for part in "AB"
+        f"experts.{inside}lora_{part}.default.weight"
+        for inside in ("", "base_layer.")
+        for part in "AB"
     }
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_from_the_command_line_to_a_merged_model(dtype: str, texts: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_the_command_line_to_a_merged_model(
+    dtype: str, texts: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.manual_seed(3)
     moe = dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=64)
     CausalLM.from_preset("gated-moe-nano", device="cpu", **SHAPE, moe=moe).save_pretrained("base")
@@ -210,18 +281,27 @@ def test_from_the_command_line_to_a_merged_model(dtype: str, texts: None, capsys
     assert f"in {dtype}, " in said and "with adapters" in said
     config = json.loads(Path("run/adapter/adapter_config.json").read_text())
     assert config["target_parameters"] == ["experts.gate_up_proj", "experts.down_proj"]
-    adapted = load_adapted(Path("run/adapter"), device="cpu", recipe="bf16", fp8_params=False, dtype=torch.float32)
+    adapted = load_adapted(
+        Path("run/adapter"), device="cpu", recipe="bf16", fp8_params=False, dtype=torch.float32
+    )
     ids = torch.arange(16)[None] % 250
     with torch.no_grad():
         wanted, found = adapted(ids).logits, ours(Path("run/merged"), recipe="bf16")(ids).logits
     assert (found - wanted).norm() < (1e-5 if dtype == "float32" else 0.02) * wanted.norm()
-    assert main(["evaluate", "--model", "run", "--data", "texts", "--device", "cpu", "--seq-len", "16"]) == 0
+    assert (
+        main(
+            ["evaluate", "--model", "run", "--data", "texts", "--device", "cpu", "--seq-len", "16"]
+        )
+        == 0
+    )
 
 
 def test_gaussian_values_of_a_new_adapter_depend_on_the_rank_of_an_expert() -> None:
     """Not on that of all experts together."""
     moe = dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32)
-    model = CausalLM(get_preset("gated-nano", **SHAPE | dict(num_hidden_layers=1, moe=moe)), device="cpu")
+    model = CausalLM(
+        get_preset("gated-nano", **SHAPE | dict(num_hidden_layers=1, moe=moe)), device="cpu"
+    )
     options = dict(target_modules=[], target_parameters=ALL, r=16)
     torch.manual_seed(1)
     adapted = add_lora(model, **options, init_lora_weights="gaussian")
@@ -235,8 +315,12 @@ def test_gaussian_values_of_a_new_adapter_depend_on_the_rank_of_an_expert() -> N
 @pytest.mark.parametrize("recipe", ["bf16", "current", "delayed"])
 def test_a_merge_of_experts_is_undone_to_the_bit(recipe: str) -> None:
     torch.manual_seed(3)
-    moe = dict(num_experts=3, num_experts_per_tok=3, moe_intermediate_size=64)  # no rounding chooses another
-    options: dict[str, Any] = dict(recipe=recipe, fp8_params=recipe != "bf16", device="cpu", **SHAPE, moe=moe)
+    moe = dict(
+        num_experts=3, num_experts_per_tok=3, moe_intermediate_size=64
+    )  # no rounding chooses another
+    options: dict[str, Any] = dict(
+        recipe=recipe, fp8_params=recipe != "bf16", device="cpu", **SHAPE, moe=moe
+    )
     model = CausalLM.from_preset("gated-moe-nano", **options)
     before = {name: plain(parameter).clone() for name, parameter in model.named_parameters()}
     adapted = add_lora(model, r=3, target_modules=["experts"], init_lora_weights=False)
@@ -247,7 +331,9 @@ def test_a_merge_of_experts_is_undone_to_the_bit(recipe: str) -> None:
         merged = adapted(ids).logits
         adapted.unmerge_adapter()
         assert torch.equal(adapted(ids).logits, tuned)
-        bound = 0.02 if recipe == "bf16" else 0.15  # a rounding to BF16; two FP8 noises of about 20 dB apart
+        bound = (
+            0.02 if recipe == "bf16" else 0.15
+        )  # a rounding to BF16; two FP8 noises of about 20 dB apart
         assert (merged - tuned).norm() < bound * tuned.norm()
         assert not torch.equal(merged, tuned)
     for name, parameter in adapted.unload().named_parameters():
@@ -298,7 +384,9 @@ def test_adapters_on_transformer_engine_itself(recipe: str, fp8_params: bool, ra
     losses = []
     for fused in (True, False):
         torch.manual_seed(3)
-        options: dict[str, Any] = dict(recipe=recipe, fp8_params=fp8_params, fused=fused, device="cuda")
+        options: dict[str, Any] = dict(
+            recipe=recipe, fp8_params=fp8_params, fused=fused, device="cuda"
+        )
         model = CausalLM.from_preset("gated-moe-nano", **options, **SHAPE)
         adapted = add_lora(model, r=rank, target_modules=["all-linear", "experts"])
         optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=0.01)

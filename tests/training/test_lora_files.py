@@ -31,7 +31,9 @@ from te_models.training.lora_layer import LoraLinear
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SIZES: dict[str, Any] = dict(vocab_size=131, hidden_size=64, intermediate_size=96, num_hidden_layers=3)
+SIZES: dict[str, Any] = dict(
+    vocab_size=131, hidden_size=64, intermediate_size=96, num_hidden_layers=3
+)
 SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
 SIZES |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -120,13 +122,22 @@ def test_an_adapter_of_transformers_computes_the_same_here(
 OURS: dict[str, dict[str, Any]] = {
     "fused": {},
     "all-linear": dict(target_modules="all-linear"),
-    "gate": dict(target_modules=["gate_up_proj", "q_proj", "down_proj"], rank_pattern={"gate_up_proj": 6}),
-    "by name": dict(target_modules=["layers.1.self_attn.qkvg_proj", "model.layers.2.mlp.up_proj"], use_rslora=True),
-    "whole": dict(target_modules=["up_proj", "lm_head"], modules_to_save=["embed_tokens"], lora_alpha=3),
+    "gate": dict(
+        target_modules=["gate_up_proj", "q_proj", "down_proj"], rank_pattern={"gate_up_proj": 6}
+    ),
+    "by name": dict(
+        target_modules=["layers.1.self_attn.qkvg_proj", "model.layers.2.mlp.up_proj"],
+        use_rslora=True,
+    ),
+    "whole": dict(
+        target_modules=["up_proj", "lm_head"], modules_to_save=["embed_tokens"], lora_alpha=3
+    ),
 }
 
 
-@pytest.mark.parametrize(("kind", "targets"), every(5, [kind for kind in ARCHITECTURES if kind != "qwen3_next"], OURS))
+@pytest.mark.parametrize(
+    ("kind", "targets"), every(5, [kind for kind in ARCHITECTURES if kind != "qwen3_next"], OURS)
+)
 def test_an_adapter_trained_here_computes_the_same_in_transformers(
     kind: str, targets: str, base: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -151,13 +162,17 @@ def test_parts_of_a_fused_linear_train_as_in_transformers(
 ) -> None:
     judge = trained_by_transformers(base("qwen3"), tmp_path / "start", **TARGETS[targets])
     adapted = load_lora(ours(base("qwen3")), tmp_path / "start", trainable=True)
-    assert sum(p.numel() for p in adapted.parameters() if p.requires_grad) >= judge.get_nb_trainable_parameters()[0]
+    assert (
+        sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+        >= judge.get_nb_trainable_parameters()[0]
+    )
     train(judge)
     train(adapted)
     judge.save_pretrained(tmp_path / "theirs")
     save_lora(adapted, tmp_path / "ours")
     start, wanted, found = (
-        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("start", "theirs", "ours")
+        load_file(tmp_path / name / "adapter_model.safetensors")
+        for name in ("start", "theirs", "ours")
     )
     for name, tensor in wanted.items():
         assert (tensor - start[name]).abs().max() > 3e-4, name
@@ -169,17 +184,29 @@ def test_parts_of_a_fused_linear_train_as_in_transformers(
             assert layer.lora_B["default"].weight[layer.factors["default"] == 0].abs().sum() == 0
 
 
-def test_values_of_a_new_adapter_depend_on_the_rank_of_its_part(base: Callable[[str], Path]) -> None:
+def test_values_of_a_new_adapter_depend_on_the_rank_of_its_part(
+    base: Callable[[str], Path],
+) -> None:
     for init, name, std in (("gaussian", "lora_A", 1 / 64), (False, "lora_B", (3 * 64) ** -0.5)):
         torch.manual_seed(1)
         adapted = add_lora(
-            ours(base("llama")), r=64, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=init
+            ours(base("llama")),
+            r=64,
+            target_modules=["q_proj", "k_proj", "v_proj"],
+            init_lora_weights=init,
         )
-        weight = adapted.get_base_model().layers[0].self_attn.qkvg_proj.get_submodule(name)["default"].weight
+        weight = (
+            adapted.get_base_model()
+            .layers[0]
+            .self_attn.qkvg_proj.get_submodule(name)["default"]
+            .weight
+        )
         assert weight[weight != 0].std().item() == pytest.approx(std, rel=0.05), init
 
 
-def test_several_adapters_in_one_folder_beside_other_files(base: Callable[[str], Path], tmp_path: Path) -> None:
+def test_several_adapters_in_one_folder_beside_other_files(
+    base: Callable[[str], Path], tmp_path: Path
+) -> None:
     adapted = add_lora(ours(base("qwen3")), r=2, target_modules=["q_proj"])
     adapted.add_adapter("other", LoraConfig(r=3, target_modules="all-linear"))
     randomize_adapters(adapted)
@@ -189,7 +216,9 @@ def test_several_adapters_in_one_folder_beside_other_files(base: Callable[[str],
     (tmp_path / "notes.txt").write_text("mine")
     for _ in range(2):
         adapted.save_pretrained(tmp_path)
-    names = "adapter_config.json adapter_model.safetensors manifest.json notes.txt other recipe.json"
+    names = (
+        "adapter_config.json adapter_model.safetensors manifest.json notes.txt other recipe.json"
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == names.split()
     again = AdaptedModel.from_pretrained(ours(base("qwen3")), tmp_path)
     assert torch.equal(logits(again), first)
@@ -212,10 +241,14 @@ def test_several_adapters_in_one_folder_beside_other_files(base: Callable[[str],
 
 def test_an_adapter_of_fused_names_is_read(base: Callable[[str], Path], tmp_path: Path) -> None:
     """Such as te-models wrote before its files had the names of transformers."""
-    adapted = add_lora(ours(base("qwen3")), r=2, lora_alpha=6, target_modules=["qkvg_proj", "down_proj"])
+    adapted = add_lora(
+        ours(base("qwen3")), r=2, lora_alpha=6, target_modules=["qkvg_proj", "down_proj"]
+    )
     randomize_adapters(adapted)
     tensors = {
-        name.replace(".default", ""): p.detach().clone() for name, p in adapted.named_parameters() if "lora_" in name
+        name.replace(".default", ""): p.detach().clone()
+        for name, p in adapted.named_parameters()
+        if "lora_" in name
     }
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     config = LoraConfig(r=2, lora_alpha=6, target_modules=["qkvg_proj", "down_proj"])
@@ -223,8 +256,13 @@ def test_an_adapter_of_fused_names_is_read(base: Callable[[str], Path], tmp_path
     assert torch.equal(logits(load_lora(ours(base("qwen3")), tmp_path)), logits(adapted))
 
 
-def test_adapters_on_fp8_layers_and_their_scales_come_back(base: Callable[[str], Path], tmp_path: Path) -> None:
-    model, other = (ours(base("llama"), recipe="delayed", amax_history_len=4, dtype=torch.bfloat16) for _ in range(2))
+def test_adapters_on_fp8_layers_and_their_scales_come_back(
+    base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, other = (
+        ours(base("llama"), recipe="delayed", amax_history_len=4, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
     adapted = add_lora(model, r=4, target_modules=["q_proj", "up_proj"])
     train(adapted)
     save_lora(adapted, tmp_path / "adapter")
@@ -235,13 +273,22 @@ def test_adapters_on_fp8_layers_and_their_scales_come_back(base: Callable[[str],
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "another name": (dict(rank=8), "unknown field 'rank' of LoraConfig: write r, as peft does"),
-    "a field": (dict(lora_alfa=8), "unknown field 'lora_alfa' of LoraConfig: did you mean 'lora_alpha'"),
+    "a field": (
+        dict(lora_alfa=8),
+        "unknown field 'lora_alfa' of LoraConfig: did you mean 'lora_alpha'",
+    ),
     "typo": (dict(target_modules=["q_prj"]), "did you mean 'q_proj'"),
     "twice": (dict(target_modules=["q_proj", "qkvg_proj"]), "choose one of the two"),
     "nothing": (dict(target_modules=".*z"), "matches no linear"),
     "no expression": (dict(target_modules="(z"), "regular expression"),
-    "rank pattern": (dict(target_modules=["q_proj"], rank_pattern={"v_proj": 2}), "rank_pattern: 'v_proj' matches no"),
-    "alpha pattern": (dict(target_modules=["q_proj"], alpha_pattern={"zz": 2}), "alpha_pattern: 'zz' matches no"),
+    "rank pattern": (
+        dict(target_modules=["q_proj"], rank_pattern={"v_proj": 2}),
+        "rank_pattern: 'v_proj' matches no",
+    ),
+    "alpha pattern": (
+        dict(target_modules=["q_proj"], alpha_pattern={"zz": 2}),
+        "alpha_pattern: 'zz' matches no",
+    ),
     "dora": (dict(use_dora=True), "use_dora=True is not supported"),
     "bias": (dict(bias="lora_only"), "bias=lora_only is not supported"),
     "tokens": (dict(trainable_token_indices=[1]), "trainable_token_indices"),
@@ -273,25 +320,52 @@ def in_fp8(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], Any], str]] = {
     "another layer": (
-        lambda t, c: t.update({"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": torch.ones(4, 64)}),
+        lambda t, c: t.update(
+            {"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": torch.ones(4, 64)}
+        ),
         r"unexpected: .*layers\.7",
     ),
-    "an untargeted module": (lambda t, c: c.update(target_modules=["q_proj"]), "unexpected: .*v_proj"),
-    "a module without tensors": (lambda t, c: c["target_modules"].append("up_proj"), "missing: .*up_proj"),
+    "an untargeted module": (
+        lambda t, c: c.update(target_modules=["q_proj"]),
+        "unexpected: .*v_proj",
+    ),
+    "a module without tensors": (
+        lambda t, c: c["target_modules"].append("up_proj"),
+        "missing: .*up_proj",
+    ),
     "a magnitude": (
         lambda t, c: t.update(
-            {"base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector": torch.ones(64)}
+            {
+                "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector": torch.ones(
+                    64
+                )
+            }
         ),
         "unexpected: .*lora_magnitude",
     ),
     "dora": (lambda t, c: c.update(use_dora=True), "use_dora=True is not supported"),
     "another method": (lambda t, c: c.update(peft_type="LOHA"), "type LOHA is not supported"),
     "a newer field": (lambda t, c: c.update(from_the_future=[1]), "from_the_future"),
-    "a pattern for nothing": (lambda t, c: c.update(alpha_pattern={"down_proj": 2}), "'down_proj' matches no"),
-    "choices without end": (lambda t, c: c.update(target_modules=".?" * 28 + "x"), "too many repeats or choices"),
-    "alternatives without end": (lambda t, c: c.update(exclude_modules="(?:.|.)" * 28 + "x"), "repeats or choices"),
-    "no targets": (lambda t, c: c.pop("target_modules"), "target_modules is missing: name the modules"),
-    "a flag inside": (lambda t, c: c.update(rank_pattern={"(?i)Q_PROJ": 4}), "is not a regular expression: global"),
+    "a pattern for nothing": (
+        lambda t, c: c.update(alpha_pattern={"down_proj": 2}),
+        "'down_proj' matches no",
+    ),
+    "choices without end": (
+        lambda t, c: c.update(target_modules=".?" * 28 + "x"),
+        "too many repeats or choices",
+    ),
+    "alternatives without end": (
+        lambda t, c: c.update(exclude_modules="(?:.|.)" * 28 + "x"),
+        "repeats or choices",
+    ),
+    "no targets": (
+        lambda t, c: c.pop("target_modules"),
+        "target_modules is missing: name the modules",
+    ),
+    "a flag inside": (
+        lambda t, c: c.update(rank_pattern={"(?i)Q_PROJ": 4}),
+        "is not a regular expression: global",
+    ),
     "a dropout": (lambda t, c: c.update(lora_dropout=2.0), "lora_dropout=2.0 is not a probability"),
     "values in FP8": (in_fp8, "is torch.float8_e4m3fn: save adapters in BF16"),
     "another head": (head_of_another_model, "is not the model's head"),
@@ -300,7 +374,10 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], Any], str]
     "no tensors": (lambda t, c: t.clear(), ""),
     "not a number": (lambda t, c: next(iter(t.values())).fill_(torch.nan), ""),
     "integers": (lambda t, c: t.update({name: tensor.int() for name, tensor in t.items()}), ""),
-    "a column less": (lambda t, c: t.update({n: tensor[:, :-1].contiguous() for n, tensor in t.items()}), "shape"),
+    "a column less": (
+        lambda t, c: t.update({n: tensor[:, :-1].contiguous() for n, tensor in t.items()}),
+        "shape",
+    ),
     "repeats of repeats": (lambda t, c: c.update(target_modules="(l|l|a|y|e)*(r|s)*x"), ""),
     "a rank of repeats": (lambda t, c: c.update(rank_pattern={"(.|.)*x": 2}), ""),
     "a target that is a number": (lambda t, c: c.update(target_modules=[5]), ""),
@@ -313,9 +390,14 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], Any], str]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_an_adapter_that_does_not_fit_is_refused(damage: str, base: Callable[[str], Path], tmp_path: Path) -> None:
+def test_an_adapter_that_does_not_fit_is_refused(
+    damage: str, base: Callable[[str], Path], tmp_path: Path
+) -> None:
     trained_by_transformers(base("llama"), tmp_path, r=4, target_modules=["q_proj", "v_proj"])
-    tensors, path = load_file(tmp_path / "adapter_model.safetensors"), tmp_path / "adapter_config.json"
+    tensors, path = (
+        load_file(tmp_path / "adapter_model.safetensors"),
+        tmp_path / "adapter_config.json",
+    )
     config = json.loads(path.read_text())
     change, message = DAMAGE[damage]
     change(tensors, config)
@@ -323,43 +405,63 @@ def test_an_adapter_that_does_not_fit_is_refused(damage: str, base: Callable[[st
     path.write_text(json.dumps(config))
     model = ours(base("llama"))
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
-    faulthandler.dump_traceback_later(600, exit=True)  # a pattern without end holds the interpreter's lock
+    faulthandler.dump_traceback_later(
+        600, exit=True
+    )  # a pattern without end holds the interpreter's lock
     with pytest.raises(CheckpointError, match=message) as caught:
         load_lora(model, tmp_path)
     faulthandler.cancel_dump_traceback_later()
     assert len(str(caught.value)) < 600
     assert not any(isinstance(module, LoraLinear) for module in model.modules())
     after = dict(model.named_parameters())
-    assert before.keys() == after.keys() and all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert before.keys() == after.keys() and all(
+        torch.equal(tensor, after[name]) for name, tensor in before.items()
+    )
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_peft_places_no_adapters_on_the_mlp_of_qwen3_next(base: Callable[[str], Path], tmp_path: Path) -> None:
+def test_peft_places_no_adapters_on_the_mlp_of_qwen3_next(
+    base: Callable[[str], Path], tmp_path: Path
+) -> None:
     adapted = add_lora(ours(base("qwen3_next")), r=2)
-    with pytest.warns(UserWarning, match="peft has no adapters on gate_proj, up_proj, down_proj of qwen3_next"):
+    with pytest.warns(
+        UserWarning, match="peft has no adapters on gate_proj, up_proj, down_proj of qwen3_next"
+    ):
         save_lora(adapted, tmp_path / "adapter")
     shutil.rmtree(tmp_path / "adapter")
 
 
-@pytest.mark.parametrize("family", every(8, [family for family in FAMILY_CASES if family not in ARCHITECTURES]))
+@pytest.mark.parametrize(
+    "family", every(8, [family for family in FAMILY_CASES if family not in ARCHITECTURES])
+)
 def test_adapters_of_every_family(family: str, tmp_path: Path) -> None:
     """Some have q, k and v, or gate and up, in one linear, as we do, or gates of attention, or no gate of the MLP."""
     torch.manual_seed(1)
     case = next(case for case, (kind, _) in CASES.items() if kind == family)
-    transformers.AutoModelForCausalLM.from_config(make_config(case)).save_pretrained(tmp_path / "base")
+    transformers.AutoModelForCausalLM.from_config(make_config(case)).save_pretrained(
+        tmp_path / "base"
+    )
     shape = ours(tmp_path / "base").config
     experts = shape.moe is not None  # parameters of transformers, no linears
     named: Any = ["q_proj", "k_proj", "v_proj", "o_proj"] if experts else "all-linear"
-    targets = ["qkvg_proj", "o_proj"] if family != "afmoe" else ["q_proj", "k_proj", "v_proj", "o_proj"]
+    targets = (
+        ["qkvg_proj", "o_proj"] if family != "afmoe" else ["q_proj", "k_proj", "v_proj", "o_proj"]
+    )
     if shape.latent_attention is not None:
         targets = ["qkv_a_proj", "q_b_proj", "kv_b_proj", "o_proj"]
         named = ["q_a_proj", "kv_a_proj_with_mqa", *targets[1:]]
-    judge = trained_by_transformers(tmp_path / "base", tmp_path / "theirs", target_modules=named, r=2)
+    judge = trained_by_transformers(
+        tmp_path / "base", tmp_path / "theirs", target_modules=named, r=2
+    )
     adapted = load_lora(ours(tmp_path / "base"), tmp_path / "theirs")
-    assert_equal_but_for_rounding(logits(adapted), logits(judge), limit=1e-4)  # norms enlarge small values
+    assert_equal_but_for_rounding(
+        logits(adapted), logits(judge), limit=1e-4
+    )  # norms enlarge small values
     save_lora(adapted, tmp_path / "ours")
     assert_same_files(tmp_path / "theirs", tmp_path / "ours")
-    targets += ["gate_up_proj", "down_proj"] if family != "afmoe" and not experts else []  # where peft expects experts
+    targets += (
+        ["gate_up_proj", "down_proj"] if family != "afmoe" and not experts else []
+    )  # where peft expects experts
     fused = add_lora(ours(tmp_path / "base"), r=3, init_lora_weights=False, target_modules=targets)
     save_lora(fused, tmp_path / "fused")
     back = PeftModel.from_pretrained(theirs(tmp_path / "base"), tmp_path / "fused")

@@ -12,8 +12,12 @@ LORA = dict(rank=4, alpha=8.0)
 ALL = dict(LORA, targets=("all-linear", "experts"))
 SOME = dict(clip_grad_norm=0.05, save_every=2)
 RUNS: dict[str, dict[str, Any]] = {
-    "dense": dict(parallel="fsdp", recipe="delayed", lora=LORA, mode="selective", clip_grad_norm=0.05),
-    "in FP8": dict(parallel="fsdp", recipe="delayed", lora=LORA, fp8_params=True, gradient_accumulation=2),
+    "dense": dict(
+        parallel="fsdp", recipe="delayed", lora=LORA, mode="selective", clip_grad_norm=0.05
+    ),
+    "in FP8": dict(
+        parallel="fsdp", recipe="delayed", lora=LORA, fp8_params=True, gradient_accumulation=2
+    ),
     "sharded": dict(SOME, parallel="fsdp", recipe="bf16", lora=ALL, experts=True),
     "divided": dict(SOME, parallel="fsdp+ep", recipe="bf16", lora=LORA, experts=True, answers=True),
     "divided in FP8": dict(SOME, parallel="fsdp+ep", recipe="delayed", lora=LORA, experts=True),

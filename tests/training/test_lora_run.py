@@ -27,13 +27,19 @@ from te_models.training.lora_run import LoraRun, load_adapted, load_merged, trai
 from te_models.training.merging import merged_loss, save_adapters
 from te_models.training.settings import LoraSettings, run_settings
 
-EXPERTS = dict(moe=dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32), qk_norm=True)
+EXPERTS = dict(
+    moe=dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32), qk_norm=True
+)
 FP8_EXPERTS = EXPERTS | dict(fp8_params=True)
 ALL: dict[str, Any] = {"targets": ("all-linear", "experts")}
 
 
 def trainer(
-    out: Path, recipe: str = "delayed", lora: dict[str, Any] | None = None, base: Path | None = None, **fields: Any
+    out: Path,
+    recipe: str = "delayed",
+    lora: dict[str, Any] | None = None,
+    base: Path | None = None,
+    **fields: Any,
 ) -> Trainer:
     names = ("fp8_params", "activation_checkpointing", *EXPERTS)
     options = {name: fields.pop(name) for name in names if name in fields}
@@ -41,8 +47,12 @@ def trainer(
         model = tiny_model(recipe, **options)
     else:
         model = CausalLM.from_pretrained(base, recipe=recipe, device="cpu", **options)
-    adapters = LoraRun(model, LoraSettings(**{"rank": 4, "alpha": 8.0, **(lora or {})}), base and str(base))
-    return tiny_trainer(model, out, adapters, **dict(steps=4, learning_rate=0.01, eval_every=2) | fields)
+    adapters = LoraRun(
+        model, LoraSettings(**{"rank": 4, "alpha": 8.0, **(lora or {})}), base and str(base)
+    )
+    return tiny_trainer(
+        model, out, adapters, **dict(steps=4, learning_rate=0.01, eval_every=2) | fields
+    )
 
 
 def save_at_the_end(run: Trainer) -> dict[str, str]:
@@ -57,17 +67,32 @@ def save_at_the_end(run: Trainer) -> dict[str, str]:
     "recipe, lora, fields",
     [
         pytest.param("delayed", {}, {}, marks=pytest.mark.slow),
-        pytest.param("delayed", {}, dict(fp8_params=True, gradient_accumulation=2), marks=pytest.mark.slow),
-        pytest.param("delayed", {"dropout": 0.3}, dict(activation_checkpointing="full"), marks=pytest.mark.slow),
-        ("delayed", ALL, FP8_EXPERTS | dict(gradient_accumulation=2, activation_checkpointing="selective")),
+        pytest.param(
+            "delayed", {}, dict(fp8_params=True, gradient_accumulation=2), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "delayed",
+            {"dropout": 0.3},
+            dict(activation_checkpointing="full"),
+            marks=pytest.mark.slow,
+        ),
+        (
+            "delayed",
+            ALL,
+            FP8_EXPERTS | dict(gradient_accumulation=2, activation_checkpointing="selective"),
+        ),
         ("current", {**ALL, "dropout": 0.3}, FP8_EXPERTS | dict(activation_checkpointing="full")),
         pytest.param("bf16", {"targets": ("experts.down_proj",)}, EXPERTS, marks=pytest.mark.slow),
     ],
 )
-def test_a_resumed_run_has_the_same_bits(recipe: str, lora: Any, fields: dict[str, Any], tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_same_bits(
+    recipe: str, lora: Any, fields: dict[str, Any], tmp_path: Path
+) -> None:
     fields = {**fields, "schedule": "constant"}
     whole = trainer(tmp_path / "whole", recipe, lora, **fields)
-    frozen = {name: plain(p).clone() for name, p in whole.model.named_parameters() if not p.requires_grad}
+    frozen = {
+        name: plain(p).clone() for name, p in whole.model.named_parameters() if not p.requires_grad
+    }
     whole.run()
     state = {name: tensor.clone() for name, tensor in fp8_state(whole.model).items()}
     trainer(tmp_path / "parts", recipe, lora, **fields, steps=2).run()
@@ -76,11 +101,20 @@ def test_a_resumed_run_has_the_same_bits(recipe: str, lora: Any, fields: dict[st
         torch.nn.init.ones_(parameter)  # the checkpoint's must win
     torch.manual_seed(99)
     resumed.run(resume=True)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole") and len(set(losses(tmp_path / "parts"))) == 4
-    assert len(state) == (16 if recipe == "delayed" else 0)  # an expert's scales are those of its te.GroupedLinear
+    assert (
+        losses(tmp_path / "parts") == losses(tmp_path / "whole")
+        and len(set(losses(tmp_path / "parts"))) == 4
+    )
+    assert len(state) == (
+        16 if recipe == "delayed" else 0
+    )  # an expert's scales are those of its te.GroupedLinear
     again = fp8_state(resumed.model)
-    assert state.keys() == again.keys() and all(torch.equal(state[name], again[name]) for name in state)
-    for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+    assert state.keys() == again.keys() and all(
+        torch.equal(state[name], again[name]) for name in state
+    )
+    for (name, one), other in zip(
+        whole.model.named_parameters(), resumed.model.parameters(), strict=True
+    ):
         assert torch.equal(plain(one), plain(other)), name
         assert one.requires_grad or torch.equal(plain(one), frozen[name]), name
 
@@ -88,14 +122,25 @@ def test_a_resumed_run_has_the_same_bits(recipe: str, lora: Any, fields: dict[st
 def test_recompute_changes_no_number(tmp_path: Path) -> None:
     """The first block's input needs no gradient, its adapters do, those of experts too."""
     for mode in ("none", "selective", "full"):
-        trainer(tmp_path / mode, "current", ALL, activation_checkpointing=mode, fp8_params=True, **EXPERTS).run()
-    trainer(tmp_path / "frozen", "current", ALL, fp8_params=True, learning_rate=0.0, **EXPERTS).run()
+        trainer(
+            tmp_path / mode,
+            "current",
+            ALL,
+            activation_checkpointing=mode,
+            fp8_params=True,
+            **EXPERTS,
+        ).run()
+    trainer(
+        tmp_path / "frozen", "current", ALL, fp8_params=True, learning_rate=0.0, **EXPERTS
+    ).run()
     assert losses(tmp_path / "none") == losses(tmp_path / "selective") == losses(tmp_path / "full")
     assert losses(tmp_path / "none") != losses(tmp_path / "frozen")
 
 
 @pytest.mark.parametrize("targets", [(), ("q_proj", "v_proj")])
-def test_adapters_need_random_numbers_only_for_dropout(targets: tuple[str, ...], tmp_path: Path) -> None:
+def test_adapters_need_random_numbers_only_for_dropout(
+    targets: tuple[str, ...], tmp_path: Path
+) -> None:
     """Random state without a use would keep recomputed steps from being CUDA graphs."""
     for dropout in (0.0, 0.5):
         run = trainer(tmp_path, "current", {"targets": targets, "dropout": dropout})
@@ -107,7 +152,9 @@ def test_a_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:
     for lora in ({"rank": 8}, {"targets": ("o_proj",)}):
         with pytest.raises(CheckpointError):
             trainer(tmp_path, "bf16", lora).run(resume=True)
-    with pytest.warns(UserWarning, match="was trained under recipe 'bf16'; it goes on with 'current'"):
+    with pytest.warns(
+        UserWarning, match="was trained under recipe 'bf16'; it goes on with 'current'"
+    ):
         trainer(tmp_path, "current").run(resume=True)
 
 
@@ -115,7 +162,18 @@ def test_a_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:
 def start(texts: None) -> list[str]:
     """The flags of a run from a small saved model on a few texts, in an empty folder."""
     saved_base(Path())
-    return ["finetune", "--model", "base", *SHORT, "--steps", "3", "--learning-rate", "0.05", "--lora", "4"]
+    return [
+        "finetune",
+        "--model",
+        "base",
+        *SHORT,
+        "--steps",
+        "3",
+        "--learning-rate",
+        "0.05",
+        "--lora",
+        "4",
+    ]
 
 
 def test_a_run_that_was_killed_at_its_end_is_finished(
@@ -148,25 +206,46 @@ def test_a_finished_run_can_be_merged(start: list[str], capsys: Any) -> None:
     assert CausalLM.from_pretrained("run/merged", device="cpu").dtype == torch.float32
 
 
-@pytest.mark.parametrize("choices", every(2, [["--recipe", "current", "--fp8-params"], ["--recipe", "bf16"]]))
-def test_from_the_command_line_to_a_merged_model(choices: list[str], start: list[str], capsys: Any) -> None:
+@pytest.mark.parametrize(
+    "choices", every(2, [["--recipe", "current", "--fp8-params"], ["--recipe", "bf16"]])
+)
+def test_from_the_command_line_to_a_merged_model(
+    choices: list[str], start: list[str], capsys: Any
+) -> None:
     assert main([*start, *choices, "--merge", "--out", "run"]) == 0
     said = capsys.readouterr().out
     assert "of them trained" in said and "run/adapter" in said and "run/merged" in said
     recorded = dict(lora=4, lora_targets="", lora_alpha=8.0, lora_dropout=0.0, merge=True)
     assert read_toml(Path("run/run.toml"))["lora"] == recorded
-    assert json.loads(Path("run/adapter/adapter_config.json").read_text())["base_model_name_or_path"].endswith("/base")
+    assert json.loads(Path("run/adapter/adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ].endswith("/base")
     ids = torch.arange(16)[None] % 250
-    base, merged = (CausalLM.from_pretrained(name, device="cpu", recipe="bf16") for name in ("base", "run/merged"))
+    base, merged = (
+        CausalLM.from_pretrained(name, device="cpu", recipe="bf16")
+        for name in ("base", "run/merged")
+    )
     adapted = load_lora(CausalLM.from_pretrained("base", device="cpu"), "run/adapter")
     before, logits = base(ids).logits.float(), merged(ids).logits.float()
     assert (logits - before).abs().max() > 0.1
     torch.testing.assert_close(logits, adapted(ids).logits.float(), atol=0.05, rtol=0)
-    assert not any(name.startswith("fp8_weights") for name in map(str, Path("run/merged").iterdir()))
+    assert not any(
+        name.startswith("fp8_weights") for name in map(str, Path("run/merged").iterdir())
+    )
     capsys.readouterr()
     said = []
     for model in ("run", "run/adapter", "run/merged", "base"):
-        options = ["--greedy", "--prompt", "hello t", "--max-new-tokens", "8", "--device", "cpu", "--recipe", "bf16"]
+        options = [
+            "--greedy",
+            "--prompt",
+            "hello t",
+            "--max-new-tokens",
+            "8",
+            "--device",
+            "cpu",
+            "--recipe",
+            "bf16",
+        ]
         assert main(["generate", "--model", model, *options]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] == said[2] != said[3]
@@ -180,27 +259,51 @@ def test_from_the_command_line_to_a_merged_model(choices: list[str], start: list
     "command, given, message",
     [
         ("finetune", {"lora": 0}, "out of range: give 1 or more"),
-        ("finetune", {"lora": 4, "lora_dropout": 1.0}, "--lora-dropout 1.0 is out of range: give 0 or more, below 1"),
-        ("finetune", {"lora": 4, "lora_alpha": 0.0}, "--lora-alpha 0.0 is out of range: give a number above 0"),
+        (
+            "finetune",
+            {"lora": 4, "lora_dropout": 1.0},
+            "--lora-dropout 1.0 is out of range: give 0 or more, below 1",
+        ),
+        (
+            "finetune",
+            {"lora": 4, "lora_alpha": 0.0},
+            "--lora-alpha 0.0 is out of range: give a number above 0",
+        ),
         ("finetune", {"merge": True}, "--merge is for adapters: give --lora RANK"),
         ("finetune", {"lora_targets": "o_proj"}, "--lora-targets is for adapters"),
         ("finetune", {"merge_dtype": "float32"}, "--merge-dtype is for adapters"),
-        ("finetune", {"lora": 4, "merge_dtype": "float32"}, "is for the merged model: give --merge too"),
-        ("finetune", {"lora": 4, "merge": True, "merge_dtype": "float23"}, "did you mean 'float32'"),
+        (
+            "finetune",
+            {"lora": 4, "merge_dtype": "float32"},
+            "is for the merged model: give --merge too",
+        ),
+        (
+            "finetune",
+            {"lora": 4, "merge": True, "merge_dtype": "float23"},
+            "did you mean 'float32'",
+        ),
         ("pretrain", {"lora": 4}, "adapts a model that has weights"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(command: str, given: dict[str, Any], message: str) -> None:
+def test_options_that_do_not_fit_are_refused(
+    command: str, given: dict[str, Any], message: str
+) -> None:
     start = {"preset": "gated-nano"} if command == "pretrain" else {"model": "m"}
     with pytest.raises(UsageError, match=message):
         run_settings(command, {**start, **given})
 
 
-@pytest.mark.parametrize("kind, world, chosen", [("auto", 4, "ddp"), ("auto", 0, "none"), ("fsdp+ep", 4, "fsdp+ep")])
-def test_adapters_run_on_whole_layers(kind: str, world: int, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kind, world, chosen", [("auto", 4, "ddp"), ("auto", 0, "none"), ("fsdp+ep", 4, "fsdp+ep")]
+)
+def test_adapters_run_on_whole_layers(
+    kind: str, world: int, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(world))
     assert choose_parallel(TrainConfig(parallel=kind), lora=True).parallel == chosen
-    with pytest.raises(UsageError, match="--lora adapts whole layers: use --parallel ddp, fsdp or fsdp.ep, not tp"):
+    with pytest.raises(
+        UsageError, match="--lora adapts whole layers: use --parallel ddp, fsdp or fsdp.ep, not tp"
+    ):
         choose_parallel(TrainConfig(parallel="tp"), lora=True)
 
 
@@ -209,7 +312,9 @@ def test_a_sharded_model_is_not_merged(start: list[str], capsys: Any) -> None:
     assert "--merge needs the whole model in one process: leave it out" in capsys.readouterr().err
 
 
-def test_a_folder_of_adapters_says_what_to_do_with_it(start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_adapters_says_what_to_do_with_it(
+    start: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*start, "--recipe", "bf16", "--out", "run"]) == 0
     advice = "holds adapters and not a model: te-models convert --format te --model .*load_lora"
     with pytest.raises(CheckpointError, match=advice):
@@ -243,7 +348,10 @@ def test_a_run_has_one_loss(recipe: str, lora: Any, fields: dict[str, Any], tmp_
     assert newest is not None
     plain = CausalLM.from_pretrained(base, device="cpu", recipe=recipe, **fields)
     models = [load_adapted(newest, device="cpu"), load_adapted(run.out / "adapter", device="cpu")]
-    models += [load_lora(plain, newest).get_base_model(), build_model(None, str(run.out), {"device": "cpu"})]
+    models += [
+        load_lora(plain, newest).get_base_model(),
+        build_model(None, str(run.out), {"device": "cpu"}),
+    ]
     for model in models:
         assert evaluate(model, run.evaluation) == run.result.eval_loss
         assert (model.recipe.name, model.fp8_params) == (recipe, fields.get("fp8_params", False))
@@ -266,12 +374,20 @@ def test_a_trainer_trains_what_add_lora_returns(tmp_path: Path) -> None:
         adapted[out] = add_lora(CausalLM.from_pretrained(base, recipe="delayed", device="cpu"), r=4)
         config = TrainConfig(steps=steps, learning_rate=0.01, schedule="constant")
         data = [{"input_ids": ids, "labels": ids}]
-        Trainer(adapted[out], data, None, config, tmp_path / out).run(resume=steps == 4 and out == "parts")
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole") and len(set(losses(tmp_path / "parts"))) == 4
+        Trainer(adapted[out], data, None, config, tmp_path / out).run(
+            resume=steps == 4 and out == "parts"
+        )
+    assert (
+        losses(tmp_path / "parts") == losses(tmp_path / "whole")
+        and len(set(losses(tmp_path / "parts"))) == 4
+    )
     fresh = CausalLM.from_pretrained(base, recipe="delayed", device="cpu")
     newest = adapter_folder(tmp_path / "parts")
     assert newest is not None
-    loaded = [load_lora(fresh, tmp_path / "parts").get_base_model(), load_adapted(newest, device="cpu")]
+    loaded = [
+        load_lora(fresh, tmp_path / "parts").get_base_model(),
+        load_adapted(newest, device="cpu"),
+    ]
     for one in (*loaded, adapted["whole"]):
         assert torch.equal(one.eval()(ids).logits, adapted["parts"].eval()(ids).logits)
 
@@ -285,26 +401,39 @@ def test_a_model_with_adapters_in_it_is_not_saved_as_a_whole(tmp_path: Path) -> 
         lambda: Trainer(model, [], None, TrainConfig(), tmp_path / "saved"),
     )
     for attempt in tries:
-        with pytest.raises(UsageError, match=r"the model has LoRA adapters: give what add_lora returned"):
+        with pytest.raises(
+            UsageError, match=r"the model has LoRA adapters: give what add_lora returned"
+        ):
             attempt()
     assert not (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_merge_in_float32_keeps_updates_that_vanish_in_bfloat16(dtype: str, tmp_path: Path) -> None:
+def test_a_merge_in_float32_keeps_updates_that_vanish_in_bfloat16(
+    dtype: str, tmp_path: Path
+) -> None:
     model = tiny_model()
     for layer in model.layers:
-        layer.mlp.down_proj.weight.data.fill_(1.0)  # from which the next BF16 numbers are 2^-8 and 2^-7 away
+        layer.mlp.down_proj.weight.data.fill_(
+            1.0
+        )  # from which the next BF16 numbers are 2^-8 and 2^-7 away
     model.save_pretrained(tmp_path / "base")
     lora = {"targets": ("down_proj",), "merge": True, "merge_dtype": dtype}
     run = trainer(tmp_path / "run", "bf16", lora, tmp_path / "base", learning_rate=2e-4)
     written = save_at_the_end(run)
     merged = CausalLM.from_pretrained(written["merged"], device="cpu")
     after, adapted_loss = (evaluate(one, run.evaluation) for one in (merged, run.model))
-    assert written["eval loss merged"].startswith(f"{after:.4f} in {dtype}, {adapted_loss:.4f} with adapters")
-    adapted = [(name, layer) for name, layer in run.model.named_modules() if isinstance(layer, LoraLinear)]
+    assert written["eval loss merged"].startswith(
+        f"{after:.4f} in {dtype}, {adapted_loss:.4f} with adapters"
+    )
+    adapted = [
+        (name, layer) for name, layer in run.model.named_modules() if isinstance(layer, LoraLinear)
+    ]
     updates = {name: layer.get_delta_weight("default").detach() for name, layer in adapted}
-    assert len(updates) == 3 and 0 < max(float(update.abs().max()) for update in updates.values()) < 2.0**-9
+    assert (
+        len(updates) == 3
+        and 0 < max(float(update.abs().max()) for update in updates.values()) < 2.0**-9
+    )
     for name, update in updates.items():
         wanted = torch.ones_like(update) + (update if dtype == "float32" else 0)
         assert torch.equal(merged.get_parameter(f"{name}.weight"), wanted.to(merged.dtype))
@@ -313,12 +442,30 @@ def test_a_merge_in_float32_keeps_updates_that_vanish_in_bfloat16(dtype: str, tm
 @pytest.mark.parametrize(
     "loss, trained, before, dtype, said",
     [
-        (8.4876, 8.1429, 8.9237, "bfloat16", "44 % of the gain with them; --merge-dtype float32 keeps more of it"),
+        (
+            8.4876,
+            8.1429,
+            8.9237,
+            "bfloat16",
+            "44 % of the gain with them; --merge-dtype float32 keeps more of it",
+        ),
         (8.4876, 8.1429, 8.9237, "float32", "44 % of the gain with them; use the adapters"),
         (8.15, 8.1429, 8.9237, "bfloat16", "8.1500 in bfloat16, 8.1429 with adapters"),
         (8.1, 8.1429, 8.9237, "bfloat16", "8.1000 in bfloat16, 8.1429 with adapters"),
-        (8.1468, 8.1429, 8.1528, "bfloat16", "8.1468 in bfloat16, 8.1429 with adapters"),  # within rounding
-        (9.2, 9.1, 8.9237, "bfloat16", "9.2000 in bfloat16, 9.1000 with adapters"),  # there is no gain
+        (
+            8.1468,
+            8.1429,
+            8.1528,
+            "bfloat16",
+            "8.1468 in bfloat16, 8.1429 with adapters",
+        ),  # within rounding
+        (
+            9.2,
+            9.1,
+            8.9237,
+            "bfloat16",
+            "9.2000 in bfloat16, 9.1000 with adapters",
+        ),  # there is no gain
         (8.2, 8.1, float("nan"), "bfloat16", "8.2000 in bfloat16, 8.1000 with adapters"),
     ],
 )

@@ -15,7 +15,14 @@ from te_models.training.plots import plot_run
 
 
 def row(step: int = 1, **changes: Any) -> dict[str, Any]:
-    return {"step": step, "loss": 0.5, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens_per_second": 9.0, **changes}
+    return {
+        "step": step,
+        "loss": 0.5,
+        "grad_norm": 1.0,
+        "learning_rate": 1e-3,
+        "tokens_per_second": 9.0,
+        **changes,
+    }
 
 
 def without(name: str) -> dict[str, Any]:
@@ -43,7 +50,10 @@ VALUES = [
     *(("eval_loss", value) for value in ("1", math.inf, None)),
 ]
 LINES += [json.dumps(row(**{"step": 2, name: value})).encode() for name, value in VALUES]
-LINES += [json.dumps(without(name)).encode() for name in ("step", "loss", "learning_rate", "tokens_per_second")]
+LINES += [
+    json.dumps(without(name)).encode()
+    for name in ("step", "loss", "learning_rate", "tokens_per_second")
+]
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -58,8 +68,15 @@ def test_a_damaged_line_is_named(line: bytes, tmp_path: Path) -> None:
 
 def test_rows_that_are_read_can_be_plotted(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    path, odd = tmp_path / "metrics.jsonl", dict(grad_norm="?", eval_loss=math.nan, loss=-1e29, tokens_per_second=0)
-    rows = [row(0), *(row(n, **{name: odd[name]}) for n, name in enumerate(odd, 2)), row(2**61, learning_rate=1e29)]
+    path, odd = (
+        tmp_path / "metrics.jsonl",
+        dict(grad_norm="?", eval_loss=math.nan, loss=-1e29, tokens_per_second=0),
+    )
+    rows = [
+        row(0),
+        *(row(n, **{name: odd[name]}) for n, name in enumerate(odd, 2)),
+        row(2**61, learning_rate=1e29),
+    ]
     path.write_text("".join(json.dumps(one) + "\n" for one in rows))
     plot_run(tmp_path / "loss.png", read_metrics(path), "a run")
     assert (tmp_path / "loss.png").stat().st_size > 1000

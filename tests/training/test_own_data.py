@@ -55,7 +55,9 @@ DATA = {
 }
 
 
-def run(out: Path, data: Any, evaluated: Any = None, steps: int = 8, resume: bool = False, **fields: Any) -> Trainer:
+def run(
+    out: Path, data: Any, evaluated: Any = None, steps: int = 8, resume: bool = False, **fields: Any
+) -> Trainer:
     torch.manual_seed(5)
     model = CausalLM(ModelConfig(**SHAPE), device="cpu", engine="emulated", recipe="bf16")
     usual: dict[str, Any] = dict(learning_rate=1e-2, schedule="constant")
@@ -71,10 +73,15 @@ def test_a_run_learns_from_any_batches(kind: str, tmp_path: Path) -> None:
     found = losses(tmp_path)
     assert len(found) == 30 and found[-1] < found[0] - 0.3
     assert all("eval_loss" not in row for row in read_metrics(tmp_path / "metrics.jsonl"))
-    assert trainer.result.eval_loss != trainer.result.eval_loss and trainer.result.tokens_per_second > 0
+    assert (
+        trainer.result.eval_loss != trainer.result.eval_loss
+        and trainer.result.tokens_per_second > 0
+    )
 
 
-@pytest.mark.parametrize(("kind", "micro"), every(4, ["list", "loader", "shuffled loader", "tuple", "workers"], [1, 2]))
+@pytest.mark.parametrize(
+    ("kind", "micro"), every(4, ["list", "loader", "shuffled loader", "tuple", "workers"], [1, 2])
+)
 def test_resume_is_exact(kind: str, micro: int, tmp_path: Path) -> None:
     """Steps 4 to 8 cross the end of an epoch; the numbers that the program itself draws meanwhile do not matter."""
     whole = run(tmp_path / "whole", DATA[kind](), gradient_accumulation=micro)
@@ -89,8 +96,12 @@ def test_resume_is_exact(kind: str, micro: int, tmp_path: Path) -> None:
 def test_epochs_shuffle_anew_and_by_the_seed(tmp_path: Path) -> None:
     found = {}
     for name, seed in (("one", 0), ("same", 0), ("other", 1)):
-        trainer = run(tmp_path / name, DataLoader(Rows(), batch_size=2, shuffle=True), steps=1, seed=seed)
-        found[name] = [next(trainer.data)["labels"][:, 1].tolist() for _ in range(14)]  # after the first of 5
+        trainer = run(
+            tmp_path / name, DataLoader(Rows(), batch_size=2, shuffle=True), steps=1, seed=seed
+        )
+        found[name] = [
+            next(trainer.data)["labels"][:, 1].tolist() for _ in range(14)
+        ]  # after the first of 5
     assert found["one"] == found["same"] != found["other"]
     assert found["one"][4:9] != found["one"][9:14]
 
@@ -104,7 +115,9 @@ def test_epochs_shuffle_anew_and_by_the_seed(tmp_path: Path) -> None:
         (batches, lambda: batches(2), "other batches than in the saved run"),
     ],
 )
-def test_data_that_cannot_go_back_is_refused(then: Any, now: Any, message: str, tmp_path: Path) -> None:
+def test_data_that_cannot_go_back_is_refused(
+    then: Any, now: Any, message: str, tmp_path: Path
+) -> None:
     run(tmp_path, then(), steps=4)
     before = losses(tmp_path)
     with pytest.raises(UsageError, match=message):
@@ -125,9 +138,15 @@ GOOD = batches(1)[0]
         ([GOOD["input_ids"]], "batch 1 is a Tensor"),
         ([GOOD, {"input_ids": GOOD["input_ids"]}], "batch 2 has no 'labels'"),
         ([{**GOOD, "position_ids": GOOD["labels"]}], "batch 1 has 'position_ids'"),
-        ([{**GOOD, "labels": GOOD["labels"].tolist()}], "labels is no tensor of the shape of input_ids"),
+        (
+            [{**GOOD, "labels": GOOD["labels"].tolist()}],
+            "labels is no tensor of the shape of input_ids",
+        ),
         ([{**GOOD, "labels": GOOD["labels"][:1]}], "labels is no tensor of the shape of input_ids"),
-        ([{name: tensor[0] for name, tensor in GOOD.items()}], r"input_ids has shape \[16\]: give .* \[B, S\]"),
+        (
+            [{name: tensor[0] for name, tensor in GOOD.items()}],
+            r"input_ids has shape \[16\]: give .* \[B, S\]",
+        ),
     ],
 )
 def test_a_mistake_in_the_data_is_named(data: Any, message: str, tmp_path: Path) -> None:
@@ -138,7 +157,9 @@ def test_a_mistake_in_the_data_is_named(data: Any, message: str, tmp_path: Path)
 def test_evaluation_batches_may_be_any_iterable(tmp_path: Path) -> None:
     results = [
         run(tmp_path / str(number), batches(), evaluated, eval_every=3).result.eval_loss
-        for number, evaluated in enumerate((batches(2), iter(batches(2)), DataLoader(batches(2), batch_size=None)))
+        for number, evaluated in enumerate(
+            (batches(2), iter(batches(2)), DataLoader(batches(2), batch_size=None))
+        )
     ]
     assert len(set(results)) == 1 and results[0] == results[0]
     with pytest.raises(DataError, match="evaluation batch 1 has no 'labels'"):
@@ -147,7 +168,9 @@ def test_evaluation_batches_may_be_any_iterable(tmp_path: Path) -> None:
         run(tmp_path / "x", batches(), patience=2)
 
 
-def test_the_speed_counts_the_tokens_that_there_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_speed_counts_the_tokens_that_there_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seconds, tokens = iter((0.5, 0.25, 2.0)), 2 * 3 * 10
     monkeypatch.setattr("te_models.training.trainer.elapsed", lambda start, end: next(seconds))
     result = run(tmp_path, batches(2, rows=3, length=10), steps=3, gradient_accumulation=2).result
@@ -172,13 +195,19 @@ def test_subclasses_of_trainer_and_config(tmp_path: Path) -> None:
         note: str = "of mine"
 
     assert Noted(**SHAPE, note="x").note == "x"
-    with pytest.raises(UsageError, match="unknown field .num_layers. of Plain: did you mean 'num_hidden_layers'"):
+    with pytest.raises(
+        UsageError, match="unknown field .num_layers. of Plain: did you mean 'num_hidden_layers'"
+    ):
         Plain(**SHAPE, num_layers=3)
     for kind in (Plain, Noted):
         model = CausalLM(kind(**SHAPE), device="cpu", engine="emulated", recipe="bf16")
-        Weighted(model, batches(), None, TrainConfig(steps=2), tmp_path / kind.__name__, factor=2.0).run()
+        Weighted(
+            model, batches(), None, TrainConfig(steps=2), tmp_path / kind.__name__, factor=2.0
+        ).run()
         model.save_pretrained(tmp_path / "saved" / kind.__name__)
-        loaded = CausalLM.from_pretrained(tmp_path / "saved" / kind.__name__, device="cpu", engine="emulated")
+        loaded = CausalLM.from_pretrained(
+            tmp_path / "saved" / kind.__name__, device="cpu", engine="emulated"
+        )
         ids = GOOD["input_ids"]
         assert torch.equal(loaded(ids).logits, model(ids).logits)
 
@@ -200,5 +229,8 @@ def test_a_batch_that_teaches_nothing_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["gated-nano", torch.nn.Linear(2, 2)])
 def test_what_is_no_model_is_one_line(model: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=rf"the model is a {type(model).__name__}: give a CausalLM, or what add_lora"):
+    with pytest.raises(
+        UsageError,
+        match=rf"the model is a {type(model).__name__}: give a CausalLM, or what add_lora",
+    ):
         Trainer(model, batches(), None, TrainConfig(steps=1), tmp_path)

@@ -16,7 +16,15 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 from distributed_job import EXPERTS as MOE
-from distributed_job import SHAPE, assert_same_checkpoints, by_one, continue_from, newest_checkpoint, solo, start
+from distributed_job import (
+    SHAPE,
+    assert_same_checkpoints,
+    by_one,
+    continue_from,
+    newest_checkpoint,
+    solo,
+    start,
+)
 from tiny_runs import PRETRAIN
 from torch.distributed.fsdp import FSDPModule
 
@@ -36,9 +44,20 @@ from te_models.training.parallel import Parallel
 # next; where one entry makes up a quarter of the norm's square, the norm moves by 2^-2 / 4, and half of that on
 # average. Seen over 13 seeds: 1.8e-4 of losses, 6.8e-3 of norms. Under BF16 nothing is rounded to codes.
 FP8 = dict(losses=3e-4, eval_loss=3e-4, norms=2.0**-5)
-CLOSE = dict(bf16=dict.fromkeys((*FP8, "fullest", "balance"), 1e-4), delayed=FP8, current=FP8, blockwise=FP8, mxfp8=FP8)
-RUNS = {f"fsdp-{recipe}": dict(parallel="fsdp", recipe=recipe, reshard_after_forward=False) for recipe in CLOSE}
-RUNS |= {f"ddp-{recipe}": dict(parallel="ddp", recipe=recipe) for recipe in ("bf16", "delayed", "mxfp8")}
+CLOSE = dict(
+    bf16=dict.fromkeys((*FP8, "fullest", "balance"), 1e-4),
+    delayed=FP8,
+    current=FP8,
+    blockwise=FP8,
+    mxfp8=FP8,
+)
+RUNS = {
+    f"fsdp-{recipe}": dict(parallel="fsdp", recipe=recipe, reshard_after_forward=False)
+    for recipe in CLOSE
+}
+RUNS |= {
+    f"ddp-{recipe}": dict(parallel="ddp", recipe=recipe) for recipe in ("bf16", "delayed", "mxfp8")
+}
 RUNS |= {
     "fsdp-full": dict(parallel="fsdp", recipe="current", mode="full", gradient_accumulation=2),
     "fsdp-selective": dict(parallel="fsdp", recipe="mxfp8", mode="selective", tied=False),
@@ -62,7 +81,9 @@ RUNS |= {
     # One process has micro-batches of fewer tokens here, over which experts are balanced.
     "experts-current": dict(EXPERTS, recipe="current", mode="selective", balance_loss=0.0),
     "experts-folder": dict(EXPERTS, recipe="bf16", folder=True),
-    "experts-answers": dict(EXPERTS, recipe="bf16", answers=True, gradient_accumulation=2, mode="full"),
+    "experts-answers": dict(
+        EXPERTS, recipe="bf16", answers=True, gradient_accumulation=2, mode="full"
+    ),
 }
 SAVED = dict(recipe="delayed", dtype="bfloat16", steps=4, save_every=2, eval_every=2)
 SPECIAL = {
@@ -97,7 +118,9 @@ RESUMED = {
     "resumed-from-one": dict(FROM_ONE, parallel="fsdp"),
 }
 FOUR_EXPERTS = {  # two processes of four have the same experts; then each has its own
-    "four-experts-delayed": dict(RUNS["experts-delayed"], expert_parallel_size=2, resume="one-experts-delayed"),
+    "four-experts-delayed": dict(
+        RUNS["experts-delayed"], expert_parallel_size=2, resume="one-experts-delayed"
+    ),
     "four-experts-delayed-apart": dict(RUNS["experts-delayed"], resume="four-experts-delayed"),
     "four-experts": dict(RUNS["experts-bf16"], expert_parallel_size=2, resume="one-experts"),
     "four-experts-apart": dict(RUNS["experts-bf16"], resume="four-experts"),
@@ -109,7 +132,10 @@ FOUR = {
 
 
 def assert_close(
-    found: dict[str, Any], expected: dict[str, Any], recipe: str, parts: Sequence[str] = ("losses", "norms")
+    found: dict[str, Any],
+    expected: dict[str, Any],
+    recipe: str,
+    parts: Sequence[str] = ("losses", "norms"),
 ) -> None:
     """Two outcomes of a run under the recipe differ by rounding alone."""
     for part in parts:
@@ -128,7 +154,15 @@ def one(root: Path) -> dict[str, Any]:
 
 
 # What other cases run too, apart from it: in slow tests.
-RARER = ("fsdp-blockwise", "fsdp-mxfp8", "ddp-mxfp8", "fsdp-full", "ddp-accumulating", "ddp-answers", "first-ddp")
+RARER = (
+    "fsdp-blockwise",
+    "fsdp-mxfp8",
+    "ddp-mxfp8",
+    "fsdp-full",
+    "ddp-accumulating",
+    "ddp-answers",
+    "first-ddp",
+)
 RARER += ("first-fsdp", "first-fsdp-fp8")
 
 
@@ -139,13 +173,21 @@ def named(cases: Iterable[str]) -> list[Any]:
 @pytest.fixture(scope="module")
 def two(root: Path, one: dict[str, Any], request: pytest.FixtureRequest) -> dict[str, Any]:
     """The outcomes of all cases that are asked for."""
-    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
-    runs = {name: case for name, case in {**RUNS, **FIRST}.items() if name not in RARER or name in asked}
+    asked = {
+        item.callspec.params.get("name")
+        for item in request.session.items
+        if hasattr(item, "callspec")
+    }
+    runs = {
+        name: case for name, case in {**RUNS, **FIRST}.items() if name not in RARER or name in asked
+    }
     return start(root, 2, {**runs, **SPECIAL, **RESUMED})
 
 
 @pytest.mark.parametrize("name", named(RUNS))
-def test_two_processes_compute_what_one_does(name: str, two: dict[str, Any], tmp_path: Path) -> None:
+def test_two_processes_compute_what_one_does(
+    name: str, two: dict[str, Any], tmp_path: Path
+) -> None:
     expected, found = by_one(RUNS[name], tmp_path), two[name]
     # Under the other recipes each process's own amaxes scale its share of the evaluation.
     evaluated = ["eval_loss"] if RUNS[name]["recipe"] in ("bf16", "delayed") else []
@@ -154,7 +196,9 @@ def test_two_processes_compute_what_one_does(name: str, two: dict[str, Any], tmp
 
 
 @pytest.mark.parametrize("name", named(FIRST))
-def test_two_processes_measure_the_amaxes_that_one_does(name: str, two: dict[str, Any], tmp_path: Path) -> None:
+def test_two_processes_measure_the_amaxes_that_one_does(
+    name: str, two: dict[str, Any], tmp_path: Path
+) -> None:
     """Gradients too, though each process divides its loss by its own tokens: it has twice the factor of one process."""
     expected, found = by_one(FIRST[name], tmp_path)["scales"][0], two[name]["scales"][0]
     twice = 1.0 if FIRST[name]["parallel"] == "tp" else 2.0
@@ -162,23 +206,36 @@ def test_two_processes_measure_the_amaxes_that_one_does(name: str, two: dict[str
     for key in filter(lambda key: key.endswith("amax_history"), expected):
         factor = twice if ".scaling_bwd." in key else 1.0
         measured = found[key][-1 - FIRST[name].get("gradient_accumulation", 1)]
-        wanted = [factor * amax for amax in expected[key][-1 - FIRST[name].get("gradient_accumulation", 1)]]
+        wanted = [
+            factor * amax
+            for amax in expected[key][-1 - FIRST[name].get("gradient_accumulation", 1)]
+        ]
         assert measured == pytest.approx(wanted, rel=1e-4) and measured[0] > 0, key
 
 
 @pytest.mark.parametrize(
-    "name", named(name for name, case in {**RUNS, **SPECIAL, **FIRST}.items() if case.get("recipe") == "delayed")
+    "name",
+    named(
+        name
+        for name, case in {**RUNS, **SPECIAL, **FIRST}.items()
+        if case.get("recipe") == "delayed"
+    ),
 )
 def test_delayed_scales_are_the_same_bits_on_every_process(name: str, two: dict[str, Any]) -> None:
     if "errors" in two[name]:
         pytest.skip("the run diverges on purpose")
     first, second = two[name]["scales"]
     assert first and first == second
-    assert any(value != 1.0 for scale in first.values() for value in torch.tensor(scale).flatten().tolist())
+    assert any(
+        value != 1.0 for scale in first.values() for value in torch.tensor(scale).flatten().tolist()
+    )
 
 
 @pytest.mark.parametrize(
-    "name", named(name for name in {**RUNS, **SPECIAL, **RESUMED} if "ddp" in name and "poisoned" not in name)
+    "name",
+    named(
+        name for name in {**RUNS, **SPECIAL, **RESUMED} if "ddp" in name and "poisoned" not in name
+    ),
 )
 def test_replicas_stay_the_same(name: str, two: dict[str, Any]) -> None:
     assert len(set(two[name]["weights"])) == 1 and len(two[name]["weights"]) == 2
@@ -187,14 +244,20 @@ def test_replicas_stay_the_same(name: str, two: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_stochastic_rounding_is_the_same_on_all_replicas(tmp_path: Path) -> None:
     """Though each process has random numbers of its own, for dropout."""
-    rounded = dict(optimizer="adamw8bit", optimizer_options="stochastic_rounding=true", dtype="bfloat16")
-    found = start(tmp_path, 2, {"rounded": dict(parallel="ddp", recipe="bf16", **rounded)})["rounded"]
+    rounded = dict(
+        optimizer="adamw8bit", optimizer_options="stochastic_rounding=true", dtype="bfloat16"
+    )
+    found = start(tmp_path, 2, {"rounded": dict(parallel="ddp", recipe="bf16", **rounded)})[
+        "rounded"
+    ]
     assert len(set(found["weights"])) == 1 and len(found["weights"]) == 2
 
 
 def test_fsdp_holds_half_the_parameters(two: dict[str, Any]) -> None:
     whole = two["ddp-bf16"]["held"][0]
-    assert sum(two["fsdp-bf16"]["held"]) == whole and max(two["fsdp-bf16"]["held"]) <= whole / 2 + 64
+    assert (
+        sum(two["fsdp-bf16"]["held"]) == whole and max(two["fsdp-bf16"]["held"]) <= whole / 2 + 64
+    )
     first, second = two["experts-bf16"]["held"]
     assert abs(first - second) <= 64
 
@@ -220,18 +283,29 @@ def test_a_resume_on_as_many_ranks_is_exact(then: str, two: dict[str, Any], root
     assert_same_checkpoints(root / first, root / then)
 
 
-def test_one_process_continues_a_run_that_divides_experts(two: dict[str, Any], root: Path, tmp_path: Path) -> None:
+def test_one_process_continues_a_run_that_divides_experts(
+    two: dict[str, Any], root: Path, tmp_path: Path
+) -> None:
     """Its folder has the tensors of one process's, the optimizer's too."""
     case, found = RUNS["experts-bf16"], two["experts-bf16"]
     continue_from(root / "experts-bf16", tmp_path / "run")
-    assert_close(solo(tmp_path / "run", case, resume=True), found, "bf16", ["losses", "norms", "eval_loss"])
-    alone, both = (newest_checkpoint(folder) for folder in (tmp_path / "run", root / "experts-bf16"))
+    assert_close(
+        solo(tmp_path / "run", case, resume=True), found, "bf16", ["losses", "norms", "eval_loss"]
+    )
+    alone, both = (
+        newest_checkpoint(folder) for folder in (tmp_path / "run", root / "experts-bf16")
+    )
     for group in ("model", "training"):
-        shapes = [{n: t.shape for n, t in one.tensors[group].items() if "rng" not in n} for one in (alone, both)]
+        shapes = [
+            {n: t.shape for n, t in one.tensors[group].items() if "rng" not in n}
+            for one in (alone, both)
+        ]
         assert shapes[0] == shapes[1]
 
 
-def test_one_process_continues_a_run_of_two(two: dict[str, Any], root: Path, tmp_path: Path) -> None:
+def test_one_process_continues_a_run_of_two(
+    two: dict[str, Any], root: Path, tmp_path: Path
+) -> None:
     continue_from(root / "saved-ddp", tmp_path / "run")
     found = solo(tmp_path / "run", SPECIAL["saved-ddp"], resume=True)
     assert found["losses"][:2] == two["saved-ddp"]["losses"][:2]
@@ -268,36 +342,84 @@ def test_four_processes_share_experts(root: Path) -> None:
         assert all(scales == four[name]["scales"][0] for scales in four[name]["scales"])
 
 
-def test_a_checkpoint_of_two_is_a_model_folder(two: dict[str, Any], root: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_is_a_model_folder(
+    two: dict[str, Any], root: Path, tmp_path: Path
+) -> None:
     folder = Checkpoints(root / "saved" / "checkpoints").latest()
     assert folder is not None and (folder / "model-00002-of-00002.safetensors").exists()
     assert not [path for path in folder.iterdir() if path.suffix not in (".safetensors", ".json")]
     model = CausalLM.from_pretrained(root / "saved", device="cpu")
-    assert main(["convert", "--model", str(root / "saved"), "--out", str(tmp_path / "out"), "--format", "te"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                "--model",
+                str(root / "saved"),
+                "--out",
+                str(tmp_path / "out"),
+                "--format",
+                "te",
+            ]
+        )
+        == 0
+    )
     again = CausalLM.from_pretrained(tmp_path / "out", device="cpu")
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True)
+    )
 
 
-def test_a_signal_to_one_process_stops_all_after_the_same_step(two: dict[str, Any], root: Path) -> None:
+def test_a_signal_to_one_process_stops_all_after_the_same_step(
+    two: dict[str, Any], root: Path
+) -> None:
     assert two["stopped"]["interrupted"] and two["stopped"]["step"] == 3
     newest = Checkpoints(root / "stopped" / "checkpoints").latest()
     assert newest is not None and newest.name == "step-00000003"
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_bad_value_on_one_process_stops_all_with_one_message(kind: str, two: dict[str, Any]) -> None:
+def test_a_bad_value_on_one_process_stops_all_with_one_message(
+    kind: str, two: dict[str, Any]
+) -> None:
     first, second = two[f"poisoned-{kind}"]["errors"]
-    assert first == second and "step 3: the loss is nan" in first and "layers.2.mlp.down_proj" in first
+    assert (
+        first == second and "step 3: the loss is nan" in first and "layers.2.mlp.down_proj" in first
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [["--parallel", "fsdp"], ["--parallel", "fsdp+ep", "--preset", "gated-moe-nano", "--recipe", "current"]]
+    "kind",
+    [
+        ["--parallel", "fsdp"],
+        ["--parallel", "fsdp+ep", "--preset", "gated-moe-nano", "--recipe", "current"],
+    ],
 )
-def test_a_killed_process_ends_the_job_and_torchrun_resumes_it(kind: list[str], texts: None, tmp_path: Path) -> None:
+def test_a_killed_process_ends_the_job_and_torchrun_resumes_it(
+    kind: list[str], texts: None, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    more = ["--recipe", "delayed", "--batch-size", "2", "--save-every", "5", "--steps", "60", "--out", "run"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    more = [
+        "--recipe",
+        "delayed",
+        "--batch-size",
+        "2",
+        "--save-every",
+        "5",
+        "--steps",
+        "60",
+        "--out",
+        "run",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+    ]
     command += ["--standalone", "-m", "te_models", *PRETRAIN, *more, *kind]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     with (tmp_path / "log").open("w") as log:
@@ -312,7 +434,9 @@ def test_a_killed_process_ends_the_job_and_torchrun_resumes_it(kind: list[str], 
     assert "another process of this job died" in " ".join(said.split()) or f"pid: {killed}" in said
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 61))
-    assert "steps 1 to" not in said and "to 60" in said  # the second start went on from a checkpoint
+    assert (
+        "steps 1 to" not in said and "to 60" in said
+    )  # the second start went on from a checkpoint
 
 
 def kill_one(job: subprocess.Popen, run: Path) -> int:
@@ -322,12 +446,16 @@ def kill_one(job: subprocess.Popen, run: Path) -> int:
         assert job.poll() is None
         time.sleep(0.05)
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-    workers = [int(pid) for pid in children if b"te_models" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    workers = [
+        int(pid) for pid in children if b"te_models" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     os.kill(workers[-1], signal.SIGKILL)
     return workers[-1]
 
 
-def test_a_checkpoint_without_a_ranks_file_is_refused(two: dict[str, Any], root: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_ranks_file_is_refused(
+    two: dict[str, Any], root: Path, tmp_path: Path
+) -> None:
     """An incomplete folder is refused with the name of the missing file."""
     shutil.copytree(root / "saved" / "checkpoints", tmp_path / "c")
     (tmp_path / "c" / "step-00000004" / "training-00002-of-00002.safetensors").unlink()
@@ -343,13 +471,19 @@ def test_gradients_are_reduced_with_the_last_micro_batch(kept: bool) -> None:
     for last in (False, False, True):
         shared.prepare_micro_batch(model, last)
     assert shared.retains_weights == kept
-    assert [call.args[0] for call in model.set_requires_gradient_sync.call_args_list] == [False, False, True]
+    assert [call.args[0] for call in model.set_requires_gradient_sync.call_args_list] == [
+        False,
+        False,
+        True,
+    ]
     resharded = [call.args[0] for call in model.set_reshard_after_backward.call_args_list]
     assert resharded == ([False, False, True] if kept else [])
     assert Parallel().retains_weights and not Parallel("tp", config=config).retains_weights
 
 
-@pytest.mark.parametrize("field, value, near", [("parallel", "fsdp2", "fsdp"), ("reduce_dtype", "float16", "bfloat16")])
+@pytest.mark.parametrize(
+    "field, value, near", [("parallel", "fsdp2", "fsdp"), ("reduce_dtype", "float16", "bfloat16")]
+)
 def test_unknown_names_are_refused(field: str, value: str, near: str) -> None:
     with pytest.raises(ValueError, match=f"unknown {field} '{value}'.*'?{near}'?"):
         TrainConfig(**{field: value})
@@ -368,7 +502,9 @@ def test_the_benchmark_runs_and_its_estimate_is_one_of_costs() -> None:
     )
     assert alone["worst"] == 1 > inside["worst"] > between["worst"]
     # Seven eighths of the rows leave a GPU, and no weight does.
-    assert inside["weights"] == 0 and inside["rows"] == pytest.approx(4 * 16384 * 8 * 2048 * 2 * 7 / 8 / 360e9)
+    assert inside["weights"] == 0 and inside["rows"] == pytest.approx(
+        4 * 16384 * 8 * 2048 * 2 * 7 / 8 / 360e9
+    )
     kept = [scaling.estimate(gpus, 1, scaling.Assumptions(0.16, 0.02)) for gpus in (2, 8, 64, 1000)]
     assert all(row["worst"] < row["best"] <= 1 for row in kept)
     assert [row["worst"] for row in kept] == sorted((row["worst"] for row in kept), reverse=True)

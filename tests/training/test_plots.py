@@ -16,7 +16,12 @@ pytest.importorskip("matplotlib")
 
 def rows(count: int) -> list[dict[str, Any]]:
     found = [
-        dict(step=step, loss=3 - step / count, learning_rate=1e-3 / step, tokens_per_second=1000.0 + step)
+        dict(
+            step=step,
+            loss=3 - step / count,
+            learning_rate=1e-3 / step,
+            tokens_per_second=1000.0 + step,
+        )
         for step in range(1, count + 1)
     ]
     for row in found:
@@ -50,14 +55,23 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("first", [3.25, math.nan])
-def test_a_run_shows_loss_evaluations_rate_and_speed(first: float, figures: list[Any], tmp_path: Path) -> None:
+def test_a_run_shows_loss_evaluations_rate_and_speed(
+    first: float, figures: list[Any], tmp_path: Path
+) -> None:
     plot_run(tmp_path / "loss.png", rows(20), "nano · current · text", "better", first)
     top, rate, speed = figures[0].axes
     raw, smoothed, evaluations = top.lines
-    assert list(raw.get_ydata()) == [row["loss"] for row in rows(20)] and len(smoothed.get_ydata()) == 20
-    expected = [(0, first)] * (first == first) + [(step, 3 - step / 20 + 0.1) for step in (5, 10, 15, 20)]
+    assert (
+        list(raw.get_ydata()) == [row["loss"] for row in rows(20)]
+        and len(smoothed.get_ydata()) == 20
+    )
+    expected = [(0, first)] * (first == first) + [
+        (step, 3 - step / 20 + 0.1) for step in (5, 10, 15, 20)
+    ]
     np.testing.assert_allclose(evaluations.get_xydata(), expected)
-    assert top.get_title(loc="left") == "nano · current · text" and "better" in [t.get_text() for t in top.texts]
+    assert top.get_title(loc="left") == "nano · current · text" and "better" in [
+        t.get_text() for t in top.texts
+    ]
     assert rate.lines[0].get_ydata()[0] == 1e-3 and "median 1,010" in speed.get_title(loc="left")
     assert top.get_ylim()[0] < 2 and top.get_ylim()[1] > (3.25 if first == first else 3)
 

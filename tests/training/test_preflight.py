@@ -24,7 +24,9 @@ from te_models.training.settings import LoraSettings, RunSettings, run_settings
 
 
 def settings(**given: Any) -> RunSettings:
-    return run_settings("pretrain", {"preset": "gated-1b", "recipe": "current", "device": "cpu", **given})
+    return run_settings(
+        "pretrain", {"preset": "gated-1b", "recipe": "current", "device": "cpu", **given}
+    )
 
 
 def check(own: RunSettings) -> Any:
@@ -34,7 +36,9 @@ def check(own: RunSettings) -> Any:
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`there(gib)` has so much memory free."""
-    return lambda gib: monkeypatch.setattr(preflight, "available_memory", lambda device: int(gib * 2**30))
+    return lambda gib: monkeypatch.setattr(
+        preflight, "available_memory", lambda device: int(gib * 2**30)
+    )
 
 
 def test_the_plan_is_that_of_the_run(there: Any) -> None:
@@ -42,8 +46,12 @@ def test_the_plan_is_that_of_the_run(there: Any) -> None:
     size = dict(batch_size=4, seq_len=1024, fp8_params=True, activation_checkpointing="selective")
     own = settings(**size, num_hidden_layers=6)
     found = check(own)
-    expected = plan_memory(get_preset("gated-1b", num_hidden_layers=6), get_recipe("current"), **size)
-    on_cpu = dataclasses.replace(expected, training=dataclasses.replace(expected.training, cuda=False))
+    expected = plan_memory(
+        get_preset("gated-1b", num_hidden_layers=6), get_recipe("current"), **size
+    )
+    on_cpu = dataclasses.replace(
+        expected, training=dataclasses.replace(expected.training, cuda=False)
+    )
     assert found.needed == on_cpu.peak.total
     assert found.plan.recipe == get_recipe("current") and found.available == 500 * 2**30
     lora = dataclasses.replace(own, lora=LoraSettings(rank=8))
@@ -67,7 +75,9 @@ def test_a_run_that_does_not_fit_names_the_smallest_change(there: Any) -> None:
 def gpu_with(monkeypatch: pytest.MonkeyPatch, gib: float, host: float = 10**4) -> None:
     """Runs find a GPU with so much free memory, on a host with `host` GiB."""
     free = {"cuda": gib, "cpu": host}
-    monkeypatch.setattr(preflight, "available_memory", lambda device: int(free[device.type] * 2**30))
+    monkeypatch.setattr(
+        preflight, "available_memory", lambda device: int(free[device.type] * 2**30)
+    )
     monkeypatch.setattr(preflight, "choose_device", lambda device: torch.device("cuda"))
 
 
@@ -94,18 +104,31 @@ FP8, OFFLOAD = "--fp8-params", "--optimizer-offload"
     ids=str,
 )
 def test_what_a_refusal_suggests_can_be_done(
-    given: dict[str, Any], options: dict[str, Any], gib: float, never: list[str], monkeypatch: Any, tmp_path: Path
+    given: dict[str, Any],
+    options: dict[str, Any],
+    gib: float,
+    never: list[str],
+    monkeypatch: Any,
+    tmp_path: Path,
 ) -> None:
     """On GPUs: with the flags of the line the run fits, and nothing that it would refuse is among them."""
     gpu_with(monkeypatch, gib)
     monkeypatch.setattr(preflight, "saved_choices", lambda newest: {})
-    monkeypatch.setattr(preflight, "resumed_options", lambda settings, saved: {**settings.build, "recipe": "current"})
+    monkeypatch.setattr(
+        preflight,
+        "resumed_options",
+        lambda settings, saved: {**settings.build, "recipe": "current"},
+    )
     world, newest = options.get("world", 1), tmp_path if options.get("resumed") else None
     own = run_settings("pretrain", {"recipe": "current", **GATED_8B, **given})
     if newest is not None:
-        monkeypatch.setattr(preflight, "read_shape", lambda folder, fields: read_shape("gated-nano", {}))
+        monkeypatch.setattr(
+            preflight, "read_shape", lambda folder, fields: read_shape("gated-nano", {})
+        )
     mesh: Any = type("Mesh", (), dict(size=lambda self: world))()
-    shared = Parallel(config=own.train, kind=options.get("kind", "none"), dp=mesh if world > 1 else None)
+    shared = Parallel(
+        config=own.train, kind=options.get("kind", "none"), dp=mesh if world > 1 else None
+    )
     shared.ranks.world = world
     with pytest.raises(UsageError, match="does not fit") as refused:
         check_memory(own, own.train, shared, newest)
@@ -124,15 +147,24 @@ def test_memory_of_the_host_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = check(own).plan
     assert plan.host == 12 * plan.config.num_parameters
     gpu_with(monkeypatch, 500, 40)
-    with pytest.raises(UsageError, match=r"--optimizer-offload needs \d+.\d GiB of .* 40.0 GiB free: leave it out"):
+    with pytest.raises(
+        UsageError, match=r"--optimizer-offload needs \d+.\d GiB of .* 40.0 GiB free: leave it out"
+    ):
         check(own)
-    assert check(dataclasses.replace(own, train=dataclasses.replace(own.train, memory_check=False))).plan == plan
+    assert (
+        check(
+            dataclasses.replace(own, train=dataclasses.replace(own.train, memory_check=False))
+        ).plan
+        == plan
+    )
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     gpu_with(monkeypatch, 500, 130)
     with pytest.raises(UsageError, match="32.5 GiB free"):
         check(own)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    own = run_settings("pretrain", {"recipe": "current", **GATED_8B, "batch_size": 1, "seq_len": 512})
+    own = run_settings(
+        "pretrain", {"recipe": "current", **GATED_8B, "batch_size": 1, "seq_len": 512}
+    )
     lines = []
     for host in (130, 40):
         gpu_with(monkeypatch, 35, host)
@@ -150,16 +182,34 @@ def test_options_of_the_optimizer_count(there: Any) -> None:
     )
     elements = get_preset("gated-1b").num_parameters
     assert plain - rounded == pytest.approx(4 * elements, rel=0.01)
-    ranks = [check(settings(optimizer="galore", optimizer_options=f"rank={n}")).plan.peak.optimizer for n in (8, 4096)]
+    ranks = [
+        check(settings(optimizer="galore", optimizer_options=f"rank={n}")).plan.peak.optimizer
+        for n in (8, 4096)
+    ]
     assert ranks[0] < ranks[1] == check(settings(optimizer="adamw")).plan.peak.optimizer
 
 
-def test_refusals_come_before_data_is_read(there: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_refusals_come_before_data_is_read(
+    there: Any, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     there(1)
-    run = ["pretrain", "--preset", "llama-3.1-8b", "--device", "cpu", "--data", str(tmp_path / "missing")]
+    run = [
+        "pretrain",
+        "--preset",
+        "llama-3.1-8b",
+        "--device",
+        "cpu",
+        "--data",
+        str(tmp_path / "missing"),
+    ]
     assert main([*run, "--out", str(tmp_path / "run")]) == 2
     err = capsys.readouterr().err
-    assert "does not fit" in err and "GiB" in err and len(err.splitlines()) == 1 and not (tmp_path / "run").exists()
+    assert (
+        "does not fit" in err
+        and "GiB" in err
+        and len(err.splitlines()) == 1
+        and not (tmp_path / "run").exists()
+    )
     there(10**4)
     assert main([*run, "--out", str(tmp_path / "run")]) == 2
     assert "missing" in capsys.readouterr().err
@@ -167,7 +217,9 @@ def test_refusals_come_before_data_is_read(there: Any, tmp_path: Path, capsys: p
 
 @pytest.mark.parametrize("format", ["te", "hf"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_saved_model_is_planned_from_its_small_files(format: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_saved_model_is_planned_from_its_small_files(
+    format: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     options = dict(engine="emulated", device="cpu", dtype=dtype, **TINY)
     model = CausalLM.from_preset("llama-3.1-8b", recipe="current", vocab_size=288, **options)
     model.save_pretrained(tmp_path / "m", format=format)
@@ -175,8 +227,12 @@ def test_a_saved_model_is_planned_from_its_small_files(format: str, dtype: torch
     weights.write_bytes(bytes(weights.stat().st_size))  # nothing reads it
     found = read_shape(tmp_path / "m")
     assert found.config == model.config and found.dtype == dtype
-    assert (found.recipe and found.recipe.to_dict()) == (model.recipe.to_dict() if format == "te" else None)
-    own = run_settings("finetune", {"model": str(tmp_path / "m"), "recipe": "current", "device": "cpu"})
+    assert (found.recipe and found.recipe.to_dict()) == (
+        model.recipe.to_dict() if format == "te" else None
+    )
+    own = run_settings(
+        "finetune", {"model": str(tmp_path / "m"), "recipe": "current", "device": "cpu"}
+    )
     elements = sum(p.numel() for p in model.parameters())
     assert check(own).plan.peak.weights >= elements * dtype.itemsize
     gated = read_shape(tmp_path / "m", {"attention_gate": "elementwise"})
@@ -187,7 +243,9 @@ def test_memory_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(preflight, "CGROUP", tmp_path)
     free = available_memory(torch.device("cpu"))
     assert 2**20 < free < 2**50
-    for name, text in dict(max=str(free // 2), current=str(free // 4), stat="anon 5\ninactive_file 1024\n").items():
+    for name, text in dict(
+        max=str(free // 2), current=str(free // 4), stat="anon 5\ninactive_file 1024\n"
+    ).items():
         (tmp_path / f"memory.{name}").write_text(text)
     assert available_memory(torch.device("cpu")) == free // 2 - free // 4 + 1024
     (tmp_path / "memory.max").write_text("max\n")

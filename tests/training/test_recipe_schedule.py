@@ -49,7 +49,9 @@ def by_hand(recipe: str, names: list[str]) -> CausalLM:
     optimizer = build_optimizer("adamw", model, options.learning_rate, options.weight_decay)
     for name, batch in zip(names, batches(), strict=True):
         if model.recipe.name != name:
-            model.set_recipe(name, **(dict(amax_history_len=8) if name == recipe == "delayed" else {}))
+            model.set_recipe(
+                name, **(dict(amax_history_len=8) if name == recipe == "delayed" else {})
+            )
         model.calibrate(batch)
         model(**batch, return_logits=False).loss.backward()
         optimizer.take_gradients(options.clip_grad_norm)
@@ -58,7 +60,9 @@ def by_hand(recipe: str, names: list[str]) -> CausalLM:
 
 
 def assert_same_model(found: CausalLM, expected: CausalLM) -> None:
-    for (name, parameter), other in zip(found.named_parameters(), expected.parameters(), strict=True):
+    for (name, parameter), other in zip(
+        found.named_parameters(), expected.parameters(), strict=True
+    ):
         assert_same_bits(name, parameter, other)
     state, wanted = fp8_state(found), fp8_state(expected)
     assert state.keys() == wanted.keys()
@@ -67,7 +71,9 @@ def assert_same_model(found: CausalLM, expected: CausalLM) -> None:
 
 
 @pytest.mark.parametrize(("recipe", "schedule"), SCHEDULES)
-def test_a_run_is_a_loop_that_changes_the_recipe_also_resumed(recipe: str, schedule: str, tmp_path: Path) -> None:
+def test_a_run_is_a_loop_that_changes_the_recipe_also_resumed(
+    recipe: str, schedule: str, tmp_path: Path
+) -> None:
     """From a checkpoint before a change, at it, and after it."""
     how = config(recipe_schedule=schedule, save_every=1, keep_last=STEPS)
     whole = Trainer(build(recipe), batches(), None, how, tmp_path)
@@ -77,7 +83,9 @@ def test_a_run_is_a_loop_that_changes_the_recipe_also_resumed(recipe: str, sched
     assert [name for _, name in wanted] == SCHEDULES[recipe, schedule]
     for last in range(STEPS - 1, 0, -1):
         shutil.rmtree(tmp_path / "checkpoints" / f"step-{last + 1:08d}")
-        resumed = Trainer(build(recipe), batches(), None, config(recipe_schedule=schedule), tmp_path)
+        resumed = Trainer(
+            build(recipe), batches(), None, config(recipe_schedule=schedule), tmp_path
+        )
         with mock.patch.object(resumed, "save"):
             resumed.run(resume=True)
         assert_same_model(resumed.model, whole.model)
@@ -87,16 +95,29 @@ def test_a_run_is_a_loop_that_changes_the_recipe_also_resumed(recipe: str, sched
 
 def test_the_command_and_its_file(texts: None) -> None:
     """Recorded in run.toml, resumed after the change without a flag, and run again from the file alone."""
-    asked = ["--recipe", "current", "--precision", "*.down_proj=bf16", "--recipe-schedule", "bf16@0.5", "--steps", "4"]
+    asked = [
+        "--recipe",
+        "current",
+        "--precision",
+        "*.down_proj=bf16",
+        "--recipe-schedule",
+        "bf16@0.5",
+        "--steps",
+        "4",
+    ]
     assert main([*PRETRAIN, *asked, "--out", "one", "--save-every", "1"]) == 0
     saved = read_toml(Path("one/run.toml"))
-    assert saved["recipe"]["name"] == "current" and saved["recipe"]["precision"] == {"*.down_proj": "bf16"}
+    assert saved["recipe"]["name"] == "current" and saved["recipe"]["precision"] == {
+        "*.down_proj": "bf16"
+    }
     assert saved["training"]["recipe_schedule"] == "bf16@0.5"
     names = [row["recipe"] for row in read_metrics(Path("one/metrics.jsonl"))]
     assert names == ["current", "current", "bf16", "bf16"]
     last = CausalLM.from_pretrained("one")
     assert last.recipe.name == "bf16" and last.recipe.precision == {"*.down_proj": "bf16"}
-    assert main(["pretrain", "--resume", "one", "--steps", "8"]) == 0  # half of eight: the first recipe comes back
+    assert (
+        main(["pretrain", "--resume", "one", "--steps", "8"]) == 0
+    )  # half of eight: the first recipe comes back
     assert read_toml(Path("one/run.toml"))["recipe"] == saved["recipe"]
     names = [row["recipe"] for row in read_metrics(Path("one/metrics.jsonl"))]
     assert names == ["current"] * 2 + ["bf16"] * 6
@@ -106,7 +127,8 @@ def test_the_command_and_its_file(texts: None) -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule", ["bf16", "bf16@", "bf16@x", "bf16@0", "bf16@-1", "bf16@inf", "@0.5", "bf16@nan", "bf16@1.5"]
+    "schedule",
+    ["bf16", "bf16@", "bf16@x", "bf16@0", "bf16@-1", "bf16@inf", "@0.5", "bf16@nan", "bf16@1.5"],
 )
 def test_a_schedule_that_is_none_is_refused(schedule: str) -> None:
     with pytest.raises(ConfigError, match="write RECIPE@PLACE, a name and a share of the steps"):
@@ -114,43 +136,87 @@ def test_a_schedule_that_is_none_is_refused(schedule: str) -> None:
 
 
 def test_a_misspelled_recipe_of_a_schedule_names_the_nearest() -> None:
-    with pytest.raises(UsageError, match=r"unknown recipe 'curent' of recipe_schedule='curent@0.9': did you mean 'cur"):
+    with pytest.raises(
+        UsageError,
+        match=r"unknown recipe 'curent' of recipe_schedule='curent@0.9': did you mean 'cur",
+    ):
         TrainConfig(recipe_schedule="curent@0.9")
 
 
 @pytest.mark.parametrize(
     "schedule, steps",
-    [("bf16@0.9,current@0.5", "9 and 5"), ("bf16@0.5,current@0.5", "5 and 5"), ("bf16@0.5,current@4", "5 and 4")],
+    [
+        ("bf16@0.9,current@0.5", "9 and 5"),
+        ("bf16@0.5,current@0.5", "5 and 5"),
+        ("bf16@0.5,current@4", "5 and 4"),
+    ],
 )
 def test_changes_come_in_order(schedule: str, steps: str) -> None:
     """A share and a number may be in order until a run resumes with more steps, so the steps are in the message."""
-    with pytest.raises(ConfigError, match=f"in the order of their steps; of 10 steps these follow {steps}$"):
+    with pytest.raises(
+        ConfigError, match=f"in the order of their steps; of 10 steps these follow {steps}$"
+    ):
         TrainConfig(recipe_schedule=schedule, steps=10)
 
 
 def test_a_change_that_the_model_cannot_make_is_refused_before_the_run(tmp_path: Path) -> None:
     """FP8 weights have the format of one recipe."""
-    with pytest.raises(UsageError, match="recipe_schedule='delayed@3': the FP8 primary weights were made for"):
-        Trainer(build(fp8_params=True), batches(), None, config(recipe_schedule="delayed@3"), tmp_path)
+    with pytest.raises(
+        UsageError, match="recipe_schedule='delayed@3': the FP8 primary weights were made for"
+    ):
+        Trainer(
+            build(fp8_params=True), batches(), None, config(recipe_schedule="delayed@3"), tmp_path
+        )
     with pytest.raises(UsageError, match="is not a multiple of 32"):
-        Trainer(build(intermediate_size=48), batches(), None, config(recipe_schedule="mxfp8@3"), tmp_path)
+        Trainer(
+            build(intermediate_size=48),
+            batches(),
+            None,
+            config(recipe_schedule="mxfp8@3"),
+            tmp_path,
+        )
 
 
 @pytest.mark.parametrize("change", ["bf16@0.5", "delayed@0.5"])
 def test_fp8_weights_and_a_schedule_are_refused_with_a_way_out(
     change: str, texts: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*PRETRAIN, "--recipe", "current", "--fp8-params", "--recipe-schedule", change, "--out", "one"]) == 2
-    assert f"recipe_schedule={change!r}: FP8 weights have the format of one recipe" in capsys.readouterr().err
+    assert (
+        main(
+            [
+                *PRETRAIN,
+                "--recipe",
+                "current",
+                "--fp8-params",
+                "--recipe-schedule",
+                change,
+                "--out",
+                "one",
+            ]
+        )
+        == 2
+    )
+    assert (
+        f"recipe_schedule={change!r}: FP8 weights have the format of one recipe"
+        in capsys.readouterr().err
+    )
 
 
 def test_edges_and_table_stay() -> None:
     first = get_recipe(
-        "delayed", num_layers_at_start_in_bf16=2, precision={"*.o_proj": "bf16", "layers.1.*": "current"}
+        "delayed",
+        num_layers_at_start_in_bf16=2,
+        precision={"*.o_proj": "bf16", "layers.1.*": "current"},
     )
     then = first.followed_by("current")
-    assert then.num_layers_at_start_in_bf16 == 2 and list(then.precision) == ["*.o_proj", "layers.1.*"]
-    assert first.followed_by("bf16").precision == {"*.o_proj": "bf16"} and not first.followed_by("bf16").quantized
+    assert then.num_layers_at_start_in_bf16 == 2 and list(then.precision) == [
+        "*.o_proj",
+        "layers.1.*",
+    ]
+    assert (
+        first.followed_by("bf16").precision == {"*.o_proj": "bf16"}
+        and not first.followed_by("bf16").quantized
+    )
     assert first.followed_by("delayed") is first
 
 
@@ -159,7 +225,9 @@ def test_a_change_after_the_last_step_is_said(tmp_path: Path) -> None:
         Trainer(build(), batches(), None, config(recipe_schedule="bf16@6"), tmp_path)
 
 
-def test_a_resumed_run_names_the_recipe_in_force(texts: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_names_the_recipe_in_force(
+    texts: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also with the first one given again; and more steps, which move a change at a share of them, are said."""
     asked = ["--recipe", "delayed", "--margin", "1", "--recipe-schedule", "bf16@0.5"]
     assert main([*PRETRAIN, *asked, "--steps", "4", "--out", "one"]) == 0
@@ -170,6 +238,9 @@ def test_a_resumed_run_names_the_recipe_in_force(texts: None, capsys: pytest.Cap
         said.append(" ".join(capsys.readouterr().out.split()))
     assert "recipe bf16 linears 0 in FP8" in said[0]
     assert "'bf16' follows after step 3, was 2: a share of the steps" in said[0]
-    assert "recipe delayed, from step 11 on bf16" in said[1] and "follows after step 10, was 3" in said[1]
+    assert (
+        "recipe delayed, from step 11 on bf16" in said[1]
+        and "follows after step 10, was 3" in said[1]
+    )
     names = [row["recipe"] for row in read_metrics(Path("one/metrics.jsonl"))]
     assert names == ["delayed"] * 2 + ["bf16"] * 3 + ["delayed"] * 5 + ["bf16"] * 10

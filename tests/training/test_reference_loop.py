@@ -26,8 +26,12 @@ from te_models.training.trainer import Trainer
 pytestmark = pytest.mark.filterwarnings("ignore:a batch of your own has no label that counts")
 
 STEPS, WARM_UP, PEAK, LAST, DECAY, CLIP = 20, 4, 1e-2, 0.2, 0.5, 0.5
-SHAPE: dict[str, Any] = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-SHAPE |= dict(num_key_value_heads=1, vocab_size=64, max_position_embeddings=64, attention_gate="headwise")
+SHAPE: dict[str, Any] = dict(
+    hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+)
+SHAPE |= dict(
+    num_key_value_heads=1, vocab_size=64, max_position_embeddings=64, attention_gate="headwise"
+)
 
 
 class Batches:
@@ -51,7 +55,9 @@ class Batches:
 
 def build(dtype: torch.dtype = torch.float32, **options: Any) -> CausalLM:
     torch.manual_seed(3)
-    return CausalLM.from_preset("gated-nano", recipe="bf16", device="cpu", dtype=dtype, **SHAPE, **options)
+    return CausalLM.from_preset(
+        "gated-nano", recipe="bf16", device="cpu", dtype=dtype, **SHAPE, **options
+    )
 
 
 def rate(step: int) -> float:
@@ -75,7 +81,9 @@ def reference(model: CausalLM, batches: Batches, micro_batches: int) -> list[dic
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
         parts = [next(stream) for _ in range(micro_batches)]
-        logits = torch.cat([model(part["input_ids"]).logits[:, :-1] for part in parts]).flatten(0, 1)
+        logits = torch.cat([model(part["input_ids"]).logits[:, :-1] for part in parts]).flatten(
+            0, 1
+        )
         labels = torch.cat([part["labels"][:, 1:] for part in parts]).flatten()
         loss = F.cross_entropy(logits.float(), labels)
         gradients = torch.autograd.grad(loss, list(parameters.values()))
@@ -97,7 +105,9 @@ def train(model: CausalLM, batches: Any, out: Path, **fields: Any) -> Trainer:
 
 
 @pytest.mark.parametrize(("ahead", "micro_batches"), every(2, [False, True], [1, 4]))
-def test_twenty_steps_are_those_of_a_plain_loop(micro_batches: int, ahead: bool, tmp_path: Path) -> None:
+def test_twenty_steps_are_those_of_a_plain_loop(
+    micro_batches: int, ahead: bool, tmp_path: Path
+) -> None:
     """In FP32, where only the order of sums differs: 20 steps amplify 2**-24 to about 1e-6."""
     batches = Batches(STEPS * micro_batches if micro_batches > 1 else 4 * STEPS)
     if micro_batches == 1:  # a step without any counted token has no gradient to compare
@@ -108,17 +118,27 @@ def test_twenty_steps_are_those_of_a_plain_loop(micro_batches: int, ahead: bool,
     run.ahead = ahead
     run.run()
     rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert all(row["grad_norm"] > 1.5 * CLIP for row in wanted), "clipping is part of what is compared"
+    assert all(row["grad_norm"] > 1.5 * CLIP for row in wanted), (
+        "clipping is part of what is compared"
+    )
     for row, other in zip(rows, wanted, strict=True):
-        assert {name: row[name] for name in other} == pytest.approx(other, rel=1e-4), f"step {row['step']}"
+        assert {name: row[name] for name in other} == pytest.approx(other, rel=1e-4), (
+            f"step {row['step']}"
+        )
     for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(
-            p, q, rtol=0, atol=1e-4 * float(q.detach().abs().max()), msg=lambda text, n=name: f"{n}: {text}"
+            p,
+            q,
+            rtol=0,
+            atol=1e-4 * float(q.detach().abs().max()),
+            msg=lambda text, n=name: f"{n}: {text}",
         )
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_gradient_that_is_not_finite_stops_the_run_before_it_reaches_a_weight(ahead: bool, tmp_path: Path) -> None:
+def test_a_gradient_that_is_not_finite_stops_the_run_before_it_reaches_a_weight(
+    ahead: bool, tmp_path: Path
+) -> None:
     """Also where the loss is finite, and where the host reads both only after it has queued the update."""
     model = build()
     run = train(model, Batches(8), tmp_path, steps=6)
@@ -129,7 +149,9 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_it_reaches_a_weight(
         return gradient * (math.nan if len(seen) == 3 else 1.0)
 
     model.layers[0].mlp.down_proj.weight.register_hook(poison)
-    with pytest.raises(Diverged, match="step 3: the gradient norm is nan; every forward value is finite"):
+    with pytest.raises(
+        Diverged, match="step 3: the gradient norm is nan; every forward value is finite"
+    ):
         run.run()
     for p, (name, q) in zip(seen[2], model.named_parameters(), strict=True):
         assert_same_bits(name, p, q)
@@ -144,7 +166,9 @@ def test_gradients_of_many_micro_batches_are_summed_in_fp32(tmp_path: Path) -> N
     """BF16 alone loses a percent over 64 micro-batches; FP32 sums are off by at most 64 roundings of 2**-24."""
     count, model = 64, build(torch.bfloat16)
     run = train(model, Batches(count, rows=1), tmp_path, gradient_accumulation=count)
-    exact = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in model.named_parameters()}
+    exact = {
+        name: torch.zeros(p.shape, dtype=torch.float64) for name, p in model.named_parameters()
+    }
     for name, parameter in model.named_parameters():
         parameter.register_hook(lambda gradient, total=exact[name]: add(total, gradient))
     found: dict[str, Tensor] = {}
@@ -162,7 +186,9 @@ def test_gradients_of_many_micro_batches_are_summed_in_fp32(tmp_path: Path) -> N
         assert (found[name] - total).norm() <= 1e-5 * total.norm(), name
     assert all(p.grad is None for p in model.parameters())
     model(**next(iter(run.dataset))).loss.backward()
-    assert all(p.grad is not None for p in model.parameters()), "outside a step gradients are where PyTorch has them"
+    assert all(p.grad is not None for p in model.parameters()), (
+        "outside a step gradients are where PyTorch has them"
+    )
 
 
 def test_unused_parameters_have_no_gradient_sum() -> None:
@@ -174,7 +200,9 @@ def test_unused_parameters_have_no_gradient_sum() -> None:
             sums.last_micro_batch()
             (3 * used).sum().backward()
         assert torch.equal(sums.of(used), torch.full((3,), 5.0)) and sums.of(unused) is None
-        assert (sums.of(once) is None) == (step == 2), "it would decay in a step that does not use it"
+        assert (sums.of(once) is None) == (step == 2), (
+            "it would decay in a step that does not use it"
+        )
 
 
 def test_micro_batches_weigh_as_many_tokens_as_they_count() -> None:
@@ -184,7 +212,10 @@ def test_micro_batches_weigh_as_many_tokens_as_they_count() -> None:
 
 def test_padded_micro_batches_are_one_batch_without_padding(tmp_path: Path) -> None:
     """Each text alone has no padding to leave out; the two micro-batches count 12 and 5 tokens."""
-    model, texts = build(), [torch.randint(0, SHAPE["vocab_size"], (length,)) for length in (12, 2, 4, 3)]
+    model, texts = (
+        build(),
+        [torch.randint(0, SHAPE["vocab_size"], (length,)) for length in (12, 2, 4, 3)],
+    )
 
     def padded(rows: list[Tensor]) -> Tensor:
         return pad_sequence(rows, batch_first=True, padding_value=0, padding_side="left")

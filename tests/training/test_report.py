@@ -23,14 +23,33 @@ GRAPH, COMPILED = "forward and backward", "elementwise operations"
     [
         ({}, {}, COMPILED, GRAPH),
         (dict(compile="max-autotune"), {}, f"{COMPILED}, max-autotune", GRAPH),
-        (dict(compile=False), dict(cuda_graph=False), "off, because compile=False", "off, because cuda_graph=False"),
+        (
+            dict(compile=False),
+            dict(cuda_graph=False),
+            "off, because compile=False",
+            "off, because cuda_graph=False",
+        ),
         ({}, dict(gradient_accumulation=2), COMPILED, "off, because gradients are accumulated"),
-        ({}, dict(parallel="ddp"), COMPILED, "off, because DistributedDataParallel reduces gradients outside it"),
-        (dict(activation_offload=True), {}, COMPILED, "off, because activation offload copies to the host"),
+        (
+            {},
+            dict(parallel="ddp"),
+            COMPILED,
+            "off, because DistributedDataParallel reduces gradients outside it",
+        ),
+        (
+            dict(activation_offload=True),
+            {},
+            COMPILED,
+            "off, because activation offload copies to the host",
+        ),
     ],
 )
 def test_on_a_gpu(
-    options: dict[str, Any], fields: dict[str, Any], compiled: str, graph: str, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any],
+    fields: dict[str, Any],
+    compiled: str,
+    graph: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Planned on the meta device, where a GPU would be the default."""
     model = CausalLM.from_preset("gated-nano", device="meta", engine="emulated", **TINY, **options)
@@ -38,7 +57,9 @@ def test_on_a_gpu(
     assert speed_rows(model, TrainConfig(**fields)) == {"compiled": compiled, "CUDA graph": graph}
 
 
-def test_the_plan_says_so_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_says_so_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["plan", "--preset", "gated-nano"]) == 0
     said = capsys.readouterr().out
@@ -47,16 +68,26 @@ def test_the_plan_says_so_too(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 
 def test_modes_of_compilation() -> None:
-    assert [compile_mode(given) for given in (True, False, *COMPILE_MODES)] == ["default", None, *COMPILE_MODES]
-    with pytest.raises(ValueError, match="unknown compile 'max_autotune': did you mean 'max-autotune'"):
+    assert [compile_mode(given) for given in (True, False, *COMPILE_MODES)] == [
+        "default",
+        None,
+        *COMPILE_MODES,
+    ]
+    with pytest.raises(
+        ValueError, match="unknown compile 'max_autotune': did you mean 'max-autotune'"
+    ):
         CausalLM.from_preset("gated-nano", device="meta", compile="max_autotune")
 
 
 def test_a_run_has_the_parameters_of_its_plan() -> None:
     """Without rows of padding, as of a gate per head; of a model with adapters too."""
-    model = CausalLM.from_preset("gated-nano", device="meta", engine="emulated", attention_gate="headwise", **TINY)
+    model = CausalLM.from_preset(
+        "gated-nano", device="meta", engine="emulated", attention_gate="headwise", **TINY
+    )
     count = model.config.num_parameters
-    assert model.config.num_padding_parameters > 0 and _parameters(model) == f"{count:,} in bfloat16"
+    assert (
+        model.config.num_padding_parameters > 0 and _parameters(model) == f"{count:,} in bfloat16"
+    )
     model.requires_grad_(False)
     model.norm.weight.requires_grad_(True)
     assert _parameters(model) == f"{count:,} in bfloat16, 32 of them trained"

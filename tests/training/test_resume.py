@@ -25,7 +25,15 @@ from te_models.training.run_file import read_record
 from te_models.training.settings import RunSettings, resumed_settings, run_settings
 from te_models.training.trainer import Trainer
 
-CHOSEN = ["--recipe", "current", "--num-layers-at-end-in-bf16", "0", "--engine", "emulated", "--fp8-params"]
+CHOSEN = [
+    "--recipe",
+    "current",
+    "--num-layers-at-end-in-bf16",
+    "0",
+    "--engine",
+    "emulated",
+    "--fp8-params",
+]
 CHOSEN += ["--activation-checkpointing", "selective"]
 
 
@@ -34,7 +42,9 @@ def run(texts: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Run the command in an empty folder; returns the model that was trained."""
     models: list[CausalLM] = []
     build = Trainer.__post_init__
-    monkeypatch.setattr(Trainer, "__post_init__", lambda self: (models.append(self.model), build(self))[1])
+    monkeypatch.setattr(
+        Trainer, "__post_init__", lambda self: (models.append(self.model), build(self))[1]
+    )
 
     def command(*options: str) -> CausalLM:
         assert main([*PRETRAIN, *options]) == 0
@@ -44,14 +54,27 @@ def run(texts: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_resumed_run_keeps_the_choices_of_its_checkpoint(run: Any, capsys: pytest.CaptureFixture) -> None:
+def test_a_resumed_run_keeps_the_choices_of_its_checkpoint(
+    run: Any, capsys: pytest.CaptureFixture
+) -> None:
     first = run("--steps", "1", *CHOSEN)
-    assert (first.recipe.name, first.fp8_params, first.activation_checkpointing) == ("current", True, "selective")
+    assert (first.recipe.name, first.fp8_params, first.activation_checkpointing) == (
+        "current",
+        True,
+        "selective",
+    )
     resumed = run("--steps", "2", "--resume")  # the only run there is
-    assert (resumed.recipe.to_dict(), run_choices(resumed)) == (first.recipe.to_dict(), run_choices(first))
+    assert (resumed.recipe.to_dict(), run_choices(resumed)) == (
+        first.recipe.to_dict(),
+        run_choices(first),
+    )
     again = ("--resume", "--out", "runs/gated-nano-current", "--recipe")
     other = run("--steps", "3", *again, "delayed", "--activation-checkpointing", "none")
-    assert (other.recipe.name, other.fp8_params, other.activation_checkpointing) == ("delayed", True, "none")
+    assert (other.recipe.name, other.fp8_params, other.activation_checkpointing) == (
+        "delayed",
+        True,
+        "none",
+    )
     assert "was trained under recipe 'current'; it goes on with" in capsys.readouterr().err
     other = run("--steps", "4", *again, "bf16")
     assert (other.recipe.name, other.fp8_params) == ("bf16", False)
@@ -59,7 +82,9 @@ def test_a_resumed_run_keeps_the_choices_of_its_checkpoint(run: Any, capsys: pyt
 
 
 def test_a_checkpoint_from_before_they_were_saved_has_its_recipe_and_dtype() -> None:
-    newest = Checkpoints(Path(__file__).parents[1] / "saving/fixtures/commit-3a41a4b/run/checkpoints").latest()
+    newest = Checkpoints(
+        Path(__file__).parents[1] / "saving/fixtures/commit-3a41a4b/run/checkpoints"
+    ).latest()
     assert newest is not None
     saved = saved_choices(newest)
     assert saved.pop("recipe").name == "delayed"
@@ -72,7 +97,9 @@ def test_a_resumed_run_asks_for_its_engine_again(
 ) -> None:
     """A run that began on another machine, with and without its run.toml."""
     with monkeypatch.context() as there:
-        there.setattr(trainer, "run_choices", lambda model: {**run_choices(model), "engine": "native"})
+        there.setattr(
+            trainer, "run_choices", lambda model: {**run_choices(model), "engine": "native"}
+        )
         run("--steps", "1", "--recipe", "current", "--out", "mine")
     if not record:
         Path("mine/run.toml").unlink()
@@ -95,11 +122,15 @@ def test_another_recipe_is_said_once(run: Any, capsys: pytest.CaptureFixture) ->
     assert said.err.count("was trained under recipe 'current'; it goes on with") == 1
     resumed = run("--steps", "3", "--resume", "--out", "mine", "--recipe", "auto")
     said = capsys.readouterr()
-    assert resumed.recipe.name == "bf16" and "recipe" not in said.err + said.out.split("te-models pretrain")[0]
+    assert (
+        resumed.recipe.name == "bf16"
+        and "recipe" not in said.err + said.out.split("te-models pretrain")[0]
+    )
 
 
 @pytest.mark.parametrize(
-    "record", ["record = 5", "[record]\ncommands = 5", "[record]\nid = [[1]]\ncommands = { a = 1 }", ""]
+    "record",
+    ["record = 5", "[record]\ncommands = 5", "[record]\nid = [[1]]\ncommands = { a = 1 }", ""],
 )
 def test_a_damaged_record_is_no_record(record: str, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(record)
@@ -112,40 +143,71 @@ def test_the_folder_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     new = run_settings("pretrain", {**nano, "recipe": "delayed"})
     assert run_folder(new) == Path("runs/gated-nano-delayed")
     assert run_folder(dataclasses.replace(new, out="here")) == Path("here")
-    with pytest.raises(UsageError, match="nothing to resume: there is no run of gated-nano in runs/"):
+    with pytest.raises(
+        UsageError, match="nothing to resume: there is no run of gated-nano in runs/"
+    ):
         resumed_settings("pretrain", nano)
     for name in ("gated-nano-bf16", "gated-nano-delayed", "other-bf16"):
         Path("runs", name, "checkpoints").mkdir(parents=True)
         if name == "gated-nano-bf16":
             assert resumed_settings("pretrain", nano).out == "runs/gated-nano-bf16"
-    assert resumed_settings("pretrain", {**nano, "recipe": "delayed"}).out == "runs/gated-nano-delayed"
+    assert (
+        resumed_settings("pretrain", {**nano, "recipe": "delayed"}).out == "runs/gated-nano-delayed"
+    )
     with pytest.raises(
-        UsageError, match="several runs could be resumed .runs/gated-nano-bf16, runs/gated-nano-delayed.: give"
+        UsageError,
+        match="several runs could be resumed .runs/gated-nano-bf16, runs/gated-nano-delayed.: give",
     ):
         resumed_settings("pretrain", nano)
     Path("runs/other-bf16/run.toml").touch()
-    with pytest.raises(UsageError, match="other-bf16/checkpoints is part of a run: give --resume runs/other-bf16, "):
+    with pytest.raises(
+        UsageError, match="other-bf16/checkpoints is part of a run: give --resume runs/other-bf16, "
+    ):
         resumed_settings("pretrain", nano, Path("runs/other-bf16/checkpoints"))
 
 
-def test_a_run_from_a_file_takes_a_free_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_from_a_file_takes_a_free_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     settings = RunSettings(preset="gated-nano", recipe="bf16", file=Path("run.toml"))
-    places = [Path("runs/gated-nano-bf16"), Path("runs/gated-nano-bf16-2"), Path("runs/gated-nano-bf16-3")]
+    places = [
+        Path("runs/gated-nano-bf16"),
+        Path("runs/gated-nano-bf16-2"),
+        Path("runs/gated-nano-bf16-3"),
+    ]
     for number, place in enumerate(places):
         assert run_folder(settings) == place
-        assert run_folder(settings, restarted=True) == places[max(0, number - 1)], "a restart goes on in the last one"
+        assert run_folder(settings, restarted=True) == places[max(0, number - 1)], (
+            "a restart goes on in the last one"
+        )
         (place / "checkpoints/step-00000001").mkdir(parents=True)
 
 
 @pytest.mark.parametrize(
     "choices",
-    every(3, [["--recipe", "delayed"], ["--recipe", "current", "--fp8-params"], ["--recipe", "bf16", "--seed", "5"]]),
+    every(
+        3,
+        [
+            ["--recipe", "delayed"],
+            ["--recipe", "current", "--fp8-params"],
+            ["--recipe", "bf16", "--seed", "5"],
+        ],
+    ),
 )
 def test_resume_needs_only_the_folder_and_repeats_every_bit(choices: list[str], run: Any) -> None:
     """The whole run and the one in two parts have equal losses; the model that both start from is then gone."""
     run("--steps", "3", "--recipe", "delayed", "--learning-rate", "0.01", "--out", "start")
-    tune = ["--model", "start", *SHORT, "--learning-rate", "0.01", "--schedule", "constant", *choices]
+    tune = [
+        "--model",
+        "start",
+        *SHORT,
+        "--learning-rate",
+        "0.01",
+        "--schedule",
+        "constant",
+        *choices,
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the scales of the start have no use under another recipe
         assert main(["finetune", *tune, "--steps", "4", "--out", "whole"]) == 0
@@ -158,7 +220,17 @@ def test_resume_needs_only_the_folder_and_repeats_every_bit(choices: list[str], 
 
 
 def test_a_file_runs_again_with_the_same_bits(run: Any, capsys: pytest.CaptureFixture) -> None:
-    run("--steps", "2", *CHOSEN, "--learning-rate", "0.01", "--warmup-steps", "1", "--schedule", "constant")
+    run(
+        "--steps",
+        "2",
+        *CHOSEN,
+        "--learning-rate",
+        "0.01",
+        "--warmup-steps",
+        "1",
+        "--schedule",
+        "constant",
+    )
     first = Path("runs/gated-nano-current")
     assert main(["finetune", str(first / "run.toml"), "--steps", "3"]) == 0
     again = Path("runs/gated-nano-current-2")
@@ -170,10 +242,27 @@ def test_a_file_runs_again_with_the_same_bits(run: Any, capsys: pytest.CaptureFi
         assert one["record"][name] == other["record"][name]
 
 
-def test_a_resumed_run_says_what_differs_and_refuses_another_seed(run: Any, capsys: pytest.CaptureFixture) -> None:
+def test_a_resumed_run_says_what_differs_and_refuses_another_seed(
+    run: Any, capsys: pytest.CaptureFixture
+) -> None:
     run("--steps", "1", "--recipe", "bf16", "--out", "mine")
     capsys.readouterr()
-    assert main(["pretrain", "--resume", "mine", "--steps", "2", "--learning-rate", "0.5", "--sample-tokens", "3"]) == 0
+    assert (
+        main(
+            [
+                "pretrain",
+                "--resume",
+                "mine",
+                "--steps",
+                "2",
+                "--learning-rate",
+                "0.5",
+                "--sample-tokens",
+                "3",
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert "changed: learning_rate = 0.5, was 0.001" in said and "changed: steps = 2, was 1" in said
     assert "changed: sample_tokens = 3, was " in said
@@ -184,7 +273,11 @@ def test_a_resumed_run_says_what_differs_and_refuses_another_seed(run: Any, caps
     assert main(["pretrain", "mine/run.toml", "--resume", "mine"]) == 2
     assert main(["pretrain", "--resume", "elsewhere"]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 3 and "give the folder once" in errors[0] and "elsewhere does not exist" in errors[2]
+    assert (
+        len(errors) == 3
+        and "give the folder once" in errors[0]
+        and "elsewhere does not exist" in errors[2]
+    )
 
 
 @pytest.mark.parametrize("name", ["training_data", "evaluation_data"])
@@ -193,16 +286,39 @@ def test_fingerprints_follow_the_data(name: str, run: Any) -> None:
     for file in ("text", "more"):
         Path(f"texts/{file}.txt").write_text(f"other {file}, " * 400)
     run("--steps", "1", "--recipe", "bf16", "--out", "b")
-    assert read_toml(Path("a/run.toml"))["record"][name] != read_toml(Path("b/run.toml"))["record"][name]
+    assert (
+        read_toml(Path("a/run.toml"))["record"][name]
+        != read_toml(Path("b/run.toml"))["record"][name]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [[], ["--lora", "4", "--fp8-params"]])
 def test_a_file_runs_on_two_processes_and_resumes_on_one(lora: list[str], run: Any) -> None:
     run("--steps", "1", "--recipe", "current", "--out", "start")
-    tune = ["--model", "start", *SHORT, "--batch-size", "2", *lora, "--schedule", "constant", "--recipe", "current"]
+    tune = [
+        "--model",
+        "start",
+        *SHORT,
+        "--batch-size",
+        "2",
+        *lora,
+        "--schedule",
+        "constant",
+        "--recipe",
+        "current",
+    ]
     assert main(["finetune", *tune, "--steps", "2", "--out", "one"]) == 0
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "te_models", "finetune"]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "te_models",
+        "finetune",
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     said = run_process([sys.executable, *command, "one/run.toml", "--out", "two"], env=env).stdout
     assert f"2, {'ddp' if lora else 'fsdp'} (batches in 2)" in said

@@ -28,8 +28,12 @@ from te_models.training.samples import OPENING, Prompt, Sampler, held_out_prompt
 WORDS = ByteTokenizer()
 
 
-def batches(documents: list[Document], packing: str, seq_len: int = 64) -> list[dict[str, torch.Tensor]]:
-    dataset = TokenDataset(documents, WORDS, seq_len, batch_size=2, seed=0, shuffle=False, packing=packing)
+def batches(
+    documents: list[Document], packing: str, seq_len: int = 64
+) -> list[dict[str, torch.Tensor]]:
+    dataset = TokenDataset(
+        documents, WORDS, seq_len, batch_size=2, seed=0, shuffle=False, packing=packing
+    )
     return dataset.eval_batches(100)
 
 
@@ -49,17 +53,32 @@ def test_prompts_and_answers_are_whole_records(packing: str) -> None:
 
 @pytest.mark.parametrize("packing", ["stream", "documents"])
 def test_a_text_gives_its_opening(packing: str) -> None:
-    records = [Document(f"{n:02} " + "the quick brown fox jumps over the lazy dog, again") for n in range(20)]
+    records = [
+        Document(f"{n:02} " + "the quick brown fox jumps over the lazy dog, again")
+        for n in range(20)
+    ]
     found = held_out_prompts(batches(records, packing), WORDS, 60)
-    assert len(found) == 3 and all(not prompt.reference and len(prompt.ids) == OPENING for prompt in found)
+    assert len(found) == 3 and all(
+        not prompt.reference and len(prompt.ids) == OPENING for prompt in found
+    )
     if packing == "documents":
         assert all(any(r.text.startswith(text) for r in records) for text, _ in texts(found))
 
 
 def test_truncated_records_come_last() -> None:
-    records = [Document("b" * 20, prompt="a" * 30), Document("z", prompt="yy"), Document("x", prompt="ww")]
-    assert texts(held_out_prompts(batches(records, "stream", 61), WORDS, 60, count=1))[0] == ("yy", "z")
-    assert texts(held_out_prompts(batches(records[:1], "stream"), WORDS, 60, count=1))[0] == ("a" * 30, "b" * 20)
+    records = [
+        Document("b" * 20, prompt="a" * 30),
+        Document("z", prompt="yy"),
+        Document("x", prompt="ww"),
+    ]
+    assert texts(held_out_prompts(batches(records, "stream", 61), WORDS, 60, count=1))[0] == (
+        "yy",
+        "z",
+    )
+    assert texts(held_out_prompts(batches(records[:1], "stream"), WORDS, 60, count=1))[0] == (
+        "a" * 30,
+        "b" * 20,
+    )
     assert held_out_prompts(batches(records[:1], "stream"), WORDS, 8, count=1) == []
 
 
@@ -114,11 +133,19 @@ def test_answers_end_after_some_lines(model: CausalLM, monkeypatch: pytest.Monke
         assert len(lines) == samples.MAX_LINES + 1 and lines[-1] == "..." and "" in lines
 
 
-def test_a_terminal_gets_no_control_characters(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "stream_text", lambda *_, **__: (piece for piece in ("\x1b]0;x\x07", "a\r\n\tb\x9b")))
+def test_a_terminal_gets_no_control_characters(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        samples,
+        "stream_text",
+        lambda *_, **__: (piece for piece in ("\x1b]0;x\x07", "a\r\n\tb\x9b")),
+    )
     said = shown(Sampler(model, WORDS, [Prompt(tuple(b"\x1b[2J"), tuple(b"cd"))], 6, {}), Terminal)
     assert not any(character in said for character in "\x1b\x07\r\x9b")
-    assert said.count("\ufffd]0;xa\n        b\ufffd\n") == 2  # before and after; rich itself drops the bell
+    assert (
+        said.count("\ufffd]0;xa\n        b\ufffd\n") == 2
+    )  # before and after; rich itself drops the bell
 
 
 @pytest.mark.parametrize("pieces, text", [((), "(nothing)"), (("\n", "\n\na", "\n\nb"), "a\n\nb")])
@@ -139,21 +166,38 @@ def test_samples_change_nothing_of_a_run(model: CausalLM) -> None:
 
 @pytest.mark.parametrize("early", [True, False])
 def test_the_end_says_that_a_run_stopped_early(early: bool, tmp_path: Path) -> None:
-    result = Result(step=3, first_eval_loss=1.0, eval_loss=3.0, best_eval_loss=2.0, best_step=1, stopped_early=early)
+    result = Result(
+        step=3,
+        first_eval_loss=1.0,
+        eval_loss=3.0,
+        best_eval_loss=2.0,
+        best_step=1,
+        stopped_early=early,
+    )
     said = said_at_the_end(result, TrainConfig(steps=8, patience=2), tmp_path)
     assert ("at step 3 of 8: no lower eval loss in 2 evaluations" in said) == early
 
 
-def next_commands(*prompts: bytes, words: ByteTokenizer = WORDS, format: str = "fp8-block") -> list[str]:
+def next_commands(
+    *prompts: bytes, words: ByteTokenizer = WORDS, format: str = "fp8-block"
+) -> list[str]:
     out = io.StringIO()
-    print_next(Console(file=out, width=200), Path("my run"), words, [Prompt(tuple(text)) for text in prompts], format)
+    print_next(
+        Console(file=out, width=200),
+        Path("my run"),
+        words,
+        [Prompt(tuple(text)) for text in prompts],
+        format,
+    )
     return out.getvalue().splitlines()[2:]
 
 
 def test_next_commands() -> None:
     """A suggested prompt ends as in training."""
     first, second = next_commands(b"\n def f(it's):\n  pass")
-    assert first.startswith("  te-models generate --model 'my run' --prompt 'def f(it'\"'\"'s):'  #")
+    assert first.startswith(
+        "  te-models generate --model 'my run' --prompt 'def f(it'\"'\"'s):'  #"
+    )
     assert second.startswith("  te-models export --model 'my run' --out 'my run/export'  #")
     assert "--prompt '7 times 2 is '" in next_commands(b"7 times 2 is ")[0]
 
@@ -162,7 +206,9 @@ def test_next_commands() -> None:
 def test_the_next_command_is_chat_only_after_conversations(prompt: bytes, command: str) -> None:
     """A tokenizer with a template may have been given prompts and completions, which `chat` would render otherwise."""
     words = ByteTokenizer()
-    words.set_chat_template("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}")
+    words.set_chat_template(
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    )
     assert next_commands(prompt, words=words)[0].startswith(f"  te-models {command} ")
 
 
@@ -174,7 +220,14 @@ def test_the_next_command_is_an_export_that_the_model_has() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0412, "41 ms"), (3.24, "3.2 s"), (59.7, "60 s"), (100, "2 min"), (5300, "88 min"), (9000, "2 h 30 min")],
+    [
+        (0.0412, "41 ms"),
+        (3.24, "3.2 s"),
+        (59.7, "60 s"),
+        (100, "2 min"),
+        (5300, "88 min"),
+        (9000, "2 h 30 min"),
+    ],
 )
 def test_durations_in_words(seconds: float, text: str) -> None:
     assert duration(seconds) == text
@@ -184,7 +237,9 @@ def test_durations_in_words(seconds: float, text: str) -> None:
 def test_the_time_is_estimated_once_without_the_first_steps(start: int) -> None:
     config = TrainConfig(steps=110 + start, batch_size=2, seq_len=50, eval_every=0, eval_batches=30)
     left = TimeLeft(config, start)
-    speed = {start + n: 1.0 if n <= 4 else 50.0 for n in range(1, 111)}  # tokens/s; a step has 100 tokens
+    speed = {
+        start + n: 1.0 if n <= 4 else 50.0 for n in range(1, 111)
+    }  # tokens/s; a step has 100 tokens
     lines = [left.line(dict(step=step, tokens_per_second=rate)) for step, rate in speed.items()]
     # 100 steps of 2 s, and one evaluation of 30 batches, each a third of a step
     assert [(n + 1, line) for n, line in enumerate(lines) if line] == [
@@ -192,7 +247,9 @@ def test_the_time_is_estimated_once_without_the_first_steps(start: int) -> None:
     ]
     for steps in (5, 10):  # too few to measure, and none left
         left = TimeLeft(TrainConfig(steps=start + steps), start)
-        assert not any(left.line(dict(step=start + n, tokens_per_second=9.0)) for n in range(1, steps + 1))
+        assert not any(
+            left.line(dict(step=start + n, tokens_per_second=9.0)) for n in range(1, steps + 1)
+        )
 
 
 @pytest.fixture
@@ -205,7 +262,9 @@ def start(texts: None) -> list[str]:
     return ["finetune", "--model", "start", "--data", "pairs.jsonl", *options]
 
 
-def test_a_run_shows_the_same_prompts_before_and_after(start: list[str], capsys: pytest.CaptureFixture) -> None:
+def test_a_run_shows_the_same_prompts_before_and_after(
+    start: list[str], capsys: pytest.CaptureFixture
+) -> None:
     assert main([*start, "--steps", "12", "--batch-size", "2", "--sample-tokens", "6"]) == 0
     out = capsys.readouterr().out
     for part in (
@@ -236,7 +295,19 @@ def test_an_answer_out_of_time_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_samples_of_a_short_run_are_short_unless_asked_for(
     asked: bool, start: list[str], capsys: pytest.CaptureFixture
 ) -> None:
-    assert main([*start, "--steps", "1", "--batch-size", "1", *(["--sample-tokens", "16"] if asked else [])]) == 0
+    assert (
+        main(
+            [
+                *start,
+                "--steps",
+                "1",
+                "--batch-size",
+                "1",
+                *(["--sample-tokens", "16"] if asked else []),
+            ]
+        )
+        == 0
+    )
     assert ("samples take at most a tenth" in " ".join(capsys.readouterr().out.split())) != asked
     assert main(["finetune", "--resume", "run", "--steps", "2"]) == 0  # run.toml has what was asked
     assert ("samples take at most a tenth" in " ".join(capsys.readouterr().out.split())) != asked

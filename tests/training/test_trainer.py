@@ -32,8 +32,12 @@ from te_models.training.trainer import Trainer
 PRIMARY = ["delayed", "current", "blockwise", "mxfp8"]  # recipes with FP8 primary weights
 
 
-def trainer(out: Path, recipe: str = "delayed", options: dict[str, Any] | None = None, **fields: Any) -> Trainer:
-    return tiny_trainer(tiny_model(recipe, **options or {}), out, **dict(batch_size=2, eval_every=3) | fields)
+def trainer(
+    out: Path, recipe: str = "delayed", options: dict[str, Any] | None = None, **fields: Any
+) -> Trainer:
+    return tiny_trainer(
+        tiny_model(recipe, **options or {}), out, **dict(batch_size=2, eval_every=3) | fields
+    )
 
 
 @pytest.mark.parametrize("cached, flags", [(True, [True, False, False]), (False, [None] * 3)])
@@ -43,7 +47,9 @@ def test_what_micro_batches_are_told(
     """Which is the last, by its place: a dataset may give one object again and again. FP8 weights, if asked."""
     told: list[bool | None] = []
     lasts: list[bool] = []
-    monkeypatch.setattr(Parallel, "prepare_micro_batch", lambda self, model, last: lasts.append(last))
+    monkeypatch.setattr(
+        Parallel, "prepare_micro_batch", lambda self, model, last: lasts.append(last)
+    )
     run = trainer(tmp_path, gradient_accumulation=3, cache_fp8_weights=cached)
 
     def forward(**batch: Any) -> Any:
@@ -72,9 +78,17 @@ def test_a_run_begins_with_the_scales_of_its_first_step(tmp_path: Path) -> None:
     }
     results = {name: run.run() for name, run in runs.items()}
     assert losses(tmp_path / "own") == losses(tmp_path / "found") != losses(tmp_path / "te")
-    assert results["own"].first_eval_loss == results["found"].first_eval_loss != results["te"].first_eval_loss
-    states: list[dict[str, Any]] = [{**fp8_state(runs[name].model), **runs[name].model.state_dict()} for name in runs]
-    assert [name for name, value in states[0].items() if not torch.equal(value, states[1][name])] == []
+    assert (
+        results["own"].first_eval_loss
+        == results["found"].first_eval_loss
+        != results["te"].first_eval_loss
+    )
+    states: list[dict[str, Any]] = [
+        {**fp8_state(runs[name].model), **runs[name].model.state_dict()} for name in runs
+    ]
+    assert [
+        name for name, value in states[0].items() if not torch.equal(value, states[1][name])
+    ] == []
     assert [len(losses(tmp_path / name)) for name in runs] == [3, 3, 3]
     read = trainer(tmp_path).dataset
     list(islice(read, 3))
@@ -83,7 +97,9 @@ def test_a_run_begins_with_the_scales_of_its_first_step(tmp_path: Path) -> None:
 
 def amax_rows(run: Trainer) -> set[int]:
     """How many amaxes the histories of the inputs of linears hold."""
-    histories = [tensor for name, tensor in fp8_state(run.model).items() if name.endswith("fwd.amax_history")]
+    histories = [
+        tensor for name, tensor in fp8_state(run.model).items() if name.endswith("fwd.amax_history")
+    ]
     return {int((history[:, 0] != 0).sum()) for history in histories}
 
 
@@ -124,9 +140,13 @@ def test_a_run_in_python_replaces_no_other(tmp_path: Path) -> None:
     done = trainer(str(tmp_path), steps=2)  # type: ignore[arg-type]
     done.run()
     before = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(UsageError, match=r"already holds a run of 2 steps: continue it with run\(resume=True\), or"):
+    with pytest.raises(
+        UsageError, match=r"already holds a run of 2 steps: continue it with run\(resume=True\), or"
+    ):
         trainer(tmp_path, steps=3).run()
-    assert before == {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert before == {
+        path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
+    }
     assert trainer(tmp_path, steps=3).run(resume=True).step == 3
 
 
@@ -135,7 +155,9 @@ EXACT += some(2, zip(PRIMARY, ("none", "selective", "full", 2), itertools.repeat
 
 
 @pytest.mark.parametrize("recipe, mode, fp8_params", EXACT)
-def test_a_resumed_run_is_exact(recipe: str, mode: str | int, fp8_params: bool, tmp_path: Path) -> None:
+def test_a_resumed_run_is_exact(
+    recipe: str, mode: str | int, fp8_params: bool, tmp_path: Path
+) -> None:
     """Under every recipe in every mode, with accumulation, an evaluation and a save that fell behind."""
 
     def make(out: str, **fields: Any) -> Trainer:
@@ -146,20 +168,42 @@ def test_a_resumed_run_is_exact(recipe: str, mode: str | int, fp8_params: bool, 
     whole = make("whole")
     whole.run()
     # Now, since later forwards of another model update the scales of this one, too: the engine has one registry.
-    state = {name: t.clone() for of in (fp8_state, quantized_weights) for name, t in of(whole.model).items()}
+    state = {
+        name: t.clone()
+        for of in (fp8_state, quantized_weights)
+        for name, t in of(whole.model).items()
+    }
     stop_after(make("half", save_every=2), 3)
     resumed = make("half")
     torch.manual_seed(99)  # the checkpoint's own random state must win
     assert resumed.run(resume=True).step == 3
-    stored = [q for q in resumed.model.parameters() if is_quantized(q) and q.get_high_precision_init_val() is not None]
-    assert not stored, "a copy of each FP8 weight in the host's memory, which the optimizer's master replaces"
-    assert losses(tmp_path / "half") == losses(tmp_path / "whole") and len(set(losses(tmp_path / "half"))) == 3
-    for (name, p), q in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+    stored = [
+        q
+        for q in resumed.model.parameters()
+        if is_quantized(q) and q.get_high_precision_init_val() is not None
+    ]
+    assert not stored, (
+        "a copy of each FP8 weight in the host's memory, which the optimizer's master replaces"
+    )
+    assert (
+        losses(tmp_path / "half") == losses(tmp_path / "whole")
+        and len(set(losses(tmp_path / "half"))) == 3
+    )
+    for (name, p), q in zip(
+        whole.model.named_parameters(), resumed.model.parameters(), strict=True
+    ):
         assert_same_bits(name, plain(p), plain(q))
-    for number, (p, q) in enumerate(zip(whole.optimizer.masters, resumed.optimizer.masters, strict=True)):
+    for number, (p, q) in enumerate(
+        zip(whole.optimizer.masters, resumed.optimizer.masters, strict=True)
+    ):
         assert_same_bits(f"master {number}", p, q)
-    again = {name: t for of in (fp8_state, quantized_weights) for name, t in of(resumed.model).items()}
-    assert state.keys() == again.keys() and [name for name in state if not torch.equal(state[name], again[name])] == []
+    again = {
+        name: t for of in (fp8_state, quantized_weights) for name, t in of(resumed.model).items()
+    }
+    assert (
+        state.keys() == again.keys()
+        and [name for name in state if not torch.equal(state[name], again[name])] == []
+    )
     assert whole.result.eval_loss == resumed.result.eval_loss
 
 
@@ -179,15 +223,28 @@ def stop_after(run: Trainer, step: int) -> None:
 
 
 def test_the_trainer_learns_and_logs_every_step(tmp_path: Path) -> None:
-    run = trainer(tmp_path, "current", dict(hidden_size=64, intermediate_size=96), steps=30, learning_rate=3e-3)
+    run = trainer(
+        tmp_path,
+        "current",
+        dict(hidden_size=64, intermediate_size=96),
+        steps=30,
+        learning_rate=3e-3,
+    )
     result = run.run()
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 31))
-    assert all({"step", "loss", "tokens_per_second", "grad_norm", "learning_rate"} <= row.keys() for row in rows)
+    assert all(
+        {"step", "loss", "tokens_per_second", "grad_norm", "learning_rate"} <= row.keys()
+        for row in rows
+    )
     assert [row["step"] for row in rows if "eval_loss" in row] == [*range(3, 31, 3)]
     assert result.first_eval_loss - result.eval_loss > 1.0
     assert result.eval_loss == evaluate(run.model, run.eval_batches)
-    assert saved_folder(tmp_path).name == saved_folder(tmp_path / "checkpoints").name == "step-00000030"
+    assert (
+        saved_folder(tmp_path).name
+        == saved_folder(tmp_path / "checkpoints").name
+        == "step-00000030"
+    )
     assert CausalLM.from_pretrained(tmp_path, device="cpu").recipe.name == "current"
 
 
@@ -199,7 +256,9 @@ def test_the_trainer_learns_and_logs_every_step(tmp_path: Path) -> None:
         ("delayed", "try a lower --learning-rate, --recipe current, or more BF16 layers"),
     ],
 )
-def test_a_bad_value_stops_the_run_and_names_step_and_layer(recipe: str, advice: str, tmp_path: Path) -> None:
+def test_a_bad_value_stops_the_run_and_names_step_and_layer(
+    recipe: str, advice: str, tmp_path: Path
+) -> None:
     run = trainer(tmp_path, recipe)
 
     def poison(row: dict[str, Any]) -> None:
@@ -215,25 +274,40 @@ def test_a_bad_value_stops_the_run_and_names_step_and_layer(recipe: str, advice:
     assert len(losses(tmp_path)) == 3
 
 
-@pytest.mark.parametrize("recipe, fields", [("delayed", {}), ("bf16", dict(gradient_accumulation=2, save_every=3))])
-def test_reading_a_step_late_changes_nothing(recipe: str, fields: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "recipe, fields", [("delayed", {}), ("bf16", dict(gradient_accumulation=2, save_every=3))]
+)
+def test_reading_a_step_late_changes_nothing(
+    recipe: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
     """The host reads results a step late, as on a GPU, where it must not wait."""
     runs = []
     for ahead in (False, True):
         run = trainer(tmp_path / str(ahead), recipe, eval_every=4, **fields)
         run.ahead, order = ahead, []
         launch, run.on_step = run._queue, lambda row, order=order: order.append(row["step"])
-        run._queue = lambda step, *rest, order=order, launch=launch: (order.append(-step), launch(step, *rest))[1]
+        run._queue = lambda step, *rest, order=order, launch=launch: (
+            order.append(-step),
+            launch(step, *rest),
+        )[1]
         run.run()
         runs.append((run, order))
     (plain, one_by_one), (late, order) = runs
     assert one_by_one == [n for step in range(1, 9) for n in (-step, step)]
     assert order[:4] == [-1, -2, 1, -3] and sorted(order) == sorted(one_by_one)
     for step in (4, 8, *(range(3, 9, 3) if "save_every" in fields else ())):
-        assert order[order.index(-step) :].index(step) <= 2, "nothing else is queued before an evaluation or a save"
-    rows = [[{**r, "tokens_per_second": 0} for r in read_metrics(run.out / "metrics.jsonl")] for run in (plain, late)]
+        assert order[order.index(-step) :].index(step) <= 2, (
+            "nothing else is queued before an evaluation or a save"
+        )
+    rows = [
+        [{**r, "tokens_per_second": 0} for r in read_metrics(run.out / "metrics.jsonl")]
+        for run in (plain, late)
+    ]
     assert rows[0] == rows[1] and len(rows[0]) == 8
-    assert all(torch.equal(p, q) for p, q in zip(plain.model.parameters(), late.model.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q)
+        for p, q in zip(plain.model.parameters(), late.model.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
@@ -252,36 +326,53 @@ def test_a_bad_step_read_late_changes_no_weight(clip: float, tmp_path: Path) -> 
     run.optimizer.step, run.train_model = recorded, poisoned
     with pytest.raises(Diverged, match="step 3: the loss is nan"):
         run.run()
-    assert len(seen) == 3 and [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert len(seen) == 3 and [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [
+        1,
+        2,
+    ]
     (before, state), (after, later) = seen[1:]
     assert all(torch.equal(p, q) for p, q in zip(before, after, strict=True))
     assert all(torch.equal(p, q) for p, q in zip(state["masters"], later["masters"], strict=True))
     assert str(state["state"]) == str(later["state"])
 
 
-def test_a_bad_label_on_a_gpu_ends_the_run_with_the_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_label_on_a_gpu_ends_the_run_with_the_label(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def as_on_a_gpu(labels: torch.Tensor, mask: Any, vocab_size: int, documents: Any) -> Any:
         invalid = labels >= vocab_size
-        return next_token_targets(labels.masked_fill(invalid, -100), mask, vocab_size, documents)[0], invalid.any()
+        return next_token_targets(labels.masked_fill(invalid, -100), mask, vocab_size, documents)[
+            0
+        ], invalid.any()
 
     run = trainer(tmp_path, "bf16", steps=4, eval_every=0)
     batches = [next(run.dataset) for _ in range(4)]
     batches[1]["labels"][1, 7] = 288
     monkeypatch.setattr("te_models.model.decoder.next_token_targets", as_on_a_gpu)
     monkeypatch.setattr(TokenDataset, "__next__", lambda data: batches.pop(0))
-    with pytest.raises(Diverged, match=r"^step 2: a label is 288: give 0 to 287 \(vocab_size=288\), or -100"):
+    with pytest.raises(
+        Diverged, match=r"^step 2: a label is 288: give 0 to 287 \(vocab_size=288\), or -100"
+    ):
         run.run()
 
 
 @pytest.mark.parametrize("table", [{}, {"*.down_proj": "bf16"}])
-def test_resuming_under_another_recipe_says_so_and_goes_on(table: dict[str, str], tmp_path: Path) -> None:
+def test_resuming_under_another_recipe_says_so_and_goes_on(
+    table: dict[str, str], tmp_path: Path
+) -> None:
     trainer(tmp_path, "delayed", dict(precision=table), steps=2).run()
     other = trainer(tmp_path, "current", steps=4)
     with pytest.warns(UserWarning) as said:
         assert other.run(resume=True).step == 4
     text = [str(warning.message) for warning in said]
-    assert "trained under recipe 'delayed'; it goes on with name='current', scheme='Float8CurrentScaling'" in text[0]
-    assert "has no use for its scales and amax histories, which are left out" in text[1] and len(text) == 2
+    assert (
+        "trained under recipe 'delayed'; it goes on with name='current', scheme='Float8CurrentScaling'"
+        in text[0]
+    )
+    assert (
+        "has no use for its scales and amax histories, which are left out" in text[1]
+        and len(text) == 2
+    )
     assert ("precision={}" in text[0]) == bool(table)
     assert len(losses(tmp_path)) == 4
 
@@ -295,7 +386,12 @@ def test_resuming_another_shape_or_nothing_is_refused(tmp_path: Path) -> None:
 
 
 def saving_badly(
-    place: str, failures: int, pauses: tuple[float, ...], out: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any
+    place: str,
+    failures: int,
+    pauses: tuple[float, ...],
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    **fields: Any,
 ) -> Trainer:
     """A run whose first saves at this place fail, and are tried again after these pauses."""
     monkeypatch.setattr("te_models.training.trainer.SAVE_RETRY_PAUSES", pauses)
@@ -312,7 +408,9 @@ def saving_badly(
     return run
 
 
-def test_a_background_save_that_fails_is_an_error_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_background_save_that_fails_is_an_error_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = saving_badly("checkpoints", 99, (0.1, 0.1), tmp_path, monkeypatch, steps=3, save_every=2)
     with pytest.raises(SaveError, match="the disk is full"):
         run.run()
@@ -341,7 +439,11 @@ def test_a_save_that_fails_once_is_tried_again(
 
 @pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_signal_saves_and_ends_cleanly(
-    sent: int, code: int, texts: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    sent: int,
+    code: int,
+    texts: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     write = MetricsLog.write
 
@@ -360,5 +462,7 @@ def test_a_signal_saves_and_ends_cleanly(
 
 
 def test_a_misspelled_argument_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match="unknown field 'eval_batch' of Trainer: did you mean 'eval_batches'"):
+    with pytest.raises(
+        ValueError, match="unknown field 'eval_batch' of Trainer: did you mean 'eval_batches'"
+    ):
         Trainer(eval_batch=[])

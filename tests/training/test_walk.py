@@ -41,7 +41,12 @@ def follow(arguments: list[str]) -> list[Call]:
             above = above.f_back
         importing = above is not None and above.f_code.co_name == "<module>"
         caller = file_of(above.f_code.co_filename) if above is not None and not importing else None
-        if above is not None and caller is not None and caller != called and frame.f_code.co_name != "<module>":
+        if (
+            above is not None
+            and caller is not None
+            and caller != called
+            and frame.f_code.co_name != "<module>"
+        ):
             found[caller, above.f_code.co_name, called, frame.f_code.co_name] = None
         if called == "optim/master.py" and frame.f_code.co_name == "step":
             sys.setprofile(None)
@@ -62,7 +67,9 @@ def follow(arguments: list[str]) -> list[Call]:
 def test_the_walk_of_finetune(texts: None) -> None:
     """It has at most the calls that the page states, and passes the files that the page lists in their order."""
     tiny_model().save_pretrained("m")
-    calls = follow(["finetune", "--model", "m", *SHORT, "--steps", "1", "--recipe", "bf16", "--out", "run"])
+    calls = follow(
+        ["finetune", "--model", "m", *SHORT, "--steps", "1", "--recipe", "bf16", "--out", "run"]
+    )
     own = [call for call in calls if call[0].split("/")[0] in ("cli", "training", "data")]
     text = PAGE.read_text()
     (stated,) = re.findall(r"at most (\d+) calls between files", text)

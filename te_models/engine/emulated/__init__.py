@@ -30,7 +30,12 @@ from te_models.engine.emulated.autocast import (
 from te_models.engine.emulated.gemm import exact_gemm
 from te_models.engine.emulated.grouped import GroupedLinear
 from te_models.engine.emulated.linear import Linear
-from te_models.engine.emulated.module import drop_cached_weights, reset_fp8_state, restored_recompute, separate_copy
+from te_models.engine.emulated.module import (
+    drop_cached_weights,
+    reset_fp8_state,
+    restored_recompute,
+    separate_copy,
+)
 from te_models.engine.emulated.numerics import DType
 from te_models.engine.emulated.nvfp4 import NVFP4Quantizer, NVFP4Tensor
 from te_models.engine.emulated.quantizers import (
@@ -41,19 +46,50 @@ from te_models.engine.emulated.quantizers import (
 )
 from te_models.engine.emulated.recompute import checkpoint
 from te_models.engine.emulated.rmsnorm import RMSNorm
-from te_models.engine.emulated.tensors import Float8BlockwiseQTensor, Float8Tensor, MXFP8Tensor, QuantizedTensor
+from te_models.engine.emulated.tensors import (
+    Float8BlockwiseQTensor,
+    Float8Tensor,
+    MXFP8Tensor,
+    QuantizedTensor,
+)
 
 __all__ = [
-    "DType", "FP8GlobalStateManager", "Float8BlockQuantizer", "Float8BlockwiseQTensor",
-    "Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor", "GroupedLinear", "LINEARS", "Linear",
-    "MXFP8Quantizer", "MXFP8Tensor",
-    "NVFP4Quantizer", "NVFP4Tensor", "QuantizedTensor", "RMSNorm", "autocast", "checkpoint",
-    "drop_cached_weights", "exact_gemm",
-    "fp8_autocast", "get_align_size_for_quantization", "get_default_recipe", "handover",
-    "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available",
-    "outside_autocast", "quantized_model_init", "recipe", "region_lock",
-    "reset_fp8_state", "restored_recompute", "separate_copy",
-]  # fmt: skip
+    "DType",
+    "FP8GlobalStateManager",
+    "Float8BlockQuantizer",
+    "Float8BlockwiseQTensor",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8Tensor",
+    "GroupedLinear",
+    "LINEARS",
+    "Linear",
+    "MXFP8Quantizer",
+    "MXFP8Tensor",
+    "NVFP4Quantizer",
+    "NVFP4Tensor",
+    "QuantizedTensor",
+    "RMSNorm",
+    "autocast",
+    "checkpoint",
+    "drop_cached_weights",
+    "exact_gemm",
+    "fp8_autocast",
+    "get_align_size_for_quantization",
+    "get_default_recipe",
+    "handover",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+    "outside_autocast",
+    "quantized_model_init",
+    "recipe",
+    "region_lock",
+    "reset_fp8_state",
+    "restored_recompute",
+    "separate_copy",
+]
 
 
 def __getattr__(name: str) -> NoReturn:

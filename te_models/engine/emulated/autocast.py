@@ -121,7 +121,9 @@ class autocast:
         amax_reduction_group: ProcessGroup | None = None,
     ) -> None:
         """Reduce the amaxes of DelayedScaling over the processes of `amax_reduction_group` (None: all)."""
-        require(not calibrating, "calibrating=True is not emulated: leave it out", NotImplementedError)
+        require(
+            not calibrating, "calibrating=True is not emulated: leave it out", NotImplementedError
+        )
         self._enabled = enabled
         self._recipe = recipe
         self._amax_reduction_group = amax_reduction_group
@@ -146,7 +148,10 @@ class autocast:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
     ) -> None:
         state = FP8GlobalStateManager.quantization_state
         assert self._saved is not None
@@ -164,11 +169,18 @@ Fields = tuple[bool, Recipe | None, ProcessGroup | None, bool]
 
 
 def _autocast_fields(state: FP8GlobalState) -> Fields:
-    return state.fp8_enabled, state.fp8_recipe, state.fp8_distributed_group, state.is_first_fp8_module
+    return (
+        state.fp8_enabled,
+        state.fp8_recipe,
+        state.fp8_distributed_group,
+        state.is_first_fp8_module,
+    )
 
 
 def _set_autocast_fields(state: FP8GlobalState, values: Fields) -> None:
-    state.fp8_enabled, state.fp8_recipe, state.fp8_distributed_group, state.is_first_fp8_module = values
+    state.fp8_enabled, state.fp8_recipe, state.fp8_distributed_group, state.is_first_fp8_module = (
+        values
+    )
 
 
 @contextmanager
@@ -205,13 +217,17 @@ def fp8_autocast(
     fp8_group: ProcessGroup | None = None,
 ) -> autocast:
     """Return an `autocast`; deprecated name."""
-    warnings.warn("fp8_autocast is deprecated: use autocast(recipe=...)", DeprecationWarning, stacklevel=2)
+    warnings.warn(
+        "fp8_autocast is deprecated: use autocast(recipe=...)", DeprecationWarning, stacklevel=2
+    )
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
 
 @contextmanager
 def quantized_model_init(
-    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+    enabled: bool = True,
+    recipe: Recipe | None = None,
+    preserve_high_precision_init_val: bool = False,
 ) -> Iterator[None]:
     """Make the weights of te modules built inside quantized tensors.
 

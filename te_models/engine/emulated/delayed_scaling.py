@@ -32,7 +32,9 @@ class DelayedScalingRecipeState:
         # A first forward under torch.inference_mode must not make tensors that training cannot update.
         with torch.inference_mode(False):
             self.scale = torch.ones(n, dtype=torch.float32, device=device)
-            self.amax_history = torch.zeros(recipe.amax_history_len, n, dtype=torch.float32, device=device)
+            self.amax_history = torch.zeros(
+                recipe.amax_history_len, n, dtype=torch.float32, device=device
+            )
         self.use_recipe(recipe)
 
     def use_recipe(self, recipe: DelayedScaling) -> None:
@@ -47,7 +49,10 @@ class DelayedScalingRecipeState:
     def make_quantizers(self) -> list[Float8Quantizer]:
         """Return one quantizer per tensor, which share this state's memory."""
         dtype = fp8_dtype(self.recipe.fp8_format, self.forward)
-        return [Float8Quantizer(s, a.view(1), dtype) for s, a in zip(self.scale, self.amax_history[0], strict=True)]
+        return [
+            Float8Quantizer(s, a.view(1), dtype)
+            for s, a in zip(self.scale, self.amax_history[0], strict=True)
+        ]
 
 
 class ScaleRegistry:
@@ -75,7 +80,9 @@ class ScaleRegistry:
         batches: dict[tuple[object, ...], list[DelayedScalingRecipeState]] = {}
         for state in list(self.states.values()):
             if state.forward == forward:
-                batches.setdefault((state.key, id(state.group), state.scale.device), []).append(state)
+                batches.setdefault((state.key, id(state.group), state.scale.device), []).append(
+                    state
+                )
         for states in batches.values():
             _update(states, _reduced_amaxes(states))
 
@@ -105,14 +112,18 @@ def _update(states: list[DelayedScalingRecipeState], amaxes: Tensor | None) -> N
     fp8_max = FP8_MAX[fp8_dtype(recipe.fp8_format, states[0].forward)]
     if fused.active(states[0].scale):
         latest = recipe.amax_compute_algo == "most_recent"
-        fused.update([(s.amax_history, s.scale) for s in states], amaxes, latest, recipe.margin, fp8_max)
+        fused.update(
+            [(s.amax_history, s.scale) for s in states], amaxes, latest, recipe.margin, fp8_max
+        )
         return
     if amaxes is None:
         amaxes = torch.cat([state.amax_history[0] for state in states])
     split = amaxes.split([s.scale.numel() for s in states])
     # Loaded histories may have another length than the recipe's: one pass per length.
     for length in {s.amax_history.shape[0] for s in states}:
-        pairs = [(s, a) for s, a in zip(states, split, strict=True) if s.amax_history.shape[0] == length]
+        pairs = [
+            (s, a) for s, a in zip(states, split, strict=True) if s.amax_history.shape[0] == length
+        ]
         same = [s for s, _ in pairs]
         history, scale = updated(
             torch.cat([s.amax_history for s in same], 1),
@@ -122,7 +133,9 @@ def _update(states: list[DelayedScalingRecipeState], amaxes: Tensor | None) -> N
             fp8_max,
         )
         widths = [s.scale.numel() for s in same]
-        for state, rows, values in zip(same, history.split(widths, 1), scale.split(widths), strict=True):
+        for state, rows, values in zip(
+            same, history.split(widths, 1), scale.split(widths), strict=True
+        ):
             state.amax_history.copy_(rows)
             state.scale.copy_(values)
 

@@ -16,10 +16,20 @@ from torch import Tensor
 
 from te_models.engine.emulated.gemm import finish, is_exact
 from te_models.engine.emulated.numerics import FP8_MAX, TORCH_FP8, on_host
-from te_models.engine.emulated.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
+from te_models.engine.emulated.quantizers import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Quantizer,
+)
 from te_models.engine.emulated.short_rows import enough_rows, multiply
 from te_models.engine.emulated.tensor_core import HostFactor, row_product
-from te_models.engine.emulated.tensors import Float8TensorStorage, FP8Matrix, QuantizedTensorStorage, Value, as_matrix
+from te_models.engine.emulated.tensors import (
+    Float8TensorStorage,
+    FP8Matrix,
+    QuantizedTensorStorage,
+    Value,
+    as_matrix,
+)
 
 _TINY = 2.0**-64  # of smaller amaxes scales may overflow
 
@@ -40,14 +50,23 @@ def scale(x: Value, quantizer: Quantizer) -> np.float32 | None:
 
 
 def product(
-    x: Tensor, scale: np.float32, quantizer: Quantizer, weight: QuantizedTensorStorage, bias: Tensor | None,
-    dtype: torch.dtype, split_accumulator: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    scale: np.float32,
+    quantizer: Quantizer,
+    weight: QuantizedTensorStorage,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    split_accumulator: bool,
+) -> Tensor:
     """Return x [..., K], cast with `scale`, times `weight` [N, K] plus `bias` [N]: [T, N] in `dtype`."""
     assert isinstance(quantizer, (Float8Quantizer, Float8CurrentScalingQuantizer))
     assert isinstance(weight, Float8TensorStorage)
     largest = FP8_MAX[quantizer.dtype]
-    numbers = torch.mul(as_matrix(x).float(), float(scale)).clamp_(-largest, largest).to(TORCH_FP8[quantizer.dtype])
+    numbers = (
+        torch.mul(as_matrix(x).float(), float(scale))
+        .clamp_(-largest, largest)
+        .to(TORCH_FP8[quantizer.dtype])
+    )
     outputs, inputs = weight._matrix
     if is_exact(len(numbers), inputs, outputs):
         out = _exact(numbers, weight, split_accumulator)
@@ -63,7 +82,9 @@ def _columns(weight: Float8TensorStorage) -> Tensor:
     def numbers() -> Tensor:
         columns = weight.operand(False).values.t()
         outputs, inputs = weight._matrix
-        suits = weight.keeps and enough_rows(1, inputs, outputs, columns.dtype, True, torch.get_num_threads())
+        suits = weight.keeps and enough_rows(
+            1, inputs, outputs, columns.dtype, True, torch.get_num_threads()
+        )
         return columns.contiguous() if suits else columns
 
     return weight.kept("columns", False, numbers)
@@ -74,13 +95,19 @@ def _exact(data: Tensor, weight: Float8TensorStorage, split_accumulator: bool) -
     right = weight.kept("host factor", False, lambda: _host_factor(weight.fp8_matrix(False)))
     table = _every_number(data.dtype)
     bits = data.view(torch.uint8).numpy()
-    bits = np.pad(bits, ((0, 0), (0, len(right.values) - bits.shape[1]))) if len(right.values) > bits.shape[1] else bits
+    bits = (
+        np.pad(bits, ((0, 0), (0, len(right.values) - bits.shape[1])))
+        if len(right.values) > bits.shape[1]
+        else bits
+    )
     out = np.zeros((len(bits), right.values.shape[1]), np.float32)
     with np.errstate(all="ignore"):
         for row, numbers in zip(out, bits, strict=True):
             if numbers.any():
                 row[:] = row_product(
-                    HostFactor(table.values[numbers], table.exponents[numbers]), right, split_accumulator
+                    HostFactor(table.values[numbers], table.exponents[numbers]),
+                    right,
+                    split_accumulator,
                 )
     return torch.from_numpy(out)
 
@@ -88,7 +115,9 @@ def _exact(data: Tensor, weight: Float8TensorStorage, split_accumulator: bool) -
 @functools.cache
 def _every_number(dtype: torch.dtype) -> HostFactor:
     """Return the factor of all 256 numbers of an FP8 format, in the order of their bits."""
-    return _host_factor(FP8Matrix(torch.arange(256, dtype=torch.uint8).view(dtype)[None], torch.ones(1)))
+    return _host_factor(
+        FP8Matrix(torch.arange(256, dtype=torch.uint8).view(dtype)[None], torch.ones(1))
+    )
 
 
 def _host_factor(matrix: FP8Matrix) -> HostFactor:

@@ -58,7 +58,9 @@ def active(tensor: Tensor) -> bool:
     return device_type(tensor) in DEVICES and _ON.get() and tensor.numel() > 0 and bool(kernels())
 
 
-def _run(name: str, grid: tuple[int, ...], tensors: tuple[Tensor, ...], *numbers: float, **options: float) -> None:
+def _run(
+    name: str, grid: tuple[int, ...], tensors: tuple[Tensor, ...], *numbers: float, **options: float
+) -> None:
     """Launch a kernel, whose parameters come in this order, on the device of its first tensor."""
     device = tensors[0].get_device()
     if device >= 0 and device != torch.cuda.current_device():
@@ -78,7 +80,9 @@ def _run(name: str, grid: tuple[int, ...], tensors: tuple[Tensor, ...], *numbers
     # No fused multiply-adds: they would round once where the plain functions round twice.
     compiled = kernel[grid](*tensors, *numbers, enable_fp_fusion=False, **options)
     if compiled is not None and hasattr(compiled, "packed_metadata"):  # None from the interpreter
-        constants = tuple(options[parameter] for parameter in kernel.arg_names[len(tensors) + len(numbers) :])
+        constants = tuple(
+            options[parameter] for parameter in kernel.arg_names[len(tensors) + len(numbers) :]
+        )
         _VARIANTS[key] = compiled, constants
     return None
 
@@ -109,7 +113,16 @@ def amax(x: Tensor, y: Tensor | None = None, nan: bool = False) -> Tensor:
     n = -(-blocks // steps)
     parts = x.new_empty(n if y is None else (2, n), dtype=torch.float32)
     both = x, x if y is None else y, parts
-    _run("amax_kernel", (n, 1 if y is None else 2), both, x.numel(), steps, NAN=nan, BLOCK=_BLOCK, **_FLAT)
+    _run(
+        "amax_kernel",
+        (n, 1 if y is None else 2),
+        both,
+        x.numel(),
+        steps,
+        NAN=nan,
+        BLOCK=_BLOCK,
+        **_FLAT,
+    )
     return parts
 
 
@@ -119,22 +132,50 @@ def cast_delayed(x: Tensor, scale: Tensor, amax: Tensor, dtype: DType) -> tuple[
     scale_inv = x.new_empty(1, dtype=torch.float32)
     n = x.numel()
     e5m2 = dtype == DType.kFloat8E5M2
-    _run("delayed_kernel", (_blocks(n),), (x, data, scale, amax, scale_inv), n, E5M2=e5m2, BLOCK=_BLOCK, **_FLAT)
+    _run(
+        "delayed_kernel",
+        (_blocks(n),),
+        (x, data, scale, amax, scale_inv),
+        n,
+        E5M2=e5m2,
+        BLOCK=_BLOCK,
+        **_FLAT,
+    )
     return data, scale_inv
 
 
-def cast_current(x: Tensor, parts: Tensor, dtype: DType, power_of_2: bool, epsilon: float) -> tuple[Tensor, Tensor]:
+def cast_current(
+    x: Tensor, parts: Tensor, dtype: DType, power_of_2: bool, epsilon: float
+) -> tuple[Tensor, Tensor]:
     """Return FP8 data and inverse scale, from the largest of `parts`, as `amax` returns them."""
     data = _empty_data(x)
     scale_inv = x.new_empty(1, dtype=torch.float32)
     numbers = x.numel(), parts.numel(), float(epsilon)
-    how = dict(POWER_OF_2=power_of_2, E5M2=dtype == DType.kFloat8E5M2, BLOCK=_BLOCK, PARTS=_power_of_2(parts.numel()))
-    _run("current_kernel", (_blocks(x.numel()),), (x, data, parts, scale_inv), *numbers, **how, **_FLAT)
+    how = dict(
+        POWER_OF_2=power_of_2,
+        E5M2=dtype == DType.kFloat8E5M2,
+        BLOCK=_BLOCK,
+        PARTS=_power_of_2(parts.numel()),
+    )
+    _run(
+        "current_kernel",
+        (_blocks(x.numel()),),
+        (x, data, parts, scale_inv),
+        *numbers,
+        **how,
+        **_FLAT,
+    )
     return data, scale_inv
 
 
 def cast_blocks(
-    x: Tensor, dtype: DType, two_d: bool, rowwise: bool, columnwise: bool, power_of_2: bool, epsilon: float
+    x: Tensor,
+    dtype: DType,
+    two_d: bool,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_2: bool,
+    epsilon: float,
 ) -> tuple[Tensor, ...]:
     """Return rowwise data and inverse scales, columnwise data and inverse scales of x `[M, K]`, for a storage.
 
@@ -142,7 +183,9 @@ def cast_blocks(
     """
     m, k = x.shape
     p, q = _tiles(x)
-    (row_lines, row_stride), (col_lines, col_stride) = ((p, q), (q, p)) if two_d else ((q, m), (p, k))
+    (row_lines, row_stride), (col_lines, col_stride) = (
+        ((p, q), (q, p)) if two_d else ((q, m), (p, k))
+    )
     row_stride = row_stride + -row_stride % 4
     col_stride = col_stride + -col_stride % 4
     row_scale = x.new_empty(row_lines if rowwise else 0, row_stride, dtype=torch.float32)
@@ -150,12 +193,20 @@ def cast_blocks(
     row_data = _empty_data(x, rowwise or two_d)
     made = row_data, row_scale, row_data if two_d else _empty_data(x, columnwise), col_scale
     numbers = m, k, row_stride, col_stride, float(epsilon), torch.finfo(x.dtype).max
-    how = dict(ROW=rowwise, COL=columnwise, TWO_D=two_d, POWER_OF_2=power_of_2, E5M2=dtype == DType.kFloat8E5M2)
+    how = dict(
+        ROW=rowwise,
+        COL=columnwise,
+        TWO_D=two_d,
+        POWER_OF_2=power_of_2,
+        E5M2=dtype == DType.kFloat8E5M2,
+    )
     _run("block_kernel", (p, q), (x, *made), *numbers, **how, **_TILED)
     return made
 
 
-def cast_mx(x: Tensor, dtype: DType, two_d: bool, rowwise: bool, columnwise: bool) -> tuple[Tensor, ...]:
+def cast_mx(
+    x: Tensor, dtype: DType, two_d: bool, rowwise: bool, columnwise: bool
+) -> tuple[Tensor, ...]:
     """Return the same as `cast_blocks`, with padded scale bytes, one per 32 elements."""
     p, q = _tiles(x)
     groups = _TILE // 32
@@ -169,7 +220,13 @@ def cast_mx(x: Tensor, dtype: DType, two_d: bool, rowwise: bool, columnwise: boo
 
 
 def cast_nvfp4(
-    x: Tensor, t: Tensor, parts: Tensor, noise: Tensor | None, two_d: bool, rowwise: bool, columnwise: bool
+    x: Tensor,
+    t: Tensor,
+    parts: Tensor,
+    noise: Tensor | None,
+    two_d: bool,
+    rowwise: bool,
+    columnwise: bool,
 ) -> tuple[Tensor, ...]:
     """Return data `[M, K/2]`, padded scale bytes and amax `[1]` of x `[M, K]`, and columnwise of t, data `[M/2, K]`.
 
@@ -191,7 +248,13 @@ def cast_nvfp4(
     tensors = (x, t, x if noise is None else noise, *made, parts)
     n_parts = parts.shape[-1]
     numbers = n_parts, m, k, row_stride, col_stride, m * k if rowwise else 0
-    how = dict(ROW=rowwise, COL=columnwise, TWO_D=two_d, TRANSFORMED=t is not x, STOCHASTIC=noise is not None)
+    how = dict(
+        ROW=rowwise,
+        COL=columnwise,
+        TWO_D=two_d,
+        TRANSFORMED=t is not x,
+        STOCHASTIC=noise is not None,
+    )
     _run("nvfp4_kernel", (p, q), tensors, *numbers, **how, PARTS=_power_of_2(n_parts), **_TILED)
     return made
 
@@ -238,15 +301,25 @@ def _decode_fp8(a: BlockScaled, b: BlockScaled) -> tuple[Tensor, Tensor, None]:
     a_down, a_along = a.block
     b_down, b_along = b.block
     e5m2 = DType.kFloat8E5M2
-    how = dict(A_DOWN=a_down, A_ALONG=a_along, A_E5M2=a.dtype == e5m2, B_DOWN=b_down, B_ALONG=b_along,
-               B_E5M2=b.dtype == e5m2)  # fmt: skip
+    how = dict(
+        A_DOWN=a_down,
+        A_ALONG=a_along,
+        A_E5M2=a.dtype == e5m2,
+        B_DOWN=b_down,
+        B_ALONG=b_along,
+        B_E5M2=b.dtype == e5m2,
+    )
     grid = (math.prod(_tiles(a.data)) + math.prod(_tiles(b.data)),)
     _run("decode_kernel", grid, tuple(tensors), *numbers, **how, **_TILED)
     return tensors[2], tensors[5], None
 
 
 def update(
-    states: list[tuple[Tensor, Tensor]], amaxes: Tensor | None, most_recent: bool, margin: int, fp8_max: float
+    states: list[tuple[Tensor, Tensor]],
+    amaxes: Tensor | None,
+    most_recent: bool,
+    margin: int,
+    fp8_max: float,
 ) -> None:
     """Update states of delayed scaling in place: (history `[length, n]`, scale `[n]`) of each, on one device.
 

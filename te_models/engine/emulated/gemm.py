@@ -16,7 +16,13 @@ from torch import Tensor
 from te_models.engine.emulated import fused
 from te_models.engine.emulated.short_rows import are_short, full_rows, multiply
 from te_models.engine.emulated.tensor_core import PROMOTION_K, Factor, hopper_matmul
-from te_models.engine.emulated.tensors import Float8TensorStorage, FP8Matrix, Operand, QuantizedTensorStorage, pad_to
+from te_models.engine.emulated.tensors import (
+    Float8TensorStorage,
+    FP8Matrix,
+    Operand,
+    QuantizedTensorStorage,
+    pad_to,
+)
 
 # The largest M*N*K that is computed as the tensor cores do, by default a millisecond or two on a CPU core.
 _EXACT_PRODUCTS: ContextVar[float] = ContextVar("exact_products", default=2**20)
@@ -58,8 +64,12 @@ def gemm(
         if left is not None and right is not None:
             if on_tensor_cores:
                 return _on_tensor_cores(left, right, bias, dtype, split_accumulator)
-            factor = b.kept("factor", columnwise[1], lambda: Factor.of(right.data.float(), right.floor))
-            out = _exact(left.first(_rows_before_padding(left.data)), right, factor, split_accumulator)
+            factor = b.kept(
+                "factor", columnwise[1], lambda: Factor.of(right.data.float(), right.floor)
+            )
+            out = _exact(
+                left.first(_rows_before_padding(left.data)), right, factor, split_accumulator
+            )
             return finish(pad_to(out, len(left.data), 1), None, bias, dtype)
     x, y = _operands(a, b, columnwise, bf16=bias is None and dtype == torch.bfloat16)
     x = x if rows is None else x._replace(values=x.values[:rows])
@@ -96,7 +106,9 @@ def _operands(
         y = Operand(right, None, narrow=True)
     else:
         x = a.operand(columnwise[0])
-        y = b.kept("operand", columnwise[1], lambda: _narrowed(b.operand(columnwise[1]), bf16 and x.narrow))
+        y = b.kept(
+            "operand", columnwise[1], lambda: _narrowed(b.operand(columnwise[1]), bf16 and x.narrow)
+        )
     return x.t if columnwise[0] else x, y if columnwise[1] else y.t
 
 
@@ -117,7 +129,13 @@ def _on_tensor_cores(
 ) -> Tensor:
     left, right = (data if data.is_contiguous() else data.contiguous() for data in (a.data, b.data))
     return torch._scaled_mm(
-        left, right.t(), a.scale, b.scale, bias=bias, out_dtype=dtype, use_fast_accum=not split_accumulator
+        left,
+        right.t(),
+        a.scale,
+        b.scale,
+        bias=bias,
+        out_dtype=dtype,
+        use_fast_accum=not split_accumulator,
     )
 
 
@@ -139,7 +157,11 @@ def finish(out: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.
     if bias is not None:
         out = out if scale is None else out.mul_(scale)
         return torch.add(out, bias, out=torch.empty_like(out, dtype=dtype))
-    return out.to(dtype) if scale is None else torch.mul(out, scale, out=torch.empty_like(out, dtype=dtype))
+    return (
+        out.to(dtype)
+        if scale is None
+        else torch.mul(out, scale, out=torch.empty_like(out, dtype=dtype))
+    )
 
 
 def _product(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
@@ -154,8 +176,14 @@ def _narrow_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if a.is_cuda:  # rounding to BF16 within the product saves a launch; FP16 would round twice
         a = a.bfloat16()
         b = b.bfloat16()
-        return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=torch.float32).to(dtype)
+        return (
+            torch.mm(a, b)
+            if dtype == a.dtype
+            else torch.mm(a, b, out_dtype=torch.float32).to(dtype)
+        )
     # A CPU's BF16 units return BF16. With FP32 results they are reached only through a switch of the whole process,
     # under which the products of other threads would be rounded too.
     narrow = dtype == torch.bfloat16
-    return multiply(a.bfloat16(), b.bfloat16()) if narrow else multiply(a.float(), b.float()).to(dtype)
+    return (
+        multiply(a.bfloat16(), b.bfloat16()) if narrow else multiply(a.float(), b.float()).to(dtype)
+    )

@@ -37,7 +37,9 @@ class _Grouped(torch.autograd.Function):
     """`y_i = x_i W_i^T + b_i` for the rows x_i of each expert."""
 
     @staticmethod
-    def forward(ctx: Context, inp: Tensor, calls: list[Call], rows: list[int], *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Context, inp: Tensor, calls: list[Call], rows: list[int], *parameters: Tensor
+    ) -> Tensor:
         """Return [M, O] from inp [..., I], whose M rows are divided by `rows`; weights come before biases."""
         weights = parameters[: len(rows)]
         biases = parameters[len(rows) :] or [None] * len(rows)
@@ -47,7 +49,9 @@ class _Grouped(torch.autograd.Function):
         outputs = []
         ctx.experts = []
         tensors = []
-        for x, weight, bias, call in zip(as_matrix(inp).split(rows), weights, biases, calls, strict=True):
+        for x, weight, bias, call in zip(
+            as_matrix(inp).split(rows), weights, biases, calls, strict=True
+        ):
             expert = _Expert(call, bias is not None, wgrad, dgrad)
             if len(x):
                 out, qx, qw = product(weight, x, bias, call, wgrad, dgrad)
@@ -62,7 +66,11 @@ class _Grouped(torch.autograd.Function):
         ctx.rows = rows
         ctx.shape = inp.shape
         ctx.weight_shape = weights[0].shape
-        return torch.cat(outputs) if outputs else inp.new_empty(0, len(weights[0]), dtype=calls[0].dtype)
+        return (
+            torch.cat(outputs)
+            if outputs
+            else inp.new_empty(0, len(weights[0]), dtype=calls[0].dtype)
+        )
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -78,10 +86,14 @@ class _Grouped(torch.autograd.Function):
         return _backward(ctx, experts, grad)
 
 
-def _backward(ctx: Context, experts: list[tuple[_Expert, int]], grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Context, experts: list[tuple[_Expert, int]], grad: Tensor
+) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     inputs, weights, biases = [], [], []
-    for (expert, count), dy in zip(experts, as_matrix(grad).split(ctx.rows), strict=True):  # dy [rows, O]
+    for (expert, count), dy in zip(
+        experts, as_matrix(grad).split(ctx.rows), strict=True
+    ):  # dy [rows, O]
         expert.saved_tensors = tensors[:count]
         tensors = tensors[count:]
         call = expert.call
@@ -100,7 +112,9 @@ def _backward(ctx: Context, experts: list[tuple[_Expert, int]], grad: Tensor) ->
     updates = experts[0][0].call.updates
     if updates is not None:
         FP8GlobalStateManager.update_backward(updates)
-    dx = torch.cat(inputs).view(ctx.shape) if experts[0][0].needs_input_grad[1] else None  # [..., I]
+    dx = (
+        torch.cat(inputs).view(ctx.shape) if experts[0][0].needs_input_grad[1] else None
+    )  # [..., I]
     return dx, None, None, *weights, *(biases if experts[0][0].bias else [])
 
 
@@ -108,16 +122,32 @@ class GroupedLinear(TransformerEngineBaseModule):
     """A linear layer per group of rows, whose groups run in low precision inside an enabled `autocast`."""
 
     def __init__(
-        self, num_gemms: int, in_features: int, out_features: int, sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False, tp_group: ProcessGroup | None = None, tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], object] | None = None, rng_tracker_name: str | None = None,
-        init_method: Callable[[Tensor], object] | None = None, bias: bool = True, return_bias: bool = False,
-        params_dtype: torch.dtype | None = None, parallel_mode: str | None = None,
-        device: torch.device | str | None = None, ub_overlap_rs: bool = False, ub_overlap_ag: bool = False,
-        ub_name: str | None = None, delay_wgrad_compute: bool = False, save_original_input: bool = False,
-        single_grouped_weight: bool = False, single_grouped_bias: bool = False, name: str | None = None,
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: ProcessGroup | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], object] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[[Tensor], object] | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: torch.device | str | None = None,
+        ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        name: str | None = None,
         use_grouped_tensor: bool | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Make a layer with Transformer Engine's signature: `weight{i}` [O, I] and `bias{i}` [O] for each expert.
 
         Raises:
@@ -126,23 +156,35 @@ class GroupedLinear(TransformerEngineBaseModule):
         """
         super().__init__(name)
         refuse_options(
-            "te.GroupedLinear", fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            get_rng_state_tracker=get_rng_state_tracker, rng_tracker_name=rng_tracker_name,
+            "te.GroupedLinear",
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name,
             delay_wgrad_compute=delay_wgrad_compute,
-            save_original_input=save_original_input, single_grouped_weight=single_grouped_weight,
-            single_grouped_bias=single_grouped_bias, use_grouped_tensor=use_grouped_tensor,
-        )  # fmt: skip
-        require(not (ub_overlap_rs or ub_overlap_ag), "GroupedLinear doesn't support Userbuffer overlap.")
+            save_original_input=save_original_input,
+            single_grouped_weight=single_grouped_weight,
+            single_grouped_bias=single_grouped_bias,
+            use_grouped_tensor=use_grouped_tensor,
+        )
+        require(
+            not (ub_overlap_rs or ub_overlap_ag),
+            "GroupedLinear doesn't support Userbuffer overlap.",
+        )
         ranks = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
         require(
             ranks == 1 or not bias,
             "GroupedLinear doesn't support bias when TP > 1. Because the TP communication is handled outside of this "
             "module.",
         )
-        require(parallel_mode in MODES, f"parallel_mode {parallel_mode!r} not supported. Supported modes: {MODES}")
+        require(
+            parallel_mode in MODES,
+            f"parallel_mode {parallel_mode!r} not supported. Supported modes: {MODES}",
+        )
         self.num_gemms = num_gemms
         self.weight_names = tuple(f"weight{expert}" for expert in range(num_gemms))
-        self.take_share(in_features, out_features, parallel_mode, tp_size, tp_group, sequence_parallel)
+        self.take_share(
+            in_features, out_features, parallel_mode, tp_size, tp_group, sequence_parallel
+        )
         self.use_bias = bias
         self.return_bias = return_bias
         self.make_parameters(init_method, params_dtype or torch.get_default_dtype(), device)
@@ -153,9 +195,13 @@ class GroupedLinear(TransformerEngineBaseModule):
         return [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.use_bias else []
 
     def forward(
-        self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None = None,
-        out: Tensor | None = None, dgrad_out: Tensor | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        inp: Tensor,
+        m_splits: Sequence[int] | Tensor,
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+    ) -> Any:
         """Apply expert i to the next m_splits[i] rows of `[..., in_features]`.
 
         Raises:
@@ -177,7 +223,9 @@ class GroupedLinear(TransformerEngineBaseModule):
                     f"Input tensor (shape={tuple(inp.shape)}) is not compatible with weight tensor "
                     f"(shape={(self.out_features, self.in_features)})"
                 )
-            tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (inp, self.weights[0], *biases[:1]))
+            tracked = torch.is_grad_enabled() and any(
+                t.requires_grad for t in (inp, self.weights[0], *biases[:1])
+            )
             if self.fp8:
                 self._check_fp8(rows, tracked)
             calls = new_calls(self, Parallelism(), is_first_microbatch, tracked)
@@ -185,7 +233,11 @@ class GroupedLinear(TransformerEngineBaseModule):
         finally:
             self.end_forward()
         result = result if inp.ndim == 2 else result.view(-1, *inp.shape[1:-1], self.out_features)
-        return (result, [bias.to(self.activation_dtype) for bias in self.biases]) if self.return_bias else result
+        return (
+            (result, [bias.to(self.activation_dtype) for bias in self.biases])
+            if self.return_bias
+            else result
+        )
 
     def _check_fp8(self, rows: list[int], tracked: bool) -> None:
         """Check what the FP8 products need, before any of them runs.
@@ -194,14 +246,19 @@ class GroupedLinear(TransformerEngineBaseModule):
         """
         recipe: Recipe = self.fp8_meta["recipe"]
         current = recipe.float8_current_scaling()
-        require(self.tp_size == 1 or not current, "GroupedLinear doesn't support TP > 1 with Float8 current scaling.")
+        require(
+            self.tp_size == 1 or not current,
+            "GroupedLinear doesn't support TP > 1 with Float8 current scaling.",
+        )
         sizes = self.in_features, self.out_features
         if any(size % 16 for size in sizes):
             raise ValueError(
                 f"FP8 execution requires in_features and out_features in 16s, not {sizes[0]} and {sizes[1]}"
             )
         step = 16 if tracked else 8 * recipe.float8_block_scaling()  # 0: any number of rows will do
-        wrong = [f"{i} has {count}" for i, count in enumerate(rows) if step and full_rows(count) % step]
+        wrong = [
+            f"{i} has {count}" for i, count in enumerate(rows) if step and full_rows(count) % step
+        ]
         if wrong:
             raise ValueError(
                 f"FP8 execution requires m_splits in {step}s: expert {wrong[0]} rows; pad each expert's rows"

@@ -27,7 +27,13 @@ from te_models.engine.emulated.parallel import MODES, Parallelism
 from te_models.engine.emulated.quantizers import Quantizer
 from te_models.engine.emulated.recipe import Recipe, refuse_options
 from te_models.engine.emulated.short_rows import are_short, full_rows, multiply
-from te_models.engine.emulated.tensors import QuantizedTensor, QuantizedTensorStorage, Value, as_matrix, pad_to
+from te_models.engine.emulated.tensors import (
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    Value,
+    as_matrix,
+    pad_to,
+)
 from te_models.errors import require
 
 
@@ -54,7 +60,11 @@ class Call:
     weight_name: str = "weight"
     fp8: Quantizers | None = None
     updates: ScaleRegistry | None = None  # whose backward scales this module's backward updates
-    splits: tuple[bool, bool, bool] = (False, True, True)  # split accumulation in fprop, dgrad, wgrad
+    splits: tuple[bool, bool, bool] = (
+        False,
+        True,
+        True,
+    )  # split accumulation in fprop, dgrad, wgrad
     context: contextvars.Context | None = None  # of the forward, in which an FP8 backward runs
 
 
@@ -62,7 +72,9 @@ class _Linear(torch.autograd.Function):
     """`y = x W^T + b` with quantized operands."""
 
     @staticmethod
-    def forward(ctx: Context, weight: Tensor, inp: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    def forward(
+        ctx: Context, weight: Tensor, inp: Tensor, bias: Tensor | None, call: Call
+    ) -> Tensor:
         """Return `[..., O]` in the activation dtype, from inp `[..., I]` and weight `[O, I]`."""
         wgrad = call.grad and weight.requires_grad
         dgrad = call.grad and inp.requires_grad
@@ -82,7 +94,11 @@ class _Linear(torch.autograd.Function):
         call = ctx.call
         ctx.call = None
         # exact_gemm and fused also apply to the backward of a forward inside them, in whatever thread it runs.
-        return _backward(ctx, call, grad) if call.context is None else call.context.run(_backward, ctx, call, grad)
+        return (
+            _backward(ctx, call, grad)
+            if call.context is None
+            else call.context.run(_backward, ctx, call, grad)
+        )
 
 
 def product(
@@ -97,11 +113,15 @@ def product(
             scale = few_rows.scale(inp, call.fp8.input) if short else None
             if scale is not None:
                 w = fp8_weight(weight, call, call.fp8, dgrad)
-                out = few_rows.product(inp, scale, call.fp8.input, w, bias, call.dtype, call.splits[0])
+                out = few_rows.product(
+                    inp, scale, call.fp8.input, w, bias, call.dtype, call.splits[0]
+                )
                 return out, inp, w
             x, w = _fp8_operands(inp, weight, call, call.fp8, wgrad, dgrad)
             total = parallel.gather_input(x, call.fp8.input)
-            rows = inp.shape[:-1].numel() if short else None  # without those that `_fp8_operands` adds
+            rows = (
+                inp.shape[:-1].numel() if short else None
+            )  # without those that `_fp8_operands` adds
             return gemm(total, w, (False, False), bias, call.dtype, call.splits[0], rows), x, w
         x = _high_precision(inp, call.dtype)
         w = _high_precision(weight, call.dtype)
@@ -147,7 +167,11 @@ def gradients(ctx: Context, call: Call, grad: Tensor) -> tuple[Tensor | None, ..
 def no_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     """Disable torch.autocast for the device of `tensor`, so that it does not narrow FP32 GEMMs."""
     device = device_type(tensor)
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return (
+        torch.autocast(device, enabled=False)
+        if torch.is_autocast_enabled(device)
+        else nullcontext()
+    )
 
 
 def _high_precision(value: Value, dtype: torch.dtype) -> Tensor:
@@ -174,13 +198,17 @@ def _fp8_operands(
 def fp8_weight(weight: Tensor, call: Call, how: Quantizers, dgrad: bool) -> QuantizedTensorStorage:
     """Return the weight in FP8, with the copy for an input gradient if one follows."""
     state = FP8GlobalStateManager.quantization_state
-    columnwise = (dgrad and call.override is None) or (state.recompute_frame is not None and not state.recompute_phase)
+    columnwise = (dgrad and call.override is None) or (
+        state.recompute_frame is not None and not state.recompute_phase
+    )
     return call.module.quantized_weight(
         call.weight_name, weight, how.weight, call.first_microbatch, call.grad, columnwise
     )
 
 
-def save(ctx: Context, inp: Tensor, x: Value, weight: Tensor, w: Value, wgrad: bool, dgrad: bool) -> None:
+def save(
+    ctx: Context, inp: Tensor, x: Value, weight: Tensor, w: Value, wgrad: bool, dgrad: bool
+) -> None:
     """Save the operands for backward: FP8 data and scales where they are quantized."""
     call: Call = ctx.call
     if call.fp8 is not None and call.override == "high_precision":
@@ -189,14 +217,18 @@ def save(ctx: Context, inp: Tensor, x: Value, weight: Tensor, w: Value, wgrad: b
     elif call.fp8 is not None and call.override is None and call.module._is_fsdp2:
         w = weight  # FSDP2 gathers it again in backward, which quantizes it again
     if wgrad and x is not inp and isinstance(x, QuantizedTensorStorage):
-        rowwise = call.override is not None or call.parallel.rowwise_only(None if call.fp8 is None else call.fp8.input)
+        rowwise = call.override is not None or call.parallel.rowwise_only(
+            None if call.fp8 is None else call.fp8.input
+        )
         x.update_usage(rowwise_usage=rowwise, columnwise_usage=not rowwise)
     ctx.saved = []
     tensors = []
     for value in (x if wgrad else None, w if dgrad else None):
         quantized = isinstance(value, QuantizedTensorStorage)
         parts = value.get_data_tensors() if quantized else (value,)
-        ctx.saved.append((value.with_data_tensors((None,) * len(parts)) if quantized else None, len(parts)))
+        ctx.saved.append(
+            (value.with_data_tensors((None,) * len(parts)) if quantized else None, len(parts))
+        )
         tensors += parts
     ctx.save_for_backward(*tensors)
 
@@ -215,7 +247,9 @@ def _restore(ctx: Context) -> list[Value]:
     return found
 
 
-def _fp8_backward(ctx: Context, call: Call, how: Quantizers, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _fp8_backward(
+    ctx: Context, call: Call, how: Quantizers, grad: Tensor
+) -> tuple[Tensor | None, ...]:
     """Compute both gradient GEMMs in FP8; the bias gradient comes from the unquantized dy."""
     x, w = _restore(ctx)
     parallel = call.parallel
@@ -232,7 +266,9 @@ def _fp8_backward(ctx: Context, call: Call, how: Quantizers, grad: Tensor) -> tu
             how.weight.set_usage(rowwise=True, columnwise=True)
             w = how.weight(w)
         w.update_usage(columnwise_usage=True)
-        dx = parallel.reduce_input_gradient(gemm(dy, w, (False, True), None, call.dtype, call.splits[1]))
+        dx = parallel.reduce_input_gradient(
+            gemm(dy, w, (False, True), None, call.dtype, call.splits[1])
+        )
     if wgrad:
         x = parallel.gather_input(x, how.input, columnwise=True)
         assert isinstance(x, QuantizedTensorStorage)
@@ -261,17 +297,33 @@ class Linear(TransformerEngineBaseModule):
     """A linear layer that runs in low precision inside an enabled `autocast`."""
 
     def __init__(
-        self, in_features: int, out_features: int, sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False, tp_group: ProcessGroup | None = None, tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], object] | None = None, rng_tracker_name: str | None = None,
-        init_method: Callable[[Tensor], object] | None = None, bias: bool = True, return_bias: bool = False,
-        params_dtype: torch.dtype | None = None, parallel_mode: str | None = None,
-        parameters_split: tuple[str, ...] | dict[str, int] | None = None, device: torch.device | str | None = None,
-        ub_overlap_ag: bool = False, ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False, ub_name: str | None = None,
-        delay_wgrad_compute: bool = False, symmetric_ar_type: str | None = None, save_original_input: bool = False,
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: ProcessGroup | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], object] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[[Tensor], object] | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split: tuple[str, ...] | dict[str, int] | None = None,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        save_original_input: bool = False,
         name: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Make a layer with Transformer Engine's signature, in which the third positional argument is not the bias.
 
         `in_features` and `out_features` are the whole layer's; the attributes of these names and the parameters are
@@ -283,12 +335,20 @@ class Linear(TransformerEngineBaseModule):
         """
         super().__init__(name)
         refuse_options(
-            "te.Linear", fuse_wgrad_accumulation=fuse_wgrad_accumulation, get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name, parameters_split=parameters_split,
-            delay_wgrad_compute=delay_wgrad_compute, save_original_input=save_original_input,
-        )  # fmt: skip
-        require(parallel_mode in MODES, f"parallel_mode {parallel_mode} not supported", AssertionError)
-        self.take_share(in_features, out_features, parallel_mode, tp_size, tp_group, sequence_parallel)
+            "te.Linear",
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name,
+            parameters_split=parameters_split,
+            delay_wgrad_compute=delay_wgrad_compute,
+            save_original_input=save_original_input,
+        )
+        require(
+            parallel_mode in MODES, f"parallel_mode {parallel_mode} not supported", AssertionError
+        )
+        self.take_share(
+            in_features, out_features, parallel_mode, tp_size, tp_group, sequence_parallel
+        )
         self.tp_group = tp_group
         self.tp_group_initialized = tp_group is not None or tp_size == 1
         self.use_bias = bias
@@ -306,7 +366,11 @@ class Linear(TransformerEngineBaseModule):
         self.tp_group_initialized = True
 
     def forward(
-        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
     ) -> Any:
         """Apply the layer to `[..., in_features]`.
 
@@ -325,10 +389,16 @@ class Linear(TransformerEngineBaseModule):
         try:
             given = inp.shape[-1]
             wanted = self.in_features
-            require(given == wanted, f"GEMM not possible: the input has {given} features, not {wanted}", AssertionError)
+            require(
+                given == wanted,
+                f"GEMM not possible: the input has {given} features, not {wanted}",
+                AssertionError,
+            )
             weight = self.weight
             added = bias if fused else None
-            call = self._call(parallel, inp, weight, added, is_first_microbatch, (fp8_output, fp8_grad))
+            call = self._call(
+                parallel, inp, weight, added, is_first_microbatch, (fp8_output, fp8_grad)
+            )
             if call.grad:
                 out = _Linear.apply(weight, inp, added, call)
             else:  # without autograd's share, a tenth of a small layer's time
@@ -364,15 +434,24 @@ class Linear(TransformerEngineBaseModule):
         if scale is None:
             return None
         bias = _fp8_bias(self.bias if self.use_bias else None, inp.dtype)
-        out = few_rows.product(inp, scale, quantizer, weight, bias, inp.dtype, recipe.split_accumulators[0])
+        out = few_rows.product(
+            inp, scale, quantizer, weight, bias, inp.dtype, recipe.split_accumulators[0]
+        )
         return out if inp.ndim == 2 else out.view(*inp.shape[:-1], -1)
 
     def _call(
-        self, parallel: Parallelism, inp: Tensor, weight: Tensor, bias: Tensor | None, first: bool | None,
+        self,
+        parallel: Parallelism,
+        inp: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        first: bool | None,
         results: tuple[bool, bool],
-    ) -> Call:  # fmt: skip
+    ) -> Call:
         """Check and collect the arguments of one pass."""
-        tracked = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (inp, weight, bias))
+        tracked = torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in (inp, weight, bias)
+        )
         parallel.check(self.tp_group_initialized, self.fp8_meta["recipe"] if self.fp8 else None)
         if self.fp8:
             parallel.check_quantized_results(*results)
@@ -383,14 +462,21 @@ class Linear(TransformerEngineBaseModule):
 
     def extra_repr(self) -> str:
         """Return the sizes and the split."""
-        split = f", parallel_mode={self.parallel_mode!r}, tp_size={self.tp_size}" if self.tp_size > 1 else ""
+        split = (
+            f", parallel_mode={self.parallel_mode!r}, tp_size={self.tp_size}"
+            if self.tp_size > 1
+            else ""
+        )
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}{split}"
 
 
 def new_calls(
-    module: TransformerEngineBaseModule, parallel: Parallelism, first: bool | None, tracked: bool,
+    module: TransformerEngineBaseModule,
+    parallel: Parallelism,
+    first: bool | None,
+    tracked: bool,
     results: tuple[bool, bool] = (False, False),
-) -> list[Call]:  # fmt: skip
+) -> list[Call]:
     """Return the arguments of the pass of each GEMM; takes the "first module" flag.
 
     `tracked`: autograd records the pass. `results`: whether the output and the gradient of the input are quantized.
@@ -399,7 +485,9 @@ def new_calls(
     grad = torch.is_grad_enabled()
     assert dtype is not None
     if not module.fp8:
-        return [Call(module, parallel, dtype, grad, first, None, name) for name in module.weight_names]
+        return [
+            Call(module, parallel, dtype, grad, first, None, name) for name in module.weight_names
+        ]
     recipe: Recipe = module.fp8_meta["recipe"]
     override = recipe.backward_override
     context = contextvars.copy_context() if tracked else None

@@ -50,23 +50,34 @@ def make_quantizer(recipe: Recipe, slot: str, device: torch.device) -> Quantizer
     result = slot in ("output", "grad_input")
     operand = "fwd_weight" if slot == "weight" else "fwd_inp" if forward else "bwd_grad"
     if isinstance(recipe, MXFP8BlockScaling):
-        return MXFP8Quantizer(dtype, with_2d_quantization=recipe.enable_2d_quantization and slot == "weight")
+        return MXFP8Quantizer(
+            dtype, with_2d_quantization=recipe.enable_2d_quantization and slot == "weight"
+        )
     if isinstance(recipe, NVFP4BlockScaling):
         params = recipe.options(operand)
         transform = params.random_hadamard_transform
-        how = dict(with_2d_quantization=params.fp4_2d_quantization, stochastic_rounding=params.stochastic_rounding)
+        how = dict(
+            with_2d_quantization=params.fp4_2d_quantization,
+            stochastic_rounding=params.stochastic_rounding,
+        )
         return NVFP4Quantizer(with_rht=transform, with_post_rht_amax=transform, **how)
     if isinstance(recipe, Float8CurrentScaling) and result:
         # It follows `use_power_2_scales`, where the operands of a GEMM follow `fp8_quant_*`, as in Transformer Engine.
-        return Float8CurrentScalingQuantizer(dtype, device, force_pow_2_scales=recipe.use_power_2_scales)
+        return Float8CurrentScalingQuantizer(
+            dtype, device, force_pow_2_scales=recipe.use_power_2_scales
+        )
     if isinstance(recipe, (Float8BlockScaling, Float8CurrentScaling)):
         params = recipe.options(operand)
-        scales: dict[str, Any] = dict(force_pow_2_scales=params.power_2_scale, amax_epsilon=params.amax_epsilon)
+        scales: dict[str, Any] = dict(
+            force_pow_2_scales=params.power_2_scale, amax_epsilon=params.amax_epsilon
+        )
         if isinstance(recipe, Float8CurrentScaling):
             return Float8CurrentScalingQuantizer(dtype, device, **scales)
         dims = {"fwd_weight": recipe.w_block_scaling_dim, "bwd_grad": recipe.grad_block_scaling_dim}
         dim = dims.get(operand, recipe.x_block_scaling_dim)
-        return Float8BlockQuantizer(dtype, rowwise=True, columnwise=True, block_scaling_dim=dim, **scales)
+        return Float8BlockQuantizer(
+            dtype, rowwise=True, columnwise=True, block_scaling_dim=dim, **scales
+        )
     raise ValueError(
         f"{type(recipe).__name__} is not emulated: use one of the recipes of te_models.engine.emulated.recipe"
     )
@@ -122,7 +133,9 @@ class TransformerEngineBaseModule(EmptyExtraState):
         TransformerEngineBaseModule._made += 1
         self.name = name or f"Layer_{TransformerEngineBaseModule._made}"
         self._fp8_workspaces: dict[str, QuantizedTensorStorage] = {}
-        self._packed: dict[str, tuple[int, Tensor]] = {}  # weights with their versions, by `packed_weight`
+        self._packed: dict[
+            str, tuple[int, Tensor]
+        ] = {}  # weights with their versions, by `packed_weight`
         self.activation_dtype: torch.dtype | None = None
         self._is_fsdp2 = False  # set by whoever shards the parameters; Transformer Engine looks for FSDP2 by itself
         state = FP8GlobalStateManager.quantization_state
@@ -134,7 +147,13 @@ class TransformerEngineBaseModule(EmptyExtraState):
         self._clear_fp8_state()
 
     def take_share(
-        self, inputs: int, outputs: int, mode: str | None, tp_size: int, group: ProcessGroup | None, sequence: bool
+        self,
+        inputs: int,
+        outputs: int,
+        mode: str | None,
+        tp_size: int,
+        group: ProcessGroup | None,
+        sequence: bool,
     ) -> None:
         """Set the sizes of this rank's share of a layer of these sizes."""
         ranks = self.tp_size = tp_size if group is None else torch.distributed.get_world_size(group)
@@ -144,7 +163,10 @@ class TransformerEngineBaseModule(EmptyExtraState):
         self.out_features = divide(outputs, ranks) if mode == "column" else outputs
 
     def make_parameters(
-        self, init: Callable[[Tensor], object] | None, dtype: torch.dtype, device: torch.device | str | None
+        self,
+        init: Callable[[Tensor], object] | None,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
     ) -> None:
         """Make the weight and the bias of each GEMM, and initialize them unless they are on meta."""
         self.init_method = init or normal
@@ -152,7 +174,9 @@ class TransformerEngineBaseModule(EmptyExtraState):
             bias = name.replace("weight", "bias")
             weight = torch.empty(self.out_features, self.in_features, dtype=dtype, device=device)
             self.register_parameter(name, nn.Parameter(weight))
-            values = torch.empty(self.out_features if self.use_bias else 0, dtype=dtype, device=device)
+            values = torch.empty(
+                self.out_features if self.use_bias else 0, dtype=dtype, device=device
+            )
             setattr(self, bias, nn.Parameter(values) if self.use_bias else values)
         if self.primary_weights_in_fp8:
             self.init_fp8_metadata()
@@ -161,7 +185,9 @@ class TransformerEngineBaseModule(EmptyExtraState):
 
     def _clear_fp8_state(self) -> None:
         self.fp8_meta: dict[str, Any] = {}
-        self.quantizers: dict[str, Sequence[Quantizer]] = {direction: [] for direction in DIRECTIONS}
+        self.quantizers: dict[str, Sequence[Quantizer]] = {
+            direction: [] for direction in DIRECTIONS
+        }
         self._fp8_workspaces.clear()
         self._stash.clear()
         self._current: tuple[Tensor, Tensor] | None = None
@@ -208,7 +234,9 @@ class TransformerEngineBaseModule(EmptyExtraState):
             with torch.no_grad():
                 value = self._initial_value(name, old)
                 if self.primary_weights_in_fp8 and not name.startswith("bias"):
-                    param = self._quantized_parameter(value, columnwise, gemm=int(name.removeprefix("weight") or 0))
+                    param = self._quantized_parameter(
+                        value, columnwise, gemm=int(name.removeprefix("weight") or 0)
+                    )
                 else:
                     param = nn.Parameter(value, requires_grad=old.requires_grad)
             self.register_parameter(name, param)
@@ -234,9 +262,14 @@ class TransformerEngineBaseModule(EmptyExtraState):
         return param
 
     def quantized_weight(
-        self, name: str, weight: Tensor, quantizer: Quantizer, first_microbatch: bool | None, grad: bool,
+        self,
+        name: str,
+        weight: Tensor,
+        quantizer: Quantizer,
+        first_microbatch: bool | None,
+        grad: bool,
         columnwise: bool,
-    ) -> QuantizedTensorStorage:  # fmt: skip
+    ) -> QuantizedTensorStorage:
         """Return the weight `name` in FP8: itself if it is quantized, else quantized now or taken from the cache.
 
         Without grad, what products derive from a cached weight is kept with it.
@@ -253,15 +286,24 @@ class TransformerEngineBaseModule(EmptyExtraState):
         cached = self._fp8_workspaces.get(name)
         usable = cached is not None and (cached.get_usages()["columnwise"] or not columnwise)
         if cached is not None and primary is not None and usable:  # its optimizer replaces the data
-            usable = all(a is b for a, b in zip(cached.get_data_tensors(), primary.get_data_tensors(), strict=True))
+            usable = all(
+                a is b
+                for a, b in zip(cached.get_data_tensors(), primary.get_data_tensors(), strict=True)
+            )
         if first_microbatch or cached is None or not usable:
-            cached = quantizer(weight) if primary is None else primary.with_data_tensors(primary.get_data_tensors())
+            cached = (
+                quantizer(weight)
+                if primary is None
+                else primary.with_data_tensors(primary.get_data_tensors())
+            )
             if not grad and weight.numel() <= KEPT_VALUES:
                 cached.keep()
             self._fp8_workspaces[name] = cached
         return cached
 
-    def packed_weight(self, name: str, weight: Tensor, first_microbatch: bool | None) -> Tensor | None:
+    def packed_weight(
+        self, name: str, weight: Tensor, first_microbatch: bool | None
+    ) -> Tensor | None:
         """Return the weight `name` as `packed_matmul` takes it if passes without a backward use it again, else None."""
         if first_microbatch is None or self._is_fsdp2 or weight.numel() > KEPT_VALUES:
             return None
@@ -297,7 +339,9 @@ class TransformerEngineBaseModule(EmptyExtraState):
             return
         recipe = FP8GlobalStateManager.get_fp8_recipe()
         old = meta.get("recipe")
-        if self.fp8_initialized and (recipe is old or (recipe == old and repr(recipe) == repr(old))):
+        if self.fp8_initialized and (
+            recipe is old or (recipe == old and repr(recipe) == repr(old))
+        ):
             meta["recipe"] = recipe  # by which a step of generation recognizes it
             return
         self.init_fp8_meta_tensors(recipe)
@@ -343,7 +387,9 @@ class TransformerEngineBaseModule(EmptyExtraState):
             return
         self._register()
         if state.recompute_frame is not None:
-            self._stash.append((state.recompute_frame, forward.amax_history.clone(), forward.scale.clone()))
+            self._stash.append(
+                (state.recompute_frame, forward.amax_history.clone(), forward.scale.clone())
+            )
 
     def end_forward(self) -> None:
         """Put delayed scaling's state back after a recompute."""
@@ -405,7 +451,9 @@ class TransformerEngineBaseModule(EmptyExtraState):
 
     def _check_weight_recipe(self) -> None:
         """Check that a quantized weight suits the recipe; without FP8 it is dequantized, with a warning."""
-        weight: Tensor | None = self._parameters.get(self.weight_names[0])  # None: it is computed, in high precision
+        weight: Tensor | None = self._parameters.get(
+            self.weight_names[0]
+        )  # None: it is computed, in high precision
         if not isinstance(weight, QuantizedTensor):
             return
         if not FP8GlobalStateManager.is_fp8_enabled():
@@ -429,7 +477,9 @@ class TransformerEngineBaseModule(EmptyExtraState):
                 state.registry.remove(state)
         self._clear_fp8_state()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TransformerEngineBaseModule:
+    def _apply(
+        self, fn: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> TransformerEngineBaseModule:
         """Move the FP8 state along with the parameters."""
         super()._apply(fn, recurse)
         self._packed.clear()

@@ -38,7 +38,9 @@ class DType(IntEnum):
 TORCH_FP8 = {DType.kFloat8E4M3: torch.float8_e4m3fn, DType.kFloat8E5M2: torch.float8_e5m2}
 FP8_MAX = {DType.kFloat8E4M3: 448.0, DType.kFloat8E5M2: 57344.0}
 # 1 / FP8_MAX, rounded to FP32.
-INVERSE_MAX = {dtype: torch.ones((), dtype=torch.float32).div(value).item() for dtype, value in FP8_MAX.items()}
+INVERSE_MAX = {
+    dtype: torch.ones((), dtype=torch.float32).div(value).item() for dtype, value in FP8_MAX.items()
+}
 
 
 def device_type(x: Tensor) -> str:
@@ -48,7 +50,9 @@ def device_type(x: Tensor) -> str:
 
 def on_host(x: Tensor) -> bool:
     """Return whether NumPy may work on x: it is on a CPU, and no compiler or mode records the operations of torch."""
-    return x.is_cpu and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+    return (
+        x.is_cpu and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+    )
 
 
 def row_tiles(x: Tensor, multiple: int = 1) -> list[slice]:
@@ -77,7 +81,11 @@ def _nan_to_zero_(magnitudes: Tensor) -> Tensor:
 
 
 def scale_from_amax(
-    amax: Tensor, fp8_max: float, power_of_2: bool = False, epsilon: float = 0.0, infinite: float = FLT_MAX
+    amax: Tensor,
+    fp8_max: float,
+    power_of_2: bool = False,
+    epsilon: float = 0.0,
+    infinite: float = FLT_MAX,
 ) -> Tensor:
     """Return the FP32 multiplier that brings `amax` to `fp8_max`: 1 for 0 and infinity, `infinite` on overflow.
 
@@ -143,7 +151,9 @@ def merge_blocks(blocks: Tensor, m: int, k: int) -> Tensor:
 def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Return the largest magnitudes of the blocks of x `[M, K]`: FP32 `[ceil(M/bm), ceil(K/bk)]`; NaN is ignored."""
     tiles = row_tiles(x, block[0])
-    return torch.cat([split_blocks(_nan_to_zero_(x[rows].float().abs()), block).amax((1, 3)) for rows in tiles])
+    return torch.cat(
+        [split_blocks(_nan_to_zero_(x[rows].float().abs()), block).amax((1, 3)) for rows in tiles]
+    )
 
 
 def cast_fp8_blocks(x: Tensor, scale: Tensor, block: tuple[int, int], dtype: DType) -> Tensor:
@@ -152,7 +162,9 @@ def cast_fp8_blocks(x: Tensor, scale: Tensor, block: tuple[int, int], dtype: DTy
     for rows in row_tiles(x, block[0]):
         multipliers = scale[rows.start // block[0] : -(-rows.stop // block[0]), None, :, None]
         out = data[rows]
-        out.copy_(merge_blocks(_saturated(split_blocks(x[rows], block), multipliers, dtype), *out.shape))
+        out.copy_(
+            merge_blocks(_saturated(split_blocks(x[rows], block), multipliers, dtype), *out.shape)
+        )
     return data.view(torch.uint8)
 
 

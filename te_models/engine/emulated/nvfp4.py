@@ -57,7 +57,9 @@ def _transform(x: Tensor, random_signs: bool) -> Tensor:
     return torch.bmm(matrix, groups).view(x.shape)
 
 
-def encode_e2m1(x: Tensor, stochastic: bool = False, generator: torch.Generator | None = None) -> Tensor:
+def encode_e2m1(
+    x: Tensor, stochastic: bool = False, generator: torch.Generator | None = None
+) -> Tensor:
     """Round FP32 values within [-6, 6], which are overwritten, to E2M1 (uint8, 0 to 15); NaN becomes zero."""
     sign = (x.view(torch.int32) < 0).view(torch.uint8).bitwise_left_shift_(3)
     size = x.nan_to_num_(nan=0.0).abs_()
@@ -74,7 +76,9 @@ def encode_e2m1(x: Tensor, stochastic: bool = False, generator: torch.Generator 
     return sums.add_(octave.bitwise_right_shift_(22)).to(torch.uint8).bitwise_or_(sign)
 
 
-def _random_words(n: int, draws: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
+def _random_words(
+    n: int, draws: int, generator: torch.Generator | None, device: torch.device
+) -> Tensor:
     """Return random int16 numbers `[draws, n]`, with n rounded up to a multiple of 4."""
     words = torch.empty(draws, -(-n // 4), dtype=torch.int64, device=device)
     for draw in words:
@@ -141,8 +145,12 @@ def _round_blocks(
 def _block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Return the largest magnitudes of the blocks of x, FP32; a NaN is larger than any number."""
     # As integers, which have the same order: torch's FP32 maximum over 16 neighbors is four times slower on CPU.
-    parts = [x[rows].float().view(torch.int32) & 0x7FFFFFFF for rows in numerics.row_tiles(x, block[0])]
-    return torch.cat([numerics.split_blocks(part, block).amax((1, 3)) for part in parts]).view(torch.float32)
+    parts = [
+        x[rows].float().view(torch.int32) & 0x7FFFFFFF for rows in numerics.row_tiles(x, block[0])
+    ]
+    return torch.cat([numerics.split_blocks(part, block).amax((1, 3)) for part in parts]).view(
+        torch.float32
+    )
 
 
 class NVFP4TensorStorage(BlockStorage):
@@ -176,7 +184,9 @@ class NVFP4TensorStorage(BlockStorage):
 
     def blocks(self, columnwise: bool) -> BlockScaled:
         data, scale, amax = self._copy(columnwise)
-        data, block = (rows_first(data), (BLOCK, 1)) if columnwise else (as_matrix(data), (1, BLOCK))
+        data, block = (
+            (rows_first(data), (BLOCK, 1)) if columnwise else (as_matrix(data), (1, BLOCK))
+        )
         return BlockScaled(data, scale, block, self._fp4_dtype, amax, TOP)
 
     def _high_precision(self, dtype: torch.dtype | None) -> Tensor:
@@ -201,13 +211,23 @@ class NVFP4Quantizer(Quantizer):
     _multiple = BLOCK
 
     def __init__(
-        self, fp4_dtype: DType = DType.kFloat4E2M1, rowwise: bool = True, columnwise: bool = True,
-        with_amax_reduction: bool = False, amax_reduction_group: ProcessGroup | None = None, with_rht: bool = False,
-        with_post_rht_amax: bool = False, with_2d_quantization: bool = False, stochastic_rounding: bool = False,
-        row_scaled_nvfp4: bool = False, nvfp4_use_4over6: bool = False, nvfp4_e4m3_max: int = 448,
-        nvfp4_4over6_err_mode: str = "MAE", with_random_sign_mask: bool = True,
+        self,
+        fp4_dtype: DType = DType.kFloat4E2M1,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: ProcessGroup | None = None,
+        with_rht: bool = False,
+        with_post_rht_amax: bool = False,
+        with_2d_quantization: bool = False,
+        stochastic_rounding: bool = False,
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        nvfp4_4over6_err_mode: str = "MAE",
+        with_random_sign_mask: bool = True,
         generator: torch.Generator | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Accept Transformer Engine's arguments, and `generator`."""
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         line = "row_scaled_nvfp4 and nvfp4_use_4over6 are not emulated: leave them out"
@@ -232,7 +252,11 @@ class NVFP4Quantizer(Quantizer):
             column = column.view(*shape[:-2], shape[-2] // 2, shape[-1]) if columnwise else column
         fields: Fields = {"fp4_dtype": self.dtype}
         if rowwise:
-            fields |= {"rowwise_data": row, "rowwise_scale_inv": row_scale, "amax_rowwise": row_amax}
+            fields |= {
+                "rowwise_data": row,
+                "rowwise_scale_inv": row_scale,
+                "amax_rowwise": row_amax,
+            }
         if columnwise:
             fields |= {"columnwise_data": rows_last(column), "columnwise_scale_inv": column_scale}
             fields["amax_columnwise"] = column_amax
@@ -249,9 +273,15 @@ class NVFP4Quantizer(Quantizer):
         if columnwise:
             # Whether both copies hold the same values.
             same = self.with_2d_quantization and not (self.with_rht or self.stochastic_rounding)
-            data, scale, amax = (same and made) or self._cast_blocks(self._transformed(x), (BLOCK, shared))
+            data, scale, amax = (same and made) or self._cast_blocks(
+                self._transformed(x), (BLOCK, shared)
+            )
             # The amax is a tensor of its own, as in Transformer Engine.
-            column = pack_rows(data), pad_to(scale.repeat_interleave(shared, 1).t(), 128, 4), amax.clone()
+            column = (
+                pack_rows(data),
+                pad_to(scale.repeat_interleave(shared, 1).t(), 128, 4),
+                amax.clone(),
+            )
         return *row, *column
 
     def _fused(self, x: Tensor, rowwise: bool, columnwise: bool) -> tuple[Tensor, ...]:
@@ -261,7 +291,9 @@ class NVFP4Quantizer(Quantizer):
         amax = fused.amax(x if rowwise else t, t if both else None, nan=True)
         if self.with_amax_reduction:
             amax = amax.amax(-1, keepdim=True)
-            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group)
+            torch.distributed.all_reduce(
+                amax, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
+            )
         noise = None
         if self.stochastic_rounding:
             noise = _random_words(x.numel(), rowwise + columnwise, self.generator, x.device)
@@ -275,16 +307,22 @@ class NVFP4Quantizer(Quantizer):
             return _transform(x, self.with_random_sign_mask)
         # In FP32, because a processor without BF16 instructions takes 20 times as long for BF16.
         tiles = (x[rows].float() for rows in numerics.row_tiles(x, BLOCK))
-        return torch.cat([_transform(tile, self.with_random_sign_mask).to(x.dtype) for tile in tiles])
+        return torch.cat(
+            [_transform(tile, self.with_random_sign_mask).to(x.dtype) for tile in tiles]
+        )
 
     def _cast_blocks(self, x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
         """Return E2M1 data `[M, K]` of x `[M, K]`, one scale byte per block, and the amax `[1]`."""
         largest = _block_amax(x, block)
         amax = largest.amax().reshape(1) if largest.numel() else largest.new_zeros(1)
         if self.with_amax_reduction:
-            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group)
+            torch.distributed.all_reduce(
+                amax, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
+            )
         whole = _global_scale(amax)
         sixth = torch.ones_like(whole).div_(FP4_MAX)
         scale = (largest * (whole * sixth)).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn)
-        data = _round_blocks(x, _multiplier(scale, whole), block, self.stochastic_rounding, self.generator)
+        data = _round_blocks(
+            x, _multiplier(scale, whole), block, self.stochastic_rounding, self.generator
+        )
         return data, scale.view(torch.uint8), amax

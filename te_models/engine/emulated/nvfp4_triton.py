@@ -13,9 +13,15 @@ GROUPS = tl.constexpr(8)  # blocks of 16 along a tile
 def _block_scale(bits, amax):
     """Return the E4M3 byte of a block's scale and the block's multiplier, from the bits of its largest magnitude."""
     one = tl.zeros_like(amax) + 1.0
-    whole = tl.div_rn(tl.zeros_like(amax) + 2688.0, amax)  # 448 * 6; as nvfp4._global_scale, NaN stays
-    whole = tl.where(whole > 3.4028234663852886e38, 3.4028234663852886e38, tl.where(whole == 0, 1.0, whole))
-    byte = encode_fp8(bits.to(tl.float32, bitcast=True) * (whole * tl.div_rn(one, one * 6.0)), False)
+    whole = tl.div_rn(
+        tl.zeros_like(amax) + 2688.0, amax
+    )  # 448 * 6; as nvfp4._global_scale, NaN stays
+    whole = tl.where(
+        whole > 3.4028234663852886e38, 3.4028234663852886e38, tl.where(whole == 0, 1.0, whole)
+    )
+    byte = encode_fp8(
+        bits.to(tl.float32, bitcast=True) * (whole * tl.div_rn(one, one * 6.0)), False
+    )
     scaled = decode_fp8(byte, False) * tl.div_rn(one, whole)
     multiplier = tl.div_rn(tl.zeros_like(scaled) + 1.0, scaled)
     return byte, tl.where(multiplier > 3.4028234663852886e38, 3.4028234663852886e38, multiplier)
@@ -31,7 +37,9 @@ def _encode_e2m1(v, noise, at, mask, STOCHASTIC: tl.constexpr):
     if STOCHASTIC:
         random = tl.load(noise + at, mask=mask, other=0).to(tl.float32) + 0.5
         size += random * (octave - (17 << 23)).to(tl.float32, bitcast=True)
-    sums = ((octave + ((22 << 23) + 2)).to(tl.float32, bitcast=True) + size).to(tl.int32, bitcast=True)
+    sums = ((octave + ((22 << 23) + 2)).to(tl.float32, bitcast=True) + size).to(
+        tl.int32, bitcast=True
+    )
     return ((sums + (octave >> 22)) & 0xFF) | sign
 
 
@@ -58,9 +66,13 @@ def nvfp4_kernel(
         bits = tl.max(tl.reshape(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (TILE, GROUPS, 16)), 2)
         if TWO_D:
             both = tl.max(tl.reshape(bits, (GROUPS, 16, GROUPS)), 1)
-            bits = tl.reshape(tl.broadcast_to(both[:, None, :], (GROUPS, 16, GROUPS)), (TILE, GROUPS))
+            bits = tl.reshape(
+                tl.broadcast_to(both[:, None, :], (GROUPS, 16, GROUPS)), (TILE, GROUPS)
+            )
         scale, multiplier = _block_scale(bits, amax)
-        scaled = tl.reshape(tl.reshape(v, (TILE, GROUPS, 16)) * multiplier[:, :, None], (TILE, TILE))
+        scaled = tl.reshape(
+            tl.reshape(v, (TILE, GROUPS, 16)) * multiplier[:, :, None], (TILE, TILE)
+        )
         data = _encode_e2m1(scaled, noise, at, mask, STOCHASTIC)
         packed = tl.sum(tl.reshape(data, (TILE, TILE // 2, 2)) << half[None, None, :], 2)
         c = q * (TILE // 2) + tl.arange(0, TILE // 2)
@@ -68,7 +80,9 @@ def nvfp4_kernel(
         tl.store(row_data + i[:, None] * (cols // 2) + c[None, :], packed.to(tl.uint8), mask=inside)
         g = q * GROUPS + tl.arange(0, GROUPS)
         scale = tl.where((i < rows)[:, None] & (g < cols // 16)[None, :], scale, 0)
-        tl.store(row_scale + i[:, None] * row_stride + g[None, :], scale, mask=(g < row_stride)[None, :])
+        tl.store(
+            row_scale + i[:, None] * row_stride + g[None, :], scale, mask=(g < row_stride)[None, :]
+        )
         tl.store(row_amax, amax, mask=(p == 0) & (q == 0))
     if COL:
         v = tl.load(t + at, mask=mask, other=0.0).to(tl.float32)
@@ -76,9 +90,13 @@ def nvfp4_kernel(
         bits = tl.max(tl.reshape(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (GROUPS, 16, TILE)), 1)
         if TWO_D:
             both = tl.max(tl.reshape(bits, (GROUPS, GROUPS, 16)), 2)
-            bits = tl.reshape(tl.broadcast_to(both[:, :, None], (GROUPS, GROUPS, 16)), (GROUPS, TILE))
+            bits = tl.reshape(
+                tl.broadcast_to(both[:, :, None], (GROUPS, GROUPS, 16)), (GROUPS, TILE)
+            )
         scale, multiplier = _block_scale(bits, amax)
-        scaled = tl.reshape(tl.reshape(v, (GROUPS, 16, TILE)) * multiplier[:, None, :], (TILE, TILE))
+        scaled = tl.reshape(
+            tl.reshape(v, (GROUPS, 16, TILE)) * multiplier[:, None, :], (TILE, TILE)
+        )
         data = _encode_e2m1(scaled, noise + col_noise, at, mask, STOCHASTIC)
         packed = tl.sum(tl.reshape(data, (TILE // 2, 2, TILE)) << half[None, :, None], 1)
         r = p.to(tl.int64) * (TILE // 2) + tl.arange(0, TILE // 2)
@@ -86,7 +104,9 @@ def nvfp4_kernel(
         tl.store(col_data + r[:, None] * cols + j[None, :], packed.to(tl.uint8), mask=inside)
         g = p * GROUPS + tl.arange(0, GROUPS)
         scale = tl.where((g < rows // 16)[:, None] & (j < cols)[None, :], scale, 0)
-        tl.store(col_scale + j[None, :] * col_stride + g[:, None], scale, mask=(g < col_stride)[:, None])
+        tl.store(
+            col_scale + j[None, :] * col_stride + g[:, None], scale, mask=(g < col_stride)[:, None]
+        )
         tl.store(col_amax, amax, mask=(p == 0) & (q == 0))
 
 
@@ -122,13 +142,19 @@ def _decode_tile(tile, data, scale, out, rows, cols, step, COL: tl.constexpr):
     across = tl.cdiv(cols, TILE)
     i, j, at, mask = _tile(tile // across, tile % across, rows, cols)
     if COL:
-        byte = tl.load(data + (i // 2)[:, None] * cols + j[None, :], mask=mask, other=0).to(tl.int32)
+        byte = tl.load(data + (i // 2)[:, None] * cols + j[None, :], mask=mask, other=0).to(
+            tl.int32
+        )
         bits = byte >> ((i % 2).to(tl.int32) * 4)[:, None]
         factor = tl.load(scale + (i // 16)[:, None] + j[None, :] * step, mask=mask, other=0)
     else:
-        byte = tl.load(data + i[:, None] * (cols // 2) + (j // 2)[None, :], mask=mask, other=0).to(tl.int32)
+        byte = tl.load(data + i[:, None] * (cols // 2) + (j // 2)[None, :], mask=mask, other=0).to(
+            tl.int32
+        )
         bits = byte >> ((j % 2).to(tl.int32) * 4)[None, :]
         factor = tl.load(scale + i[:, None] * step + (j // 16)[None, :], mask=mask, other=0)
     # As nvfp4._decode: the bits where FP32 has its exponent's end and its mantissa's start.
-    value = (((bits & 7) << 22) | ((bits & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+    value = (((bits & 7) << 22) | ((bits & 8) << 28)).to(
+        tl.float32, bitcast=True
+    ) * 8.507059173023462e37  # 2^126
     tl.store(out + at, (value * decode_fp8(factor, False)).to(tl.bfloat16), mask=mask)

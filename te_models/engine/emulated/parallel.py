@@ -122,9 +122,13 @@ class Parallelism(NamedTuple):
 
     def check_quantized_results(self, output: bool, input_gradient: bool) -> None:
         """Raise a ValueError for FP8 results that would have to be summed in FP8."""
-        if self.size > 1 and ((output and self.mode == "row") or (input_gradient and self.mode == "column")):
+        if self.size > 1 and (
+            (output and self.mode == "row") or (input_gradient and self.mode == "column")
+        ):
             option = "fp8_output" if self.mode == "row" else "fp8_grad"
-            raise ValueError(f"a {self.mode}-parallel te.Linear sums its result over the ranks: use {option}=False")
+            raise ValueError(
+                f"a {self.mode}-parallel te.Linear sums its result over the ranks: use {option}=False"
+            )
 
 
 def divide(size: int, parts: int) -> int:
@@ -180,22 +184,30 @@ def _gather_quantized(
     return made
 
 
-def _layout(x: QuantizedTensorStorage) -> dict[str, tuple[int, tuple[int, int] | None, tuple[int, int] | None]]:
+def _layout(
+    x: QuantizedTensorStorage,
+) -> dict[str, tuple[int, tuple[int, int] | None, tuple[int, int] | None]]:
     """Return attribute -> (dimension of its tokens, size of scales without padding, multiples they are padded to)."""
     m, k = x._matrix
     if isinstance(x, Float8TensorStorage):
         return {"_data": (0, None, None)}
     if isinstance(x, Float8BlockwiseQTensorStorage):
         return {
-            "_rowwise_data": (0, None, None), "_rowwise_scale_inv": (1, (k // BLOCK, m), (1, 4)),
-            "_columnwise_data": (1, None, None), "_columnwise_scale_inv": (0, (m // BLOCK, k), (1, 4)),
-        }  # fmt: skip
+            "_rowwise_data": (0, None, None),
+            "_rowwise_scale_inv": (1, (k // BLOCK, m), (1, 4)),
+            "_columnwise_data": (1, None, None),
+            "_columnwise_scale_inv": (0, (m // BLOCK, k), (1, 4)),
+        }
     if isinstance(x, MXFP8TensorStorage):
         return {
-            "_rowwise_data": (0, None, None), "_rowwise_scale_inv": (0, (m, k // MX_BLOCK), (128, 4)),
-            "_columnwise_data": (0, None, None), "_columnwise_scale_inv": (0, (m // MX_BLOCK, k), (4, 128)),
-        }  # fmt: skip
+            "_rowwise_data": (0, None, None),
+            "_rowwise_scale_inv": (0, (m, k // MX_BLOCK), (128, 4)),
+            "_columnwise_data": (0, None, None),
+            "_columnwise_scale_inv": (0, (m // MX_BLOCK, k), (4, 128)),
+        }
     return {  # of NVFP4
-        "_rowwise_data": (0, None, None), "_rowwise_scale_inv": (0, (m, k // 16), (128, 4)),
-        "_columnwise_data": (1, None, None), "_columnwise_scale_inv": (1, (k, m // 16), (128, 4)),
-    }  # fmt: skip
+        "_rowwise_data": (0, None, None),
+        "_rowwise_scale_inv": (0, (m, k // 16), (128, 4)),
+        "_columnwise_data": (1, None, None),
+        "_columnwise_scale_inv": (1, (k, m // 16), (128, 4)),
+    }

@@ -84,7 +84,11 @@ class Quantizer:
         return self.quantize(tensor)
 
     def quantize(
-        self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
+        self,
+        tensor: Tensor,
+        *,
+        out: QuantizedTensorStorage | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Any:
         """Quantize `tensor`, into `out` if given. `dtype` is the nominal dtype (None: the tensor's)."""
         if out is not None:
@@ -120,7 +124,9 @@ class Quantizer:
     def is_quantizable(self, inp: Tensor) -> bool:
         """Return True if both matrix dimensions are multiples of what the format needs."""
         step = self._multiple
-        return step == 1 or (inp.ndim >= 2 and inp.shape[-1] % step == 0 and inp.shape[:-1].numel() % step == 0)
+        return step == 1 or (
+            inp.ndim >= 2 and inp.shape[-1] % step == 0 and inp.shape[:-1].numel() % step == 0
+        )
 
     def _get_compatible_recipe(self) -> type[Recipe]:
         return self._recipe
@@ -182,7 +188,13 @@ class Float8Quantizer(_PerTensorQuantizer):
     _recipe = DelayedScaling
 
     def __init__(
-        self, scale: Tensor, amax: Tensor, fp8_dtype: DType, *, rowwise: bool = True, columnwise: bool = True
+        self,
+        scale: Tensor,
+        amax: Tensor,
+        fp8_dtype: DType,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
     ) -> None:
         """Use `scale` and `amax` in place; every cast updates `amax`."""
         super().__init__(rowwise=rowwise, columnwise=columnwise)
@@ -240,10 +252,16 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
         amax = fused.amax(tensor) if kernels else numerics.amax(tensor).reshape(1)
         if self.with_amax_reduction:
             amax = amax.amax().reshape(1)
-            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group)
+            torch.distributed.all_reduce(
+                amax, torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
+            )
         if kernels:
-            return fused.cast_current(tensor, amax, self.dtype, self.force_pow_2_scales, self.amax_epsilon)
-        scale = numerics.scale_from_amax(amax, FP8_MAX[self.dtype], self.force_pow_2_scales, self.amax_epsilon)
+            return fused.cast_current(
+                tensor, amax, self.dtype, self.force_pow_2_scales, self.amax_epsilon
+            )
+        scale = numerics.scale_from_amax(
+            amax, FP8_MAX[self.dtype], self.force_pow_2_scales, self.amax_epsilon
+        )
         return numerics.cast_fp8(tensor, scale, self.dtype), scale.reciprocal()
 
 
@@ -260,19 +278,26 @@ class _BlockQuantizer(Quantizer):
     def _copies(self, x: Tensor, rowwise: bool, columnwise: bool) -> tuple[Tensor, ...]:
         """Return data `[M, K]` and inverse scales of both copies of x `[M, K]`; one not asked for may be anything."""
 
-    def _both(self, x: Tensor, size: int, rowwise: bool, columnwise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _both(
+        self, x: Tensor, size: int, rowwise: bool, columnwise: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the same, of blocks of `size` elements along each copy's contraction, with unpadded scales."""
         row = self._cast(x, (1, size)) if rowwise else (x, x[:0, :0])
         column = self._cast(x, (size, 1)) if columnwise else (x, x[:0, :0])
         return *row, *column
 
     def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> Fields:
-        row_data, row_scale, column_data, column_scale = self._copies(as_matrix(tensor), rowwise, columnwise)
+        row_data, row_scale, column_data, column_scale = self._copies(
+            as_matrix(tensor), rowwise, columnwise
+        )
         fields: Fields = {"fp8_dtype": self.dtype}
         if rowwise:
             fields |= {"rowwise_data": like(row_data, tensor), "rowwise_scale_inv": row_scale}
         if columnwise:
-            fields |= {"columnwise_data": like(column_data, tensor), "columnwise_scale_inv": column_scale}
+            fields |= {
+                "columnwise_data": like(column_data, tensor),
+                "columnwise_scale_inv": column_scale,
+            }
         return fields
 
 
@@ -300,7 +325,12 @@ class Float8BlockQuantizer(_BlockQuantizer):
         self.block_scaling_dim = block_scaling_dim
 
     def _cast(self, x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        how = FP8_MAX[self.dtype], self.force_pow_2_scales, self.amax_epsilon, torch.finfo(x.dtype).max
+        how = (
+            FP8_MAX[self.dtype],
+            self.force_pow_2_scales,
+            self.amax_epsilon,
+            torch.finfo(x.dtype).max,
+        )
         scale = numerics.scale_from_amax(numerics.block_amax(x, block), *how)
         return numerics.cast_fp8_blocks(x, scale, block, self.dtype), scale.reciprocal()
 
@@ -315,7 +345,9 @@ class Float8BlockQuantizer(_BlockQuantizer):
         return row_data, pad_to(row_scale.t(), 1, 4), column_data, pad_to(column_scale, 1, 4)
 
     def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> Fields:
-        fields = super()._encode(tensor, rowwise, columnwise) | {"is_2D_scaled": self.block_scaling_dim == 2}
+        fields = super()._encode(tensor, rowwise, columnwise) | {
+            "is_2D_scaled": self.block_scaling_dim == 2
+        }
         if columnwise:
             fields["columnwise_data"] = rows_last(fields["columnwise_data"])
         return fields
@@ -335,7 +367,12 @@ class MXFP8Quantizer(_BlockQuantizer):
     _multiple = MX_BLOCK
 
     def __init__(
-        self, fp8_dtype: DType, *, rowwise: bool = True, columnwise: bool = True, with_2d_quantization: bool = False
+        self,
+        fp8_dtype: DType,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_2d_quantization: bool = False,
     ) -> None:
         """Make a quantizer of E4M3 or E5M2."""
         super().__init__(rowwise=rowwise, columnwise=columnwise)
@@ -345,7 +382,9 @@ class MXFP8Quantizer(_BlockQuantizer):
     def _cast(self, x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
         scaled = (MX_BLOCK, MX_BLOCK) if self.with_2d_quantization else block
         e = numerics.e8m0_from_amax(numerics.block_amax(x, scaled), self.dtype)
-        data = numerics.cast_fp8_blocks(x, numerics.e8m0_to_float(e, inverse=True), scaled, self.dtype)
+        data = numerics.cast_fp8_blocks(
+            x, numerics.e8m0_to_float(e, inverse=True), scaled, self.dtype
+        )
         if self.with_2d_quantization:
             e = e.repeat_interleave(MX_BLOCK, 1 if block[1] == 1 else 0)
         return data, e
@@ -353,5 +392,7 @@ class MXFP8Quantizer(_BlockQuantizer):
     def _copies(self, x: Tensor, rowwise: bool, columnwise: bool) -> tuple[Tensor, ...]:
         if fused.active(x):
             return fused.cast_mx(x, self.dtype, self.with_2d_quantization, rowwise, columnwise)
-        row_data, row_scale, column_data, column_scale = self._both(x, MX_BLOCK, rowwise, columnwise)
+        row_data, row_scale, column_data, column_scale = self._both(
+            x, MX_BLOCK, rowwise, columnwise
+        )
         return row_data, pad_to(row_scale, 128, 4), column_data, pad_to(column_scale, 4, 128)

@@ -110,7 +110,9 @@ class Recipe:
             if name in names:
                 continue
             if name.startswith("fp8_quant_") and name in vars(cls):
-                raise ValueError(f"{name} is not a field of {cls.__name__}: assign it to the recipe after construction")
+                raise ValueError(
+                    f"{name} is not a field of {cls.__name__}: assign it to the recipe after construction"
+                )
             raise unknown(f"field of {cls.__name__}", name, names)
         return super().__new__(cls)
 
@@ -123,7 +125,9 @@ class Recipe:
                     setattr(self, field.name, _typed(value, kind))
                 except (TypeError, ValueError):
                     owner = type(self).__name__
-                    raise ValueError(f"{owner}.{field.name} must be of type {field.type}, not {value!r}") from None
+                    raise ValueError(
+                        f"{owner}.{field.name} must be of type {field.type}, not {value!r}"
+                    ) from None
         require(
             self.backward_override in _BACKWARD_OVERRIDES,
             "NVTE_BACKWARD_OVERRIDE must be unset or one of: 'high_precision', 'dequantized'.",
@@ -153,7 +157,15 @@ class Recipe:
 class DelayedScaling(Recipe):
     """One scale per tensor, from the amaxes of the last `amax_history_len` steps."""
 
-    _shown = ("margin", "fp8_format", "amax_history_len", "reduce_amax", "fp8_dpa", "fp8_mha", "backward_override")
+    _shown = (
+        "margin",
+        "fp8_format",
+        "amax_history_len",
+        "reduce_amax",
+        "fp8_dpa",
+        "fp8_mha",
+        "backward_override",
+    )
     margin: int = 0
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
@@ -167,10 +179,20 @@ class DelayedScaling(Recipe):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        require(self.backward_override is None, "Delayed scaling only supports backward_override=None.")
-        require(self.amax_history_len >= 1, f"amax_history_len must be at least 1, not {self.amax_history_len}")
-        check_known("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))  # nor is a function emulated
-        require(self.scaling_factor_compute_algo is None, "scaling_factor_compute_algo is not emulated: leave it out")
+        require(
+            self.backward_override is None, "Delayed scaling only supports backward_override=None."
+        )
+        require(
+            self.amax_history_len >= 1,
+            f"amax_history_len must be at least 1, not {self.amax_history_len}",
+        )
+        check_known(
+            "amax_compute_algo", self.amax_compute_algo, ("max", "most_recent")
+        )  # nor is a function emulated
+        require(
+            self.scaling_factor_compute_algo is None,
+            "scaling_factor_compute_algo is not emulated: leave it out",
+        )
 
 
 @dataclass(repr=False)
@@ -178,9 +200,17 @@ class Float8CurrentScaling(Recipe):
     """One scale per tensor, from the tensor itself. te.Linear reads its quantization options from `fp8_quant_*`."""
 
     _shown = (
-        "fp8_format", "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad", "fp8_gemm_fprop",
-        "fp8_gemm_dgrad", "fp8_gemm_wgrad", "fp8_dpa", "fp8_mha", "backward_override",
-    )  # fmt: skip
+        "fp8_format",
+        "fp8_quant_fwd_inp",
+        "fp8_quant_fwd_weight",
+        "fp8_quant_bwd_grad",
+        "fp8_gemm_fprop",
+        "fp8_gemm_dgrad",
+        "fp8_gemm_wgrad",
+        "fp8_dpa",
+        "fp8_mha",
+        "backward_override",
+    )
     use_power_2_scales: bool = _CURRENT_POWER_2
     fp8_format: Format = Format.HYBRID
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
@@ -221,10 +251,20 @@ class Float8BlockScaling(Recipe):
     """One FP32 scale per 1x128 (dim 1) or 128x128 (dim 2) elements; `fp8_quant_*` restricts scales to powers of two."""
 
     _shown = (
-        "fp8_format", "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad", "x_block_scaling_dim",
-        "w_block_scaling_dim", "grad_block_scaling_dim", "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad",
-        "fp8_dpa", "fp8_mha", "backward_override",
-    )  # fmt: skip
+        "fp8_format",
+        "fp8_quant_fwd_inp",
+        "fp8_quant_fwd_weight",
+        "fp8_quant_bwd_grad",
+        "x_block_scaling_dim",
+        "w_block_scaling_dim",
+        "grad_block_scaling_dim",
+        "fp8_gemm_fprop",
+        "fp8_gemm_dgrad",
+        "fp8_gemm_wgrad",
+        "fp8_dpa",
+        "fp8_mha",
+        "backward_override",
+    )
     use_f32_scales: bool = _BLOCK_FP32_SCALES
     fp8_format: Format = Format.E4M3
     x_block_scaling_dim: int = 1
@@ -245,14 +285,25 @@ class Float8BlockScaling(Recipe):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        dims = {"x": self.x_block_scaling_dim, "w": self.w_block_scaling_dim, "grad": self.grad_block_scaling_dim}
+        dims = {
+            "x": self.x_block_scaling_dim,
+            "w": self.w_block_scaling_dim,
+            "grad": self.grad_block_scaling_dim,
+        }
         for name, dim in dims.items():
             require(dim in (1, 2), f"Only 1D or 2D blocks supported for {name}")
         require(list(dims.values()).count(2) <= 1, "2D by 2D block gemm not supported.")
-        gemms = {"fprop": self.fp8_gemm_fprop, "dgrad": self.fp8_gemm_dgrad, "wgrad": self.fp8_gemm_wgrad}
+        gemms = {
+            "fprop": self.fp8_gemm_fprop,
+            "dgrad": self.fp8_gemm_dgrad,
+            "wgrad": self.fp8_gemm_wgrad,
+        }
         for name, gemm in gemms.items():
             require(gemm.use_split_accumulator, f"Split accumulator required for {name}.")
-        require(not self.fp8_dpa and not self.fp8_mha, "FP8 attention is not supported for Float8BlockScaling.")
+        require(
+            not self.fp8_dpa and not self.fp8_mha,
+            "FP8 attention is not supported for Float8BlockScaling.",
+        )
 
     split_accumulators = Float8CurrentScaling.split_accumulators
 
@@ -266,11 +317,19 @@ class NVFP4BlockScaling(Recipe):
     """
 
     _shown = (
-        "fp4_format", "fp8_format", "fp8_dpa", "fp8_mha", "backward_override", "fp4_quant_fwd_inp",
-        "fp4_quant_fwd_weight", "fp4_quant_bwd_grad",
-    )  # fmt: skip
+        "fp4_format",
+        "fp8_format",
+        "fp8_dpa",
+        "fp8_mha",
+        "backward_override",
+        "fp4_quant_fwd_inp",
+        "fp4_quant_fwd_weight",
+        "fp4_quant_bwd_grad",
+    )
     disable_rht: bool = os.getenv("NVTE_NVFP4_DISABLE_RHT", "0") == "1"
-    disable_stochastic_rounding: bool = os.getenv("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "0") == "1"
+    disable_stochastic_rounding: bool = (
+        os.getenv("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "0") == "1"
+    )
     disable_2d_quantization: bool = os.getenv("NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "0") == "1"
     fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
@@ -286,5 +345,6 @@ class NVFP4BlockScaling(Recipe):
         self.fp4_quant_fwd_inp = QParams(random_hadamard_transform=not self.disable_rht)
         self.fp4_quant_fwd_weight = QParams(fp4_2d_quantization=not self.disable_2d_quantization)
         self.fp4_quant_bwd_grad = QParams(
-            random_hadamard_transform=not self.disable_rht, stochastic_rounding=not self.disable_stochastic_rounding
+            random_hadamard_transform=not self.disable_rht,
+            stochastic_rounding=not self.disable_stochastic_rounding,
         )

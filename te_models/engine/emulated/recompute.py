@@ -22,7 +22,9 @@ from te_models.engine.emulated.recipe import refuse_options
 from te_models.engine.emulated.rmsnorm import RMSNorm
 
 T = TypeVar("T")
-Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]  # of a first pass, of its recompute
+Contexts = tuple[
+    AbstractContextManager[object], AbstractContextManager[object]
+]  # of a first pass, of its recompute
 
 
 class Frame:
@@ -31,7 +33,9 @@ class Frame:
     Its identity ties delayed scaling's stash to the call.
     """
 
-    def __init__(self, function: Callable[..., object], contexts: Contexts, reentrant: bool) -> None:
+    def __init__(
+        self, function: Callable[..., object], contexts: Contexts, reentrant: bool
+    ) -> None:
         self.function = function
         self.contexts = iter(contexts)
         self.reentrant = reentrant
@@ -85,10 +89,14 @@ def checkpoint(
     `use_reentrant=True` needs a positional tensor that requires grad.
     """
     refuse_options(
-        "te.checkpoint", distribute_saved_activations=distribute_saved_activations, tp_group=tp_group,
+        "te.checkpoint",
+        distribute_saved_activations=distribute_saved_activations,
+        tp_group=tp_group,
         get_rng_state_tracker=get_rng_state_tracker,
-    )  # fmt: skip
-    how: dict[str, Any] = dict(use_reentrant=use_reentrant, determinism_check=determinism_check, debug=debug)
+    )
+    how: dict[str, Any] = dict(
+        use_reentrant=use_reentrant, determinism_check=determinism_check, debug=debug
+    )
     if not _has_te_modules(function):
         return torch_checkpoint(function, *args, context_fn=context_fn, **how, **kwargs)
     tracked = any(isinstance(a, Tensor) and a.requires_grad for a in args) or not use_reentrant
@@ -98,5 +106,7 @@ def checkpoint(
     frame = Frame(function, context_fn(), use_reentrant)
     if use_reentrant:
         return torch_checkpoint(lambda *inputs: frame(*inputs, **kwargs), *args, use_reentrant=True)
-    with set_checkpoint_early_stop(False):  # the recompute must leave its autocasts as a whole pass does
+    with set_checkpoint_early_stop(
+        False
+    ):  # the recompute must leave its autocasts as a whole pass does
         return torch_checkpoint(frame, *args, **how, **kwargs)

@@ -11,7 +11,12 @@ from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.delayed_scaling import ScaleRegistry
 from te_models.engine.emulated.module import EmptyExtraState
 from te_models.engine.emulated.numerics import device_type
-from te_models.engine.emulated.rmsnorm_kernels import input_gradient, reciprocal_rms, row_multiple, weight_gradient
+from te_models.engine.emulated.rmsnorm_kernels import (
+    input_gradient,
+    reciprocal_rms,
+    row_multiple,
+    weight_gradient,
+)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -19,7 +24,12 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, updates: ScaleRegistry | None
+        ctx: Context,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        zero_centered: bool,
+        updates: ScaleRegistry | None,
     ) -> Tensor:
         """Return `gamma * r * x` of x `[T, H]` and weight `[H]`, of one dtype."""
         y, r = _normalized(x, weight, eps, zero_centered)
@@ -46,9 +56,13 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-def _normalized(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+def _normalized(
+    x: Tensor, weight: Tensor, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
     """Return `gamma * r * x` of x `[T, H]` and weight `[H]`, of one dtype, and r FP32 `[T, 1]`."""
-    wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)  # which a traced graph can view
+    wide = x.to(
+        torch.float32, copy=True, memory_format=torch.contiguous_format
+    )  # which a traced graph can view
     r = reciprocal_rms(x, wide, eps)
     gamma = weight.float() + 1 if zero_centered else weight.float()
     return wide.mul_(r).mul_(gamma).to(x.dtype), r
@@ -77,14 +91,20 @@ class RMSNorm(EmptyExtraState):
         names."""
         super().__init__()
         if hidden_size is not None:
-            warnings.warn("hidden_size is deprecated: use normalized_shape", DeprecationWarning, stacklevel=2)
+            warnings.warn(
+                "hidden_size is deprecated: use normalized_shape", DeprecationWarning, stacklevel=2
+            )
             normalized_shape = hidden_size if normalized_shape is None else normalized_shape
         if params_dtype is not None:
             warnings.warn("params_dtype is deprecated: use dtype", DeprecationWarning, stacklevel=2)
             dtype = params_dtype if dtype is None else dtype
         if normalized_shape is None:
-            raise ValueError("normalized_shape is missing: give the size of the dimension to normalize over")
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+            raise ValueError(
+                "normalized_shape is missing: give the size of the dimension to normalize over"
+            )
+        shape = (
+            (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        )
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel = sequence_parallel
@@ -114,7 +134,9 @@ class RMSNorm(EmptyExtraState):
                 "are not compatible"
             )
         device = device_type(input_)
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        dtype = (
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        )
         x = input_.to(dtype)
         gamma = weight.to(dtype)
         how = (self.eps, self.zero_centered_gamma)

@@ -33,14 +33,21 @@ _FEW = 2**13  # elements of a step of generation
 _TUNED = (512, 768, 1024, 2048, 4096, 8192)
 _TUNED_ROWS = 4  # the tuned kernels' multiple of rows
 _GENERAL = {"forward": (128, 512, 1024, 2048, 8192), "backward": (128, 512, 1024, 2048, 4096)}
-_ONE_WARP = {"forward": 2048, "backward": 1024}  # the largest kernel that gives a row to one warp; else four
+_ONE_WARP = {
+    "forward": 2048,
+    "backward": 1024,
+}  # the largest kernel that gives a row to one warp; else four
 _H200_MULTIPROCESSORS = 132
 # Blocks of the backward kernels that fit one multiprocessor: by their registers, so also by dtype where noted.
 _BLOCKS = {
     True: {512: 5, 768: 4, 1024: 3, 2048: 5, 4096: 3, 8192: 2},
     False: {128: 12, 512: 4, 1024: 3, 2048: 5, 4096: 3},
 }
-_BLOCKS_OF_DTYPE = {(True, 512, torch.bfloat16): 6, (False, 512, torch.float32): 5, (False, 2048, torch.float32): 4}
+_BLOCKS_OF_DTYPE = {
+    (True, 512, torch.bfloat16): 6,
+    (False, 512, torch.float32): 5,
+    (False, 2048, torch.float32): 4,
+}
 
 
 class Kernel(NamedTuple):
@@ -61,7 +68,9 @@ class Kernel(NamedTuple):
         sizes = _GENERAL[stage]
         size = cols if tuned else next((s for s in sizes if s >= cols), sizes[-1])
         width = 4 if x.dtype == torch.float32 or size == 128 else 8
-        return cls(tuned, size, 1 if size <= _ONE_WARP[stage] else 4, -(-cols // size), width, x.dtype)
+        return cls(
+            tuned, size, 1 if size <= _ONE_WARP[stage] else 4, -(-cols // size), width, x.dtype
+        )
 
     @property
     def rows(self) -> int:
@@ -77,7 +86,9 @@ class Kernel(NamedTuple):
         """Return t [T, H] as the sequence of [T, lanes] that the lanes see, as views; narrower where the row ends."""
         found: list[Tensor] = []
         for step in t.split(self.lanes * self.width, dim=1):
-            step = pad(step, (0, -step.shape[1] % self.width)) if step.shape[1] % self.width else step
+            step = (
+                pad(step, (0, -step.shape[1] % self.width)) if step.shape[1] % self.width else step
+            )
             found += step.view(len(step), step.shape[1] // self.width, self.width).unbind(-1)
         return found
 
@@ -88,13 +99,21 @@ class Kernel(NamedTuple):
             return _tree(lanes)[:, 0, 0]
         warps = _halving_tree(lanes)[..., 0]
         blocks = _sequence(warps.unbind(1))
-        return _tree(pad(blocks, (0, -blocks.shape[-1] % LANES)))  # one warp adds those of the blocks
+        return _tree(
+            pad(blocks, (0, -blocks.shape[-1] % LANES))
+        )  # one warp adds those of the blocks
 
     def grid_rows(self, rows: int, device: torch.device) -> int:
         """Return the number of rows that the whole grid of the backward kernel works on at a time."""
         cuda = device.type == "cuda"
-        count = torch.cuda.get_device_properties(device).multi_processor_count if cuda else _H200_MULTIPROCESSORS
-        per = _BLOCKS_OF_DTYPE.get((self.tuned, self.size, self.dtype), _BLOCKS[self.tuned][self.size])
+        count = (
+            torch.cuda.get_device_properties(device).multi_processor_count
+            if cuda
+            else _H200_MULTIPROCESSORS
+        )
+        per = _BLOCKS_OF_DTYPE.get(
+            (self.tuned, self.size, self.dtype), _BLOCKS[self.tuned][self.size]
+        )
         most = count * per // self.blocks
         return self.rows * (most if self.tuned else min(-(-rows // self.rows), most))
 
@@ -117,11 +136,24 @@ def reciprocal_rms(x: Tensor, wide: Tensor, eps: float) -> Tensor:
     if not kernel.tuned:
         if _is_few(kernel, x):
             return torch.rsqrt(_fma(_squares_of_few_rows(kernel, wide), *_on_host(1.0 / cols, eps)))
-        return torch.rsqrt(_fma(kernel.row_sum(_dot(kernel, wide, wide)), _reciprocal(cols, x), wide.new_full((), eps)))
+        return torch.rsqrt(
+            _fma(
+                kernel.row_sum(_dot(kernel, wide, wide)),
+                _reciprocal(cols, x),
+                wide.new_full((), eps),
+            )
+        )
     per_warp = cols // kernel.warps
     by_warp = (x.shape[0], kernel.warps, LANES)
-    mean = _tree(_sequence(kernel.spread(wide)).view(by_warp)) * _reciprocal(per_warp, x)  # [T, warps, 1]
-    columns = (x.shape[0], cols // (kernel.lanes * kernel.width), kernel.warps, LANES * kernel.width)
+    mean = _tree(_sequence(kernel.spread(wide)).view(by_warp)) * _reciprocal(
+        per_warp, x
+    )  # [T, warps, 1]
+    columns = (
+        x.shape[0],
+        cols // (kernel.lanes * kernel.width),
+        kernel.warps,
+        LANES * kernel.width,
+    )
     centered = (wide.view(columns) - mean[:, None]).view_as(wide)
     squares = _tree(_dot(kernel, centered, centered).view(by_warp))
     mean = mean[..., 0]
@@ -145,7 +177,9 @@ def weight_gradient(dy: Tensor, x: Tensor, y_hat: Tensor) -> Tensor:
     kernel = Kernel.of("backward", x)
     rows, cols = x.shape
     grid = kernel.grid_rows(rows, x.device)
-    sums = dy.new_zeros(min(grid, rows + -rows % kernel.rows), cols)  # a block without rows adds zero
+    sums = dy.new_zeros(
+        min(grid, rows + -rows % kernel.rows), cols
+    )  # a block without rows adds zero
     for start in range(0, rows, max(1, grid)):
         part = slice(start, start + grid)
         _add_product(sums[: min(grid, rows - start)], dy[part], y_hat[part])
@@ -238,9 +272,12 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def _fuses(device: torch.device) -> bool:
     """Return whether torch.addcmul rounds once here, as where it is compiled to FMA instructions (AVX2, GPUs)."""
     a, b = (torch.linspace(1.0, last, 4099, device=device) for last in (1.9, 1.7))
-    fused = [torch.addcmul(-(p * q), p, q) for p, q in ((a, b), (a[::2], b[::2]), (a[:, None], b[:8]))]
+    fused = [
+        torch.addcmul(-(p * q), p, q) for p, q in ((a, b), (a[::2], b[::2]), (a[:, None], b[:8]))
+    ]
     exact = [
-        (p.double() * q.double() - (p * q).double()).float() for p, q in ((a, b), (a[::2], b[::2]), (a[:, None], b[:8]))
+        (p.double() * q.double() - (p * q).double()).float()
+        for p, q in ((a, b), (a[::2], b[::2]), (a[:, None], b[:8]))
     ]
     return all(torch.equal(left, right) for left, right in zip(fused, exact, strict=True))
 

@@ -19,7 +19,9 @@ _MULTIPLE: ContextVar[int] = ContextVar("short_rows", default=1)
 
 
 @once
-def enough_rows(rows: int, inputs: int, outputs: int, dtype: torch.dtype, columns: bool, threads: int) -> int:
+def enough_rows(
+    rows: int, inputs: int, outputs: int, dtype: torch.dtype, columns: bool, threads: int
+) -> int:
     """Return the number of rows, `rows` or somewhat more, whose product with a weight has the bits of many rows.
 
     Fewer rows may take another way through a CPU's library, in which sums differ in the last bit. From how many on they
@@ -30,7 +32,10 @@ def enough_rows(rows: int, inputs: int, outputs: int, dtype: torch.dtype, column
         return rows
     with _disable_current_modes():  # which record or count the step's operations
         generator = torch.Generator().manual_seed(0)
-        x, weight = (torch.randn(n, inputs, generator=generator).to(dtype) for n in (_MANY, min(outputs, _DRAWN)))
+        x, weight = (
+            torch.randn(n, inputs, generator=generator).to(dtype)
+            for n in (_MANY, min(outputs, _DRAWN))
+        )
         weight = weight.repeat(-(-outputs // _DRAWN), 1)[:outputs]
         many = matmul(x, weight.t())
         right = weight.t().contiguous() if columns else weight.t()
@@ -68,7 +73,9 @@ def full_rows(rows: int) -> int:
 
 def multiply(x: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `matmul`; inside `short_rows` the bits are those that the rows have among many."""
-    if torch.compiler.is_compiling() or not are_short() or not len(x):  # no compiler traces the variable
+    if (
+        torch.compiler.is_compiling() or not are_short() or not len(x)
+    ):  # no compiler traces the variable
         return matmul(x, right, bias)
     rows = len(x)
     inputs, outputs = right.shape
@@ -76,4 +83,6 @@ def multiply(x: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     enough = enough_rows(rows, inputs, outputs, *how) or max(rows, _MOST)
     if enough == rows:
         return matmul(x, right, bias)
-    return matmul(torch.cat((x,) * -(-enough // rows))[:enough], right, bias)[:rows]  # faster than zeros
+    return matmul(torch.cat((x,) * -(-enough // rows))[:enough], right, bias)[
+        :rows
+    ]  # faster than zeros

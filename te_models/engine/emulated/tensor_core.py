@@ -25,9 +25,13 @@ from torch import Tensor
 Array: TypeAlias = np.ndarray  # of any shape and dtype
 
 INSTRUCTION_K = 32  # products added at a time: one wgmma of 8-bit operands
-PROMOTION_K = 128  # elements of K between additions to the FP32 accumulator under split accumulation
+PROMOTION_K = (
+    128  # elements of K between additions to the FP32 accumulator under split accumulation
+)
 FRACTION_BITS = 13
-_CUT = ~((1 << (23 - FRACTION_BITS)) - 1)  # clears the fraction bits of an FP32 number beyond the 13th
+_CUT = ~(
+    (1 << (23 - FRACTION_BITS)) - 1
+)  # clears the fraction bits of an FP32 number beyond the 13th
 _OUTPUTS = 1 << 14  # elements of the result that are computed at a time, at least one row
 _PRODUCTS = 1 << 19  # products that are made at a time, at least one instruction
 # Exponents are integers at the place where FP32 has its own, so that no shift is needed.
@@ -51,7 +55,9 @@ class Factor(NamedTuple):
         """Return the factor of x [R, K], FP8 values in FP32; `floor` is the exponent of the format's smallest normal
         number (E4M3 -6, E5M2 -14), which subnormal numbers have too."""
         x = torch.nn.functional.pad(x, (0, -x.shape[1] % INSTRUCTION_K)).t().contiguous()
-        exponents = (x.view(torch.int32) & _EXPONENT_BITS).sub_(_BIAS).clamp_(floor * _ONE, _INFINITE)
+        exponents = (
+            (x.view(torch.int32) & _EXPONENT_BITS).sub_(_BIAS).clamp_(floor * _ONE, _INFINITE)
+        )
         return cls(x, exponents.masked_fill_(x == 0, _NONE))
 
     def of_rows(self, part: slice) -> Factor:
@@ -68,7 +74,9 @@ def hopper_matmul(a: Factor, b: Factor, promote: bool) -> Tensor:
     rows = a.values.shape[1]
     columns = b.values.shape[1]
     step = max(1, _OUTPUTS // max(1, columns))
-    parts = [_tile(a.of_rows(slice(start, start + step)), b, promote) for start in range(0, rows, step)]
+    parts = [
+        _tile(a.of_rows(slice(start, start + step)), b, promote) for start in range(0, rows, step)
+    ]
     return torch.cat(parts) if parts else a.values.new_zeros(0, columns)
 
 
@@ -90,7 +98,9 @@ def row_product(a: HostFactor, b: HostFactor, promote: bool) -> Array:
     columns = b.values.shape[1]
     tops = (a.exponents + b.exponents).reshape(-1, INSTRUCTION_K, columns).max(1).astype(np.int32)
     tops = np.maximum(tops * _ONE, _LOWEST) + _BIAS
-    terms = np.empty((INSTRUCTION_K + 1, columns), np.float32)  # one instruction's, which stay in a cache
+    terms = np.empty(
+        (INSTRUCTION_K + 1, columns), np.float32
+    )  # one instruction's, which stay in a cache
     products, accumulator = terms[:-1], terms[-1]
     total, sums, unit = np.zeros((3, columns), np.float32)
     accumulator[:] = 0.0
@@ -133,7 +143,12 @@ def _instructions(a: Factor, b: Factor) -> tuple[tuple[Tensor, ...], tuple[Tenso
     (left, left_exponents), (right, right_exponents) = (
         (t.unflatten(0, (-1, INSTRUCTION_K)) for t in factor) for factor in (a, b)
     )
-    tops = (left_exponents[..., None] + right_exponents[:, :, None]).amax(1).clamp_(min=_LOWEST).add_(_BIAS)
+    tops = (
+        (left_exponents[..., None] + right_exponents[:, :, None])
+        .amax(1)
+        .clamp_(min=_LOWEST)
+        .add_(_BIAS)
+    )
     terms = left.new_empty(len(left), INSTRUCTION_K + 1, left.shape[2], right.shape[2])
     torch.mul(left[..., None], right[:, :, None], out=terms[:, :INSTRUCTION_K])
     return terms.unbind(), tops.unbind()

@@ -105,7 +105,12 @@ class QuantizedTensorStorage:
     _kept: dict[tuple[str, bool], object] | None = None
 
     def __init__(
-        self, *, shape: torch.Size, dtype: torch.dtype, quantizer: Quantizer | None = None, **data: object
+        self,
+        *,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        quantizer: Quantizer | None = None,
+        **data: object,
     ) -> None:
         """Take `shape` and `dtype` of the high-precision tensor; `data` sets the other attributes."""
         self._shape = torch.Size(shape)
@@ -161,7 +166,9 @@ class QuantizedTensorStorage:
             f"quantize again with quantizer.set_usage({want}=True)"
         )
 
-    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
         """Drop (False), require or derive (True), or leave (None) the two copies."""
         for columnwise, usage in ((False, rowwise_usage), (True, columnwise_usage)):
             if usage and not self.get_usages()["columnwise" if columnwise else "rowwise"]:
@@ -211,7 +218,11 @@ class QuantizedTensorStorage:
     @functools.cache
     def _storage_class(cls) -> type[QuantizedTensorStorage]:
         """Return the plain storage class of this format."""
-        return next(c for c in cls.__mro__ if issubclass(c, QuantizedTensorStorage) and not issubclass(c, Tensor))
+        return next(
+            c
+            for c in cls.__mro__
+            if issubclass(c, QuantizedTensorStorage) and not issubclass(c, Tensor)
+        )
 
     def quantize_(self, tensor: Tensor) -> QuantizedTensorStorage:
         """Overwrite with the quantized values of a high-precision tensor."""
@@ -249,7 +260,9 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     def operand(self, columnwise: bool) -> Operand:
         """Return the unscaled values in FP32, and `_scale_inv`."""
-        return Operand(numerics.decode_fp8(self._bytes(), self._fp8_dtype), self._scale_inv, narrow=True)
+        return Operand(
+            numerics.decode_fp8(self._bytes(), self._fp8_dtype), self._scale_inv, narrow=True
+        )
 
     def fp8_matrix(self, columnwise: bool) -> FP8Matrix:
         """Return the FP8 data and the inverse scale [1]."""
@@ -260,7 +273,10 @@ class Float8TensorStorage(QuantizedTensorStorage):
 class BlockStorage(QuantizedTensorStorage):
     """Base of the block-scaled storages, whose copies are independent."""
 
-    _copies = (("_rowwise_data", "_rowwise_scale_inv"), ("_columnwise_data", "_columnwise_scale_inv"))
+    _copies = (
+        ("_rowwise_data", "_rowwise_scale_inv"),
+        ("_columnwise_data", "_columnwise_scale_inv"),
+    )
     _tensors = _copies[0] + _copies[1]
     _rowwise_data: Tensor | None = None
     _rowwise_scale_inv: Tensor | None = None
@@ -292,7 +308,9 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
         matrix = self.fp8_matrix(columnwise)
         values = numerics.decode_fp8(matrix.data.view(torch.uint8), self._fp8_dtype)
         values = numerics.scale_blocks_(values, matrix.scale, (1, BLOCK))
-        return Operand(values.t() if columnwise else values, None, narrow=self._scales_are_powers_of_2)
+        return Operand(
+            values.t() if columnwise else values, None, narrow=self._scales_are_powers_of_2
+        )
 
     def fp8_matrix(self, columnwise: bool) -> FP8Matrix:
         """Return the copy's data and scales; a 128x128 block's scale is repeated for each of its rows."""
@@ -301,7 +319,9 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
         data, scale = self._copy(columnwise)
         data = data.reshape(rows, contracted).view(numerics.TORCH_FP8[self._fp8_dtype])
         if self._is_2D_scaled:
-            return FP8Matrix(data, scale[:, : -(-contracted // BLOCK)].repeat_interleave(BLOCK, 0)[:rows])
+            return FP8Matrix(
+                data, scale[:, : -(-contracted // BLOCK)].repeat_interleave(BLOCK, 0)[:rows]
+            )
         return FP8Matrix(data, scale[:, :rows].t())
 
     def blocks(self, columnwise: bool) -> BlockScaled | None:
@@ -339,12 +359,20 @@ class MXFP8TensorStorage(BlockStorage):
     def operand(self, columnwise: bool) -> Operand:
         """Return the dequantized FP32 values of the rowwise or columnwise copy."""
         data, e, block, dtype, *_ = self.blocks(columnwise)
-        scale = numerics.e8m0_to_float(e[: -(-data.shape[0] // block[0]), : -(-data.shape[1] // block[1])])
-        return Operand(numerics.scale_blocks_(numerics.decode_fp8(data, dtype), scale, block), None, narrow=True)
+        scale = numerics.e8m0_to_float(
+            e[: -(-data.shape[0] // block[0]), : -(-data.shape[1] // block[1])]
+        )
+        return Operand(
+            numerics.scale_blocks_(numerics.decode_fp8(data, dtype), scale, block),
+            None,
+            narrow=True,
+        )
 
     def blocks(self, columnwise: bool) -> BlockScaled:
         data, scale = self._copy(columnwise)
-        return BlockScaled(as_matrix(data), scale, (MX_BLOCK, 1) if columnwise else (1, MX_BLOCK), self._fp8_dtype)
+        return BlockScaled(
+            as_matrix(data), scale, (MX_BLOCK, 1) if columnwise else (1, MX_BLOCK), self._fp8_dtype
+        )
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
@@ -396,12 +424,22 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
 
     @staticmethod
     def __new__(
-        cls, *, shape: torch.Size, dtype: torch.dtype, device: torch.device, requires_grad: bool = False, **_: object
+        cls,
+        *,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        requires_grad: bool = False,
+        **_: object,
     ) -> QuantizedTensor:
         """Make an empty shell; the storage's `__init__` fills it."""
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
+        )
 
-    def __init__(self, *, device: torch.device, requires_grad: bool = False, **arguments: Any) -> None:
+    def __init__(
+        self, *, device: torch.device, requires_grad: bool = False, **arguments: Any
+    ) -> None:
         """Fill the shell; see `QuantizedTensorStorage`."""
         QuantizedTensorStorage.__init__(self, **arguments)
 
@@ -429,10 +467,14 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         return type(self)(**self._arguments(**data, device=next(iter(data.values())).device))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"{type(self).__name__}({self._high_precision(None)!r}, quantizer={self._quantizer!r})"
+        return (
+            f"{type(self).__name__}({self._high_precision(None)!r}, quantizer={self._quantizer!r})"
+        )
 
     def __reduce_ex__(self, proto: object) -> tuple[Callable[..., QuantizedTensor], tuple[()]]:
-        return functools.partial(type(self), **self._arguments(requires_grad=self.requires_grad)), ()
+        return functools.partial(
+            type(self), **self._arguments(requires_grad=self.requires_grad)
+        ), ()
 
     @property
     def data(self) -> Tensor:
@@ -446,7 +488,11 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's is written in C
-        cls, func: torch._ops.OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: Keywords | None = None
+        cls,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Keywords | None = None,
     ) -> object:
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
@@ -472,18 +518,32 @@ def _plain(value: Any) -> Any:
 
 
 def _written(
-    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Keywords, plain_args: Sequence[Any],
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Keywords,
+    plain_args: Sequence[Any],
     plain_kwargs: Keywords,
-) -> list[tuple[QuantizedTensor, Tensor]]:  # fmt: skip
+) -> list[tuple[QuantizedTensor, Tensor]]:
     """Return the quantized arguments that an in-place operation wrote to, with their new high-precision values."""
     arguments = func._schema.arguments
-    given = {argument.name: both for argument, both in zip(arguments, zip(args, plain_args, strict=True), strict=False)}
+    given = {
+        argument.name: both
+        for argument, both in zip(arguments, zip(args, plain_args, strict=True), strict=False)
+    }
     given |= {name: (value, plain_kwargs[name]) for name, value in kwargs.items()}
     found = []
     for argument in arguments:
-        if argument.name in given and argument.alias_info is not None and argument.alias_info.is_write:
+        if (
+            argument.name in given
+            and argument.alias_info is not None
+            and argument.alias_info.is_write
+        ):
             original, plain = given[argument.name]
-            items = zip(original, plain, strict=True) if isinstance(original, (list, tuple)) else [(original, plain)]
+            items = (
+                zip(original, plain, strict=True)
+                if isinstance(original, (list, tuple))
+                else [(original, plain)]
+            )
             found += [(a, b) for a, b in items if isinstance(a, QuantizedTensor)]
     return found
 

@@ -106,12 +106,16 @@ def block_kernel(
             _store_padded(col_scale + q * col_stride, p, tl.num_programs(0), col_stride, inverse)
     else:
         if ROW:
-            scale = _scale(tl.max(bits, 1).to(tl.float32, bitcast=True), epsilon, infinite, POWER_OF_2, E5M2)
+            scale = _scale(
+                tl.max(bits, 1).to(tl.float32, bitcast=True), epsilon, infinite, POWER_OF_2, E5M2
+            )
             tl.store(row_data + at, encode_fp8(v * scale[:, None], E5M2), mask=mask)
             inverse = tl.where(i < rows, tl.div_rn(tl.full((TILE,), 1.0, tl.float32), scale), 0.0)
             tl.store(row_scale + q * row_stride + i, inverse, mask=i < row_stride)
         if COL:
-            scale = _scale(tl.max(bits, 0).to(tl.float32, bitcast=True), epsilon, infinite, POWER_OF_2, E5M2)
+            scale = _scale(
+                tl.max(bits, 0).to(tl.float32, bitcast=True), epsilon, infinite, POWER_OF_2, E5M2
+            )
             tl.store(col_data + at, encode_fp8(v * scale[None, :], E5M2), mask=mask)
             inverse = tl.where(j < cols, tl.div_rn(tl.full((TILE,), 1.0, tl.float32), scale), 0.0)
             tl.store(col_scale + p * col_stride + j, inverse, mask=j < col_stride)
@@ -185,9 +189,23 @@ def decode_kernel(
     tile = tl.program_id(0)
     of_a = tl.cdiv(a_rows, TILE) * tl.cdiv(a_cols, TILE)
     if tile < of_a:
-        _decode_tile(tile, a, a_scale, a_out, a_rows, a_cols, a_row_step, a_col_step, A_DOWN, A_ALONG, A_E5M2)
+        _decode_tile(
+            tile, a, a_scale, a_out, a_rows, a_cols, a_row_step, a_col_step, A_DOWN, A_ALONG, A_E5M2
+        )
     else:
-        _decode_tile(tile - of_a, b, b_scale, b_out, b_rows, b_cols, b_row_step, b_col_step, B_DOWN, B_ALONG, B_E5M2)
+        _decode_tile(
+            tile - of_a,
+            b,
+            b_scale,
+            b_out,
+            b_rows,
+            b_cols,
+            b_row_step,
+            b_col_step,
+            B_DOWN,
+            B_ALONG,
+            B_E5M2,
+        )
 
 
 @triton.jit
@@ -198,7 +216,11 @@ def _decode_tile(
     """Write FP8 data times block scales as BF16; a scale, of strides `row_step` and `col_step`, serves DOWN x ALONG."""
     across = tl.cdiv(cols, TILE)
     i, j, at, mask = _tile(tile // across, tile % across, rows, cols)
-    factor = tl.load(scale + (i // DOWN)[:, None] * row_step + (j // ALONG)[None, :] * col_step, mask=mask, other=0)
+    factor = tl.load(
+        scale + (i // DOWN)[:, None] * row_step + (j // ALONG)[None, :] * col_step,
+        mask=mask,
+        other=0,
+    )
     if factor.dtype == tl.uint8:  # E8M0
         factor = _power_of_2(factor.to(tl.int32))
     value = decode_fp8(tl.load(data + at, mask=mask, other=0), E5M2) * factor
@@ -207,7 +229,13 @@ def _decode_tile(
 
 @triton.jit
 def update_kernel(
-    table, amaxes, largest, REDUCED: tl.constexpr, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr, N: tl.constexpr
+    table,
+    amaxes,
+    largest,
+    REDUCED: tl.constexpr,
+    MOST_RECENT: tl.constexpr,
+    LENGTH: tl.constexpr,
+    N: tl.constexpr,
 ):
     """Update history `[length, n]` and scale `[n]` of one state per program in place (delayed_scaling.updated).
 

@@ -77,7 +77,9 @@ class TEModelsDecoderConfig(PretrainedConfig):
         self.intermediate_size = intermediate_size
         self.num_hidden_layers = num_hidden_layers
         self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
+        self.num_key_value_heads = (
+            num_attention_heads if num_key_value_heads is None else num_key_value_heads
+        )
         self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
         self.max_position_embeddings = max_position_embeddings
         self.rms_norm_eps = rms_norm_eps
@@ -85,7 +87,9 @@ class TEModelsDecoderConfig(PretrainedConfig):
         self.use_cache = use_cache
         self.decoder_options = dict(decoder_options or {})
         if unknown := sorted(set(self.decoder_options) - set(DEFAULTS)):
-            raise ValueError(f"decoder_options: {', '.join(unknown)} not known to this configuration_te_models.py")
+            raise ValueError(
+                f"decoder_options: {', '.join(unknown)} not known to this configuration_te_models.py"
+            )
         kwargs["tie_word_embeddings"] = tie_word_embeddings
         super().__init__(**kwargs)
 
@@ -97,7 +101,9 @@ class TEModelsDecoderConfig(PretrainedConfig):
     def slides(self, layer: int) -> bool:
         """Return whether a layer has a sliding window."""
         types = self.options["layer_types"]
-        return self.options["sliding_window"] is not None and (types is None or types[layer] == "sliding_attention")
+        return self.options["sliding_window"] is not None and (
+            types is None or types[layer] == "sliding_attention"
+        )
 
     def has_rope(self, layer: int) -> bool:
         """Return whether a layer rotates its queries and keys."""

@@ -30,7 +30,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
 }
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
-CACHES = ("cache", "past_key_values")  # of a cache among arguments: since transformers 5.24, and before
+CACHES = (
+    "cache",
+    "past_key_values",
+)  # of a cache among arguments: since transformers 5.24, and before
 CACHE = fields(BaseModelOutputWithPast)[1].name  # that of the installed version
 Result = TypeVar("Result")
 
@@ -47,7 +50,11 @@ def cache_by_either_name(method: Callable[..., Result]) -> Callable[..., Result]
 
     @wraps(method)
     def call(*args: object, **options: object) -> Result:
-        return method(*args, **{own: options.pop(other)}, **options) if other in options else method(*args, **options)
+        return (
+            method(*args, **{own: options.pop(other)}, **options)
+            if other in options
+            else method(*args, **options)
+        )
 
     shown = [p.replace(name=CACHE) if p.name == own else p for p in signature.parameters.values()]
     call.__signature__ = signature.replace(parameters=shown)  # type: ignore[missing-attribute]
@@ -73,7 +80,9 @@ class TEModelsRMSNorm(nn.Module):
         """x [..., size] -> the same shape and dtype."""
         wide = x.float()
         gamma = self.weight.float() + 1.0 if self.zero_centered else self.weight.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * gamma).to(x.dtype)
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * gamma).to(
+            x.dtype
+        )
 
 
 class RoPE:
@@ -89,12 +98,21 @@ class RoPE:
         if own:
             self.theta, share = own.pop("rope_theta"), own.pop("partial_rotary_factor", 1.0)
         else:
-            self.theta, share, own = options["rope_theta"], options["partial_rotary_factor"], options["rope_scaling"]
+            self.theta, share, own = (
+                options["rope_theta"],
+                options["partial_rotary_factor"],
+                options["rope_scaling"],
+            )
         self.scaling: dict[str, Any] = own or {}
         self.size = int(config.head_dim * share)
         self.trained = config.max_position_embeddings
-        scalings = {"linear": self.linear, "dynamic": self.dynamic, "llama3": self.llama3, "yarn": self.yarn,
-                    "longrope": self.longrope}  # fmt: skip
+        scalings = {
+            "linear": self.linear,
+            "dynamic": self.dynamic,
+            "llama3": self.llama3,
+            "yarn": self.yarn,
+            "longrope": self.longrope,
+        }
         self.kind = self.scaling.get("rope_type")
         self.scaled = None if self.kind is None else choose(scalings, "rope_type", self.kind)
         self.original = self.scaling.get("original_max_position_embeddings", self.trained)
@@ -110,7 +128,9 @@ class RoPE:
 
     def frequencies(self, base: Any, device: torch.device) -> Tensor:
         """base ** (-2i / size) of each pair of channels."""
-        return 1.0 / base ** (torch.arange(0, self.size, 2, device=device, dtype=torch.float32) / self.size)
+        return 1.0 / base ** (
+            torch.arange(0, self.size, 2, device=device, dtype=torch.float32) / self.size
+        )
 
     def linear(self, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
         """Position interpolation (Chen et al. 2023, arXiv 2306.15595)."""
@@ -119,8 +139,12 @@ class RoPE:
     def dynamic(self, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
         """A base that grows with a text longer than the trained context ("dynamic NTK")."""
         factor = self.scaling["factor"]
-        growth = factor * (positions.max() + 1).clamp(min=self.trained).float() / self.trained - (factor - 1)
-        return self.frequencies(self.theta * growth ** (self.size / (self.size - 2)), frequency.device), 1.0
+        growth = factor * (positions.max() + 1).clamp(min=self.trained).float() / self.trained - (
+            factor - 1
+        )
+        return self.frequencies(
+            self.theta * growth ** (self.size / (self.size - 2)), frequency.device
+        ), 1.0
 
     def llama3(self, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
         """Llama 3.1: long wavelengths divided by the factor, short ones as they are, and a ramp between."""
@@ -141,7 +165,9 @@ class RoPE:
         low, high = max(bounds[0], 0), min(bounds[1], size - 1)
         pair = torch.arange(size // 2, device=frequency.device, dtype=torch.float32)
         slowed = ((pair - low) / (high - low if high != low else 0.001)).clamp(0, 1)
-        return frequency / scaling["factor"] * slowed + frequency * (1 - slowed), self.yarn_sharpness()
+        return frequency / scaling["factor"] * slowed + frequency * (
+            1 - slowed
+        ), self.yarn_sharpness()
 
     def yarn_sharpness(self) -> float:
         """The factor on cos and sin that goes with YaRN."""
@@ -157,7 +183,9 @@ class RoPE:
         """LongRoPE (Ding et al. 2024, arXiv 2402.13753)."""
         scaling, original = self.scaling, self.original
         factors = (scaling["short_factor"], scaling["long_factor"])
-        short, long = (torch.tensor(one, dtype=torch.float32, device=frequency.device) for one in factors)
+        short, long = (
+            torch.tensor(one, dtype=torch.float32, device=frequency.device) for one in factors
+        )
         factor = scaling.get("factor", self.trained / original)
         sharpness = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         divisor = torch.where(positions.max() >= original, long, short)
@@ -191,7 +219,13 @@ class Masks:
     """
 
     def __init__(
-        self, count: int, past: Any, window: int | None, given: Tensor | None, cached: bool, device: torch.device
+        self,
+        count: int,
+        past: Any,
+        window: int | None,
+        given: Tensor | None,
+        cached: bool,
+        device: torch.device,
     ) -> None:
         self.count, self.past, self.window = count, past, window
         self.given, self.cached, self.device = given, cached, device
@@ -212,15 +246,23 @@ class Masks:
             given = self.given[..., :keys]
             if near is None:
                 return given
-            return given & near if given.dtype == torch.bool else given.masked_fill(~near, torch.finfo(given.dtype).min)
+            return (
+                given & near
+                if given.dtype == torch.bool
+                else given.masked_fill(~near, torch.finfo(given.dtype).min)
+            )
         if self.given is None and not self.cached and near is None:
             return None
         seen = (key <= query if near is None else (key <= query) & near)[None, None]
         if self.given is None:
             return seen
-        real = F.pad(self.given.to(self.device) != 0, (0, max(keys - self.given.shape[-1], 0)))[:, :keys]
+        real = F.pad(self.given.to(self.device) != 0, (0, max(keys - self.given.shape[-1], 0)))[
+            :, :keys
+        ]
         seen = seen & real[:, None, None]
-        return seen | ~seen.any(-1, keepdim=True)  # a query at padding, which sees nothing, would become NaN
+        return seen | ~seen.any(
+            -1, keepdim=True
+        )  # a query at padding, which sees nothing, would become NaN
 
 
 class TEModelsAttention(nn.Module):
@@ -235,12 +277,19 @@ class TEModelsAttention(nn.Module):
         self.q_proj = nn.Linear(d, q, bias=bias)
         self.k_proj = nn.Linear(d, kv, bias=bias)
         self.v_proj = nn.Linear(d, kv, bias=bias)
-        gates = choose({"none": 0, "headwise": config.num_attention_heads, "elementwise": q}, "attention_gate",
-                       self.options["attention_gate"])  # fmt: skip
+        gates = choose(
+            {"none": 0, "headwise": config.num_attention_heads, "elementwise": q},
+            "attention_gate",
+            self.options["attention_gate"],
+        )
         self.g_proj = nn.Linear(d, gates, bias=bias) if gates else None
-        self.gate = choose(GATES, "attention_gate_activation", self.options["attention_gate_activation"])
+        self.gate = choose(
+            GATES, "attention_gate_activation", self.options["attention_gate_activation"]
+        )
         self.o_proj = nn.Linear(q, d, bias=self.options["attention_output_bias"])
-        scope = choose({"head": False, "all_heads": True}, "qk_norm_scope", self.options["qk_norm_scope"])
+        scope = choose(
+            {"head": False, "all_heads": True}, "qk_norm_scope", self.options["qk_norm_scope"]
+        )
         self.norms_all_heads = self.options["qk_norm"] and scope
         self.norms_each_head = self.options["qk_norm"] and not scope
         if self.options["qk_norm"]:
@@ -248,12 +297,21 @@ class TEModelsAttention(nn.Module):
             self.k_norm = TEModelsRMSNorm(config, kv if scope else size)
         scale = self.options["attention_multiplier"]
         self.scale = config.head_dim**-0.5 if scale is None else scale
-        self.sinks = nn.Parameter(torch.zeros(config.num_attention_heads)) if self.options["attention_sinks"] else None
+        self.sinks = (
+            nn.Parameter(torch.zeros(config.num_attention_heads))
+            if self.options["attention_sinks"]
+            else None
+        )
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], query_scale: Tensor | None, masks: Masks, cache: Any,
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        query_scale: Tensor | None,
+        masks: Masks,
+        cache: Any,
         steps: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """x [B, S, D] -> [B, S, D]."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.norms_all_heads:
@@ -271,7 +329,9 @@ class TEModelsAttention(nn.Module):
         out = self.attend(q, k, v, mask).transpose(1, 2)  # [B, S, A, H]
         if self.g_proj is not None:
             g = self.gate(self.g_proj(x))
-            out = out * (g[..., None] if g.shape[-1] == out.shape[-2] else g.unflatten(-1, out.shape[-2:]))
+            out = out * (
+                g[..., None] if g.shape[-1] == out.shape[-2] else g.unflatten(-1, out.shape[-2:])
+            )
         return self.o_proj(out.flatten(-2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -280,14 +340,22 @@ class TEModelsAttention(nn.Module):
         k, v = (t.repeat_interleave(groups, dim=1) if groups > 1 else t for t in (k, v))
         cap = self.options["attn_logit_softcapping"]
         if cap is None and self.sinks is None:
-            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=self.scale)
+            return F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, scale=self.scale
+            )
         logits = q @ k.transpose(-1, -2) * self.scale
         logits = logits if cap is None else torch.tanh(logits / cap) * cap
         if mask is None:
             mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        logits = logits.float() + mask if mask.is_floating_point() else logits.float().masked_fill(~mask, -math.inf)
+        logits = (
+            logits.float() + mask
+            if mask.is_floating_point()
+            else logits.float().masked_fill(~mask, -math.inf)
+        )
         if self.sinks is not None:
-            logits = torch.cat((logits, self.sinks.float()[:, None, None].expand(*logits.shape[:-1], 1)), dim=-1)
+            logits = torch.cat(
+                (logits, self.sinks.float()[:, None, None].expand(*logits.shape[:-1], 1)), dim=-1
+            )
         return logits.softmax(-1)[..., : k.shape[-2]].to(v.dtype) @ v
 
 
@@ -305,7 +373,9 @@ class TEModelsMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, D] -> [B, S, D]."""
         up = self.up_proj(x)
-        return self.down_proj(self.act(up) if self.gate_proj is None else self.act(self.gate_proj(x)) * up)
+        return self.down_proj(
+            self.act(up) if self.gate_proj is None else self.act(self.gate_proj(x)) * up
+        )
 
 
 class TEModelsDecoderLayer(nn.Module):
@@ -317,17 +387,31 @@ class TEModelsDecoderLayer(nn.Module):
         places = {"pre": (True, False), "post": (False, True), "both": (True, True)}
         before, after = choose(places, "norm_position", options["norm_position"])
         self.multiplier = options["residual_multiplier"]
-        self.input_layernorm = TEModelsRMSNorm(config, config.hidden_size) if before else nn.Identity()
+        self.input_layernorm = (
+            TEModelsRMSNorm(config, config.hidden_size) if before else nn.Identity()
+        )
         self.self_attn = TEModelsAttention(config, layer)
-        self.attention_output_norm = TEModelsRMSNorm(config, config.hidden_size) if after else nn.Identity()
-        self.post_attention_layernorm = TEModelsRMSNorm(config, config.hidden_size) if before else nn.Identity()
+        self.attention_output_norm = (
+            TEModelsRMSNorm(config, config.hidden_size) if after else nn.Identity()
+        )
+        self.post_attention_layernorm = (
+            TEModelsRMSNorm(config, config.hidden_size) if before else nn.Identity()
+        )
         self.mlp = TEModelsMLP(config)
-        self.mlp_output_norm = TEModelsRMSNorm(config, config.hidden_size) if after else nn.Identity()
+        self.mlp_output_norm = (
+            TEModelsRMSNorm(config, config.hidden_size) if after else nn.Identity()
+        )
 
     def forward(self, x: Tensor, *attention: Tensor | None) -> Tensor:
         """x [B, S, D] -> [B, S, D]; `attention` are the further arguments of TEModelsAttention."""
-        x = x + self.attention_output_norm(self.self_attn(self.input_layernorm(x), *attention)) * self.multiplier
-        return x + self.mlp_output_norm(self.mlp(self.post_attention_layernorm(x))) * self.multiplier
+        x = (
+            x
+            + self.attention_output_norm(self.self_attn(self.input_layernorm(x), *attention))
+            * self.multiplier
+        )
+        return (
+            x + self.mlp_output_norm(self.mlp(self.post_attention_layernorm(x))) * self.multiplier
+        )
 
 
 class TEModelsDecoderPreTrainedModel(PreTrainedModel):
@@ -358,7 +442,9 @@ class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
     def __init__(self, config: TEModelsDecoderConfig) -> None:
         super().__init__(config)
         self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(TEModelsDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            TEModelsDecoderLayer(config, layer) for layer in range(config.num_hidden_layers)
+        )
         self.norm = TEModelsRMSNorm(config, config.hidden_size)
         self.ropes = {sliding: RoPE(config, sliding) for sliding in (False, True)}
         self.gradient_checkpointing = False
@@ -381,7 +467,9 @@ class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if kwargs.get("output_attentions"):
-            raise ValueError("output_attentions=True is not supported: attention runs as one operation")
+            raise ValueError(
+                "output_attentions=True is not supported: attention runs as one operation"
+            )
         recompute = self.gradient_checkpointing and self.training
         use_cache = (self.config.use_cache if use_cache is None else use_cache) and not recompute
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -395,13 +483,17 @@ class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
         steps = torch.arange(count, device=x.device) + past if steps is None else steps
         if position_ids is not None:
             positions = position_ids.reshape(-1, count)
-        elif attention_mask is not None and attention_mask.dim() == 2:  # count from the first token that is not padding
+        elif (
+            attention_mask is not None and attention_mask.dim() == 2
+        ):  # count from the first token that is not padding
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -count:]
         else:
             positions = steps[None]
         rotary = {sliding: rope.tables(positions, x.dtype) for sliding, rope in self.ropes.items()}
         scale = self.query_scale(positions, x.dtype)
-        masks = Masks(count, steps[0], options["sliding_window"], attention_mask, cache is not None, x.device)
+        masks = Masks(
+            count, steps[0], options["sliding_window"], attention_mask, cache is not None, x.device
+        )
         states = [x]
         for layer, block in enumerate(self.layers):
             arguments = (rotary[self.config.slides(layer)], scale, masks, cache, steps)
@@ -409,9 +501,19 @@ class TEModelsDecoderModel(TEModelsDecoderPreTrainedModel):
             x = run(x, *arguments)
             states.append(x)
         x = self.norm(x)
-        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        output = BaseModelOutputWithPast(x, cache if use_cache else None, (*states[:-1], x) if wanted else None)
-        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+        wanted = (
+            self.config.output_hidden_states
+            if output_hidden_states is None
+            else output_hidden_states
+        )
+        output = BaseModelOutputWithPast(
+            x, cache if use_cache else None, (*states[:-1], x) if wanted else None
+        )
+        return (
+            output
+            if (self.config.return_dict if return_dict is None else return_dict)
+            else output.to_tuple()
+        )
 
     def query_scale(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The factor on queries, [B, 1, S, 1]; None: 1."""
@@ -445,7 +547,11 @@ class TEModelsDecoderForCausalLM(TEModelsDecoderPreTrainedModel, GenerationMixin
 
     @cache_by_either_name
     def prepare_inputs_for_generation(  # type: ignore[bad-override]  # its arguments differ between versions
-        self, input_ids: Tensor, cache: Any = None, inputs_embeds: Tensor | None = None, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        cache: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """Leave out the cache where the longest text gets LongRoPE's other angles, as transformers does for Phi-3."""
         rope = self.model.ropes[False]
@@ -456,7 +562,9 @@ class TEModelsDecoderForCausalLM(TEModelsDecoderPreTrainedModel, GenerationMixin
                 cache = None  # and all tokens are passed
                 kwargs.update(dict.fromkeys(kwargs.keys() & {"next_sequence_length"}))
                 if kwargs.get("cache_position") is not None:
-                    kwargs["cache_position"] = torch.arange(input_ids.shape[1], device=input_ids.device)
+                    kwargs["cache_position"] = torch.arange(
+                        input_ids.shape[1], device=input_ids.device
+                    )
         kwargs.update({CACHE: cache, "inputs_embeds": inputs_embeds})
         prepare = super().prepare_inputs_for_generation
         return prepare(input_ids, **kwargs)  # type: ignore[bad-argument-type]  # its protocol lacks properties
@@ -480,10 +588,21 @@ class TEModelsDecoderForCausalLM(TEModelsDecoderPreTrainedModel, GenerationMixin
     ) -> Any:
         """Take the arguments of transformers' decoders; attentions are not returned."""
         output = self.model(
-            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, output_hidden_states,
-            return_dict=True, **kwargs,
-        )  # fmt: skip
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
+            input_ids,
+            attention_mask,
+            position_ids,
+            cache,
+            inputs_embeds,
+            use_cache,
+            output_hidden_states,
+            return_dict=True,
+            **kwargs,
+        )
+        kept = (
+            slice(-logits_to_keep, None)
+            if isinstance(logits_to_keep, int) and logits_to_keep
+            else logits_to_keep
+        )
         h = output.last_hidden_state
         logits = self.lm_head(h if isinstance(kept, int) else h[:, kept])
         options = self.config.options
@@ -493,6 +612,12 @@ class TEModelsDecoderForCausalLM(TEModelsDecoderPreTrainedModel, GenerationMixin
             logits = torch.tanh(logits / cap) * cap
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
         found = CausalLMOutputWithPast(loss, logits, getattr(output, CACHE), output.hidden_states)
-        return found if (self.config.return_dict if return_dict is None else return_dict) else found.to_tuple()
+        return (
+            found
+            if (self.config.return_dict if return_dict is None else return_dict)
+            else found.to_tuple()
+        )
