@@ -117,9 +117,13 @@ WEIGHT = torch.linspace(0.5, 1.5, 64).bfloat16().to(DEVICE)
 OTHER = torch.linspace(-1, 1, 32 * 64).view(32, 64).bfloat16().to(DEVICE)
 FP8: dict[str, Operation] = {
     "cast": lambda x: list(handover_triton.cast(x, *place())),
-    "swiglu": lambda x: list(handover_triton.swiglu(x, *place())),
-    "dswiglu of dy": lambda x: list(handover_triton.dswiglu(x, torch.cat((OTHER, x), 1), *place())),
-    "dswiglu": lambda x: list(handover_triton.dswiglu(OTHER[:, :32].contiguous(), x, *place())),
+    "swiglu": lambda x: list(handover_triton.activate(x, *place())),
+    "dswiglu of dy": lambda x: list(
+        handover_triton.activate_backward(x, torch.cat((OTHER, x), 1), *place())
+    ),
+    "dswiglu": lambda x: list(
+        handover_triton.activate_backward(OTHER[:, :32].contiguous(), x, *place())
+    ),
     "norm": lambda x: [*(found := handover_triton.norm(x, None, WEIGHT, 1e-5, False, *place()))[0], *found[1:]],
     "norm of a sum": lambda x: [
         *(found := handover_triton.norm(x, x.roll(1), WEIGHT, 1e-5, False, *place()))[0], *found[1:]
