@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from te_models.config.model import ModelConfig
 
 
+# Head dimensions for which cuDNN's causal attention is the fastest kernel, forward and backward: on an H100 or H200 by
+# benchmarks/attention_kernels.py, and on GPUs that were not measured.
+CUDNN_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
+CUDNN_DIMS_ANYWHERE = (64, 128)
+
+
 class Heads(NamedTuple):
     """The division of the output of qkvg_proj: [q: query*dim | k: key*dim | v: key*dim | gate]."""
 
@@ -152,17 +158,9 @@ class AttentionSpec(SoftmaxAttentionSpec):
     @property
     def obstacles(self) -> tuple[str, ...]:
         """The fields whose values the fused attention kernels do not compute (te_models.kernels.gated_attention)."""
-        found = {
-            "qk_norm": self.qk_norm != "none",
-            "partial_rotary_factor": self.rope is not None and self.rope.size != self.heads.dim,
-            "rope_interleaved": self.rope is not None and self.rope.interleaved,
-            "attention_multiplier": self.multiplier is not None,
-            "attn_logit_softcapping": self.softcap is not None,
-            "query_scale_beta": self.query_scale is not None,
-            "attention_gate_activation": self.heads.gate != "none"
-            and self.gate_activation != "sigmoid",
-        }
-        return tuple(name for name, given in found.items() if given)
+        # The scale of a query is a factor of its rotary table, which a part of the channels does not read.
+        partial = self.rope is not None and self.rope.size != self.heads.dim
+        return ("query_scale_beta",) if partial and self.query_scale is not None else ()
 
     @property
     def features(self) -> Mapping[str, int]:
@@ -224,17 +222,18 @@ class AttentionSpec(SoftmaxAttentionSpec):
 
     def fuses(self, tape: Tape) -> bool:
         """Return whether attention, RoPE and gate are one operation, as kernels/gated_attention.py decides on GPUs."""
-        cudnn = self.heads.dim in (64, 128) and tape.seq_len >= 128 and tape.element == 2
-        kernel = self._spans(tape) if self.slides(tape) or self.sinks else tape.fused and cudnn
+        cudnn = self.heads.dim in CUDNN_DIMS and tape.seq_len >= 128 and tape.element == 2
+        in_spans = self.slides(tape) or self.sinks or self.softcap is not None
+        kernel = self._spans(tape) if in_spans else tape.fused and cudnn
         return kernel and not self.obstacles
 
     def _spans(self, tape: Tape) -> bool:
         """Return whether windows are spans of keys, for kernels/span_attention_triton.py, rather than masks."""
-        return tape.fused and tape.element == 2 and self.heads.dim <= 256 and self.softcap is None
+        return tape.fused and tape.element == 2 and self.heads.dim <= 256
 
     def _composes(self, tape: Tape) -> bool:
         """Return whether attention is kernels/composed_attention.py."""
-        return self.softcap is not None or (self.sinks and not self._spans(tape))
+        return (self.softcap is not None or self.sinks) and not self._spans(tape)
 
     def _bytes(self, tape: Tape) -> tuple[int, int, int, int]:
         """Return the bytes of q, of k (or v), of the gate, and of the whole output of qkvg_proj."""
@@ -243,17 +242,18 @@ class AttentionSpec(SoftmaxAttentionSpec):
         return q, kv, gate, tape.rows * self.linears[0].outputs * tape.element
 
     def _fused(self, tape: Tape) -> Step:
-        """Return the kernel that saves the rotated projection, attention's output and one FP32 per query and head."""
+        """Return the kernel that saves the projection, attention's output and one FP32 per query and head."""
         q, kv, _, whole = self._bytes(tape)
         statistics = tape.tokens * self.heads.query * FP32
         summed = tape.tokens * self.heads.q_size * FP32  # dq is summed in FP32
         ungated = 0 if self.heads.gate == "none" else q  # the gradient of what the gate multiplies
+        normed = 0 if self.qk_norm == "none" else q + kv  # made again for backward
         return Step(
             "attention",
             whole + q + statistics,
             consumes=q,
             produces=whole,
-            scratch=ungated + q + 2 * kv + summed,
+            scratch=ungated + q + 2 * kv + summed + normed,
         )
 
     @property

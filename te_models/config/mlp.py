@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from te_models.config.model import ModelConfig
 
 
+# The activations that the kernels of an engine compute together with the FP8 input of down_proj, gated or not.
+HANDED_OVER = ("silu", "gelu_pytorch_tanh", "relu2")
+
+
 @dataclass(frozen=True)
 class MLPSpec(FeedforwardSpec):
     """down_proj(act(gate) * up), or down_proj(act(up)). Fields are those of ModelConfig, which documents them."""
@@ -53,9 +57,9 @@ class MLPSpec(FeedforwardSpec):
 
     @property
     def obstacles(self) -> tuple[str, ...]:
+        """The fields that rule out those kernels: with a bias, they would write into rows of padding."""
         found = {
-            "hidden_act": self.activation != "silu",
-            "mlp_gate": not self.gate,
+            "hidden_act": self.activation not in HANDED_OVER,
             "mlp_bias": self.bias,
         }
         return tuple(name for name, given in found.items() if given)

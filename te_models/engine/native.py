@@ -294,19 +294,36 @@ class _Norm(torch.autograd.Function):
         return dx, dx if ctx.both else None, dweight, None, None
 
 
-class _SwiGLU(torch.autograd.Function):
-    """SwiGLU that writes FP8, and whose backward does."""
+# (activation, gated) -> Transformer Engine's kernel and its gradient.
+ACTIVATIONS: dict[tuple[str, bool], tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    ("silu", True): (tex.swiglu, tex.dswiglu),
+    ("silu", False): (tex.silu, tex.dsilu),
+    ("gelu_pytorch_tanh", True): (tex.geglu, tex.dgeglu),
+    ("gelu_pytorch_tanh", False): (tex.gelu, tex.dgelu),
+    ("relu2", True): (tex.sreglu, tex.dsreglu),
+    ("relu2", False): (tex.srelu, tex.dsrelu),
+}
+
+
+class _Activation(torch.autograd.Function):
+    """The activation of an MLP that writes FP8, and whose backward does."""
 
     @staticmethod
     def forward(
-        ctx: Context, gate_up: Tensor, gradient: Target | None, quantizer: Quantizer | None
+        ctx: Context,
+        gate_up: Tensor,
+        gradient: Target | None,
+        quantizer: Quantizer | None,
+        kind: tuple[str, bool],
     ) -> Tensor:
-        """Return [N, F], from gate_up [N, 2F]."""
+        """Return [N, F], from gate_up [N, 2F] or [N, F]."""
         ctx.gradient = gradient
-        save_input(ctx, gate_up, recompute=lambda: _swiglu_for_backward(quantizer))
+        ctx.kind = kind
+        save_input(ctx, gate_up, recompute=lambda: _activation_for_backward(quantizer, kind))
         if (target := _target(quantizer)) is not None:
-            return target.tensor(handover_triton.swiglu(gate_up, *target.place), gate_up.dtype)
-        return tex.swiglu(gate_up, quantizer)
+            fp8 = handover_triton.activate(gate_up, *target.place, *kind)
+            return target.tensor(fp8, gate_up.dtype)
+        return ACTIVATIONS[kind][0](gate_up, quantizer)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -315,21 +332,24 @@ class _SwiGLU(torch.autograd.Function):
         gate_up = saved_input(ctx)
         dy = dy.contiguous()
         if ctx.gradient is not None:
-            fp8 = handover_triton.dswiglu(dy, gate_up, *ctx.gradient.place)
-            return ctx.gradient.tensor(fp8, gate_up.dtype), None, None
-        return tex.dswiglu(dy, gate_up, None), None, None
+            fp8 = handover_triton.activate_backward(dy, gate_up, *ctx.gradient.place, *ctx.kind)
+            return ctx.gradient.tensor(fp8, gate_up.dtype), None, None, None
+        return ACTIVATIONS[ctx.kind][1](dy, gate_up, None), None, None, None
 
 
-def _swiglu_for_backward(quantizer: Quantizer | None) -> Callable[[Tensor], Tensor]:
-    """Return a function that recomputes SwiGLU for te.Linear's backward: with the present scale, recording no amax."""
+def _activation_for_backward(
+    quantizer: Quantizer | None, kind: tuple[str, bool]
+) -> Callable[[Tensor], Tensor]:
+    """Return a function that recomputes the activation for te.Linear's backward: the present scale, no amax."""
     target = _target(quantizer)
     if target is None:
-        return lambda gate_up: tex.swiglu(gate_up, quantizer)
+        return lambda gate_up: ACTIVATIONS[kind][0](gate_up, quantizer)
     scale = target.place[0].clone()
     unread = torch.empty_like(target.place[1])
 
     def again(gate_up: Tensor) -> Tensor:
-        fp8 = handover_triton.swiglu(gate_up, scale, unread, target.place[2], rowwise=False)
+        place = (scale, unread, target.place[2])
+        fp8 = handover_triton.activate(gate_up, *place, *kind, rowwise=False)
         return target.tensor(fp8, gate_up.dtype)
 
     return again
@@ -345,13 +365,20 @@ def _norm(
     return module(total), total
 
 
-def _swiglu(gate_up: Tensor, producer: Module | None, consumer: Module | None) -> Tensor:
-    """See te_models.kernels.handover.swiglu."""
+def _activate(
+    gate_up: Tensor,
+    producer: Module | None,
+    consumer: Module | None,
+    activation: str = "silu",
+    gated: bool = True,
+) -> Tensor:
+    """See te_models.kernels.handover.activate."""
+    kind = (activation, gated)
     if not torch.is_grad_enabled():
-        return tex.swiglu(gate_up, None)
+        return ACTIVATIONS[kind][0](gate_up, None)
     gate_up = save_early(gate_up)
     gradient, _ = _targets(producer, consumer)
-    return _SwiGLU.apply(gate_up, gradient, _quantizer(consumer, "scaling_fwd"))
+    return _Activation.apply(gate_up, gradient, _quantizer(consumer, "scaling_fwd"), kind)
 
 
 def _linear(module: Linear, x: Tensor, **options: bool | None) -> Tensor:
@@ -518,7 +545,7 @@ def _grouped(
 
 handover = {
     "norm": _norm,
-    "swiglu": _swiglu,
+    "activate": _activate,
     "linear": _linear,
     "targets": _targets,
     "grouped": _grouped,

@@ -184,6 +184,14 @@ def _check(config: ModelConfig) -> None:
     }
     own |= {name: True for part in config.parts for name in part.obstacles}
     own |= {
+        "qk_norm": config.qk_norm,
+        "partial_rotary_factor": config.partial_rotary_factor != 1,
+        "rope_interleaved": config.rope_interleaved,
+        "attn_logit_softcapping": config.attn_logit_softcapping is not None,
+        "query_scale_beta": config.query_scale_beta is not None,
+        "attention_gate_activation": config.attention_gate_activation != "sigmoid",
+    }
+    own |= {
         "norm_position": config.norm_position != "pre",
         "attention_output_bias": config.attention_output_bias,
     }

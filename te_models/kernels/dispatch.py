@@ -30,7 +30,7 @@ class Kernels:
     """One implementation of every operation that is not a GEMM; the defaults are the plain ones.
 
     Shapes: elementwise.py for rope, gate, cross_entropy and embedding, lm_head.py for loss_and_gradient and multiply,
-    handover.py for norm, swiglu, linear and grouped.
+    handover.py for norm, activate, linear and grouped.
     """
 
     rope: Callable[[Tensor, Tensor, Tensor], Tensor] = elementwise.rope
@@ -43,7 +43,7 @@ class Kernels:
     norm: Callable[[nn.Module, Tensor, Tensor | None, nn.Module | None], tuple[Tensor, Tensor]] = (
         handover.norm
     )
-    swiglu: Callable[[Tensor, nn.Module | None, nn.Module | None], Tensor] = handover.swiglu
+    activate: Callable[..., Tensor] = handover.activate
     mlp_activation: Callable[..., Tensor] = elementwise.mlp_activation
     mlp_activation_backward: Callable[..., Tensor] = elementwise.mlp_activation_backward
     clamped_swiglu: Callable[..., Tensor] = elementwise.clamped_swiglu
@@ -89,16 +89,17 @@ def compile_status(mode: str | None, place: str) -> str:
 def compiled_kernels(mode: str) -> Kernels:
     """Return the plain operations, each compiled to one kernel forward and one backward (torch.compile)."""
     fused = functools.partial(torch.compile, mode=COMPILE_MODES[mode])
-    both = dict(forward=fused(elementwise.swiglu), backward=fused(elementwise.swiglu_backward))
+    forward = fused(elementwise.mlp_activation)
+    backward = fused(elementwise.mlp_activation_backward)
     return Kernels(
         rope=fused(elementwise.rope),
         gate=fused(elementwise.gate),
         softplus_gate=fused(elementwise.softplus_gate),
         cross_entropy=fused(elementwise.cross_entropy),
         loss_and_gradient=fused(lm_head.loss_and_gradient),
-        swiglu=functools.partial(handover.swiglu, **both),
-        mlp_activation=fused(elementwise.mlp_activation),
-        mlp_activation_backward=fused(elementwise.mlp_activation_backward),
+        activate=functools.partial(handover.activate, forward=forward, backward=backward),
+        mlp_activation=forward,
+        mlp_activation_backward=backward,
         clamped_swiglu=fused(elementwise.clamped_swiglu),
         clamped_swiglu_backward=fused(elementwise.clamped_swiglu_backward),
         mixed_parts=from_inputs(elementwise.mixed_parts, fused),

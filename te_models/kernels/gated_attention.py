@@ -1,9 +1,12 @@
-"""Everything between the two GEMMs of attention as one operation: RoPE, causal attention, the output gate.
+"""Everything between the two GEMMs of attention as one operation: QK-norm, RoPE, causal attention, the output gate.
 
 Composed of separate operations, it would copy q, k and v in forward and backward to change their layout, and its
-backward would concatenate four gradients into one: 12 of 183 ms per step at 1B on an H200. Here q and k are rotated
-where qkvg_proj wrote them, attention reads views, and the backward writes each gradient to its place in one buffer. The
-rotated projection, attention's output and its log-sum-exp are saved for backward.
+backward would concatenate four gradients into one: 12 of 183 ms per step at 1B on an H200. Here attention reads views
+of qkvg_proj's output, and the backward writes each gradient to its place in one buffer.
+
+Without QK-norm, q and k are rotated where qkvg_proj wrote them, since the inverse rotation is all that backward needs.
+With it, backward needs them as they were: forward writes normed and rotated copies, which live until attention has run,
+and backward makes them again. Saved for backward are the projection, attention's output and its log-sum-exp.
 
 `Operations` are the elementwise parts: `PLAIN` here, in Triton in gated_attention_triton.py. Shapes as in
 model/attention.py.
@@ -11,16 +14,19 @@ model/attention.py.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.config.attention import AttentionSpec, Heads
 from te_models.config.layer import first_rows
 from te_models.device.autograd import Context
-from te_models.kernels.handover import Place, Targets
+from te_models.kernels.handover import Target, Targets
 from te_models.kernels.sdpa import suits_cudnn
 
 if TYPE_CHECKING:
@@ -33,14 +39,16 @@ def can_fuse(
 ) -> bool:
     """Return whether attention_core supports this attention of `tokens` tokens per row, in `spans` or causal.
 
-    It does not with QK-norm, RoPE on a part of the channels or another of AttentionSpec.obstacles, and with sinks only
-    in spans. On CUDA devices, it supports causal attention only where cuDNN's kernel would run.
+    It does not with one of AttentionSpec.obstacles, and with sinks and capped logits only in spans. On CUDA devices, it
+    supports causal attention only where cuDNN's kernel would run.
     """
     if spec.obstacles:
         return False
-    return spans or (
-        not spec.sinks and (device.type != "cuda" or suits_cudnn(tokens, spec.heads.dim, dtype))
-    )
+    if spans:
+        return True
+    if spec.sinks or spec.softcap is not None:
+        return False
+    return device.type != "cuda" or suits_cudnn(tokens, spec.heads.dim, dtype)
 
 
 def split_heads(
@@ -57,16 +65,37 @@ def split_heads(
     return q, k, v, rest[..., : heads.query, None]  # one column per head, and padding
 
 
+class Rotation(NamedTuple):
+    """RoPE of some positions: cos, sin [S, R] or [B, S, R], whose halves repeat, for the first R channels of a head.
+
+    `interleaved` pairs are neighboring channels, others lie R/2 apart.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+
+class Norm(NamedTuple):
+    """RMSNorm with `weight` [H] of each head by itself, or [heads*H] of all heads of a token together."""
+
+    weight: Tensor
+    eps: float
+    zero_centered: bool  # the factor is 1 + weight
+
+
 class Operations(NamedTuple):
     """The elementwise parts; tensors are [B, S, heads, H] with contiguous channels and any other strides.
 
     With `fp8` None they write no FP8. `spans` makes the Spans of documents and windows; None: those are masks.
     """
 
-    rotate: Callable[[Tensor, Tensor, Tensor, Tensor, bool], None]
+    rotate: Callable[[Tensor, Tensor, Rotation, bool], None]
+    norm: Callable[[Tensor, Norm, Rotation | None], Tensor]
+    norm_backward: Callable[[Tensor, Tensor, Norm, Rotation | None, Tensor], Tensor]
     copy: Callable[[Tensor, Tensor], None]
-    gate: Callable[[Tensor, Tensor], Tensor]
-    gate_backward: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    gate: Callable[[Tensor, Tensor, bool], Tensor]
+    gate_backward: Callable[[Tensor, Tensor, Tensor, Tensor, bool], Tensor]
     fp8: FP8Operations | None = None
     spans: Callable[[int, int | None, Tensor | None, torch.device], Spans] | None = None
 
@@ -78,21 +107,66 @@ class FP8Operations(NamedTuple):
     """
 
     new: Callable[[int, int, torch.device], FP8Data]
-    gate: Callable[..., None]  # (out, place, first, x, logits or None)
-    rotate: Callable[..., None]  # (out, place, first, x, cos, sin, inverse)
-    gate_backward: Callable[..., Tensor]  # (out, place, first, dy, x, logits): the gradient for x
+    gate: Callable[..., None]  # (out, place, first, x, logits or None, softplus)
+    rotate: Callable[..., None]  # (out, place, first, x, rotation, inverse)
+    norm_backward: Callable[
+        ..., Tensor
+    ]  # (out, place, first, dy, x, norm, rotation): for the weight
+    gate_backward: Callable[..., Tensor]  # (out, place, first, dy, x, logits, softplus): for x
 
 
-def rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
-    """Write RoPE of x, or its inverse (which is its gradient), into `out`, which may be x.
+def rotate(x: Tensor, out: Tensor, rotation: Rotation, inverse: bool) -> None:
+    """Write RoPE of x, or its inverse (which is its gradient), into `out`, which may be x."""
+    out.copy_(_rotated(x.float(), rotation, inverse))
 
-    cos, sin [S, H] or [B, S, H], whose halves repeat.
+
+def _rotated(x: Tensor, rotation: Rotation, inverse: bool) -> Tensor:
+    """Return RoPE of x [B, S, heads, H] in FP32, or its inverse."""
+    size = rotation.cos.shape[-1]
+    half = size // 2
+    cos = rotation.cos[..., None, :half].float()  # [S, 1, R/2] or [B, S, 1, R/2]
+    sin = rotation.sin[..., None, :half].float()
+    if inverse:
+        sin = -sin
+    first, second = (slice(0, size, 2), slice(1, size, 2))
+    if not rotation.interleaved:
+        first, second = (slice(0, half), slice(half, size))
+    out = x.clone()
+    out[..., first] = x[..., first] * cos - x[..., second] * sin
+    out[..., second] = x[..., second] * cos + x[..., first] * sin
+    return out
+
+
+def _unit(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x / rms(x), the factors of its channels, and 1 / rms(x), FP32, over the last dimension or the last two.
+
+    The last dimension of a norm of each head is H; a norm of all heads has [heads*H], here [heads, H].
     """
-    cos = cos.unsqueeze(-2).float()  # [S, 1, H] or [B, S, 1, H]
-    sin = sin.unsqueeze(-2).float()
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1) * sin
-    out.copy_(x.float() * cos + (-turned if inverse else turned))
+    together = norm.weight.shape[-1] != x.shape[-1]
+    dims = (-2, -1) if together else (-1,)
+    inverse = (x.float().square().mean(dims, keepdim=True) + norm.eps).rsqrt()
+    factor = norm.weight.float() + norm.zero_centered
+    return x.float() * inverse, factor.view(x.shape[-2:]) if together else factor, inverse
+
+
+def norm(x: Tensor, norm: Norm, rotation: Rotation | None) -> Tensor:
+    """Return RMSNorm of x [B, S, heads, H] and then RoPE, contiguous, computed in FP32 and rounded once."""
+    unit, factor, _ = _unit(x, norm)
+    y = unit * factor
+    return (y if rotation is None else _rotated(y, rotation, False)).to(x.dtype).contiguous()
+
+
+def norm_backward(
+    dy: Tensor, x: Tensor, norm: Norm, rotation: Rotation | None, dx: Tensor
+) -> Tensor:
+    """Write the gradient of `norm` for x into `dx`; return the gradient of the weight, FP32."""
+    unit, factor, inverse = _unit(x, norm)
+    slope = dy.float() if rotation is None else _rotated(dy.float(), rotation, True)
+    together = factor.dim() == 2
+    dims = (-2, -1) if together else (-1,)
+    change = slope * factor
+    dx.copy_(inverse * (change - unit * (change * unit).mean(dims, keepdim=True)))
+    return (slope * unit).sum((0, 1) if together else (0, 1, 2)).flatten()
 
 
 def copy(x: Tensor, out: Tensor) -> None:
@@ -100,20 +174,50 @@ def copy(x: Tensor, out: Tensor) -> None:
     out.copy_(x)
 
 
-def gate(x: Tensor, logits: Tensor) -> Tensor:
-    """Return x [B, S, A, H] * sigmoid(logits [B, S, A, H or 1]), contiguous, computed in FP32."""
-    return (x.float() * torch.sigmoid(logits.float())).to(x.dtype).contiguous()
+def _opening(logits: Tensor, softplus: bool) -> Tensor:
+    """Return the factor of a gate in FP32."""
+    return F.softplus(logits.float()) if softplus else torch.sigmoid(logits.float())
 
 
-def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Tensor:
+def gate(x: Tensor, logits: Tensor, softplus: bool) -> Tensor:
+    """Return x [B, S, A, H] * sigmoid or softplus(logits [B, S, A, H or 1]), contiguous, computed in FP32."""
+    return (x.float() * _opening(logits, softplus)).to(x.dtype).contiguous()
+
+
+def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor, softplus: bool) -> Tensor:
     """Return the gradient of `gate` for x, contiguous; that for the logits is written into `dlogits`."""
-    opening = torch.sigmoid(logits.float())
-    slope = dy.float() * x.float() * opening * (1 - opening)
+    sigmoid = torch.sigmoid(logits.float())
+    slope = dy.float() * x.float() * sigmoid  # the slope of softplus is the sigmoid
+    if not softplus:
+        slope = slope * (1 - sigmoid)
     dlogits.copy_(slope if logits.shape[-1] == x.shape[-1] else slope.sum(-1, keepdim=True))
-    return (dy.float() * opening).to(dy.dtype).contiguous()
+    return (dy.float() * _opening(logits, softplus)).to(dy.dtype).contiguous()
 
 
-PLAIN = Operations(rotate, copy, gate, gate_backward)
+PLAIN = Operations(rotate, norm, norm_backward, copy, gate, gate_backward)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What attention_core computes, beside its tensors; the tensors that are here have no gradients."""
+
+    batch: int
+    rows: int  # tokens, without the rows of padding
+    heads: Heads
+    query_rotation: Rotation | None = None
+    key_rotation: Rotation | None = None
+    eps: float = 0.0  # of the norms of q and k
+    zero_centered: bool = False
+    scale: float | None = None  # the factor on the products of q and k; None: H ** -0.5
+    cap: float | None = None
+    softplus: bool = False  # the gate is a softplus rather than a sigmoid
+    spans: Spans | None = None
+    ops: Operations = PLAIN
+    targets: Targets = (None, None)
+
+    def norm(self, weight: Tensor | None) -> Norm | None:
+        """Return the norm with this weight."""
+        return None if weight is None else Norm(weight, self.eps, self.zero_centered)
 
 
 class _AttentionCore(torch.autograd.Function):
@@ -123,115 +227,180 @@ class _AttentionCore(torch.autograd.Function):
     def forward(
         ctx: Context,
         qkvg: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
         sinks: Tensor | None,
-        batch: int,
-        rows: int,
-        heads: Heads,
-        ops: Operations,
-        targets: Targets,
-        spans: Spans | None,
+        setting: Setting,
     ) -> Tensor:
-        """Return [B*S, A*H] of qkvg [N, Q]; rotates q and k in place."""
+        """Return [B*S, A*H] of qkvg [N, Q]; without QK-norm, rotates q and k in place."""
         # The operations need contiguous channels. Detached: autograd refuses in-place changes to a view that another
         # function returned.
         qkvg = qkvg.detach().contiguous()
-        q, k, v, logits = split_heads(
-            heads, qkvg[:rows], batch
-        )  # q [B, S, A, H], k and v [B, S, K, H]
-        if cos is not None and sin is not None:
-            ops.rotate(q, q, cos, sin, False)
-            ops.rotate(k, k, cos, sin, False)
+        heads = setting.heads
+        ops = setting.ops
+        rows = setting.rows
+        q, k, v, logits = split_heads(heads, qkvg[:rows], setting.batch)
+        if q_weight is None and setting.query_rotation is not None:
+            ops.rotate(q, q, setting.query_rotation, False)
+        if k_weight is None and setting.key_rotation is not None:
+            ops.rotate(k, k, setting.key_rotation, False)
+        q, k = _normed(q, k, q_weight, k_weight, setting)
         out, *kept = _attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spans, sinks
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), sinks, setting
         )
-        # FP8 is written for all rows and columns, and a headwise gate's gradient would need a sum over channels that
-        # several programs of the kernel share.
-        whole = (
-            ops.fp8 is not None and not _has_filling(qkvg, rows, heads) and heads.gate != "headwise"
-        )
-        gradient, target = targets if whole else (None, None)
-        ctx.setting = (batch, rows, heads, ops, gradient, spans)
+        gradient, target = _targets(qkvg, q_weight, setting)
+        ctx.setting = dataclasses.replace(setting, targets=(gradient, None))
         ctx.plain = [value for value in kept if not isinstance(value, Tensor)]
         ctx.places = [isinstance(value, Tensor) for value in kept]
-        ctx.save_for_backward(
-            qkvg, cos, sin, sinks, out, *(value for value in kept if isinstance(value, Tensor))
-        )
+        tensors = [value for value in kept if isinstance(value, Tensor)]
+        ctx.save_for_backward(qkvg, q_weight, k_weight, sinks, out, *tensors)
         mixed = out.transpose(1, 2)  # [B, S, A, H]
         if target is not None and ops.fp8 is not None:
             fp8 = ops.fp8.new(rows, heads.query * heads.dim, qkvg.device)
-            ops.fp8.gate(fp8, target.place, 0, mixed, logits)
+            ops.fp8.gate(fp8, target.place, 0, mixed, logits, setting.softplus)
             return target.tensor(fp8, qkvg.dtype)
-        return (mixed if logits is None else ops.gate(mixed, logits)).reshape(rows, -1)
+        gated = mixed if logits is None else ops.gate(mixed, logits, setting.softplus)
+        return gated.reshape(rows, -1)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of qkvg, made in one buffer, and of the sinks."""
+        """Return the gradients of qkvg, made in one buffer, of the norms' weights and of the sinks."""
         dy = grads[0].contiguous()  # that of a sum, for example, is one number with strides of 0
-        batch, rows, heads, ops, target, spans = ctx.setting
-        qkvg, cos, sin, sinks, out, *tensors = ctx.saved_tensors
-        dsinks: Tensor | None = None
+        setting: Setting = ctx.setting
+        heads = setting.heads
+        qkvg, q_weight, k_weight, sinks, out, *tensors = ctx.saved_tensors
         plain = iter(ctx.plain)
-        tensors = iter(tensors)
-        kept = [next(tensors) if place else next(plain) for place in ctx.places]
-        q, k, v, logits = split_heads(heads, qkvg[:rows], batch)
-        dy = dy.view(batch, -1, heads.query, heads.dim)  # [B, S, A, H]
-        mixed = out.transpose(1, 2)
-
-        def slopes(dmixed: Tensor) -> list[Tensor]:
-            nonlocal dsinks
-            own = (
-                dmixed.transpose(1, 2),
-                q.transpose(1, 2),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-                out,
-                kept,
-            )
-            *found, dsinks = _attention_backward(*own, spans, sinks)
-            return [t.transpose(1, 2) for t in found]
-
-        if target is not None:
-            fp8 = ops.fp8.new(*qkvg.shape, qkvg.device)
-            _write_fp8(fp8, target.place, heads, ops.fp8, dy, mixed, logits, cos, sin, slopes)
-            return target.tensor(fp8, qkvg.dtype), None, None, dsinks, *[None] * 6
-        grad = torch.zeros_like(qkvg) if _has_filling(qkvg, rows, heads) else torch.empty_like(qkvg)
-        gq, gk, gv, glogits = split_heads(
-            heads, grad[:rows], batch
-        )  # views, which the operations below write to
-        dq, dk, dv = slopes(dy if logits is None else ops.gate_backward(dy, mixed, logits, glogits))
-        for slope, place in ((dq, gq), (dk, gk)):
-            if cos is None:
-                ops.copy(slope, place)
-            else:
-                ops.rotate(slope, place, cos, sin, True)
-        ops.copy(dv, gv)
-        return grad, None, None, dsinks, *[None] * 6
+        saved = iter(tensors)
+        kept = [next(saved) if place else next(plain) for place in ctx.places]
+        q, k, v, logits = split_heads(heads, qkvg[: setting.rows], setting.batch)
+        into = _gradient(qkvg, setting)
+        dmixed = dy.view(setting.batch, -1, heads.query, heads.dim)  # [B, S, A, H]
+        if logits is not None:
+            dmixed = into.gate(dmixed, out.transpose(1, 2), logits)
+        normed_q, normed_k = _normed(q, k, q_weight, k_weight, setting)
+        *slopes, dsinks = _attention_backward(
+            dmixed.transpose(1, 2),
+            normed_q.transpose(1, 2),
+            normed_k.transpose(1, 2),
+            v.transpose(1, 2),
+            out,
+            kept,
+            sinks,
+            setting,
+        )
+        del normed_q, normed_k
+        dq, dk, dv = (slope.transpose(1, 2) for slope in slopes)  # [B, S, heads, H]
+        q_slope = into.heads(0, dq, q, setting.norm(q_weight), setting.query_rotation)
+        k_slope = into.heads(1, dk, k, setting.norm(k_weight), setting.key_rotation)
+        into.heads(2, dv, v, None, None)
+        return into.whole(), q_slope, k_slope, dsinks, None
 
 
-def _write_fp8(
-    out: FP8Data,
-    place: Place,
-    heads: Heads,
-    ops: FP8Operations,
-    dy: Tensor,
-    mixed: Tensor,
-    logits: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    slopes: Callable[[Tensor], list[Tensor]],
-) -> None:
-    """Write the backward's gradient [q | k | v | gate] as FP8; `slopes` is attention's own backward."""
-    starts = first_rows(heads.sections)
-    dmixed = dy if logits is None else ops.gate_backward(out, place, starts[3], dy, mixed, logits)
-    dq, dk, dv = slopes(dmixed)
-    for slope, first in ((dq, starts[0]), (dk, starts[1])):
-        if cos is None:
-            ops.gate(out, place, first, slope, None)
+def _targets(qkvg: Tensor, q_weight: Tensor | None, setting: Setting) -> Targets:
+    """Return those of the setting's targets that the kernels can write.
+
+    FP8 is written for all rows and columns. The gradients of a headwise gate and of a norm of all heads would need sums
+    that several programs of a kernel share.
+    """
+    heads = setting.heads
+    filled = _has_filling(qkvg, setting.rows, heads)
+    if setting.ops.fp8 is None or filled or heads.gate == "headwise":
+        return None, None
+    gradient, target = setting.targets
+    together = q_weight is not None and len(q_weight) != heads.dim
+    return None if together else gradient, target
+
+
+def _normed(
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, setting: Setting
+) -> tuple[Tensor, Tensor]:
+    """Return q and k after QK-norm and RoPE; without QK-norm, themselves, which are rotated already."""
+    if (norm := setting.norm(q_weight)) is not None:
+        q = setting.ops.norm(q, norm, setting.query_rotation)
+    if (norm := setting.norm(k_weight)) is not None:
+        k = setting.ops.norm(k, norm, setting.key_rotation)
+    return q, k
+
+
+class _PlainGradient:
+    """The gradient of qkvg, in one buffer of its dtype, filled section by section."""
+
+    def __init__(self, qkvg: Tensor, setting: Setting) -> None:
+        self.ops = setting.ops
+        self.softplus = setting.softplus
+        filled = _has_filling(qkvg, setting.rows, setting.heads)
+        self.grad = torch.zeros_like(qkvg) if filled else torch.empty_like(qkvg)
+        # Views [B, S, heads, H or 1], which the operations write to.
+        self.places = split_heads(setting.heads, self.grad[: setting.rows], setting.batch)
+
+    def gate(self, dy: Tensor, mixed: Tensor, logits: Tensor) -> Tensor:
+        """Write the gradient of the gate's logits; return that of attention's output."""
+        place = self.places[3]
+        assert place is not None
+        return self.ops.gate_backward(dy, mixed, logits, place, self.softplus)
+
+    def heads(
+        self, section: int, slope: Tensor, x: Tensor, norm: Norm | None, rotation: Rotation | None
+    ) -> Tensor | None:
+        """Write the gradient of q, k or v before norm and RoPE, given that of attention; return the norm weight's."""
+        place = self.places[section]
+        assert place is not None
+        if norm is not None:
+            dweight = self.ops.norm_backward(slope, x, norm, rotation, place)
+            return dweight.to(norm.weight.dtype)
+        if rotation is None:
+            self.ops.copy(slope, place)
         else:
-            ops.rotate(out, place, first, slope, cos, sin, True)
-    ops.gate(out, place, starts[2], dv, None)
+            self.ops.rotate(slope, place, rotation, True)
+        return None
+
+    def whole(self) -> Tensor:
+        """Return the buffer [N, Q]."""
+        return self.grad
+
+
+class _FP8Gradient:
+    """The same as FP8 for qkvg_proj, data and transposed copy at once."""
+
+    def __init__(self, qkvg: Tensor, setting: Setting, target: Target, fp8: FP8Operations) -> None:
+        self.ops = fp8
+        self.softplus = setting.softplus
+        self.target = target
+        self.dtype = qkvg.dtype
+        self.starts = first_rows(setting.heads.sections)
+        rows, columns = qkvg.shape
+        self.out = fp8.new(rows, columns, qkvg.device)
+
+    def gate(self, dy: Tensor, mixed: Tensor, logits: Tensor) -> Tensor:
+        """As _PlainGradient.gate."""
+        at = (self.out, self.target.place, self.starts[3])
+        return self.ops.gate_backward(*at, dy, mixed, logits, self.softplus)
+
+    def heads(
+        self, section: int, slope: Tensor, x: Tensor, norm: Norm | None, rotation: Rotation | None
+    ) -> Tensor | None:
+        """As _PlainGradient.heads."""
+        at = (self.out, self.target.place, self.starts[section])
+        if norm is not None:
+            dweight = self.ops.norm_backward(*at, slope, x, norm, rotation)
+            return dweight.to(norm.weight.dtype)
+        if rotation is None:
+            self.ops.gate(*at, slope, None, False)
+        else:
+            self.ops.rotate(*at, slope, rotation, True)
+        return None
+
+    def whole(self) -> Tensor:
+        """Return the FP8 tensor [N, Q]."""
+        return self.target.tensor(self.out, self.dtype)
+
+
+def _gradient(qkvg: Tensor, setting: Setting) -> _PlainGradient | _FP8Gradient:
+    """Return where backward writes the gradient of qkvg."""
+    target, _ = setting.targets
+    if target is None or setting.ops.fp8 is None:
+        return _PlainGradient(qkvg, setting)
+    return _FP8Gradient(qkvg, setting, target, setting.ops.fp8)
 
 
 def _has_filling(qkvg: Tensor, rows: int, heads: Heads) -> bool:
@@ -240,19 +409,19 @@ def _has_filling(qkvg: Tensor, rows: int, heads: Heads) -> bool:
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans | None, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, setting: Setting
 ) -> tuple[Any, ...]:
-    """Return the output of attention of [B, heads, S, H], in `spans` or causal, and what its backward needs."""
-    if spans is not None:
-        return spans.forward(q, k, v, sinks=sinks)
+    """Return the output of attention of [B, heads, S, H], in spans or causal, and what its backward needs."""
+    if setting.spans is not None:
+        return setting.spans.forward(q, k, v, setting.scale, sinks, setting.cap)
     if q.is_cuda:
         return torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, True, False
+            q, k, v, None, True, 0.0, True, False, scale=setting.scale
         )
     group = q.shape[1] // k.shape[1]
     wide = [t.float().repeat_interleave(group, 1) for t in (k, v)]
     out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q.float(), *wide, 0.0, True
+        q.float(), *wide, 0.0, True, scale=setting.scale
     )
     return out.to(q.dtype), log_sum
 
@@ -264,44 +433,47 @@ def _attention_backward(
     v: Tensor,
     out: Tensor,
     kept: list[Any],
-    spans: Spans | None,
     sinks: Tensor | None,
+    setting: Setting,
 ) -> tuple[Any, ...]:
     """Return the gradients of q, k and v, and of sinks, None where there are none."""
-    if spans is not None:
-        return spans.backward(dy, q, k, v, out, *kept, sinks=sinks)
+    scale = setting.scale
+    if setting.spans is not None:
+        return setting.spans.backward(
+            dy, q, k, v, out, *kept, scale=scale, sinks=sinks, cap=setting.cap
+        )
     if q.is_cuda:
         log_sum, cum_q, cum_k, max_q, max_k, seed, offset, _ = kept
-        return *torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            dy, q, k, v, out, log_sum, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, True
-        ), None
+        lengths = (cum_q, cum_k, max_q, max_k)
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            dy, q, k, v, out, log_sum, seed, offset, None, *lengths, 0.0, True, scale=scale
+        )
+        return *grads, None
     group = q.shape[1] // k.shape[1]
     wide = [t.float().repeat_interleave(group, 1) for t in (k, v)]
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dy.float(), q.float(), *wide, out.float(), kept[0], 0.0, True
+        dy.float(), q.float(), *wide, out.float(), kept[0], 0.0, True, scale=scale
     )
     return dq, *(t.unflatten(1, (-1, group)).sum(2) for t in (dk, dv)), None
 
 
 def attention_core(
     qkvg: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    batch: int,
-    seq: int,
-    heads: Heads,
-    ops: Operations = PLAIN,
-    targets: Targets = (None, None),
-    spans: Spans | None = None,
+    setting: Setting,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return gate(attention(rope(q), rope(k), v)) [B*S, A*H] of the projection qkvg [N, Q], N >= B*S.
+    """Return gate(attention(rope(norm(q)), rope(norm(k)), v)) [B*S, A*H] of the projection qkvg [N, Q], N >= B*S.
 
-    cos, sin [S, H] or [B, S, H], None for a layer without RoPE. **Overwrites q and k in qkvg**, which nothing else
-    may use: te.Linear does not save its output. `targets` (kernels.handover.targets): where the gradient of
-    qkvg and the result may be written as FP8. `spans` (Operations.spans): the keys that each query sees; None: all
-    before it. `sinks` [A]: logits in the denominators of its softmax, only with spans.
+    **Without QK-norm overwrites q and k in qkvg**, which nothing else may use: te.Linear does not save its output.
+
+    Args:
+        qkvg: [q | k | v | gate] with the sections of `setting.heads`.
+        setting: what is computed, and how.
+        q_weight: of the RMSNorm of queries [H], or of all of them together [A*H]; None: no norm.
+        k_weight: of the RMSNorm of keys, likewise.
+        sinks: [A], logits in the denominators of the softmax; only with `setting.spans`.
     """
-    return _AttentionCore.apply(
-        qkvg, cos, sin, sinks, batch, batch * seq, heads, ops, targets, spans
-    )
+    return _AttentionCore.apply(qkvg, q_weight, k_weight, sinks, setting)

@@ -3,6 +3,9 @@
 A program handles a few heads of one token. Its tiles have `width` channels, the power of two from a head's own on, and
 strides are multiplied by 64-bit numbers, since a tensor may have more than 2**31 elements. Tested against the plain
 operations through Triton's interpreter on a CPU (TRITON_INTERPRET=1).
+
+RoPE and QK-norm take a head in three tiles: the `first` and `second` channels of the pairs that RoPE turns, and the
+`rest`, which it leaves. Without RoPE all channels are pairs that do not turn.
 """
 
 import torch
@@ -10,24 +13,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_models.kernels.gated_attention import FP8Operations, Operations
-from te_models.kernels.handover import Place
-from te_models.kernels.handover_triton import (
-    BAND,
-    FP8Data,
-    new_fp8,
-    note_inverse,
-    raise_amax,
-    sigmoid,
-    store_fp8,
-    tile,
+from te_models.kernels.gated_attention import Norm, Operations, Rotation
+from te_models.kernels.gated_attention_fp8_triton import FP8
+from te_models.kernels.head_tiles_triton import (
+    factor,
+    head_tiles,
+    opening_of,
+    opening_slope,
+    pairs,
+    rotation_tables,
+    width_of,
 )
 from te_models.kernels.span_attention_triton import spans
 
 HEADS = 8  # heads per program
-# Tokens per program of those that write FP8, each of one head, with four warps; 64 are as fast, 128 are not.
-TOKENS = 32
-TURNED = 8  # heads per program of rotate_fp8, which share a token's angles
+NORMED = 16  # tokens per program of norm_backward, which sums their gradients of the weight
 
 
 @triton.jit
@@ -41,21 +41,128 @@ def _heads_of_token(seq, heads, dim: tl.constexpr, width: tl.constexpr, block: t
 
 @triton.jit
 def _rotate_kernel(
-    x, out, cos, sin,
+    x, out, cos, sin, weight,
     x_batch, x_seq, x_head, out_batch, out_seq, out_head, table_batch, table_seq,
-    seq, heads,
-    sign: tl.constexpr, half: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
+    seq, heads, eps, sign,
+    dim: tl.constexpr, half: tl.constexpr, interleaved: tl.constexpr, together: tl.constexpr,
+    zero_centered: tl.constexpr, in_place: tl.constexpr, width: tl.constexpr, rest: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    token, batch, place, head, channel, inside = _heads_of_token(seq, heads, half, width, block)
-    source = x + batch * x_batch + place * x_seq + head * x_head + channel
-    target = out + batch * out_batch + place * out_seq + head * out_head + channel
-    angle = batch * table_batch + place * table_seq + channel
-    first = tl.load(source, inside).to(tl.float32)
-    second = tl.load(source + half, inside).to(tl.float32)
-    c = tl.load(cos + angle, channel < half).to(tl.float32)
-    s = tl.load(sin + angle, channel < half).to(tl.float32) * sign
-    tl.store(target, (first * c - second * s).to(out.dtype.element_ty), inside)
-    tl.store(target + half, (second * c + first * s).to(out.dtype.element_ty), inside)
+    """Write x, normed if there is a weight, with RoPE if there are tables."""
+    token, batch, place, head, _, _ = _heads_of_token(seq, heads, half, width, block)
+    pair, first, second = pairs(half, width, interleaved)
+    exists = pair < half
+    inside = (head < heads) & exists[None, :]
+    source = x + batch * x_batch + place * x_seq + head * x_head
+    target = out + batch * out_batch + place * out_seq + head * out_head
+    a = tl.load(source + first[None, :], inside, 0.0).to(tl.float32)
+    b = tl.load(source + second[None, :], inside, 0.0).to(tl.float32)
+    other = 2 * half + tl.arange(0, rest)
+    beside = (head < heads) & (other < dim)[None, :]
+    if 2 * half < dim:
+        c = tl.load(source + other[None, :], beside, 0.0).to(tl.float32)
+    if weight is not None:
+        squares = tl.sum(a * a + b * b, 1)
+        if 2 * half < dim:
+            squares += tl.sum(c * c, 1)
+        if together:
+            inverse = tl.rsqrt(tl.sum(squares, 0) / (heads * dim) + eps)
+        else:
+            inverse = tl.rsqrt(squares / dim + eps)[:, None]
+        offset = head * dim if together else head * 0
+        a *= inverse * factor(weight, offset, first[None, :], inside, zero_centered)
+        b *= inverse * factor(weight, offset, second[None, :], inside, zero_centered)
+        if 2 * half < dim:
+            c *= inverse * factor(weight, offset, other[None, :], beside, zero_centered)
+    if cos is not None:
+        at = batch * table_batch + place * table_seq + pair
+        turn = tl.load(cos + at, exists, 0.0).to(tl.float32)[None, :]
+        slant = tl.load(sin + at, exists, 0.0).to(tl.float32)[None, :] * sign
+        one = a * turn - b * slant
+        b = b * turn + a * slant
+        a = one
+    tl.store(target + first[None, :], a.to(out.dtype.element_ty), inside)
+    tl.store(target + second[None, :], b.to(out.dtype.element_ty), inside)
+    if 2 * half < dim and not in_place:
+        tl.store(target + other[None, :], c.to(out.dtype.element_ty), beside)
+
+
+@triton.jit
+def _norm_backward_kernel(
+    dy, x, dx, dweight, cos, sin, weight,
+    dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, dx_batch, dx_seq, dx_head, table_batch, table_seq,
+    tokens, seq, heads, eps,
+    dim: tl.constexpr, half: tl.constexpr, interleaved: tl.constexpr, together: tl.constexpr,
+    zero_centered: tl.constexpr, width: tl.constexpr, rest: tl.constexpr, block: tl.constexpr, own: tl.constexpr,
+):  # fmt: skip
+    """Undo RoPE, then differentiate the norm: dx, and this program's part of the gradient of the weight."""
+    head = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)[:, None]
+    pair, first, second = pairs(half, width, interleaved)
+    exists = pair < half
+    inside = (head < heads) & exists[None, :]
+    other = 2 * half + tl.arange(0, rest)
+    beside = (head < heads) & (other < dim)[None, :]
+    offset = head * dim if together else head * 0
+    factor_a = factor(weight, offset, first[None, :], inside, zero_centered)
+    factor_b = factor(weight, offset, second[None, :], inside, zero_centered)
+    sum_a = tl.zeros((block, width), tl.float32)
+    sum_b = tl.zeros((block, width), tl.float32)
+    if 2 * half < dim:
+        factor_c = factor(weight, offset, other[None, :], beside, zero_centered)
+        sum_c = tl.zeros((block, rest), tl.float32)
+    begin = tl.program_id(0).to(tl.int64) * own
+    for token in range(begin, tl.minimum(begin + own, tokens)):
+        batch = token // seq
+        place = token % seq
+        source = x + batch * x_batch + place * x_seq + head * x_head
+        slope = dy + batch * dy_batch + place * dy_seq + head * dy_head
+        target = dx + batch * dx_batch + place * dx_seq + head * dx_head
+        a = tl.load(source + first[None, :], inside, 0.0).to(tl.float32)
+        b = tl.load(source + second[None, :], inside, 0.0).to(tl.float32)
+        da = tl.load(slope + first[None, :], inside, 0.0).to(tl.float32)
+        db = tl.load(slope + second[None, :], inside, 0.0).to(tl.float32)
+        if cos is not None:
+            at = batch * table_batch + place * table_seq + pair
+            turn = tl.load(cos + at, exists, 0.0).to(tl.float32)[None, :]
+            slant = tl.load(sin + at, exists, 0.0).to(tl.float32)[None, :]
+            one = da * turn + db * slant
+            db = db * turn - da * slant
+            da = one
+        squares = tl.sum(a * a + b * b, 1)
+        products = tl.sum(a * da * factor_a + b * db * factor_b, 1)
+        if 2 * half < dim:
+            c = tl.load(source + other[None, :], beside, 0.0).to(tl.float32)
+            dc = tl.load(slope + other[None, :], beside, 0.0).to(tl.float32)
+            squares += tl.sum(c * c, 1)
+            products += tl.sum(c * dc * factor_c, 1)
+        if together:
+            inverse = tl.rsqrt(tl.sum(squares, 0) / (heads * dim) + eps)
+            mean = tl.sum(products, 0) / (heads * dim) * inverse * inverse
+        else:
+            inverse = tl.rsqrt(squares / dim + eps)[:, None]
+            mean = products[:, None] / dim * inverse * inverse
+        ga = inverse * (da * factor_a - a * mean)
+        gb = inverse * (db * factor_b - b * mean)
+        tl.store(target + first[None, :], ga.to(dx.dtype.element_ty), inside)
+        tl.store(target + second[None, :], gb.to(dx.dtype.element_ty), inside)
+        sum_a += da * a * inverse
+        sum_b += db * b * inverse
+        if 2 * half < dim:
+            gc = inverse * (dc * factor_c - c * mean)
+            tl.store(target + other[None, :], gc.to(dx.dtype.element_ty), beside)
+            sum_c += dc * c * inverse
+    if together:
+        part = dweight + tl.program_id(0).to(tl.int64) * heads * dim + head * dim
+        tl.store(part + first[None, :], sum_a, inside)
+        tl.store(part + second[None, :], sum_b, inside)
+        if 2 * half < dim:
+            tl.store(part + other[None, :], sum_c, beside)
+    else:
+        program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        part = dweight + program * dim
+        tl.store(part + first, tl.sum(sum_a, 0), exists)
+        tl.store(part + second, tl.sum(sum_b, 0), exists)
+        if 2 * half < dim:
+            tl.store(part + other, tl.sum(sum_c, 0), other < dim)
 
 
 @triton.jit
@@ -75,16 +182,15 @@ def _gate_kernel(
     x, logits, out,
     x_batch, x_seq, x_head, g_batch, g_seq, g_head,
     seq, heads,
-    headwise: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
+    headwise: tl.constexpr, softplus: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     token, batch, place, head, channel, inside = _heads_of_token(seq, heads, dim, width, block)
     value = tl.load(x + batch * x_batch + place * x_seq + head * x_head + channel, inside).to(
         tl.float32
     )
     column = head * g_head + (0 if headwise else channel)
-    opening = tl.sigmoid(
-        tl.load(logits + batch * g_batch + place * g_seq + column, inside).to(tl.float32)
-    )
+    logit = tl.load(logits + batch * g_batch + place * g_seq + column, inside, 0.0).to(tl.float32)
+    opening = opening_of(logit, tl.sigmoid(logit), softplus)
     tl.store(
         out + (token * heads + head) * dim + channel,
         (value * opening).to(out.dtype.element_ty),
@@ -97,7 +203,7 @@ def _gate_backward_kernel(
     dy, x, logits, dlogits, dx,
     dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dg_batch, dg_seq, dg_head,
     seq, heads,
-    headwise: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
+    headwise: tl.constexpr, softplus: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     token, batch, place, head, channel, inside = _heads_of_token(seq, heads, dim, width, block)
     slope = tl.load(
@@ -107,15 +213,15 @@ def _gate_backward_kernel(
         tl.float32
     )
     column = head * g_head + (0 if headwise else channel)
-    opening = tl.sigmoid(
-        tl.load(logits + batch * g_batch + place * g_seq + column, inside, 0.0).to(tl.float32)
-    )
+    logit = tl.load(logits + batch * g_batch + place * g_seq + column, inside, 0.0).to(tl.float32)
+    squashed = tl.sigmoid(logit)
+    opening = opening_of(logit, squashed, softplus)
     tl.store(
         dx + (token * heads + head) * dim + channel,
         (slope * opening).to(dx.dtype.element_ty),
         inside,
     )
-    change = slope * value * opening * (1 - opening)
+    change = slope * value * opening_slope(squashed, softplus)
     target = dlogits + batch * dg_batch + place * dg_seq + head * dg_head
     if headwise:
         change = tl.sum(change, axis=1)[:, None]
@@ -124,32 +230,49 @@ def _gate_backward_kernel(
         tl.store(target + channel, change.to(dlogits.dtype.element_ty), inside)
 
 
-def _width(dim: int) -> int:
-    """Return the channels of a tile."""
-    return triton.next_power_of_2(dim)
-
-
-def _tables(cos: Tensor, sin: Tensor, strides: tuple[int, ...]) -> tuple[Tensor | int, ...]:
-    """Return the arguments cos, sin, `strides` of other tensors, and the strides of row and place of the tables."""
-    cos = cos.contiguous()
-    sin = sin.contiguous()
-    return (
-        cos,
-        sin,
-        *strides,
-        cos.stride(0) if cos.ndim == 3 and len(cos) > 1 else 0,
-        cos.stride(-2),
-    )
-
-
-def rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
+def rotate(x: Tensor, out: Tensor, rotation: Rotation, inverse: bool) -> None:
     """See gated_attention.rotate."""
     batch, seq, heads, dim = x.shape
-    grid = (batch * seq, triton.cdiv(heads, HEADS))
-    _rotate_kernel[grid](
-        x, out, *_tables(cos, sin, x.stride()[:3] + out.stride()[:3]), seq, heads,
-        sign=-1.0 if inverse else 1.0, half=dim // 2, width=_width(dim // 2), block=HEADS,
+    tables, table_strides = rotation_tables(rotation)
+    _rotate_kernel[(batch * seq, triton.cdiv(heads, HEADS))](
+        x, out, *tables, None, *x.stride()[:3], *out.stride()[:3], *table_strides,
+        seq, heads, 0.0, -1.0 if inverse else 1.0,
+        **head_tiles(dim, rotation), together=False, zero_centered=False, in_place=out is x, block=HEADS,
     )  # fmt: skip
+
+
+def norm(x: Tensor, norm: Norm, rotation: Rotation | None) -> Tensor:
+    """See gated_attention.norm."""
+    batch, seq, heads, dim = x.shape
+    out = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
+    tables, table_strides = rotation_tables(rotation)
+    together = len(norm.weight) != dim
+    block = triton.next_power_of_2(heads) if together else HEADS
+    _rotate_kernel[(batch * seq, triton.cdiv(heads, block))](
+        x, out, *tables, norm.weight, *x.stride()[:3], *out.stride()[:3], *table_strides,
+        seq, heads, norm.eps, 1.0,
+        **head_tiles(dim, rotation), together=together, zero_centered=norm.zero_centered, in_place=False, block=block,
+    )  # fmt: skip
+    return out
+
+
+def norm_backward(
+    dy: Tensor, x: Tensor, norm: Norm, rotation: Rotation | None, dx: Tensor
+) -> Tensor:
+    """See gated_attention.norm_backward."""
+    batch, seq, heads, dim = x.shape
+    tables, table_strides = rotation_tables(rotation)
+    together = len(norm.weight) != dim
+    block = triton.next_power_of_2(heads) if together else HEADS
+    grid = (triton.cdiv(batch * seq, NORMED), triton.cdiv(heads, block))
+    size = heads * dim if together else dim
+    parts = torch.empty(grid[0] * grid[1], size, dtype=torch.float32, device=x.device)
+    strides = [stride for tensor in (dy, x, dx) for stride in tensor.stride()[:3]]
+    _norm_backward_kernel[grid](
+        dy, x, dx, parts, *tables, norm.weight, *strides, *table_strides, batch * seq, seq, heads, norm.eps,
+        **head_tiles(dim, rotation), together=together, zero_centered=norm.zero_centered, block=block, own=NORMED,
+    )  # fmt: skip
+    return parts.sum(0)
 
 
 def copy(x: Tensor, out: Tensor) -> None:
@@ -164,24 +287,24 @@ def copy(x: Tensor, out: Tensor) -> None:
         seq,
         heads,
         dim=dim,
-        width=_width(dim),
+        width=width_of(dim),
         block=HEADS,
     )
 
 
-def gate(x: Tensor, logits: Tensor) -> Tensor:
+def gate(x: Tensor, logits: Tensor, softplus: bool) -> Tensor:
     """See gated_attention.gate."""
     batch, seq, heads, dim = x.shape
     out = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
     grid = (batch * seq, triton.cdiv(heads, HEADS))
     _gate_kernel[grid](
         x, logits, out, *x.stride()[:3], *logits.stride()[:3], seq, heads,
-        headwise=logits.shape[-1] != dim, dim=dim, width=_width(dim), block=HEADS,
+        headwise=logits.shape[-1] != dim, softplus=softplus, dim=dim, width=width_of(dim), block=HEADS,
     )  # fmt: skip
     return out
 
 
-def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Tensor:
+def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor, softplus: bool) -> Tensor:
     """See gated_attention.gate_backward."""
     batch, seq, heads, dim = x.shape
     dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
@@ -189,287 +312,18 @@ def gate_backward(dy: Tensor, x: Tensor, logits: Tensor, dlogits: Tensor) -> Ten
     strides = [stride for tensor in (dy, x, logits, dlogits) for stride in tensor.stride()[:3]]
     _gate_backward_kernel[grid](
         dy, x, logits, dlogits, dx, *strides, seq, heads,
-        headwise=logits.shape[-1] != dim, dim=dim, width=_width(dim), block=HEADS,
-    )  # fmt: skip
-    return dx
-
-
-@triton.jit
-def _rows(x, i, head, batch_stride, seq_stride, head_stride, seq):
-    """Return pointers [rows, 1] to a head at tokens i of x [B, S, heads, H]; S None: all rows have one stride."""
-    x += head.to(tl.int64) * head_stride
-    at = (
-        x + i * seq_stride
-        if seq is None
-        else x + (i // seq) * batch_stride + (i % seq) * seq_stride
-    )
-    return at[:, None]
-
-
-@triton.jit
-def _place(
-    rows, heads, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr
-):
-    """Return this program's groups of four rows, head, channels, and which of rows and channels exist."""
-    row, head = tile(tl.cdiv(rows, block), heads, BAND)
-    group = row.to(tl.int64) * (block // 4) + tl.arange(0, block // 4)
-    channel = tl.arange(0, width)
-    return group, head, channel, (4 * group < rows)[:, None] & (channel < dim)[None, :]
-
-
-@triton.jit
-def _read(pointers, channel, inside):
-    return tl.load(pointers + channel[None, :], inside, 0.0).to(tl.float32)
-
-
-@triton.jit
-def _gated(
-    x,
-    logits,
-    i,
-    head,
-    x_batch,
-    x_seq,
-    x_head,
-    g_batch,
-    g_seq,
-    g_head,
-    seq,
-    channel,
-    inside,
-    gated: tl.constexpr,
-):
-    value = _read(_rows(x, i, head, x_batch, x_seq, x_head, seq), channel, inside)
-    if gated:
-        value *= sigmoid(
-            _read(_rows(logits, i, head, g_batch, g_seq, g_head, seq), channel, inside)
-        )
-    return value
-
-
-@triton.jit
-def _gate_fp8_kernel(
-    x, logits, data, transposed, scale, amax, scale_inv,
-    x_batch, x_seq, x_head, g_batch, g_seq, g_head,
-    rows, seq, heads, columns, first,
-    gated: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr,
-    E5M2: tl.constexpr,
-):  # fmt: skip
-    group, head, channel, inside = _place(rows, heads, dim, width, block, BAND)
-    i = 4 * group
-    own = first + head * dim
-    a = _gated(
-        x,
-        logits,
-        i,
-        head,
-        x_batch,
-        x_seq,
-        x_head,
-        g_batch,
-        g_seq,
-        g_head,
-        seq,
-        channel,
-        inside,
-        gated,
-    )
-    b = _gated(
-        x,
-        logits,
-        i + 1,
-        head,
-        x_batch,
-        x_seq,
-        x_head,
-        g_batch,
-        g_seq,
-        g_head,
-        seq,
-        channel,
-        inside,
-        gated,
-    )
-    c = _gated(
-        x,
-        logits,
-        i + 2,
-        head,
-        x_batch,
-        x_seq,
-        x_head,
-        g_batch,
-        g_seq,
-        g_head,
-        seq,
-        channel,
-        inside,
-        gated,
-    )
-    d = _gated(
-        x,
-        logits,
-        i + 3,
-        head,
-        x_batch,
-        x_seq,
-        x_head,
-        g_batch,
-        g_seq,
-        g_head,
-        seq,
-        channel,
-        inside,
-        gated,
-    )
-    s = tl.load(scale)
-    j = own + channel
-    raise_amax(
-        amax, store_fp8(a, b, c, d, s, group, j, rows, own + dim, data, transposed, columns, E5M2)
-    )
-    note_inverse(s, scale_inv)
-
-
-@triton.jit
-def _angles(cos, sin, i, table_batch, table_seq, seq, sign, channel, inside):
-    at = ((i // seq) * table_batch + (i % seq) * table_seq)[:, None]
-    return _read(cos + at, channel, inside), _read(sin + at, channel, inside) * sign
-
-
-@triton.jit
-def _rotated(x, i, head, x_batch, x_seq, x_head, seq, c, s, channel, inside, half: tl.constexpr):
-    at = _rows(x, i, head, x_batch, x_seq, x_head, seq)
-    one = _read(at, channel, inside)
-    two = _read(at + half, channel, inside)
-    return one * c - two * s, two * c + one * s
-
-
-@triton.jit
-def _rotate_fp8_kernel(
-    x, cos, sin, data, transposed, scale, amax, scale_inv,
-    x_batch, x_seq, x_head, table_batch, table_seq,
-    rows, seq, heads, columns, first, sign,
-    half: tl.constexpr, width: tl.constexpr, block: tl.constexpr, turned: tl.constexpr, BAND: tl.constexpr,
-    E5M2: tl.constexpr,
-):  # fmt: skip
-    group, part, channel, inside = _place(rows, tl.cdiv(heads, turned), half, width, block, BAND)
-    i = 4 * group
-    s = tl.load(scale)
-    ca, sa = _angles(cos, sin, i, table_batch, table_seq, seq, sign, channel, inside)
-    cb, sb = _angles(cos, sin, i + 1, table_batch, table_seq, seq, sign, channel, inside)
-    cc, sc = _angles(cos, sin, i + 2, table_batch, table_seq, seq, sign, channel, inside)
-    cd, sd = _angles(cos, sin, i + 3, table_batch, table_seq, seq, sign, channel, inside)
-    largest = tl.zeros((block // 4, width), tl.float32)
-    for step in range(tl.minimum(turned, heads - part * turned)):
-        head = part * turned + step
-        a, e = _rotated(x, i, head, x_batch, x_seq, x_head, seq, ca, sa, channel, inside, half)
-        b, f = _rotated(x, i + 1, head, x_batch, x_seq, x_head, seq, cb, sb, channel, inside, half)
-        c, g = _rotated(x, i + 2, head, x_batch, x_seq, x_head, seq, cc, sc, channel, inside, half)
-        d, h = _rotated(x, i + 3, head, x_batch, x_seq, x_head, seq, cd, sd, channel, inside, half)
-        second = first + head * 2 * half + half
-        j = second - half + channel
-        one = store_fp8(a, b, c, d, s, group, j, rows, second, data, transposed, columns, E5M2)
-        two = store_fp8(
-            e, f, g, h, s, group, j + half, rows, second + half, data, transposed, columns, E5M2
-        )
-        largest = tl.maximum(largest, tl.maximum(one, two))
-    raise_amax(amax, largest)
-    note_inverse(s, scale_inv)
-
-
-@triton.jit
-def _gate_slopes(
-    dy, x, logits, dx, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dx_batch,
-    dx_seq, dx_head, seq, channel, inside,
-):  # fmt: skip
-    slope = _read(_rows(dy, i, head, dy_batch, dy_seq, dy_head, seq), channel, inside)
-    value = _read(_rows(x, i, head, x_batch, x_seq, x_head, seq), channel, inside)
-    opening = sigmoid(_read(_rows(logits, i, head, g_batch, g_seq, g_head, seq), channel, inside))
-    at = _rows(dx, i, head, dx_batch, dx_seq, dx_head, seq) + channel[None, :]
-    tl.store(at, (slope * opening).to(dx.dtype.element_ty), mask=inside)
-    return slope * value * opening * (1 - opening)
-
-
-@triton.jit
-def _gate_backward_fp8_kernel(
-    dy, x, logits, dx, data, transposed, scale, amax, scale_inv,
-    dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dx_batch, dx_seq, dx_head,
-    rows, seq, heads, columns, first,
-    dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr, E5M2: tl.constexpr,
-):  # fmt: skip
-    group, head, channel, inside = _place(rows, heads, dim, width, block, BAND)
-    i = 4 * group
-    own = first + head * dim
-    a = _gate_slopes(dy, x, logits, dx, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
-                     g_head, dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
-    b = _gate_slopes(dy, x, logits, dx, i + 1, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
-                     g_head, dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
-    c = _gate_slopes(dy, x, logits, dx, i + 2, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
-                     g_head, dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
-    d = _gate_slopes(dy, x, logits, dx, i + 3, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
-                     g_head, dx_batch, dx_seq, dx_head, seq, channel, inside)  # fmt: skip
-    s = tl.load(scale)
-    j = own + channel
-    raise_amax(
-        amax, store_fp8(a, b, c, d, s, group, j, rows, own + dim, data, transposed, columns, E5M2)
-    )
-    note_inverse(s, scale_inv)
-
-
-def _of(out: FP8Data, place: Place) -> tuple[Tensor, ...]:
-    """Return a kernel's arguments for its output."""
-    return out.data, out.transposed, *place[:2], out.scale_inv
-
-
-def _even(seq: int, *tensors: Tensor) -> int | None:
-    """Return S; None if one stride serves all tokens of tensors [B, S, heads, H], which saves divisions."""
-    return None if all(tensor.stride(0) == seq * tensor.stride(1) for tensor in tensors) else seq
-
-
-def gate_fp8(out: FP8Data, place: Place, first: int, x: Tensor, logits: Tensor | None) -> None:
-    """Write gated_attention.gate, or x itself where there are no logits, as FP8 into `out`."""
-    batch, seq, heads, dim = x.shape
-    gate = x if logits is None else logits
-    _gate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
-        x, gate, *_of(out, place), *x.stride()[:3], *gate.stride()[:3],
-        batch * seq, _even(seq, x, gate), heads, out.transposed.shape[0], first,
-        gated=logits is not None, dim=dim, width=_width(dim), block=TOKENS, BAND=BAND, E5M2=place[2], num_warps=4,
-    )  # fmt: skip
-
-
-def rotate_fp8(
-    out: FP8Data, place: Place, first: int, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool
-) -> None:
-    """Write gated_attention.rotate as FP8 into `out`."""
-    batch, seq, heads, dim = x.shape
-    cos, sin, *strides = _tables(cos, sin, x.stride()[:3])
-    _rotate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * triton.cdiv(heads, TURNED),)](
-        x, cos, sin, *_of(out, place), *strides,
-        batch * seq, seq, heads, out.transposed.shape[0], first, -1.0 if inverse else 1.0,
-        half=dim // 2, width=_width(dim // 2), block=TOKENS, turned=TURNED, BAND=BAND, E5M2=place[2], num_warps=4,
-    )  # fmt: skip
-
-
-def gate_backward_fp8(
-    out: FP8Data, place: Place, first: int, dy: Tensor, x: Tensor, logits: Tensor
-) -> Tensor:
-    """Compute gated_attention.gate_backward, with the gradient for the logits as FP8 into `out`."""
-    batch, seq, heads, dim = x.shape
-    dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
-    strides = [stride for tensor in (dy, x, logits, dx) for stride in tensor.stride()[:3]]
-    _gate_backward_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
-        dy, x, logits, dx, *_of(out, place), *strides, batch * seq, _even(seq, dy, x, logits, dx), heads,
-        out.transposed.shape[0], first,
-        dim=dim, width=_width(dim), block=TOKENS, BAND=BAND, E5M2=place[2], num_warps=4,
+        headwise=logits.shape[-1] != dim, softplus=softplus, dim=dim, width=width_of(dim), block=HEADS,
     )  # fmt: skip
     return dx
 
 
 TRITON = Operations(
     rotate,
+    norm,
+    norm_backward,
     copy,
     gate,
     gate_backward,
-    FP8Operations(new_fp8, gate_fp8, rotate_fp8, gate_backward_fp8),
+    FP8,
     spans,
 )

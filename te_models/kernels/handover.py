@@ -21,8 +21,12 @@ from torch import Tensor, nn
 from te_models.config.recipe import EngineRecipe
 from te_models.device.autograd import Context
 from te_models.kernels.early_save import save_early, save_input, saved_input
+from te_models.kernels.elementwise import (
+    mlp_activation,
+    mlp_activation_backward,
+    swiglu_backward,
+)
 from te_models.kernels.elementwise import swiglu as silu_times_up
-from te_models.kernels.elementwise import swiglu_backward
 from te_models.kernels.expert_rows import Route, dispatch
 from te_models.kernels.groups import Groups
 
@@ -78,6 +82,28 @@ def swiglu(
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return forward(gate_up)
     return _SwiGLU.apply(save_early(gate_up), forward, backward)
+
+
+def activate(
+    gate_up: Tensor,
+    producer: nn.Module | None,
+    consumer: nn.Module | None,
+    activation: str = "silu",
+    gated: bool = True,
+    forward: Callable[[Tensor, str, bool], Tensor] = mlp_activation,
+    backward: Callable[[Tensor, Tensor, str, bool], Tensor] = mlp_activation_backward,
+) -> Tensor:
+    """Return act(gate) * up of gate_up [N, 2F] = [gate | up], or act of [N, F] if not `gated`: [N, F].
+
+    `activation` is one of elementwise.ACTIVATIONS; a twin knows those of te_models.config.mlp.HANDED_OVER.
+    """
+    return swiglu(
+        gate_up,
+        producer,
+        consumer,
+        lambda x: forward(x, activation, gated),
+        lambda dy, x: backward(dy, x, activation, gated),
+    )
 
 
 def linear(module: nn.Module, x: Tensor, **options: bool | None) -> Tensor:

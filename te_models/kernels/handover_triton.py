@@ -190,28 +190,53 @@ def _load(x, i, j, rows, columns, stride):
     return tl.load(x + i[:, None] * stride + j[None, :], inside, 0.0).to(tl.float32)
 
 
+GELU = tl.constexpr(2 * 0.7978845608028654)  # 2 sqrt(2 / pi), of the approximation of GELU by tanh
+GELU_CUBE = tl.constexpr(0.044715)
+
+
 @triton.jit
-def _value(x, i, j, rows, columns, GATED: tl.constexpr):
-    """Return x at rows i and columns j; with GATED silu(gate) * up of x = [gate | up]."""
-    if GATED:
-        gate = _load(x, i, j, rows, columns, 2 * columns)
-        value = gate * sigmoid(gate) * _load(x + columns, i, j, rows, columns, 2 * columns)
+def _activation(x, ACTIVATION: tl.constexpr):
+    """Return the activation of this name (te_models.kernels.elementwise.ACTIVATIONS), and its derivative."""
+    if ACTIVATION == "silu":
+        opening = sigmoid(x)
+        value = x * opening
+        slope = opening + value * (1 - opening)
+    elif ACTIVATION == "relu2":
+        positive = tl.maximum(x, 0.0)
+        value = positive * positive
+        slope = 2 * positive
     else:
-        value = _load(x, i, j, rows, columns, columns)
+        tl.static_assert(ACTIVATION == "gelu_pytorch_tanh")
+        # (1 + tanh(u)) / 2 is the sigmoid of 2 u.
+        square = x * x * GELU_CUBE
+        opening = sigmoid(tl.maximum((x + x * square) * GELU, -80.0))  # exp(80) is finite
+        value = x * opening
+        slope = opening + value * (1 - opening) * (1 + 3 * square) * GELU
+    return value, slope
+
+
+@triton.jit
+def _value(x, i, j, rows, columns, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
+    """Return x at rows i and columns j, its activation, or with GATED act(gate) * up of x = [gate | up]."""
+    value = _load(x, i, j, rows, columns, 2 * columns if GATED else columns)
+    if ACTIVATION is not None:
+        value, _ = _activation(value, ACTIVATION)
+    if GATED:
+        value *= _load(x + columns, i, j, rows, columns, 2 * columns)
     return value
 
 
 @triton.jit
 def _cast_kernel(
-    x, data, transposed, scale, amax, scale_inv, rows, columns, GATED: tl.constexpr,
+    x, data, transposed, scale, amax, scale_inv, rows, columns, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     group, j = _place(rows, columns, ROWS, COLUMNS, BAND)
     i = 4 * group
-    a = _value(x, i, j, rows, columns, GATED)
-    b = _value(x, i + 1, j, rows, columns, GATED)
-    c = _value(x, i + 2, j, rows, columns, GATED)
-    d = _value(x, i + 3, j, rows, columns, GATED)
+    a = _value(x, i, j, rows, columns, ACTIVATION, GATED)
+    b = _value(x, i + 1, j, rows, columns, ACTIVATION, GATED)
+    c = _value(x, i + 2, j, rows, columns, ACTIVATION, GATED)
+    d = _value(x, i + 3, j, rows, columns, ACTIVATION, GATED)
     s = tl.load(scale)
     raise_amax(
         amax, store_fp8(a, b, c, d, s, group, j, rows, columns, data, transposed, columns, E5M2)
@@ -220,26 +245,49 @@ def _cast_kernel(
 
 
 @triton.jit
-def _dswiglu(dy, gate_up, i, j, rows, columns):
-    gate = _load(gate_up, i, j, rows, columns, 2 * columns)
-    up = _load(gate_up + columns, i, j, rows, columns, 2 * columns)
-    slope = _load(dy, i, j, rows, columns, columns)
-    opening = sigmoid(gate)
-    silu = gate * opening
-    return slope * up * (opening + silu * (1 - opening)), slope * silu
+def _slope(dy, x, i, j, rows, columns, ACTIVATION: tl.constexpr):
+    _, slope = _activation(_load(x, i, j, rows, columns, columns), ACTIVATION)
+    return _load(dy, i, j, rows, columns, columns) * slope
 
 
 @triton.jit
-def _dswiglu_kernel(
-    dy, gate_up, data, transposed, scale, amax, scale_inv, rows, columns,
+def _slope_kernel(
+    dy, x, data, transposed, scale, amax, scale_inv, rows, columns, ACTIVATION: tl.constexpr,
     E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     group, j = _place(rows, columns, ROWS, COLUMNS, BAND)
     i = 4 * group
-    a, e = _dswiglu(dy, gate_up, i, j, rows, columns)
-    b, f = _dswiglu(dy, gate_up, i + 1, j, rows, columns)
-    c, g = _dswiglu(dy, gate_up, i + 2, j, rows, columns)
-    d, h = _dswiglu(dy, gate_up, i + 3, j, rows, columns)
+    a = _slope(dy, x, i, j, rows, columns, ACTIVATION)
+    b = _slope(dy, x, i + 1, j, rows, columns, ACTIVATION)
+    c = _slope(dy, x, i + 2, j, rows, columns, ACTIVATION)
+    d = _slope(dy, x, i + 3, j, rows, columns, ACTIVATION)
+    s = tl.load(scale)
+    raise_amax(
+        amax, store_fp8(a, b, c, d, s, group, j, rows, columns, data, transposed, columns, E5M2)
+    )
+    note_inverse(s, scale_inv)
+
+
+@triton.jit
+def _slopes(dy, gate_up, i, j, rows, columns, ACTIVATION: tl.constexpr):
+    gate = _load(gate_up, i, j, rows, columns, 2 * columns)
+    up = _load(gate_up + columns, i, j, rows, columns, 2 * columns)
+    slope = _load(dy, i, j, rows, columns, columns)
+    value, own = _activation(gate, ACTIVATION)
+    return slope * up * own, slope * value
+
+
+@triton.jit
+def _gated_slope_kernel(
+    dy, gate_up, data, transposed, scale, amax, scale_inv, rows, columns, ACTIVATION: tl.constexpr,
+    E5M2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    group, j = _place(rows, columns, ROWS, COLUMNS, BAND)
+    i = 4 * group
+    a, e = _slopes(dy, gate_up, i, j, rows, columns, ACTIVATION)
+    b, f = _slopes(dy, gate_up, i + 1, j, rows, columns, ACTIVATION)
+    c, g = _slopes(dy, gate_up, i + 2, j, rows, columns, ACTIVATION)
+    d, h = _slopes(dy, gate_up, i + 3, j, rows, columns, ACTIVATION)
     s = tl.load(scale)
     of_gate = store_fp8(a, b, c, d, s, group, j, rows, columns, data, transposed, 2 * columns, E5M2)
     half = transposed + rows.to(tl.int64) * columns
@@ -313,7 +361,7 @@ def _by_tiles(
     columns: int,
     place: Place,
     out: FP8Data,
-    **options: bool,
+    **options: bool | str | None,
 ) -> FP8Data:
     """Launch a kernel that writes `out`, one program per tile of [rows, columns]; `place`: scale, amax, E5M2.
 
@@ -330,26 +378,50 @@ def _by_tiles(
 
 def cast(x: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> FP8Data:
     """Cast x [N, K], of any float dtype: data [N, K], the bits of Transformer Engine's cast."""
+    rows, columns = x.shape
+    out = new_fp8(rows, columns, x.device)
+    place = (scale, amax, e5m2)
+    return _by_tiles(_cast_kernel, (x,), rows, columns, place, out, ACTIVATION=None, GATED=False)
+
+
+def activate(
+    gate_up: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    e5m2: bool,
+    activation: str = "silu",
+    gated: bool = True,
+    rowwise: bool = True,
+) -> FP8Data:
+    """Compute elementwise.mlp_activation of gate_up [N, 2F], or [N, F] if not `gated`: data [N, F].
+
+    Only the transposed copy if not `rowwise`.
+    """
+    rows, columns = gate_up.shape
+    if gated:
+        columns //= 2
+    out = new_fp8(rows, columns, gate_up.device, rowwise)
+    place = (scale, amax, e5m2)
     return _by_tiles(
-        _cast_kernel, (x,), *x.shape, (scale, amax, e5m2), new_fp8(*x.shape, x.device), GATED=False
+        _cast_kernel, (gate_up,), rows, columns, place, out, ACTIVATION=activation, GATED=gated
     )
 
 
-def swiglu(
-    gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool, rowwise: bool = True
+def activate_backward(
+    dy: Tensor,
+    gate_up: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    e5m2: bool,
+    activation: str = "silu",
+    gated: bool = True,
 ) -> FP8Data:
-    """Compute silu(gate) * up of gate_up [N, 2F]: data [N, F], only the transpose if not `rowwise`."""
-    rows = len(gate_up)
-    columns = gate_up.shape[1] // 2
-    out = new_fp8(rows, columns, gate_up.device, rowwise)
-    return _by_tiles(_cast_kernel, (gate_up,), rows, columns, (scale, amax, e5m2), out, GATED=True)
-
-
-def dswiglu(dy: Tensor, gate_up: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> FP8Data:
-    """Compute the gradient of gate_up [N, 2F] for dy [N, F] of `swiglu`'s output: data [N, 2F]."""
+    """Compute the gradient of gate_up for dy [N, F] of `activate`'s output: data of the shape of gate_up."""
     rows, columns = dy.shape
-    out = new_fp8(rows, 2 * columns, dy.device)
-    return _by_tiles(_dswiglu_kernel, (dy, gate_up), rows, columns, (scale, amax, e5m2), out)
+    out = new_fp8(rows, gate_up.shape[1], dy.device)
+    place = (scale, amax, e5m2)
+    kernel = _gated_slope_kernel if gated else _slope_kernel
+    return _by_tiles(kernel, (dy, gate_up), rows, columns, place, out, ACTIVATION=activation)
 
 
 def norm(

@@ -1,5 +1,6 @@
 """Causal attention through PyTorch's scaled_dot_product_attention, with cuDNN's kernel first where there is a GPU."""
 
+import functools
 from typing import Any
 
 import torch
@@ -7,9 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from te_models.config.attention import CUDNN_DIMS, CUDNN_DIMS_ANYWHERE
 from te_models.device.cudnn import cudnn_is_sound
 
-# cuDNN is 1.65x FlashAttention-2 forward and backward on an H200 at head_dim 128, S 2048 (350 against 212 TFLOP/s).
+# cuDNN takes 0.5 to 0.9 of FlashAttention-2's time for every head dimension of CUDNN_DIMS, at all lengths that
+# benchmarks/attention_kernels.py times (docs/results/training_speed.md).
 CUDA_ORDER = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -28,8 +31,18 @@ def suits_cudnn(seq: int, size: int, dtype: torch.dtype, masked: bool = False) -
     With a mask, cuDNN 9.19 makes NaN gradients at some lengths that are not multiples of its tiles of 128 keys
     (pytorch/pytorch#196678). Its backward is not deterministic.
     """
-    fits = dtype.itemsize == 2 and size in (64, 128) and seq >= 128 and not (masked and seq % 128)
-    return fits and not torch.are_deterministic_algorithms_enabled() and cudnn_is_sound()
+    if dtype.itemsize != 2 or seq < 128 or torch.are_deterministic_algorithms_enabled():
+        return False
+    if masked and (seq % 128 or size not in CUDNN_DIMS_ANYWHERE):
+        return False
+    dims = CUDNN_DIMS if _is_hopper() else CUDNN_DIMS_ANYWHERE
+    return size in dims and cudnn_is_sound()
+
+
+@functools.cache
+def _is_hopper() -> bool:
+    """Return whether the GPU is an H100 or H200, the only ones measured; True where there is none, for plans."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
 
 
 def causal_attention(

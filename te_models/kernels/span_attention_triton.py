@@ -25,6 +25,9 @@ GRAD_QUERY: dict[int, Block] = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (6
 GRAD_KEY: dict[int, Block] = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 32, 4, 1)}
 
 
+WIDEST_HERE = 128  # channels per head from which on FlashAttention-2 is faster under a window
+
+
 @triton.jit
 def _rows(base, token, token_stride, channel, seq, dim: tl.constexpr):
     """Load [tokens, width] of one head, zero beyond the end of the row and beyond the last channel."""
@@ -57,17 +60,26 @@ def _place(blocks, heads):
 
 
 @triton.jit
-def _scores(q, k, start, query, key, factor):
-    """Return the scores [queries, keys] times log2(e), -inf at keys that a query does not see."""
+def _scores(q, k, start, query, key, factor, cap):
+    """Return the scores [queries, keys] times log2(e), -inf at keys that a query does not see, and their tanh.
+
+    With a cap c, times log2(e), a score s becomes c * tanh(s / c), and `factor` is that of s / c; else the second
+    value means nothing.
+    """
     seen = (key[None, :] <= query[:, None]) & (key[None, :] >= start[:, None])
-    return tl.where(seen, tl.dot(q, tl.trans(k)) * factor, float("-inf"))
+    score = tl.dot(q, tl.trans(k)) * factor
+    bend = score
+    if cap is not None:
+        bend = 2.0 * tl.sigmoid(2.0 * score) - 1.0  # tanh
+        score = bend * cap
+    return tl.where(seen, score, float("-inf")), bend
 
 
 @triton.jit
 def _forward_kernel(
     q, k, v, sinks, out, log_sum, first,
     q_batch, q_head, q_seq, k_batch, k_head, k_seq, v_batch, v_head, v_seq, o_batch, o_head, o_seq, first_batch,
-    seq, heads, group, factor,
+    seq, heads, group, factor, cap,
     dim: tl.constexpr, width: tl.constexpr, queries: tl.constexpr, keys: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(seq, queries)
@@ -90,7 +102,8 @@ def _forward_kernel(
         tl.load(first + begin) // keys * keys, tl.minimum(begin + queries, seq), keys
     ):
         key = place + tl.arange(0, keys)
-        score = _scores(rows, _rows(k, key, k_seq, channel, seq, dim), start, query, key, factor)
+        keyed = _rows(k, key, k_seq, channel, seq, dim)
+        score, _ = _scores(rows, keyed, start, query, key, factor, cap)
         highest = tl.maximum(top, tl.max(score, 1))
         offset = tl.where(
             highest == float("-inf"), 0.0, highest
@@ -135,7 +148,7 @@ def _dot_kernel(
 def _grad_query_kernel(
     q, k, v, dy, log_sum, dots, first, dq,
     q_batch, q_head, q_seq, k_batch, k_head, k_seq, v_batch, v_head, v_seq, y_batch, y_head, y_seq,
-    d_batch, d_head, d_seq, first_batch, seq, heads, group, factor, scale,
+    d_batch, d_head, d_seq, first_batch, seq, heads, group, factor, scale, cap,
     dim: tl.constexpr, width: tl.constexpr, queries: tl.constexpr, keys: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(seq, queries)
@@ -158,10 +171,13 @@ def _grad_query_kernel(
     ):
         key = place + tl.arange(0, keys)
         keyed = _rows(k, key, k_seq, channel, seq, dim)
-        weight = tl.exp2(_scores(rows, keyed, start, query, key, factor) - top[:, None])
+        score, bend = _scores(rows, keyed, start, query, key, factor, cap)
+        weight = tl.exp2(score - top[:, None])
         change = weight * (
             tl.dot(slope, tl.trans(_rows(v, key, v_seq, channel, seq, dim))) - dot[:, None]
         )
+        if cap is not None:
+            change *= 1 - bend * bend
         grad += tl.dot(change.to(keyed.dtype), keyed)
     _store_rows(dq + batch * d_batch + head * d_head, query, d_seq, channel, seq, grad * scale, dim)
 
@@ -170,7 +186,7 @@ def _grad_query_kernel(
 def _grad_key_kernel(
     q, k, v, dy, log_sum, dots, first, last, dk, dv,
     q_batch, q_head, q_seq, k_batch, k_head, k_seq, v_batch, v_head, v_seq, y_batch, y_head, y_seq,
-    d_batch, d_head, d_seq, first_batch, seq, heads, group, factor, scale,
+    d_batch, d_head, d_seq, first_batch, seq, heads, group, factor, scale, cap,
     dim: tl.constexpr, width: tl.constexpr, queries: tl.constexpr, keys: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of one block of keys and values, over all heads of queries that share them."""
@@ -194,9 +210,12 @@ def _grad_key_kernel(
             start = tl.load(first + query, query < seq, 0)
             top = tl.load(log_sum + sums + query, query < seq, 0.0)
             dot = tl.load(dots + sums + query, query < seq, 0.0)
-            weight = tl.exp2(_scores(rows, keyed, start, query, key, factor) - top[:, None])
+            score, bend = _scores(rows, keyed, start, query, key, factor, cap)
+            weight = tl.exp2(score - top[:, None])
             grad_value += tl.dot(tl.trans(weight.to(slope.dtype)), slope)
             change = weight * (tl.dot(slope, tl.trans(value)) - dot[:, None])
+            if cap is not None:
+                change *= 1 - bend * bend
             grad_key += tl.dot(tl.trans(change.to(rows.dtype)), rows)
     d = batch * d_batch + shared * d_head
     _store_rows(dk + d, key, d_seq, channel, seq, grad_key * scale, dim)
@@ -207,11 +226,12 @@ class Spans(NamedTuple):
     """The span of keys that each query sees, which ends with its own.
 
     `first` int32 [B or 1, S]: its first key; never decreases along a row. `last` int32 [B or 1, S]: the last query that
-    sees each key.
+    sees each key. `window`: the number of keys that every query sees, where nothing else bounds the spans.
     """
 
     first: Tensor
     last: Tensor
+    window: int | None = None
 
     def forward(
         self,
@@ -220,28 +240,44 @@ class Spans(NamedTuple):
         v: Tensor,
         scale: float | None = None,
         sinks: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return attention's output [B, N, S, H] and the log2 of each query's sum of weights, FP32 [B, N, S].
+        cap: float | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Return attention's output [B, N, S, H], and what `backward` needs beside it.
 
         q [B, N, S, H]; k, v [B, K, S, H], N a multiple of K, with contiguous channels and any other strides. `scale`
         is the factor on the products of q and k; None: H ** -0.5. `sinks` [N] are logits in each softmax's denominator.
+        `cap` c bounds the logits to c * tanh(logit / c).
         """
+        if self._suits_flash(q, sinks, cap):
+            return self._flash_forward(q, k, v, scale)
         batch, heads, seq, dim = q.shape
         out = torch.empty(batch, seq, heads, dim, dtype=q.dtype, device=q.device).transpose(1, 2)
         log_sum = torch.empty(batch, heads, seq, dtype=torch.float32, device=q.device)
         sinks = None if sinks is None else sinks.float() * LOG2E
+        factor, cap_2 = _factors(scale, dim, cap)
         block, options = _options(FORWARD, dim)
         _forward_kernel[(triton.cdiv(seq, block[0]) * batch * heads,)](
             q, k, v, sinks, out, log_sum, self.first, *_strides(q, k, v, out), self._stride, seq, heads,
-            heads // k.shape[1], _scale(scale, dim) * LOG2E, **options,
+            heads // k.shape[1], factor, cap_2, **options,
         )  # fmt: skip
         return out, log_sum
 
     def backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, scale: float | None = None,
+        self,
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        *kept: Tensor,
+        scale: float | None = None,
         sinks: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+        cap: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the gradients of q, k, v and sinks, given that of `out`, [B, N, S, H], and what `forward` returned."""
+        if self._suits_flash(q, sinks, cap):
+            return *self._flash_backward(dy, q, k, v, out, kept, scale), None
+        (log_sum,) = kept
         batch, heads, seq, dim = q.shape
         shared = k.shape[1]
         dq, dk, dv = (torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
@@ -250,35 +286,21 @@ class Spans(NamedTuple):
         _dot_kernel[(triton.cdiv(seq, 64) * batch * heads,)](
             out, dy, dots, *_strides(out, dy), seq, heads, dim=dim, width=_width(dim), queries=64
         )
-        natural = _scale(scale, dim)
         common = (*_strides(q, k, v, dy),)
-        tail = (self._stride, seq, heads, heads // shared, natural * LOG2E, natural)
+        factor, cap_2 = _factors(scale, dim, cap)
+        tail = (self._stride, seq, heads, heads // shared, factor, _scale(scale, dim), cap_2)
         block, options = _options(GRAD_QUERY, dim)
         _grad_query_kernel[(triton.cdiv(seq, block[0]) * batch * heads,)](
             q, k, v, dy, log_sum, dots, self.first, dq, *common, *_strides(dq), *tail, **options
         )
         block, options = _options(GRAD_KEY, dim)
         _grad_key_kernel[(triton.cdiv(seq, block[1]) * batch * shared,)](
-            q,
-            k,
-            v,
-            dy,
-            log_sum,
-            dots,
-            self.first,
-            self.last,
-            dk,
-            dv,
-            *common,
-            *_strides(dk),
-            *tail,
-            **options,
-        )
+            q, k, v, dy, log_sum, dots, self.first, self.last, dk, dv, *common, *_strides(dk), *tail, **options
+        )  # fmt: skip
         if sinks is None:
             return dq, dk, dv, None
-        weight = torch.exp2(
-            sinks.float()[:, None] * LOG2E - log_sum
-        )  # of the sink, whose value is zero
+        # A sink is a key whose value is zero; this is its weight in each query's softmax.
+        weight = torch.exp2(sinks.float()[:, None] * LOG2E - log_sum)
         return dq, dk, dv, -(weight * dots).sum((0, 2)).to(sinks.dtype)
 
     def __call__(
@@ -288,14 +310,62 @@ class Spans(NamedTuple):
         v: Tensor,
         scale: float | None = None,
         sinks: Tensor | None = None,
+        cap: float | None = None,
     ) -> Tensor:
         """Return the output of `forward`, differentiable."""
-        return _SpanAttention.apply(q, k, v, sinks, *self, scale)
+        return _SpanAttention.apply(q, k, v, sinks, self, scale, cap)
 
     @property
     def _stride(self) -> int:
         """The distance between the rows of `first`, 0 where all rows of the batch share one."""
         return self.first.stride(0) if len(self.first) > 1 else 0
+
+    def _suits_flash(self, q: Tensor, sinks: Tensor | None, cap: float | None) -> bool:
+        """Return whether FlashAttention-2 computes these spans, and faster than the kernels here.
+
+        It does for wide heads, 0.6 to 0.75 of their time on an H100 (docs/results/training_speed.md). It knows windows,
+        but neither sinks nor caps, and the order of its sums varies from run to run.
+        """
+        plain = self.window is not None and sinks is None and cap is None
+        wide = q.shape[-1] > WIDEST_HERE and q.is_cuda
+        return plain and wide and not torch.are_deterministic_algorithms_enabled()
+
+    def _flash_arguments(self, q: Tensor) -> tuple[tuple[object, ...], dict[str, object]]:
+        """Return the arguments that FlashAttention's forward and backward share: row boundaries, lengths, window."""
+        assert self.window is not None
+        batch, _, seq, _ = q.shape
+        bounds = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seq
+        window = dict(window_size_left=self.window - 1, window_size_right=0)
+        return (bounds, bounds, seq, seq), window
+
+    def _flash_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None
+    ) -> tuple[Tensor, ...]:
+        bounds, window = self._flash_arguments(q)
+        rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))  # [B*S, heads, H]
+        out, *kept = torch.ops.aten._flash_attention_forward(
+            *rows, *bounds, 0.0, True, False, scale=scale, **window
+        )
+        batch, heads, seq, dim = q.shape
+        return out.view(batch, seq, heads, dim).transpose(1, 2), *kept[:3]
+
+    def _flash_backward(
+        self,
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        kept: tuple[Tensor, ...],
+        scale: float | None,
+    ) -> list[Tensor]:
+        bounds, window = self._flash_arguments(q)
+        log_sum, seed, offset = kept
+        dy, *rows = (t.transpose(1, 2).flatten(0, 1) for t in (dy, q, k, v, out))
+        grads = torch.ops.aten._flash_attention_backward(
+            dy, *rows, log_sum, *bounds, 0.0, True, seed, offset, scale=scale, **window
+        )
+        return [grad.unflatten(0, (q.shape[0], -1)).transpose(1, 2) for grad in grads]
 
 
 class _SpanAttention(torch.autograd.Function):
@@ -303,20 +373,29 @@ class _SpanAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, first: Tensor, last: Tensor,
+        ctx: Context,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        own: Spans,
         scale: float | None,
-    ) -> Tensor:  # fmt: skip
+        cap: float | None,
+    ) -> Tensor:
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-        out, log_sum = Spans(first, last).forward(q, k, v, scale, sinks)
-        ctx.save_for_backward(q, k, v, out, log_sum, first, last, sinks)
-        ctx.scale = scale
+        out, *kept = own.forward(q, k, v, scale, sinks, cap)
+        ctx.save_for_backward(q, k, v, out, sinks, own.first, own.last, *kept)
+        ctx.options = (own.window, scale, cap)
         return out
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, first, last, sinks = ctx.saved_tensors
+        q, k, v, out, sinks, first, last, *kept = ctx.saved_tensors
+        window, scale, cap = ctx.options
+        own = Spans(first, last, window)
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-        return *Spans(first, last).backward(dy, *tensors, ctx.scale, sinks), None, None, None
+        grads = own.backward(dy, q, k, v, out, *kept, scale=scale, sinks=sinks, cap=cap)
+        return *grads, None, None, None
 
 
 def spans(seq: int, window: int | None, documents: Tensor | None, device: torch.device) -> Spans:
@@ -333,7 +412,7 @@ def spans(seq: int, window: int | None, documents: Tensor | None, device: torch.
         first = first.maximum(torch.where(begins, place, 0).cummax(dim=1).values)
     first = first.contiguous()
     last = torch.searchsorted(first, place.expand_as(first).contiguous(), right=True) - 1
-    return Spans(first.int(), last.int())
+    return Spans(first.int(), last.int(), window if documents is None else None)
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -343,6 +422,13 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 def _scale(scale: float | None, dim: int) -> float:
     return dim**-0.5 if scale is None else scale
+
+
+def _factors(scale: float | None, dim: int, cap: float | None) -> tuple[float, float | None]:
+    """Return the arguments `factor` and `cap` of `_scores`."""
+    if cap is None:
+        return _scale(scale, dim) * LOG2E, None
+    return _scale(scale, dim) / cap, cap * LOG2E
 
 
 def _width(dim: int) -> int:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from te_models.config.attention import AttentionSpec
 from te_models.kernels.composed_attention import composed_attention
-from te_models.kernels.gated_attention import attention_core, can_fuse
+from te_models.kernels.gated_attention import Rotation, Setting, attention_core, can_fuse
 from te_models.kernels.sdpa import causal_attention
 from te_models.model.forward_context import ForwardContext, Visible
 from te_models.model.kv_cache import KVState
@@ -67,18 +67,49 @@ class GatedAttention(Mixer[AttentionSpec]):
 
     def _fused(self, qkvg: Tensor, context: ForwardContext) -> Tensor:
         """Compute the same as `_composed` in one operation."""
+        spec = self.spec
         operations = context.kernels.attention
         assert operations is not None
-        cos, sin = (None, None) if self.spec.rope is None else context.rotary[self.spec.rope]
-        targets = context.kernels.targets(
-            context.neighbour(self.qkvg_proj), context.neighbour(self.o_proj)
-        )
-        spans = context.masks[self.spec.window]
+        rotation = None
+        if spec.rope is not None:
+            rotation = Rotation(*context.rotary[spec.rope], spec.rope.interleaved)
+        spans = context.masks[spec.window]
         assert not isinstance(spans, Tensor)
-        tokens = (context.batch, context.seq)
-        return attention_core(
-            qkvg, cos, sin, *tokens, self.spec.heads, operations, targets, spans, self.sinks
+        q_weight = k_weight = None
+        norms = {}
+        if spec.qk_norm != "none":
+            q_weight = self.tp.partial_weight(self.q_norm)
+            k_weight = self.tp.partial_weight(self.k_norm)
+            norms = dict(eps=self.q_norm.eps, zero_centered=self.q_norm.zero_centered_gamma)
+        setting = Setting(
+            batch=context.batch,
+            rows=context.batch * context.seq,
+            heads=spec.heads,
+            query_rotation=self._query_rotation(rotation, context),
+            key_rotation=rotation,
+            **norms,
+            scale=spec.multiplier,
+            cap=spec.softcap,
+            softplus=spec.gate_activation == "softplus",
+            spans=spans,
+            ops=operations,
+            targets=context.kernels.targets(
+                context.neighbour(self.qkvg_proj), context.neighbour(self.o_proj)
+            ),
         )
+        return attention_core(qkvg, setting, q_weight=q_weight, k_weight=k_weight, sinks=self.sinks)
+
+    def _query_rotation(
+        self, rotation: Rotation | None, context: ForwardContext
+    ) -> Rotation | None:
+        """Return the rotary table of the queries, with their scale as a factor of cos and sin."""
+        if self.spec.query_scale is None:
+            return rotation
+        scale = context.query_scales[self.spec.query_scale][..., None]  # [S, 1] or [B, S, 1]
+        if rotation is not None:
+            return rotation._replace(cos=rotation.cos * scale, sin=rotation.sin * scale)
+        cos = scale.expand(*scale.shape[:-1], self.spec.heads.dim)
+        return Rotation(cos, torch.zeros_like(cos))
 
     def _composed(self, qkvg: Tensor, context: ForwardContext) -> Tensor:
         """Return the input of o_proj [B*S, A*H] from qkvg [N, Q]."""
@@ -118,7 +149,7 @@ class GatedAttention(Mixer[AttentionSpec]):
         scale = self.spec.multiplier
         cap = self.spec.softcap
         if not (mask is None or isinstance(mask, Tensor)):
-            return mask(q, k, v, scale, self.sinks)
+            return mask(q, k, v, scale, self.sinks, cap)
         if cap is None and self.sinks is None:
             return causal_attention(q, k, v, mask, scale=scale)
         return composed_attention(

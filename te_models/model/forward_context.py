@@ -198,17 +198,14 @@ def _mask(
     dtype: torch.dtype,
 ) -> Visible:
     """Return which keys the queries of `spec` see in a pass without a cache."""
-    # A span has one first key per query, which padding and capped logits do not allow.
+    # A span has one first key per query, which padding does not allow.
     spans = kernels.attention.spans if kernels.attention is not None else None
-    if (
-        padded is not None
-        or spec.softcap is not None
-        or dtype.itemsize != 2
-        or spec.heads.dim > 256
-    ):
+    if padded is not None or dtype.itemsize != 2 or spec.heads.dim > 256:
         spans = None
     slides = spec.window is not None and spec.window < seq
-    if spans is not None and (documents is not None or slides or spec.sinks):
+    # Sinks and capped logits are no part of PyTorch's attention.
+    apart = spec.sinks or spec.softcap is not None
+    if spans is not None and (documents is not None or slides or apart):
         return spans(seq, spec.window, documents, device)
     return attention_mask(seq, spec.window, padded, documents, device)
 

@@ -27,12 +27,12 @@ class MLP(Feedforward[MLPSpec]):
 
     def hidden(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return the input of down_proj [N, F] from x [N, D]."""
-        gate_up = context.linear(self.gate_up_proj, x)  # [N, 2F]
-        neighbours = (context.neighbour(self.gate_up_proj), context.neighbour(self.down_proj))
-        if not self.spec.obstacles:
-            return context.kernels.swiglu(gate_up, *neighbours)
-        kernels = context.kernels
         spec = self.spec
+        gate_up = context.linear(self.gate_up_proj, x)  # [N, 2F], or [N, F] without a gate
+        neighbours = (context.neighbour(self.gate_up_proj), context.neighbour(self.down_proj))
+        if not spec.obstacles:
+            return context.kernels.activate(gate_up, *neighbours, spec.activation, spec.gate)
+        kernels = context.kernels
 
         def forward(gate_up: Tensor) -> Tensor:
             hidden = kernels.mlp_activation(gate_up, spec.activation, spec.gate)

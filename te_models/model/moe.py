@@ -143,7 +143,7 @@ class Experts(Feedforward[MoESpec]):
         producer = context.neighbour(self.get_submodule(f"{prefix}gate_up_proj"))
         consumer = context.neighbour(self.get_submodule(f"{prefix}down_proj"))
         if not self.spec.obstacles:
-            return context.kernels.swiglu(gate_up, producer, consumer)
+            return context.kernels.activate(gate_up, producer, consumer)
         kernels = context.kernels
         e = self.spec.experts
         if e.swiglu_limit is None:

@@ -2,8 +2,8 @@
 
 A mode (te_models/config/recompute_modes.py) is a property of a forward pass, never a wrapper module, so parameter names
 and state_dict keys do not change. Under "selective", backward recomputes the output of an RMSNorm and, from it, that of
-gate_up_proj. SwiGLU's backward needs nothing else, and reads it where kernels.swiglu saved it before computing anything
-(te_models/kernels/early_save.py).
+gate_up_proj. The activation's backward needs nothing else, and reads it where kernels.activate saved it before it
+computed anything (te_models/kernels/early_save.py).
 
 The recompute is PyTorch's: torch.utils.checkpoint without reentrance restores random numbers, works with
 torch.autograd.grad, and checks that the second pass saves what the first one did. This file adds what Transformer
@@ -120,7 +120,7 @@ class Recompute:
         return function(x, delta, *args)
 
     def discarding(self, hidden: Tensor, fp8: bool) -> AbstractContextManager[None]:
-        """Inside, the te.Linear whose input is `hidden` from kernels.swiglu does not save it, if the mode says so.
+        """Inside, the te.Linear whose input is `hidden` from kernels.activate does not save it, if the mode says so.
 
         `fp8` says whether that te.Linear runs in FP8.
         """

@@ -159,8 +159,14 @@ class TensorParallel(MeshRanks):
         """
         if not partial or self.size == 1:
             return norm(x)
-        weight = Mapped.apply(norm.weight, lambda weight: weight.view_as(weight), self._sum)
-        return torch.func.functional_call(norm, {"weight": weight}, (x,))
+        return torch.func.functional_call(norm, {"weight": self.partial_weight(norm)}, (x,))
+
+    def partial_weight(self, norm: nn.Module) -> Tensor:
+        """Return the weight of a norm that acts on this rank's heads only: its gradient is summed over the ranks."""
+        weight = norm.get_parameter("weight")
+        if self.size == 1:
+            return weight
+        return Mapped.apply(weight, lambda weight: weight.view_as(weight), self._sum)
 
     def mark(self, model: nn.Module, config: ModelConfig) -> None:
         """Set `tp_sharded` on each parameter."""

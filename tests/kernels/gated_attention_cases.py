@@ -9,10 +9,19 @@ from typing import Any
 import pytest
 import torch
 from fewer import every
-from kernels.test_gated_attention import BATCH, LAYOUTS, SEQ, projection, tables
+from kernels.test_gated_attention import (
+    BATCH,
+    EPS,
+    KINDS,
+    LAYOUTS,
+    SEQ,
+    check,
+    projection,
+    tables,
+)
 from torch import Tensor
 
-from te_models.kernels.gated_attention import PLAIN, split_heads
+from te_models.kernels.gated_attention import PLAIN, Norm, Rotation, split_heads
 from te_models.kernels.gated_attention_triton import TRITON
 
 pytestmark = pytest.mark.skipif(
@@ -30,14 +39,16 @@ def test_every_part_equals_the_plain_one(layout: str, per_row: bool) -> None:
     for ops in (PLAIN, TRITON):
         own = qkvg.clone()
         q, k, v, gate = split_heads(heads, own[: BATCH * SEQ], BATCH)
-        ops.rotate(q, q, cos, sin, False)
-        ops.rotate(k, k, cos, sin, True)
+        ops.rotate(q, q, Rotation(cos, sin), False)
+        ops.rotate(k, k, Rotation(cos, sin), True)
         ops.copy(k, v)
         found = [own]
         if gate is not None:
             dgate = torch.full_like(gate.contiguous(), 7.0)
             dy = torch.ones_like(v[:, :, :1]).expand(-1, -1, heads.query, -1) * 0.5
-            found += [ops.gate(q, gate), ops.gate_backward(dy, q, gate, dgate), dgate]
+            for softplus in (False, True):
+                found += [ops.gate(q, gate, softplus)]
+                found += [ops.gate_backward(dy, q, gate, dgate, softplus), dgate.clone()]
         results.append(found)
     for one, other in zip(*results, strict=True):
         assert_close(one, other, rtol=1e-5, atol=1e-6)
@@ -76,15 +87,48 @@ def test_fp8_is_the_cast_of_the_plain_result(layout: str, per_row: bool, e5m2: b
     (cos, sin), qkvg = tables(heads.dim, torch.float32, per_row), projection(heads, torch.float32)
     q, k, _, gate = split_heads(heads, qkvg[: BATCH * SEQ], BATCH)
     rotated = torch.empty_like(q.contiguous())
-    PLAIN.rotate(q, rotated, cos, sin, True)
-    assert_written_as_fp8(lambda *at: TRITON.fp8.rotate(*at, q, cos, sin, True), rotated, e5m2)
-    assert_written_as_fp8(lambda *at: TRITON.fp8.gate(*at, k, None), k, e5m2)
+    turn = Rotation(cos, sin)
+    PLAIN.rotate(q, rotated, turn, True)
+    assert_written_as_fp8(lambda *at: TRITON.fp8.rotate(*at, q, turn, True), rotated, e5m2)
+    assert_written_as_fp8(lambda *at: TRITON.fp8.gate(*at, k, None, False), k, e5m2)
     if gate is None:
         return
-    assert_written_as_fp8(lambda *at: TRITON.fp8.gate(*at, q, gate), PLAIN.gate(q, gate), e5m2)
     dgate, dy = torch.empty_like(gate.contiguous()), torch.linspace(-1, 1, q.numel()).view_as(q)
-    dx = PLAIN.gate_backward(dy, q, gate, dgate)
+    for softplus in (False, True):
+        gated = PLAIN.gate(q, gate, softplus)
+        assert_written_as_fp8(lambda *at, s=softplus: TRITON.fp8.gate(*at, q, gate, s), gated, e5m2)
+        dx = PLAIN.gate_backward(dy, q, gate, dgate, softplus)
+        found = assert_written_as_fp8(
+            lambda *at, s=softplus: TRITON.fp8.gate_backward(*at, dy, q, gate, s), dgate, e5m2
+        )
+        assert_close(found, dx, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("e5m2", [False, True])
+@pytest.mark.parametrize(
+    "kind", [name for name, kind in KINDS.items() if not kind.together and kind.rotated]
+)
+def test_the_gradient_of_a_norm_is_cast_to_fp8(kind: str, e5m2: bool) -> None:
+    case = KINDS[kind]
+    torch.manual_seed(1)
+    q = projection(case.heads, torch.float32)[: BATCH * SEQ, : case.heads.q_size]
+    q = q.view(BATCH, SEQ, -1, case.heads.dim)
+    dy, dx = torch.randn_like(q), torch.empty_like(q)
+    weight, _ = case.weights(torch.float32)
+    turn = case.rotation(torch.float32)
+    if weight is None:
+        assert turn is not None
+        PLAIN.rotate(dy, dx, turn, True)
+        assert_written_as_fp8(lambda *at: TRITON.fp8.rotate(*at, dy, turn, True), dx, e5m2)
+        return
+    norm = Norm(weight, EPS, case.zero_centered)
+    wanted = PLAIN.norm_backward(dy, q, norm, turn, dx)
     found = assert_written_as_fp8(
-        lambda *at: TRITON.fp8.gate_backward(*at, dy, q, gate), dgate, e5m2
+        lambda *at: TRITON.fp8.norm_backward(*at, dy, q, norm, turn), dx, e5m2
     )
-    assert_close(found, dx, rtol=1e-5, atol=1e-6)
+    assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_query_and_key_equals_fp64(kind: str) -> None:
+    check(kind, TRITON, torch.float32)

@@ -3,6 +3,7 @@
 Run by test_triton_kernels.py in Triton's interpreter and on a GPU.
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from fewer import every
 from torch import Tensor
 
+from te_models.config.mlp import HANDED_OVER
 from te_models.engine.emulated.numerics import FP8_MAX, DType
-from te_models.kernels import elementwise, handover_triton
+from te_models.kernels import handover_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(64, 128), (48, 272), (16, 16)]  # whole tiles, and parts of them
@@ -41,24 +43,44 @@ def check(found: Any, wanted: Tensor, scale: float, amax: Tensor, e5m2: bool) ->
     torch.testing.assert_close(
         found.data.view(form).float(), codes.float(), rtol=0.25, atol=2.0**-9
     )
-    assert (found.data != codes.view(torch.uint8)).float().mean() < 0.01
+    # Zeros may differ in sign.
+    assert (found.data.view(form).float() != codes.float()).float().mean() < 0.01
     torch.testing.assert_close(amax, wanted.abs().max().reshape(1), rtol=1e-5, atol=0)
     torch.testing.assert_close(
         found.scale_inv, torch.full((1,), 1 / scale, device=DEVICE), rtol=1e-7, atol=0
     )
 
 
+def by_definition(x: Tensor, activation: str) -> Tensor:
+    """The activation of this name, as its paper has it."""
+    if activation == "relu2":
+        return x.clamp(min=0) ** 2
+    if activation == "silu":
+        return x / (1 + (-x).exp())
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation", HANDED_OVER)
 @pytest.mark.parametrize(("shape", "scale", "e5m2"), every(3, SHAPES, SCALES, [False, True]))
-def test_swiglu_and_its_gradient(shape: tuple[int, int], scale: float, e5m2: bool) -> None:
+def test_activations_and_their_gradients(
+    shape: tuple[int, int], scale: float, e5m2: bool, activation: str, gated: bool
+) -> None:
     rows, columns = shape
-    gate_up, dy = random(rows, 2 * columns), random(rows, columns).flip(0).contiguous()
-    leaf = gate_up.float().requires_grad_()
-    y = elementwise.swiglu(leaf)
-    (slope,) = torch.autograd.grad(y, leaf, dy.float())
+    gate_up = random(rows, 2 * columns if gated else columns)
+    dy = random(rows, columns).flip(0).contiguous()
+    leaf = gate_up.double().requires_grad_()
+    y = by_definition(leaf[:, :columns], activation)
+    if gated:
+        y = y * leaf[:, columns:]
+    (slope,) = torch.autograd.grad(y, leaf, dy.double())
+    kind = (activation, gated)
     given, amax = state(scale)
-    check(handover_triton.swiglu(gate_up, given, amax, e5m2), y.detach(), scale, amax, e5m2)
+    found = handover_triton.activate(gate_up, given, amax, e5m2, *kind)
+    check(found, y.detach().float(), scale, amax, e5m2)
     given, amax = state(scale)
-    check(handover_triton.dswiglu(dy, gate_up, given, amax, e5m2), slope, scale, amax, e5m2)
+    found = handover_triton.activate_backward(dy, gate_up, given, amax, e5m2, *kind)
+    check(found, slope.float(), scale, amax, e5m2)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +126,7 @@ def test_an_amax_is_raised_and_never_lowered() -> None:
     for before in (0.0, 1e6):
         given, amax = state(1.0)
         amax.fill_(before)
-        handover_triton.swiglu(gate_up, given, amax, False)
+        handover_triton.activate(gate_up, given, amax, False)
         assert (amax.item() == before) == (before > 0)
 
 
@@ -113,6 +135,6 @@ def test_nan_stays_nan() -> None:
     gate_up[3, 5] = float("nan")
     given, amax = state(1.0)
     codes = (
-        handover_triton.swiglu(gate_up, given, amax, False).data.view(torch.float8_e4m3fn).float()
+        handover_triton.activate(gate_up, given, amax, False).data.view(torch.float8_e4m3fn).float()
     )
     assert codes.isnan().sum() == 1 and codes[3, 5].isnan()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from bits import assert_same_bits
 from kernels.test_composed_attention import by_definition
+from kernels.test_gated_attention import setting
 from torch import Tensor
 
 from te_models.config.attention import Heads
@@ -57,15 +58,16 @@ def distance(name: str, found: Tensor, expected: Tensor) -> None:
     assert gap < BOUND, f"{name}: {gap:.2g} off, {BOUND:.2g} allowed"
 
 
+@pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize(
     ("batch", "heads", "shared", "seq", "dim", "window", "lengths"), CASES, ids=str
 )
 def test_output_and_gradients_are_those_by_definition(
     batch: int, heads: int, shared: int, seq: int, dim: int, window: int | None, lengths: list[list[int]] | None,
-    sunk: bool,
+    sunk: bool, cap: float | None,
 ) -> None:  # fmt: skip
-    """In FP64, with sinks and without; on a GPU with four times the tokens and channels."""
+    """In FP64, with sinks and a cap of the logits and without; on a GPU with four times the tokens and channels."""
     seq, dim, window = seq * GROW, dim * GROW, window and window * GROW
     ids = document_ids(lengths)
     mask = attention_mask(seq, window, None, ids, DEVICE)
@@ -73,13 +75,13 @@ def test_output_and_gradients_are_those_by_definition(
     inputs = [t.transpose(1, 2).detach() for t in projection.split([heads, shared, shared], 2)]
     inputs += [torch.randn(heads, dtype=DTYPE, device=DEVICE)] * sunk
     leaves = [t.requires_grad_() for t in inputs]
-    out = spans(seq, window, ids, DEVICE)(*leaves[:3], sinks=leaves[3] if sunk else None)
+    out = spans(seq, window, ids, DEVICE)(*leaves[:3], sinks=leaves[3] if sunk else None, cap=cap)
     dy = (
         out.detach() if sunk else torch.randn_like(out)
     )  # a sink's gradient is then a sum of one sign
     found = (out, *torch.autograd.grad(out, leaves, dy))
     exact = [t.detach().double().requires_grad_() for t in inputs]
-    wanted = by_definition(*exact[:3], mask, dim**-0.5, None, exact[3] if sunk else None)
+    wanted = by_definition(*exact[:3], mask, dim**-0.5, cap, exact[3] if sunk else None)
     expected = (wanted, *torch.autograd.grad(wanted, exact, dy.double()))
     for name, one, other in zip(
         ("output", "dq", "dk", "dv", "dsinks"), found, expected, strict=False
@@ -112,7 +114,8 @@ def test_attention_as_one_operation() -> None:
     operations = gated_attention_triton.TRITON._replace(fp8=None)
     sinks = torch.tensor([0.5, 2.0], device=DEVICE, requires_grad=True)
     seen = spans(seq, 7, ids, DEVICE)
-    mine = attention_core(one * 1.0, cos, sin, 2, seq, heads, operations, spans=seen, sinks=sinks)
+    own = setting(2, seq, heads, cos, sin, ops=operations, spans=seen)
+    mine = attention_core(one * 1.0, own, sinks=sinks)
     q, k, v, gate = split_heads(heads, other, 2)
     q, k = (
         t * cos[:, :, None] + torch.cat((-t[..., 8:], t[..., :8]), -1) * sin[:, :, None]

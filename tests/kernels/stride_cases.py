@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from fewer import every
+from kernels.test_gated_attention import setting
 from torch import Tensor
 
 from te_models.config.attention import Heads
@@ -19,7 +20,7 @@ from te_models.kernels import (
     lm_head,
     lm_head_triton,
 )
-from te_models.kernels.gated_attention import attention_core, split_heads
+from te_models.kernels.gated_attention import Rotation, attention_core, split_heads
 from te_models.kernels.span_attention_triton import Spans, spans
 
 ON_GPU = torch.cuda.is_available()
@@ -81,7 +82,9 @@ def test_attention_in_spans_serves_heads_of_any_size(size: int, gate: str) -> No
     one, other = qkvg.clone().requires_grad_(), qkvg.cpu().double().requires_grad_()
     operations = gated_attention_triton.TRITON._replace(fp8=None)
     seen = spans(TOKENS, WINDOW, documents.to(DEVICE), DEVICE)
-    mine = attention_core(one * 1.0, cos, sin, 2, TOKENS, heads, operations, spans=seen)
+    mine = attention_core(
+        one * 1.0, setting(2, TOKENS, heads, cos, sin, ops=operations, spans=seen)
+    )
     q, k, v, logits = split_heads(heads, other, 2)
     q, k = (rotate(t, cos.cpu().double(), sin.cpu().double()) for t in (q, k))
     mixed = attend(q, k, v, documents, WINDOW)
@@ -114,9 +117,13 @@ WEIGHT = torch.linspace(0.5, 1.5, 64).bfloat16().to(DEVICE)
 OTHER = torch.linspace(-1, 1, 32 * 64).view(32, 64).bfloat16().to(DEVICE)
 FP8: dict[str, Operation] = {
     "cast": lambda x: list(handover_triton.cast(x, *place())),
-    "swiglu": lambda x: list(handover_triton.swiglu(x, *place())),
-    "dswiglu of dy": lambda x: list(handover_triton.dswiglu(x, torch.cat((OTHER, x), 1), *place())),
-    "dswiglu": lambda x: list(handover_triton.dswiglu(OTHER[:, :32].contiguous(), x, *place())),
+    "swiglu": lambda x: list(handover_triton.activate(x, *place())),
+    "dswiglu of dy": lambda x: list(
+        handover_triton.activate_backward(x, torch.cat((OTHER, x), 1), *place())
+    ),
+    "dswiglu": lambda x: list(
+        handover_triton.activate_backward(OTHER[:, :32].contiguous(), x, *place())
+    ),
     "norm": lambda x: [*(found := handover_triton.norm(x, None, WEIGHT, 1e-5, False, *place()))[0], *found[1:]],
     "norm of a sum": lambda x: [
         *(found := handover_triton.norm(x, x.roll(1), WEIGHT, 1e-5, False, *place()))[0], *found[1:]
@@ -167,13 +174,14 @@ def test_the_tables_of_rope_may_be_views() -> None:
     long = torch.rand(9, 64, device=DEVICE).to(DTYPE)
     cos, sin = long[2:6, :24], long.flip(0)[2:6, 8:32].clone()
     wanted, found = torch.empty_like(x), torch.empty_like(x)
-    gated_attention_triton.rotate(x, wanted, cos.contiguous(), sin.contiguous(), False)
+    whole = Rotation(cos.contiguous(), sin.contiguous())
+    gated_attention_triton.rotate(x, wanted, whole, False)
     for tables in (
         (cos, sin),
         (cos[None], sin[None]),
         (cos.expand(2, 4, 24), sin[None].repeat(2, 1, 1)),
     ):
-        gated_attention_triton.rotate(x, found, *tables, False)
+        gated_attention_triton.rotate(x, found, Rotation(*tables), False)
         assert torch.equal(found, wanted)
 
 
@@ -224,13 +232,15 @@ def test_a_head_may_be_beyond_two_billion_elements() -> None:
     assert torch.equal(found, near)
     cos = torch.ones(4, 16, dtype=torch.bfloat16, device=DEVICE)
     for source, out in ((x, found), (near, wanted)):
-        gated_attention_triton.rotate(source, out, cos, cos, False)
+        gated_attention_triton.rotate(source, out, Rotation(cos, cos), False)
     assert torch.equal(found, wanted)
     gate = gated_attention_triton.gate
-    assert torch.equal(gate(x, x), gate(near, near))
+    assert torch.equal(gate(x, x, False), gate(near, near, False))
     slopes = [torch.empty_like(near) for _ in range(2)]
     backward = gated_attention_triton.gate_backward
-    assert torch.equal(backward(x, x, x, slopes[0]), backward(near, near, near, slopes[1]))
+    assert torch.equal(
+        backward(x, x, x, slopes[0], False), backward(near, near, near, slopes[1], False)
+    )
     assert torch.equal(*slopes)
 
 
@@ -245,9 +255,9 @@ def test_fp8_of_a_head_beyond_two_billion_elements() -> None:
     outs = []
     for source in (x, near):
         outs.append([fp8.new(4, 48, DEVICE) for _ in range(3)])
-        fp8.rotate(outs[-1][0], place(), 0, source, cos, cos, False)
-        fp8.gate(outs[-1][1], place(), 0, source, source)
-        fp8.gate_backward(outs[-1][2], place(), 0, source, source, source)
+        fp8.rotate(outs[-1][0], place(), 0, source, Rotation(cos, cos), False)
+        fp8.gate(outs[-1][1], place(), 0, source, source, False)
+        fp8.gate_backward(outs[-1][2], place(), 0, source, source, source, False)
     for one, other in zip(*outs, strict=True):
         assert torch.equal(one.data, other.data) and torch.equal(one.transposed, other.transposed)
 

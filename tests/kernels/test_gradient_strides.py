@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernels.test_gated_attention import setting
 from torch import Tensor, nn
 
 import te_models
@@ -54,7 +55,7 @@ def _divided(x: Tensor) -> Tensor:
 def _attention(x: Tensor) -> Tensor:
     heads = gated_attention.Heads(2, 2, 8, "elementwise")
     angle = torch.linspace(0, 3, 8 * 4).view(8, 4).repeat(1, 2)
-    return gated_attention.attention_core(x * 1.0, angle.cos(), angle.sin(), 2, 8, heads)
+    return gated_attention.attention_core(x * 1.0, setting(2, 8, heads, angle.cos(), angle.sin()))
 
 
 def _composed(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from te_models.config.attention import Heads
-from te_models.kernels.gated_attention import split_heads
+from te_models.kernels.gated_attention import Norm, Rotation, split_heads
 
 triton = pytest.importorskip("triton", "3.6")
 pytestmark = pytest.mark.skipif(
@@ -68,19 +68,24 @@ def attend(batch: int, seq: int, heads: Heads) -> None:
         torch.empty(seq, heads.dim, **bf16),
         torch.empty(1, dtype=torch.float32, device=device),
     )
-    TRITON.rotate(q, q, cos, cos, True)
+    turn = Rotation(cos, cos)
+    norms = [Norm(torch.empty(size, **bf16), 1e-6, True) for size in (heads.dim, heads.q_size)]
+    TRITON.rotate(q, q, turn, True)
     TRITON.copy(k, v)
-    TRITON.gate(q, gate)
+    TRITON.gate(q, gate, False)
+    for norm in norms if heads.query <= 16 else norms[:1]:
+        TRITON.norm_backward(TRITON.norm(q, norm, turn), q, norm, turn, torch.empty_like(q))
     dy = torch.empty_like(q)
-    TRITON.gate_backward(dy, q, gate, gate)
+    TRITON.gate_backward(dy, q, gate, gate, False)
     first = torch.empty(1, seq, dtype=torch.int32, device=device)
     turned = [t.transpose(1, 2) for t in (q, k, v)]
     out, sums = Spans(first, first).forward(*turned)
     Spans(first, first).backward(out, *turned, out, sums)
     fp8, place = TRITON.fp8.new(batch * seq, width, device), (one, one, True)
-    TRITON.fp8.rotate(fp8, place, 0, q, cos, cos, True)
-    TRITON.fp8.gate(fp8, place, 0, k, None)
-    TRITON.fp8.gate_backward(fp8, place, 0, dy, q, gate)
+    TRITON.fp8.rotate(fp8, place, 0, q, turn, True)
+    TRITON.fp8.norm_backward(fp8, place, 0, dy, q, norms[0], turn)
+    TRITON.fp8.gate(fp8, place, 0, k, None, False)
+    TRITON.fp8.gate_backward(fp8, place, 0, dy, q, gate, False)
 
 
 @pytest.mark.parametrize(

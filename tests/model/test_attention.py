@@ -7,11 +7,9 @@ from te_models import CausalLM
 
 def test_the_plan_says_what_fused_kernels_do_not_compute() -> None:
     notes = {name: " ".join(build(KINDS[name]).plan().notes) for name in OPTIONS}
-    assert "attn_logit_softcapping" in notes["Gemma 2"] and "hidden_act" in notes["Gemma 2"]
-    assert "attention_multiplier" in notes["Granite"] and "MLP" not in notes["Granite"]
-    assert "attention_gate_activation" in notes["Laguna"] and "rope_interleaved" in notes["GLM-4"]
-    assert "mlp_bias" in notes["biases"] and "attention" not in notes["biases"]
-    assert "query_scale_beta" in notes["Ministral 3"] and "mlp_gate" in notes["AFM"]
+    assert not [name for name, note in notes.items() if "attention" in note]
+    assert not notes["Gemma 2"] and not notes["AFM"]
+    assert "mlp_bias" in notes["biases"] and not notes["Granite"]
     assert notes["Gemma 2"].split(":")[0] in str(build(KINDS["Gemma 2"]).plan())
     plain = CausalLM.from_preset("gated-nano", device="meta", engine="emulated")
     assert plain.plan().notes == () and "separate" not in str(plain.plan())

@@ -56,9 +56,9 @@ def test_each_module_knows_its_successor(small: Build, monkeypatch: pytest.Monke
             streams[-1].retain_grad()
         return y, streams[-1]
 
-    def swiglu(gate_up: Tensor, producer: Any, consumer: Any) -> Tensor:
+    def activate(gate_up: Tensor, producer: Any, consumer: Any, *kind: Any) -> Tensor:
         told.append(("swiglu", producer, consumer))
-        return handover.swiglu(gate_up, producer, consumer)
+        return handover.activate(gate_up, producer, consumer, *kind)
 
     def targets(producer: Any, consumer: Any) -> tuple[Any, Any]:
         told.append(("targets", producer, consumer))
@@ -70,7 +70,7 @@ def test_each_module_knows_its_successor(small: Build, monkeypatch: pytest.Monke
 
     plain = small("current", fused=False, num_hidden_layers=4)
     monkeypatch.setattr(
-        emulated, "handover", dict(norm=norm, swiglu=swiglu, linear=linear, targets=targets)
+        emulated, "handover", dict(norm=norm, activate=activate, linear=linear, targets=targets)
     )
     model, ids = small("current", fused=True, num_hidden_layers=4), tokens()
     changed = model(ids, labels=ids).loss

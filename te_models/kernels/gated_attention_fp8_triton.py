@@ -1,0 +1,439 @@
+"""The elementwise parts of gated_attention.py that write FP8 for the next te.Linear, data and transposed copy at once.
+
+A program handles some tokens, in groups of four, of one or a few heads; see handover_triton.py for the layout of its
+words. Tested against the plain operations through Triton's interpreter on a CPU (TRITON_INTERPRET=1).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_models.kernels.gated_attention import FP8Operations, Norm, Rotation
+from te_models.kernels.handover import Place
+from te_models.kernels.handover_triton import (
+    BAND,
+    FP8Data,
+    new_fp8,
+    note_inverse,
+    raise_amax,
+    sigmoid,
+    store_fp8,
+    tile,
+)
+from te_models.kernels.head_tiles_triton import (
+    factor,
+    head_tiles,
+    opening_of,
+    opening_slope,
+    pairs,
+    rotation_tables,
+    width_of,
+)
+
+# Tokens per program of those that write FP8, each of one head, with four warps; 64 are as fast, 128 are not.
+TOKENS = 32
+TURNED = 8  # heads per program of rotate and norm_backward, which share a token's angles
+
+
+@triton.jit
+def _rows(x, i, head, batch_stride, seq_stride, head_stride, seq):
+    """Return pointers [rows, 1] to a head at tokens i of x [B, S, heads, H]; S None: all rows have one stride."""
+    x += head.to(tl.int64) * head_stride
+    at = (
+        x + i * seq_stride
+        if seq is None
+        else x + (i // seq) * batch_stride + (i % seq) * seq_stride
+    )
+    return at[:, None]
+
+
+@triton.jit
+def _place(
+    rows, heads, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr
+):
+    """Return this program's groups of four rows, head, channels, and which of rows and channels exist."""
+    row, head = tile(tl.cdiv(rows, block), heads, BAND)
+    group = row.to(tl.int64) * (block // 4) + tl.arange(0, block // 4)
+    channel = tl.arange(0, width)
+    return group, head, channel, (4 * group < rows)[:, None] & (channel < dim)[None, :]
+
+
+@triton.jit
+def _read(pointers, channel, inside):
+    return tl.load(pointers + channel[None, :], inside, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _gated(
+    x, logits, i, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside,
+    gated: tl.constexpr, softplus: tl.constexpr,
+):  # fmt: skip
+    value = _read(_rows(x, i, head, x_batch, x_seq, x_head, seq), channel, inside)
+    if gated:
+        logit = _read(_rows(logits, i, head, g_batch, g_seq, g_head, seq), channel, inside)
+        value *= opening_of(logit, sigmoid(logit), softplus)
+    return value
+
+
+@triton.jit
+def _gate_fp8_kernel(
+    x, logits, data, transposed, scale, amax, scale_inv,
+    x_batch, x_seq, x_head, g_batch, g_seq, g_head,
+    rows, seq, heads, columns, first,
+    gated: tl.constexpr, softplus: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
+    BAND: tl.constexpr, E5M2: tl.constexpr,
+):  # fmt: skip
+    group, head, channel, inside = _place(rows, heads, dim, width, block, BAND)
+    i = 4 * group
+    own = first + head * dim
+    a = _gated(x, logits, i, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside,
+               gated, softplus)  # fmt: skip
+    b = _gated(x, logits, i + 1, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside,
+               gated, softplus)  # fmt: skip
+    c = _gated(x, logits, i + 2, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside,
+               gated, softplus)  # fmt: skip
+    d = _gated(x, logits, i + 3, head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, seq, channel, inside,
+               gated, softplus)  # fmt: skip
+    s = tl.load(scale)
+    j = own + channel
+    raise_amax(
+        amax, store_fp8(a, b, c, d, s, group, j, rows, own + dim, data, transposed, columns, E5M2)
+    )
+    note_inverse(s, scale_inv)
+
+
+@triton.jit
+def _angles(cos, sin, i, table_batch, table_seq, seq, sign, pair, inside):
+    """Return cos and sin of the pairs at tokens i; 1 and 0 where there are no tables."""
+    if cos is not None:
+        at = ((i // seq) * table_batch + (i % seq) * table_seq)[:, None]
+        turn = _read(cos + at, pair, inside)
+        slant = _read(sin + at, pair, inside) * sign
+    else:
+        turn = inside.to(tl.float32)
+        slant = turn * 0
+    return turn, slant
+
+
+@triton.jit
+def _rotated(x, i, head, x_batch, x_seq, x_head, seq, c, s, first, second, inside):
+    """Return both members of the turned pairs of a head at tokens i."""
+    at = _rows(x, i, head, x_batch, x_seq, x_head, seq)
+    one = _read(at, first, inside)
+    two = _read(at, second, inside)
+    return one * c - two * s, two * c + one * s
+
+
+@triton.jit
+def _rotate_fp8_kernel(
+    x, cos, sin, data, transposed, scale, amax, scale_inv,
+    x_batch, x_seq, x_head, table_batch, table_seq,
+    rows, seq, heads, columns, start, sign,
+    dim: tl.constexpr, half: tl.constexpr, interleaved: tl.constexpr, width: tl.constexpr, rest: tl.constexpr,
+    block: tl.constexpr, turned: tl.constexpr, BAND: tl.constexpr, E5M2: tl.constexpr,
+):  # fmt: skip
+    group, part, pair, inside = _place(rows, tl.cdiv(heads, turned), half, width, block, BAND)
+    _, first, second = pairs(half, width, interleaved)
+    other = 2 * half + tl.arange(0, rest)
+    beside = (4 * group < rows)[:, None] & (other < dim)[None, :]
+    i = 4 * group
+    s = tl.load(scale)
+    ca, sa = _angles(cos, sin, i, table_batch, table_seq, seq, sign, pair, inside)
+    cb, sb = _angles(cos, sin, i + 1, table_batch, table_seq, seq, sign, pair, inside)
+    cc, sc = _angles(cos, sin, i + 2, table_batch, table_seq, seq, sign, pair, inside)
+    cd, sd = _angles(cos, sin, i + 3, table_batch, table_seq, seq, sign, pair, inside)
+    largest = tl.zeros((block // 4, width), tl.float32)
+    for step in range(tl.minimum(turned, heads - part * turned)):
+        head = part * turned + step
+        a, e = _rotated(x, i, head, x_batch, x_seq, x_head, seq, ca, sa, first, second, inside)
+        b, f = _rotated(x, i + 1, head, x_batch, x_seq, x_head, seq, cb, sb, first, second, inside)
+        c, g = _rotated(x, i + 2, head, x_batch, x_seq, x_head, seq, cc, sc, first, second, inside)
+        d, h = _rotated(x, i + 3, head, x_batch, x_seq, x_head, seq, cd, sd, first, second, inside)
+        own = start + head * dim
+        # Beyond the last pair there are no columns: the bound of a half is where the other begins.
+        end = own + 2 * half if interleaved else own + half
+        one = store_fp8(
+            a, b, c, d, s, group, own + first, rows, end, data, transposed, columns, E5M2
+        )
+        two = store_fp8(
+            e,
+            f,
+            g,
+            h,
+            s,
+            group,
+            own + second,
+            rows,
+            own + 2 * half,
+            data,
+            transposed,
+            columns,
+            E5M2,
+        )
+        largest = tl.maximum(largest, tl.maximum(one, two))
+        if 2 * half < dim:
+            a = _read(_rows(x, i, head, x_batch, x_seq, x_head, seq), other, beside)
+            b = _read(_rows(x, i + 1, head, x_batch, x_seq, x_head, seq), other, beside)
+            c = _read(_rows(x, i + 2, head, x_batch, x_seq, x_head, seq), other, beside)
+            d = _read(_rows(x, i + 3, head, x_batch, x_seq, x_head, seq), other, beside)
+            three = store_fp8(
+                a, b, c, d, s, group, own + other, rows, own + dim, data, transposed, columns, E5M2
+            )
+            raise_amax(amax, three)
+    raise_amax(amax, largest)
+    note_inverse(s, scale_inv)
+
+
+@triton.jit
+def _norm_slopes(
+    dy, x, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, seq, turn, slant, first, second, other,
+    inside, beside, factor_a, factor_b, factor_c, eps, dim: tl.constexpr, half: tl.constexpr,
+):  # fmt: skip
+    """Return the gradients of one head's norm at tokens i in three tiles, and their sums for the weight [width]."""
+    slope = _rows(dy, i, head, dy_batch, dy_seq, dy_head, seq)
+    source = _rows(x, i, head, x_batch, x_seq, x_head, seq)
+    one = _read(slope, first, inside)
+    two = _read(slope, second, inside)
+    da = one * turn + two * slant
+    db = two * turn - one * slant
+    a = _read(source, first, inside)
+    b = _read(source, second, inside)
+    dc = _read(slope, other, beside)  # beside is empty where RoPE turns all channels
+    c = _read(source, other, beside)
+    squares = tl.sum(a * a + b * b, 1) + tl.sum(c * c, 1)
+    products = tl.sum(a * da * factor_a + b * db * factor_b, 1) + tl.sum(c * dc * factor_c, 1)
+    inverse = tl.rsqrt(squares / dim + eps)[:, None]
+    mean = products[:, None] / dim * inverse * inverse
+    a *= inverse
+    b *= inverse
+    c *= inverse
+    mean /= inverse
+    return (
+        inverse * da * factor_a - inverse * a * mean,
+        inverse * db * factor_b - inverse * b * mean,
+        inverse * dc * factor_c - inverse * c * mean,
+        tl.sum(da * a, 0),
+        tl.sum(db * b, 0),
+        tl.sum(dc * c, 0),
+    )
+
+
+@triton.jit
+def _norm_backward_fp8_kernel(
+    dy, x, dweight, cos, sin, weight, data, transposed, scale, amax, scale_inv,
+    dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, table_batch, table_seq,
+    rows, seq, heads, columns, start, eps,
+    dim: tl.constexpr, half: tl.constexpr, interleaved: tl.constexpr, zero_centered: tl.constexpr,
+    width: tl.constexpr, rest: tl.constexpr, block: tl.constexpr, turned: tl.constexpr, BAND: tl.constexpr,
+    E5M2: tl.constexpr,
+):  # fmt: skip
+    group, part, pair, inside = _place(rows, tl.cdiv(heads, turned), half, width, block, BAND)
+    _, first, second = pairs(half, width, interleaved)
+    other = 2 * half + tl.arange(0, rest)
+    beside = (4 * group < rows)[:, None] & (other < dim)[None, :]
+    i = 4 * group
+    s = tl.load(scale)
+    fa = factor(weight, 0, first, pair < half, zero_centered)[None, :]
+    fb = factor(weight, 0, second, pair < half, zero_centered)[None, :]
+    fc = factor(weight, 0, other, other < dim, zero_centered)[None, :]
+    ca, sa = _angles(cos, sin, i, table_batch, table_seq, seq, 1.0, pair, inside)
+    cb, sb = _angles(cos, sin, i + 1, table_batch, table_seq, seq, 1.0, pair, inside)
+    cc, sc = _angles(cos, sin, i + 2, table_batch, table_seq, seq, 1.0, pair, inside)
+    cd, sd = _angles(cos, sin, i + 3, table_batch, table_seq, seq, 1.0, pair, inside)
+    largest = tl.zeros((block // 4, width), tl.float32)
+    sum_a = tl.zeros((width,), tl.float32)
+    sum_b = tl.zeros((width,), tl.float32)
+    sum_c = tl.zeros((rest,), tl.float32)
+    for step in range(tl.minimum(turned, heads - part * turned)):
+        head = part * turned + step
+        own = start + head * dim
+        end = own + 2 * half if interleaved else own + half
+        a, e, k, wa, wb, wc = _norm_slopes(
+            dy, x, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, seq, ca, sa, first, second, other,
+            inside, beside, fa, fb, fc, eps, dim, half,
+        )  # fmt: skip
+        sum_a += wa
+        sum_b += wb
+        sum_c += wc
+        b, f, m, wa, wb, wc = _norm_slopes(
+            dy, x, i + 1, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, seq, cb, sb, first, second, other,
+            inside, beside, fa, fb, fc, eps, dim, half,
+        )  # fmt: skip
+        sum_a += wa
+        sum_b += wb
+        sum_c += wc
+        c, g, n, wa, wb, wc = _norm_slopes(
+            dy, x, i + 2, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, seq, cc, sc, first, second, other,
+            inside, beside, fa, fb, fc, eps, dim, half,
+        )  # fmt: skip
+        sum_a += wa
+        sum_b += wb
+        sum_c += wc
+        d, h, o, wa, wb, wc = _norm_slopes(
+            dy, x, i + 3, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, seq, cd, sd, first, second, other,
+            inside, beside, fa, fb, fc, eps, dim, half,
+        )  # fmt: skip
+        sum_a += wa
+        sum_b += wb
+        sum_c += wc
+        one = store_fp8(
+            a, b, c, d, s, group, own + first, rows, end, data, transposed, columns, E5M2
+        )
+        two = store_fp8(
+            e,
+            f,
+            g,
+            h,
+            s,
+            group,
+            own + second,
+            rows,
+            own + 2 * half,
+            data,
+            transposed,
+            columns,
+            E5M2,
+        )
+        largest = tl.maximum(largest, tl.maximum(one, two))
+        if 2 * half < dim:
+            three = store_fp8(
+                k, m, n, o, s, group, own + other, rows, own + dim, data, transposed, columns, E5M2
+            )
+            raise_amax(amax, three)
+    raise_amax(amax, largest)
+    note_inverse(s, scale_inv)
+    into = dweight + tl.program_id(0).to(tl.int64) * dim
+    tl.store(into + first, sum_a, pair < half)
+    tl.store(into + second, sum_b, pair < half)
+    if 2 * half < dim:
+        tl.store(into + other, sum_c, other < dim)
+
+
+@triton.jit
+def _gate_slopes(
+    dy, x, logits, dx, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dx_batch,
+    dx_seq, dx_head, seq, channel, inside, softplus: tl.constexpr,
+):  # fmt: skip
+    slope = _read(_rows(dy, i, head, dy_batch, dy_seq, dy_head, seq), channel, inside)
+    value = _read(_rows(x, i, head, x_batch, x_seq, x_head, seq), channel, inside)
+    logit = _read(_rows(logits, i, head, g_batch, g_seq, g_head, seq), channel, inside)
+    squashed = sigmoid(logit)
+    opening = opening_of(logit, squashed, softplus)
+    at = _rows(dx, i, head, dx_batch, dx_seq, dx_head, seq) + channel[None, :]
+    tl.store(at, (slope * opening).to(dx.dtype.element_ty), mask=inside)
+    return slope * value * opening_slope(squashed, softplus)
+
+
+@triton.jit
+def _gate_backward_fp8_kernel(
+    dy, x, logits, dx, data, transposed, scale, amax, scale_inv,
+    dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq, g_head, dx_batch, dx_seq, dx_head,
+    rows, seq, heads, columns, first,
+    softplus: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr, BAND: tl.constexpr,
+    E5M2: tl.constexpr,
+):  # fmt: skip
+    group, head, channel, inside = _place(rows, heads, dim, width, block, BAND)
+    i = 4 * group
+    own = first + head * dim
+    a = _gate_slopes(dy, x, logits, dx, i, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
+                     g_head, dx_batch, dx_seq, dx_head, seq, channel, inside, softplus)  # fmt: skip
+    b = _gate_slopes(dy, x, logits, dx, i + 1, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
+                     g_head, dx_batch, dx_seq, dx_head, seq, channel, inside, softplus)  # fmt: skip
+    c = _gate_slopes(dy, x, logits, dx, i + 2, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
+                     g_head, dx_batch, dx_seq, dx_head, seq, channel, inside, softplus)  # fmt: skip
+    d = _gate_slopes(dy, x, logits, dx, i + 3, head, dy_batch, dy_seq, dy_head, x_batch, x_seq, x_head, g_batch, g_seq,
+                     g_head, dx_batch, dx_seq, dx_head, seq, channel, inside, softplus)  # fmt: skip
+    s = tl.load(scale)
+    j = own + channel
+    raise_amax(
+        amax, store_fp8(a, b, c, d, s, group, j, rows, own + dim, data, transposed, columns, E5M2)
+    )
+    note_inverse(s, scale_inv)
+
+
+def _of(out: FP8Data, place: Place) -> tuple[Tensor, ...]:
+    """Return a kernel's arguments for its output."""
+    return out.data, out.transposed, *place[:2], out.scale_inv
+
+
+def _even(seq: int, *tensors: Tensor) -> int | None:
+    """Return S; None if one stride serves all tokens of tensors [B, S, heads, H], which saves divisions."""
+    return None if all(tensor.stride(0) == seq * tensor.stride(1) for tensor in tensors) else seq
+
+
+def gate_fp8(
+    out: FP8Data, place: Place, first: int, x: Tensor, logits: Tensor | None, softplus: bool
+) -> None:
+    """Write gated_attention.gate, or x itself where there are no logits, as FP8 into `out`."""
+    batch, seq, heads, dim = x.shape
+    gate = x if logits is None else logits
+    _gate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
+        x, gate, *_of(out, place), *x.stride()[:3], *gate.stride()[:3],
+        batch * seq, _even(seq, x, gate), heads, out.transposed.shape[0], first,
+        gated=logits is not None, softplus=softplus, dim=dim, width=width_of(dim), block=TOKENS, BAND=BAND,
+        E5M2=place[2], num_warps=4,
+    )  # fmt: skip
+
+
+def rotate_fp8(
+    out: FP8Data, place: Place, first: int, x: Tensor, rotation: Rotation, inverse: bool
+) -> None:
+    """Write gated_attention.rotate as FP8 into `out`."""
+    batch, seq, heads, dim = x.shape
+    tables, table_strides = rotation_tables(rotation)
+    _rotate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * triton.cdiv(heads, TURNED),)](
+        x, *tables, *_of(out, place), *x.stride()[:3], *table_strides,
+        batch * seq, seq, heads, out.transposed.shape[0], first, -1.0 if inverse else 1.0,
+        **head_tiles(dim, rotation), block=TOKENS, turned=TURNED, BAND=BAND, E5M2=place[2], num_warps=4,
+    )  # fmt: skip
+
+
+def norm_backward_fp8(
+    out: FP8Data,
+    place: Place,
+    first: int,
+    dy: Tensor,
+    x: Tensor,
+    norm: Norm,
+    rotation: Rotation | None,
+) -> Tensor:
+    """Write the gradient for x of gated_attention.norm_backward as FP8 into `out`; return the gradient of the weight.
+
+    Only for the norm of each head by itself.
+    """
+    batch, seq, heads, dim = x.shape
+    tables, table_strides = rotation_tables(rotation)
+    programs = triton.cdiv(batch * seq, TOKENS) * triton.cdiv(heads, TURNED)
+    parts = torch.empty(programs, dim, dtype=torch.float32, device=x.device)
+    _norm_backward_fp8_kernel[(programs,)](
+        dy, x, parts, *tables, norm.weight, *_of(out, place), *dy.stride()[:3], *x.stride()[:3], *table_strides,
+        batch * seq, seq, heads, out.transposed.shape[0], first, norm.eps,
+        **head_tiles(dim, rotation), zero_centered=norm.zero_centered, block=TOKENS, turned=TURNED, BAND=BAND,
+        E5M2=place[2], num_warps=4,
+    )  # fmt: skip
+    return parts.sum(0)
+
+
+def gate_backward_fp8(
+    out: FP8Data,
+    place: Place,
+    first: int,
+    dy: Tensor,
+    x: Tensor,
+    logits: Tensor,
+    softplus: bool,
+) -> Tensor:
+    """Compute gated_attention.gate_backward, with the gradient for the logits as FP8 into `out`."""
+    batch, seq, heads, dim = x.shape
+    dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
+    strides = [stride for tensor in (dy, x, logits, dx) for stride in tensor.stride()[:3]]
+    _gate_backward_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
+        dy, x, logits, dx, *_of(out, place), *strides, batch * seq, _even(seq, dy, x, logits, dx), heads,
+        out.transposed.shape[0], first,
+        softplus=softplus, dim=dim, width=width_of(dim), block=TOKENS, BAND=BAND, E5M2=place[2], num_warps=4,
+    )  # fmt: skip
+    return dx
+
+
+FP8 = FP8Operations(new_fp8, gate_fp8, rotate_fp8, norm_backward_fp8, gate_backward_fp8)
