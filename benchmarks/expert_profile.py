@@ -59,7 +59,12 @@ SHAPES: dict[str, tuple[dict[str, Any], int, int]] = {
 }
 NO_EDGES = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
 TINY: dict[str, Any] = dict(
-    vocab_size=288, hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key_value_heads=1, head_dim=32
+    vocab_size=288,
+    hidden_size=64,
+    intermediate_size=96,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
 )
 WARM_UP = 5
 
@@ -89,7 +94,9 @@ def kind(name: str) -> str:
     return next((kind for kind, words in KINDS if any(word in lower for word in words)), "other")
 
 
-def step_of(config: ModelConfig, recipe: str, ids: Tensor) -> tuple[Callable[[], Tensor], str | None]:
+def step_of(
+    config: ModelConfig, recipe: str, ids: Tensor
+) -> tuple[Callable[[], Tensor], str | None]:
     """Return a training step without an optimizer, a CUDA graph where possible, and why it is none."""
     torch.manual_seed(0)
     edges = {} if recipe == "bf16" else NO_EDGES
@@ -207,7 +214,9 @@ def main(
                 for label, value in row["ms_by_kind"].items():
                     click.echo(f"  {label:26} {value:8.2f} ms")
                 for one in found[:top]:
-                    click.echo(f"    {one['ms']:8.3f} ms {one['launches']:7} x  {one['name'][:120]}")
+                    click.echo(
+                        f"    {one['ms']:8.3f} ms {one['launches']:7} x  {one['name'][:120]}"
+                    )
             result["rows"].append(row)
             if out is not None:
                 out.write_text(json.dumps(result, indent=1) + "\n")

@@ -53,7 +53,8 @@ from transformer_engine.pytorch.quantization import (
 import te_models.kernels.handover_triton as handover_triton
 from te_models.device.autograd import Context
 from te_models.kernels.early_save import save_early, save_input, saved_input
-from te_models.kernels.expert_cast_triton import Delayed
+from te_models.kernels.expert_cast_triton import Delayed, FP8Matrices
+from te_models.kernels.expert_hidden_triton import Activation
 from te_models.kernels.expert_rows import Route, dispatch
 from te_models.kernels.grouped_linear_triton import (
     Casts,
@@ -65,6 +66,7 @@ from te_models.kernels.grouped_linear_triton import (
 )
 from te_models.kernels.groups import Groups
 from te_models.kernels.handover_triton import FP8Data
+from te_models.kernels.joint_experts_triton import Experts, Projection, experts_in_fp8
 
 __version__ = version("transformer-engine")
 autocast = _te.autocast
@@ -490,30 +492,87 @@ def _grouped(
         return module(x, rows, is_first_microbatch=is_first_microbatch)
     data = weights.tensors
     groups = rows if isinstance(rows, Groups) else Groups.of(rows, x.device)
-    bias = None
-    if module.use_bias:
-        bias = torch.stack([module.get_parameter(f"bias{expert}") for expert in range(len(data))])
+    bias = _biases(module)
     if casts is None:
         return in_bf16(x, groups, weights, bias)
     with module.prepare_forward_ctx(x, num_gemms=len(data)):
         casts = _with_scales(module, casts, x)
-        if data[0].dtype == torch.uint8:
-            inverses = [
-                module.get_parameter(f"weight{expert}")._scale_inv for expert in range(len(data))
-            ]
-            return in_fp8(
-                x, groups, casts, Stored(data, weights.at, torch.cat(inverses)), None, bias, route
-            )
-        cache = module._fp8_workspaces
-        kept = (
-            is_first_microbatch is not None and not module.is_fsdp2
-        )  # FSDP2 gathers and casts again in backward
-        own = cache.get("experts") if kept and not is_first_microbatch else None
-        if own is None:
-            own = weights.cast(casts.of_weights, turn=kept)
-        if kept:
-            cache["experts"] = own
-        return in_fp8(x, groups, casts, own, weights, bias, route)
+        own = _cast_experts(module, weights, casts, is_first_microbatch)
+        return in_fp8(
+            x, groups, casts, own, None if isinstance(own, Stored) else weights, bias, route
+        )
+
+
+def _cast_experts(
+    module: GroupedLinear, weights: Weights, casts: Casts, is_first_microbatch: bool | None
+) -> FP8Matrices | Stored:
+    """Return the FP8 weights of a te.GroupedLinear: those it has, those that it caches, or its own cast."""
+    data = weights.tensors
+    if data[0].dtype == torch.uint8:
+        inverses = [
+            module.get_parameter(f"weight{expert}")._scale_inv for expert in range(len(data))
+        ]
+        return Stored(data, weights.at, torch.cat(inverses))
+    cache = module._fp8_workspaces
+    kept = (
+        is_first_microbatch is not None and not module.is_fsdp2
+    )  # FSDP2 gathers and casts again in backward
+    own = cache.get("experts") if kept and not is_first_microbatch else None
+    if own is None:
+        own = weights.cast(casts.of_weights, turn=kept)
+    if kept:
+        cache["experts"] = own
+    return own
+
+
+def _experts_join(*modules: Module) -> bool:
+    """See te_models.kernels.handover.experts_join."""
+    if not FP8GlobalStateManager.is_fp8_enabled():
+        return False
+    te_recipe = FP8GlobalStateManager.get_fp8_recipe()
+    return all(
+        isinstance(module, GroupedLinear) and _counts_on_device(module, te_recipe)
+        for module in modules
+    )
+
+
+def _experts(
+    up: GroupedLinear,
+    down: GroupedLinear,
+    x: Tensor,
+    gates: Tensor | None,
+    rows: list[int] | Groups,
+    route: Route | None,
+    limit: float | None,
+    alpha: float,
+    padding: tuple[Tensor, int] | None,
+    is_first_microbatch: bool | None,
+) -> Tensor:
+    """See te_models.kernels.handover.experts."""
+    groups = rows if isinstance(rows, Groups) else Groups.of(rows, x.device)
+    joint = _joint_casts(FP8GlobalStateManager.get_fp8_recipe())
+    assert joint is not None
+    sides = []
+    with contextlib.ExitStack() as stack:
+        for module in (up, down):
+            weights = _expert_weights(module)
+            assert weights is not None
+            stack.enter_context(module.prepare_forward_ctx(x, num_gemms=groups.experts))
+            casts = _with_scales(module, joint, x)
+            own = _cast_experts(module, weights, casts, is_first_microbatch)
+            sizes = (module.in_features, module.out_features)
+            tensors = () if isinstance(own, Stored) else weights.tensors
+            sides.append(Projection(casts, own, weights.at, *sizes, tensors, _biases(module)))
+        token, tokens = (None, 0) if padding is None else padding
+        activation = Activation(limit, alpha, token, tokens)
+        return experts_in_fp8(x, gates, Experts(groups, route, activation, *sides))
+
+
+def _biases(module: GroupedLinear) -> Tensor | None:
+    """Return the biases of a te.GroupedLinear, [E, O]; None if it has none."""
+    if not module.use_bias:
+        return None
+    return torch.stack([module.get_parameter(f"bias{e}") for e in range(module.num_gemms)])
 
 
 handover = {
@@ -522,5 +581,7 @@ handover = {
     "linear": _linear,
     "targets": _targets,
     "grouped": _grouped,
+    "experts": _experts,
+    "experts_join": _experts_join,
     "counts_on_device": _counts_on_device,
 }

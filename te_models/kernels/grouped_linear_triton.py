@@ -82,10 +82,10 @@ class Weights(NamedTuple):
 
     def cast(self, delayed: Delayed | None = None, turn: bool = True) -> FP8Matrices:
         """Return them in FP8, with `turn` transposed too."""
-        return cast(_matrices(self.tensors, self.at.places), E4M3, delayed, turn)
+        return cast(matrices_of(self.tensors, self.at.places), E4M3, delayed, turn)
 
 
-def _matrices(weights: Sequence[Tensor], places: Tensor) -> Matrices:
+def matrices_of(weights: Sequence[Tensor], places: Tensor) -> Matrices:
     """Return the operand of a cast."""
     return Matrices(
         weights[0], Groups.equal(len(weights), len(weights[0]), weights[0].device), places
@@ -192,7 +192,7 @@ class _FP8(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             if again:
                 scale, *weights = again
-                turned = cast_transposed(_matrices(weights, ctx.at.again(weights)), E4M3, scale)
+                turned = cast_transposed(matrices_of(weights, ctx.at.again(weights)), E4M3, scale)
             elif ctx.stored:
                 turned = transposed(ctx.stored[0], ctx.at.again(ctx.stored))
             a = Operand(given.data.view(casts.gradient), given.scale_inv)
