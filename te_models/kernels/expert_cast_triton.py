@@ -144,7 +144,7 @@ def current_scale(amax, LARGEST: tl.constexpr):
 
 @triton.jit
 def _cast_kernel(
-    data, source, factor, given, first, tiles, places, amax, scales, factors, out, transposed, turned, sums,
+    data, source, factor, given, first, tiles, places, amax, scales, factors, out, transposed, turned, pitch, sums,
     columns, count, stride,
     E5M2: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -175,11 +175,11 @@ def _cast_kernel(
         at = sums + tl.program_id(0).to(tl.int64) * columns + j
         tl.store(at, tl.sum((a + b) + (c + d), 0), j < columns)
     here = tl.multiple_of(tl.load(turned + e), 4)
-    apart = tl.multiple_of(tl.load(turned + e + 1) - here, 4)
+    apart = tl.multiple_of(tl.load(turned + e + 1) - here, 4) if pitch is None else pitch
     if out is not None:
         out += begin * columns
     if transposed is not None:
-        transposed += here * columns
+        transposed += here * columns if pitch is None else here
     largest = store_fp8(
         a, b, c, d, scale, group, j, rows, columns, out, transposed, columns, E5M2, apart
     )
@@ -225,10 +225,10 @@ def transposed(data: Tensor, places: Tensor) -> Tensor:
 
 
 class FP8Matrices(NamedTuple):
-    """FP8 of `Matrices`, uint8: data [R, K], and `transposed`, whose matrices [K, rows] follow each other in memory,
-    or None.
+    """FP8 of `Matrices`, uint8: data [R, K], and `transposed` or None.
 
-    Those of rows are [K, rows of `Groups.apart`], of which only the rows that there are have been written.
+    With places, matrices [K, rows] follow each other in it. Otherwise it is [K, Groups.apart.most], in which the columns
+    of each expert are rows of `Groups.apart`; only those that have a row have been written.
     scale_inv FP32 [E] are the factors from data to values, and scale [E] those from values to data.
     """
 
@@ -307,15 +307,16 @@ def total_sums(sums: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def turned_groups(given: Matrices) -> Groups:
-    """Return where the transposed matrices of a cast are."""
-    return given.groups.apart if given.places is None else given.groups
-
-
 def _room_for_transposed(given: Matrices) -> Tensor:
-    return torch.empty(
-        turned_groups(given).most, given.data.shape[1], dtype=torch.uint8, device=given.data.device
-    )
+    columns = given.data.shape[1]
+    if given.places is None:
+        return room_for_rows_turned(given.groups, columns, given.data.device)
+    return torch.empty(given.groups.most, columns, dtype=torch.uint8, device=given.data.device)
+
+
+def room_for_rows_turned(groups: Groups, columns: int, device: torch.device) -> Tensor:
+    """Return memory for the transposed rows of experts (`FP8Matrices.transposed`)."""
+    return torch.empty(columns, groups.apart.most, dtype=torch.uint8, device=device)
 
 
 def _launch(
@@ -350,12 +351,15 @@ def _launch(
         given.places,
         amax,
     )
+    turned, pitch = (
+        (groups, None) if given.places is not None else (groups.apart, groups.apart.most)
+    )
     grid = (groups.high(ROWS), triton.cdiv(columns, COLUMNS))
     with torch.cuda.device_of(given.data):
         if measured:
             _amax_kernel[grid](*table, columns, count, **sizes)
         _cast_kernel[grid](
-            *table, scales, factors, data, transposed, turned_groups(given).first, sums, columns, count,
+            *table, scales, factors, data, transposed, turned.first, pitch, sums, columns, count,
             amax.stride(0), E5M2=form == torch.float8_e5m2, **sizes,
         )  # fmt: skip
     inverse, scale = factors.unbind()

@@ -18,6 +18,7 @@ from te_models.kernels.expert_cast_triton import (
     FP8Matrices,
     current_scale,
     find_matrix,
+    room_for_rows_turned,
     room_for_sums,
     total_sums,
 )
@@ -174,7 +175,7 @@ def _gradient_amax_kernel(
 @triton.jit
 def _gradient_kernel(
     dy, gate_up, token, tokens, first, tiles, scales, amax, factors, hidden_scale,
-    out, transposed, hidden, turned, sums, columns, count, stride, alpha,
+    out, transposed, hidden, turned, pitch, sums, columns, count, stride, alpha,
     LIMIT: tl.constexpr, E5M2: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     e, address, begin, rows, group = find_matrix(
@@ -197,22 +198,21 @@ def _gradient_kernel(
         tl.store(at, tl.sum((a + b) + (c + d), 0), j < columns)
         tl.store(at + columns, tl.sum((p + q) + (r + o), 0), j < columns)
     here = tl.multiple_of(tl.load(turned + e), 4)
-    apart = tl.multiple_of(tl.load(turned + e + 1) - here, 4)
     out += begin * 2 * columns
     half = transposed
     if transposed is not None:
-        transposed += here * 2 * columns
-        half = transposed + apart * columns
+        transposed += here
+        half = transposed + pitch.to(tl.int64) * columns
     of_gate = store_fp8(
-        a, b, c, d, scale, group, j, rows, columns, out, transposed, 2 * columns, E5M2, apart
+        a, b, c, d, scale, group, j, rows, columns, out, transposed, 2 * columns, E5M2, pitch
     )
     of_up = store_fp8(
-        p, q, r, o, scale, group, j, rows, columns, out + columns, half, 2 * columns, E5M2, apart
+        p, q, r, o, scale, group, j, rows, columns, out + columns, half, 2 * columns, E5M2, pitch
     )
     if hidden is not None:
         own = tl.load(hidden_scale + e)
-        matrix = hidden + here * columns
-        store_fp8(s, t, u, v, own, group, j, rows, columns, None, matrix, columns, False, apart)
+        matrix = hidden + here
+        store_fp8(s, t, u, v, own, group, j, rows, columns, None, matrix, columns, False, pitch)
     if scales is not None:
         raise_amax(amax + e * stride, tl.maximum(of_gate, of_up))
 
@@ -253,7 +253,7 @@ def hidden(
 class Gradients(NamedTuple):
     """What backward multiplies: FP8 of the gradient of gate_up, and the activation again, transposed.
 
-    `hidden` uint8 holds matrices [F, rows] as FP8Matrices.transposed does, or None; `sums` [E, 2F] are those of each
+    `hidden` uint8 is as FP8Matrices.transposed, or None; `sums` [E, 2F] are those of each
     expert's rows, or None.
     """
 
@@ -277,10 +277,9 @@ def gradients(
     columns = dy.shape[1]
     count = groups.experts
     device = dy.device
-    room = dict(dtype=torch.uint8, device=device)
-    out = torch.empty(groups.most, 2 * columns, **room)
-    transposed = torch.empty(groups.apart.most, 2 * columns, **room) if turn else None
-    again = None if hidden_scale is None else torch.empty(groups.apart.most, columns, **room)
+    out = torch.empty(groups.most, 2 * columns, dtype=torch.uint8, device=device)
+    transposed = room_for_rows_turned(groups, 2 * columns, device) if turn else None
+    again = None if hidden_scale is None else room_for_rows_turned(groups, columns, device)
     sums = room_for_sums(groups, 2 * columns, device) if summed else None
     factors = torch.ones(2, count, device=device)
     table = (dy, gate_up, activation.token, activation.tokens, groups.first, groups.tiles(ROWS))
@@ -293,7 +292,7 @@ def gradients(
         else:
             scales, amax = delayed
         _gradient_kernel[grid](
-            *table, scales, amax, factors, hidden_scale, out, transposed, again, groups.apart.first, sums,
+            *table, scales, amax, factors, hidden_scale, out, transposed, again, groups.apart.first, groups.apart.most, sums,
             columns, count, amax.stride(0), activation.alpha, E5M2=form == torch.float8_e5m2, **how,
         )  # fmt: skip
     total = None if sums is None else total_sums(sums, groups, dy.dtype)

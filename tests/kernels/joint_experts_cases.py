@@ -29,6 +29,8 @@ from te_models.kernels.grouped_linear_triton import (
 from te_models.kernels.groups import Groups
 from te_models.kernels.joint_experts_triton import Experts, Projection, experts_in_fp8
 
+# A tile may contain rows that are not stored, of which the interpreter warns where they are not finite.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 BEHIND = 32  # rows that belong to no expert
@@ -172,9 +174,8 @@ def test_the_activation_against_fp64(limit: float | None, padded: bool) -> None:
                 (found.of_gate_up.transposed, data),
                 (found.hidden, of_hidden.data),
             ):
-                width = straight.shape[1]
-                matrix = turned.flatten()[at * width : (at + apart) * width].view(width, apart)
-                assert torch.equal(matrix[:, :count], straight[begin : begin + count].t())
+                own = straight[begin : begin + count]
+                assert torch.equal(turned[:, at : at + count], own.t())
             wanted = slope[begin : begin + count]
             noise = 2.0**-8 * wanted.abs().sum(0) + 1e-6
             assert ((found.sums[e].double() - wanted.sum(0)).abs() <= noise).all()
@@ -361,9 +362,6 @@ def test_amaxes_of_copies_are_those_of_rows() -> None:
     begin = 0
     for count in ROWS:
         apart = -(-count // 128) * 128
-        parts = [
-            value.flatten()[begin * WIDTH : (begin + apart) * WIDTH].view(WIDTH, -1)
-            for value in (again, wanted.transposed)
-        ]
-        assert torch.equal(parts[0][:, :count], parts[1][:, :count])
+        own = slice(begin, begin + count)
+        assert torch.equal(again[:, own], wanted.transposed[:, own])
         begin += apart
