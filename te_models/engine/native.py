@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -53,9 +53,16 @@ from transformer_engine.pytorch.quantization import (
 import te_models.kernels.handover_triton as handover_triton
 from te_models.device.autograd import Context
 from te_models.kernels.early_save import save_early, save_input, saved_input
+from te_models.kernels.expert_blocks_triton import blocks_fit, cast_weight_blocks
 from te_models.kernels.expert_cast_triton import Delayed, FP8Matrices
 from te_models.kernels.expert_hidden_triton import Activation
 from te_models.kernels.expert_rows import Route, dispatch
+from te_models.kernels.grouped_blocks_triton import (
+    BlockExperts,
+    BlockProjection,
+    experts_in_blocks,
+    in_blocks,
+)
 from te_models.kernels.grouped_linear_triton import (
     Casts,
     Locations,
@@ -408,7 +415,30 @@ def _counts_on_device(module: Module, te_recipe: recipe.Recipe | None) -> bool:
     stored = isinstance(weight, Float8Tensor) and not weight.requires_grad
     if not (plain or stored) or not weight.is_cuda or _expert_weights(module) is None:
         return False
-    return plain if te_recipe is None else _joint_casts(te_recipe) is not None
+    if te_recipe is None:
+        return plain
+    if _in_blocks(te_recipe):
+        return plain and blocks_fit(weight.device, module.in_features, module.out_features)
+    return _joint_casts(te_recipe) is not None
+
+
+def _in_blocks(te_recipe: recipe.Recipe) -> bool:
+    """Return whether all experts at once run under this block scaling: in E4M3, with powers of two as scales."""
+    if not isinstance(te_recipe, recipe.Float8BlockScaling) or te_recipe.backward_override:
+        return False
+    plans = (
+        te_recipe.fp8_quant_fwd_inp,
+        te_recipe.fp8_quant_fwd_weight,
+        te_recipe.fp8_quant_bwd_grad,
+    )
+    powers = all(plan.power_2_scale and not plan.amax_epsilon for plan in plans)
+    dims = (
+        te_recipe.x_block_scaling_dim,
+        te_recipe.w_block_scaling_dim,
+        te_recipe.grad_block_scaling_dim,
+    )
+    e4m3 = get_fp8_te_dtype(te_recipe, fprop_tensor=False) == DType.kFloat8E4M3
+    return powers and dims == (1, 2, 1) and e4m3
 
 
 def _joint_casts(te_recipe: recipe.Recipe) -> Casts | None:
@@ -483,7 +513,8 @@ def _grouped(
     plain = isinstance(module, GroupedLinear)  # without adapters
     weights = _expert_weights(module) if plain and _counts_on_device(module, te_recipe) else None
     casts = None if weights is None or te_recipe is None else _joint_casts(te_recipe)
-    if route is not None and casts is None:
+    blocks = weights is not None and te_recipe is not None and _in_blocks(te_recipe)
+    if route is not None and casts is None and not blocks:
         x = dispatch(x, *route)
         route = None
     if not plain:
@@ -493,6 +524,10 @@ def _grouped(
     data = weights.tensors
     groups = rows if isinstance(rows, Groups) else Groups.of(rows, x.device)
     bias = _biases(module)
+    if blocks:
+        with module.prepare_forward_ctx(x, num_gemms=len(data)):
+            projection = _block_projection(module, weights, is_first_microbatch)
+            return in_blocks(x, groups, projection, route)
     if casts is None:
         return in_bf16(x, groups, weights, bias)
     with module.prepare_forward_ctx(x, num_gemms=len(data)):
@@ -513,16 +548,44 @@ def _cast_experts(
             module.get_parameter(f"weight{expert}")._scale_inv for expert in range(len(data))
         ]
         return Stored(data, weights.at, torch.cat(inverses))
+    return _cached(
+        module, is_first_microbatch, lambda turn: weights.cast(casts.of_weights, turn=turn)
+    )
+
+
+T = TypeVar("T")
+
+
+def _cached(
+    module: GroupedLinear, is_first_microbatch: bool | None, cast: Callable[[bool], T]
+) -> T:
+    """Return the FP8 weights that a te.GroupedLinear keeps for several micro-batches, or new ones.
+
+    `cast` makes them, transposed too if its argument is True, which is worth the memory where they are kept.
+    """
     cache = module._fp8_workspaces
     kept = (
         is_first_microbatch is not None and not module.is_fsdp2
     )  # FSDP2 gathers and casts again in backward
     own = cache.get("experts") if kept and not is_first_microbatch else None
     if own is None:
-        own = weights.cast(casts.of_weights, turn=kept)
+        own = cast(kept)
     if kept:
         cache["experts"] = own
     return own
+
+
+def _block_projection(
+    module: GroupedLinear, weights: Weights, is_first_microbatch: bool | None
+) -> BlockProjection:
+    """Return a te.GroupedLinear under block scaling."""
+    first = weights.tensors[0].detach()
+    own = _cached(
+        module,
+        is_first_microbatch,
+        lambda turn: cast_weight_blocks(first, weights.at.places, turn=turn),
+    )
+    return BlockProjection(own, weights.at, weights.tensors, _biases(module))
 
 
 def _experts_join(*modules: Module) -> bool:
@@ -550,7 +613,19 @@ def _experts(
 ) -> Tensor:
     """See te_models.kernels.handover.experts."""
     groups = rows if isinstance(rows, Groups) else Groups.of(rows, x.device)
-    joint = _joint_casts(FP8GlobalStateManager.get_fp8_recipe())
+    te_recipe = FP8GlobalStateManager.get_fp8_recipe()
+    token, tokens = (None, 0) if padding is None else padding
+    activation = Activation(limit, alpha, token, tokens)
+    if _in_blocks(te_recipe):
+        pair = []
+        with contextlib.ExitStack() as stack:
+            for module in (up, down):
+                weights = _expert_weights(module)
+                assert weights is not None
+                stack.enter_context(module.prepare_forward_ctx(x, num_gemms=groups.experts))
+                pair.append(_block_projection(module, weights, is_first_microbatch))
+            return experts_in_blocks(x, gates, BlockExperts(groups, route, activation, *pair))
+    joint = _joint_casts(te_recipe)
     assert joint is not None
     sides = []
     with contextlib.ExitStack() as stack:
@@ -563,8 +638,6 @@ def _experts(
             sizes = (module.in_features, module.out_features)
             tensors = () if isinstance(own, Stored) else weights.tensors
             sides.append(Projection(casts, own, weights.at, *sizes, tensors, _biases(module)))
-        token, tokens = (None, 0) if padding is None else padding
-        activation = Activation(limit, alpha, token, tokens)
         return experts_in_fp8(x, gates, Experts(groups, route, activation, *sides))
 
 

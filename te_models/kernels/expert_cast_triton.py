@@ -70,7 +70,8 @@ def find_matrix(
 
 
 @triton.jit
-def _load_rows(address, source, factor, given, i, j, rows, columns):
+def load_rows(address, source, factor, given, i, j, rows, columns):
+    """Return rows i of a matrix, as `Matrices` describes them, at columns j, in FP32."""
     inside = (i < rows)[:, None] & (j < columns)[None, :]
     row = i
     if source is not None:
@@ -97,7 +98,7 @@ def _amax_kernel(
         factor += begin
     i = group * 4 + tl.arange(0, ROWS)
     j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    values = _load_rows(address, source, factor, given, i, j, rows, columns)
+    values = load_rows(address, source, factor, given, i, j, rows, columns)
     raise_amax(amax + e, tl.abs(values))
 
 
@@ -167,10 +168,10 @@ def _cast_kernel(
         source += begin
     if factor is not None:
         factor += begin
-    a = _load_rows(address, source, factor, given, i, j, rows, columns)
-    b = _load_rows(address, source, factor, given, i + 1, j, rows, columns)
-    c = _load_rows(address, source, factor, given, i + 2, j, rows, columns)
-    d = _load_rows(address, source, factor, given, i + 3, j, rows, columns)
+    a = load_rows(address, source, factor, given, i, j, rows, columns)
+    b = load_rows(address, source, factor, given, i + 1, j, rows, columns)
+    c = load_rows(address, source, factor, given, i + 2, j, rows, columns)
+    d = load_rows(address, source, factor, given, i + 3, j, rows, columns)
     if sums is not None:
         at = sums + tl.program_id(0).to(tl.int64) * columns + j
         tl.store(at, tl.sum((a + b) + (c + d), 0), j < columns)
@@ -227,8 +228,8 @@ def transposed(data: Tensor, places: Tensor) -> Tensor:
 class FP8Matrices(NamedTuple):
     """FP8 of `Matrices`, uint8: data [R, K], and `transposed` or None.
 
-    With places, matrices [K, rows] follow each other in it. Otherwise it is [K, Groups.apart.most], in which the columns
-    of each expert are rows of `Groups.apart`; only those that have a row have been written.
+    With places, matrices [K, rows] follow each other in it. Otherwise it is [K, Groups.apart.most], whose columns are
+    the rows of `Groups.apart`; only those that have a row have been written.
     scale_inv FP32 [E] are the factors from data to values, and scale [E] those from values to data.
     """
 
@@ -296,13 +297,16 @@ def room_for_sums(groups: Groups, columns: int, device: torch.device) -> Tensor:
     return torch.empty(groups.high(ROWS), columns, device=device)
 
 
-def total_sums(sums: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
-    """Return the sums of each expert's rows, in FP32 and rounded once, from those of a cast's tiles: [E, columns]."""
+def total_sums(sums: Tensor, groups: Groups, dtype: torch.dtype, height: int = ROWS) -> Tensor:
+    """Return the sums of each expert's rows, in FP32 and rounded once, from those of a cast's tiles: [E, columns].
+
+    `height` is that of a tile.
+    """
     columns = sums.shape[1]
     out = torch.empty(groups.experts, columns, dtype=dtype, device=sums.device)
     with torch.cuda.device_of(sums):
         _total_sums_kernel[(triton.cdiv(columns, COLUMNS), groups.experts)](
-            sums, groups.tiles(ROWS), out, columns, TILES=16, COLUMNS=COLUMNS, num_warps=4
+            sums, groups.tiles(height), out, columns, TILES=16, COLUMNS=COLUMNS, num_warps=4
         )
     return out
 

@@ -54,7 +54,7 @@ def _real(value, token, tokens, i, rows):
 
 
 @triton.jit
-def _hidden(gate_up, token, tokens, i, j, rows, columns, alpha, LIMIT: tl.constexpr):
+def hidden_values(gate_up, token, tokens, i, j, rows, columns, alpha, LIMIT: tl.constexpr):
     """Return the activation at rows i and columns j, rounded."""
     gate = _load(gate_up, i, j, rows, columns, 2 * columns)
     up = _load(gate_up + columns, i, j, rows, columns, 2 * columns)
@@ -68,7 +68,7 @@ def _hidden(gate_up, token, tokens, i, j, rows, columns, alpha, LIMIT: tl.conste
 
 
 @triton.jit
-def _gradients(dy, gate_up, token, tokens, i, j, rows, columns, alpha, LIMIT: tl.constexpr):
+def gradient_values(dy, gate_up, token, tokens, i, j, rows, columns, alpha, LIMIT: tl.constexpr):
     """Return the gradients of gate and up at rows i and columns j, rounded, and the activation itself."""
     gate = _load(gate_up, i, j, rows, columns, 2 * columns)
     up = _load(gate_up + columns, i, j, rows, columns, 2 * columns)
@@ -108,7 +108,7 @@ def _hidden_amax_kernel(
         token += begin
     i = group * 4 + tl.arange(0, ROWS)
     j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    value = _hidden(address, token, tokens, i, j, rows, columns, alpha, LIMIT)
+    value = hidden_values(address, token, tokens, i, j, rows, columns, alpha, LIMIT)
     raise_amax(amax + e, tl.abs(value))
 
 
@@ -144,10 +144,10 @@ def _hidden_kernel(
     group += tl.arange(0, ROWS // 4)
     i = 4 * group
     j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    a = _hidden(address, token, tokens, i, j, rows, columns, alpha, LIMIT)
-    b = _hidden(address, token, tokens, i + 1, j, rows, columns, alpha, LIMIT)
-    c = _hidden(address, token, tokens, i + 2, j, rows, columns, alpha, LIMIT)
-    d = _hidden(address, token, tokens, i + 3, j, rows, columns, alpha, LIMIT)
+    a = hidden_values(address, token, tokens, i, j, rows, columns, alpha, LIMIT)
+    b = hidden_values(address, token, tokens, i + 1, j, rows, columns, alpha, LIMIT)
+    c = hidden_values(address, token, tokens, i + 2, j, rows, columns, alpha, LIMIT)
+    d = hidden_values(address, token, tokens, i + 3, j, rows, columns, alpha, LIMIT)
     out += begin * columns
     largest = store_fp8(a, b, c, d, scale, group, j, rows, columns, out, None, columns, E5M2)
     if scales is not None:
@@ -166,7 +166,7 @@ def _gradient_amax_kernel(
         token += begin
     i = group * 4 + tl.arange(0, ROWS)
     j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    of_gate, of_up, _ = _gradients(
+    of_gate, of_up, _ = gradient_values(
         dy + begin * columns, address, token, tokens, i, j, rows, columns, alpha, LIMIT
     )
     raise_amax(amax + e, tl.maximum(tl.abs(of_gate), tl.abs(of_up)))
@@ -189,10 +189,10 @@ def _gradient_kernel(
     i = 4 * group
     j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     slope = dy + begin * columns
-    a, p, s = _gradients(slope, address, token, tokens, i, j, rows, columns, alpha, LIMIT)
-    b, q, t = _gradients(slope, address, token, tokens, i + 1, j, rows, columns, alpha, LIMIT)
-    c, r, u = _gradients(slope, address, token, tokens, i + 2, j, rows, columns, alpha, LIMIT)
-    d, o, v = _gradients(slope, address, token, tokens, i + 3, j, rows, columns, alpha, LIMIT)
+    a, p, s = gradient_values(slope, address, token, tokens, i, j, rows, columns, alpha, LIMIT)
+    b, q, t = gradient_values(slope, address, token, tokens, i + 1, j, rows, columns, alpha, LIMIT)
+    c, r, u = gradient_values(slope, address, token, tokens, i + 2, j, rows, columns, alpha, LIMIT)
+    d, o, v = gradient_values(slope, address, token, tokens, i + 3, j, rows, columns, alpha, LIMIT)
     if sums is not None:
         at = sums + tl.program_id(0).to(tl.int64) * 2 * columns + j
         tl.store(at, tl.sum((a + b) + (c + d), 0), j < columns)
@@ -292,8 +292,9 @@ def gradients(
         else:
             scales, amax = delayed
         _gradient_kernel[grid](
-            *table, scales, amax, factors, hidden_scale, out, transposed, again, groups.apart.first, groups.apart.most, sums,
-            columns, count, amax.stride(0), activation.alpha, E5M2=form == torch.float8_e5m2, **how,
+            *table, scales, amax, factors, hidden_scale, out, transposed, again, groups.apart.first,
+            groups.apart.most, sums, columns, count, amax.stride(0), activation.alpha,
+            E5M2=form == torch.float8_e5m2, **how,
         )  # fmt: skip
     total = None if sums is None else total_sums(sums, groups, dy.dtype)
     return Gradients(FP8Matrices(out, transposed, *factors.unbind()), again, total)

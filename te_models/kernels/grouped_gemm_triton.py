@@ -61,7 +61,7 @@ def _corner(t, high, across, ABREAST: tl.constexpr):
 
 
 @triton.jit
-def _own_tile(
+def own_tile(
     first, tiles, width, count,
     EXPERTS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
@@ -83,10 +83,11 @@ def _own_tile(
 
 
 @triton.jit
-def _store_rows(
+def store_rows(
     total, a_scale, b_scale, bias, out, e, begin, rows, m, n, width,
     HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    """Store a tile of a product, by both scales and plus the bias where there are any."""
     i = m * HIGH + tl.arange(0, HIGH)
     j = n * WIDE + tl.arange(0, WIDE)
     if a_scale is not None:
@@ -103,7 +104,7 @@ def _rows_kernel(
     DOWN: tl.constexpr, EVEN: tl.constexpr, PRECISE: tl.constexpr, EXPERTS: tl.constexpr,
     HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
-    e, begin, rows, m, n = _own_tile(first, tiles, width, count, EXPERTS, HIGH, WIDE, ABREAST)
+    e, begin, rows, m, n = own_tile(first, tiles, width, count, EXPERTS, HIGH, WIDE, ABREAST)
     if e >= count:
         return
     k = tl.arange(0, DEEP)
@@ -137,7 +138,7 @@ def _rows_kernel(
         total = tl.dot(left, right, total, max_num_imprecise_acc=DEEP if PRECISE else None)
         x += DEEP
         w += step
-    _store_rows(total, a_scale, b_scale, bias, out, e, begin, rows, m, n, width, HIGH, WIDE)
+    store_rows(total, a_scale, b_scale, bias, out, e, begin, rows, m, n, width, HIGH, WIDE)
 
 
 @triton.jit
@@ -150,7 +151,7 @@ def _rows_by_tma_kernel(
 
     A tile may contain rows of the next expert, which are not stored, and zeros behind the last column.
     """
-    e, begin, rows, m, n = _own_tile(first, tiles, width, count, EXPERTS, HIGH, WIDE, ABREAST)
+    e, begin, rows, m, n = own_tile(first, tiles, width, count, EXPERTS, HIGH, WIDE, ABREAST)
     if e >= count:
         return
     row = begin.to(tl.int32) + m * HIGH
@@ -163,7 +164,7 @@ def _rows_by_tma_kernel(
         else:
             right = b.load([e * width + column, start]).T
         total = tl.dot(left, right, total, max_num_imprecise_acc=DEEP if PRECISE else None)
-    _store_rows(total, a_scale, b_scale, bias, out, e, begin, rows, m, n, width, HIGH, WIDE)
+    store_rows(total, a_scale, b_scale, bias, out, e, begin, rows, m, n, width, HIGH, WIDE)
 
 
 @triton.jit

@@ -113,7 +113,7 @@ class ForwardContext(NamedTuple):
         )
 
     def experts_join(self, *modules: nn.Module) -> bool:
-        """Return whether `experts` takes these te.GroupedLinears; not where backward recomputes what is between them."""
+        """Return whether `experts` takes these te.GroupedLinears; not where backward recomputes what is between."""
         apart = any(module in self.autocasts.others for module in modules)
         if apart or self.kernels.experts is None or self.recompute.mode == "selective":
             return False

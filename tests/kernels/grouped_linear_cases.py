@@ -329,9 +329,7 @@ def test_frozen_weights_get_no_gradient() -> None:
 
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), CASES)
-def test_products_read_in_both_ways(
-    rows: list[int], inputs: int, outputs: int, tma: bool
-) -> None:
+def test_products_read_in_both_ways(rows: list[int], inputs: int, outputs: int, tma: bool) -> None:
     """By pointers and by Hopper's copy engine, which also reads rows of other experts."""
     torch.manual_seed(6)
     tiles = Tiles(32, 64, 32, 1, 4, tma)
