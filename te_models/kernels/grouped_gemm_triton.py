@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from te_models.kernels.groups import Groups
+from te_models.kernels.groups import LINE, Groups
 
 
 class Operand(NamedTuple):
@@ -31,7 +31,7 @@ class Operand(NamedTuple):
 class Tiles(NamedTuple):
     """The tile of a product: rows, columns, and how much of the sum is read at a time.
 
-    `tma`: whether the copy engine of Hopper reads whole tiles (TMA), where the operands allow it.
+    `tma`: whether the copy engine of Hopper reads whole tiles of rows and matrices (TMA), where they allow it.
     """
 
     height: int
@@ -44,9 +44,10 @@ class Tiles(NamedTuple):
 
 BF16 = Tiles(128, 256, 64, 3)
 FP8 = Tiles(128, 256, 128, 3)
-PRECISE = Tiles(
-    128, 128, 128, 3, 4
-)  # two programs per multiprocessor: one adds while the other multiplies
+# Two programs per multiprocessor: one adds while the other multiplies.
+PRECISE = Tiles(128, 128, 128, 3, 4)
+# With the copy engine there is room for one more, where rows begin at whole lines (benchmarks/expert_products.py).
+MORE_STAGES = 1
 SUM = Tiles(64, 64, 1, 1, 4)
 ABREAST = 8  # tiles above each other whose programs follow each other, so that they share what the L2 cache holds
 
@@ -231,45 +232,6 @@ def _weights_kernel(
 
 
 @triton.jit
-def _weights_by_tma_kernel(
-    a, b, first, turned, a_scale, b_scale, out, height, width,
-    PRECISE: tl.constexpr,
-    HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, ABREAST: tl.constexpr,
-):  # fmt: skip
-    """As `_weights_kernel`; a and b describe the rows of all experts, in FP8 transposed."""
-    high = tl.cdiv(height, HIGH)
-    across = tl.cdiv(width, WIDE)
-    e = tl.program_id(0) // (high * across)
-    m, n = _corner(tl.program_id(0) % (high * across), high, across, ABREAST)
-    begin = tl.load(first + e)
-    rows = (tl.load(first + e + 1) - begin).to(tl.int32)
-    k = tl.arange(0, DEEP)
-    here = (begin if turned is None else tl.load(turned + e)).to(tl.int32)
-    total = tl.zeros([HIGH, WIDE], tl.float32)
-    whole = rows // DEEP * DEEP
-    for start in range(0, whole, DEEP):
-        if turned is None:
-            one = a.load([here + start, m * HIGH]).T
-            other = b.load([here + start, n * WIDE])
-        else:
-            one = a.load([m * HIGH, here + start])
-            other = b.load([n * WIDE, here + start]).T
-        total = tl.dot(one, other, total, max_num_imprecise_acc=DEEP if PRECISE else None)
-    if whole < rows:
-        left = k < rows - whole
-        if turned is None:
-            one = a.load([here + whole, m * HIGH]).T
-            other = b.load([here + whole, n * WIDE])
-        else:
-            one = a.load([m * HIGH, here + whole])
-            other = b.load([n * WIDE, here + whole]).T
-        one = tl.where(left[None, :], one, tl.zeros_like(one))
-        other = tl.where(left[:, None], other, tl.zeros_like(other))
-        total = tl.dot(one, other, total, max_num_imprecise_acc=DEEP if PRECISE else None)
-    _store_weights(total, a_scale, b_scale, out, e, m, n, height, width, HIGH, WIDE)
-
-
-@triton.jit
 def _sums_kernel(x, first, out, width, HIGH: tl.constexpr, WIDE: tl.constexpr):
     e = tl.program_id(1)
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
@@ -300,7 +262,7 @@ def rows_times(
         tiles: the tile; None: the one for this product.
     """
     depth = a.data.shape[1]
-    tiles = tiles or _tiles(a, precise)
+    tiles = tiles or _tiles_of_rows(a, width, precise)
     count = groups.experts
     out = torch.empty(groups.most, width, dtype=dtype, device=a.data.device)
     grid = (groups.high(tiles.height) * triton.cdiv(width, tiles.width),)
@@ -349,28 +311,10 @@ def weights_from(
     turned, pitch = (groups.apart.first, groups.apart.most) if fp8 else (None, 0)
     options = _options(tiles, a, precise)
     with torch.cuda.device_of(out):
-        if tiles.tma and source is None and by_tma(a.data, b.data):
-            parts = []
-            for operand, size, step in ((a, height, tiles.height), (b, width, tiles.width)):
-                shape = (size, pitch) if fp8 else (len(operand.data), size)
-                block = [step, tiles.depth] if fp8 else [tiles.depth, step]
-                parts.append(_described(operand.data, *shape, block))
-            _weights_by_tma_kernel[grid](
-                *parts,
-                groups.first,
-                turned,
-                a.scale_inv,
-                b.scale_inv,
-                out,
-                height,
-                width,
-                **options,
-            )
-        else:
-            _weights_kernel[grid](
-                a.data, b.data, source, len(b.data), groups.first, turned, pitch, a.scale_inv, b.scale_inv,
-                out, height, width, **options,
-            )  # fmt: skip
+        _weights_kernel[grid](
+            a.data, b.data, source, len(b.data), groups.first, turned, pitch, a.scale_inv, b.scale_inv,
+            out, height, width, **options,
+        )  # fmt: skip
     return out
 
 
@@ -405,6 +349,21 @@ def _tiles(a: Operand, precise: bool) -> Tiles:
     if a.scale_inv is None:
         return BF16
     return PRECISE if precise else FP8
+
+
+def _tiles_of_rows(a: Operand, width: int, precise: bool) -> Tiles:
+    """Return the tile of `rows_times`.
+
+    The copy engine is slower than pointers where rows of a tile do not begin at whole lines of memory, or where the
+    last tile of a row is half empty; not with tiles of `PRECISE`, which wait for additions.
+    """
+    tiles = _tiles(a, precise)
+    if a.scale_inv is not None and precise:
+        return tiles
+    lines = a.data.shape[1] * a.data.element_size() % LINE == 0
+    if lines and width % tiles.width == 0:
+        return tiles._replace(stages=tiles.stages + MORE_STAGES)
+    return tiles._replace(tma=False)
 
 
 def _options(tiles: Tiles, a: Operand, precise: bool) -> dict[str, Any]:

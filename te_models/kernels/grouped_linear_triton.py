@@ -46,10 +46,14 @@ class Casts(NamedTuple):
 
 
 class Locations(NamedTuple):
-    """Where the matrices of experts are in memory: their addresses, and the same on the device (`Matrices.places`)."""
+    """Where the matrices of experts are in memory: their addresses, and the same on the device (`Matrices.places`).
+
+    `together`: each begins where the one before it ends.
+    """
 
     addresses: list[int]
     places: Tensor
+    together: bool = False
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], before: Locations | None = None) -> Locations | None:
@@ -65,13 +69,24 @@ class Locations(NamedTuple):
             return None
         size = tensors[0].element_size()
         places = torch.tensor([distance // size for distance in behind], device=tensors[0].device)
-        return cls(addresses, places)
+        bytes_each = tensors[0].numel() * size
+        together = behind == [bytes_each * number for number in range(len(behind))]
+        return cls(addresses, places, together)
+
+    @property
+    def apart(self) -> Tensor | None:
+        """`places`, or None where each matrix begins where the one before it ends."""
+        return None if self.together else self.places
+
+    def now(self, tensors: Sequence[Tensor]) -> Locations:
+        """Return where the same tensors are in a backward pass."""
+        found = self.of(tensors, self)
+        assert found is not None  # memory that PyTorch allocates begins at multiples of 16 bytes
+        return found
 
     def again(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the places of the same tensors in a backward pass."""
-        now = self.of(tensors, self)
-        assert now is not None  # memory that PyTorch allocates begins at multiples of 16 bytes
-        return now.places
+        return self.now(tensors).places
 
 
 class Weights(NamedTuple):
@@ -114,7 +129,7 @@ class _BF16(torch.autograd.Function):
         ctx.at = at
         x = x.contiguous()
         ctx.save_for_backward(x if ctx.needs_input_grad[4] else None, *weights)
-        b = Operand(weights[0], places=at.places)
+        b = Operand(weights[0], places=at.apart)
         return rows_times(
             Operand(x), b, groups, len(weights[0]), bias, down=False, precise=False, dtype=x.dtype
         )
@@ -126,7 +141,7 @@ class _BF16(torch.autograd.Function):
         height, width = weights[0].shape
         how = dict(precise=False, dtype=dy.dtype)
         a = Operand(dy)
-        b = Operand(weights[0], places=ctx.at.again(weights))
+        b = Operand(weights[0], places=ctx.at.now(weights).apart)
         dx = (
             rows_times(a, b, ctx.groups, width, down=True, **how)
             if ctx.needs_input_grad[0]
