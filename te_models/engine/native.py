@@ -19,6 +19,8 @@ import torch
 import transformer_engine.pytorch as _te
 import transformer_engine_torch as tex
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from transformer_engine.common import recipe
 from transformer_engine.pytorch import (
@@ -52,6 +54,7 @@ from transformer_engine.pytorch.quantization import (
 
 import te_models.kernels.handover_triton as handover_triton
 from te_models.device.autograd import Context
+from te_models.distributed.sharded_call import call_inside, only_fsdp_hooks
 from te_models.kernels.early_save import save_early, save_input, saved_input
 from te_models.kernels.expert_blocks_triton import blocks_fit, cast_weight_blocks
 from te_models.kernels.expert_cast_triton import Delayed, FP8Matrices
@@ -406,14 +409,22 @@ def _counts_on_device(module: Module, te_recipe: recipe.Recipe | None) -> bool:
     adapted = not isinstance(module, GroupedLinear)
     if adapted:
         module = module.get_submodule("base_layer")
-    if not isinstance(module, GroupedLinear) or module._forward_pre_hooks or module._forward_hooks:
-        return False  # hooks around its own forward: FSDP2's gather its weights, calibration's note amaxes
+    if not isinstance(module, GroupedLinear) or not only_fsdp_hooks(module):
+        return False  # such as those of calibration, which note amaxes
+    if isinstance(module, FSDPModule) and adapted:
+        return False
     if adapted and (module.in_features % 8 or module.out_features % 8):
         return False  # adapters' products in one launch need rows of 16 bytes
     weight = module.get_parameter("weight0")
-    plain = type(weight) in (Tensor, Parameter) and weight.dtype == torch.bfloat16
+    sharded = isinstance(module, FSDPModule) and isinstance(
+        weight, DTensor
+    )  # `call_inside` gathers it
+    whole = type(weight) in (Tensor, Parameter)
+    plain = (sharded or whole) and weight.dtype == torch.bfloat16
     stored = isinstance(weight, Float8Tensor) and not weight.requires_grad
-    if not (plain or stored) or not weight.is_cuda or _expert_weights(module) is None:
+    if not (plain or stored) or not weight.is_cuda:
+        return False
+    if not sharded and _expert_weights(module) is None:
         return False
     if te_recipe is None:
         return plain
@@ -510,32 +521,49 @@ def _grouped(
     te_recipe = (
         FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
     )
-    plain = isinstance(module, GroupedLinear)  # without adapters
-    weights = _expert_weights(module) if plain and _counts_on_device(module, te_recipe) else None
-    casts = None if weights is None or te_recipe is None else _joint_casts(te_recipe)
-    blocks = weights is not None and te_recipe is not None and _in_blocks(te_recipe)
-    if route is not None and casts is None and not blocks:
+    if not isinstance(module, GroupedLinear):  # one with adapters
+        blocks = joint = False
+    else:
+        joint = _counts_on_device(module, te_recipe)
+        blocks = joint and te_recipe is not None and _in_blocks(te_recipe)
+    if route is not None and (not joint or te_recipe is None):
         x = dispatch(x, *route)
         route = None
-    if not plain:
+    if not isinstance(module, GroupedLinear):
         return module(x, rows, is_first_microbatch=is_first_microbatch, run=_grouped)
-    if weights is None:
+    if not joint:
         return module(x, rows, is_first_microbatch=is_first_microbatch)
-    data = weights.tensors
     groups = rows if isinstance(rows, Groups) else Groups.of(rows, x.device)
-    bias = _biases(module)
-    if blocks:
-        with module.prepare_forward_ctx(x, num_gemms=len(data)):
-            projection = _block_projection(module, weights, is_first_microbatch)
-            return in_blocks(x, groups, projection, route)
-    if casts is None:
-        return in_bf16(x, groups, weights, bias)
-    with module.prepare_forward_ctx(x, num_gemms=len(data)):
-        casts = _with_scales(module, casts, x)
-        own = _cast_experts(module, weights, casts, is_first_microbatch)
-        return in_fp8(
-            x, groups, casts, own, None if isinstance(own, Stored) else weights, bias, route
-        )
+
+    def run(x: Tensor) -> Tensor:
+        weights = _read_weights(module)
+        bias = _biases(module)
+        if te_recipe is None:
+            return in_bf16(x, groups, weights, bias)
+        with module.prepare_forward_ctx(x, num_gemms=groups.experts):
+            if blocks:
+                projection = _block_projection(module, weights, is_first_microbatch)
+                return in_blocks(x, groups, projection, route)
+            casts = _with_scales(module, _one_by_one(te_recipe), x)
+            own = _cast_experts(module, weights, casts, is_first_microbatch)
+            trained = None if isinstance(own, Stored) else weights
+            return in_fp8(x, groups, casts, own, trained, bias, route)
+
+    return call_inside([module], run, x)
+
+
+def _read_weights(module: GroupedLinear) -> Weights:
+    """Return the weights of a te.GroupedLinear whose kernels can read them (`_counts_on_device`)."""
+    weights = _expert_weights(module)
+    assert weights is not None  # memory that PyTorch allocates begins at multiples of 16 bytes
+    return weights
+
+
+def _one_by_one(te_recipe: recipe.Recipe) -> Casts:
+    """Return how a recipe with a scale per expert casts."""
+    casts = _joint_casts(te_recipe)
+    assert casts is not None
+    return casts
 
 
 def _cast_experts(
@@ -616,29 +644,28 @@ def _experts(
     te_recipe = FP8GlobalStateManager.get_fp8_recipe()
     token, tokens = (None, 0) if padding is None else padding
     activation = Activation(limit, alpha, token, tokens)
-    if _in_blocks(te_recipe):
-        pair = []
+
+    def run(x: Tensor, gates: Tensor | None) -> Tensor:
         with contextlib.ExitStack() as stack:
             for module in (up, down):
-                weights = _expert_weights(module)
-                assert weights is not None
                 stack.enter_context(module.prepare_forward_ctx(x, num_gemms=groups.experts))
-                pair.append(_block_projection(module, weights, is_first_microbatch))
-            return experts_in_blocks(x, gates, BlockExperts(groups, route, activation, *pair))
-    joint = _joint_casts(te_recipe)
-    assert joint is not None
-    sides = []
-    with contextlib.ExitStack() as stack:
-        for module in (up, down):
-            weights = _expert_weights(module)
-            assert weights is not None
-            stack.enter_context(module.prepare_forward_ctx(x, num_gemms=groups.experts))
-            casts = _with_scales(module, joint, x)
-            own = _cast_experts(module, weights, casts, is_first_microbatch)
-            sizes = (module.in_features, module.out_features)
-            tensors = () if isinstance(own, Stored) else weights.tensors
-            sides.append(Projection(casts, own, weights.at, *sizes, tensors, _biases(module)))
-        return experts_in_fp8(x, gates, Experts(groups, route, activation, *sides))
+            if _in_blocks(te_recipe):
+                pair = [
+                    _block_projection(module, _read_weights(module), is_first_microbatch)
+                    for module in (up, down)
+                ]
+                return experts_in_blocks(x, gates, BlockExperts(groups, route, activation, *pair))
+            sides = []
+            for module in (up, down):
+                weights = _read_weights(module)
+                casts = _with_scales(module, _one_by_one(te_recipe), x)
+                own = _cast_experts(module, weights, casts, is_first_microbatch)
+                sizes = (module.in_features, module.out_features)
+                tensors = () if isinstance(own, Stored) else weights.tensors
+                sides.append(Projection(casts, own, weights.at, *sizes, tensors, _biases(module)))
+            return experts_in_fp8(x, gates, Experts(groups, route, activation, *sides))
+
+    return call_inside([up, down], run, x, gates)
 
 
 def _biases(module: GroupedLinear) -> Tensor | None:

@@ -160,10 +160,9 @@ def _rows_by_tma_kernel(
     total = tl.zeros([HIGH, WIDE], tl.float32)
     for start in range(0, depth, DEEP):
         left = a.load([row, start])
-        if DOWN:
-            right = b.load([e * depth + start, column])
-        else:
-            right = b.load([e * width + column, start]).T
+        right = (
+            b.load([e * depth + start, column]) if DOWN else b.load([e * width + column, start]).T
+        )
         total = tl.dot(left, right, total, max_num_imprecise_acc=DEEP if PRECISE else None)
     store_rows(total, a_scale, b_scale, bias, out, e, begin, rows, m, n, width, HIGH, WIDE)
 
