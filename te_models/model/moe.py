@@ -87,8 +87,8 @@ class Experts(Feedforward[MoESpec]):
             chosen = choose(logits, bias, context.routed, moe)
             if self.ep.size == 1:
                 return chosen, places(chosen, moe.num_experts, context.alignment, on_device), None
-            where = places(chosen, moe.num_experts, 1)
-            return chosen, where, self.ep.exchange(where, context.alignment, kernels)
+            sent = places(chosen, moe.num_experts, 1, on_device=True)
+            return chosen, *self.ep.exchange(sent, context.alignment, kernels)
 
         (chosen, where, exchange), first = context.recompute.kept(self.layer, route)
         routing = describe(
