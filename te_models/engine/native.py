@@ -416,9 +416,7 @@ def _counts_on_device(module: Module, te_recipe: recipe.Recipe | None) -> bool:
     if adapted and (module.in_features % 8 or module.out_features % 8):
         return False  # adapters' products in one launch need rows of 16 bytes
     weight = module.get_parameter("weight0")
-    sharded = isinstance(module, FSDPModule) and isinstance(
-        weight, DTensor
-    )  # `call_inside` gathers it
+    sharded = isinstance(weight, DTensor)  # FSDP2 will have gathered it when kernels read it
     whole = type(weight) in (Tensor, Parameter)
     plain = (sharded or whole) and weight.dtype == torch.bfloat16
     stored = isinstance(weight, Float8Tensor) and not weight.requires_grad

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_models.kernels import router_triton
 from te_models.kernels.expert_rows import RowKernels
 
 COLUMNS = 2048  # read at a time
@@ -121,4 +122,4 @@ def _columns(x: Tensor) -> int:
     return min(COLUMNS, triton.next_power_of_2(x.shape[1]))
 
 
-TRITON = RowKernels(gather, total)
+TRITON = RowKernels(gather, total, router_triton.choose, router_triton.places)

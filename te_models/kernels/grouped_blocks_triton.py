@@ -14,6 +14,7 @@ from torch import Tensor
 
 from te_models.device.autograd import Context
 from te_models.kernels.expert_blocks_triton import (
+    BlockGradients,
     Blocks,
     WeightBlocks,
     block_rows_times,
@@ -29,6 +30,7 @@ from te_models.kernels.expert_rows import Route
 from te_models.kernels.expert_rows_triton import dots, total
 from te_models.kernels.grouped_linear_triton import Locations
 from te_models.kernels.groups import Groups
+from te_models.kernels.joint_experts_triton import Passed
 
 
 class BlockProjection(NamedTuple):
@@ -108,36 +110,77 @@ class _Blocks(torch.autograd.Function):
         return dx, db, None, None, None, None, *of_weights
 
 
-class _BlockExperts(torch.autograd.Function):
+class _Up(torch.autograd.Function):
+    """From tokens to the output of the first projection of an MLP."""
+
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, gates: Tensor | None, bias_up: Tensor | None, bias_down: Tensor | None,
-        how: BlockExperts, *weights: Tensor,
+        ctx: Context, x: Tensor, bias: Tensor | None, how: BlockExperts, passed: Passed[BlockGradients],
+        *weights: Tensor,
     ) -> Tensor:  # fmt: skip
-        groups, route, activation, up, down = how
-        first = 5
-        ctx.count = len(up.tensors)
-        between = first + ctx.count
-        ctx.trained = [
-            any(ctx.needs_input_grad[first:between]),
-            any(ctx.needs_input_grad[between:]),
-        ]
+        groups, route, _, up, _ = how
+        trained = any(ctx.needs_input_grad[4:])
         x = x.contiguous()
         token, row = (None, None) if route is None else (route.token, route.row)
-        turn = ctx.trained[0] and route is None
-        given, _ = cast_blocks(Matrices(x, groups, source=token), turn=turn)
-        gate_up = block_rows_times(given, up.own, groups, bias_up, backward=False, dtype=x.dtype)
-        hidden = hidden_blocks(gate_up, groups, activation)
-        out = block_rows_times(hidden, down.own, groups, bias_down, backward=False, dtype=x.dtype)
-        kept = (x if route is not None else given.transposed) if ctx.trained[0] else None
+        given, _ = cast_blocks(Matrices(x, groups, source=token), turn=trained and route is None)
+        kept = (x if route is not None else given.transposed) if trained else None
+        ctx.groups = groups
+        ctx.passed = passed
+        ctx.at = up.at
+        ctx.count = len(weights)
+        again = weights if up.own.transposed is None else ()
+        ctx.save_for_backward(
+            kept, given.turned_inv, token, row, up.own.transposed, up.own.scale_inv, *again
+        )
+        return block_rows_times(given, up.own, groups, bias, backward=False, dtype=x.dtype)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dtype = grads[0].dtype
+        groups = ctx.groups
+        x, x_inverse, token, row, turned, scale_inv, *weights = ctx.saved_tensors
+        found = ctx.passed.take()
+        slopes = found.of_gate_up
+        dx = None
+        if ctx.needs_input_grad[0]:
+            b = _turned(turned, scale_inv, ctx.at, weights)
+            dx = block_rows_times(slopes, b, groups, backward=True, dtype=dtype)
+            dx = dx if row is None else total(dx, row, None)
+            del b
+        bias = found.sums
+        slopes = slopes._replace(data=None)  # before the larger gradients of weights
+        del found
+        of_weights: Sequence[Tensor | None] = [None] * ctx.count
+        if x is not None:
+            given = Blocks(None, None, x, x_inverse) if token is None else _again(x, groups, token)
+            of_weights = block_weights_from(slopes, given, groups, dtype).unbind()
+        return dx, bias, None, None, *of_weights
+
+
+class _Down(torch.autograd.Function):
+    """From there to tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, gate_up: Tensor, gates: Tensor | None, bias: Tensor | None, how: BlockExperts,
+        passed: Passed[BlockGradients], trained_up: bool, summed_up: bool, *weights: Tensor,
+    ) -> Tensor:  # fmt: skip
+        groups, route, activation, _, down = how
+        of_hidden = hidden_blocks(gate_up, groups, activation)
+        dtype = gate_up.dtype
+        out = block_rows_times(of_hidden, down.own, groups, bias, backward=False, dtype=dtype)
         ctx.groups = groups
         ctx.activation = activation
-        ctx.at = [up.at, down.at]
-        again = [side.tensors if side.own.transposed is None else () for side in (up, down)]
-        ctx.middle = len(again[0])
+        ctx.passed = passed
+        ctx.at = down.at
+        ctx.count = len(weights)
+        ctx.trained = any(ctx.needs_input_grad[7:])
+        ctx.up = (trained_up, summed_up)
+        token, row = (None, None) if route is None else (route.token, route.row)
+        again = weights if down.own.transposed is None else ()
         ctx.save_for_backward(
-            kept, given.turned_inv, token, row, gates, gate_up, None if route is None else out,
-            up.own.transposed, up.own.scale_inv, down.own.transposed, down.own.scale_inv, *again[0], *again[1],
+            token, row, gates, gate_up, None if route is None else out, down.own.transposed,
+            down.own.scale_inv, *again,
         )  # fmt: skip
         if route is None:
             return out
@@ -148,9 +191,7 @@ class _BlockExperts(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy = grads[0].contiguous()
         groups = ctx.groups
-        x, x_inverse, token, row, gates, gate_up, out, up_turned, up_inverse, down_turned, down_inverse, *weights = (
-            ctx.saved_tensors
-        )  # fmt: skip
+        token, row, gates, gate_up, out, turned, scale_inv, *weights = ctx.saved_tensors
         dtype = dy.dtype
         dgates = None
         given = Matrices(dy, groups)
@@ -158,34 +199,23 @@ class _BlockExperts(torch.autograd.Function):
             dgates, _ = dots(dy, out, row)
             factor = gates.new_zeros(len(out) + 1).scatter(0, row.flatten(), gates.flatten())[:-1]
             given = Matrices(dy, groups, source=token, factor=factor)
-        del out
-        trained_up, trained_down = ctx.trained
-        slopes, of_bias_down = cast_blocks(given, turn=trained_down, summed=ctx.needs_input_grad[3])
-        b = _turned(down_turned, down_inverse, ctx.at[1], weights[ctx.middle :])
+        slopes, of_bias = cast_blocks(given, turn=ctx.trained, summed=ctx.needs_input_grad[2])
+        b = _turned(turned, scale_inv, ctx.at, weights)
         dh = block_rows_times(slopes, b, groups, backward=True, dtype=dtype)
         del b
+        slopes = slopes._replace(data=None)
+        trained_up, summed_up = ctx.up
         found = gradient_blocks(
-            dh, gate_up, groups, ctx.activation, turn=trained_up, hidden=trained_down,
-            summed=ctx.needs_input_grad[2],
+            dh, gate_up, groups, ctx.activation, turn=trained_up, hidden=ctx.trained,
+            summed=summed_up,
         )  # fmt: skip
         del dh
-        of_down: Sequence[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 5 - ctx.count)
-        if trained_down:
-            of_down = block_weights_from(slopes, found.hidden, groups, dtype).unbind()
-        of_gate_up = found.of_gate_up
-        of_bias_up = found.sums
-        del slopes, found
-        dx = None
-        if ctx.needs_input_grad[0]:
-            b = _turned(up_turned, up_inverse, ctx.at[0], weights[: ctx.middle])
-            dx = block_rows_times(of_gate_up, b, groups, backward=True, dtype=dtype)
-            dx = dx if row is None else total(dx, row, None)
-            del b
-        of_up: Sequence[Tensor | None] = [None] * ctx.count
-        if trained_up:
-            rows = Blocks(None, None, x, x_inverse) if token is None else _again(x, groups, token)
-            of_up = block_weights_from(of_gate_up, rows, groups, dtype).unbind()
-        return dx, dgates, of_bias_up, of_bias_down, None, *of_up, *of_down
+        of_weights: Sequence[Tensor | None] = [None] * ctx.count
+        if ctx.trained:
+            of_weights = block_weights_from(slopes, found.hidden, groups, dtype).unbind()
+        nothing = Blocks(None, None, None, None)
+        passed = ctx.passed.put(found._replace(hidden=nothing), gate_up)
+        return passed, dgates, of_bias, None, None, None, None, *of_weights
 
 
 def in_blocks(
@@ -204,5 +234,9 @@ def experts_in_blocks(x: Tensor, gates: Tensor | None, how: BlockExperts) -> Ten
 
     Without a route x are the experts' rows [R, D], `gates` is None, and so the result is [R, D].
     """
-    weights = (*how.up.tensors, *how.down.tensors)
-    return _BlockExperts.apply(x, gates, how.up.bias, how.down.bias, how, *weights)
+    up, down = how.up, how.down
+    passed: Passed[BlockGradients] = Passed()
+    gate_up = _Up.apply(x, up.bias, how, passed, *up.tensors)
+    trained = any(weight.requires_grad for weight in up.tensors)
+    summed = up.bias is not None and up.bias.requires_grad
+    return _Down.apply(gate_up, gates, down.bias, how, passed, trained, summed, *down.tensors)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from te_models.device.autograd import Context
@@ -45,6 +47,38 @@ class Casts(NamedTuple):
     after: Callable[[], None] | None = None
 
 
+@triton.jit(do_not_specialize=["count", *"abcdefgh"])
+def _fill_kernel(
+    out, count,
+    a: tl.int64, b: tl.int64, c: tl.int64, d: tl.int64, e: tl.int64, f: tl.int64, g: tl.int64, h: tl.int64,
+):  # fmt: skip
+    tl.store(out, a)
+    tl.store(out + 1, b, count > 1)
+    tl.store(out + 2, c, count > 2)
+    tl.store(out + 3, d, count > 3)
+    tl.store(out + 4, e, count > 4)
+    tl.store(out + 5, f, count > 5)
+    tl.store(out + 6, g, count > 6)
+    tl.store(out + 7, h, count > 7)
+
+
+FILLED = 8  # numbers that one launch writes
+
+
+def on_device(numbers: list[int], device: torch.device) -> Tensor:
+    """Return numbers as int64 on a device, from the arguments of kernels.
+
+    A copy from the host's memory would wait for the device, and in a CUDA graph read what is there at its replay.
+    """
+    out = torch.empty(len(numbers), dtype=torch.int64, device=device)
+    with torch.cuda.device_of(out):
+        for first in range(0, len(numbers), FILLED):
+            part = numbers[first : first + FILLED]
+            rest = [0] * (FILLED - len(part))
+            _fill_kernel[(1,)](out[first:], len(part), *part, *rest)
+    return out
+
+
 class Locations(NamedTuple):
     """Where the matrices of experts are in memory: their addresses, and the same on the device (`Matrices.places`).
 
@@ -68,7 +102,7 @@ class Locations(NamedTuple):
         if any(distance % 16 for distance in behind):
             return None
         size = tensors[0].element_size()
-        places = torch.tensor([distance // size for distance in behind], device=tensors[0].device)
+        places = on_device([distance // size for distance in behind], tensors[0].device)
         bytes_each = tensors[0].numel() * size
         together = behind == [bytes_each * number for number in range(len(behind))]
         return cls(addresses, places, together)

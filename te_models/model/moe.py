@@ -84,10 +84,11 @@ class Experts(Feedforward[MoESpec]):
 
         def route() -> tuple[Tensor, Places, Exchange | None]:
             bias = self.expert_bias if moe.expert_bias else None
-            chosen = choose(logits, bias, context.routed, moe)
+            chosen = choose(logits, bias, context.routed, moe, kernels)
             if self.ep.size == 1:
-                return chosen, places(chosen, moe.num_experts, context.alignment, on_device), None
-            sent = places(chosen, moe.num_experts, 1, on_device=True)
+                how = (context.alignment, on_device, kernels)
+                return chosen, places(chosen, moe.num_experts, *how), None
+            sent = places(chosen, moe.num_experts, 1, True, kernels)
             return chosen, *self.ep.exchange(sent, context.alignment, kernels)
 
         (chosen, where, exchange), first = context.recompute.kept(self.layer, route)

@@ -27,6 +27,7 @@ from te_models.kernels.grouped_linear_triton import (
     Weights,
     in_bf16,
     in_fp8,
+    on_device,
 )
 from te_models.kernels.groups import Groups
 
@@ -374,3 +375,9 @@ def test_tokens_are_found_inside_the_product() -> None:
     if DEVICE.type == "cuda":
         assert torch.equal(found, wanted)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("count", [1, 8, 19])
+def test_numbers_reach_the_device_without_a_copy(count: int) -> None:
+    numbers = [(-1) ** n * n * 2**37 + n for n in range(count)]
+    assert on_device(numbers, DEVICE).tolist() == numbers
