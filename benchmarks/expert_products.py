@@ -53,7 +53,7 @@ PRECISE_TILES = [
 ]
 BLOCK_TILES = [
     Tiles(128, 128, 128, stages, warps) for stages, warps in ((3, 4), (3, 8), (4, 8), (6, 8))
-] + [Tiles(64, 128, 128, 4, 4)]
+] + [Tiles(64, 128, 128, 3, 4), Tiles(64, 128, 128, 4, 4)]
 
 
 def groups_of(experts: int, rows: int) -> Groups:

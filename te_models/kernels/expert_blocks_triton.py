@@ -27,9 +27,9 @@ from te_models.kernels.groups import Groups
 from te_models.kernels.handover_triton import store_fp8
 
 SIZE = 128  # of a block
-WARPS, MANY_WARPS = 8, 16  # of a cast of one tensor, and of three at once
-ROWS_TILES = Tiles(128, 128, 128, 3, 8)
-WEIGHTS_TILES = Tiles(128, 128, 128, 3, 8)
+WARPS = 16  # of a cast: with 8, registers leave room for one program per multiprocessor
+# Two or three programs per multiprocessor: one multiplies by scales and adds while another is in its tensor cores.
+TILES = Tiles(64, 128, 128, 3, 4)
 
 
 class Blocks(NamedTuple):
@@ -310,8 +310,8 @@ def _grid(groups: Groups, columns: int) -> tuple[int, int]:
     return groups.high(SIZE), triton.cdiv(columns, SIZE)
 
 
-def _sizes(groups: Groups, warps: int) -> dict[str, Any]:
-    return dict(EXPERTS=triton.next_power_of_2(groups.experts), SIZE=SIZE, num_warps=warps)
+def _sizes(groups: Groups) -> dict[str, Any]:
+    return dict(EXPERTS=triton.next_power_of_2(groups.experts), SIZE=SIZE, num_warps=WARPS)
 
 
 def _room(groups: Groups, columns: int, device: torch.device, straight: bool, turn: bool) -> Blocks:
@@ -343,7 +343,7 @@ def cast_blocks(
         _cast_kernel[_grid(groups, columns)](
             given.data, given.source, given.factor, len(given.data), groups.first, groups.tiles(SIZE),
             groups.apart.first, *made, groups.apart.most, sums, columns, groups.experts, groups.most,
-            **_sizes(groups, WARPS),
+            **_sizes(groups),
         )  # fmt: skip
     total = None if sums is None else total_sums(sums, groups, given.data.dtype, SIZE)
     return made, total
@@ -357,7 +357,7 @@ def hidden_blocks(gate_up: Tensor, groups: Groups, activation: Activation) -> Bl
         _hidden_kernel[_grid(groups, columns)](
             gate_up, activation.token, activation.tokens, groups.first, groups.tiles(SIZE), made.data,
             made.scale_inv, columns, groups.experts, groups.most, activation.alpha,
-            LIMIT=activation.limit, **_sizes(groups, WARPS),
+            LIMIT=activation.limit, **_sizes(groups),
         )  # fmt: skip
     return made
 
@@ -391,7 +391,7 @@ def gradient_blocks(
             dy, gate_up, activation.token, activation.tokens, groups.first, groups.tiles(SIZE),
             groups.apart.first, plain, *made, again.transposed, again.turned_inv, groups.apart.most, sums, columns,
             groups.experts, groups.most, activation.alpha, LIMIT=activation.limit,
-            **_sizes(groups, MANY_WARPS),
+            **_sizes(groups),
         )  # fmt: skip
     total = None if sums is None else total_sums(sums, groups, dy.dtype, SIZE)
     if plain is not None:
@@ -427,7 +427,7 @@ def block_rows_times(
     """
     matrix = b.transposed if backward else b.data
     assert a.data is not None and matrix is not None
-    tiles = tiles or ROWS_TILES
+    tiles = tiles or TILES
     count = groups.experts
     depth = a.data.shape[1]
     width = len(matrix) // count
@@ -449,7 +449,7 @@ def block_weights_from(
 ) -> Tensor:
     """Return each expert's rows of a [R, height], transposed, times those of b [R, width]: [E, height, width]."""
     assert a.transposed is not None and b.transposed is not None
-    tiles = tiles or WEIGHTS_TILES
+    tiles = tiles or TILES
     height, width = len(a.transposed), len(b.transposed)
     out = torch.empty(groups.experts, height, width, dtype=dtype, device=a.transposed.device)
     grid = (groups.experts * triton.cdiv(height, tiles.height) * triton.cdiv(width, tiles.width),)
