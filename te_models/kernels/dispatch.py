@@ -30,7 +30,7 @@ class Kernels:
     """One implementation of every operation that is not a GEMM; the defaults are the plain ones.
 
     Shapes: elementwise.py for rope, gate, cross_entropy and embedding, lm_head.py for loss_and_gradient and multiply,
-    handover.py for norm, activate, linear and grouped.
+    handover.py for norm, activate, linear, grouped and experts.
     """
 
     rope: Callable[[Tensor, Tensor, Tensor], Tensor] = elementwise.rope
@@ -55,6 +55,8 @@ class Kernels:
     linear: Callable[..., Tensor] = handover.linear
     grouped: Callable[..., Tensor] = handover.grouped
     counts_on_device: Callable[[nn.Module, EngineRecipe | None], bool] = handover.counts_on_device
+    experts: Callable[..., Tensor] | None = None  # both projections and what is between and around
+    experts_join: Callable[..., bool] = handover.experts_join
     targets: Callable[[nn.Module | None, nn.Module | None], handover.Targets] = handover.targets
     attention: gated_attention.Operations | None = (
         None  # None: attention is composed of the operations above

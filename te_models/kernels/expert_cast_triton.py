@@ -17,19 +17,23 @@ from te_models.kernels.groups import Groups
 from te_models.kernels.handover_triton import raise_amax, store_fp8
 
 ROWS, COLUMNS = 64, 64  # of a tile
+ROW_COLUMNS = 2048  # of a row, that one program reads at a time
+GROUP_ROWS, SPLIT = 256, 8  # rows whose amaxes a program reads at a time, and programs per expert
 
 
 class Matrices(NamedTuple):
     """A matrix per expert, with as many columns as `data`, in which they lie below each other.
 
     With `places`, int64 [E], `data` is one of them, and matrix e begins places[e] elements behind it, a multiple of 8.
-    With `source`, int64 [R], row r of them all is row source[r] of `data`, or zeros if that is not one of its rows.
+    With `source`, int64 [R], row r of them all is row source[r] of `data`, or zeros if that is not one of its rows, and
+    with `factor` too, FP32 [R], that row times factor[r], rounded to the dtype of `data`.
     """
 
     data: Tensor
     groups: Groups
     places: Tensor | None = None
     source: Tensor | None = None
+    factor: Tensor | None = None
 
 
 class Delayed(NamedTuple):
@@ -43,7 +47,7 @@ class Delayed(NamedTuple):
 
 
 @triton.jit
-def _matrix(
+def find_matrix(
     data, source, first, tiles, places, columns, count, EXPERTS: tl.constexpr, ROWS: tl.constexpr
 ):
     """Return this program's matrix: its number, address, first row among all, rows, and the first group of its tile.
@@ -66,31 +70,73 @@ def _matrix(
 
 
 @triton.jit
-def _load_rows(address, source, given, i, j, rows, columns):
+def load_rows(address, source, factor, given, i, j, rows, columns):
+    """Return rows i of a matrix, as `Matrices` describes them, at columns j, in FP32."""
     inside = (i < rows)[:, None] & (j < columns)[None, :]
+    row = i
     if source is not None:
-        i = tl.load(source + i, i < rows, 0)
-        inside = inside & (i < given)[:, None]
-    return tl.load(address + i[:, None] * columns + j[None, :], inside, 0.0).to(tl.float32)
+        row = tl.load(source + i, i < rows, 0)
+        inside = inside & (row < given)[:, None]
+    values = tl.load(address + row[:, None] * columns + j[None, :], inside, 0.0).to(tl.float32)
+    if factor is not None:
+        by = tl.load(factor + i, i < rows, 0.0)
+        values = (values * by[:, None]).to(address.dtype.element_ty).to(tl.float32)
+    return values
 
 
 @triton.jit
 def _amax_kernel(
-    data, source, given, first, tiles, places, amax, columns, count,
+    data, source, factor, given, first, tiles, places, amax, columns, count,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    e, address, begin, rows, group = _matrix(
+    e, address, begin, rows, group = find_matrix(
         data, source, first, tiles, places, columns, count, EXPERTS, ROWS
     )
     if source is not None:
         source += begin
+    if factor is not None:
+        factor += begin
     i = group * 4 + tl.arange(0, ROWS)
     j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    raise_amax(amax + e, tl.abs(_load_rows(address, source, given, i, j, rows, columns)))
+    values = load_rows(address, source, factor, given, i, j, rows, columns)
+    raise_amax(amax + e, tl.abs(values))
 
 
 @triton.jit
-def _scale(amax, LARGEST: tl.constexpr):
+def _row_amax_kernel(x, out, columns, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros([COLUMNS], tl.float32)
+    for start in range(0, columns, COLUMNS):
+        j = start + tl.arange(0, COLUMNS)
+        value = tl.load(x + row * columns + j, j < columns, 0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))
+    tl.store(out + row, tl.max(largest, 0))
+
+
+@triton.jit
+def _group_amax_kernel(of_rows, data, source, factor, given, first, amax, ROWS: tl.constexpr):
+    """Raise the amax of an expert to that of its rows of `data`, from the amaxes of the rows that they are copies of.
+
+    The largest of rounded products is the product of the largest, rounded.
+    """
+    e = tl.program_id(0)
+    begin = tl.load(first + e)
+    end = tl.load(first + e + 1)
+    largest = tl.zeros([ROWS], tl.float32)
+    for start in range(begin + tl.program_id(1) * ROWS, end, ROWS * tl.num_programs(1)):
+        i = start + tl.arange(0, ROWS)
+        row = tl.load(source + i, i < end, given)
+        value = tl.load(of_rows + row, row < given, 0.0)
+        if factor is not None:
+            by = tl.load(factor + i, i < end, 0.0)
+            value = tl.abs((value * by).to(data.dtype.element_ty).to(tl.float32))
+        largest = tl.maximum(largest, value)
+    bits = tl.max(largest, 0).to(tl.int32, bitcast=True)
+    tl.atomic_max((amax + e).to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
+
+
+@triton.jit
+def current_scale(amax, LARGEST: tl.constexpr):
     """Return what brings `amax` to the largest number of the format: 1 for 0, infinity and NaN."""
     counts = (amax > 0) & (amax < float("inf"))
     scale = tl.div_rn(tl.full((), LARGEST, tl.float32), tl.where(counts, amax, LARGEST))
@@ -99,17 +145,18 @@ def _scale(amax, LARGEST: tl.constexpr):
 
 @triton.jit
 def _cast_kernel(
-    data, source, given, first, tiles, places, amax, scales, factors, out, transposed, turned, columns, count, stride,
+    data, source, factor, given, first, tiles, places, amax, scales, factors, out, transposed, turned, pitch, sums,
+    columns, count, stride,
     E5M2: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    e, address, begin, rows, group = _matrix(
+    e, address, begin, rows, group = find_matrix(
         data, source, first, tiles, places, columns, count, EXPERTS, ROWS
     )
     known: tl.constexpr = scales is not None
     scale = (
         tl.load(scales + e * stride)
         if known
-        else _scale(tl.load(amax + e), 57344.0 if E5M2 else 448.0)
+        else current_scale(tl.load(amax + e), 57344.0 if E5M2 else 448.0)
     )
     if (group == 0) & (rows > 0) & (tl.program_id(1) == 0):
         tl.store(factors + e, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
@@ -119,21 +166,40 @@ def _cast_kernel(
     j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     if source is not None:
         source += begin
-    a = _load_rows(address, source, given, i, j, rows, columns)
-    b = _load_rows(address, source, given, i + 1, j, rows, columns)
-    c = _load_rows(address, source, given, i + 2, j, rows, columns)
-    d = _load_rows(address, source, given, i + 3, j, rows, columns)
+    if factor is not None:
+        factor += begin
+    a = load_rows(address, source, factor, given, i, j, rows, columns)
+    b = load_rows(address, source, factor, given, i + 1, j, rows, columns)
+    c = load_rows(address, source, factor, given, i + 2, j, rows, columns)
+    d = load_rows(address, source, factor, given, i + 3, j, rows, columns)
+    if sums is not None:
+        at = sums + tl.program_id(0).to(tl.int64) * columns + j
+        tl.store(at, tl.sum((a + b) + (c + d), 0), j < columns)
     here = tl.multiple_of(tl.load(turned + e), 4)
-    apart = tl.multiple_of(tl.load(turned + e + 1) - here, 4)
+    apart = tl.multiple_of(tl.load(turned + e + 1) - here, 4) if pitch is None else pitch
     if out is not None:
         out += begin * columns
     if transposed is not None:
-        transposed += here * columns
+        transposed += here * columns if pitch is None else here
     largest = store_fp8(
         a, b, c, d, scale, group, j, rows, columns, out, transposed, columns, E5M2, apart
     )
     if known:
         raise_amax(amax + e * stride, largest)
+
+
+@triton.jit
+def _total_sums_kernel(sums, tiles, out, columns, TILES: tl.constexpr, COLUMNS: tl.constexpr):
+    e = tl.program_id(1)
+    j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    begin = tl.load(tiles + tl.maximum(e - 1, 0), e > 0, 0)
+    end = tl.load(tiles + e)
+    total = tl.zeros([TILES, COLUMNS], tl.float32)
+    for start in range(begin, end, TILES):
+        i = start + tl.arange(0, TILES)
+        inside = (i < end)[:, None] & (j < columns)[None, :]
+        total += tl.load(sums + i[:, None] * columns + j[None, :], inside, 0.0)
+    tl.store(out + e * columns + j, tl.sum(total, 0).to(out.dtype.element_ty), j < columns)
 
 
 @triton.jit
@@ -160,10 +226,10 @@ def transposed(data: Tensor, places: Tensor) -> Tensor:
 
 
 class FP8Matrices(NamedTuple):
-    """FP8 of `Matrices`, uint8: data [R, K], and `transposed`, whose matrices [K, rows] follow each other in memory,
-    or None.
+    """FP8 of `Matrices`, uint8: data [R, K], and `transposed` or None.
 
-    Those of rows are [K, rows of `Groups.apart`], of which only the rows that there are have been written.
+    With places, matrices [K, rows] follow each other in it. Otherwise it is [K, Groups.apart.most], whose columns are
+    the rows of `Groups.apart`; only those that have a row have been written.
     scale_inv FP32 [E] are the factors from data to values, and scale [E] those from values to data.
     """
 
@@ -174,17 +240,27 @@ class FP8Matrices(NamedTuple):
 
 
 def cast(
-    given: Matrices, form: torch.dtype, delayed: Delayed | None = None, turn: bool = True
+    given: Matrices,
+    form: torch.dtype,
+    delayed: Delayed | None = None,
+    turn: bool = True,
+    amax: Tensor | None = None,
+    sums: Tensor | None = None,
 ) -> FP8Matrices:
     """Cast matrices to torch.float8_e4m3fn or float8_e5m2, by `delayed` scales, else each by its largest magnitude.
 
-    `turn`: whether to write transposed matrices too.
+    Args:
+        turn: whether to write transposed matrices too.
+        amax: the largest magnitude of each, FP32 [E], where they are known already.
+        sums: gets the sums of the values of each tile's rows (`room_for_sums`).
     """
     data = torch.empty(
         given.groups.most, given.data.shape[1], dtype=torch.uint8, device=given.data.device
     )
     transposed = _room_for_transposed(given) if turn else None
-    return FP8Matrices(data, transposed, *_launch(given, form, delayed, data, transposed))
+    return FP8Matrices(
+        data, transposed, *_launch(given, form, delayed, data, transposed, amax, sums)
+    )
 
 
 def cast_transposed(given: Matrices, form: torch.dtype, scale: Tensor) -> Tensor:
@@ -194,14 +270,57 @@ def cast_transposed(given: Matrices, form: torch.dtype, scale: Tensor) -> Tensor
     return transposed
 
 
-def _turned(given: Matrices) -> Groups:
-    return given.groups.apart if given.places is None else given.groups
+def row_amax(x: Tensor) -> Tensor:
+    """Return the largest magnitude of each row of x [T, K], contiguous: FP32 [T]."""
+    found = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    if len(x):
+        columns = x.shape[1]
+        width = min(ROW_COLUMNS, triton.next_power_of_2(columns))
+        with torch.cuda.device_of(x):
+            _row_amax_kernel[(len(x),)](x, found, columns, COLUMNS=width, num_warps=4)
+    return found
+
+
+def amax_of_copies(given: Matrices, of_rows: Tensor) -> Tensor:
+    """Return the amax of each matrix, FP32 [E], whose rows are `source` of `data`, from the amaxes of these [T]."""
+    amax = torch.zeros(given.groups.experts, device=of_rows.device)
+    with torch.cuda.device_of(of_rows):
+        _group_amax_kernel[(given.groups.experts, SPLIT)](
+            of_rows, given.data, given.source, given.factor, len(given.data), given.groups.first, amax,
+            ROWS=GROUP_ROWS, num_warps=4,
+        )  # fmt: skip
+    return amax
+
+
+def room_for_sums(groups: Groups, columns: int, device: torch.device) -> Tensor:
+    """Return memory for the sums of rows of every tile of a cast: FP32 [tiles, columns]."""
+    return torch.empty(groups.high(ROWS), columns, device=device)
+
+
+def total_sums(sums: Tensor, groups: Groups, dtype: torch.dtype, height: int = ROWS) -> Tensor:
+    """Return the sums of each expert's rows, in FP32 and rounded once, from those of a cast's tiles: [E, columns].
+
+    `height` is that of a tile.
+    """
+    columns = sums.shape[1]
+    out = torch.empty(groups.experts, columns, dtype=dtype, device=sums.device)
+    with torch.cuda.device_of(sums):
+        _total_sums_kernel[(triton.cdiv(columns, COLUMNS), groups.experts)](
+            sums, groups.tiles(height), out, columns, TILES=16, COLUMNS=COLUMNS, num_warps=4
+        )
+    return out
 
 
 def _room_for_transposed(given: Matrices) -> Tensor:
-    return torch.empty(
-        _turned(given).most, given.data.shape[1], dtype=torch.uint8, device=given.data.device
-    )
+    columns = given.data.shape[1]
+    if given.places is None:
+        return room_for_rows_turned(given.groups, columns, given.data.device)
+    return torch.empty(given.groups.most, columns, dtype=torch.uint8, device=given.data.device)
+
+
+def room_for_rows_turned(groups: Groups, columns: int, device: torch.device) -> Tensor:
+    """Return memory for the transposed rows of experts (`FP8Matrices.transposed`)."""
+    return torch.empty(columns, groups.apart.most, dtype=torch.uint8, device=device)
 
 
 def _launch(
@@ -210,13 +329,18 @@ def _launch(
     delayed: Delayed | None,
     data: Tensor | None,
     transposed: Tensor | None,
+    known: Tensor | None = None,
+    sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Write `data` and `transposed`, those that there are. Return FP8Matrices.scale_inv and FP8Matrices.scale."""
     groups = given.groups
     columns = given.data.shape[1]
-    count = given.groups.experts
+    count = groups.experts
     device = given.data.device
-    scales, amax = (None, torch.zeros(count, device=device)) if delayed is None else delayed
+    scales, amax = (None, known) if delayed is None else delayed
+    measured = amax is None
+    if amax is None:
+        amax = torch.zeros(count, device=device)
     factors = torch.ones(2, count, device=device)
     sizes: dict[str, Any] = dict(
         EXPERTS=triton.next_power_of_2(count), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4
@@ -224,19 +348,23 @@ def _launch(
     table = (
         given.data,
         given.source,
+        given.factor,
         len(given.data),
         groups.first,
         groups.tiles(ROWS),
         given.places,
         amax,
     )
+    turned, pitch = (
+        (groups, None) if given.places is not None else (groups.apart, groups.apart.most)
+    )
     grid = (groups.high(ROWS), triton.cdiv(columns, COLUMNS))
     with torch.cuda.device_of(given.data):
-        if scales is None:
+        if measured:
             _amax_kernel[grid](*table, columns, count, **sizes)
         _cast_kernel[grid](
-            *table, scales, factors, data, transposed, _turned(given).first, columns, count, amax.stride(0),
-            E5M2=form == torch.float8_e5m2, **sizes,
+            *table, scales, factors, data, transposed, turned.first, pitch, sums, columns, count,
+            amax.stride(0), E5M2=form == torch.float8_e5m2, **sizes,
         )  # fmt: skip
     inverse, scale = factors.unbind()
     return inverse, scale

@@ -12,13 +12,19 @@ import torch
 from torch import Tensor
 
 from te_models.device.autograd import Context
+from te_models.kernels.groups import Groups
 
 
 class RowKernels(NamedTuple):
-    """The operations: `gather` and `total`, see the plain functions below."""
+    """The operations: `gather` and `total`, see the plain functions below.
+
+    `choose` and `places` are twins of parts of te_models.model.router, or None (te_models.kernels.router_triton).
+    """
 
     gather: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]
     total: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    choose: Callable[[Tensor, int, Tensor | None], Tensor] | None = None
+    places: Callable[[Tensor, int, int, int], tuple[Tensor, Tensor, Groups, Tensor]] | None = None
 
 
 def gather(

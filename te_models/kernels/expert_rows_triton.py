@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_models.kernels import router_triton
 from te_models.kernels.expert_rows import RowKernels
 
 COLUMNS = 2048  # read at a time
@@ -50,6 +51,45 @@ def _total_kernel(
     tl.store(out + t * width + column, found.to(out.dtype.element_ty), inside)
 
 
+@triton.jit
+def _dots_kernel(
+    x, rows, row, dots, amax, count, width, k, columns: tl.constexpr, ABREAST: tl.constexpr
+):
+    t = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, ABREAST)
+    source = tl.load(row + t * k + number, number < k, count)
+    present = (source < count)[:, None]
+    largest = tl.zeros([columns], tl.float32)
+    product = tl.zeros([ABREAST, columns], tl.float32)
+    for start in range(0, width, columns):
+        column = start + tl.arange(0, columns)
+        inside = column < width
+        value = tl.load(x + t * width + column, inside, 0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))
+        at = rows + source[:, None] * width + column[None, :]
+        product += tl.load(at, present & inside[None, :], 0.0).to(tl.float32) * value[None, :]
+    tl.store(amax + t, tl.max(largest, 0))
+    tl.store(dots + t * k + number, tl.sum(product, 1), number < k)
+
+
+def dots(x: Tensor, rows: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the products of each token's row of x [T, D] with its rows of `rows` [R, D], and its largest magnitude.
+
+    All contiguous; FP32 [T, k], where `row` [T, k] names no row 0, and [T].
+    """
+    found = torch.empty(row.shape, dtype=torch.float32, device=x.device)
+    amax = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    if len(x):
+        abreast = triton.next_power_of_2(row.shape[1])
+        columns = min(triton.next_power_of_2(x.shape[1]), max(128, COLUMNS * 2 // abreast))
+        with torch.cuda.device_of(x):
+            _dots_kernel[(len(x),)](
+                x, rows, row, found, amax, *rows.shape, row.shape[1], columns=columns,
+                ABREAST=abreast, num_warps=4,
+            )  # fmt: skip
+    return found, amax
+
+
 def gather(
     x: Tensor, token: Tensor, factor: Tensor | None = None, other: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -82,4 +122,4 @@ def _columns(x: Tensor) -> int:
     return min(COLUMNS, triton.next_power_of_2(x.shape[1]))
 
 
-TRITON = RowKernels(gather, total)
+TRITON = RowKernels(gather, total, router_triton.choose, router_triton.places)

@@ -11,8 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from te_models.kernels.groups import Groups
+from te_models.kernels.groups import LINE, Groups
 
 
 class Operand(NamedTuple):
@@ -28,20 +29,25 @@ class Operand(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The tile of a product: rows, columns, and how much of the sum is read at a time."""
+    """The tile of a product: rows, columns, and how much of the sum is read at a time.
+
+    `tma`: whether the copy engine of Hopper reads whole tiles of rows and matrices (TMA), where they allow it.
+    """
 
     height: int
     width: int
     depth: int
     stages: int
     warps: int = 8
+    tma: bool = True
 
 
 BF16 = Tiles(128, 256, 64, 3)
 FP8 = Tiles(128, 256, 128, 3)
-PRECISE = Tiles(
-    128, 128, 128, 3, 4
-)  # two programs per multiprocessor: one adds while the other multiplies
+# Two programs per multiprocessor: one adds while the other multiplies.
+PRECISE = Tiles(128, 128, 128, 3, 4)
+# With the copy engine there is room for one more, where rows begin at whole lines (benchmarks/expert_products.py).
+MORE_STAGES = 1
 SUM = Tiles(64, 64, 1, 1, 4)
 ABREAST = 8  # tiles above each other whose programs follow each other, so that they share what the L2 cache holds
 
@@ -50,34 +56,67 @@ ABREAST = 8  # tiles above each other whose programs follow each other, so that 
 def _corner(t, high, across, ABREAST: tl.constexpr):
     """Return the row and the column of tile t, of `high` times `across`."""
     before = t // (ABREAST * across) * ABREAST
-    size = tl.minimum(high - before, ABREAST)
+    size = tl.maximum(tl.minimum(high - before, ABREAST), 1)
     t = t % (ABREAST * across)
     return before + t % size, t // size
 
 
 @triton.jit
-def _rows_kernel(
-    a, b, places, first, tiles, a_scale, b_scale, bias, out, width, depth, count,
-    DOWN: tl.constexpr, EVEN: tl.constexpr, PRECISE: tl.constexpr, EXPERTS: tl.constexpr,
-    HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, ABREAST: tl.constexpr,
+def own_tile(
+    first, tiles, width, count,
+    EXPERTS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
+    """Return this program's expert, its first row and number of rows, and the row and column of the tile.
+
+    A program behind the last tile gets expert `count`.
+    """
     own = tl.program_id(0)
     across = tl.cdiv(width, WIDE)
     number = tl.arange(0, EXPERTS)
     ends = tl.load(tiles + number, number < count, 2**40) * across
     e = tl.sum((ends <= own).to(tl.int32), 0)
-    if e >= count:
-        return
-    begin = tl.load(first + e)
-    rows = (tl.load(first + e + 1) - begin).to(tl.int32)
+    there = tl.minimum(e, count - 1)
+    begin = tl.load(first + there)
+    rows = (tl.load(first + there + 1) - begin).to(tl.int32)
     before = tl.load(tiles + tl.maximum(e - 1, 0), e > 0, 0).to(tl.int32)
     m, n = _corner(own - before * across, tl.cdiv(rows, HIGH), across, ABREAST)
+    return e, begin, rows, m, n
+
+
+@triton.jit
+def store_rows(
+    total, a_scale, b_scale, bias, out, e, begin, rows, m, n, width,
+    HIGH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of a product, by both scales and plus the bias where there are any."""
     i = m * HIGH + tl.arange(0, HIGH)
     j = n * WIDE + tl.arange(0, WIDE)
+    if a_scale is not None:
+        total *= tl.load(a_scale + e) * tl.load(b_scale + e)
+    if bias is not None:
+        total += tl.load(bias + e * width + j, j < width, 0.0).to(tl.float32)[None, :]
+    y = out + begin * width + i.to(tl.int64)[:, None] * width + j[None, :]
+    tl.store(y, total.to(out.dtype.element_ty), (i < rows)[:, None] & (j < width)[None, :])
+
+
+@triton.jit
+def _rows_kernel(
+    a, b, places, source, given, first, tiles, a_scale, b_scale, bias, out, width, depth, count,
+    DOWN: tl.constexpr, EVEN: tl.constexpr, PRECISE: tl.constexpr, EXPERTS: tl.constexpr,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, ABREAST: tl.constexpr,
+):  # fmt: skip
+    e, begin, rows, m, n = own_tile(first, tiles, width, count, EXPERTS, HIGH, WIDE, ABREAST)
+    if e >= count:
+        return
     k = tl.arange(0, DEEP)
-    row = i % rows
-    column = j % width
-    x = a + begin * depth + row.to(tl.int64)[:, None] * depth + k[None, :]
+    row = (m * HIGH + tl.arange(0, HIGH)) % rows
+    column = (n * WIDE + tl.arange(0, WIDE)) % width
+    if source is None:
+        x = a + begin * depth + row.to(tl.int64)[:, None] * depth + k[None, :]
+    else:
+        token = tl.load(source + begin + row)
+        there = (token < given)[:, None]
+        x = a + tl.where(token < given, token, 0)[:, None] * depth + k[None, :]
     at = (
         e.to(tl.int64) * width * depth if places is None else tl.multiple_of(tl.load(places + e), 8)
     )
@@ -91,25 +130,58 @@ def _rows_kernel(
     total = tl.zeros([HIGH, WIDE], tl.float32)
     for start in range(0, depth, DEEP):
         if EVEN:
-            left = tl.load(x)
+            left = tl.load(x) if source is None else tl.load(x, there, 0.0)
             right = tl.load(w)
         else:
-            left = tl.load(x, k[None, :] < depth - start, 0.0)
+            inside = k[None, :] < depth - start
+            left = tl.load(x, inside if source is None else inside & there, 0.0)
             right = tl.load(w, k[:, None] < depth - start, 0.0)
         total = tl.dot(left, right, total, max_num_imprecise_acc=DEEP if PRECISE else None)
         x += DEEP
         w += step
+    store_rows(total, a_scale, b_scale, bias, out, e, begin, rows, m, n, width, HIGH, WIDE)
+
+
+@triton.jit
+def _rows_by_tma_kernel(
+    a, b, first, tiles, a_scale, b_scale, bias, out, width, depth, count,
+    DOWN: tl.constexpr, PRECISE: tl.constexpr, EXPERTS: tl.constexpr,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, ABREAST: tl.constexpr,
+):  # fmt: skip
+    """As `_rows_kernel`; a and b describe the rows of all experts, and their matrices below each other.
+
+    A tile may contain rows of the next expert, which are not stored, and zeros behind the last column.
+    """
+    e, begin, rows, m, n = own_tile(first, tiles, width, count, EXPERTS, HIGH, WIDE, ABREAST)
+    if e >= count:
+        return
+    row = begin.to(tl.int32) + m * HIGH
+    column = n * WIDE
+    total = tl.zeros([HIGH, WIDE], tl.float32)
+    for start in range(0, depth, DEEP):
+        left = a.load([row, start])
+        right = (
+            b.load([e * depth + start, column]) if DOWN else b.load([e * width + column, start]).T
+        )
+        total = tl.dot(left, right, total, max_num_imprecise_acc=DEEP if PRECISE else None)
+    store_rows(total, a_scale, b_scale, bias, out, e, begin, rows, m, n, width, HIGH, WIDE)
+
+
+@triton.jit
+def _store_weights(
+    total, a_scale, b_scale, out, e, m, n, height, width, HIGH: tl.constexpr, WIDE: tl.constexpr
+):
+    i = m * HIGH + tl.arange(0, HIGH)
+    j = n * WIDE + tl.arange(0, WIDE)
     if a_scale is not None:
         total *= tl.load(a_scale + e) * tl.load(b_scale + e)
-    if bias is not None:
-        total += tl.load(bias + e * width + column).to(tl.float32)[None, :]
-    y = out + begin * width + i.to(tl.int64)[:, None] * width + j[None, :]
-    tl.store(y, total.to(out.dtype.element_ty), (i < rows)[:, None] & (j < width)[None, :])
+    z = out + (e.to(tl.int64) * height + i[:, None]) * width + j[None, :]
+    tl.store(z, total.to(out.dtype.element_ty), (i < height)[:, None] & (j < width)[None, :])
 
 
 @triton.jit
 def _weights_kernel(
-    a, b, first, turned, a_scale, b_scale, out, height, width,
+    a, b, source, given, first, turned, pitch, a_scale, b_scale, out, height, width,
     PRECISE: tl.constexpr,
     HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
@@ -119,42 +191,43 @@ def _weights_kernel(
     m, n = _corner(tl.program_id(0) % (high * across), high, across, ABREAST)
     begin = tl.load(first + e)
     rows = (tl.load(first + e + 1) - begin).to(tl.int32)
-    i = m * HIGH + tl.arange(0, HIGH)
-    j = n * WIDE + tl.arange(0, WIDE)
     k = tl.arange(0, DEEP)
-    row = i % height
-    column = j % width
-    if (
-        turned is not None
-    ):  # FP8 matrices [height, apart] and [width, apart], of which `rows` are there
+    row = (m * HIGH + tl.arange(0, HIGH)) % height
+    column = (n * WIDE + tl.arange(0, WIDE)) % width
+    if turned is not None:  # FP8 matrices [height, pitch] and [width, pitch]
         rows = tl.multiple_of(rows, 16)
         here = tl.multiple_of(tl.load(turned + e), 128)
-        apart = tl.multiple_of(tl.load(turned + e + 1) - here, 128)
-        x = a + here * height + row.to(tl.int64)[:, None] * apart + k[None, :]
-        y = b + here * width + column.to(tl.int64)[None, :] * apart + k[:, None]
+        x = a + here + row.to(tl.int64)[:, None] * pitch + k[None, :]
+        y = b + here + column.to(tl.int64)[None, :] * pitch + k[:, None]
         down = DEEP
         right = DEEP
     else:
         x = a + begin * height + k.to(tl.int64)[None, :] * height + row[:, None]
-        y = b + begin * width + k.to(tl.int64)[:, None] * width + column[None, :]
+        y = b + column[None, :]
+        if source is None:
+            y += begin * width + k.to(tl.int64)[:, None] * width
         down = DEEP * height
         right = DEEP * width
     total = tl.zeros([HIGH, WIDE], tl.float32)
     whole = rows // DEEP * DEEP
-    for _ in range(0, whole, DEEP):
-        total = tl.dot(
-            tl.load(x), tl.load(y), total, max_num_imprecise_acc=DEEP if PRECISE else None
-        )
+    for start in range(0, whole, DEEP):
+        if source is None:
+            other = tl.load(y)
+            y += right
+        else:
+            token = tl.load(source + begin + start + k)
+            other = tl.load(y + token[:, None] * width, (token < given)[:, None], 0.0)
+        total = tl.dot(tl.load(x), other, total, max_num_imprecise_acc=DEEP if PRECISE else None)
         x += down
-        y += right
     if whole < rows:
         one = tl.load(x, k[None, :] < rows - whole, 0.0)
-        other = tl.load(y, k[:, None] < rows - whole, 0.0)
+        if source is None:
+            other = tl.load(y, k[:, None] < rows - whole, 0.0)
+        else:
+            token = tl.load(source + begin + whole + k, k < rows - whole, given)
+            other = tl.load(y + token[:, None] * width, (token < given)[:, None], 0.0)
         total = tl.dot(one, other, total, max_num_imprecise_acc=DEEP if PRECISE else None)
-    if a_scale is not None:
-        total *= tl.load(a_scale + e) * tl.load(b_scale + e)
-    z = out + (e.to(tl.int64) * height + i[:, None]) * width + j[None, :]
-    tl.store(z, total.to(out.dtype.element_ty), (i < height)[:, None] & (j < width)[None, :])
+    _store_weights(total, a_scale, b_scale, out, e, m, n, height, width, HIGH, WIDE)
 
 
 @triton.jit
@@ -175,51 +248,89 @@ def _sums_kernel(x, first, out, width, HIGH: tl.constexpr, WIDE: tl.constexpr):
 
 def rows_times(
     a: Operand, b: Operand, groups: Groups, width: int, bias: Tensor | None = None, *,
-    down: bool, precise: bool, dtype: torch.dtype,
+    down: bool, precise: bool, dtype: torch.dtype, source: Tensor | None = None, tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
     """Return each expert's rows of a [R, D] times its matrix of b, plus its row of `bias` [E, width]: [R, width].
 
     The sum is rounded to `dtype` once.
 
-    The matrix is [width, D], transposed, or with `down` [D, width], which FP8 does not allow.
-    `precise`: FP8 sums leave the tensor cores, which keep fewer bits, every 128 terms.
+    Args:
+        down: whether the matrix is [D, width], which FP8 does not allow; otherwise [width, D], transposed.
+        precise: FP8 sums leave the tensor cores, which keep fewer bits, every 128 terms.
+        source: int64 [R], the row of a [T, D] of each row; zeros for T.
+        tiles: the tile; None: the one for this product.
     """
     depth = a.data.shape[1]
-    tiles = _tiles(a, precise)
-    out = torch.empty(len(a.data), width, dtype=dtype, device=a.data.device)
+    tiles = tiles or _tiles_of_rows(a, width, precise)
+    count = groups.experts
+    out = torch.empty(groups.most, width, dtype=dtype, device=a.data.device)
     grid = (groups.high(tiles.height) * triton.cdiv(width, tiles.width),)
+    rest = (
+        groups.first,
+        groups.tiles(tiles.height),
+        a.scale_inv,
+        b.scale_inv,
+        bias,
+        out,
+        width,
+        depth,
+        count,
+    )
+    options = dict(DOWN=down, EXPERTS=triton.next_power_of_2(count), **_options(tiles, a, precise))
+    whole = not down or depth % tiles.depth == 0  # a tile of b with rows of two experts
     with torch.cuda.device_of(out):
-        _rows_kernel[grid](
-            a.data, b.data, b.places, groups.first, groups.tiles(tiles.height), a.scale_inv, b.scale_inv,
-            bias, out, width, depth, groups.experts, DOWN=down, EVEN=depth % tiles.depth == 0,
-            EXPERTS=triton.next_power_of_2(groups.experts), **_options(tiles, a, precise),
-        )  # fmt: skip
+        if tiles.tma and whole and source is None and b.places is None and by_tma(a.data, b.data):
+            rows, columns = (count * depth, width) if down else (count * width, depth)
+            shape = [tiles.depth, tiles.width] if down else [tiles.width, tiles.depth]
+            _rows_by_tma_kernel[grid](
+                _described(a.data, len(a.data), depth, [tiles.height, tiles.depth]),
+                _described(b.data, rows, columns, shape),
+                *rest, **options,
+            )  # fmt: skip
+        else:
+            _rows_kernel[grid](
+                a.data, b.data, b.places, source, len(a.data), *rest, EVEN=depth % tiles.depth == 0, **options
+            )  # fmt: skip
     return out
 
 
 def weights_from(
-    a: Operand,
-    b: Operand,
-    groups: Groups,
-    height: int,
-    width: int,
-    *,
-    precise: bool,
-    dtype: torch.dtype,
-) -> Tensor:
+    a: Operand, b: Operand, groups: Groups, height: int, width: int, *,
+    precise: bool, dtype: torch.dtype, source: Tensor | None = None, tiles: Tiles | None = None,
+) -> Tensor:  # fmt: skip
     """Return each expert's rows of a [R, height], transposed, times those of b [R, width]: [E, height, width].
 
-    In FP8 `data` holds the transposed matrices (FP8Matrices.transposed).
+    In FP8 `data` holds the transposed matrices (FP8Matrices.transposed). With `source`, int64 [R], b is [T, width], and
+    row r of it is row source[r], zeros for T.
     """
-    tiles = _tiles(a, precise)
+    tiles = tiles or _tiles(a, precise)
     out = torch.empty(groups.experts, height, width, dtype=dtype, device=a.data.device)
     grid = (groups.experts * triton.cdiv(height, tiles.height) * triton.cdiv(width, tiles.width),)
+    fp8 = a.scale_inv is not None
+    turned, pitch = (groups.apart.first, groups.apart.most) if fp8 else (None, 0)
+    options = _options(tiles, a, precise)
     with torch.cuda.device_of(out):
         _weights_kernel[grid](
-            a.data, b.data, groups.first, None if a.scale_inv is None else groups.apart.first, a.scale_inv, b.scale_inv,
-            out, height, width, **_options(tiles, a, precise),
+            a.data, b.data, source, len(b.data), groups.first, turned, pitch, a.scale_inv, b.scale_inv,
+            out, height, width, **options,
         )  # fmt: skip
     return out
+
+
+def by_tma(*operands: Tensor) -> bool:
+    """Return whether the copy engine can read tiles of these matrices: on Hopper, with rows of 16 bytes."""
+    return all(
+        (not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] == 9)
+        and x.data_ptr() % 16 == 0
+        and x.shape[-1] * x.element_size() % 16 == 0
+        and x.numel() > 0
+        for x in operands
+    )
+
+
+def _described(data: Tensor, rows: int, columns: int, block: list[int]) -> TensorDescriptor:
+    """Return what the copy engine needs to know of a matrix [rows, columns] that begins with `data`."""
+    return TensorDescriptor(data, [rows, columns], [columns, 1], block)
 
 
 def sums_of_rows(x: Tensor, groups: Groups) -> Tensor:
@@ -237,6 +348,21 @@ def _tiles(a: Operand, precise: bool) -> Tiles:
     if a.scale_inv is None:
         return BF16
     return PRECISE if precise else FP8
+
+
+def _tiles_of_rows(a: Operand, width: int, precise: bool) -> Tiles:
+    """Return the tile of `rows_times`.
+
+    The copy engine is slower than pointers where rows of a tile do not begin at whole lines of memory, or where the
+    last tile of a row is half empty; not with tiles of `PRECISE`, which wait for additions.
+    """
+    tiles = _tiles(a, precise)
+    if a.scale_inv is not None and precise:
+        return tiles
+    lines = a.data.shape[1] * a.data.element_size() % LINE == 0
+    if lines and width % tiles.width == 0:
+        return tiles._replace(stages=tiles.stages + MORE_STAGES)
+    return tiles._replace(tma=False)
 
 
 def _options(tiles: Tiles, a: Operand, precise: bool) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from te_models.device.autograd import Context
@@ -45,11 +47,47 @@ class Casts(NamedTuple):
     after: Callable[[], None] | None = None
 
 
+@triton.jit(do_not_specialize=["count", *"abcdefgh"])
+def _fill_kernel(
+    out, count,
+    a: tl.int64, b: tl.int64, c: tl.int64, d: tl.int64, e: tl.int64, f: tl.int64, g: tl.int64, h: tl.int64,
+):  # fmt: skip
+    tl.store(out, a)
+    tl.store(out + 1, b, count > 1)
+    tl.store(out + 2, c, count > 2)
+    tl.store(out + 3, d, count > 3)
+    tl.store(out + 4, e, count > 4)
+    tl.store(out + 5, f, count > 5)
+    tl.store(out + 6, g, count > 6)
+    tl.store(out + 7, h, count > 7)
+
+
+FILLED = 8  # numbers that one launch writes
+
+
+def on_device(numbers: list[int], device: torch.device) -> Tensor:
+    """Return numbers as int64 on a device, from the arguments of kernels.
+
+    A copy from the host's memory would wait for the device, and in a CUDA graph read what is there at its replay.
+    """
+    out = torch.empty(len(numbers), dtype=torch.int64, device=device)
+    with torch.cuda.device_of(out):
+        for first in range(0, len(numbers), FILLED):
+            part = numbers[first : first + FILLED]
+            rest = [0] * (FILLED - len(part))
+            _fill_kernel[(1,)](out[first:], len(part), *part, *rest)
+    return out
+
+
 class Locations(NamedTuple):
-    """Where the matrices of experts are in memory: their addresses, and the same on the device (`Matrices.places`)."""
+    """Where the matrices of experts are in memory: their addresses, and the same on the device (`Matrices.places`).
+
+    `together`: each begins where the one before it ends.
+    """
 
     addresses: list[int]
     places: Tensor
+    together: bool = False
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], before: Locations | None = None) -> Locations | None:
@@ -64,14 +102,25 @@ class Locations(NamedTuple):
         if any(distance % 16 for distance in behind):
             return None
         size = tensors[0].element_size()
-        places = torch.tensor([distance // size for distance in behind], device=tensors[0].device)
-        return cls(addresses, places)
+        places = on_device([distance // size for distance in behind], tensors[0].device)
+        bytes_each = tensors[0].numel() * size
+        together = behind == [bytes_each * number for number in range(len(behind))]
+        return cls(addresses, places, together)
+
+    @property
+    def apart(self) -> Tensor | None:
+        """`places`, or None where each matrix begins where the one before it ends."""
+        return None if self.together else self.places
+
+    def now(self, tensors: Sequence[Tensor]) -> Locations:
+        """Return where the same tensors are in a backward pass."""
+        found = self.of(tensors, self)
+        assert found is not None  # memory that PyTorch allocates begins at multiples of 16 bytes
+        return found
 
     def again(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the places of the same tensors in a backward pass."""
-        now = self.of(tensors, self)
-        assert now is not None  # memory that PyTorch allocates begins at multiples of 16 bytes
-        return now.places
+        return self.now(tensors).places
 
 
 class Weights(NamedTuple):
@@ -82,10 +131,10 @@ class Weights(NamedTuple):
 
     def cast(self, delayed: Delayed | None = None, turn: bool = True) -> FP8Matrices:
         """Return them in FP8, with `turn` transposed too."""
-        return cast(_matrices(self.tensors, self.at.places), E4M3, delayed, turn)
+        return cast(matrices_of(self.tensors, self.at.places), E4M3, delayed, turn)
 
 
-def _matrices(weights: Sequence[Tensor], places: Tensor) -> Matrices:
+def matrices_of(weights: Sequence[Tensor], places: Tensor) -> Matrices:
     """Return the operand of a cast."""
     return Matrices(
         weights[0], Groups.equal(len(weights), len(weights[0]), weights[0].device), places
@@ -114,7 +163,7 @@ class _BF16(torch.autograd.Function):
         ctx.at = at
         x = x.contiguous()
         ctx.save_for_backward(x if ctx.needs_input_grad[4] else None, *weights)
-        b = Operand(weights[0], places=at.places)
+        b = Operand(weights[0], places=at.apart)
         return rows_times(
             Operand(x), b, groups, len(weights[0]), bias, down=False, precise=False, dtype=x.dtype
         )
@@ -126,7 +175,7 @@ class _BF16(torch.autograd.Function):
         height, width = weights[0].shape
         how = dict(precise=False, dtype=dy.dtype)
         a = Operand(dy)
-        b = Operand(weights[0], places=ctx.at.again(weights))
+        b = Operand(weights[0], places=ctx.at.now(weights).apart)
         dx = (
             rows_times(a, b, ctx.groups, width, down=True, **how)
             if ctx.needs_input_grad[0]
@@ -192,7 +241,7 @@ class _FP8(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             if again:
                 scale, *weights = again
-                turned = cast_transposed(_matrices(weights, ctx.at.again(weights)), E4M3, scale)
+                turned = cast_transposed(matrices_of(weights, ctx.at.again(weights)), E4M3, scale)
             elif ctx.stored:
                 turned = transposed(ctx.stored[0], ctx.at.again(ctx.stored))
             a = Operand(given.data.view(casts.gradient), given.scale_inv)

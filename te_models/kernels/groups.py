@@ -41,9 +41,8 @@ class Groups:
     @cached_property
     def apart(self) -> Groups:
         """The same rows, with those of each expert from a multiple of LINE on."""
-        return Groups(
-            _ends(-(-self.first.diff() // LINE) * LINE), self.most + self.experts * (LINE - 1)
-        )
+        most = self.most + self.experts * (LINE - 1)
+        return Groups(_ends(-(-self.first.diff() // LINE) * LINE), -(-most // LINE) * LINE)
 
     def tiles(self, height: int) -> Tensor:
         """Return the number of tiles of `height` rows of each expert and those before it, int64 [E]."""

@@ -29,7 +29,7 @@ from te_models.distributed.collectives import all_gather, all_to_all
 from te_models.distributed.mesh_ranks import MeshRanks
 from te_models.errors import UsageError
 from te_models.kernels.expert_rows import RowKernels
-from te_models.model.router import Places, places
+from te_models.model.router import Places
 from te_models.model.tensor_parallel import Mapped
 
 T = TypeVar("T")
@@ -157,25 +157,25 @@ class ExpertParallel(MeshRanks):
             for name, tensor in self.every(state.items(), stand_in)
         }
 
-    def exchange(self, sent: Places, alignment: int, kernels: RowKernels) -> Exchange:
+    def exchange(
+        self, sent: Places, alignment: int, kernels: RowKernels
+    ) -> tuple[Places, Exchange]:
         """Agree with the other ranks on the way of rows whose places, without padding, are `sent`; a collective.
 
-        The host waits for the numbers of rows.
+        The host waits once, for the numbers of rows. Return `sent` without the rows behind those of the last expert,
+        and the way.
         """
-        own = torch.tensor(sent.rows, device=sent.row.device)  # of each expert
-        counts = all_to_all(own, self.group).view(self.size, -1)  # [ranks, experts of this rank]
-        experts = torch.arange(counts.shape[1], device=own.device).repeat(self.size)
-        arrived = experts.repeat_interleave(counts.flatten())[:, None]
-        to_each = own.view(self.size, -1).sum(1)
-        sizes, received = torch.stack((to_each, counts.sum(1))).tolist()
-        return Exchange(
-            sizes,
-            received,
-            places(arrived, counts.shape[1], alignment),
-            self.group,
-            self.fp8,
-            kernels,
-        )
+        given = all_to_all(
+            sent.counts, self.group
+        )  # of each rank, then of each expert of this rank
+        own, theirs = torch.stack((sent.counts, given)).tolist()
+        held = self._held
+        to_each = [sum(own[first : first + held]) for first in range(0, len(own), held)]
+        received = [sum(theirs[first : first + held]) for first in range(0, len(theirs), held)]
+        count = sum(own)
+        where = Places(sent.token[:count], sent.row.clamp(max=count), own, sent.counts)
+        arrived = arrivals(given.view(self.size, held), theirs, alignment)
+        return where, Exchange(to_each, received, arrived, self.group, self.fp8, kernels)
 
     @property
     def _held(self) -> int:
@@ -193,6 +193,27 @@ class ExpertParallel(MeshRanks):
     def _renamed(self, name: str, shift: int) -> str:
         expert = self._expert(name)
         return name if expert is None else f"{name.rstrip('0123456789')}{expert + shift}"
+
+
+def arrivals(counts: Tensor, known: list[int], alignment: int) -> Places:
+    """Return the places of rows that arrive in the order of ranks and then of experts among those of all experts.
+
+    `counts` int64 [ranks, E] are their numbers, and `known` the same on the host. An expert's rows are in the order of
+    ranks, and padded to a multiple of `alignment`.
+    """
+    experts = counts.shape[1]
+    padded = [-(-sum(known[e::experts]) // alignment) * alignment for e in range(experts)]
+    most, total = sum(padded), sum(known)
+    of_each = counts.sum(0)
+    sizes = (of_each + alignment - 1) // alignment * alignment
+    first = sizes.cumsum(0) - sizes  # the first row of each expert
+    to = first + counts.cumsum(0) - counts  # of each rank's rows of each expert
+    flat = counts.flatten()
+    shift = to.flatten() - (flat.cumsum(0) - flat)
+    number = torch.arange(total, device=counts.device)
+    row = number + shift.repeat_interleave(flat, output_size=total)
+    token = torch.full((most,), total, device=counts.device).index_copy(0, row, number)
+    return Places(token, row[:, None], padded, of_each)
 
 
 def stand_in(tensor: Tensor) -> Tensor:

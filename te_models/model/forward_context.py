@@ -1,6 +1,6 @@
 """One forward pass, as the layers see it: positions and masks of its tokens, and how to run its operations."""
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -111,6 +111,20 @@ class ForwardContext(NamedTuple):
             self.kernels.counts_on_device(module, self.autocasts.te_recipe_of(module))
             for module in modules
         )
+
+    def experts_join(self, *modules: nn.Module) -> bool:
+        """Return whether `experts` takes these te.GroupedLinears; not where backward recomputes what is between."""
+        apart = any(module in self.autocasts.others for module in modules)
+        if apart or self.kernels.experts is None or self.recompute.mode == "selective":
+            return False
+        return self.kernels.experts_join(*modules)
+
+    def experts(self, *given: Any) -> Tensor:
+        """Return what two te.GroupedLinears and the operations between and around them do; see
+        te_models.kernels.handover.experts_join.
+        """
+        assert self.kernels.experts is not None
+        return self.kernels.experts(*given, self.recompute.first_microbatch)
 
     def grouped(
         self, module: nn.Module, x: Tensor, rows: list[int] | Groups, route: Route | None = None

@@ -23,9 +23,13 @@ from te_models.model.te_modules import Factory, pad_rows
 
 
 class Routed(NamedTuple):
-    """The result of `Experts.hidden`: the input of down_proj, and the weights and places for the sum after it."""
+    """The result of `Experts.hidden`: the input of down_proj, and the weights and places for the sum after it.
 
-    hidden: Tensor  # [R, F]
+    With `joint` it is the input of gate_up_proj instead, of which both projections are one operation.
+    """
+
+    hidden: Tensor  # [R, F]; with `joint` tokens [T, D], or the rows [R, D] of this rank's experts
+    joint: bool
     weights: Tensor  # FP32 [T, k]
     places: Places
     exchange: Exchange | None  # with the ranks of other experts
@@ -75,15 +79,17 @@ class Experts(Feedforward[MoESpec]):
 
         kernels = context.kernels.expert_rows
         gate_up = self.get_submodule("gate_up_proj")
-        on_device = context.counts_on_device(gate_up, self.get_submodule("down_proj"))
+        down = self.get_submodule("down_proj")
+        on_device = context.counts_on_device(gate_up, down)
 
         def route() -> tuple[Tensor, Places, Exchange | None]:
             bias = self.expert_bias if moe.expert_bias else None
-            chosen = choose(logits, bias, context.routed, moe)
+            chosen = choose(logits, bias, context.routed, moe, kernels)
             if self.ep.size == 1:
-                return chosen, places(chosen, moe.num_experts, context.alignment, on_device), None
-            where = places(chosen, moe.num_experts, 1)
-            return chosen, where, self.ep.exchange(where, context.alignment, kernels)
+                how = (context.alignment, on_device, kernels)
+                return chosen, places(chosen, moe.num_experts, *how), None
+            sent = places(chosen, moe.num_experts, 1, True, kernels)
+            return chosen, *self.ep.exchange(sent, context.alignment, kernels)
 
         (chosen, where, exchange), first = context.recompute.kept(self.layer, route)
         routing = describe(
@@ -92,16 +98,15 @@ class Experts(Feedforward[MoESpec]):
         if first:
             context.routing.layers.append(routing)
         own = exchange.places if exchange else where
-        # A bias makes rows of padding nonzero, which would enter the next amax.
-        real = (own.token < len(own.row))[:, None] if moe.bias and context.alignment > 1 else None
         route = Route(where.token, where.row, kernels)
-        if exchange is None:
-            both = context.grouped(gate_up, tokens, own.rows, route)  # [R, 2F]
+        joint = context.experts_join(gate_up, down) and self.spec.activation == "silu"
+        if joint:
+            rows = tokens if exchange is None else exchange.to_experts(dispatch(tokens, *route))
         else:
-            both = context.grouped(gate_up, exchange.to_experts(dispatch(tokens, *route)), own.rows)
-        hidden = self._activated(both, "", context, real)  # [R, F]
+            rows = self._separate(tokens, own, exchange, route, context)
         return Routed(
-            hidden,
+            rows,
+            joint,
             weights_of(logits, chosen, moe),
             where,
             exchange,
@@ -109,22 +114,62 @@ class Experts(Feedforward[MoESpec]):
             *self._shared(x, context),
         )
 
+    def _separate(
+        self,
+        tokens: Tensor,
+        own: Places,
+        exchange: Exchange | None,
+        route: Route,
+        context: ForwardContext,
+    ) -> Tensor:
+        """Return the input of down_proj [R, F], where gate_up_proj is an operation of its own."""
+        gate_up = self.get_submodule("gate_up_proj")
+        if exchange is None:
+            both = context.grouped(gate_up, tokens, own.rows, route)  # [R, 2F]
+        else:
+            both = context.grouped(gate_up, exchange.to_experts(dispatch(tokens, *route)), own.rows)
+        real = (own.token < len(own.row))[:, None] if self._pads(context) else None
+        return self._activated(both, "", context, real)
+
+    def _pads(self, context: ForwardContext) -> bool:
+        """Return whether a bias makes rows of padding nonzero, which would enter the next amax."""
+        return self.spec.experts.bias and context.alignment > 1
+
     def output(self, hidden: Routed, context: ForwardContext) -> Tensor:
         """Return [N, D]."""
-        rows, weights, where, exchange, count, shared, gate = hidden
-        down = self.get_submodule("down_proj")
-        with context.recompute.discarding(rows, context.autocasts.in_fp8(down)):
-            out = context.grouped(
-                down, rows, (exchange.places if exchange else where).rows
-            )  # [R, D]
-        out = out if exchange is None else exchange.from_experts(out)
-        out = pad_rows(
-            combine(out, weights, where.token, where.row, context.kernels.expert_rows), count
-        )
+        rows, joint, weights, where, exchange, count, shared, gate = hidden
+        own = exchange.places if exchange else where
+        route = Route(where.token, where.row, context.kernels.expert_rows)
+        if joint:
+            e = self.spec.experts
+            out = context.experts(
+                self.get_submodule("gate_up_proj"),
+                self.get_submodule("down_proj"),
+                rows,
+                weights if exchange is None else None,
+                own.rows,
+                route if exchange is None else None,
+                e.swiglu_limit,
+                1.0 if e.swiglu_limit is None else e.swiglu_alpha,
+                (own.token, len(own.row)) if self._pads(context) else None,
+            )  # [T, D], or of all rows [R, D]
+        else:
+            out = self._projected(rows, own, context)  # [R, D]
+        if exchange is not None:
+            out = exchange.from_experts(out)
+        if exchange is not None or not joint:
+            out = combine(out, weights, *route)
+        out = pad_rows(out, count)
         if shared is None:
             return out
         own = context.linear(self.get_submodule("shared_down_proj"), shared)
         return out + (own if gate is None else own * gate)
+
+    def _projected(self, hidden: Tensor, own: Places, context: ForwardContext) -> Tensor:
+        """Return the rows of the experts [R, D], where down_proj is an operation of its own."""
+        down = self.get_submodule("down_proj")
+        with context.recompute.discarding(hidden, context.autocasts.in_fp8(down)):
+            return context.grouped(down, hidden, own.rows)
 
     def _logits(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return the router's logits of x [N, D], FP32 [N, E]; it never runs in FP8."""

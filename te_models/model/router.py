@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.config.moe import MoEConfig
+from te_models.kernels.expert_rows import PLAIN, RowKernels
 from te_models.kernels.groups import Groups
 
 
@@ -93,7 +94,13 @@ class Routing:
         return RoutingReport(weight * balance, weight * squares.sum() / total, shares)
 
 
-def choose(logits: Tensor, bias: Tensor | None, real: Tensor | None, moe: MoEConfig) -> Tensor:
+def choose(
+    logits: Tensor,
+    bias: Tensor | None,
+    real: Tensor | None,
+    moe: MoEConfig,
+    kernels: RowKernels = PLAIN,
+) -> Tensor:
     """Return the experts of each token, int64 [T, k], in descending order; E where `real` [T, 1] says padding.
 
     `logits` are FP32 [T, E], `bias` [E] is added to the scores for the choice.
@@ -116,6 +123,8 @@ def choose(logits: Tensor, bias: Tensor | None, real: Tensor | None, moe: MoECon
             1, best[:, : moe.topk_group], True
         )
         scores = groups.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
+    if kernels.choose is not None:
+        return kernels.choose(scores, moe.num_experts_per_tok, real)
     chosen = scores.sort(dim=1, descending=True, stable=True).indices[:, : moe.num_experts_per_tok]
     chosen = chosen.sort(dim=1, descending=True).values
     return chosen if real is None else chosen.masked_fill(~real, logits.shape[1])
@@ -166,13 +175,22 @@ class Places(NamedTuple):
     counts: Tensor  # int64 [E]: the tokens of each expert
 
 
-def places(chosen: Tensor, experts: int, alignment: int, on_device: bool = False) -> Places:
+def places(
+    chosen: Tensor,
+    experts: int,
+    alignment: int,
+    on_device: bool = False,
+    kernels: RowKernels = PLAIN,
+) -> Places:
     """Return the places of tokens whose experts are `chosen` [T, k]; each expert's rows are a multiple of `alignment`.
 
     The host waits for the device to learn the numbers of rows, or with `on_device` never does: R is then the most that
     there can be, and the rows behind those of the last expert are padding too.
     """
     tokens, k = chosen.shape
+    if on_device and kernels.places is not None:
+        made = kernels.places(chosen, experts, alignment, _most(tokens * k, experts, alignment))
+        return Places(*made)
     order = (
         chosen.flatten().to(torch.int16).argsort(stable=True)
     )  # by expert, then by token; padding last
@@ -180,11 +198,7 @@ def places(chosen: Tensor, experts: int, alignment: int, on_device: bool = False
     counts = torch.searchsorted(expert, torch.arange(experts + 1, device=expert.device)).diff()
     padded = (counts + alignment - 1) // alignment * alignment
     host = [] if on_device else padded.tolist()
-    most = (
-        -(-(tokens * k + experts * (alignment - 1)) // alignment) * alignment
-        if on_device
-        else sum(host)
-    )
+    most = _most(tokens * k, experts, alignment) if on_device else sum(host)
     rows = Groups(F.pad(padded.cumsum(0), (1, 0)), most) if on_device else host
     before = F.pad(
         (padded - counts).cumsum(0), (1, 0)
@@ -199,3 +213,8 @@ def places(chosen: Tensor, experts: int, alignment: int, on_device: bool = False
     return Places(
         token, torch.empty_like(order).index_copy(0, order, row).view(tokens, k), rows, counts
     )
+
+
+def _most(rows: int, experts: int, alignment: int) -> int:
+    """Return the most rows that there can be of all experts, padding included."""
+    return -(-(rows + experts * (alignment - 1)) // alignment) * alignment

@@ -72,7 +72,7 @@ class Factory:
 
     def _linear(self, spec: LinearSpec) -> nn.Module:
         if spec.experts:
-            return self.te.GroupedLinear(
+            grouped = self.te.GroupedLinear(
                 spec.experts,
                 spec.inputs,
                 spec.outputs,
@@ -82,6 +82,8 @@ class Factory:
                 device=self.device,
                 use_grouped_tensor=False,
             )
+            lay_together(grouped)
+            return grouped
         ranks = self.tp.size
         inputs = spec.inputs * (ranks if spec.split == "row" else 1)
         outputs = spec.outputs * (ranks if spec.split == "column" else 1)
@@ -111,6 +113,19 @@ class Factory:
     def vector(self, *shape: int) -> nn.Parameter:
         """Return a parameter of this shape without values."""
         return nn.Parameter(torch.empty(shape, device=self.device, dtype=self.dtype))
+
+
+def lay_together(grouped: nn.Module) -> None:
+    """Give the weights of a te.GroupedLinear memory that follows each other, without values.
+
+    Kernels that find them so read them as one matrix.
+    """
+    weights = [grouped.get_parameter(f"weight{expert}") for expert in range(grouped.num_gemms)]
+    if not all(type(weight) is nn.Parameter and not weight.is_meta for weight in weights):
+        return  # in FP8, or without memory
+    memory = weights[0].new_empty(len(weights), *weights[0].shape)
+    for weight, part in zip(weights, memory, strict=True):
+        weight.data = part
 
 
 def _leave_empty(weight: Tensor) -> None:

@@ -157,10 +157,15 @@ class Tape:
     def _casts_experts(self, recipe: Recipe) -> bool:
         """Return whether the casts of all experts are joint, as engine/native.py decides."""
         fields = recipe.fields
-        other = (
-            fields.get("use_power_2_scales") or fields.get("backward_override", "none") != "none"
-        )
-        return self.fused and recipe.scheme in PER_TENSOR and not other and self.training.gpus == 1
+        if fields.get("backward_override", "none") != "none":
+            return False
+        if recipe.scheme == "Float8BlockScaling":
+            names = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
+            usual = [fields[name] for name in names] == [1, 2, 1]
+            joint = usual and fields["fp8_format"] == "E4M3" and not fields["use_f32_scales"]
+        else:
+            joint = recipe.scheme in PER_TENSOR and not fields.get("use_power_2_scales")
+        return self.fused and joint and self.training.gpus == 1
 
     def linear(
         self,

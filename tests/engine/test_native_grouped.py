@@ -76,7 +76,7 @@ def layer(te: Any, inputs: int, outputs: int, biased: bool) -> Any:
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("name", [*RECIPES, "power of 2", "override"])
+@pytest.mark.parametrize("name", [*RECIPES, "blockwise", "power of 2", "override"])
 @pytest.mark.parametrize(("inputs", "outputs"), [(256, 512), (1024, 64), (2048, 1536)])
 def test_bits(name: str, inputs: int, outputs: int, on_device: bool, biased: bool) -> None:
     te = pytest.importorskip("te_models.engine.native")
@@ -89,10 +89,12 @@ def test_bits(name: str, inputs: int, outputs: int, on_device: bool, biased: boo
         form = getattr(te.recipe.Format, options.get("fp8_format", "HYBRID"))
         override = "high_precision" if name == "override" else None
         built = te.recipe.Float8CurrentScaling(fp8_format=form, backward_override=override)
+    if name == "blockwise":
+        built = te.recipe.Float8BlockScaling()
     if name == "power of 2":
         built.fp8_quant_fwd_inp = te.recipe.QParams(power_2_scale=True)
     joint = te.handover["counts_on_device"](module, built)
-    assert joint == (name in RECIPES)
+    assert joint == (name in RECIPES or name == "blockwise")
     rows = Groups.of(ROWS, x.device) if on_device and joint else ROWS
     with te.autocast(enabled=built is not None, recipe=built):
         wanted = step(theirs, module, x, dy, ROWS)
@@ -142,7 +144,9 @@ def test_delayed_scaling(form: str, algorithm: str, biased: bool) -> None:
     )  # the last never had a row
 
 
-@pytest.mark.parametrize("scheme", [None, "Float8CurrentScaling", "DelayedScaling"])
+@pytest.mark.parametrize(
+    "scheme", [None, "Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling"]
+)
 def test_tokens_go_to_their_experts_inside(scheme: str | None) -> None:
     """As rows that are dispatched before. Tokens 0 to 15 reach no expert, and each expert has a row of padding."""
     te = pytest.importorskip("te_models.engine.native")
@@ -191,7 +195,7 @@ def test_hooks_of_the_module_run() -> None:
     assert seen == [ROWS]
 
 
-@pytest.mark.parametrize("scheme", ["Float8CurrentScaling", "DelayedScaling"])
+@pytest.mark.parametrize("scheme", ["Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling"])
 def test_weights_are_cast_once_for_several_micro_batches(scheme: str) -> None:
     """As te.Linear does: a weight that changes in between is not seen before the next first micro-batch."""
     te = pytest.importorskip("te_models.engine.native")

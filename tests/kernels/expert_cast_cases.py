@@ -22,16 +22,14 @@ def check(found: FP8Matrices, given: list[torch.Tensor], e5m2: bool) -> None:
     lines = [
         -(-count // LINE) * LINE for count in rows
     ]  # of the transposed copy, of which the last are not written
-    turned = found.transposed.flatten()[: sum(lines) * given[0].shape[1]].split(
-        [n * given[0].shape[1] for n in lines]
-    )
+    turned = found.transposed[:, : sum(lines)].split(lines, dim=1)
     parts = zip(found.data.split(rows), turned, found.scale_inv, given, strict=True)
     for data, transposed, inverse, x in parts:
         if not len(x):
             continue
         wanted = quantizer(x)
         assert torch.equal(data, wanted._data.view(torch.uint8))
-        assert torch.equal(transposed.view(x.shape[1], -1)[:, : len(x)], data.t())
+        assert torch.equal(transposed[:, : len(x)], data.t())
         assert torch.equal(inverse, wanted._scale_inv.squeeze())
 
 

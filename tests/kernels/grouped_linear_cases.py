@@ -17,6 +17,7 @@ from te_models.engine.emulated.quantizers import Float8CurrentScalingQuantizer, 
 from te_models.kernels import grouped_gemm_triton
 from te_models.kernels.expert_cast_triton import Delayed
 from te_models.kernels.expert_rows import Route, dispatch
+from te_models.kernels.grouped_gemm_triton import Operand, Tiles, rows_times, weights_from
 from te_models.kernels.grouped_linear_triton import (
     E4M3,
     E5M2,
@@ -26,9 +27,12 @@ from te_models.kernels.grouped_linear_triton import (
     Weights,
     in_bf16,
     in_fp8,
+    on_device,
 )
 from te_models.kernels.groups import Groups
 
+# A tile may contain rows that are not stored, of which the interpreter warns where they are not finite.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 # One rounding to BF16, by up to 2**-8, and sums of tensor cores, which keep 14 bits of FP8's products after every 32 of
@@ -322,3 +326,58 @@ def test_frozen_weights_get_no_gradient() -> None:
     for y in (in_bf16(x, groups, weights), in_fp8(x, groups, casts, weights.cast(), weights)):
         (dx,) = torch.autograd.grad(y, [x], dy)
         assert dx[:48].isfinite().all() and dx[:48].any()
+
+
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), CASES)
+def test_products_read_in_both_ways(rows: list[int], inputs: int, outputs: int, tma: bool) -> None:
+    """By pointers and by Hopper's copy engine, which also reads rows of other experts."""
+    torch.manual_seed(6)
+    tiles = Tiles(32, 64, 32, 1, 4, tma)
+    x, dy, groups = operands(rows, inputs, outputs)
+    made, _ = weights_of(len(rows), inputs, outputs)
+    w = torch.cat(made).detach()
+    how = dict(precise=False, dtype=DTYPE, tiles=tiles)
+    y = rows_times(Operand(x.detach()), Operand(w), groups, outputs, down=False, **how)
+    dx = rows_times(Operand(dy), Operand(w), groups, inputs, down=True, **how)
+    dw = weights_from(Operand(dy), Operand(x.detach()), groups, outputs, inputs, **how)
+    for (one, slope, out, of_x), weight, of_weight in zip(
+        pieces(rows, x, dy, y, dx), made, dw, strict=True
+    ):
+        weight = weight.detach().double()
+        check(out, one.double() @ weight.T)
+        check(of_x, slope.double() @ weight)
+        check(of_weight, slope.double().T @ one.double())
+
+
+def test_tokens_are_found_inside_the_product() -> None:
+    """With the bits of rows that are written first; the last row of each expert is padding."""
+    torch.manual_seed(7)
+    rows, inputs, outputs = CASES[0]
+    x, dy, groups = operands(rows, inputs, outputs)
+    made, weights = weights_of(len(rows), inputs, outputs)
+    tokens = torch.randn(50, inputs, device=DEVICE).to(DTYPE)
+    source = torch.randint(0, 50, (len(x),), device=DEVICE)
+    ends = torch.tensor(rows).cumsum(0)
+    source[ends[torch.tensor(rows) > 0] - 1] = 50
+    given = torch.cat((tokens, tokens.new_zeros(1, inputs)))[source]
+    b = Operand(made[0].detach(), places=weights.at.places)
+    how = dict(precise=False, dtype=DTYPE)
+    found, wanted = (
+        rows_times(Operand(a), b, groups, outputs, down=False, source=where, **how)[: sum(rows)]
+        for a, where in ((tokens, source), (given, None))
+    )
+    assert torch.equal(found, wanted) and found.any()
+    found, wanted = (
+        weights_from(Operand(dy), Operand(a), groups, outputs, inputs, source=where, **how)
+        for a, where in ((tokens, source), (given, None))
+    )
+    if DEVICE.type == "cuda":
+        assert torch.equal(found, wanted)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("count", [1, 8, 19])
+def test_numbers_reach_the_device_without_a_copy(count: int) -> None:
+    numbers = [(-1) ** n * n * 2**37 + n for n in range(count)]
+    assert on_device(numbers, DEVICE).tolist() == numbers

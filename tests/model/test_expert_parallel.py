@@ -17,7 +17,7 @@ from te_models.cli import main
 from te_models.config.moe import places_of_experts
 from te_models.config.training import TrainConfig
 from te_models.kernels.expert_rows import PLAIN
-from te_models.model.expert_parallel import ExpertParallel, packed
+from te_models.model.expert_parallel import ExpertParallel, arrivals, packed
 from te_models.model.router import places
 from te_models.saving.folder import load_folder
 from te_models.training.launch import meshes, parallel
@@ -114,7 +114,7 @@ def payload(mesh: DeviceMesh) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for fp8 in (False, True):
         x = rows.clone().requires_grad_()
-        exchange = ExpertParallel(mesh, CONFIG, fp8).exchange(sent, 16, PLAIN)
+        _, exchange = ExpertParallel(mesh, CONFIG, fp8).exchange(sent, 16, PLAIN)
         arrived = exchange.to_experts(x)
         exchange.from_experts(arrived * 3).backward(dy)
         assert x.grad is not None and torch.equal(x.grad, 3 * dy), "gradients travel in full"
@@ -257,3 +257,17 @@ def test_the_plan_says_which_experts_are_where(capsys: pytest.CaptureFixture[str
     assert "experts: 0 to 3 on rank 0, 4 to 7 on rank 1 of every 2" in capsys.readouterr().out
     with pytest.raises(ValueError, match="num_experts=4 cannot be divided between 3 ranks"):
         places_of_experts(CONFIG.layers, 3)
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_rows_arrive_in_the_order_of_experts_and_ranks(alignment: int) -> None:
+    """Against a sort of the experts of all rows; experts without rows, and ranks that send none, among them."""
+    counts = torch.tensor([[3, 0, 20, 0], [0, 0, 0, 0], [1, 0, 5, 17]])
+    found = arrivals(counts, counts.flatten().tolist(), alignment)
+    expert = torch.arange(4).repeat(3).repeat_interleave(counts.flatten())
+    wanted = places(expert[:, None], 4, alignment)
+    assert found.rows == wanted.rows
+    assert all(
+        torch.equal(getattr(found, name), getattr(wanted, name))
+        for name in ("token", "row", "counts")
+    )

@@ -65,6 +65,23 @@ def test_compiled_activations_are_what_autograd_keeps(
     )
 
 
+@pytest.mark.parametrize(
+    ("recipe", "joint"),
+    [
+        (get_recipe("current"), True),
+        (get_recipe("blockwise"), True),
+        (get_recipe("blockwise", use_f32_scales=True), False),
+        (get_recipe("blockwise", backward_override="high_precision"), False),
+    ],
+)
+def test_experts_make_rows_of_tokens_where_kernels_do(recipe: Any, joint: bool) -> None:
+    config, prefix = KINDS["experts"].config, "layers.1.mlp."
+    tape = Tape(config, recipe, Training(batch_size=1, seq_len=64))
+    tape._part = prefix
+    for name in ("gate_up_proj", "down_proj"):
+        assert tape.gathers(config.linears[prefix + name]) == joint
+
+
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_fused_experts_keep_no_fp8_weights(recipe: str) -> None:
     """By hand: backward first holds dy in FP8 twice and one FP8 copy of the weights, then a gradient of them as well.

@@ -1,0 +1,482 @@
+"""FP8 of experts' rows and weights with a scale per block (Float8BlockScaling), and their products.
+
+Rows have a scale per 1 x 128 elements along the contraction, so that each copy has its own: the straight one along the
+columns, the transposed one along the rows of its expert, from its first row on. Weights have one per 128 x 128
+elements, which both copies share. Scales are powers of two, and everything is E4M3; the bits are those of Transformer
+Engine. Each expert has a multiple of 4 rows.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from te_models.kernels.expert_cast_triton import (
+    Matrices,
+    find_matrix,
+    load_rows,
+    room_for_rows_turned,
+    total_sums,
+)
+from te_models.kernels.expert_hidden_triton import Activation, gradient_values, hidden_values
+from te_models.kernels.grouped_gemm_triton import ABREAST, Tiles, own_tile, store_rows
+from te_models.kernels.groups import Groups
+from te_models.kernels.handover_triton import store_fp8
+
+SIZE = 128  # of a block
+WARPS = 16  # of a cast: with 8, registers leave room for one program per multiprocessor
+# Two or three programs per multiprocessor: one multiplies by scales and adds while another is in its tensor cores.
+TILES = Tiles(64, 128, 128, 3, 4)
+
+
+class Blocks(NamedTuple):
+    """FP8 of rows, uint8, and FP32 factors from data to values.
+
+    data [R, K], scale_inv [K / 128, R]; transposed [K, P] with P = Groups.apart.most, in which an expert's rows begin
+    at a multiple of 128, turned_inv [P / 128, K]. Either pair may be None.
+    """
+
+    data: Tensor | None
+    scale_inv: Tensor | None
+    transposed: Tensor | None
+    turned_inv: Tensor | None
+
+
+class WeightBlocks(NamedTuple):
+    """FP8 of the experts' weights [O, K], uint8: data [E * O, K] or None, transposed [E * K, O] or None.
+
+    scale_inv FP32 [E, O / 128, K / 128], rounded up.
+    """
+
+    data: Tensor | None
+    transposed: Tensor | None
+    scale_inv: Tensor
+
+
+@triton.jit
+def _block_scale(amax):
+    """Return the power of two that brings amax to E4M3's largest number or less: 1 for 0 and infinity."""
+    counts = (amax > 0) & (amax < float("inf"))
+    largest: tl.constexpr = 448.0
+    quotient = tl.div_rn(tl.full(amax.shape, largest, tl.float32), tl.where(counts, amax, largest))
+    quotient = tl.minimum(quotient, 1.7014118346046923e38)  # 2^127
+    bits = quotient.to(tl.int32, bitcast=True) & -0x800000
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _inverse(scale):
+    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def _along(values, group, part: tl.constexpr, first, rows, factors, stride, column):
+    """Return values by their scales of 1 x 128, whose inverse is noted for row 4 * group + part."""
+    scale = _block_scale(tl.max(tl.abs(values), 1))
+    row = 4 * group + part
+    tl.store(factors + column * stride + first + row, _inverse(scale), row < rows)
+    return values * scale[:, None]
+
+
+@triton.jit
+def _store_blocks(
+    a, b, c, d, group, j, rows, columns, width, begin, here, count,
+    data, scale_inv, transposed, turned_inv, pitch, offset,
+):  # fmt: skip
+    """Store a tile of 128 rows and columns j, of a matrix of `width` columns from column `offset` on."""
+    if data is not None:
+        block = (offset + tl.min(j, 0)) // 128
+        e = _along(a, group, 0, begin, rows, scale_inv, count, block)
+        f = _along(b, group, 1, begin, rows, scale_inv, count, block)
+        g = _along(c, group, 2, begin, rows, scale_inv, count, block)
+        h = _along(d, group, 3, begin, rows, scale_inv, count, block)
+        out = data + begin * width + offset
+        store_fp8(e, f, g, h, 1.0, group, j, rows, columns, out, None, width, False)
+    if transposed is not None:
+        largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+        scale = _block_scale(tl.max(largest, 0))
+        block = (here + 4 * tl.min(group, 0)) // 128
+        at = turned_inv + block * width + offset + j
+        tl.store(at, _inverse(scale), (j < columns) & (tl.min(group, 0) * 4 < rows))
+        by = scale[None, :]
+        out = transposed + here + offset.to(tl.int64) * pitch
+        store_fp8(
+            a * by, b * by, c * by, d * by, 1.0, group, j, rows, columns, None, out, width, False, pitch
+        )  # fmt: skip
+
+
+@triton.jit
+def _cast_kernel(
+    x, source, factor, given, first, tiles, turned, data, scale_inv, transposed, turned_inv, pitch, sums,
+    columns, count, most, EXPERTS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    e, address, begin, rows, group = find_matrix(
+        x, source, first, tiles, None, columns, count, EXPERTS, SIZE
+    )
+    if source is not None:
+        source += begin
+    if factor is not None:
+        factor += begin
+    group += tl.arange(0, SIZE // 4)
+    i = 4 * group
+    j = tl.program_id(1).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    a = load_rows(address, source, factor, given, i, j, rows, columns)
+    b = load_rows(address, source, factor, given, i + 1, j, rows, columns)
+    c = load_rows(address, source, factor, given, i + 2, j, rows, columns)
+    d = load_rows(address, source, factor, given, i + 3, j, rows, columns)
+    if sums is not None:
+        at = sums + tl.program_id(0).to(tl.int64) * columns + j
+        tl.store(at, tl.sum((a + b) + (c + d), 0), j < columns)
+    here = tl.multiple_of(tl.load(turned + e), 128)
+    none = tl.zeros([], tl.int64)
+    _store_blocks(
+        a, b, c, d, group, j, rows, columns, columns, begin, here, most,
+        data, scale_inv, transposed, turned_inv, pitch, none,
+    )  # fmt: skip
+
+
+@triton.jit
+def _hidden_kernel(
+    gate_up, token, tokens, first, tiles, data, scale_inv, columns, count, most, alpha,
+    LIMIT: tl.constexpr, EXPERTS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    e, address, begin, rows, group = find_matrix(
+        gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, SIZE
+    )
+    if token is not None:
+        token += begin
+    group += tl.arange(0, SIZE // 4)
+    i = 4 * group
+    j = tl.program_id(1).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    a = hidden_values(address, token, tokens, i, j, rows, columns, alpha, LIMIT)
+    b = hidden_values(address, token, tokens, i + 1, j, rows, columns, alpha, LIMIT)
+    c = hidden_values(address, token, tokens, i + 2, j, rows, columns, alpha, LIMIT)
+    d = hidden_values(address, token, tokens, i + 3, j, rows, columns, alpha, LIMIT)
+    none = tl.zeros([], tl.int64)
+    _store_blocks(
+        a, b, c, d, group, j, rows, columns, columns, begin, none, most,
+        data, scale_inv, None, None, none, none,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_plain(a, b, c, d, i, j, rows, columns, stride, out):
+    """Store the first to fourth rows of groups of four."""
+    at = out + i[:, None] * stride + j[None, :]
+    inside = (i < rows)[:, None] & (j < columns)[None, :]
+    tl.store(at, a.to(out.dtype.element_ty), inside)
+    tl.store(at + stride, b.to(out.dtype.element_ty), inside)
+    tl.store(at + 2 * stride, c.to(out.dtype.element_ty), inside)
+    tl.store(at + 3 * stride, d.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _gradient_kernel(
+    dy, gate_up, token, tokens, first, tiles, turned, plain, data, scale_inv, transposed, turned_inv,
+    hidden, hidden_inv, pitch, sums, columns, count, most, alpha,
+    LIMIT: tl.constexpr, EXPERTS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    e, address, begin, rows, group = find_matrix(
+        gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, SIZE
+    )
+    if token is not None:
+        token += begin
+    group += tl.arange(0, SIZE // 4)
+    i = 4 * group
+    j = tl.program_id(1).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    slope = dy + begin * columns
+    a, p, s = gradient_values(slope, address, token, tokens, i, j, rows, columns, alpha, LIMIT)
+    b, q, t = gradient_values(slope, address, token, tokens, i + 1, j, rows, columns, alpha, LIMIT)
+    c, r, u = gradient_values(slope, address, token, tokens, i + 2, j, rows, columns, alpha, LIMIT)
+    d, o, v = gradient_values(slope, address, token, tokens, i + 3, j, rows, columns, alpha, LIMIT)
+    if sums is not None:
+        at = sums + tl.program_id(0).to(tl.int64) * 2 * columns + j
+        tl.store(at, tl.sum((a + b) + (c + d), 0), j < columns)
+        tl.store(at + columns, tl.sum((p + q) + (r + o), 0), j < columns)
+    here = tl.multiple_of(tl.load(turned + e), 128)
+    none = tl.zeros([], tl.int64)
+    if plain is not None:
+        plain += begin * 2 * columns
+        _store_plain(a, b, c, d, i, j, rows, columns, 2 * columns, plain)
+        _store_plain(p, q, r, o, i, j, rows, columns, 2 * columns, plain + columns)
+    else:
+        _store_blocks(
+            a, b, c, d, group, j, rows, columns, 2 * columns, begin, here, most,
+            data, scale_inv, transposed, turned_inv, pitch, none,
+        )  # fmt: skip
+        _store_blocks(
+            p, q, r, o, group, j, rows, columns, 2 * columns, begin, here, most,
+            data, scale_inv, transposed, turned_inv, pitch, none + columns,
+        )  # fmt: skip
+    if hidden is not None:
+        _store_blocks(
+            s, t, u, v, group, j, rows, columns, columns, begin, here, most,
+            None, None, hidden, hidden_inv, pitch, none,
+        )  # fmt: skip
+
+
+@triton.jit
+def _weights_cast_kernel(x, places, data, transposed, scale_inv, rows, columns, SIZE: tl.constexpr):
+    e = tl.program_id(2).to(tl.int64)
+    address = x + tl.multiple_of(tl.load(places + e), 8)
+    group = tl.program_id(0) * (SIZE // 4) + tl.arange(0, SIZE // 4)
+    i = 4 * group
+    j = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    a = load_rows(address, None, None, 0, i, j, rows, columns)
+    b = load_rows(address, None, None, 0, i + 1, j, rows, columns)
+    c = load_rows(address, None, None, 0, i + 2, j, rows, columns)
+    d = load_rows(address, None, None, 0, i + 3, j, rows, columns)
+    largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+    scale = _block_scale(tl.max(largest))
+    block = (e * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(scale_inv + block, _inverse(scale))
+    size = rows.to(tl.int64) * columns
+    if data is not None:
+        data += e * size
+    if transposed is not None:
+        transposed += e * size
+    store_fp8(a, b, c, d, scale, group, j, rows, columns, data, transposed, columns, False)
+
+
+@triton.jit
+def _rows_kernel(
+    a, b, a_inv, b_inv, first, tiles, bias, out, width, depth, count, most, step_n, step_k, blocks,
+    EXPERTS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, ABREAST: tl.constexpr,
+):  # fmt: skip
+    """As grouped_gemm_triton's; a scale of b is step_n and step_k apart, those of an expert `blocks`."""
+    e, begin, rows, m, n = own_tile(first, tiles, width, count, EXPERTS, HIGH, WIDE, ABREAST)
+    if e >= count:
+        return
+    row = begin.to(tl.int32) + m * HIGH
+    i = m * HIGH + tl.arange(0, HIGH)
+    left_inv = a_inv + begin + i
+    right_inv = b_inv + e * blocks + (n * WIDE // DEEP) * step_n
+    total = tl.zeros([HIGH, WIDE], tl.float32)
+    for start in range(0, depth, DEEP):
+        left = a.load([row, start])
+        right = b.load([e * width + n * WIDE, start]).T
+        by = tl.load(left_inv, i < rows, 0.0) * tl.load(right_inv)
+        total += tl.dot(left, right) * by[:, None]
+        left_inv += most
+        right_inv += step_k
+    store_rows(total, None, None, bias, out, e, begin, rows, m, n, width, HIGH, WIDE)
+
+
+@triton.jit
+def _weights_kernel(
+    a, b, a_inv, b_inv, first, turned, out, height, width,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, ABREAST: tl.constexpr,
+):  # fmt: skip
+    high = tl.cdiv(height, HIGH)
+    across = tl.cdiv(width, WIDE)
+    e = tl.program_id(0) // (high * across)
+    tile = tl.program_id(0) % (high * across)
+    m = tile % high
+    n = tile // high
+    rows = (tl.load(first + e + 1) - tl.load(first + e)).to(tl.int32)
+    here = tl.load(turned + e)
+    i = m * HIGH + tl.arange(0, HIGH)
+    j = n * WIDE + tl.arange(0, WIDE)
+    k = tl.arange(0, DEEP)
+    left_inv = a_inv + here // DEEP * height + i
+    right_inv = b_inv + here // DEEP * width + j
+    at = here.to(tl.int32)
+    total = tl.zeros([HIGH, WIDE], tl.float32)
+    whole = rows // DEEP * DEEP
+    for start in range(0, whole, DEEP):
+        one = a.load([m * HIGH, at + start])
+        other = b.load([n * WIDE, at + start]).T
+        part = tl.dot(one, other)
+        by = tl.load(left_inv, i < height, 0.0)
+        total += part * (by[:, None] * tl.load(right_inv, j < width, 0.0)[None, :])
+        left_inv += height
+        right_inv += width
+    if whole < rows:
+        one = a.load([m * HIGH, at + whole])
+        other = b.load([n * WIDE, at + whole]).T
+        one = tl.where((k < rows - whole)[None, :], one, tl.zeros_like(one))
+        other = tl.where((k < rows - whole)[:, None], other, tl.zeros_like(other))
+        by = tl.load(left_inv, i < height, 0.0)
+        part = tl.dot(one, other)
+        total += part * (by[:, None] * tl.load(right_inv, j < width, 0.0)[None, :])
+    z = out + (e.to(tl.int64) * height + i[:, None]) * width + j[None, :]
+    tl.store(z, total.to(out.dtype.element_ty), (i < height)[:, None] & (j < width)[None, :])
+
+
+def _grid(groups: Groups, columns: int) -> tuple[int, int]:
+    return groups.high(SIZE), triton.cdiv(columns, SIZE)
+
+
+def _sizes(groups: Groups) -> dict[str, Any]:
+    return dict(EXPERTS=triton.next_power_of_2(groups.experts), SIZE=SIZE, num_warps=WARPS)
+
+
+def _room(groups: Groups, columns: int, device: torch.device, straight: bool, turn: bool) -> Blocks:
+    blocks = triton.cdiv(columns, SIZE)
+    data = scale_inv = transposed = turned_inv = None
+    if straight:
+        data = torch.empty(groups.most, columns, dtype=torch.uint8, device=device)
+        scale_inv = torch.empty(blocks, groups.most, device=device)
+    if turn:
+        transposed = room_for_rows_turned(groups, columns, device)
+        turned_inv = torch.empty(groups.apart.most // SIZE, columns, device=device)
+    return Blocks(data, scale_inv, transposed, turned_inv)
+
+
+def _room_for_sums(groups: Groups, columns: int, device: torch.device) -> Tensor:
+    return torch.empty(groups.high(SIZE), columns, device=device)
+
+
+def cast_blocks(
+    given: Matrices, *, straight: bool = True, turn: bool = True, summed: bool = False
+) -> tuple[Blocks, Tensor | None]:
+    """Cast rows, with `turn` transposed too, and with `summed` sum each expert's: [E, K]."""
+    groups = given.groups
+    columns = given.data.shape[1]
+    device = given.data.device
+    made = _room(groups, columns, device, straight, turn)
+    sums = _room_for_sums(groups, columns, device) if summed else None
+    with torch.cuda.device_of(given.data):
+        _cast_kernel[_grid(groups, columns)](
+            given.data, given.source, given.factor, len(given.data), groups.first, groups.tiles(SIZE),
+            groups.apart.first, *made, groups.apart.most, sums, columns, groups.experts, groups.most,
+            **_sizes(groups),
+        )  # fmt: skip
+    total = None if sums is None else total_sums(sums, groups, given.data.dtype, SIZE)
+    return made, total
+
+
+def hidden_blocks(gate_up: Tensor, groups: Groups, activation: Activation) -> Blocks:
+    """Cast the activation of gate_up [R, 2F], without a transposed copy."""
+    columns = gate_up.shape[1] // 2
+    made = _room(groups, columns, gate_up.device, True, False)
+    with torch.cuda.device_of(gate_up):
+        _hidden_kernel[_grid(groups, columns)](
+            gate_up, activation.token, activation.tokens, groups.first, groups.tiles(SIZE), made.data,
+            made.scale_inv, columns, groups.experts, groups.most, activation.alpha,
+            LIMIT=activation.limit, **_sizes(groups),
+        )  # fmt: skip
+    return made
+
+
+class BlockGradients(NamedTuple):
+    """Those of gate_up, the activation again, transposed or not there, and the sums of each expert's rows or None."""
+
+    of_gate_up: Blocks
+    hidden: Blocks
+    sums: Tensor | None
+
+
+def gradient_blocks(
+    dy: Tensor, gate_up: Tensor, groups: Groups, activation: Activation, *, turn: bool, hidden: bool, summed: bool
+) -> BlockGradients:  # fmt: skip
+    """Cast the gradient of gate_up [R, 2F] for dy [R, F] of the activation, and with `hidden` the activation again.
+
+    A block of 1 x 128 may contain the last columns of gate and the first ones of up: then the gradient is stored first.
+    """
+    columns = dy.shape[1]
+    device = dy.device
+    apart = columns % SIZE != 0
+    plain = torch.empty_like(gate_up) if apart else None
+    made = (
+        Blocks(None, None, None, None) if apart else _room(groups, 2 * columns, device, True, turn)
+    )
+    again = _room(groups, columns, device, False, hidden)
+    sums = _room_for_sums(groups, 2 * columns, device) if summed else None
+    with torch.cuda.device_of(dy):
+        _gradient_kernel[_grid(groups, columns)](
+            dy, gate_up, activation.token, activation.tokens, groups.first, groups.tiles(SIZE),
+            groups.apart.first, plain, *made, again.transposed, again.turned_inv, groups.apart.most, sums, columns,
+            groups.experts, groups.most, activation.alpha, LIMIT=activation.limit,
+            **_sizes(groups),
+        )  # fmt: skip
+    total = None if sums is None else total_sums(sums, groups, dy.dtype, SIZE)
+    if plain is not None:
+        made, _ = cast_blocks(Matrices(plain, groups), turn=turn)
+    return BlockGradients(made, again, total)
+
+
+def cast_weight_blocks(
+    weight: Tensor, places: Tensor, *, straight: bool = True, turn: bool = True
+) -> WeightBlocks:
+    """Cast as many weights [O, K] as there are places (`Matrices.places`), of which `weight` is the first."""
+    rows, columns = weight.shape
+    count = len(places)
+    room = dict(dtype=torch.uint8, device=weight.device)
+    data = torch.empty(count * rows, columns, **room) if straight else None
+    transposed = torch.empty(count * columns, rows, **room) if turn else None
+    grid = (triton.cdiv(rows, SIZE), triton.cdiv(columns, SIZE), count)
+    scale_inv = torch.empty(count, *grid[:2], device=weight.device)
+    with torch.cuda.device_of(weight):
+        _weights_cast_kernel[grid](
+            weight, places, data, transposed, scale_inv, rows, columns, SIZE=SIZE, num_warps=WARPS
+        )
+    return WeightBlocks(data, transposed, scale_inv)
+
+
+def block_rows_times(
+    a: Blocks, b: WeightBlocks, groups: Groups, bias: Tensor | None = None, *, backward: bool, dtype: torch.dtype,
+    tiles: Tiles | None = None,
+) -> Tensor:  # fmt: skip
+    """Return each expert's rows of a [R, K] times its weight [O, K], transposed, plus its row of `bias`: [R, O].
+
+    With `backward` times the weight [K, O] itself, whose transposed copy is read.
+    """
+    matrix = b.transposed if backward else b.data
+    assert a.data is not None and matrix is not None
+    tiles = tiles or TILES
+    count = groups.experts
+    depth = a.data.shape[1]
+    width = len(matrix) // count
+    steps = b.scale_inv.stride()
+    out = torch.empty(groups.most, width, dtype=dtype, device=a.data.device)
+    grid = (groups.high(tiles.height) * triton.cdiv(width, tiles.width),)
+    with torch.cuda.device_of(out):
+        _rows_kernel[grid](
+            _described(a.data, [tiles.height, tiles.depth]), _described(matrix, [tiles.width, tiles.depth]),
+            a.scale_inv, b.scale_inv, groups.first, groups.tiles(tiles.height), bias, out, width, depth, count,
+            groups.most, steps[2 if backward else 1], steps[1 if backward else 2], steps[0],
+            EXPERTS=triton.next_power_of_2(count), **_options(tiles),
+        )  # fmt: skip
+    return out
+
+
+def block_weights_from(
+    a: Blocks, b: Blocks, groups: Groups, dtype: torch.dtype, tiles: Tiles | None = None
+) -> Tensor:
+    """Return each expert's rows of a [R, height], transposed, times those of b [R, width]: [E, height, width]."""
+    assert a.transposed is not None and b.transposed is not None
+    tiles = tiles or TILES
+    height, width = len(a.transposed), len(b.transposed)
+    out = torch.empty(groups.experts, height, width, dtype=dtype, device=a.transposed.device)
+    grid = (groups.experts * triton.cdiv(height, tiles.height) * triton.cdiv(width, tiles.width),)
+    with torch.cuda.device_of(out):
+        _weights_kernel[grid](
+            _described(a.transposed, [tiles.height, tiles.depth]),
+            _described(b.transposed, [tiles.width, tiles.depth]),
+            a.turned_inv, b.turned_inv, groups.first, groups.apart.first, out, height, width,
+            **_options(tiles),
+        )  # fmt: skip
+    return out
+
+
+def blocks_fit(device: torch.device, *sizes: int) -> bool:
+    """Return whether the products can read matrices with rows of these sizes: Hopper, and multiples of 16."""
+    hopper = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+    return hopper and all(size % 16 == 0 for size in sizes)
+
+
+def _described(data: Tensor, block: list[int]) -> TensorDescriptor:
+    return TensorDescriptor(
+        data.view(torch.float8_e4m3fn), list(data.shape), [data.shape[1], 1], block
+    )
+
+
+def _options(tiles: Tiles) -> dict[str, Any]:
+    return dict(
+        HIGH=tiles.height, WIDE=tiles.width, DEEP=tiles.depth, ABREAST=ABREAST, num_stages=tiles.stages,
+        num_warps=tiles.warps,
+    )  # fmt: skip

@@ -1,0 +1,300 @@
+"""The activation between the projections of experts, written as the FP8 that they multiply, forward and backward.
+
+Values are rounded to the dtype of their input before they are cast, as if they were stored in between, so that the bits
+are those of the operations one by one. Shapes: R rows of all experts, F their width; `gate_up` [R, 2F] = [gate | up].
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_models.kernels.expert_cast_triton import (
+    COLUMNS,
+    ROWS,
+    Delayed,
+    FP8Matrices,
+    current_scale,
+    find_matrix,
+    room_for_rows_turned,
+    room_for_sums,
+    total_sums,
+)
+from te_models.kernels.groups import Groups
+from te_models.kernels.handover_triton import raise_amax, sigmoid, store_fp8
+
+
+class Activation(NamedTuple):
+    """silu(gate) * up, or with `limit` that of elementwise.clamped_swiglu.
+
+    With `token`, int64 [R], rows whose token is not below `tokens` are padding, which a bias made nonzero: they give 0.
+    """
+
+    limit: float | None = None
+    alpha: float = 1.0
+    token: Tensor | None = None
+    tokens: int = 0
+
+
+@triton.jit
+def _load(x, i, j, rows, columns, stride):
+    inside = (i < rows)[:, None] & (j < columns)[None, :]
+    return tl.load(x + i.to(tl.int64)[:, None] * stride + j[None, :], inside, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _real(value, token, tokens, i, rows):
+    """Return the value, or 0 in rows of padding."""
+    if token is not None:
+        there = tl.load(token + i, i < rows, 0) < tokens
+        value = tl.where(there[:, None], value, 0.0)
+    return value
+
+
+@triton.jit
+def hidden_values(gate_up, token, tokens, i, j, rows, columns, alpha, LIMIT: tl.constexpr):
+    """Return the activation at rows i and columns j, rounded."""
+    gate = _load(gate_up, i, j, rows, columns, 2 * columns)
+    up = _load(gate_up + columns, i, j, rows, columns, 2 * columns)
+    if LIMIT is not None:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)  # which NaN passes
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        value = (up + 1) * gate * sigmoid(alpha * gate)
+    else:
+        value = gate * sigmoid(gate) * up
+    return _real(value.to(gate_up.dtype.element_ty).to(tl.float32), token, tokens, i, rows)
+
+
+@triton.jit
+def gradient_values(dy, gate_up, token, tokens, i, j, rows, columns, alpha, LIMIT: tl.constexpr):
+    """Return the gradients of gate and up at rows i and columns j, rounded, and the activation itself."""
+    gate = _load(gate_up, i, j, rows, columns, 2 * columns)
+    up = _load(gate_up + columns, i, j, rows, columns, 2 * columns)
+    slope = _real(_load(dy, i, j, rows, columns, columns), token, tokens, i, rows)
+    if LIMIT is not None:
+        inside = gate <= LIMIT
+        between = tl.abs(up) <= LIMIT
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1
+        opening = sigmoid(alpha * gate)
+        of_gate = slope * up * opening * (1 + alpha * gate * (1 - opening))
+        of_gate = tl.where(inside, of_gate, of_gate * 0.0)
+        of_up = slope * gate * opening
+        of_up = tl.where(between, of_up, of_up * 0.0)
+        value = up * gate * opening
+    else:
+        opening = sigmoid(gate)
+        silu = gate * opening
+        of_gate = slope * up * (opening + silu * (1 - opening))
+        of_up = slope * silu
+        value = silu * up
+    of_gate = of_gate.to(gate_up.dtype.element_ty).to(tl.float32)
+    of_up = of_up.to(gate_up.dtype.element_ty).to(tl.float32)
+    value = value.to(gate_up.dtype.element_ty).to(tl.float32)
+    return of_gate, of_up, _real(value, token, tokens, i, rows)
+
+
+@triton.jit
+def _hidden_amax_kernel(
+    gate_up, token, tokens, first, tiles, amax, columns, count, alpha,
+    LIMIT: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    e, address, begin, rows, group = find_matrix(
+        gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
+    )
+    if token is not None:
+        token += begin
+    i = group * 4 + tl.arange(0, ROWS)
+    j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    value = hidden_values(address, token, tokens, i, j, rows, columns, alpha, LIMIT)
+    raise_amax(amax + e, tl.abs(value))
+
+
+@triton.jit
+def _scale_of(e, scales, amax, stride, E5M2: tl.constexpr):
+    if scales is not None:
+        scale = tl.load(scales + e * stride)
+    else:
+        scale = current_scale(tl.load(amax + e), 57344.0 if E5M2 else 448.0)
+    return scale
+
+
+@triton.jit
+def _note(factors, e, count, scale, group, rows):
+    """Write the scale and its inverse, from one program per matrix with rows."""
+    if (group == 0) & (rows > 0) & (tl.program_id(1) == 0):
+        tl.store(factors + e, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
+        tl.store(factors + count + e, scale)
+
+
+@triton.jit
+def _hidden_kernel(
+    gate_up, token, tokens, first, tiles, scales, amax, factors, out, columns, count, stride, alpha,
+    LIMIT: tl.constexpr, E5M2: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    e, address, begin, rows, group = find_matrix(
+        gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
+    )
+    if token is not None:
+        token += begin
+    scale = _scale_of(e, scales, amax, stride, E5M2)
+    _note(factors, e, count, scale, group, rows)
+    group += tl.arange(0, ROWS // 4)
+    i = 4 * group
+    j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    a = hidden_values(address, token, tokens, i, j, rows, columns, alpha, LIMIT)
+    b = hidden_values(address, token, tokens, i + 1, j, rows, columns, alpha, LIMIT)
+    c = hidden_values(address, token, tokens, i + 2, j, rows, columns, alpha, LIMIT)
+    d = hidden_values(address, token, tokens, i + 3, j, rows, columns, alpha, LIMIT)
+    out += begin * columns
+    largest = store_fp8(a, b, c, d, scale, group, j, rows, columns, out, None, columns, E5M2)
+    if scales is not None:
+        raise_amax(amax + e * stride, largest)
+
+
+@triton.jit
+def _gradient_amax_kernel(
+    dy, gate_up, token, tokens, first, tiles, amax, columns, count, alpha,
+    LIMIT: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    e, address, begin, rows, group = find_matrix(
+        gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
+    )
+    if token is not None:
+        token += begin
+    i = group * 4 + tl.arange(0, ROWS)
+    j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    of_gate, of_up, _ = gradient_values(
+        dy + begin * columns, address, token, tokens, i, j, rows, columns, alpha, LIMIT
+    )
+    raise_amax(amax + e, tl.maximum(tl.abs(of_gate), tl.abs(of_up)))
+
+
+@triton.jit
+def _gradient_kernel(
+    dy, gate_up, token, tokens, first, tiles, scales, amax, factors, hidden_scale,
+    out, transposed, hidden, turned, pitch, sums, columns, count, stride, alpha,
+    LIMIT: tl.constexpr, E5M2: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    e, address, begin, rows, group = find_matrix(
+        gate_up, None, first, tiles, None, 2 * columns, count, EXPERTS, ROWS
+    )
+    if token is not None:
+        token += begin
+    scale = _scale_of(e, scales, amax, stride, E5M2)
+    _note(factors, e, count, scale, group, rows)
+    group += tl.arange(0, ROWS // 4)
+    i = 4 * group
+    j = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    slope = dy + begin * columns
+    a, p, s = gradient_values(slope, address, token, tokens, i, j, rows, columns, alpha, LIMIT)
+    b, q, t = gradient_values(slope, address, token, tokens, i + 1, j, rows, columns, alpha, LIMIT)
+    c, r, u = gradient_values(slope, address, token, tokens, i + 2, j, rows, columns, alpha, LIMIT)
+    d, o, v = gradient_values(slope, address, token, tokens, i + 3, j, rows, columns, alpha, LIMIT)
+    if sums is not None:
+        at = sums + tl.program_id(0).to(tl.int64) * 2 * columns + j
+        tl.store(at, tl.sum((a + b) + (c + d), 0), j < columns)
+        tl.store(at + columns, tl.sum((p + q) + (r + o), 0), j < columns)
+    here = tl.multiple_of(tl.load(turned + e), 4)
+    out += begin * 2 * columns
+    half = transposed
+    if transposed is not None:
+        transposed += here
+        half = transposed + pitch.to(tl.int64) * columns
+    of_gate = store_fp8(
+        a, b, c, d, scale, group, j, rows, columns, out, transposed, 2 * columns, E5M2, pitch
+    )
+    of_up = store_fp8(
+        p, q, r, o, scale, group, j, rows, columns, out + columns, half, 2 * columns, E5M2, pitch
+    )
+    if hidden is not None:
+        own = tl.load(hidden_scale + e)
+        matrix = hidden + here
+        store_fp8(s, t, u, v, own, group, j, rows, columns, None, matrix, columns, False, pitch)
+    if scales is not None:
+        raise_amax(amax + e * stride, tl.maximum(of_gate, of_up))
+
+
+def _sizes(groups: Groups) -> dict[str, Any]:
+    return dict(
+        EXPERTS=triton.next_power_of_2(groups.experts), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4
+    )
+
+
+def hidden(
+    gate_up: Tensor, groups: Groups, activation: Activation, delayed: Delayed | None
+) -> FP8Matrices:
+    """Return the activation of gate_up [R, 2F] in E4M3, by `delayed` scales or by each expert's largest magnitude.
+
+    Without transposed copies.
+    """
+    columns = gate_up.shape[1] // 2
+    count = groups.experts
+    out = torch.empty(groups.most, columns, dtype=torch.uint8, device=gate_up.device)
+    factors = torch.ones(2, count, device=gate_up.device)
+    table = (gate_up, activation.token, activation.tokens, groups.first, groups.tiles(ROWS))
+    grid = (groups.high(ROWS), triton.cdiv(columns, COLUMNS))
+    how = dict(LIMIT=activation.limit, **_sizes(groups))
+    with torch.cuda.device_of(gate_up):
+        if delayed is None:
+            scales, amax = None, torch.zeros(count, device=gate_up.device)
+            _hidden_amax_kernel[grid](*table, amax, columns, count, activation.alpha, **how)
+        else:
+            scales, amax = delayed
+        _hidden_kernel[grid](
+            *table, scales, amax, factors, out, columns, count, amax.stride(0), activation.alpha,
+            E5M2=False, **how,
+        )  # fmt: skip
+    return FP8Matrices(out, None, *factors.unbind())
+
+
+class Gradients(NamedTuple):
+    """What backward multiplies: FP8 of the gradient of gate_up, and the activation again, transposed.
+
+    `hidden` uint8 is as FP8Matrices.transposed, or None; `sums` [E, 2F] are those of each
+    expert's rows, or None.
+    """
+
+    of_gate_up: FP8Matrices
+    hidden: Tensor | None
+    sums: Tensor | None
+
+
+def gradients(
+    dy: Tensor, gate_up: Tensor, groups: Groups, activation: Activation, form: torch.dtype, delayed: Delayed | None,
+    hidden_scale: Tensor | None, *, turn: bool, summed: bool,
+) -> Gradients:  # fmt: skip
+    """Return the gradient of gate_up [R, 2F] in the format `form`, for dy [R, F] of the activation.
+
+    Args:
+        hidden_scale: the scales FP32 [E] by which `hidden` cast the activation, which is transposed; None: it is not
+            needed.
+        turn: whether to write transposed gradients too.
+        summed: whether to sum the rows of the gradients.
+    """
+    columns = dy.shape[1]
+    count = groups.experts
+    device = dy.device
+    out = torch.empty(groups.most, 2 * columns, dtype=torch.uint8, device=device)
+    transposed = room_for_rows_turned(groups, 2 * columns, device) if turn else None
+    again = None if hidden_scale is None else room_for_rows_turned(groups, columns, device)
+    sums = room_for_sums(groups, 2 * columns, device) if summed else None
+    factors = torch.ones(2, count, device=device)
+    table = (dy, gate_up, activation.token, activation.tokens, groups.first, groups.tiles(ROWS))
+    grid = (groups.high(ROWS), triton.cdiv(columns, COLUMNS))
+    how = dict(LIMIT=activation.limit, **_sizes(groups))
+    with torch.cuda.device_of(dy):
+        if delayed is None:
+            scales, amax = None, torch.zeros(count, device=device)
+            _gradient_amax_kernel[grid](*table, amax, columns, count, activation.alpha, **how)
+        else:
+            scales, amax = delayed
+        _gradient_kernel[grid](
+            *table, scales, amax, factors, hidden_scale, out, transposed, again, groups.apart.first,
+            groups.apart.most, sums, columns, count, amax.stride(0), activation.alpha,
+            E5M2=form == torch.float8_e5m2, **how,
+        )  # fmt: skip
+    total = None if sums is None else total_sums(sums, groups, dy.dtype)
+    return Gradients(FP8Matrices(out, transposed, *factors.unbind()), again, total)

@@ -1,0 +1,242 @@
+"""The linears of all experts under block scaling, alone and as a whole MLP: as grouped_linear_triton.py and
+joint_experts_triton.py, with a scale per block in place of one per expert.
+
+No magnitude has to be known before a cast, so that each is one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_models.device.autograd import Context
+from te_models.kernels.expert_blocks_triton import (
+    BlockGradients,
+    Blocks,
+    WeightBlocks,
+    block_rows_times,
+    block_weights_from,
+    cast_blocks,
+    cast_weight_blocks,
+    gradient_blocks,
+    hidden_blocks,
+)
+from te_models.kernels.expert_cast_triton import Matrices
+from te_models.kernels.expert_hidden_triton import Activation
+from te_models.kernels.expert_rows import Route
+from te_models.kernels.expert_rows_triton import dots, total
+from te_models.kernels.grouped_linear_triton import Locations
+from te_models.kernels.groups import Groups
+from te_models.kernels.joint_experts_triton import Passed
+
+
+class BlockProjection(NamedTuple):
+    """One of the linears of all experts: its weights in FP8, which get gradients in the dtype of `tensors`."""
+
+    own: WeightBlocks
+    at: Locations
+    tensors: Sequence[Tensor]
+    bias: Tensor | None = None  # [E, O]
+
+
+class BlockExperts(NamedTuple):
+    """The MLP of all experts. With `route` None the rows of the experts are given, and returned."""
+
+    groups: Groups
+    route: Route | None
+    activation: Activation
+    up: BlockProjection
+    down: BlockProjection
+
+
+def _turned(
+    own: Tensor | None, scale_inv: Tensor, at: Locations, weights: Sequence[Tensor]
+) -> WeightBlocks:
+    """Return transposed weights in backward, cast again where the forward made none."""
+    if own is not None:
+        return WeightBlocks(None, own, scale_inv)
+    return cast_weight_blocks(weights[0], at.again(weights), straight=False)
+
+
+def _again(x: Tensor, groups: Groups, token: Tensor | None) -> Blocks:
+    """Return transposed rows of x in backward."""
+    return cast_blocks(Matrices(x, groups, source=token), straight=False)[0]
+
+
+class _Blocks(torch.autograd.Function):
+    """Saves x in high precision, as Transformer Engine's transposed copy has scales of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, x: Tensor, bias: Tensor | None, groups: Groups, route: Route | None, own: WeightBlocks,
+        at: Locations, *weights: Tensor,
+    ) -> Tensor:  # fmt: skip
+        x = x.contiguous()
+        token, row, ctx.kernels = (None, None, None) if route is None else route
+        ctx.groups = groups
+        ctx.at = at
+        trained = any(ctx.needs_input_grad[6:])
+        turn = trained and route is None
+        given, _ = cast_blocks(Matrices(x, groups, source=token), turn=turn)
+        kept = (x if route is not None else given.transposed) if trained else None
+        again = weights if own.transposed is None else ()
+        ctx.save_for_backward(
+            kept, given.turned_inv, token, row, own.transposed, own.scale_inv, *again
+        )
+        ctx.count = len(weights)
+        return block_rows_times(given, own, groups, bias, backward=False, dtype=x.dtype)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dy = grads[0].contiguous()
+        groups = ctx.groups
+        x, x_inverse, token, row, turned, scale_inv, *weights = ctx.saved_tensors
+        slopes, db = cast_blocks(
+            Matrices(dy, groups), turn=x is not None, summed=ctx.needs_input_grad[1]
+        )
+        dx = None
+        if ctx.needs_input_grad[0]:
+            b = _turned(turned, scale_inv, ctx.at, weights)
+            dx = block_rows_times(slopes, b, groups, backward=True, dtype=dy.dtype)
+            dx = dx if row is None else ctx.kernels.total(dx, row, None)
+            del b
+        of_weights: Sequence[Tensor | None] = [None] * ctx.count
+        if x is not None:
+            given = Blocks(None, None, x, x_inverse) if token is None else _again(x, groups, token)
+            of_weights = block_weights_from(slopes, given, groups, dy.dtype).unbind()
+        return dx, db, None, None, None, None, *of_weights
+
+
+class _Up(torch.autograd.Function):
+    """From tokens to the output of the first projection of an MLP."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, x: Tensor, bias: Tensor | None, how: BlockExperts, passed: Passed[BlockGradients],
+        *weights: Tensor,
+    ) -> Tensor:  # fmt: skip
+        groups, route, _, up, _ = how
+        trained = any(ctx.needs_input_grad[4:])
+        x = x.contiguous()
+        token, row = (None, None) if route is None else (route.token, route.row)
+        given, _ = cast_blocks(Matrices(x, groups, source=token), turn=trained and route is None)
+        kept = (x if route is not None else given.transposed) if trained else None
+        ctx.groups = groups
+        ctx.passed = passed
+        ctx.at = up.at
+        ctx.count = len(weights)
+        again = weights if up.own.transposed is None else ()
+        ctx.save_for_backward(
+            kept, given.turned_inv, token, row, up.own.transposed, up.own.scale_inv, *again
+        )
+        return block_rows_times(given, up.own, groups, bias, backward=False, dtype=x.dtype)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dtype = grads[0].dtype
+        groups = ctx.groups
+        x, x_inverse, token, row, turned, scale_inv, *weights = ctx.saved_tensors
+        found = ctx.passed.take()
+        slopes = found.of_gate_up
+        dx = None
+        if ctx.needs_input_grad[0]:
+            b = _turned(turned, scale_inv, ctx.at, weights)
+            dx = block_rows_times(slopes, b, groups, backward=True, dtype=dtype)
+            dx = dx if row is None else total(dx, row, None)
+            del b
+        bias = found.sums
+        slopes = slopes._replace(data=None)  # before the larger gradients of weights
+        del found
+        of_weights: Sequence[Tensor | None] = [None] * ctx.count
+        if x is not None:
+            given = Blocks(None, None, x, x_inverse) if token is None else _again(x, groups, token)
+            of_weights = block_weights_from(slopes, given, groups, dtype).unbind()
+        return dx, bias, None, None, *of_weights
+
+
+class _Down(torch.autograd.Function):
+    """From there to tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, gate_up: Tensor, gates: Tensor | None, bias: Tensor | None, how: BlockExperts,
+        passed: Passed[BlockGradients], trained_up: bool, summed_up: bool, *weights: Tensor,
+    ) -> Tensor:  # fmt: skip
+        groups, route, activation, _, down = how
+        of_hidden = hidden_blocks(gate_up, groups, activation)
+        dtype = gate_up.dtype
+        out = block_rows_times(of_hidden, down.own, groups, bias, backward=False, dtype=dtype)
+        ctx.groups = groups
+        ctx.activation = activation
+        ctx.passed = passed
+        ctx.at = down.at
+        ctx.count = len(weights)
+        ctx.trained = any(ctx.needs_input_grad[7:])
+        ctx.up = (trained_up, summed_up)
+        token, row = (None, None) if route is None else (route.token, route.row)
+        again = weights if down.own.transposed is None else ()
+        ctx.save_for_backward(
+            token, row, gates, gate_up, None if route is None else out, down.own.transposed,
+            down.own.scale_inv, *again,
+        )  # fmt: skip
+        if route is None:
+            return out
+        assert gates is not None
+        return total(out, row, gates)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dy = grads[0].contiguous()
+        groups = ctx.groups
+        token, row, gates, gate_up, out, turned, scale_inv, *weights = ctx.saved_tensors
+        dtype = dy.dtype
+        dgates = None
+        given = Matrices(dy, groups)
+        if token is not None:
+            dgates, _ = dots(dy, out, row)
+            factor = gates.new_zeros(len(out) + 1).scatter(0, row.flatten(), gates.flatten())[:-1]
+            given = Matrices(dy, groups, source=token, factor=factor)
+        slopes, of_bias = cast_blocks(given, turn=ctx.trained, summed=ctx.needs_input_grad[2])
+        b = _turned(turned, scale_inv, ctx.at, weights)
+        dh = block_rows_times(slopes, b, groups, backward=True, dtype=dtype)
+        del b
+        slopes = slopes._replace(data=None)
+        trained_up, summed_up = ctx.up
+        found = gradient_blocks(
+            dh, gate_up, groups, ctx.activation, turn=trained_up, hidden=ctx.trained,
+            summed=summed_up,
+        )  # fmt: skip
+        del dh
+        of_weights: Sequence[Tensor | None] = [None] * ctx.count
+        if ctx.trained:
+            of_weights = block_weights_from(slopes, found.hidden, groups, dtype).unbind()
+        nothing = Blocks(None, None, None, None)
+        passed = ctx.passed.put(found._replace(hidden=nothing), gate_up)
+        return passed, dgates, of_bias, None, None, None, None, *of_weights
+
+
+def in_blocks(
+    x: Tensor, groups: Groups, projection: BlockProjection, route: Route | None = None
+) -> Tensor:
+    """Return the experts' rows of x [R, I] times their weights, plus their biases: [R, O].
+
+    With `route`, x [T, I] are tokens, and their rows are never stored in x's dtype.
+    """
+    own, at, tensors, bias = projection
+    return _Blocks.apply(x, bias, groups, route, own, at, *tensors)
+
+
+def experts_in_blocks(x: Tensor, gates: Tensor | None, how: BlockExperts) -> Tensor:
+    """Return the sum of the experts' outputs by `gates` FP32 [T, k], of tokens x [T, D]: [T, D].
+
+    Without a route x are the experts' rows [R, D], `gates` is None, and so the result is [R, D].
+    """
+    up, down = how.up, how.down
+    passed: Passed[BlockGradients] = Passed()
+    gate_up = _Up.apply(x, up.bias, how, passed, *up.tensors)
+    trained = any(weight.requires_grad for weight in up.tensors)
+    summed = up.bias is not None and up.bias.requires_grad
+    return _Down.apply(gate_up, gates, down.bias, how, passed, trained, summed, *down.tensors)
