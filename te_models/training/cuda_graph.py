@@ -99,6 +99,11 @@ class GraphedStep:
             parameter.grad = gradient
         return self.loss
 
+    @property
+    def captured(self) -> bool:
+        """Whether the step runs as a CUDA graph by now."""
+        return self.graph is not None
+
     def close(self) -> None:
         """Free the graph. The next call runs eagerly and captures the step once more."""
         if self.graph is not None:
