@@ -317,3 +317,31 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def unreduced_gradients(model: nn.Module) -> list[tuple[Any, Tensor | None, Tensor | None]]:
+    """Return what FSDP2 keeps of earlier micro-batches' gradients, for `restore_unreduced_gradients`.
+
+    An entry is a parameter of FSDP2, the sum of its gradients in the dtype of the reduction, and that in its own dtype.
+    """
+    found = []
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in filter(None, groups):
+            for parameter in group.fsdp_params:
+                unsharded = getattr(parameter, "_unsharded_param", None)
+                own = None if unsharded is None else unsharded.grad
+                found.append((parameter, parameter.unsharded_accumulated_grad, own))
+    return found
+
+
+def restore_unreduced_gradients(found: list[tuple[Any, Tensor | None, Tensor | None]]) -> None:
+    """Undo what a failed capture has done to the gradients that FSDP2 keeps: nothing of it was computed."""
+    for parameter, total, own in found:
+        parameter.unsharded_accumulated_grad = total
+        unsharded = getattr(parameter, "_unsharded_param", None)
+        if unsharded is not None:
+            unsharded.grad = own
