@@ -3,16 +3,20 @@
     python benchmarks/whole_step.py speed gated-896 delayed --batch-size 16 --seq-len 1024 --accumulation 1,8
     python benchmarks/whole_step.py profile gated-1b delayed --batch-size 8 --seq-len 2048
     python benchmarks/whole_step.py first gated-1b delayed --batch-size 8 --seq-len 2048
+    torchrun --nproc-per-node 2 benchmarks/whole_step.py speed gated-1b delayed --accumulation 1,8 --parallel fsdp
+    torchrun --nproc-per-node 2 benchmarks/whole_step.py parity gated-350m delayed --accumulation 3 --parallel ddp
 
 `speed` trains one model per number of micro-batches in one process, in turns, and prints tokens per second. `profile`
 lists the kernels of a step outside its CUDA graph, which are those of the gradient norm, the optimizer and the casts,
 beside the bytes that an AdamW step has to move. `first` starts processes with empty and then with filled caches of
-compiled kernels and prints the seconds until each of the first steps is done.
+compiled kernels and prints the seconds until each of the first steps is done. `parity` compares losses, norms and
+weights of steps with and without CUDA graphs.
 """
 
 from __future__ import annotations
 
 import cProfile
+import gc
 import json
 import os
 import pstats
@@ -22,6 +26,10 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +40,14 @@ import torch  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 from typing_extensions import Self  # noqa: E402
 
-from te_models import CausalLM  # noqa: E402
+from te_models.config.presets import get_preset  # noqa: E402
 from te_models.config.training import TrainConfig  # noqa: E402
+from te_models.device.determinism import deterministic  # noqa: E402
+from te_models.distributed.dtensor import local  # noqa: E402
 from te_models.inspect.environment import environment  # noqa: E402
+from te_models.training.evaluation import evaluate  # noqa: E402
+from te_models.training.launch import parallel  # noqa: E402
+from te_models.training.parallel import Parallel  # noqa: E402
 from te_models.training.trainer import Trainer  # noqa: E402
 
 FIRST_STEPS = 6  # of `first`: the eager ones, the capture and a replay
@@ -43,8 +56,8 @@ FIRST_STEPS = 6  # of `first`: the eager ones, the capture and a replay
 class RandomTokens:
     """Batches of random tokens, since the speed of data is not measured."""
 
-    def __init__(self, vocabulary: int, batch: int, length: int) -> None:
-        generator = torch.Generator().manual_seed(0)
+    def __init__(self, vocabulary: int, batch: int, length: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
         self.batches = []
         for _ in range(4):
             ids = torch.randint(0, vocabulary, (batch, length), generator=generator)
@@ -59,26 +72,55 @@ class RandomTokens:
         return self.batches[self.position % len(self.batches)]
 
 
-def build(shape: dict[str, Any], accumulation: int, **options: Any) -> tuple[Trainer, RandomTokens]:
+def build(
+    shared: Parallel, shape: dict[str, Any], accumulation: int, **options: Any
+) -> tuple[Trainer, RandomTokens]:
     """Return a Trainer of a new model and its data."""
     torch.manual_seed(0)
-    fields = {name: shape[name] for name in ("num_hidden_layers",) if shape[name]}
-    model = CausalLM.from_preset(shape["preset"], recipe=shape["recipe"], device="cuda", **fields)
-    data = RandomTokens(model.config.vocab_size, shape["batch_size"], shape["seq_len"])
-    config = TrainConfig(
-        steps=100_000,
-        batch_size=shape["batch_size"],
+    layers = shape["num_hidden_layers"]
+    config = get_preset(shape["preset"], **({"num_hidden_layers": layers} if layers else {}))
+    # Options of the model in JSON, such as '{"activation_checkpointing": "full"}'.
+    more = json.loads(shape["model_options"])
+    lora = more.pop("lora", None)
+    model: Any = shared.build(
+        config, device=shared.device or "cuda", recipe=shape["recipe"], **more
+    )
+    if lora is not None:
+        model = import_module("te_models.training.lora").add_lora(model, **lora)
+    data = RandomTokens(
+        config.vocab_size, shape["batch_size"], shape["seq_len"], seed=shared.data_rank
+    )
+    chosen = replace(
+        shared.config,
+        batch_size=shape["batch_size"] * shared.data_world,
         seq_len=shape["seq_len"],
         gradient_accumulation=accumulation,
-        eval_every=0,
         **options,
     )
-    return Trainer(model, data, None, config, Path("unused")), data
+    return Trainer(model, data, None, chosen, Path("unused"), parallel=shared), data
+
+
+@contextmanager
+def joined(shape: dict[str, Any]) -> Iterator[Parallel]:
+    """Join the processes that torchrun started, if it did."""
+    config = TrainConfig(
+        steps=100_000,
+        eval_every=0,
+        parallel=shape["parallel"],
+        reshard_after_forward=shape["reshard"],
+        reduce_dtype=shape["reduce_dtype"],
+    )
+    with parallel(config) as shared:
+        yield shared
 
 
 def shape_options(command: Any) -> Any:
-    """Add the options that say what is trained."""
+    """Add the options that say what is trained, and by whom."""
     for option in (
+        click.option("--model-options", default="{}", help="JSON; lora: options of add_lora"),
+        click.option("--reduce-dtype", default="float32"),
+        click.option("--reshard/--no-reshard", default=True),
+        click.option("--parallel", default="none"),
         click.option("--num-hidden-layers", type=int),
         click.option("--seq-len", default=2048),
         click.option("--batch-size", default=8),
@@ -96,7 +138,9 @@ def main() -> None:
 
 @main.command()
 @shape_options
-@click.option("--accumulation", default="1,8", help="numbers of micro-batches")
+@click.option(
+    "--accumulation", default="1,8", help="numbers of micro-batches, or 8-eager: no graph"
+)
 @click.option("--rounds", default=7)
 @click.option("--micro-batches", default=16, help="forward passes per round and variant")
 @click.option("--optimizer", default="adamw")
@@ -110,36 +154,57 @@ def speed(
     **shape: Any,
 ) -> None:
     """Print tokens per second for each number of micro-batches per step."""
+    with joined(shape) as shared:
+        rows = _speed(shared, accumulation.split(","), rounds, micro_batches, optimizer, shape)
+        if out is not None and shared.ranks.first:
+            settings = dict(shape, optimizer=optimizer, rounds=rounds)
+            document = dict(environment=environment(), settings=settings, rows=rows)
+            out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _speed(
+    shared: Parallel,
+    variants: list[str],
+    rounds: int,
+    micro_batches: int,
+    optimizer: str,
+    shape: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Return a row per number of micro-batches; all variants take turns."""
+    say = print if shared.ranks.first else lambda *words, **options: None
     runs = {}
-    counts = [int(count) for count in accumulation.split(",")]
-    for count in counts:
-        trainer, data = build(shape, count, optimizer=optimizer)
-        torch.cuda.synchronize()
+    for variant in variants:
+        number, _, eager = variant.partition("-")
+        count = int(number)
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        steps = trainer.steps(data)
+        trainer, data = build(shared, shape, count, optimizer=optimizer, cuda_graph=not eager)
+        steps = trainer.steps(trainer._calibrated(data))
         for _ in range(7):
             row = next(steps)
         peak = (torch.cuda.max_memory_allocated() - before) / 2**30
-        print(
-            f"{count} per step: loss {row['loss']:.4f}, norm {row['grad_norm']:.4f}, {peak:.2f} GiB",
+        say(
+            f"{variant} per step: loss {row['loss']:.4f}, norm {row['grad_norm']:.4f}, {peak:.2f} GiB",
             flush=True,
         )
-        runs[count] = (trainer, steps, peak, [])
-    tokens = shape["batch_size"] * shape["seq_len"]
+        runs[variant] = (count, trainer, steps, peak, [])
+    tokens = shape["batch_size"] * shape["seq_len"] * shared.data_world
     for _ in range(rounds):
-        for count, (_, steps, _, seconds) in runs.items():
+        for count, _, steps, _, seconds in runs.values():
             taken = max(1, micro_batches // count)
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(taken):
                 next(steps)
             torch.cuda.synchronize()
-            seconds.append((time.perf_counter() - start) / taken)
+            own = (time.perf_counter() - start) / taken
+            seconds.append(max(shared.ranks.gather(own)))
     rows = []
-    first = statistics.median(runs[counts[0]][3]) / counts[0]
-    for count, (trainer, _, peak, seconds) in runs.items():
+    first = None
+    for variant, (count, trainer, _, peak, seconds) in runs.items():
         middle = statistics.median(seconds)
+        first = first or middle / count
         graph = trainer.graphed is not None and trainer.graphed.captured
         rows.append(
             dict(
@@ -151,16 +216,54 @@ def speed(
                 graph=graph,
             )
         )
-        print(
-            f"{count:3} per step: {1e3 * middle:8.2f} ms, {count * tokens / middle:10,.0f} tokens/s, "
+        say(
+            f"{variant:>7} per step: {1e3 * middle:8.2f} ms, {count * tokens / middle:10,.0f} tokens/s, "
             f"{middle / count / first:.3f}x the time per token, graph: {graph}"
         )
         if trainer.graphed is not None:
             trainer.graphed.close()
-    if out is not None:
-        settings = dict(shape, optimizer=optimizer, rounds=rounds)
-        document = dict(environment=environment(), settings=settings, rows=rows)
-        out.write_text(json.dumps(document, indent=1) + "\n")
+    return rows
+
+
+@main.command()
+@shape_options
+@click.option("--accumulation", default=3)
+@click.option("--steps", default=8)
+def parity(accumulation: int, steps: int, **shape: Any) -> None:
+    """Compare losses, gradient norms and weights with those of eager steps, bit for bit."""
+    with joined(shape) as shared, deterministic():
+        results = []
+        for graph in (False, True):
+            trainer, data = build(shared, shape, accumulation, cuda_graph=graph)
+            batches = trainer._calibrated(data)
+            rows = []
+            for number in range(steps):
+                row = trainer.step(batches)
+                rows.append((row["loss"], row["grad_norm"]))
+                if number == steps - 3:
+                    evaluate(trainer.model, data.batches[:1], shared.sum)
+            weights = [local(p.detach()).float() for p in trainer.model.parameters()]
+            weights = [weight.double().cpu() for weight in weights]
+            captured = trainer.graphed is not None and trainer.graphed.captured
+            results.append((rows, weights, captured))
+            if trainer.graphed is not None:
+                trainer.graphed.close()
+            trainer.model.te.FP8GlobalStateManager.reset()
+            del trainer
+            gc.collect()
+            torch.cuda.empty_cache()
+        (rows, weights, _), (found, others, captured) = results
+        different = sum(
+            not torch.equal(one, other) for one, other in zip(weights, others, strict=True)
+        )
+        verdict = "equal" if rows == found and not different else "DIFFERENT"
+        verdicts = shared.ranks.gather(f"{verdict}, graph: {captured}")
+        if shared.ranks.first:
+            print(
+                f"{shape['preset']} {shape['recipe']} {shape['parallel']} x{accumulation}: {verdicts}"
+            )
+            if verdict != "equal":
+                print(f"  {different} of {len(weights)} weights differ; {rows} {found}")
 
 
 @main.command(name="profile")
@@ -171,8 +274,9 @@ def speed(
 @click.option("--top", default=30)
 def profile_step(accumulation: int, optimizer: str, steps: int, top: int, **shape: Any) -> None:
     """Print the kernels of a step that run between a replay of the graph and the next."""
-    trainer, data = build(shape, accumulation, optimizer=optimizer)
-    run = trainer.steps(data)
+    with joined(shape) as shared:
+        trainer, data = build(shared, shape, accumulation, optimizer=optimizer)
+    run = trainer.steps(trainer._calibrated(data))
     for _ in range(7):
         next(run)
     torch.cuda.synchronize()
@@ -252,7 +356,8 @@ def _first_steps(shape: dict[str, Any], accumulation: int, functions: int) -> No
         print(f"{time.perf_counter() - START:7.2f} s  {what}", flush=True)
 
     print(f"{time.perf_counter() - START:7.2f} s  imported", flush=True)
-    trainer, data = build(shape, accumulation)
+    with joined(shape) as shared:
+        trainer, data = build(shared, shape, accumulation)
     say("built")
     profiler = cProfile.Profile()
     if functions:
