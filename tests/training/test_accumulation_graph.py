@@ -159,7 +159,7 @@ def test_a_disturbed_capture_costs_an_eager_step(
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
 ) -> None:
-    """The graph of the first, the further or the last micro-batch fails once: the step is right, the next is captured."""
+    """One of the three graphs fails once: the step is right, and the next is captured."""
     eager = run_of(build("delayed"), tmp_path, False, 3)
     graphed = run_of(build("delayed"), tmp_path, True, 3)
     number = iter(range(100))

@@ -29,7 +29,8 @@ GRAPH, COMPILED = "forward and backward", "elementwise operations"
             "off, because compile=False",
             "off, because cuda_graph=False",
         ),
-        ({}, dict(gradient_accumulation=2), COMPILED, "off, because gradients are accumulated"),
+        ({}, dict(gradient_accumulation=2), COMPILED, GRAPH),
+        ({}, dict(gradient_accumulation=2, parallel="ddp"), COMPILED, GRAPH),
         (
             {},
             dict(parallel="ddp"),
