@@ -294,8 +294,8 @@ def profile_step(accumulation: int, optimizer: str, steps: int, top: int, **shap
     inside = 0.0
     kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     for event in found.events():
-        if event.device_type != torch.autograd.DeviceType.CUDA:
-            continue
+        if event.device_type != torch.autograd.DeviceType.CUDA or "Optimizer" in event.name:
+            continue  # or the span of an optimizer's step
         milliseconds = event.device_time / 1e3 / steps
         if event.id in replays:
             inside += milliseconds
@@ -306,6 +306,7 @@ def profile_step(accumulation: int, optimizer: str, steps: int, top: int, **shap
     print(f"step {whole:.2f} ms; kernels inside graphs {inside:.2f} ms, outside {outside:.2f} ms")
     for label, (value, count) in sorted(kernels.items(), key=lambda item: -item[1][0])[:top]:
         print(f"{value:8.3f} ms {count / steps:7.1f} x  {label[:150]}")
+    _print_gaps(found.events(), steps)
     parameters = sum(p.numel() for p in trainer.optimizer.parameters)
     # Read: gradient BF16, master, two moments; written: master, two moments, the BF16 parameter.
     print(
@@ -324,6 +325,26 @@ def profile_step(accumulation: int, optimizer: str, steps: int, top: int, **shap
     print(f"a copy moves {20 * 2**30 / begin.elapsed_time(end) / 1e9:.2f} TB/s, read and written")
     if trainer.graphed is not None:
         trainer.graphed.close()
+
+
+def _print_gaps(events: Any, steps: int) -> None:
+    """Print how long the device waits in a step, and between which kernels it waits longest."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in events
+        if event.device_type == torch.autograd.DeviceType.CUDA and "Optimizer" not in event.name
+    )
+    end, before, gaps = spans[0][1], spans[0][2], []
+    for start, stop, name in spans:
+        if start > end:
+            gaps.append((start - end, before, name))
+        if stop > end:
+            end, before = stop, name
+    short = sum(gap for gap, _, _ in gaps if gap < 10)
+    idle = sum(gap for gap, _, _ in gaps)
+    print(f"idle: {idle / 1e3 / steps:.2f} ms, in gaps below 10 us {short / 1e3 / steps:.2f} ms")
+    for gap, before, after in sorted(gaps, reverse=True)[:8]:
+        print(f"{gap:9.1f} us between {before[:60]} and {after[:60]}")
 
 
 @main.command()
