@@ -265,6 +265,9 @@ TWO_GPUS: dict[str, Journey] = {
     "two-fsdp-full": together(f"{SHARED} fsdp --activation-checkpointing full"),
     "two-fsdp-selective": together(f"{SHARED} fsdp --activation-checkpointing selective"),
     "two-fsdp-accumulate": together(f"{SHARED} fsdp --gradient-accumulation 2"),
+    "two-fsdp-kept-accumulate": together(
+        "--recipe current --parallel fsdp --no-reshard-after-forward --gradient-accumulation 3"),
+    "two-ddp-accumulate": together(f"{SHARED} ddp --gradient-accumulation 3"),
     "two-fsdp-save": together(f"{SHARED} fsdp --save-every 8"),
     "two-fsdp-length-333": together(f"{SHARED} fsdp --seq-len 333 --batch-size 6"),
     "two-ddp-save": together("--recipe current --parallel ddp --save-every 8", graph=False),

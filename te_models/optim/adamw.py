@@ -15,6 +15,9 @@ from te_models.distributed.dtensor import local
 from te_models.optim.state_tensors import Group, State, like, scalar
 
 
+LAUNCHES = 16  # whose tables are kept on the device
+
+
 @dataclass(frozen=True)
 class Update:
     """A tensor that AdamW updates in a step.
@@ -90,6 +93,8 @@ class AdamW(torch.optim.AdamW):
         key = (kernel.kind(entries[0]), *(entry.master.data_ptr() for entry in entries))
         launch = self._launches.get(key)
         if launch is None:
+            if len(self._launches) >= LAUNCHES:  # other experts may be used in every step
+                self._launches.clear()
             launch = self._launches[key] = kernel.Launch(entries)
         return launch
 
