@@ -14,7 +14,6 @@ from torch import Tensor
 from te_models.distributed.dtensor import local
 from te_models.optim.state_tensors import Group, State, like, scalar
 
-
 LAUNCHES = 16  # whose tables are kept on the device
 
 
