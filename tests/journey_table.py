@@ -257,7 +257,7 @@ ONE_GPU: dict[str, Journey] = {
 
 SHARED = "--recipe delayed --parallel"
 TWO_GPUS: dict[str, Journey] = {
-    "two-ddp": together(f"{SHARED} ddp", graph=False),
+    "two-ddp": together(f"{SHARED} ddp"),
     "two-fsdp": together(f"{SHARED} fsdp"),
     "two-fsdp-bf16": together("--recipe bf16 --parallel fsdp"),
     "two-fsdp-current": together("--recipe current --parallel fsdp --no-reshard-after-forward"),
@@ -270,8 +270,8 @@ TWO_GPUS: dict[str, Journey] = {
     "two-ddp-accumulate": together(f"{SHARED} ddp --gradient-accumulation 3"),
     "two-fsdp-save": together(f"{SHARED} fsdp --save-every 8"),
     "two-fsdp-length-333": together(f"{SHARED} fsdp --seq-len 333 --batch-size 6"),
-    "two-ddp-save": together("--recipe current --parallel ddp --save-every 8", graph=False),
-    "two-ddp-streaming": together(f"{SHARED} ddp --streaming --data {{texts}}", graph=False),
+    "two-ddp-save": together("--recipe current --parallel ddp --save-every 8"),
+    "two-ddp-streaming": together(f"{SHARED} ddp --streaming --data {{texts}}"),
     "two-fsdp-muon": together(f"{SHARED} fsdp --optimizer muon"),
     "two-tp": together(f"{SHARED} tp", graph=False),
     "two-tp-save": together("--recipe current --parallel tp --save-every 8", graph=False),
@@ -318,7 +318,7 @@ TWO_GPUS: dict[str, Journey] = {
     ),
 }  # fmt: skip
 FOUR_GPUS: dict[str, Journey] = {
-    "four-ddp": together("--recipe current --parallel ddp", gpus=4, graph=False),
+    "four-ddp": together("--recipe current --parallel ddp", gpus=4),
     "four-fsdp": together(f"{SHARED} fsdp --save-every 8", gpus=4),
     "four-fsdp-tp": together(f"{SHARED} fsdp+tp --tensor-parallel-size 2 --save-every 8", gpus=4, graph=False),
     "four-fsdp-tp-sequence": together(

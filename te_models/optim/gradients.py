@@ -66,26 +66,36 @@ class Gradients:
 
 
 class GradientSums(Gradients):
-    """FP32 sums of the gradients of all micro-batches of a step, averaged over the processes of `group`.
+    """Sums of the gradients of all micro-batches of a step, averaged over the processes of `group`.
 
-    Costs 4 bytes per parameter; BF16 gradients exist for one parameter at a time. With a `group`, sums are reduced in
-    buckets during the last backward pass, as in DistributedDataParallel.
+    Gradients exist for one parameter at a time beside the sums. With a `group`, sums are reduced in buckets during the
+    last backward pass, as in PyTorch's DistributedDataParallel, whose reductions no CUDA graph can contain.
+
+    Args:
+        parameters: those with gradients.
+        group: the processes; None: one.
+        in_fp32: whether sums are FP32, for 4 bytes per parameter; else they have the dtypes of the parameters, for
+            steps of one micro-batch.
     """
 
-    in_fp32 = True
-
     def __init__(
-        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup | None = None,
+        in_fp32: bool = True,
     ) -> None:
         self.group = group
+        self.in_fp32 = in_fp32
         self.parameters = list(parameters)
         self._sums: dict[int, Tensor] = {}
         self._bucket_of: dict[int, int] = {}
         self._buckets: list[Tensor] = []
-        for number, bucket in enumerate(
-            chunks(self.parameters[::-1], BUCKET)
-        ):  # about the order of the backward pass
-            flat = torch.zeros(sum(p.numel() for p in bucket), device=bucket[0].device)
+        for number, bucket in enumerate(self._divided()):
+            flat = torch.zeros(
+                sum(p.numel() for p in bucket),
+                device=bucket[0].device,
+                dtype=torch.float32 if in_fp32 else bucket[0].dtype,
+            )
             self._buckets.append(flat)
             for parameter, part in zip(
                 bucket, flat.split([p.numel() for p in bucket]), strict=True
@@ -102,8 +112,17 @@ class GradientSums(Gradients):
         self._works: list[dist.Work] = []
         self._complete = False  # whether the sums are those of all micro-batches and processes
 
+    def _divided(self) -> Iterator[list[nn.Parameter]]:
+        """Yield the parameters of each bucket, about in the order of the backward pass."""
+        for bucket in chunks(self.parameters[::-1], BUCKET):
+            if self.in_fp32:
+                yield bucket
+            else:
+                for dtype in dict.fromkeys(p.dtype for p in bucket):
+                    yield [p for p in bucket if p.dtype == dtype]
+
     def of(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the parameter's sum, FP32 of its shape; None if the step did not use the parameter."""
+        """Return the parameter's sum, of its shape; None if the step did not use the parameter."""
         return (
             self._sums[id(parameter)]
             if self.group is not None or id(parameter) in self._used

@@ -301,7 +301,7 @@ class GraphedStep:
 def obstacle(model: nn.Module) -> str | None:
     """Return why this model's step cannot be captured in a CUDA graph; None if it can."""
     if not isinstance(model, CausalLM):
-        return "the model is wrapped (by LoRA or DDP)"
+        return "the model is wrapped (by LoRA or another module)"
     if (place := computing_device(model.device).type) != "cuda":
         return f"the model is on {place}"
     if reason := dynamic(model):
@@ -319,12 +319,10 @@ def obstacle(model: nn.Module) -> str | None:
     return None
 
 
-def step_obstacle(model: CausalLM, config: TrainConfig, parallel: str) -> str | None:
-    """Return why a run's step is not a CUDA graph; None if it is. `parallel` is a `Parallel.kind`."""
+def step_obstacle(model: CausalLM, config: TrainConfig) -> str | None:
+    """Return why a run's step is not a CUDA graph; None if it is."""
     if not config.cuda_graph:
         return "cuda_graph=False"
-    if parallel == "ddp" and config.gradient_accumulation == 1:
-        return "DistributedDataParallel reduces gradients outside it"
     return obstacle(model)
 
 

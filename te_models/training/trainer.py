@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -166,6 +166,7 @@ class Trainer(NamedFields):
         refuse(mistakes)
         weigh_losses(self.model, config)
         self.model.router_group = parallel.data_group if parallel.data_world > 1 else None
+        parallel.start_alike(self.model)
         self.gradients = parallel.gradients(self.model, config.gradient_accumulation)
         chosen = (
             config.learning_rate,
@@ -175,7 +176,7 @@ class Trainer(NamedFields):
         )
         shared = (parallel.owners(), self.gradients, parallel.norm)
         self.optimizer = build_optimizer(config.optimizer, self.model, *chosen, *shared)
-        self.train_model = parallel.wrap(self.model, self.gradients)
+        self.train_model: Callable[..., Any] = self.model
         self.schedule = RecipeSchedule(self.model, self.recipe or self.model.recipe, config)
         self.graphed = self._graphed()
         self.told_of_misfit = False
@@ -480,7 +481,7 @@ class Trainer(NamedFields):
 
     def _graphed(self) -> GraphedStep | None:
         """Return the step as a CUDA graph if the run asks for one and it is possible."""
-        if reason := step_obstacle(self.model, self.config, self.parallel.kind):
+        if reason := step_obstacle(self.model, self.config):
             log.info("no CUDA graph of the step: %s", reason)
             return None
         # The Trainer has calibrated.

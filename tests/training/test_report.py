@@ -31,12 +31,7 @@ GRAPH, COMPILED = "forward and backward", "elementwise operations"
         ),
         ({}, dict(gradient_accumulation=2), COMPILED, GRAPH),
         ({}, dict(gradient_accumulation=2, parallel="ddp"), COMPILED, GRAPH),
-        (
-            {},
-            dict(parallel="ddp"),
-            COMPILED,
-            "off, because DistributedDataParallel reduces gradients outside it",
-        ),
+        ({}, dict(parallel="ddp"), COMPILED, GRAPH),
         (
             dict(activation_offload=True),
             {},
