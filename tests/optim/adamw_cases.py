@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
+from te_models import CausalLM
+from te_models.fp8.primary_weights import is_quantized, plain
 from te_models.optim import adamw_triton, build_optimizer, master
 from te_models.optim.adamw import AdamW, Update
 
@@ -156,3 +158,37 @@ def test_a_model_trains_as_through_pytorch(monkeypatch: pytest.MonkeyPatch) -> N
         sorted(entry) for entry in states[1]["state"]
     ]
     found[1].check_state_dict(states[0])
+
+
+def test_fp8_weights_are_quantized_from_the_new_masters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As through PyTorch: the codes, but where a master at the middle of two of them differs in its last bit."""
+    place: dict[str, Any] = dict(
+        device=DEVICE, engine="emulated", recipe="current", fp8_params=True
+    )
+    shape = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2)
+    models, found = [], []
+    for kernel in (True, False):
+        monkeypatch.setattr(master, "has_kernel", lambda device, kernel=kernel: kernel)
+        torch.manual_seed(0)
+        model = CausalLM.from_preset("gated-nano", num_key_value_heads=1, **shape, **place).train()
+        models.append(model)
+        found.append(build_optimizer("adamw", model, LR, DECAY))
+    assert [optimizer._at_once for optimizer in found] == [True, False]
+    before = [plain(p).clone() for p in models[0].parameters()]
+    for number in range(2):
+        for model, optimizer in zip(models, found, strict=True):
+            generator = torch.Generator().manual_seed(number)
+            for parameter in model.parameters():
+                grad = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = grad.to(DEVICE, parameter.dtype)
+            optimizer.take_gradients(1.0)
+            optimizer.step()
+    assert any(is_quantized(p) for p in models[0].parameters())
+    pairs = zip(models[0].parameters(), models[1].parameters(), before, strict=True)
+    for own, other, first in pairs:
+        new, wanted = plain(own).float(), plain(other).float()
+        assert not torch.equal(new, first.float())
+        if is_quantized(own) or DEVICE == "cuda":  # the interpreter cuts BF16 off
+            assert (new != wanted).float().mean() <= 0.01
+    for own, other in zip(found[0].masters, found[1].masters, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)
