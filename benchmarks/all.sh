@@ -17,6 +17,10 @@ for way in delayed+no_edges delayed+selective+no_edges; do
     python3 benchmarks/profile_step.py gated-1b $way --out "$out/profile_1b_$way.json"
 done
 python3 benchmarks/profile_step.py gated-8b delayed+no_edges --layers 4 --kv-heads 32 --batch-size 4 --seq-len 4096 --out "$out/profile_8b4.json"
+python3 benchmarks/whole_step.py speed gated-896 delayed --batch-size 16 --seq-len 1024 --accumulation 1,8,8-eager --out "$out/accumulation_896.json"
+python3 benchmarks/whole_step.py speed gated-1b delayed --accumulation 1,8 --micro-batches 8 --out "$out/accumulation_1b.json"
+python3 benchmarks/whole_step.py profile gated-1b delayed > "$out/whole_step_1b.txt"
+python3 benchmarks/whole_step.py first gated-1b delayed > "$out/first_steps_1b.txt"
 python3 benchmarks/engine_gpu.py "$out/engine_gpu.json"
 python3 benchmarks/checkpoint_grid.py run --out "$out/checkpoint_grid.json"
 python3 benchmarks/generate.py run --out "$out/generate.json"
@@ -40,6 +44,11 @@ TE_MODELS_RESULTS="$out/journeys.json" python3 -m pytest -q -m gpu tests/test_jo
 
 [ "$(nvidia-smi --list-gpus | wc -l)" -ge 2 ] || exit 0
 python3 benchmarks/expert_parallel.py --out "$out/expert_parallel.json"
+for way in fsdp ddp; do
+    torchrun --nproc-per-node 2 benchmarks/whole_step.py parity gated-350m delayed --num-hidden-layers 6 --batch-size 2 --seq-len 512 --parallel $way
+    torchrun --nproc-per-node 2 benchmarks/whole_step.py speed gated-896 delayed --batch-size 16 --seq-len 1024 \
+        --accumulation 1,8,8-eager --parallel $way --out "$out/accumulation_896_$way.json"
+done
 python3 benchmarks/random_runs.py --count 150 --seed 2 --gpus 2 --out "$out/random_runs_x2.json"
 two="torchrun --nproc-per-node 2 benchmarks/scaling.py run --recipe delayed"
 lean="--no-reshard --reduce-dtype bfloat16"

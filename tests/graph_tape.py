@@ -57,6 +57,12 @@ class Tape(TorchDispatchMode):
     def register_generator_state(self, generator: torch.Generator) -> None:
         self.generators.append(generator)
 
+    def pool(self) -> None:
+        """Results stay where they are, so tapes share no memory."""
+
+    def reset(self) -> None:
+        self.calls.clear()
+
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
         states = [generator.get_state() for generator in self.generators]
@@ -117,7 +123,8 @@ def pretend_cuda(patch: Any) -> list[Tape]:
     patch.setattr("torch.cuda.stream", lambda stream: contextlib.nullcontext())
     for module in ("generation.decode_loop", "training.cuda_graph"):
         patch.setattr(
-            f"te_models.{module}.capture", lambda tape, stream, *generators: tape.capture()
+            f"te_models.{module}.capture",
+            lambda tape, stream, *generators, pool=None: tape.capture(),
         )
     # On a processor labels are checked at once, on a GPU without waiting for it.
     patch.setattr(

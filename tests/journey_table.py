@@ -185,8 +185,8 @@ ONE_GPU: dict[str, Journey] = {
         )
     },
     # Micro-batches and memory.
-    "accumulate": train("--recipe delayed --gradient-accumulation 4", graph=False),
-    "accumulate-save": train("--recipe current --gradient-accumulation 4 --save-every 8", graph=False),
+    "accumulate": train("--recipe delayed --gradient-accumulation 4"),
+    "accumulate-save": train("--recipe current --gradient-accumulation 4 --save-every 8"),
     "selective": train("--recipe delayed --activation-checkpointing selective"),
     "selective-bf16": train("--recipe bf16 --activation-checkpointing selective"),
     "full": train("--recipe current --activation-checkpointing full"),
@@ -195,7 +195,7 @@ ONE_GPU: dict[str, Journey] = {
     "offload-full": train("--recipe delayed --activation-checkpointing full --activation-offload", graph=False),
     "fp8-params": train("--recipe delayed --fp8-params"),
     "fp8-params-current": train("--recipe current --fp8-params"),
-    "fp8-params-accumulate": train("--recipe current --fp8-params --gradient-accumulation 2", graph=False),
+    "fp8-params-accumulate": train("--recipe current --fp8-params --gradient-accumulation 2"),
     "fp8-params-save": train("--recipe delayed --fp8-params --save-every 8"),
     # Data.
     "documents": train("--recipe delayed --packing documents"),
@@ -257,18 +257,21 @@ ONE_GPU: dict[str, Journey] = {
 
 SHARED = "--recipe delayed --parallel"
 TWO_GPUS: dict[str, Journey] = {
-    "two-ddp": together(f"{SHARED} ddp", graph=False),
+    "two-ddp": together(f"{SHARED} ddp"),
     "two-fsdp": together(f"{SHARED} fsdp"),
     "two-fsdp-bf16": together("--recipe bf16 --parallel fsdp"),
     "two-fsdp-current": together("--recipe current --parallel fsdp --no-reshard-after-forward"),
     "two-fsdp-fp8-params": together(f"{SHARED} fsdp --fp8-params", graph=False),
     "two-fsdp-full": together(f"{SHARED} fsdp --activation-checkpointing full"),
     "two-fsdp-selective": together(f"{SHARED} fsdp --activation-checkpointing selective"),
-    "two-fsdp-accumulate": together(f"{SHARED} fsdp --gradient-accumulation 2", graph=False),
+    "two-fsdp-accumulate": together(f"{SHARED} fsdp --gradient-accumulation 2"),
+    "two-fsdp-kept-accumulate": together(
+        "--recipe current --parallel fsdp --no-reshard-after-forward --gradient-accumulation 3"),
+    "two-ddp-accumulate": together(f"{SHARED} ddp --gradient-accumulation 3"),
     "two-fsdp-save": together(f"{SHARED} fsdp --save-every 8"),
     "two-fsdp-length-333": together(f"{SHARED} fsdp --seq-len 333 --batch-size 6"),
-    "two-ddp-save": together("--recipe current --parallel ddp --save-every 8", graph=False),
-    "two-ddp-streaming": together(f"{SHARED} ddp --streaming --data {{texts}}", graph=False),
+    "two-ddp-save": together("--recipe current --parallel ddp --save-every 8"),
+    "two-ddp-streaming": together(f"{SHARED} ddp --streaming --data {{texts}}"),
     "two-fsdp-muon": together(f"{SHARED} fsdp --optimizer muon"),
     "two-tp": together(f"{SHARED} tp", graph=False),
     "two-tp-save": together("--recipe current --parallel tp --save-every 8", graph=False),
@@ -315,7 +318,7 @@ TWO_GPUS: dict[str, Journey] = {
     ),
 }  # fmt: skip
 FOUR_GPUS: dict[str, Journey] = {
-    "four-ddp": together("--recipe current --parallel ddp", gpus=4, graph=False),
+    "four-ddp": together("--recipe current --parallel ddp", gpus=4),
     "four-fsdp": together(f"{SHARED} fsdp --save-every 8", gpus=4),
     "four-fsdp-tp": together(f"{SHARED} fsdp+tp --tensor-parallel-size 2 --save-every 8", gpus=4, graph=False),
     "four-fsdp-tp-sequence": together(

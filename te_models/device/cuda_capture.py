@@ -8,6 +8,7 @@ background threads do not use CUDA during a capture.
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -25,7 +26,10 @@ def outside_captures() -> Iterator[None]:
 
 @contextmanager
 def capture(
-    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, *generators: torch.Generator
+    graph: torch.cuda.CUDAGraph,
+    stream: torch.cuda.Stream,
+    *generators: torch.Generator,
+    pool: Any = None,
 ) -> Iterator[None]:
     """Capture the body of the `with` statement into a CUDA graph.
 
@@ -33,6 +37,7 @@ def capture(
         graph: a torch.cuda.CUDAGraph.
         stream: the torch.cuda.Stream to capture on.
         generators: random generators registered with the graph, beside the device's own.
+        pool: `pool()` of another graph, to share its memory: only tensors that are still alive survive a replay.
 
     Raises:
         RuntimeError: if the capture failed (see `failed_capture`). Nothing in the body has run on the device, stream
@@ -43,7 +48,12 @@ def capture(
         copies = [generator.clone_state() for generator in drawn_from]
         before = torch.cuda.stream(torch.cuda.current_stream())
         try:
-            with before, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with (
+                before,
+                torch.cuda.graph(
+                    graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+                ),
+            ):
                 yield
         except BaseException:
             # If the end of a capture raises, PyTorch leaves the generators in their capturing state.

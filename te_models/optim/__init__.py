@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from te_models.config.data import split_names, split_pair
 from te_models.engine import engine_module
 from te_models.errors import UsageError, check_known, needs
+from te_models.optim.adamw import AdamW
 from te_models.optim.galore import GaLore
 from te_models.optim.gradients import Gradients, Norm, gradient_norm
 from te_models.optim.groups import groups
 from te_models.optim.master import MasterWeights
 from te_models.optim.muon8bit import Muon8bit
 from te_models.optim.parameter_owners import Owners
-from te_models.optim.state_tensors import Group, Options, State, like, scalar
+from te_models.optim.state_tensors import Group, Options, State, like
 from te_models.optim.te_adam import MOMENTS, TEAdam
 
 Optimizer = MasterWeights | TEAdam
@@ -45,13 +46,6 @@ REST: Options = dict(rest=("adamw", "adamw8bit", "adamwfp8"), rest_lr=1.0, **ADA
 ADJUST = ("match_rms_adamw", "original")
 MUON: Options = dict(momentum=0.95, nesterov=True, ns_steps=5, adjust_lr=ADJUST, **REST)
 GALORE: Options = dict(rank=128, refresh=200, scale=1.0, **REST)
-
-
-class AdamW(torch.optim.AdamW):
-    """PyTorch's, with the state that it keeps of each tensor."""
-
-    def expected_state(self, view: Tensor, group: Group) -> State:
-        return dict(step=scalar(), exp_avg=like(view), exp_avg_sq=like(view))
 
 
 class Muon(torch.optim.Muon):

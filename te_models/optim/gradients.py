@@ -7,7 +7,7 @@ therefore adds the gradients of each micro-batch to FP32 buffers.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,46 +40,89 @@ class Gradients:
         """Collect the gradients of all micro-batches that run inside."""
         yield
 
+    @contextmanager
+    def micro_batch(self, first: bool, last: bool) -> Iterator[None]:
+        """Surround forward and backward of a micro-batch, inside `collecting`.
+
+        All work on the device for it is queued inside, so that the body can be captured in a CUDA graph.
+
+        Args:
+            first: whether it is the first of the step.
+            last: whether it is the last of the step.
+        """
+        yield
+
     def last_micro_batch(self) -> None:
         """Announce that the next backward pass is the last of the step."""
 
+    def found(self, parameters: Sequence[nn.Parameter]) -> object:
+        """Return which gradients the step has left, for `restore`."""
+        return [parameter.grad for parameter in parameters]
+
+    def restore(self, parameters: Sequence[nn.Parameter], found: Any) -> None:
+        """Give `parameters` the gradients that a replayed step has written again where they were."""
+        for parameter, gradient in zip(parameters, found, strict=True):
+            parameter.grad = gradient
+
 
 class GradientSums(Gradients):
-    """FP32 sums of the gradients of all micro-batches of a step, averaged over the processes of `group`.
+    """Sums of the gradients of all micro-batches of a step, averaged over the processes of `group`.
 
-    Costs 4 bytes per parameter; BF16 gradients exist for one parameter at a time. With a `group`, sums are reduced in
-    buckets during the last backward pass, as in DistributedDataParallel.
+    Gradients exist for one parameter at a time beside the sums. With a `group`, sums are reduced in buckets during the
+    last backward pass, as in PyTorch's DistributedDataParallel, whose reductions no CUDA graph can contain.
+
+    Args:
+        parameters: those with gradients.
+        group: the processes; None: one.
+        in_fp32: whether sums are FP32, for 4 bytes per parameter; else they have the dtypes of the parameters, for
+            steps of one micro-batch.
     """
 
-    in_fp32 = True
-
     def __init__(
-        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup | None = None,
+        in_fp32: bool = True,
     ) -> None:
         self.group = group
+        self.in_fp32 = in_fp32
         self.parameters = list(parameters)
         self._sums: dict[int, Tensor] = {}
         self._bucket_of: dict[int, int] = {}
         self._buckets: list[Tensor] = []
-        for number, bucket in enumerate(
-            chunks(self.parameters[::-1], BUCKET)
-        ):  # about the order of the backward pass
-            flat = torch.zeros(sum(p.numel() for p in bucket), device=bucket[0].device)
+        for number, bucket in enumerate(self._divided()):
+            flat = torch.zeros(
+                sum(p.numel() for p in bucket),
+                device=bucket[0].device,
+                dtype=torch.float32 if in_fp32 else bucket[0].dtype,
+            )
             self._buckets.append(flat)
             for parameter, part in zip(
                 bucket, flat.split([p.numel() for p in bucket]), strict=True
             ):
                 self._sums[id(parameter)] = part.view(parameter.shape)
                 self._bucket_of[id(parameter)] = number
-        self._used: set[int] = set()
+        self._used: set[int] = set()  # the parameters with a gradient in this step
+        self._begun: set[int] = (
+            set()
+        )  # those whose sums are of this step: the others are to be replaced
         self._waiting: list[int] = []  # per bucket, parameters whose last gradient is still to come
         self._full = 0  # the first bucket that waits
-        self._works: list[
-            dist.Work
-        ] = []  # the reductions under way, of the first len(_works) buckets
+        # The reductions under way, of the first len(_works) buckets.
+        self._works: list[dist.Work] = []
+        self._complete = False  # whether the sums are those of all micro-batches and processes
+
+    def _divided(self) -> Iterator[list[nn.Parameter]]:
+        """Yield the parameters of each bucket, about in the order of the backward pass."""
+        for bucket in chunks(self.parameters[::-1], BUCKET):
+            if self.in_fp32:
+                yield bucket
+            else:
+                for dtype in dict.fromkeys(p.dtype for p in bucket):
+                    yield [p for p in bucket if p.dtype == dtype]
 
     def of(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the parameter's sum, FP32 of its shape; None if the step did not use the parameter."""
+        """Return the parameter's sum, of its shape; None if the step did not use the parameter."""
         return (
             self._sums[id(parameter)]
             if self.group is not None or id(parameter) in self._used
@@ -91,40 +134,90 @@ class GradientSums(Gradients):
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Add the gradients of all backward passes inside to the sums, which start at zero."""
-        torch._foreach_zero_(self._buckets)
-        self._used.clear()
-        self._waiting = []
-        self._works = []
+        """Add the gradients of all backward passes inside; the first of a parameter replaces its last sum."""
+        self._begin()
         with ExitStack() as hooks:
             for parameter in self.parameters:
                 hooks.enter_context(parameter.register_post_accumulate_grad_hook(self._add))
             yield
-        self._reduce(len(self._buckets))
-        for work in self._works:
-            work.wait()
-        if self.group is not None:
-            torch._foreach_div_(self._buckets, dist.get_world_size(self.group))
+        self._end()
+
+    @contextmanager
+    def micro_batch(self, first: bool, last: bool) -> Iterator[None]:
+        """Surround forward and backward of a micro-batch; see `Gradients.micro_batch`.
+
+        The first leaves no sum of the step before, so that the further ones add to all of them, whichever parameters
+        they use. The last waits for the reductions.
+        """
+        if first:
+            self._begin()
+        if last:
+            self.last_micro_batch()
+        yield
+        if first:
+            self._clear_unused()
+        if last:
+            self._end()
 
     def last_micro_batch(self) -> None:
         """Reduce each bucket over the processes as soon as the next backward pass has filled it."""
         self._waiting = [0] * len(self._buckets)
         self._full = 0
+        self._works = []
+        self._complete = False
         for number in self._bucket_of.values():
             self._waiting[number] += 1
+
+    def found(self, parameters: Sequence[nn.Parameter]) -> object:
+        """Return which parameters the step used, for `restore`."""
+        return frozenset(self._used)
+
+    def restore(self, parameters: Sequence[nn.Parameter], found: Any) -> None:
+        """Note that a replayed step has written the sums of these parameters."""
+        self._used = set(found)
+
+    def _begin(self) -> None:
+        self._used.clear()
+        self._begun.clear()
+        self._waiting = []
+        self._works = []
+        self._complete = False
 
     @torch.no_grad()
     def _add(self, parameter: Tensor) -> None:
         """Move the gradient that backward has just completed into its sum."""
         assert parameter.grad is not None
-        self._sums[id(parameter)].add_(parameter.grad)
+        key = id(parameter)
+        if key in self._begun:
+            self._sums[key].add_(parameter.grad)
+        else:
+            self._sums[key].copy_(parameter.grad)
         parameter.grad = None
-        self._used.add(id(parameter))
+        self._used.add(key)
+        self._begun.add(key)
         if self._waiting:
-            self._waiting[self._bucket_of[id(parameter)]] -= 1
+            self._waiting[self._bucket_of[key]] -= 1
             while self._full < len(self._waiting) and not self._waiting[self._full]:
                 self._full += 1
             self._reduce(self._full)
+
+    def _clear_unused(self) -> None:
+        """Set the sums that have got no gradient so far to zero."""
+        unused = [total for key, total in self._sums.items() if key not in self._begun]
+        if unused:
+            torch._foreach_zero_(unused)
+        self._begun.update(self._sums)
+
+    def _end(self) -> None:
+        """Make the sums those of all processes, if they are not yet."""
+        if self.group is None or self._complete:
+            return
+        self._clear_unused()
+        self._reduce(len(self._buckets))
+        for work in self._works:
+            work.wait()
+        torch._foreach_div_(self._buckets, dist.get_world_size(self.group))
+        self._complete = True
 
     def _reduce(self, stop: int) -> None:
         """Start the reduction of the buckets before `stop`, in the same order on every process."""

@@ -18,6 +18,7 @@ from te_models.config.chunk_sizes import UPDATE_CHUNK
 from te_models.distributed.dtensor import from_shard, local
 from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import is_quantized, new_master, take_master
+from te_models.optim.adamw import AdamW, Update, has_kernel
 from te_models.optim.gradients import Gradients, Norm, chunks, clip_factor, gradient_norm, scale
 from te_models.optim.groups import Part
 from te_models.optim.parameter_owners import Owners, placeholder
@@ -96,6 +97,13 @@ class MasterWeights:
             isinstance(o, torch.optim.AdamW) and o.defaults["fused"] for o in self.optimizers
         )
         self.can_skip = fused and owners is None and not offload  # whether `skip_if` works
+        # Whether one kernel does all that a step does.
+        self._at_once = (
+            self.can_skip
+            and all(isinstance(o, AdamW) for o in self.optimizers)
+            and all(part.stop is None for part in parts)
+            and all(has_kernel(m.device) and local(m).is_contiguous() for m in self.masters)
+        )
 
     @property
     def param_groups(self) -> list[Group]:
@@ -135,6 +143,9 @@ class MasterWeights:
         ) in used:  # which may be its own master: an optimizer updates all that have a gradient
             self.gradients.drop(parameter)
         masters = dict(zip(self.parameters, self.masters, strict=True))
+        if self._at_once:
+            self._update_at_once([(p, masters[p], gradient) for p, gradient in used.items()])
+            used.clear()
         for parameters in chunks(list(used), UPDATE_CHUNK):
             chunk = [(parameter, masters[parameter]) for parameter in parameters]
             self._hand_over(chunk, (used.pop(parameter) for parameter in parameters))
@@ -153,6 +164,19 @@ class MasterWeights:
         self._clip = None
         if self.can_skip:
             self._set_found_inf(None)
+
+    def _update_at_once(self, used: list[tuple[nn.Parameter, Tensor, Tensor]]) -> None:
+        """Update parameters, given with their masters and gradients, in one kernel per group and kind of tensors."""
+        updates = []
+        for parameter, master, gradient in used:
+            copied = master is not parameter and not is_quantized(parameter)
+            updates.append(Update(master, gradient, parameter if copied else None))
+        for optimizer in self.optimizers:
+            assert isinstance(optimizer, AdamW)
+            optimizer.update(updates, self._clip)
+        for parameter, master, _ in used:
+            if is_quantized(parameter):
+                take_master(parameter, master)
 
     def _hand_over(self, chunk: list[tuple[nn.Parameter, Tensor]], used: Iterable[Tensor]) -> None:
         """Give the masters, or their rows, the gradients `used` of their parameters in the masters' dtype, clipped."""

@@ -103,8 +103,12 @@ class TEAdam:
                 self.parameters
             ):  # FusedAdam reads FP32 gradients of BF16 parameters under this name
                 parameter.decoupled_grad = self.gradients.of(parameter)  # type: ignore[attr-defined]  # FusedAdam's
+        else:
+            for parameter in self.parameters:
+                parameter.grad = self.gradients.of(parameter)
         self.inner.step()
         for parameter in self.parameters:
+            parameter.grad = None
             self.gradients.drop(parameter)
 
     def masters_by_id(self) -> dict[int, Tensor]:

@@ -1,13 +1,18 @@
-"""Forward and backward of a model as one CUDA graph, captured once and replayed.
+"""Forward and backward of a model as CUDA graphs, captured once and replayed.
 
 Otherwise the host takes longer to launch the kernels of a small step than the device to run them (gated-350m: 158 of
 185 ms were launches). A graph has fixed addresses and Python values, so each batch is copied to the buffers of the
 first one, and gradients appear where the captured step produced them.
+
+A step of several micro-batches has up to three graphs, by what Python decides in them: the first micro-batch quantizes
+the weights and begins the sums of gradients, further ones use those weights and add to the sums, and the last also
+reduces the sums over the processes.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,11 +27,29 @@ from te_models.device.cuda_capture import capture, failed_capture
 from te_models.errors import UsageError, refuse
 from te_models.model.dynamic import dynamic
 from te_models.model.recompute import may_draw
+from te_models.optim.gradients import Gradients
+from te_models.training.parallel import restore_unreduced_gradients, unreduced_gradients
 
-WARM_UP = 3  # eager steps before the capture, for compilers, workspaces of libraries and FP8 state created on first use
+# Eager micro-batches before the capture, for compilers, workspaces of libraries and FP8 state created on first use.
+WARM_UP = 3
 ATTEMPTS = 3  # failed captures, one per step, after which all further steps run eagerly
 
+# Runs a micro-batch forward and backward: of (model's tensors, factor of the loss, whether it is the first of the step,
+# whether it is the last) to (the loss times its factor, RoutingReport.metrics of a model with experts).
+MicroBatch = Callable[[Mapping[str, Tensor], Tensor, bool, bool], tuple[Tensor, Tensor | None]]
+# Whether a micro-batch is the first of its step, and whether it is the last.
+Kind = tuple[bool, bool]
+
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Graph:
+    """A captured micro-batch, and the tensors into which each replay writes its results."""
+
+    replayed: Any  # a torch.cuda.CUDAGraph
+    loss: Tensor
+    routing: Tensor | None
 
 
 class GraphedStep:
@@ -47,27 +70,38 @@ class GraphedStep:
     Args:
         model: a model on a CUDA device.
         calibrate: under recipe "delayed", measure the first scales on the first call's batch (CausalLM.calibrate).
+        micro_batch: runs forward and backward of a micro-batch; None: of the model, once per step.
+        gradients: collects the gradients of the micro-batches of a step.
 
     Raises:
         ValueError: the model cannot be captured (`obstacle` says why), or a call's tensors differ in shape or name from
             the first call's, or the model's recipe has changed.
     """
 
-    def __init__(self, model: CausalLM, calibrate: bool = True) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        calibrate: bool = True,
+        micro_batch: MicroBatch | None = None,
+        gradients: Gradients | None = None,
+    ) -> None:
         if reason := obstacle(model):
             raise UsageError(f"no CUDA graph of this model: {reason}")
         self.model, self.recipe, self.calibrate = model, model.recipe, calibrate
+        self.micro_batch = micro_batch or self._micro_batch
+        self.gradients = gradients or Gradients()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.shared = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.calls = self.failures = 0
-        self.graph: Any = None  # a torch.cuda.CUDAGraph, once the step has been captured
+        self.disturbed = False  # whether a capture has failed in this step
+        self.warm = 0  # micro-batches that have run eagerly
+        self.graphs: dict[Kind, Graph] = {}
+        self.found: object = None  # the gradients that a replayed step leaves (Gradients.found)
         self.stream: Any = torch.cuda.Stream(model.device)
         self.inputs: dict[str, Tensor] = {}
-        self.gradients: list[Tensor | None] = []
-        self.loss, self.weight = torch.empty(0), torch.ones((), device=model.device)
-        self.routing: list[
-            Tensor
-        ] = []  # what routers did in the newest step (RoutingReport.metrics)
+        self.weight = torch.ones((), device=model.device)
+        # What routers did in the newest step (RoutingReport.metrics), per micro-batch.
+        self.routing: list[Tensor] = []
 
     def __call__(self, weight: Tensor | float = 1.0, **batch: Tensor) -> Tensor:
         """Compute the gradients of `weight` times the loss; return that product.
@@ -76,48 +110,117 @@ class GraphedStep:
             weight: factor of the loss; if a tensor, on the model's device.
             batch: tensors of CausalLM.forward, "input_ids" and "labels" among them.
         """
-        self._take(batch)
-        self.weight.copy_(weight) if isinstance(weight, Tensor) else self.weight.fill_(weight)
+        return self.step([batch], [weight])
+
+    def step(
+        self, micro_batches: Sequence[Mapping[str, Tensor]], weights: Sequence[Tensor | float]
+    ) -> Tensor:
+        """Compute the gradients of a sum of losses, each times its weight; return the sum, an FP32 scalar.
+
+        Args:
+            micro_batches: tensors of CausalLM.forward, as in a call, and as many in every step.
+            weights: as many factors; tensors are on the model's device.
+        """
+        for batch in micro_batches:
+            refuse(self._mistakes(batch, self.inputs or micro_batches[0]))
         for module in self.shared:
             module.reshard()  # evaluation leaves weights gathered, and a graph captured then would never gather them
-        for parameter in self.parameters:
-            parameter.grad = None
+        self._drop_gradients()
         if not self.calls and self.calibrate:
-            self.model.calibrate(self.inputs, weights=[self.weight])
+            device = self.model.device
+            moved = [
+                {name: value.to(device) for name, value in batch.items()} for batch in micro_batches
+            ]
+            self.model.calibrate(*moved, weights=weights)
         self.calls += 1
-        if self.graph is None and self.calls > WARM_UP and self.failures < ATTEMPTS:
-            self._capture()
-        if self.graph is None:
-            current = torch.cuda.current_stream(self.model.device)
-            self.stream.wait_stream(current)
-            with torch.cuda.stream(self.stream):
-                self._run()
-            current.wait_stream(self.stream)
-            return self.loss
-        self.graph.replay()
-        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
-            parameter.grad = gradient
-        return self.loss
+        self.disturbed = False
+        last = len(micro_batches) - 1
+        kinds = [(number == 0, number == last) for number in range(len(micro_batches))]
+        self.routing = []
+        if all(kind in self.graphs for kind in kinds):
+            total = self._micro_batches(kinds, micro_batches, weights, self._replay)
+            self.gradients.restore(self.parameters, self.found)
+            return total
+        run = self._run_eagerly
+        if self.warm >= WARM_UP and self.failures < ATTEMPTS:
+            run = self._capture_and_replay
+        with self.gradients.collecting():
+            total = self._micro_batches(kinds, micro_batches, weights, run)
+        if all(kind in self.graphs for kind in kinds):
+            self.found = self.gradients.found(self.parameters)
+        else:
+            self.close()  # what was captured before a capture that failed
+        return total
+
+    @property
+    def captured(self) -> bool:
+        """Whether the step runs as CUDA graphs by now."""
+        return bool(self.graphs)
 
     def close(self) -> None:
-        """Free the graph. The next call runs eagerly and captures the step once more."""
-        if self.graph is not None:
+        """Free the graphs. The next call captures the step once more."""
+        if self.graphs:
             torch.cuda.synchronize(self.model.device)
-            self.graph.reset()
-            self.graph, self.gradients = None, []
+            for graph in self.graphs.values():
+                graph.replayed.reset()
+            self.graphs = {}
+            self.found = None
 
-    def _capture(self) -> None:
-        """Capture the step. A failure changes only `failures`, since a capture executes nothing."""
+    def misfit(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> str:
+        """Return why a step of these micro-batches cannot be a graph; empty if it can."""
+        for batch in micro_batches:
+            for mistake in self._mistakes(batch, self.inputs or micro_batches[0]):
+                return mistake
+        return ""
+
+    def _micro_batches(
+        self,
+        kinds: Sequence[Kind],
+        micro_batches: Sequence[Mapping[str, Tensor]],
+        weights: Sequence[Tensor | float],
+        run: Callable[[Kind], Tensor],
+    ) -> Tensor:
+        """Return the sum of the losses that `run` returns for the micro-batches."""
+        total = None
+        for kind, batch, weight in zip(kinds, micro_batches, weights, strict=True):
+            self._take(batch, weight)
+            loss = run(kind)
+            total = loss if total is None else total + loss
+        assert total is not None
+        return total
+
+    def _capture_and_replay(self, kind: Kind) -> Tensor:
+        """Run a micro-batch from a new graph if its kind has none yet, or eagerly once a capture has failed."""
+        failures = self.failures
+        if kind not in self.graphs and not self.disturbed:
+            self._capture(kind)
+            self.disturbed = self.failures > failures
+        return self._run_eagerly(kind) if self.disturbed else self._replay(kind)
+
+    def _capture(self, kind: Kind) -> None:
+        """Capture a micro-batch. A failure changes only `failures`, since a capture executes nothing."""
         graph = torch.cuda.CUDAGraph()
+        # Graphs that are replayed in the order of their capture may share memory.
+        others = list(self.graphs.values())
+        pool = {"pool": others[0].replayed.pool()} if others else {}
+        if kind == (True, False):
+            # Whoever drops cached FP8 weights frees their memory, so a graph has to write to weights of its own.
+            for module in self.model.modules():
+                if isinstance(module, self.model.te.LINEARS):
+                    self.model.te.drop_cached_weights(module)
+        before = unreduced_gradients(self.model)
         try:
-            with NoHostCopies() if self.shared else nullcontext(), capture(graph, self.stream):
-                self._run()
+            with (
+                NoHostCopies() if self.shared else nullcontext(),
+                capture(graph, self.stream, **pool),
+            ):
+                loss, routing = self._run(kind)
         except RuntimeError as error:
             if not failed_capture(error):
                 raise
             self.failures += 1
-            for parameter in self.parameters:
-                parameter.grad = None
+            self._drop_gradients()
+            restore_unreduced_gradients(before)
             outlook = (
                 "the next step tries again"
                 if self.failures < ATTEMPTS
@@ -129,20 +232,47 @@ class GraphedStep:
                 str(error).splitlines()[0],
             )
             return
-        self.graph = graph
-        self.gradients = [parameter.grad for parameter in self.parameters]
+        self.graphs[kind] = Graph(graph, loss, routing)
 
-    def _run(self) -> None:
+    def _replay(self, kind: Kind) -> Tensor:
+        """Replay a micro-batch; return its loss, which the next replay overwrites."""
+        graph = self.graphs[kind]
+        graph.replayed.replay()
+        if graph.routing is not None:
+            self.routing.append(graph.routing.clone())
+        return graph.loss
+
+    def _run_eagerly(self, kind: Kind) -> Tensor:
+        """Run a micro-batch on the stream of the captures; return its loss."""
+        current = torch.cuda.current_stream(self.model.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            loss, routing = self._run(kind)
+        current.wait_stream(self.stream)
+        self.warm += 1
+        if routing is not None:
+            self.routing.append(routing)
+        return loss
+
+    def _run(self, kind: Kind) -> tuple[Tensor, Tensor | None]:
         """Run forward and backward eagerly; what is inside a capture is recorded."""
-        output = self.model(**self.inputs, return_logits=False)
-        loss = output.loss * self.weight
-        loss.backward()
-        self.loss = loss.detach()
-        self.routing = [] if output.routing is None else [output.routing.metrics(self.weight)]
+        return self.micro_batch(self.inputs, self.weight, *kind)
 
-    def _take(self, batch: dict[str, Tensor]) -> None:
-        """Copy the batch into the buffers that the graph reads."""
-        refuse(self._mistakes(batch, self.inputs or batch))
+    def _micro_batch(
+        self, inputs: Mapping[str, Tensor], weight: Tensor, first: bool, last: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the model on the only micro-batch of a step."""
+        output = self.model(**inputs, return_logits=False)
+        loss = output.loss * weight
+        loss.backward()
+        return loss.detach(), None if output.routing is None else output.routing.metrics(weight)
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _take(self, batch: Mapping[str, Tensor], weight: Tensor | float) -> None:
+        """Copy a micro-batch and the factor of its loss into the buffers that the graphs read."""
         if not self.inputs:
             self.inputs = {
                 name: torch.empty_like(value, device=self.model.device)
@@ -150,8 +280,9 @@ class GraphedStep:
             }
         for name, buffer in self.inputs.items():
             buffer.copy_(batch[name], non_blocking=True)
+        self.weight.copy_(weight) if isinstance(weight, Tensor) else self.weight.fill_(weight)
 
-    def _mistakes(self, batch: dict[str, Tensor], before: dict[str, Tensor]) -> Iterator[str]:
+    def _mistakes(self, batch: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Iterator[str]:
         if self.model.recipe is not self.recipe:
             yield "the model's recipe has changed: make a new GraphedStep"
         if not self.model.training or not torch.is_grad_enabled():
@@ -170,7 +301,7 @@ class GraphedStep:
 def obstacle(model: nn.Module) -> str | None:
     """Return why this model's step cannot be captured in a CUDA graph; None if it can."""
     if not isinstance(model, CausalLM):
-        return "the model is wrapped (by LoRA or DDP)"
+        return "the model is wrapped (by LoRA or another module)"
     if (place := computing_device(model.device).type) != "cuda":
         return f"the model is on {place}"
     if reason := dynamic(model):
@@ -188,14 +319,10 @@ def obstacle(model: nn.Module) -> str | None:
     return None
 
 
-def step_obstacle(model: CausalLM, config: TrainConfig, parallel: str) -> str | None:
-    """Return why a run's step is not a CUDA graph; None if it is. `parallel` is a `Parallel.kind`."""
+def step_obstacle(model: CausalLM, config: TrainConfig) -> str | None:
+    """Return why a run's step is not a CUDA graph; None if it is."""
     if not config.cuda_graph:
         return "cuda_graph=False"
-    if config.gradient_accumulation > 1:
-        return "gradients are accumulated"
-    if parallel == "ddp":
-        return "DistributedDataParallel reduces gradients outside it"
     return obstacle(model)
 
 

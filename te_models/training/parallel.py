@@ -1,9 +1,10 @@
-"""DDP, FSDP2 and tensor parallelism of PyTorch around an unchanged CausalLM, one process per device.
+"""Data parallelism, FSDP2 and tensor parallelism of PyTorch around an unchanged CausalLM, one process per device.
 
 `Parallel` is all that the training loop knows about other processes: how the model is built and wrapped, which rows of
 a batch this process gets, and over which ranks to sum. Its default is a single process.
 
-* "ddp": every process has the whole model; PyTorch's DistributedDataParallel averages gradients during backward.
+* "ddp": every process has the whole model; gradients are averaged in buckets during backward, as PyTorch's
+  DistributedDataParallel does.
 * "fsdp": every block is a `fully_shard` unit and the rest of the model another. The model is built on the meta device,
   sharded, and only then given memory, so no process ever has more than its shards and one block. FP32 masters and
   optimizer state are sharded as the parameters are (te_models.optim.master derives them).
@@ -27,7 +28,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from te_models.causal_lm import CausalLM
 from te_models.config.model import ModelConfig
@@ -179,28 +179,28 @@ class Parallel:
         FSDP2 has no part in adapters, which are made after it has sharded the model, and whole on each process.
         """
         adapters = self.uses_fsdp and self.frozen
-        if not adapters and (micro_batches == 1 or self.uses_fsdp):
+        reduced = adapters or self.kind == "ddp"
+        if self.uses_fsdp and not adapters:
+            return Gradients()
+        if micro_batches == 1 and not reduced:
             return Gradients()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return GradientSums(trained, self.data_group if adapters or self.kind == "ddp" else None)
+        in_fp32 = micro_batches > 1 or adapters
+        return GradientSums(trained, self.data_group if reduced else None, in_fp32)
 
     @property
     def norm(self) -> Norm:
         """The function that computes the norm of all gradients."""
         return self._sharded_norm if self.sharded else gradient_norm
 
-    def wrap(self, model: CausalLM, gradients: Gradients) -> Callable[..., Any]:
-        """Return the module to call in place of `model` in training; `GradientSums` reduce gradients themselves."""
-        if self.kind != "ddp" or isinstance(gradients, GradientSums):
-            return model
-        if self.frozen:  # the same on all processes; torch would broadcast them, which FP8 weights do not support
-            names = [
-                name for name, parameter in model.named_parameters() if not parameter.requires_grad
-            ]
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-        return DistributedDataParallel(
-            model, process_group=self.data_group, gradient_as_bucket_view=True
-        )
+    def start_alike(self, model: CausalLM) -> None:
+        """Give whole copies of a model the trained weights of the first process, as DistributedDataParallel does."""
+        if self.kind != "ddp":
+            return
+        first = dist.get_global_rank(self.data_group, 0)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                dist.broadcast(parameter.detach(), src=first, group=self.data_group)
 
     def prepare_micro_batch(self, model: Callable[..., Any], last: bool) -> None:
         """Make FSDP2 reduce gradients, and where possible reshard weights, only in the last micro-batch of a step."""
@@ -317,3 +317,31 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def unreduced_gradients(model: nn.Module) -> list[tuple[Any, Tensor | None, Tensor | None]]:
+    """Return what FSDP2 keeps of earlier micro-batches' gradients, for `restore_unreduced_gradients`.
+
+    An entry is a parameter of FSDP2, the sum of its gradients in the dtype of the reduction, and that in its own dtype.
+    """
+    found = []
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in filter(None, groups):
+            for parameter in group.fsdp_params:
+                unsharded = getattr(parameter, "_unsharded_param", None)
+                own = None if unsharded is None else unsharded.grad
+                found.append((parameter, parameter.unsharded_accumulated_grad, own))
+    return found
+
+
+def restore_unreduced_gradients(found: list[tuple[Any, Tensor | None, Tensor | None]]) -> None:
+    """Undo what a failed capture has done to the gradients that FSDP2 keeps: nothing of it was computed."""
+    for parameter, total, own in found:
+        parameter.unsharded_accumulated_grad = total
+        unsharded = getattr(parameter, "_unsharded_param", None)
+        if unsharded is not None:
+            unsharded.grad = own

@@ -117,7 +117,7 @@ def _parameters(model: CausalLM) -> str:
 
 def speed_rows(model: CausalLM, config: TrainConfig) -> dict[str, str]:
     """Return whether operations are compiled and the step is a CUDA graph, or why not; and the experts of each rank."""
-    obstacle = step_obstacle(model, config, config.parallel)
+    obstacle = step_obstacle(model, config)
     ranks = max(model.ep.size, config.expert_parallel_size)
     experts = {"experts": places_of_experts(model.config.layers, ranks)} if ranks > 1 else {}
     return experts | {

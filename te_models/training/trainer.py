@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -166,6 +166,7 @@ class Trainer(NamedFields):
         refuse(mistakes)
         weigh_losses(self.model, config)
         self.model.router_group = parallel.data_group if parallel.data_world > 1 else None
+        parallel.start_alike(self.model)
         self.gradients = parallel.gradients(self.model, config.gradient_accumulation)
         chosen = (
             config.learning_rate,
@@ -175,9 +176,10 @@ class Trainer(NamedFields):
         )
         shared = (parallel.owners(), self.gradients, parallel.norm)
         self.optimizer = build_optimizer(config.optimizer, self.model, *chosen, *shared)
-        self.train_model = parallel.wrap(self.model, self.gradients)
+        self.train_model: Callable[..., Any] = self.model
         self.schedule = RecipeSchedule(self.model, self.recipe or self.model.recipe, config)
         self.graphed = self._graphed()
+        self.told_of_misfit = False
         self.calibrated: Recipe | None = (
             None  # the recipe for which the model is known to have scales
         )
@@ -397,27 +399,44 @@ class Trainer(NamedFields):
         self.routed.clear()
         self._calibrate(micro_batches, weights)
         self._follow_recipe()
-        if self.graphed is not None:
-            loss = self.graphed(weight=weights[0], **to_device(micro_batches[0], device))
+        batches = [to_device(batch, device) for batch in micro_batches]
+        if self.graphed is not None and self._fit(self.graphed, batches):
+            loss = self.graphed.step(batches, weights)
             self.routed += self.graphed.routing
             return loss
-        reuse = self.config.cache_fp8_weights and last > 0 and self.parallel.retains_weights
         total = torch.zeros((), device=device)
         with self.gradients.collecting():
-            for number, (batch, weight) in enumerate(zip(micro_batches, weights, strict=True)):
-                self.parallel.prepare_micro_batch(self.train_model, last=number == last)
-                if number == last:
-                    self.gradients.last_micro_batch()
-                first = number == 0 if reuse else None
-                output = self.train_model(
-                    **to_device(batch, device), is_first_microbatch=first, return_logits=False
-                )
-                loss = output.loss * weight
-                loss.backward()
-                total += loss.detach()
-                if output.routing is not None:
-                    self.routed.append(output.routing.metrics(weight))
+            for number, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+                loss, routed = self._micro_batch(batch, weight, number == 0, number == last)
+                total += loss
+                if routed is not None:
+                    self.routed.append(routed)
         return total
+
+    def _micro_batch(
+        self, batch: Mapping[str, Tensor], weight: Tensor | float, first: bool, last: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run forward and backward of a micro-batch, the first or last of its step or neither.
+
+        Returns its loss times `weight`, and RoutingReport.metrics of a model with experts.
+        """
+        config = self.config
+        self.parallel.prepare_micro_batch(self.train_model, last=last)
+        reuse = config.cache_fp8_weights and self.parallel.retains_weights
+        cached = first if reuse and config.gradient_accumulation > 1 else None
+        with self.gradients.micro_batch(first, last):
+            output = self.train_model(**batch, is_first_microbatch=cached, return_logits=False)
+            loss = output.loss * weight
+            loss.backward()
+        return loss.detach(), None if output.routing is None else output.routing.metrics(weight)
+
+    def _fit(self, graphed: GraphedStep, micro_batches: list[Batch]) -> bool:
+        """Return whether the step's graph can take these batches; the first time that it cannot, log why."""
+        reason = graphed.misfit(micro_batches)
+        if reason and not self.told_of_misfit:
+            log.warning("such steps run without their CUDA graph: %s", reason)
+            self.told_of_misfit = True
+        return not reason
 
     def _check(self, queued: QueuedStep) -> None:
         """Wait for a step's values; raise if they are not finite, and note whether a process was asked to stop."""
@@ -462,10 +481,11 @@ class Trainer(NamedFields):
 
     def _graphed(self) -> GraphedStep | None:
         """Return the step as a CUDA graph if the run asks for one and it is possible."""
-        if reason := step_obstacle(self.model, self.config, self.parallel.kind):
+        if reason := step_obstacle(self.model, self.config):
             log.info("no CUDA graph of the step: %s", reason)
             return None
-        return GraphedStep(self.model, calibrate=False)  # the Trainer has
+        # The Trainer has calibrated.
+        return GraphedStep(self.model, False, self._micro_batch, self.gradients)
 
     def _evaluate(self) -> float:
         return evaluate(self.model, self.evaluation, self.parallel.sum)

@@ -314,7 +314,9 @@ def test_gathered_weights_are_freed_before_every_step(
     model, plain, seen = build("delayed"), build("delayed"), []
     monkeypatch.setattr(CausalLM, "reshard", lambda self: seen.append("reshard"), raising=False)
     monkeypatch.setattr(
-        GraphedStep, "_run", lambda self, run=GraphedStep._run: (seen.append("run"), run(self))[1]
+        GraphedStep,
+        "_run",
+        lambda self, kind, run=GraphedStep._run: (seen.append("run"), run(self, kind))[1],
     )
     same(plain, model)
     assert seen == ["reshard", "run"] * (WARM_UP + 1) + ["reshard"] * (STEPS - WARM_UP - 1)

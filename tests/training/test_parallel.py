@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
@@ -21,6 +22,7 @@ from distributed_job import (
     assert_same_checkpoints,
     by_one,
     continue_from,
+    digest,
     newest_checkpoint,
     solo,
     start,
@@ -36,6 +38,7 @@ from te_models.saving.folder import load_folder
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.metrics import read_metrics
 from te_models.training.parallel import Parallel
+from te_models.training.trainer import Trainer
 
 # How far several processes may be from one, relative. They sum in another order, which changes FP32's last bit, and
 # under FP8 a value near the middle between two codes then takes the other code. Losses: rounding all values to FP8,
@@ -85,6 +88,24 @@ RUNS |= {
         EXPERTS, recipe="bf16", answers=True, gradient_accumulation=2, mode="full"
     ),
 }
+
+
+def begin_apart(shared: Parallel, root: Path) -> list[str]:
+    """Processes whose own models have other weights; returns a hash of each one's weights after two steps."""
+    config = TrainConfig(parallel="ddp", batch_size=2, seq_len=16, eval_every=0)
+    shared = replace(shared, kind="ddp", config=config)
+    torch.manual_seed(shared.ranks.rank)
+    model = CausalLM.from_preset("gated-nano", device="cpu", recipe="bf16", **SHAPE)
+    ids = torch.randint(0, 200, (1, 16), generator=torch.Generator().manual_seed(7))
+    run = Trainer(
+        model, [dict(input_ids=ids, labels=ids)], None, config, root / "a", parallel=shared
+    )
+    batches = iter(run.data)
+    for _ in range(2):
+        run.step(batches)
+    return shared.ranks.gather(digest(model))
+
+
 SAVED = dict(recipe="delayed", dtype="bfloat16", steps=4, save_every=2, eval_every=2)
 SPECIAL = {
     "saved": dict(SAVED, parallel="fsdp", mode="selective", enlarge=1),
@@ -181,7 +202,7 @@ def two(root: Path, one: dict[str, Any], request: pytest.FixtureRequest) -> dict
     runs = {
         name: case for name, case in {**RUNS, **FIRST}.items() if name not in RARER or name in asked
     }
-    return start(root, 2, {**runs, **SPECIAL, **RESUMED})
+    return start(root, 2, {**runs, **SPECIAL, **RESUMED, "apart": begin_apart})
 
 
 @pytest.mark.parametrize("name", named(RUNS))
@@ -461,6 +482,10 @@ def test_a_checkpoint_without_a_ranks_file_is_refused(
     (tmp_path / "c" / "step-00000004" / "training-00002-of-00002.safetensors").unlink()
     with pytest.raises(ValueError, match=r"training-00002-of-00002\.safetensors"):
         load_folder(tmp_path / "c" / "step-00000004")
+
+
+def test_all_processes_begin_with_the_weights_of_the_first(two: dict[str, Any]) -> None:
+    assert len(set(two["apart"])) == 1
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -29,13 +29,9 @@ GRAPH, COMPILED = "forward and backward", "elementwise operations"
             "off, because compile=False",
             "off, because cuda_graph=False",
         ),
-        ({}, dict(gradient_accumulation=2), COMPILED, "off, because gradients are accumulated"),
-        (
-            {},
-            dict(parallel="ddp"),
-            COMPILED,
-            "off, because DistributedDataParallel reduces gradients outside it",
-        ),
+        ({}, dict(gradient_accumulation=2), COMPILED, GRAPH),
+        ({}, dict(gradient_accumulation=2, parallel="ddp"), COMPILED, GRAPH),
+        ({}, dict(parallel="ddp"), COMPILED, GRAPH),
         (
             dict(activation_offload=True),
             {},

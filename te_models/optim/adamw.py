@@ -1,0 +1,115 @@
+"""AdamW in FP32: PyTorch's, and on a GPU one kernel that also clips the gradients and rounds the masters."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_models.distributed.dtensor import local
+from te_models.optim.state_tensors import Group, State, like, scalar
+
+LAUNCHES = 16  # whose tables are kept on the device
+
+
+@dataclass(frozen=True)
+class Update:
+    """A tensor that AdamW updates in a step.
+
+    Attributes:
+        master: a tensor of the optimizer's groups, FP32.
+        gradient: of its shape, in BF16 or FP32.
+        parameter: BF16 of its shape, gets the new values; None: nothing does.
+    """
+
+    master: Tensor
+    gradient: Tensor
+    parameter: Tensor | None
+
+
+class AdamW(torch.optim.AdamW):
+    """PyTorch's, with the state that it keeps of each tensor, and `update`, its step in one kernel."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._launches: dict[object, Any] = {}  # of the kernel, by the tensors that they update
+
+    def expected_state(self, view: Tensor, group: Group) -> State:
+        """Return the state of the tensor `view` after a step, as a template for `check_values`."""
+        return dict(step=scalar(), exp_avg=like(view), exp_avg_sq=like(view))
+
+    @torch.no_grad()
+    def update(self, updates: Sequence[Update], factor: Tensor | None) -> None:
+        """Update tensors on a GPU that has a kernel for it, as `step` does, with gradients times `factor`.
+
+        Neither gradients nor their `grad` are read or changed. If `found_inf` is 1, nothing changes.
+        """
+        kernel = importlib.import_module("te_models.optim.adamw_triton")
+        bad: Tensor | None = getattr(self, "found_inf", None)
+        of_master = {id(update.master): update for update in updates}
+        for group in self.param_groups:
+            found = [of_master[id(p)] for p in group["params"] if id(p) in of_master]
+            if not found:
+                continue
+            states = [self._state_of(update.master) for update in found]
+            steps = [state["step"] for state in states]
+            torch._foreach_add_(steps, 1.0 if bad is None else 1.0 - bad)
+            entries = [
+                kernel.Entry(
+                    local(update.gradient).contiguous(),
+                    local(update.master),
+                    local(state["exp_avg"]),
+                    local(state["exp_avg_sq"]),
+                    None if update.parameter is None else local(update.parameter),
+                )
+                for update, state in zip(found, states, strict=True)
+            ]
+            places: dict[object, list[int]] = {}
+            for place, entry in enumerate(entries):
+                if entry.master.numel():  # else this process has no row of it
+                    places.setdefault(kernel.kind(entry), []).append(place)
+            for own in places.values():
+                together = [entries[place] for place in own]
+                numbers = _numbers(kernel, group, torch.stack([steps[place] for place in own]))
+                launch = self._launch(kernel, together)
+                launch.run(together, numbers, group["betas"], group["eps"], factor, bad)
+
+    def _state_of(self, master: Tensor) -> State:
+        state = self.state[master]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            state["exp_avg"] = torch.zeros_like(master)
+            state["exp_avg_sq"] = torch.zeros_like(master)
+        return state
+
+    def _launch(self, kernel: Any, entries: list[Any]) -> Any:
+        """Return the kernel.Launch of `entries`, whose tables are made once for tensors of these sizes."""
+        key = (kernel.kind(entries[0]), *(entry.master.data_ptr() for entry in entries))
+        launch = self._launches.get(key)
+        if launch is None:
+            if len(self._launches) >= LAUNCHES:  # other experts may be used in every step
+                self._launches.clear()
+            launch = self._launches[key] = kernel.Launch(entries)
+        return launch
+
+
+def _numbers(kernel: Any, group: Group, steps: Tensor) -> Any:
+    """Return kernel.Numbers of tensors at these steps, FP32 [n], rounded where PyTorch's kernel rounds them."""
+    first, second = group["betas"]
+    steps = steps.double().clamp(min=1)  # 0 in a first step that is bad, and unused
+    rate = group["lr"]
+    bias = (1 - first**steps).float().double()
+    roots = (1 - second**steps).sqrt().float()
+    decay = torch.full((), rate * group["weight_decay"], dtype=torch.float64, device=steps.device)
+    return kernel.Numbers(decay, (rate / bias).float(), roots)
+
+
+@functools.cache
+def has_kernel(device: torch.device) -> bool:
+    """Return whether `AdamW.update` runs on this device."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -1,0 +1,189 @@
+"""AdamW on many tensors in one kernel, which reads every gradient, master and moment once and writes the rest once.
+
+The arithmetic is that of PyTorch's fused AdamW on a GPU: products and sums of the moments in FP64, each rounded once
+to FP32, then the update in FP32. Beside it the kernel clips the gradient, which may be BF16, and rounds the new master
+into the parameter: 28 bytes per BF16 parameter, where separate passes move 48.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048  # elements of a tensor that a program updates
+WARPS = 8
+VECTOR = (
+    16  # bytes that a thread loads at a time, where all tensors of a launch are aligned to them
+)
+
+
+class Entry(NamedTuple):
+    """The tensors of one parameter, each contiguous and of its size, on one device.
+
+    Attributes:
+        gradient: BF16 or FP32; it is not written.
+        master: FP32, updated in place.
+        first: the first moment, FP32, updated in place.
+        second: the second moment, FP32, updated in place.
+        parameter: the master rounded to BF16; None where the master is all.
+    """
+
+    gradient: Tensor
+    master: Tensor
+    first: Tensor
+    second: Tensor
+    parameter: Tensor | None
+
+
+class Numbers(NamedTuple):
+    """The numbers of a step, with those of Entry number i at place i.
+
+    Attributes:
+        decay: FP64 scalar, the learning rate times the weight decay.
+        sizes: FP32 [n], the learning rate over the bias correction of the first moment.
+        roots: FP32 [n], the root of the bias correction of the second moment.
+    """
+
+    decay: Tensor
+    sizes: Tensor
+    roots: Tensor
+
+
+class Launch:
+    """Tables on the device for a kernel that updates entries of one kind.
+
+    Args:
+        entries: what a step updates; other steps may have other tensors of the same kind and sizes.
+    """
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        device = entries[0].master.device
+        counts = torch.tensor([entry.master.numel() for entry in entries])
+        blocks = -(-counts // BLOCK)
+        self.blocks = int(blocks.sum())
+        self.counts = _copy(counts, device)
+        self.begins = _copy(blocks.cumsum(0) - blocks, device)
+        self.owners = _copy(torch.arange(len(counts)).int().repeat_interleave(blocks), device)
+        self.places = torch.empty(0)
+        self._addresses: list[list[int]] = []
+
+    def _locate(self, entries: Sequence[Entry]) -> None:
+        """Copy a new table of places to the device if a tensor has moved; those of a replayed step have not."""
+        addresses = [
+            [0 if tensor is None else tensor.data_ptr() for tensor in entry] for entry in entries
+        ]
+        if addresses == self._addresses:
+            return
+        self._addresses = addresses
+        # Places are counted in elements from the tensors of the first entry.
+        sizes = [1 if tensor is None else tensor.element_size() for tensor in entries[0]]
+        places = [
+            [
+                (own - first) // size
+                for own, first, size in zip(row, addresses[0], sizes, strict=True)
+            ]
+            for row in addresses
+        ]
+        self.places = _copy(torch.tensor(places), entries[0].master.device)
+
+    def run(
+        self,
+        entries: Sequence[Entry],
+        numbers: Numbers,
+        betas: tuple[float, float],
+        eps: float,
+        factor: Tensor | None,
+        bad: Tensor | None,
+    ) -> None:
+        """Update the masters, the moments and the parameters.
+
+        Args:
+            entries: as many as at first, of the same sizes.
+            numbers: of this step.
+            betas: decays of the moments.
+            eps: added to the root of the second moment.
+            factor: multiplies the gradients, FP32 scalar; None: 1.
+            bad: if this FP32 scalar is 1, nothing changes; None: 0.
+        """
+        self._locate(entries)
+        base = entries[0]
+        with torch.cuda.device_of(base.master):
+            _adamw_kernel[(self.blocks,)](
+                *base, self.places, self.counts, self.begins, self.owners, *numbers, factor, bad,
+                BETA1=betas[0], BETA2=betas[1], EPS=eps, ALIGNED=aligned(base), BLOCK=BLOCK,
+                num_warps=WARPS,
+            )  # fmt: skip
+
+
+def kind(entry: Entry) -> tuple[object, ...]:
+    """Return what entries of one launch have in common."""
+    dtypes = (tensor.dtype for tensor in entry if tensor is not None)
+    return (entry.master.device, *dtypes, aligned(entry))
+
+
+def aligned(entry: Entry) -> bool:
+    """Return whether every tensor begins at a multiple of VECTOR bytes and has such a size."""
+    return entry.master.numel() % VECTOR == 0 and all(
+        tensor.data_ptr() % VECTOR == 0 for tensor in entry if tensor is not None
+    )
+
+
+def _copy(table: Tensor, device: torch.device) -> Tensor:
+    """Copy a table to the device without waiting for it."""
+    if device.type == "cuda":
+        table = table.pin_memory()
+    return table.to(device, non_blocking=True)
+
+
+@triton.jit
+def _adamw_kernel(
+    gradient, master, first, second, parameter, places, counts, begins, owners, decay, sizes, roots, factor, bad,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    own = tl.program_id(0)
+    entry = tl.load(owners + own)
+    count = tl.load(counts + entry)
+    if bad is not None:
+        count = tl.where(tl.load(bad) == 1.0, 0, count)
+    at = (own - tl.load(begins + entry)) * BLOCK + tl.arange(0, BLOCK)
+    places += entry * 5
+    gradient_at = tl.load(places)
+    master_at = tl.load(places + 1)
+    first_at = tl.load(places + 2)
+    second_at = tl.load(places + 3)
+    parameter_at = tl.load(places + 4)
+    if ALIGNED:
+        count = tl.multiple_of(count, 16)
+        gradient_at = tl.multiple_of(gradient_at, 4)
+        if gradient.dtype.element_ty == tl.bfloat16:
+            gradient_at = tl.multiple_of(gradient_at, 8)
+        master_at = tl.multiple_of(master_at, 4)
+        first_at = tl.multiple_of(first_at, 4)
+        second_at = tl.multiple_of(second_at, 4)
+        parameter_at = tl.multiple_of(parameter_at, 8)
+    here = at < count
+
+    g = tl.load(gradient + gradient_at + at, here, 0.0).to(tl.float32)
+    if factor is not None:
+        g *= tl.load(factor)
+    p = tl.load(master + master_at + at, here, 0.0)
+    m = tl.load(first + first_at + at, here, 0.0)
+    v = tl.load(second + second_at + at, here, 0.0)
+
+    p64 = p.to(tl.float64)
+    p = (p64 - tl.load(decay) * p64).to(tl.float32)
+    g64 = g.to(tl.float64)
+    m = (BETA1 * m.to(tl.float64) + (1 - BETA1) * g64).to(tl.float32)
+    v = (BETA2 * v.to(tl.float64) + (1 - BETA2) * g64 * g64).to(tl.float32)
+    root = tl.div_rn(tl.sqrt_rn(v), tl.load(roots + entry))
+    below = (root.to(tl.float64) + EPS).to(tl.float32)
+    p -= tl.div_rn(tl.load(sizes + entry) * m, below)
+
+    tl.store(master + master_at + at, p, here)
+    tl.store(first + first_at + at, m, here)
+    tl.store(second + second_at + at, v, here)
+    if parameter is not None:
+        tl.store(parameter + parameter_at + at, p.to(parameter.dtype.element_ty), here)

@@ -1,0 +1,194 @@
+"""AdamW in one kernel (optim/adamw_triton.py) against PyTorch's.
+
+Run by tests/kernels/test_triton_kernels.py in Triton's interpreter and on a GPU.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from fewer import every
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+
+from te_models import CausalLM
+from te_models.fp8.primary_weights import is_quantized, plain
+from te_models.optim import adamw_triton, build_optimizer, master
+from te_models.optim.adamw import AdamW, Update
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BF16 = torch.bfloat16
+SIZES = [1, 16, 100, adamw_triton.BLOCK, adamw_triton.BLOCK + 8, 3 * adamw_triton.BLOCK + 5]
+LR, DECAY, BETAS, EPS = 1e-2, 0.1, (0.9, 0.95), 1e-8
+
+
+def tensors(sizes: list[int], dtype: torch.dtype, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    spread = [10 ** (-4 * torch.rand(size, generator=generator)) for size in sizes]
+    found = [
+        torch.randn(size, generator=generator) * s for size, s in zip(sizes, spread, strict=True)
+    ]
+    return [value.to(DEVICE, dtype) for value in found]
+
+
+def rounded_like_torch(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The arithmetic of PyTorch's CUDA kernel: moments in FP64 rounded once, the update in FP32."""
+    p = (p.double() - LR * DECAY * p.double()).float()
+    m = (BETAS[0] * m.double() + (1 - BETAS[0]) * g.double()).float()
+    v = (BETAS[1] * v.double() + (1 - BETAS[1]) * g.double() * g.double()).float()
+    bias = torch.tensor(1 - BETAS[0] ** step).double().float().double()
+    size = (LR / bias).float()
+    root = torch.tensor((1 - BETAS[1] ** step) ** 0.5, dtype=torch.float64).float()
+    # FP32 roots and quotients, correctly rounded, which PyTorch's on a CPU are not.
+    quotient = (v.double().sqrt().float().double() / root.double()).float()
+    below = (quotient.double() + EPS).float()
+    return p - ((size * m).double() / below.double()).float(), m, v
+
+
+@pytest.mark.parametrize(
+    ("dtype", "copied", "clipped", "shift"),
+    every(2, [BF16, torch.float32], [True, False], [True, False], [0, 1]),
+)
+def test_an_update_is_pytorchs(dtype: torch.dtype, copied: bool, clipped: bool, shift: int) -> None:
+    """Three steps; `shift` makes tensors that begin at odd addresses."""
+    masters = [t[shift:] for t in tensors([size + shift for size in SIZES], torch.float32, 0)]
+    parameters = [torch.empty_like(p, dtype=BF16) for p in masters] if copied else [None] * 6
+    optimizer = AdamW(masters, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    wanted = [(p.clone(), torch.zeros_like(p), torch.zeros_like(p)) for p in masters]
+    exact = [p.detach().cpu().double().clone() for p in masters]
+    reference = torch.optim.AdamW(exact, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    factor = torch.tensor(1 / 3, device=DEVICE) if clipped else None
+    for step in (1, 2, 3):
+        gradients = tensors(SIZES, dtype, step)
+        before = [g.clone() for g in gradients]
+        optimizer.update(list(map(Update, masters, gradients, parameters)), factor)
+        assert all(map(torch.equal, gradients, before))
+        for number, gradient in enumerate(gradients):
+            g = gradient.float() if factor is None else gradient.float() * factor
+            p, m, v = wanted[number]
+            wanted[number] = rounded_like_torch(p, g, m, v, step)
+            exact[number].grad = g.cpu().double()
+        reference.step()
+    for number, (p, m, v) in enumerate(wanted):
+        state = optimizer.state[masters[number]]
+        found = (masters[number], state["exp_avg"], state["exp_avg_sq"])
+        for name, own, right in zip(("master", "first", "second"), found, (p, m, v), strict=True):
+            # A GPU may fuse an FP64 product with the sum, which in one of 2**29 elements changes the FP32 value.
+            assert torch.equal(own, right), (number, name)
+        assert state["step"].item() == 3
+        torch.testing.assert_close(
+            masters[number].cpu().double(), exact[number], rtol=2e-6, atol=2e-7
+        )
+        if copied:
+            error = (parameters[number].double() - masters[number].double()).abs()
+            step_of_bf16 = masters[number].double().abs() * 2.0**-7
+            assert (error <= step_of_bf16).all()  # the interpreter cuts off where a GPU rounds
+            if DEVICE == "cuda":
+                assert torch.equal(parameters[number], masters[number].to(BF16))
+
+
+@pytest.mark.parametrize("bad", [0.0, 1.0])
+def test_a_bad_step_changes_nothing(bad: float) -> None:
+    (p,), (g,) = tensors([100], torch.float32, 0), tensors([100], BF16, 1)
+    if bad:
+        g[3] = float("nan")
+    copy_of_p = p.to(BF16)
+    before = (p.clone(), copy_of_p.clone())
+    optimizer = AdamW([p], lr=LR)
+    optimizer.found_inf = torch.tensor(bad, device=DEVICE)
+    optimizer.update([Update(p, g, copy_of_p)], None)
+    state = optimizer.state[p]
+    assert state["step"].item() == 1 - bad
+    same = [torch.equal(*pair) for pair in zip((p, copy_of_p), before, strict=True)]
+    assert same[0] == bool(bad) and (same[1] or not bad)
+    assert bool(state["exp_avg"].any()) != bool(bad)
+
+
+def test_tensors_may_move_and_be_left_out() -> None:
+    """Gradients at other addresses, a step without one of the tensors: as many updates each, with own step counts."""
+    masters = tensors([64, 300, 64], torch.float32, 0)
+    optimizer = AdamW(masters, lr=LR, weight_decay=0.0, betas=BETAS, eps=EPS)
+    alone = [p.clone() for p in masters]
+    single = [AdamW([p], lr=LR, weight_decay=0.0, betas=BETAS, eps=EPS) for p in alone]
+    kept = []
+    for step in range(4):
+        gradients = tensors([64, 300, 64], torch.float32, step)
+        kept.append(gradients)  # so that the next ones are elsewhere
+        used = [0, 1, 2] if step != 2 else [0, 2]
+        optimizer.update([Update(masters[n], gradients[n], None) for n in used], None)
+        for n in used:
+            single[n].update([Update(alone[n], gradients[n], None)], None)
+    assert all(map(torch.equal, masters, alone))
+    assert [optimizer.state[p]["step"].item() for p in masters] == [4, 3, 4]
+
+
+def test_a_model_trains_as_through_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masters of BF16 parameters, with clipping, saved and loaded in between, and one parameter in FP32."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64, bias=False)).to(DEVICE, BF16)]
+    models[0][0].bias.data = models[0][0].bias.data.float()
+    models.append(copy.deepcopy(models[0]))
+    found: list[Any] = []
+    for model, kernel in zip(models, (True, False), strict=True):
+        monkeypatch.setattr(master, "has_kernel", lambda device, kernel=kernel: kernel)
+        found.append(build_optimizer("adamw", model, LR, DECAY))
+    assert [optimizer._at_once for optimizer in found] == [True, False]
+    for number in range(5):
+        for model, optimizer in zip(models, found, strict=True):
+            generator = torch.Generator().manual_seed(number)
+            for parameter in model.parameters():
+                grad = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = grad.to(parameter)
+            optimizer.take_gradients(1.0)
+            optimizer.set_learning_rate(LR / (number + 1))
+            optimizer.step()
+            assert all(parameter.grad is None for parameter in model.parameters())
+        if number == 2:
+            found[0].load_state_dict(found[1].state_dict())
+    for own, other in zip(found[0].masters, found[1].masters, strict=True):
+        if DEVICE == "cuda":
+            assert torch.equal(own, other)
+        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)
+    states = [optimizer.state_dict() for optimizer in found]
+    assert [sorted(entry) for entry in states[0]["state"]] == [
+        sorted(entry) for entry in states[1]["state"]
+    ]
+    found[1].check_state_dict(states[0])
+
+
+def test_fp8_weights_are_quantized_from_the_new_masters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As through PyTorch: the codes, but where a master at the middle of two of them differs in its last bit."""
+    place: dict[str, Any] = dict(
+        device=DEVICE, engine="emulated", recipe="current", fp8_params=True
+    )
+    shape = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2)
+    models, found = [], []
+    for kernel in (True, False):
+        monkeypatch.setattr(master, "has_kernel", lambda device, kernel=kernel: kernel)
+        torch.manual_seed(0)
+        model = CausalLM.from_preset("gated-nano", num_key_value_heads=1, **shape, **place).train()
+        models.append(model)
+        found.append(build_optimizer("adamw", model, LR, DECAY))
+    assert [optimizer._at_once for optimizer in found] == [True, False]
+    before = [plain(p).clone() for p in models[0].parameters()]
+    for number in range(2):
+        for model, optimizer in zip(models, found, strict=True):
+            generator = torch.Generator().manual_seed(number)
+            for parameter in model.parameters():
+                grad = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = grad.to(DEVICE, parameter.dtype)
+            optimizer.take_gradients(1.0)
+            optimizer.step()
+    assert any(is_quantized(p) for p in models[0].parameters())
+    pairs = zip(models[0].parameters(), models[1].parameters(), before, strict=True)
+    for own, other, first in pairs:
+        new, wanted = plain(own).float(), plain(other).float()
+        assert not torch.equal(new, first.float())
+        if is_quantized(own) or DEVICE == "cuda":  # the interpreter cuts BF16 off
+            assert (new != wanted).float().mean() <= 0.01
+    for own, other in zip(found[0].masters, found[1].masters, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)
