@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import kinds
 import pytest
 import torch
 from decoding import PROMPTS, build
+from kinds import KINDS, tokens
 
 from te_models.errors import OutOfMemory
 
@@ -28,3 +30,41 @@ def test_the_cache_says_its_size(
         match=r"a KV cache for 3 rows of 29 positions takes 0.00 GiB, which cpu does not",
     ):
         model.new_cache(3, 29)
+
+
+# Where padding may be in a batch of prompts: 1 is a token.
+PLACES_OF_PADDING = {
+    "left": [[0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 12],
+    "right": [[1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0], [1] * 12],
+    "mostly right": [[1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], [1] * 8 + [0] * 4],
+    "both": [[0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0], [0] * 6 + [1] * 5 + [0]],
+    "per row": [[0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0]],
+    "in the middle": [[1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 1], [0, 1, 0, 1, 1, 0, 1, 1, 1, 0, 0, 0]],
+}
+STATES = ("attention", "sliding", "sinks, biased experts", "linear attention", "latent attention",
+          "latent attention, wide values", "OLMo 3", "Ministral 3", "sinks")  # fmt: skip
+
+
+@pytest.mark.parametrize("padding", PLACES_OF_PADDING)
+@pytest.mark.parametrize("name", STATES)
+@torch.no_grad()
+def test_a_prompt_with_padding_anywhere_goes_on_as_each_row_alone(name: str, padding: str) -> None:
+    """The steps after it too, of which some are padding for one row: windows, recurrences and positions skip it."""
+    kind = KINDS[name]
+    model = kinds.build(kind, dtype=torch.float32).eval()
+    ids = tokens(model, 2, 24)
+    steps = [[1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1], [1, 0, 0, 1, 1, 1, 1, 1, 1, 0, 1, 1]]
+    mask = torch.cat((torch.tensor(PLACES_OF_PADDING[padding]), torch.tensor(steps)), dim=1)
+    cache = model.new_cache(2, 24)
+    parts = (12, 1, 1, 1, 3, 1, 1, 2, 1, 1)
+    logits = [
+        model(part, cache=cache, attention_mask=seen).logits
+        for part, seen in zip(ids.split(parts, 1), mask.split(parts, 1), strict=True)
+    ]
+    found = torch.cat(logits, dim=1)
+    whole = model(ids, attention_mask=mask).logits
+    for row in range(2):
+        real = mask[row].bool()
+        alone = model(ids[row : row + 1, real]).logits[0]
+        torch.testing.assert_close(found[row, real], alone, atol=2e-5, rtol=0)
+        torch.testing.assert_close(whole[row, real], alone, atol=2e-5, rtol=0)
