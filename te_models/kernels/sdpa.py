@@ -94,11 +94,12 @@ def attention_mask(
     slot = torch.arange(seq, device=device)
     distance = slot[:, None] - slot
     mask = distance >= 0
-    if window is not None and real is None:
-        mask = mask & (distance < window)
-    elif window is not None:
-        position = real.cumsum(-1)
-        mask = mask & within_window(position, position, window)
+    if window is not None:
+        if real is None:
+            mask = mask & (distance < window)
+        else:
+            position = real.cumsum(-1)
+            mask = mask & within_window(position, position, window)
     if documents is not None:
         mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
     return mask if real is None else (mask & real[:, None, None, :]) | (distance == 0)

@@ -45,7 +45,7 @@ class Gradients:
 
 
 class GradientSums(Gradients):
-    """FP32 sums of the gradients of all micro-batches of a step, averaged over the processes of `group`.
+    """FP32 sums of the gradients of all micro-batches of a step, added over the processes of `group`.
 
     Costs 4 bytes per parameter; BF16 gradients exist for one parameter at a time. With a `group`, sums are reduced in
     buckets during the last backward pass, as in DistributedDataParallel.
@@ -103,8 +103,6 @@ class GradientSums(Gradients):
         self._reduce(len(self._buckets))
         for work in self._works:
             work.wait()
-        if self.group is not None:
-            torch._foreach_div_(self._buckets, dist.get_world_size(self.group))
 
     def last_micro_batch(self) -> None:
         """Reduce each bucket over the processes as soon as the next backward pass has filled it."""

@@ -21,6 +21,7 @@ from te_models.device.choice import computing_device
 from te_models.device.cuda_capture import capture, failed_capture
 from te_models.errors import UsageError, refuse
 from te_models.model.dynamic import dynamic
+from te_models.model.output import step_loss
 from te_models.model.recompute import may_draw
 
 WARM_UP = 3  # eager steps before the capture, for compilers, workspaces of libraries and FP8 state created on first use
@@ -64,26 +65,38 @@ class GraphedStep:
         self.stream: Any = torch.cuda.Stream(model.device)
         self.inputs: dict[str, Tensor] = {}
         self.gradients: list[Tensor | None] = []
-        self.loss, self.weight = torch.empty(0), torch.ones((), device=model.device)
+        self.loss = torch.empty(0)
+        self.weight = torch.ones((), device=model.device)
+        self.router_weight = torch.ones((), device=model.device)
         self.routing: list[
             Tensor
         ] = []  # what routers did in the newest step (RoutingReport.metrics)
 
-    def __call__(self, weight: Tensor | float = 1.0, **batch: Tensor) -> Tensor:
+    def __call__(
+        self,
+        weight: Tensor | float = 1.0,
+        router_weight: Tensor | float | None = None,
+        **batch: Tensor,
+    ) -> Tensor:
         """Compute the gradients of `weight` times the loss; return that product.
 
         Args:
             weight: factor of the loss; if a tensor, on the model's device.
+            router_weight: factor of the routers' losses in place of `weight`, which counts targets; None: `weight`.
             batch: tensors of CausalLM.forward, "input_ids" and "labels" among them.
         """
         self._take(batch)
-        self.weight.copy_(weight) if isinstance(weight, Tensor) else self.weight.fill_(weight)
+        router_weight = weight if router_weight is None else router_weight
+        for buffer, value in ((self.weight, weight), (self.router_weight, router_weight)):
+            buffer.copy_(value) if isinstance(value, Tensor) else buffer.fill_(value)
         for module in self.shared:
             module.reshard()  # evaluation leaves weights gathered, and a graph captured then would never gather them
         for parameter in self.parameters:
             parameter.grad = None
         if not self.calls and self.calibrate:
-            self.model.calibrate(self.inputs, weights=[self.weight])
+            self.model.calibrate(
+                self.inputs, weights=[self.weight], router_weights=[self.router_weight]
+            )
         self.calls += 1
         if self.graph is None and self.calls > WARM_UP and self.failures < ATTEMPTS:
             self._capture()
@@ -135,10 +148,12 @@ class GraphedStep:
     def _run(self) -> None:
         """Run forward and backward eagerly; what is inside a capture is recorded."""
         output = self.model(**self.inputs, return_logits=False)
-        loss = output.loss * self.weight
+        loss = step_loss(output, self.weight, self.router_weight, self.model.router_losses)
         loss.backward()
         self.loss = loss.detach()
-        self.routing = [] if output.routing is None else [output.routing.metrics(self.weight)]
+        self.routing = []
+        if output.routing is not None:
+            self.routing.append(output.routing.metrics(self.router_weight))
 
     def _take(self, batch: dict[str, Tensor]) -> None:
         """Copy the batch into the buffers that the graph reads."""
