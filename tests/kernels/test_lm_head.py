@@ -54,6 +54,30 @@ def test_the_losss_factor_is_not_rounded(retain: bool) -> None:
         assert_same_bits("one", one, (other.float() * factor).bfloat16())
 
 
+@pytest.mark.parametrize("chunk", [1, 16])
+def test_the_gradient_of_the_weight_is_summed_in_fp32(chunk: int) -> None:
+    """BF16 stops adding once a sum is 256 times its addend; here 1,024 chunks add up, and then are rounded once."""
+    rows = 1024 * chunk
+    x, weight = torch.ones(rows, 4).bfloat16(), torch.zeros(6, 4).bfloat16().requires_grad_()
+    targets = torch.zeros(rows, dtype=torch.int64)
+    (found,) = torch.autograd.grad(linear_cross_entropy(x, weight, targets, chunk), weight)
+    # Of equal logits each probability is 1/6.
+    expected = torch.full((6, 4), 1 / 6).double()
+    expected[0] -= 1
+    # The gradient of the logits is rounded to BF16, and the sum again.
+    assert ((found.double() - expected).abs() <= 2 * 2.0**-9 * expected.abs()).all()
+
+
+def test_chunks_share_the_count_of_all_targets() -> None:
+    """Also where one has none."""
+    x, weight, targets = inputs(torch.float64)
+    targets[:8] = -100
+    targets[8:15] = -100
+    loss = linear_cross_entropy(x, weight, targets, 8)
+    expected = F.cross_entropy(F.linear(x, weight), targets)
+    torch.testing.assert_close(loss.double(), expected, atol=1e-6, rtol=1e-6)
+
+
 def test_no_target_counts() -> None:
     x, weight, targets = inputs(torch.float32)
     loss = linear_cross_entropy(x, weight, targets.fill_(-100))
