@@ -8,6 +8,7 @@ hour. Exit status 1: a mutation lives, or its text is not in the file (any more)
 """
 
 import argparse
+import compileall
 import contextlib
 import os
 import shutil
@@ -359,6 +360,12 @@ def copy_of(project: Path, folder: Path) -> Path:
     return folder
 
 
+def forget_bytecode(path: Path) -> None:
+    """Remove the bytecode of a file, which Python tells from that of another text by the second it was written in."""
+    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
+        compiled.unlink()
+
+
 def tests_fail(folder: Path, tests: str) -> bool:
     """Return whether the tests fail in a process of their own, which imports the copy in `folder`."""
     child = os.fork()
@@ -370,12 +377,11 @@ def tests_fail(folder: Path, tests: str) -> bool:
         os.chdir(folder)
         os.environ["PYTHONPATH"] = str(folder)
         sys.path[:0] = [str(folder)]
-        sys.dont_write_bytecode = True
         with (folder / "output.txt").open("w") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
             found = [test for test in tests.split() if (folder / test).exists()]
-            code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *found]))
+            code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-m", "not slow", *found]))
     finally:
         os._exit(min(code, 1))
 
@@ -390,6 +396,7 @@ def main() -> int:
     living = 0
     with tempfile.TemporaryDirectory() as folder:
         project = copy_of(ROOT, Path(folder))
+        compileall.compile_dir(project / "te_models", quiet=1)
         for name, mutations, tests in PLANTED:
             path = project / "te_models" / name
             text = path.read_text()
@@ -407,11 +414,13 @@ def main() -> int:
                     path.write_text(planted)
                     try:
                         compile(planted, str(path), "exec")
+                        forget_bytecode(path)
                         verdict = "killed" if tests_fail(project, tests) else "LIVES"
                     except SyntaxError as error:
                         verdict = f"is no Python: {error}"
                     finally:
                         path.write_text(text)
+                        forget_bytecode(path)
                 living += verdict != "killed"
                 print(f"{verdict:8} {time.monotonic() - start:5.1f} s  {name}: {what}", flush=True)
     return int(living > 0)

@@ -1,5 +1,6 @@
 """The cache while decoding: any parts of a text give the logits of the whole, and padding stays padding."""
 
+import copy
 from typing import Any
 
 import kinds
@@ -7,6 +8,7 @@ import pytest
 import torch
 from decoding import PROMPTS, build
 from kinds import KINDS, tokens
+from torch import Tensor
 
 from te_models.errors import OutOfMemory
 
@@ -30,6 +32,35 @@ def test_the_cache_says_its_size(
         match=r"a KV cache for 3 rows of 29 positions takes 0.00 GiB, which cpu does not",
     ):
         model.new_cache(3, 29)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_a_recurrent_step_survive_the_steps_after_it(
+    dtype: torch.dtype, length: int
+) -> None:
+    """What autograd has saved of a state is as it was then, though later tokens have overwritten it in place.
+
+    The judge is the same step on a copy of the cache, which nothing overwrites.
+    """
+    fields = KINDS["linear attention"].fields | dict(layer_types=("linear_attention",) * 3)
+    model = kinds.build(kinds.Kind(fields), dtype=dtype).eval()
+    ids = tokens(model, 2, 16)
+    cache = model.new_cache(2, 16)
+    with torch.no_grad():
+        model(ids[:, :8], cache=cache)
+    own = copy.deepcopy(cache)
+
+    def gradients(of: Any, later: bool) -> list[Tensor]:
+        loss = model(ids[:, 8 : 8 + length], cache=of).logits.float().square().sum()
+        if later:
+            with torch.no_grad():
+                model(ids[:, 11:16], cache=of)
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    found, expected = gradients(cache, later=True), gradients(own, later=False)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other) and other.any()
 
 
 # Where padding may be in a batch of prompts: 1 is a token.
