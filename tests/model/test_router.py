@@ -10,6 +10,7 @@ from torch import Tensor
 
 from te_models import CausalLM, ModelConfig
 from te_models.config.moe import MoEConfig
+from te_models.model import forward_context
 from te_models.model.router import LayerRouting, Routing, choose, describe, places, weights_of
 
 TOKENS, EXPERTS = 40, 8
@@ -184,3 +185,98 @@ def test_jitter_reaches_the_router_the_experts_and_the_shared_expert_alike() -> 
     assert 1 - noise <= ratio.min() < 1 - 0.8 * noise and 1 + 0.8 * noise < ratio.max() <= 1 + noise
     model.eval()(ids)
     assert torch.equal(seen["router"], given[1])
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "router in FP32, biases": dict(router_fp32=True, bias=True),
+    "clamped": dict(bias=True, swiglu_limit=0.5),
+    "shared": dict(shared_expert_intermediate_size=96),
+    "shared, gated": dict(shared_expert_intermediate_size=96, shared_expert_gate=True),
+    "groups": dict(
+        router_scores="sigmoid", n_group=4, topk_group=2, group_scores=2, expert_bias=True,
+        routed_scaling_factor=1.5, shared_expert_intermediate_size=32,
+    ),
+    "groups by maxima": dict(n_group=2, topk_group=1, group_scores=1, norm_topk_prob=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_a_mixture_is_the_sum_over_its_experts(name: str) -> None:
+    """In FP64, token by token and expert by expert."""
+    moe = settings(**LAYERS[name])
+    config = ModelConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, moe=moe
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = CausalLM(config, recipe="bf16", dtype=torch.float32, device="cpu").eval()
+    mlp = model.layers[0].mlp
+    for parameter in mlp.parameters():
+        parameter.normal_(0, 0.3)
+    seen: list[Tensor] = []
+    model.layers[0].register_forward_hook(lambda m, inputs, output: seen.append(output))
+    attended: list[Tensor] = []
+    norm = model.layers[0].post_attention_layernorm
+    norm.register_forward_pre_hook(lambda m, inputs: attended.append(inputs[0]))
+    model(torch.arange(20).reshape(1, 20))
+    weights = {n: p.double() for n, p in mlp.named_parameters()}
+    x = norm_of(attended[0], norm, config.rms_norm_eps)
+    output = (seen[-1] - attended[0]).double()
+
+    def linear(which: str, row: Tensor, number: int | str = "") -> Tensor:
+        bias = weights.get(f"{which}.bias{number}")
+        product = weights[f"{which}.weight{number}"] @ row
+        return product if bias is None else product + bias
+
+    def activated(both: Tensor) -> Tensor:
+        gate, up = both.chunk(2)
+        if moe.swiglu_limit is None:
+            return gate * torch.sigmoid(gate) * up
+        gate, up = gate.clamp(max=moe.swiglu_limit), up.clamp(-moe.swiglu_limit, moe.swiglu_limit)
+        return (up + 1) * gate * torch.sigmoid(moe.swiglu_alpha * gate)
+
+    for row, found in zip(x, output, strict=True):
+        logits = linear("router", row)
+        bias = mlp.expert_bias if moe.expert_bias else None
+        experts = chosen_by_definition(logits.float(), bias, moe)
+        scores = logits.sigmoid() if moe.router_scores == "sigmoid" else logits.softmax(0)
+        own = scores[experts]
+        own = own / own.sum() if moe.norm_topk_prob else own
+        total = torch.zeros(64).double()
+        for weight, expert in zip(own * moe.routed_scaling_factor, experts, strict=True):
+            hidden = activated(linear("gate_up_proj", row, expert))
+            total += weight * linear("down_proj", hidden, expert)
+        if moe.shared_expert_intermediate_size:
+            shared = linear("shared_down_proj", activated(linear("shared_gate_up_proj", row)))
+            gate = torch.sigmoid(linear("shared_gate", row)) if moe.shared_expert_gate else 1.0
+            total += gate * shared
+        torch.testing.assert_close(found, total, rtol=1e-3, atol=1e-4 * total.abs().max().item())
+
+
+def norm_of(x: Tensor, norm: torch.nn.Module, epsilon: float) -> Tensor:
+    """RMSNorm of x [N, D] in FP64."""
+    x = x.double()
+    scale = norm.get_parameter("weight").double()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * scale
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_a_recompute_describes_no_layer_again(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it described would stay in the context of the pass, and with it the graph."""
+    passes: list[Routing] = []
+
+    class Watched(Routing):
+        def __init__(self) -> None:
+            super().__init__()
+            passes.append(self)
+
+    monkeypatch.setattr(forward_context, "Routing", Watched)
+    config = ModelConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        moe=settings(),
+    )  # fmt: skip
+    model = CausalLM(config, recipe="bf16", device="cpu", activation_checkpointing=mode)
+    ids = torch.arange(24).reshape(1, 24)
+    model(ids, labels=ids).loss.backward()
+    assert len(passes) == 1 and not passes[0].layers
