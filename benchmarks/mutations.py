@@ -345,10 +345,6 @@ GROUPED = {
     "no check of rows": Mutation(
         "            if self.fp8:\n                self._check_fp8(rows, tracked)\n", ""
     ),
-    "an idle expert's gradient is FP32": Mutation(
-        "grad.new_zeros(ctx.weight_shape, dtype=call.dtype) if wgrad",
-        "grad.new_zeros(ctx.weight_shape, dtype=torch.float32) if wgrad",
-    ),
     "two backwards": Mutation("    ctx.experts = None\n", "    pass\n"),
     "a frozen weight has a gradient": Mutation(
         "wgrad = grad and weights[0].requires_grad", "wgrad = grad"
