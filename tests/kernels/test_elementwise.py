@@ -10,6 +10,7 @@ from te_models.kernels.elementwise import (
     causal_conv,
     clamped_swiglu,
     clamped_swiglu_backward,
+    cross_entropy,
     delta_gates,
     mlp_activation,
     mlp_activation_backward,
@@ -148,6 +149,15 @@ def test_the_slope_of_a_cap(dtype: torch.dtype, cap: float) -> None:
     bound = 3 * 2.0**-9 if dtype == torch.bfloat16 else 1e-5
     error = (slope.double() - expected).abs()
     assert (error <= bound * expected.abs() + 1e-9).all()
+
+
+def test_a_loss_without_targets_is_zero() -> None:
+    logits = torch.randn(5, 9, requires_grad=True)
+    loss = cross_entropy(logits, torch.full((5,), -100))
+    loss.backward()
+    assert loss == 0 and not logits.grad.any()
+    targets = torch.tensor([3, -100, 8, -100, 0])
+    torch.testing.assert_close(cross_entropy(logits, targets), F.cross_entropy(logits, targets))
 
 
 def test_the_softplus_gate() -> None:

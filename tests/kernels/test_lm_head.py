@@ -101,6 +101,27 @@ def test_a_retained_graph_gives_the_same_gradients_again(frozen: int | None) -> 
     assert all(torch.equal(2 * one, other) for one, other in zip(first, doubled, strict=True))
 
 
+@pytest.mark.parametrize("frozen", [None, 0, 1])
+def test_a_retained_graph_is_not_overwritten_by_a_product_in_place(frozen: int | None) -> None:
+    """A kernel multiplies the saved gradients in place, but only in their last backward."""
+
+    def multiply(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+    leaves = inputs(torch.float32)
+    for number, leaf in enumerate(leaves[:2]):
+        leaf.requires_grad_(number != frozen)
+    wanted = [leaf for leaf in leaves[:2] if leaf.requires_grad]
+    plain = torch.autograd.grad(linear_cross_entropy(*leaves) * 0.25, wanted)
+    loss = linear_cross_entropy(*leaves, multiply=multiply) * 0.25
+    for retain in (True, True, False):
+        for one, other in zip(
+            torch.autograd.grad(loss, wanted, retain_graph=retain), plain, strict=True
+        ):
+            assert torch.equal(one, other)
+
+
 def over_the_logits(
     logits: torch.Tensor, targets: torch.Tensor, count: torch.Tensor, gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
