@@ -106,6 +106,14 @@ ROUTER = {
         "(counts + alignment - 1) // alignment * alignment", "counts // alignment * alignment"
     ),
 }
+AMONG = {
+    "other processes are not asked": Mutation(
+        "next(amax_of)[built.reduce_amax]", "next(amax_of)[False]"
+    ),
+    "each process by itself without reduce_amax": Mutation(
+        "next(amax_of)[built.reduce_amax]", "next(amax_of)[True]"
+    ),
+}
 TOGETHER = {
     "other processes count for nothing": Mutation(
         "dist.all_reduce(everywhere, group=group)", "pass"
@@ -426,13 +434,6 @@ CALIBRATION = {
         "amaxes[operand].clamp_(min=torch.linalg.vector_norm(tensor.detach(), torch.inf))",
         "amaxes[operand].copy_(torch.linalg.vector_norm(tensor.detach(), torch.inf))",
     ),
-    "weights in FP8 are measured again": Mutation("if not is_quantized(weights[0]):", "if True:"),
-    "other processes are not asked": Mutation(
-        "next(amax_of)[built.reduce_amax]", "next(amax_of)[False]"
-    ),
-    "each process by itself without reduce_amax": Mutation(
-        "next(amax_of)[built.reduce_amax]", "next(amax_of)[True]"
-    ),
 }
 STATE = {
     "a new history of frozen state": Mutation(
@@ -568,6 +569,7 @@ PLANTED: list[tuple[str, dict[str, Mutation], str]] = [
     ("fp8/region.py", REGION, "tests/fp8/test_region.py"),
     ("fp8/primary_weights.py", WEIGHTS, "tests/fp8/test_primary_weights.py"),
     ("fp8/fsdp_gather.py", GATHER, "tests/fp8/test_fsdp_gather.py"),
+    ("fp8/calibration.py", AMONG, "tests/training/test_parallel.py"),
     ("model/router.py", TOGETHER, "tests/training/test_step_weights.py"),
     ("fp8/scaling_state.py", EARLIER, "tests/fp8/test_scaling_state.py"),
 ]  # fmt: skip
