@@ -569,7 +569,7 @@ PLANTED: list[tuple[str, dict[str, Mutation], str]] = [
     ("fp8/region.py", REGION, "tests/fp8/test_region.py"),
     ("fp8/primary_weights.py", WEIGHTS, "tests/fp8/test_primary_weights.py"),
     ("fp8/fsdp_gather.py", GATHER, "tests/fp8/test_fsdp_gather.py"),
-    ("fp8/calibration.py", AMONG, "tests/training/test_parallel.py"),
+    ("fp8/calibration.py", AMONG, "tests/fp8/test_scaling_state.py"),
     ("model/router.py", TOGETHER, "tests/training/test_step_weights.py"),
     ("fp8/scaling_state.py", EARLIER, "tests/fp8/test_scaling_state.py"),
 ]  # fmt: skip

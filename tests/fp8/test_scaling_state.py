@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import te_models.engine.emulated as emulated
 from te_models import CausalLM, get_recipe
 from te_models.config.recipe import Recipe
+from te_models.fp8 import calibration
 from te_models.fp8.calibration import Measurement, Scaling, unmeasured
 from te_models.fp8.precision import take_scales
 from te_models.fp8.scaling_state import (
@@ -223,6 +224,21 @@ def test_either_a_scale_or_a_history_is_a_measurement() -> None:
     state.scale.copy_(torch.tensor([1.0, 7.0, 7.0]))
     state.amax_history[:, 1:] = 3.0
     assert unmeasured([linear], None) == [linear], "of the input, not of the weight"
+
+
+@pytest.mark.parametrize("reduces", [True, False])
+def test_amaxes_of_other_processes_count_where_the_recipe_reduces_them(
+    reduces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here another process has seen numbers three times as large."""
+    monkeypatch.setattr(calibration, "largest", lambda own, group: [3 * amax for amax in own])
+    recipe = get_recipe("delayed", amax_history_len=3, reduce_amax=reduces)
+    linear = emulated.Linear(32, 32, bias=False, device="cpu")
+    found = Measurement([linear], torch.device("cpu"))
+    found.amaxes[0][0, 0] = 0.5
+    found.set_scales([Scaling(recipe, recipe.build(emulated), None)])
+    expected = 1.5 if reduces else 0.5
+    assert delayed_states(linear)[".scaling_fwd"].amax_history[-1, 0] == expected
 
 
 def test_an_amax_of_the_step_in_progress_is_kept() -> None:
