@@ -192,7 +192,10 @@ class CausalLM(Decoder):
         return self.origin.generation or {}
 
     def calibrate(
-        self, *batches: Mapping[str, Tensor], weights: Sequence[Tensor | float] | None = None
+        self,
+        *batches: Mapping[str, Tensor],
+        weights: Sequence[Tensor | float] | None = None,
+        router_weights: Sequence[Tensor | float] | None = None,
     ) -> None:
         """Measure the first scales of recipe "delayed", with one forward and backward in BF16 that change nothing else.
 
@@ -203,11 +206,12 @@ class CausalLM(Decoder):
         Args:
             batches: the micro-batches of the first step: tensors of `forward`, "labels" among them.
             weights: the factors of their losses in that step; None: 1 / len(batches) each.
+            router_weights: the factors of the losses of their routers; None: `weights`.
 
         Raises:
             UsageError: no batch, or one without labels.
         """
-        calibrate(self, batches, weights)
+        calibrate(self, batches, weights, router_weights)
 
     def generate(
         self,

@@ -237,9 +237,20 @@ class PartSpec(ABC):
 
     # Costs.
 
+    def rows_of(self, linear: LinearSpec, tokens: int) -> int:
+        """Return the rows that one of its te.Linears has for `tokens` tokens, those of all experts together."""
+        return tokens
+
+    def linear_flops(self, tokens: int) -> float:
+        """Return the FLOPs of a forward of its te.Linears."""
+        products = (
+            self.rows_of(linear, tokens) * linear.inputs * linear.outputs for linear in self.linears
+        )
+        return 2.0 * sum(products)
+
     def flops(self, tokens: int, length: int) -> float:
         """Return the FLOPs of a forward over `tokens` tokens in rows of `length`."""
-        return 2.0 * tokens * sum(linear.inputs * linear.outputs for linear in self.linears)
+        return self.linear_flops(tokens)
 
 
 class MixerSpec(PartSpec):

@@ -174,14 +174,9 @@ class MoESpec(FeedforwardSpec):
             lin.num_parameters // lin.gemms * idle for lin in self.linears if lin.experts
         )
 
-    def flops(self, tokens: int, length: int) -> float:
-        """Return the FLOPs of a forward, in which each token goes through its own experts only."""
-        chosen = self.experts.num_experts_per_tok
-        return (
-            2.0
-            * tokens
-            * sum(lin.inputs * lin.outputs * (chosen if lin.experts else 1) for lin in self.linears)
-        )
+    def rows_of(self, linear: LinearSpec, tokens: int) -> int:
+        """Return the rows of a te.Linear: each token goes through its own experts only."""
+        return tokens * self.experts.num_experts_per_tok if linear.experts else tokens
 
     def rows(self, tape: Tape) -> int:
         """Return the rows of all experts of a step, padding included, if tokens are divided evenly among them."""

@@ -162,6 +162,15 @@ def convert_scales(
         ).clamp_(max=FLT_MAX)
 
 
+@torch.no_grad()
+def divide_gradient_amaxes(model: nn.Module, divisor: float) -> None:
+    """Convert the model's scales to gradients that are smaller by `divisor`. A tensor without an amax keeps scale 1."""
+    for state in delayed_states(model, ("scaling_bwd",)).values():
+        seen = (state.scale != 1) | (state.amax_history.amax(0) > 0)
+        state.scale.mul_(torch.where(seen, divisor, 1.0)).clamp_(max=FLT_MAX)
+        state.amax_history.div_(divisor)
+
+
 def _largest(recipe: Recipe, direction: str) -> float:
     """Return the value that an amax is scaled to."""
     return fp8_max(recipe, direction) * 2.0 ** -recipe.fields.get("margin", 0)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -18,7 +19,7 @@ from te_models.config.layer import MixerSpec
 from te_models.config.model import ModelConfig
 from te_models.errors import UsageError
 from te_models.kernels.sdpa import attention_mask as causal_mask
-from te_models.kernels.sdpa import masks_nothing
+from te_models.kernels.sdpa import masks_nothing, within_window
 from te_models.model.kv_cache import RecurrentState
 
 
@@ -89,15 +90,35 @@ class CacheView:
             and (window is None or slots <= window)
         ):
             return None
-        distance = self._slots[:, None] - torch.arange(first, first + slots, device=self.device)
-        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        keys = torch.arange(first, first + slots, device=self.device)
+        distance = self._slots[:, None] - keys
         if self.mask is None:
+            seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
             return seen[None, None]
-        real = self.mask[:, first : first + slots]
-        real = torch.nn.functional.pad(real, (0, slots - real.shape[1]), value=True)
-        return (seen & real[:, None, None, :]) | (
-            distance == 0
-        )  # padding sees itself, so that no row is empty
+        real = F.pad(self.mask, (0, max(first + slots - self.mask.shape[1], 0)), value=True)
+        seen = (distance >= 0) & real[:, None, None, first : first + slots]
+        if window is not None:
+            tokens = real.cumsum(-1)  # [B, slots so far], of each row up to this slot
+            if first > 0:
+                self._check_kept(real[:, :first], tokens[:, : self.length], window)
+            queries = tokens[:, self._slots]
+            seen = seen & within_window(queries, tokens[:, first : first + slots], window)
+        return seen | (distance == 0)  # padding sees itself, so that no row is empty
+
+    @staticmethod
+    def _check_kept(dropped: Tensor, tokens: Tensor, window: int) -> None:
+        """Raise a UsageError if a window of the next token covers tokens that the cache has `dropped`.
+
+        `dropped` bool [B, D] is False at padding, and `tokens` [B, past] counts those of each row up to a slot.
+        transformers' caches of windows keep the newest slots, of which some may be padding.
+        """
+        oldest = tokens[:, -1:] + 1 - window
+        missed = dropped & (tokens[:, : dropped.shape[1]] > oldest)
+        if not torch.compiler.is_compiling() and bool(missed.any()):
+            raise UsageError(
+                "padding has pushed tokens out of the cache of a sliding window: pad the prompts on the left, or give "
+                "a DynamicCache() without a config, which keeps all tokens"
+            )
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v [B, K, S, H] of the newest tokens; return those of all slots, [B, K, slots, H]."""

@@ -11,6 +11,7 @@ import torch
 
 from te_models.config.attention import Heads, SoftmaxAttentionSpec
 from te_models.config.deltanet import DeltaNetConfig, DeltaNetSpec
+from te_models.config.layer import LayerSpec
 from te_models.config.model import ModelConfig
 from te_models.config.precision import Precision
 from te_models.kernels.delta_rule import delta_rule
@@ -24,11 +25,21 @@ class Roofline(NamedTuple):
     attention: float
     memory: float
     recurrence: float = 0.0  # of linear attention
+    other: float = 0.0  # of mixers without a kernel that is measured here
 
     @property
     def total(self) -> float:
         """The lower bound."""
-        return self.gemm + self.attention + self.memory + self.recurrence
+        return sum(self)
+
+
+class Product(NamedTuple):
+    """The GEMM of a te.Linear over the rows of a step, those of all experts together."""
+
+    rows: int
+    inputs: int
+    outputs: int
+    fp8: bool
 
 
 def model_flops(config: ModelConfig, batch: int, seq: int, gated: bool = True) -> float:
@@ -47,6 +58,19 @@ def model_flops(config: ModelConfig, batch: int, seq: int, gated: bool = True) -
     return 3 * (blocks + 2.0 * tokens * config.hidden_size * config.vocab_size)
 
 
+def products(
+    layer: LayerSpec, depth: int, tokens: int, precision: Mapping[str, Precision]
+) -> list[Product]:
+    """Return the forward GEMMs of a layer over `tokens` tokens; `precision` is that of each te.Linear."""
+    found = []
+    for part in layer.parts:
+        for linear in part.linears:
+            fp8 = precision[f"layers.{depth}.{part.name}.{linear.name}"].recipe is not None
+            rows = part.rows_of(linear, tokens)
+            found.append(Product(rows, linear.inputs, linear.outputs, fp8))
+    return found
+
+
 def roofline(
     config: ModelConfig,
     batch: int,
@@ -54,35 +78,50 @@ def roofline(
     precision: Mapping[str, Precision],
     device: torch.device,
 ) -> Roofline:
-    """Measure the roofline on `device`, a CUDA device with FP8 units; `precision` is that of each te.Linear."""
-    rows = batch * seq
-    gemm = 3 * _gemm(rows, config.hidden_size, config.vocab_size, False, device)
-    attention, recurrence, moved = 0.0, 0.0, 0
+    """Measure the roofline on `device`, a CUDA device with FP8 units; `precision` is that of each te.Linear.
+
+    What the description of a layer counts beside its te.Linears is measured with the kernel that computes it, or taken
+    at the rate of the head's GEMM where there is none.
+    """
+    tokens = batch * seq
+    shape = dict(batch=batch, seq=seq, device=device)
     measure_gemm = functools.cache(functools.partial(_gemm, device=device))
-    measure_attention = functools.cache(
-        functools.partial(_attention, batch=batch, seq=seq, device=device)
-    )
-    measure_recurrence = functools.cache(
-        functools.partial(_recurrence, batch=batch, seq=seq, device=device)
-    )
+    measure_attention = functools.cache(functools.partial(_attention, **shape))
+    measure_recurrence = functools.cache(functools.partial(_recurrence, **shape))
+    head = 3 * _gemm(tokens, config.hidden_size, config.vocab_size, False, device)
+    ms_per_flop = head / (6.0 * tokens * config.hidden_size * config.vocab_size)
+    gemm, attention, recurrence, other, moved = head, 0.0, 0.0, 0.0, 0
     for depth, layer in enumerate(config.layers):
-        for name, linear in layer.linears.items():
-            fp8 = precision[f"layers.{depth}.{name}"].recipe is not None
-            i, o = linear.inputs, linear.outputs
+        for rows, i, o, fp8 in products(layer, depth, tokens, precision):
             # fprop, dgrad and wgrad: the same product with its dimensions exchanged.
-            gemm += sum(
-                measure_gemm(*shape, fp8) for shape in ((rows, i, o), (rows, o, i), (o, rows, i))
-            )
+            for dimensions in ((rows, i, o), (rows, o, i), (o, rows, i)):
+                gemm += measure_gemm(*dimensions, fp8)
             # BF16 input and output of each GEMM: once in the forward, and twice in the backward with their gradients.
             moved += 2 * 3 * rows * (i + o)
-        if isinstance(layer.mixer, SoftmaxAttentionSpec):
-            attention += measure_attention(layer.mixer.heads)
-        if isinstance(layer.mixer, DeltaNetSpec):
-            recurrence += measure_recurrence(layer.mixer.sizes)
+        for part in layer.parts:
+            if isinstance(part, SoftmaxAttentionSpec):
+                attention += measure_attention(part.heads) * seen_share(part.window, seq)
+            elif isinstance(part, DeltaNetSpec):
+                recurrence += measure_recurrence(part.sizes)
+            else:
+                beside = part.flops(tokens, seq) - part.linear_flops(tokens)
+                other += 3 * beside * ms_per_flop
+    return Roofline(gemm, attention, moved / _copy_rate(device), recurrence, other)
+
+
+def seen_share(window: int | None, seq: int) -> float:
+    """Return the share of the pairs of causal attention over `seq` tokens that lie inside a window."""
+    if window is None or window >= seq:
+        return 1.0
+    inside = window * (window + 1) / 2 + (seq - window) * window
+    return inside / (seq * (seq + 1) / 2)
+
+
+def _copy_rate(device: torch.device) -> float:
+    """Measure the bytes per millisecond of a copy on the device, read and written."""
     source = torch.empty(2**30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    bytes_per_ms = 2 * len(source) / _milliseconds(lambda: target.copy_(source))
-    return Roofline(gemm, attention, moved / bytes_per_ms, recurrence)
+    return 2 * len(source) / _milliseconds(lambda: target.copy_(source))
 
 
 def _gemm(m: int, k: int, n: int, fp8: bool, device: torch.device) -> float:

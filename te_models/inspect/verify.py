@@ -24,7 +24,7 @@ from te_models.causal_lm import CausalLM
 from te_models.config.layer import LinearSpec
 from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
-from te_models.fp8.scaling_state import frozen_fp8_state
+from te_models.fp8.scaling_state import frozen_fp8_state, gemms_of
 from te_models.inspect.roofline import timed
 from te_models.planning.precision_plan import PrecisionPlan
 from te_models.planning.printable import Printable
@@ -69,6 +69,7 @@ class Verified:
     )  # of "bf16" and "recipe", forward and backward; None if not timed
     formats: str = "E4M3/E5M2"  # of its recipe, as is the next
     override: str = "none"
+    num_gemms: int = 1  # one, or one per expert, which share the rows
 
     def h200_seconds(self) -> tuple[float, float]:
         """Return an estimate of forward and backward on an H200: seconds in BF16, and in FP8 with casts of x, w and dy.
@@ -76,7 +77,8 @@ class Verified:
         A cast reads two bytes per element and writes one each for the rowwise and the columnwise copy.
         """
         work = 2 * len(GEMMS) * self.rows * self.inputs * self.outputs
-        elements = self.rows * self.inputs + self.inputs * self.outputs + self.rows * self.outputs
+        weights = self.num_gemms * self.inputs * self.outputs
+        elements = self.rows * self.inputs + weights + self.rows * self.outputs
         return work / H200_BF16, work / H200_FP8 + 4 * elements / H200_COPY
 
 
@@ -355,6 +357,7 @@ def _verified(
         milliseconds=times,
         formats=used.formats,
         override=used.fields.get("backward_override", "none"),
+        num_gemms=gemms_of(linear),
     )
 
 

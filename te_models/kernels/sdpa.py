@@ -95,20 +95,32 @@ def attention_mask(
 ) -> Tensor | None:
     """Return which keys each of `seq` positions sees, bool [(B, 1,) S, S]; None for plain causal.
 
-    `window` counts the position itself; `real` bool [B, S] is False at padding, which only the same position sees, so
-    that no row is empty; with `documents` int [B, S] each position sees only its own document.
+    `window` counts tokens, the position itself included and padding left out; `real` bool [B, S] is False at padding,
+    which only the same position sees, so that no row is empty; with `documents` int [B, S] each position sees only its
+    own document.
     """
     covers = window is None or (
         not torch.compiler.is_compiling() and window >= seq
     )  # a traced graph serves any seq
     if real is None and documents is None and covers:
         return None
-    position = torch.arange(seq, device=device)
-    distance = position[:, None] - position
-    mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    slot = torch.arange(seq, device=device)
+    distance = slot[:, None] - slot
+    mask = distance >= 0
+    if window is not None:
+        if real is None:
+            mask = mask & (distance < window)
+        else:
+            position = real.cumsum(-1)
+            mask = mask & within_window(position, position, window)
     if documents is not None:
         mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
     return mask if real is None else (mask & real[:, None, None, :]) | (distance == 0)
+
+
+def within_window(queries: Tensor, keys: Tensor, window: int) -> Tensor:
+    """Return which keys at positions [B, M] are newer than `window` tokens before the queries [B, S]: [B, 1, S, M]."""
+    return keys[:, None, None, :] > queries[:, None, :, None] - window
 
 
 def masks_nothing(mask: Tensor) -> bool:

@@ -1,5 +1,7 @@
 """Gated attention, built only from te.Linear and te.RMSNorm. Shapes: te_models/model/block.py."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -76,7 +78,7 @@ class GatedAttention(Mixer[AttentionSpec]):
         spans = context.masks[spec.window]
         assert not isinstance(spans, Tensor)
         q_weight = k_weight = None
-        norms = {}
+        norms: dict[str, Any] = {}
         if spec.qk_norm != "none":
             q_weight = self.tp.partial_weight(self.q_norm)
             k_weight = self.tp.partial_weight(self.k_norm)

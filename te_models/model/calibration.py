@@ -14,12 +14,14 @@ from te_models.errors import UsageError
 from te_models.fp8.calibration import Measurement, Scaling, unmeasured
 from te_models.fp8.precision import model_precision
 from te_models.model.decoder import Decoder
+from te_models.model.output import step_loss
 
 
 def calibrate(
     model: Decoder,
     batches: Sequence[Mapping[str, Tensor]],
     weights: Sequence[Tensor | float] | None = None,
+    router_weights: Sequence[Tensor | float] | None = None,
 ) -> None:
     """Give every te.Linear in FP8 that has no scales yet those of a step on `batches`.
 
@@ -32,19 +34,20 @@ def calibrate(
     if not batches:
         raise UsageError("calibration has no batches: give those of the first step, with labels")
     weights = [1 / len(batches)] * len(batches) if weights is None else weights
+    router_weights = weights if router_weights is None else router_weights
     found = Measurement(modules, model.device)
     device = model.device
     # Else the head and its loss run in chunks, which only a head in BF16 does.
     whole = model.precision.head.recipe is not None
     random = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with _in_bf16(model), found.running(), random, torch.enable_grad():
-        for batch, weight in zip(batches, weights, strict=True):
-            loss = model(
-                **{name: value.to(device) for name, value in batch.items()}, return_logits=whole
-            ).loss
-            if loss is None:
+        for batch, weight, router_weight in zip(batches, weights, router_weights, strict=True):
+            inputs = {name: value.to(device) for name, value in batch.items()}
+            output = model(**inputs, return_logits=whole)
+            if output.loss is None:
                 raise UsageError("a batch to calibrate on needs labels: gradients have scales too")
-            found.backward(loss * weight)
+            factors = model.router_losses if model.training else None
+            found.backward(step_loss(output, weight, router_weight, factors))
     found.set_scales([delayed[module] for module in modules])
 
 

@@ -318,9 +318,9 @@ class Decoder(nn.Module):
             evaluated = not self.training
             losses = None if evaluated else self.router_losses
             decoded = self._decode(tokens, context, wanted)
+            if decoded.loss is not None and unknown is not None:
+                decoded = decoded._replace(loss=nan_if(decoded.loss, unknown))
             output = with_routing(decoded, wanted, context.routing, losses, self.router_group)
-        if output.loss is not None and unknown is not None:
-            output = output._replace(loss=nan_if(output.loss, unknown))
         if self.recipe.stateful and evaluated:
             preserve_scales_in_backward(self, output.tensors)
         return output

@@ -181,7 +181,7 @@ def forward_context(
         seq=seq,
         positions=positions,
         rotary={
-            rope: rotary_tables(rope, positions, dtype)
+            rope: rotary_tables(rope, positions, dtype, cache.documents if cache else documents)
             for rope in distinct(spec.rope for spec in attentions)
         },
         query_scales={

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from te_models.errors import UsageError
+from te_models.kernels.sdpa import within_window
 
 # The number of slots is a multiple of this, as kernels with a mask require of its rows.
 SLOTS = 16
@@ -144,6 +145,7 @@ class DecodingCache:
         filled: the same on the device, int64 [1].
         counts: int64 [B], the tokens of each row without padding, hence the position of its next one.
         real: bool [B, slots], False at padding; meaningless beyond `filled`.
+        positions: int64 [B, slots], the tokens of its row before each slot, as padding may lie between; likewise.
     """
 
     documents: Tensor | None = None
@@ -164,6 +166,7 @@ class DecodingCache:
         self.filled = torch.zeros(1, dtype=torch.long, device=device)
         self.counts = torch.zeros(batch, dtype=torch.long, device=device)
         self.real = torch.ones(batch, slots, dtype=torch.bool, device=device)
+        self.positions = torch.zeros(batch, slots, dtype=torch.long, device=device)
         self._index = torch.arange(slots, device=device)
         self._slots: Tensor | None = (
             None  # int64 [S], of the forward under way; None while it is the first one
@@ -200,6 +203,7 @@ class DecodingCache:
         slots = self.filled + self._index[:seq]
         positions = (self.counts[:, None] + new.cumsum(-1) - 1).clamp(min=0)
         self.real.index_copy_(1, slots, new)
+        self.positions.index_copy_(1, slots, positions)
         self.counts += new.sum(-1)
         self.filled += seq
         first = self.length == 0
@@ -210,12 +214,16 @@ class DecodingCache:
     def visible(self, window: int | None) -> Tensor:
         """Return the mask of the newest tokens, added to the scores of slots [B, 1, S, slots]: 0 where seen, else -inf.
 
-        As in kernels.sdpa.attention_mask; a padding token sees itself, so that no row is empty.
+        As in kernels.sdpa.attention_mask: a window counts tokens, between which there may be slots of padding, and a
+        padding token sees itself, so that no row is empty.
         """
         assert self._slots is not None
-        distance = self._slots[:, None] - self._index
-        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-        seen = (seen & self.real[:, None, None, :]) | (distance == 0)
+        distance = self._slots[:, None] - self._index  # [S, slots]
+        seen = (distance >= 0) & self.real[:, None, None, :]
+        if window is not None:
+            queries = self.positions.index_select(1, self._slots)
+            seen = seen & within_window(queries, self.positions, window)
+        seen = seen | (distance == 0)
         return torch.zeros_like(seen, dtype=self.dtype).masked_fill_(~seen, float("-inf"))
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

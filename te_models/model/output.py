@@ -8,7 +8,6 @@ from torch.utils._pytree import _register_namedtuple
 
 from te_models.config.moe import MoEConfig
 from te_models.model.router import Routing, RoutingReport
-from te_models.model.targets import IGNORED, shifted
 
 
 class Wanted(NamedTuple):
@@ -53,15 +52,34 @@ def with_routing(
 ) -> Output:
     """Return the output with what routers did, and in training with their losses by the factors of `moe`, else None.
 
-    `group`: the processes that train together.
+    `group`: the processes that train together; the loss then has this process's part of the routers' losses.
     """
-    counted = None
-    if moe is not None and group is not None and routing.layers and wanted.labels is not None:
-        targets = shifted(wanted.labels, wanted.attention_mask, wanted.document_ids)
-        counted = (targets != IGNORED).sum()
-    report = routing.take(group, counted)
+    trains = moe is not None and wanted.labels is not None
+    report = routing.take(group if trains else None)
     if report is None or output.loss is None:
         return output
-    return Output(
-        output.loss if moe is None else output.loss + report.loss(moe), output.logits, report
-    )
+    if moe is None:
+        return Output(output.loss, output.logits, report)
+    report = report._replace(prediction_loss=output.loss)
+    return Output(output.loss + report.loss(moe), output.logits, report)
+
+
+def step_loss(
+    output: Output,
+    weight: Tensor | float,
+    router_weight: Tensor | float,
+    moe: MoEConfig | None,
+) -> Tensor:
+    """Return the part of a pass in the loss of its step, FP32 [].
+
+    Args:
+        output: of a pass in training, with labels.
+        weight: the factor of its mean cross-entropy: its targets over those of the step.
+        router_weight: the factor of the losses of its routers, which count every token, not only targets.
+        moe: the factors of those losses; None: the model has no experts.
+    """
+    assert output.loss is not None
+    if output.routing is None or moe is None:
+        return output.loss * weight
+    assert output.routing.prediction_loss is not None
+    return output.routing.prediction_loss * weight + output.routing.loss(moe) * router_weight

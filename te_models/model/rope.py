@@ -2,7 +2,8 @@
 
 Each way is a row of SCALINGS, which gives the angular frequencies and a factor on cos and sin, FP32. Two of them depend
 on the length of the text; they read it on the device, so that nothing synchronizes and a captured graph stays correct
-as the text grows. As in transformers, keys in a cache keep the angles with which they were written.
+as the text grows. Of packed documents each has its own length. As in transformers, the rows of a batch have that of the
+longest, and keys in a cache keep the angles with which they were written.
 """
 
 from __future__ import annotations
@@ -12,20 +13,37 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.config.rope import Rope, Scaling
 
 
-def rotary_tables(rope: Rope, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return (cos, sin) [..., R] of the integer positions [...]; angles in FP32, the tables in `dtype`."""
+def rotary_tables(
+    rope: Rope, positions: Tensor, dtype: torch.dtype, documents: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (cos, sin) [..., R] of the integer positions [...]; angles in FP32, the tables in `dtype`.
+
+    With `documents` [B, S], the document of each token, positions are [B, S].
+    """
     frequency = _exponentials(rope, rope.theta, positions.device)
     factor = 1.0
     if (scaling := rope.scaling) is not None:
-        frequency, factor = SCALINGS[scaling["rope_type"]](rope, scaling, frequency, positions)
+        last = positions.max() if documents is None else _last_positions(positions, documents)
+        frequency, factor = SCALINGS[scaling["rope_type"]](rope, scaling, frequency, last)
     angle = positions.float().unsqueeze(-1) * frequency  # [..., R/2]
     angle = torch.cat((angle, angle), dim=-1)  # [..., R], a pair of channels turns by the same
     return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
+
+
+def _last_positions(positions: Tensor, documents: Tensor) -> Tensor:
+    """Return the position of the last token of each token's document, [B, S, 1]; each document is in one piece."""
+    seq = documents.shape[1]
+    place = torch.arange(seq, device=documents.device)
+    ends = F.pad(documents[:, 1:] != documents[:, :-1], (0, 1), value=True)
+    # From the right, the place of the nearest end so far.
+    end = torch.where(ends, place, seq).flip(1).cummin(1).values.flip(1)
+    return positions.expand_as(documents).gather(1, end)[..., None]
 
 
 def context_before_long_angles(rope: Rope) -> int | None:
@@ -39,27 +57,21 @@ def _exponentials(rope: Rope, base: float | Tensor, device: torch.device) -> Ten
     return 1.0 / base ** (channel / rope.size)
 
 
-def _linear(
-    rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor
-) -> tuple[Tensor, float]:
+def _linear(rope: Rope, scaling: Scaling, frequency: Tensor, last: Tensor) -> tuple[Tensor, float]:
     """Divide all frequencies by `factor`: position interpolation (Chen et al. 2023, arXiv 2306.15595)."""
     return frequency / scaling["factor"], 1.0
 
 
-def _dynamic(
-    rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor
-) -> tuple[Tensor, float]:
+def _dynamic(rope: Rope, scaling: Scaling, frequency: Tensor, last: Tensor) -> tuple[Tensor, float]:
     """Let the base grow with the text once it is longer than max_position_embeddings (Emozilla 2023, "dynamic NTK")."""
     factor = scaling["factor"]
     size = rope.size
     original = rope.context
-    growth = factor * (positions.max() + 1).clamp(min=original).float() / original - (factor - 1)
+    growth = factor * (last + 1).clamp(min=original).float() / original - (factor - 1)
     return _exponentials(rope, rope.theta * growth ** (size / (size - 2)), frequency.device), 1.0
 
 
-def _llama3(
-    rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor
-) -> tuple[Tensor, float]:
+def _llama3(rope: Rope, scaling: Scaling, frequency: Tensor, last: Tensor) -> tuple[Tensor, float]:
     """Keep wavelengths below original / high_freq_factor, divide those above original / low_freq_factor by `factor`,
     and interpolate between the two (Llama 3.1)."""
     turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
@@ -69,9 +81,7 @@ def _llama3(
     return (1 - kept) * frequency / scaling["factor"] + kept * frequency, 1.0
 
 
-def _yarn(
-    rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor
-) -> tuple[Tensor, float]:
+def _yarn(rope: Rope, scaling: Scaling, frequency: Tensor, last: Tensor) -> tuple[Tensor, float]:
     """Keep channels that turn more than beta_fast times in the original context, divide those that turn less than
     beta_slow times by `factor`, with a ramp between: YaRN (Peng et al. 2023, arXiv 2309.00071)."""
     factor = scaling["factor"]
@@ -105,7 +115,7 @@ def _yarn_factor(scaling: Scaling) -> float:
 
 
 def _longrope(
-    rope: Rope, scaling: Scaling, frequency: Tensor, positions: Tensor
+    rope: Rope, scaling: Scaling, frequency: Tensor, last: Tensor
 ) -> tuple[Tensor, float]:
     """Divide the frequency of each pair by one factor, or another beyond the original context (arXiv 2402.13753)."""
     original = rope.original_context
@@ -114,7 +124,7 @@ def _longrope(
     )
     factor = scaling.get("factor", rope.context / original)
     sharpness = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return frequency / torch.where(positions.max() >= original, long, short), scaling.get(
+    return frequency / torch.where(last >= original, long, short), scaling.get(
         "attention_factor", sharpness
     )
 

@@ -38,10 +38,13 @@ class RoutingReport(NamedTuple):
     balance_loss: Tensor
     z_loss: Tensor
     shares: Tensor  # FP32 [layers, E]: of each layer's assignments, those of each expert
+    prediction_loss: Tensor | None = (
+        None  # FP32 []: in training, the loss of the pass without these two
+    )
 
     def metrics(self, weight: Tensor | float) -> Tensor:
-        """Return both losses, times `weight`, the factor of the pass in the loss of its step; then the largest share
-        of an expert of any layer, and the mean share of each: FP32 [3 + E].
+        """Return both losses, times `weight`, their factor in the loss of the step; then the largest share of an expert
+        of any layer, and the mean share of each: FP32 [3 + E].
         """
         shares = self.shares.detach()
         losses = weight * torch.stack([self.balance_loss.detach(), self.z_loss.detach()])
@@ -58,17 +61,14 @@ class Routing:
     def __init__(self) -> None:
         self.layers: list[LayerRouting] = []
 
-    def take(
-        self, group: dist.ProcessGroup | None = None, counted: Tensor | None = None
-    ) -> RoutingReport | None:
+    def take(self, group: dist.ProcessGroup | None = None) -> RoutingReport | None:
         """Return the losses and shares of the pass, and keep nothing; None if it had no router.
 
         What recomputes a block for backward keeps the context, and with it this object: with tensors of the graph in
         it, a graph that no backward runs through would keep itself alive.
 
-        With `counted`, the number of tokens that the loss counts, a collective of `group`, the processes that train
-        together. Shares are then those of all their tokens, and the losses such that their mean over the processes,
-        weighted by these numbers, is that of one process with all tokens.
+        With `group`, the processes that train together, a collective of them. Shares are then those of all their
+        tokens, and the losses this process's part of those of one process with all tokens: the parts add up.
         """
         layers = self.layers
         self.layers = []
@@ -78,20 +78,16 @@ class Routing:
             torch.stack(values) for values in zip(*layers, strict=True)
         )
         total = tokens.sum()
-        weight = 1.0
-        if counted is not None:
-            everywhere = torch.cat((counts.flatten(), torch.stack((total, counted.to(total)))))
+        if group is not None:
+            everywhere = torch.cat((counts.flatten(), total[None]))
             dist.all_reduce(everywhere, group=group)
-            counts = everywhere[:-2].view_as(counts)
-            total = everywhere[-2]
-            weight = everywhere[-1] / counted.clamp(
-                min=1
-            )  # the inverse of what the loss of this process weighs
+            counts = everywhere[:-1].view_as(counts)
+            total = everywhere[-1]
         total = total.clamp(min=1)
         went, best = counts.unbind(1)
         balance = best.shape[1] * ((best.sum(0) / total) * (probabilities.sum(0) / total)).sum()
         shares = went / went.sum(1, keepdim=True).clamp(min=1)
-        return RoutingReport(weight * balance, weight * squares.sum() / total, shares)
+        return RoutingReport(balance, squares.sum() / total, shares)
 
 
 def choose(

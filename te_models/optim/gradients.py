@@ -66,7 +66,7 @@ class Gradients:
 
 
 class GradientSums(Gradients):
-    """Sums of the gradients of all micro-batches of a step, averaged over the processes of `group`.
+    """Sums of the gradients of all micro-batches of a step, added over the processes of `group`.
 
     Gradients exist for one parameter at a time beside the sums. With a `group`, sums are reduced in buckets during the
     last backward pass, as in PyTorch's DistributedDataParallel, whose reductions no CUDA graph can contain.
@@ -216,7 +216,6 @@ class GradientSums(Gradients):
         self._reduce(len(self._buckets))
         for work in self._works:
             work.wait()
-        torch._foreach_div_(self._buckets, dist.get_world_size(self.group))
         self._complete = True
 
     def _reduce(self, stop: int) -> None:

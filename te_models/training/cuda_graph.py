@@ -26,6 +26,7 @@ from te_models.device.choice import computing_device
 from te_models.device.cuda_capture import capture, failed_capture
 from te_models.errors import UsageError, refuse
 from te_models.model.dynamic import dynamic
+from te_models.model.output import step_loss
 from te_models.model.recompute import may_draw
 from te_models.optim.gradients import Gradients
 from te_models.training.parallel import restore_unreduced_gradients, unreduced_gradients
@@ -34,9 +35,12 @@ from te_models.training.parallel import restore_unreduced_gradients, unreduced_g
 WARM_UP = 3
 ATTEMPTS = 3  # failed captures, one per step, after which all further steps run eagerly
 
-# Runs a micro-batch forward and backward: of (model's tensors, factor of the loss, whether it is the first of the step,
-# whether it is the last) to (the loss times its factor, RoutingReport.metrics of a model with experts).
-MicroBatch = Callable[[Mapping[str, Tensor], Tensor, bool, bool], tuple[Tensor, Tensor | None]]
+# Runs a micro-batch forward and backward: of (model's tensors, factor of the loss, factor of the routers' losses,
+# whether it is the first of the step, whether it is the last) to (its part of the step's loss, RoutingReport.metrics of
+# a model with experts).
+MicroBatch = Callable[
+    [Mapping[str, Tensor], Tensor, Tensor, bool, bool], tuple[Tensor, Tensor | None]
+]
 # Whether a micro-batch is the first of its step, and whether it is the last.
 Kind = tuple[bool, bool]
 
@@ -100,27 +104,40 @@ class GraphedStep:
         self.stream: Any = torch.cuda.Stream(model.device)
         self.inputs: dict[str, Tensor] = {}
         self.weight = torch.ones((), device=model.device)
+        self.router_weight = torch.ones((), device=model.device)
         # What routers did in the newest step (RoutingReport.metrics), per micro-batch.
         self.routing: list[Tensor] = []
 
-    def __call__(self, weight: Tensor | float = 1.0, **batch: Tensor) -> Tensor:
+    def __call__(
+        self,
+        weight: Tensor | float = 1.0,
+        router_weight: Tensor | float | None = None,
+        **batch: Tensor,
+    ) -> Tensor:
         """Compute the gradients of `weight` times the loss; return that product.
 
         Args:
             weight: factor of the loss; if a tensor, on the model's device.
+            router_weight: factor of the routers' losses in place of `weight`, which counts targets; None: `weight`.
             batch: tensors of CausalLM.forward, "input_ids" and "labels" among them.
         """
-        return self.step([batch], [weight])
+        router_weights = [weight if router_weight is None else router_weight]
+        return self.step([batch], [weight], router_weights)
 
     def step(
-        self, micro_batches: Sequence[Mapping[str, Tensor]], weights: Sequence[Tensor | float]
+        self,
+        micro_batches: Sequence[Mapping[str, Tensor]],
+        weights: Sequence[Tensor | float],
+        router_weights: Sequence[Tensor | float] | None = None,
     ) -> Tensor:
         """Compute the gradients of a sum of losses, each times its weight; return the sum, an FP32 scalar.
 
         Args:
             micro_batches: tensors of CausalLM.forward, as in a call, and as many in every step.
             weights: as many factors; tensors are on the model's device.
+            router_weights: factors of the routers' losses in place of `weights`; None: `weights`.
         """
+        router_weights = weights if router_weights is None else router_weights
         for batch in micro_batches:
             refuse(self._mistakes(batch, self.inputs or micro_batches[0]))
         for module in self.shared:
@@ -131,21 +148,21 @@ class GraphedStep:
             moved = [
                 {name: value.to(device) for name, value in batch.items()} for batch in micro_batches
             ]
-            self.model.calibrate(*moved, weights=weights)
+            self.model.calibrate(*moved, weights=weights, router_weights=router_weights)
         self.calls += 1
         self.disturbed = False
         last = len(micro_batches) - 1
         kinds = [(number == 0, number == last) for number in range(len(micro_batches))]
         self.routing = []
         if all(kind in self.graphs for kind in kinds):
-            total = self._micro_batches(kinds, micro_batches, weights, self._replay)
+            total = self._micro_batches(kinds, micro_batches, weights, router_weights, self._replay)
             self.gradients.restore(self.parameters, self.found)
             return total
         run = self._run_eagerly
         if self.warm >= WARM_UP and self.failures < ATTEMPTS:
             run = self._capture_and_replay
         with self.gradients.collecting():
-            total = self._micro_batches(kinds, micro_batches, weights, run)
+            total = self._micro_batches(kinds, micro_batches, weights, router_weights, run)
         if all(kind in self.graphs for kind in kinds):
             self.found = self.gradients.found(self.parameters)
         else:
@@ -178,12 +195,13 @@ class GraphedStep:
         kinds: Sequence[Kind],
         micro_batches: Sequence[Mapping[str, Tensor]],
         weights: Sequence[Tensor | float],
+        router_weights: Sequence[Tensor | float],
         run: Callable[[Kind], Tensor],
     ) -> Tensor:
         """Return the sum of the losses that `run` returns for the micro-batches."""
         total = None
-        for kind, batch, weight in zip(kinds, micro_batches, weights, strict=True):
-            self._take(batch, weight)
+        for number, kind in enumerate(kinds):
+            self._take(micro_batches[number], weights[number], router_weights[number])
             loss = run(kind)
             total = loss if total is None else total + loss
         assert total is not None
@@ -256,23 +274,34 @@ class GraphedStep:
 
     def _run(self, kind: Kind) -> tuple[Tensor, Tensor | None]:
         """Run forward and backward eagerly; what is inside a capture is recorded."""
-        return self.micro_batch(self.inputs, self.weight, *kind)
+        return self.micro_batch(self.inputs, self.weight, self.router_weight, *kind)
 
     def _micro_batch(
-        self, inputs: Mapping[str, Tensor], weight: Tensor, first: bool, last: bool
+        self,
+        inputs: Mapping[str, Tensor],
+        weight: Tensor,
+        router_weight: Tensor,
+        first: bool,
+        last: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the model on the only micro-batch of a step."""
         output = self.model(**inputs, return_logits=False)
-        loss = output.loss * weight
+        loss = step_loss(output, weight, router_weight, self.model.router_losses)
         loss.backward()
-        return loss.detach(), None if output.routing is None else output.routing.metrics(weight)
+        routed = None if output.routing is None else output.routing.metrics(router_weight)
+        return loss.detach(), routed
 
     def _drop_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _take(self, batch: Mapping[str, Tensor], weight: Tensor | float) -> None:
-        """Copy a micro-batch and the factor of its loss into the buffers that the graphs read."""
+    def _take(
+        self,
+        batch: Mapping[str, Tensor],
+        weight: Tensor | float,
+        router_weight: Tensor | float,
+    ) -> None:
+        """Copy a micro-batch and the factors of its losses into the buffers that the graphs read."""
         if not self.inputs:
             self.inputs = {
                 name: torch.empty_like(value, device=self.model.device)
@@ -280,7 +309,8 @@ class GraphedStep:
             }
         for name, buffer in self.inputs.items():
             buffer.copy_(batch[name], non_blocking=True)
-        self.weight.copy_(weight) if isinstance(weight, Tensor) else self.weight.fill_(weight)
+        for buffer, value in ((self.weight, weight), (self.router_weight, router_weight)):
+            buffer.copy_(value) if isinstance(value, Tensor) else buffer.fill_(value)
 
     def _mistakes(self, batch: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Iterator[str]:
         if self.model.recipe is not self.recipe:

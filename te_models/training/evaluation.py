@@ -22,6 +22,14 @@ def count_targets(batch: Batch) -> int:
     return int((targets != IGNORED).sum())
 
 
+def count_tokens(batch: Batch) -> int:
+    """Return the number of tokens that reach experts: all but padding."""
+    documents, mask = batch.get("document_ids"), batch.get("attention_mask")
+    if documents is not None:
+        return int((documents >= 0).sum())
+    return batch["labels"].numel() if mask is None else int((mask != 0).sum())
+
+
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Copy the batch to the device, through pinned memory: a copy from pageable memory waits for all queued work."""
     if device.type == "cuda":

@@ -3,14 +3,17 @@
 `Parallel` is all that the training loop knows about other processes: how the model is built and wrapped, which rows of
 a batch this process gets, and over which ranks to sum. Its default is a single process.
 
-* "ddp": every process has the whole model; gradients are averaged in buckets during backward, as PyTorch's
-  DistributedDataParallel does.
+* "ddp": every process has the whole model; gradients are summed in buckets during backward, as PyTorch's
+  DistributedDataParallel averages them.
 * "fsdp": every block is a `fully_shard` unit and the rest of the model another. The model is built on the meta device,
   sharded, and only then given memory, so no process ever has more than its shards and one block. FP32 masters and
   optimizer state are sharded as the parameters are (te_models.optim.master derives them).
 * "fsdp+ep": as "fsdp", but te_models.model.expert_parallel divides the experts of each layer, and FSDP shards each of
   them only over the processes that have it.
 * "tp", "fsdp+tp": te_models.model.tensor_parallel splits each layer; FSDP shards the result over the other dimension.
+
+A gradient has the size that it has in one process with all tokens of the step (`Parallel.loss_weights`), so that FP8
+scales mean the same for any number of processes.
 
 FP8: delayed scaling reduces the amaxes of all processes (`CausalLM.amax_group`), so scales are equal everywhere, as
 gathering FP8 shards needs; those of an expert, of the processes that have it. The other recipes scale each process's
@@ -202,6 +205,13 @@ class Parallel:
             if parameter.requires_grad:
                 dist.broadcast(parameter.detach(), src=first, group=self.data_group)
 
+    def sum_gradients(self, model: CausalLM) -> None:
+        """Let FSDP2 sum gradients over the processes: a model that `build` returned averages them until then."""
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
     def prepare_micro_batch(self, model: Callable[..., Any], last: bool) -> None:
         """Make FSDP2 reduce gradients, and where possible reshard weights, only in the last micro-batch of a step."""
         if isinstance(model, FSDPModule):
@@ -216,17 +226,29 @@ class Parallel:
         """Return the factor of each micro-batch's mean loss that makes gradients means over all tokens of the step.
 
         Micro-batch i of this process counts `counts[i]` tokens; its factor is that over the tokens that all
-        micro-batches of all processes count, times the number of processes, over which gradients are averaged.
+        micro-batches of all processes count. Gradients are then summed over the processes: averages of gradients N
+        times as large would have the same values, but FP8 would scale other numbers for every N.
         """
         if self.data_world == 1:
             return [count / max(1, sum(counts)) for count in counts]
-        own = torch.tensor([*counts, sum(counts)], dtype=torch.float64)
-        own = (own.pin_memory() if device.type == "cuda" else own).to(
-            device, non_blocking=True
-        )  # nothing waits for it
+        own = _sent_to_device([*counts, sum(counts)], device)
         total = own[-1].clone()
         dist.all_reduce(total, group=self.data_group)
-        return list((own[:-1] * self.data_world / total.clamp(min=1)).float())
+        return list((own[:-1] / total.clamp(min=1)).float())
+
+    def router_weights(
+        self, tokens: Sequence[int], device: torch.device
+    ) -> list[Tensor] | list[float]:
+        """Return the factor of the routers' losses of each micro-batch: its share of the step's tokens.
+
+        Micro-batch i of this process has `tokens[i]` of them, targets or not. Its losses are this process's part of
+        those of micro-batch i of all processes.
+        """
+        if self.data_world == 1:
+            return [count / max(1, sum(tokens)) for count in tokens]
+        every = _sent_to_device(tokens, device)
+        dist.all_reduce(every, group=self.data_group)
+        return list((every / every.sum().clamp(min=1)).float())
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over the shares of a batch; may overwrite `values`."""
@@ -234,9 +256,13 @@ class Parallel:
             dist.all_reduce(values, group=self.data_group)
         return values
 
-    def mean_and_any(self, values: Tensor, flag: bool) -> Tensor:
-        """Return the means of `values` [n] over all processes, and the number of raised flags: [n + 1]."""
-        both = torch.cat([values / self.ranks.world, values.new_full((1,), flag)])
+    def sum_and_any(self, values: Tensor, flag: bool) -> Tensor:
+        """Return the sums of `values` [n] over the shares of a batch, and the number of raised flags: [n + 1].
+
+        Every process takes part, and `copies` of them have each share.
+        """
+        copies = self.ranks.world // self.data_world
+        both = torch.cat([values / copies, values.new_full((1,), flag)])
         if self.ranks.world > 1:
             dist.all_reduce(both)
         return both
@@ -268,9 +294,8 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
     blocks: list[Any] = list(model.layers)
     grouped = [module for module in model.modules() if isinstance(module, model.te.GroupedLinear)]
     for experts in grouped if parallel.replicas is not None else []:
-        unit = fully_shard(
-            experts, **(options | {"mesh": parallel.replicas}), reshard_after_forward=resharded
-        )
+        expert_options = options | {"mesh": parallel.replicas}
+        unit = fully_shard(experts, **expert_options, reshard_after_forward=resharded)
         # They have the gradients of the tokens of all processes, which are to be averaged like all others.
         unit.set_gradient_divide_factor(float(parallel.data_world))
     for block in blocks:
@@ -299,6 +324,12 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
                 # gloo has no average; of a unit on one rank FSDP2 would divide twice.
                 module.set_force_sum_reduction_for_comms(True)
     requantize_in_backward(model, resharded)
+
+
+def _sent_to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Return numbers as FP64 on the device, for which nothing waits."""
+    own = torch.tensor(numbers, dtype=torch.float64)
+    return (own.pin_memory() if device.type == "cuda" else own).to(device, non_blocking=True)
 
 
 def requantize_in_backward(model: CausalLM, requantize: bool) -> None:

@@ -1,5 +1,6 @@
 """Checks of saved training state other than model and optimizer, before the live run changes."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from te_models.errors import CheckpointError, plural, refuse
 from te_models.files.atomic import explained
+from te_models.training.parallel import Parallel
 from te_models.training.result import Result
+from te_models.training.run_file import read_record
 
 COUNT_LIMIT = 2**62
 
@@ -72,6 +75,25 @@ def state_mistakes(saved: Any, live: Any, name: str) -> Iterator[str]:
             yield from state_mistakes(value, live[0] if live else value, f"{name}.{number}")
     elif isinstance(live, int) and not 0 <= saved < COUNT_LIMIT and saved != live:
         yield f"training.json: {name} is {saved}"
+
+
+def gradient_factor(state: Mapping[str, Any], folder: Path, parallel: Parallel) -> int:
+    """Return how many times larger gradients were, in the run that saved a training state, than they are now.
+
+    Up to November 2026 each process divided its loss by its own share of the tokens, and gradients were averages over
+    the processes that shared a batch: those of N were N times as large. Such a checkpoint does not record N; it has a
+    random state for each process, and run.toml, written when the run started, says how the batch was shared.
+    """
+    if "gradient_factor" in state:
+        refuse(state_mistakes(state["gradient_factor"], 1, "gradient_factor"), CheckpointError)
+        return state["gradient_factor"]
+    random = state["rng"]
+    world = len(random) if random.dim() == 2 else 1
+    processes = str(read_record(folder).get("processes", ""))
+    described = re.match(r"(\d+), [a-z+]+ \((?:batches in (\d+))?", processes)
+    if described is not None and int(described[1]) == world:
+        return int(described[2] or 1)
+    return parallel.data_world if parallel.ranks.world == world else world
 
 
 def read_result(saved: Any) -> Result:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +10,13 @@ from torch import Tensor
 from te_models.causal_lm import CausalLM
 from te_models.config.training import TrainConfig
 from te_models.errors import UsageError
+
+
+class StepWeights(NamedTuple):
+    """The factors of a process's micro-batches in the loss of their step."""
+
+    predictions: Sequence[Tensor | float]  # of the mean cross-entropy: shares of the step's targets
+    routers: Sequence[Tensor | float]  # of the losses of routers: shares of the step's tokens
 
 
 def weigh_losses(model: CausalLM, config: TrainConfig) -> None:
@@ -27,15 +35,16 @@ def weigh_losses(model: CausalLM, config: TrainConfig) -> None:
     )
 
 
-def over_micro_batches(routed: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return RoutingReport.metrics of a step, from those of its micro-batches; empty for a model without routers.
+def over_micro_batches(routed: Sequence[Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return RoutingReport.metrics of a step, from those of its micro-batches: this process's part of the losses [2],
+    and the shares [1 + E], which all processes have; both empty for a model without routers.
 
     Losses add up, as in the loss of the step, whose weights they have; shares are means.
     """
     if not routed:
-        return like.new_empty(0)
+        return like.new_empty(0), like.new_empty(0)
     every = torch.stack(list(routed))
-    return torch.cat((every[:, :2].sum(0), every[:, 2:].mean(0)))
+    return every[:, :2].sum(0), every[:, 2:].mean(0)
 
 
 def router_row(values: Sequence[float]) -> dict[str, object]:

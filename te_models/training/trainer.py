@@ -44,6 +44,8 @@ from te_models.files.formats import Fields, flatten_state, render_json
 from te_models.files.lock import locked
 from te_models.fp8.primary_weights import drop_initial_values
 from te_models.fp8.region import saving
+from te_models.fp8.scaling_state import divide_gradient_amaxes
+from te_models.model.output import step_loss
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
 from te_models.saving.pretrained import model_content
@@ -56,11 +58,19 @@ from te_models.saving.sharded import (
     whole_optimizer_state,
 )
 from te_models.training.cuda_graph import GraphedStep, step_obstacle
-from te_models.training.evaluation import Batch, count_targets, diagnosis, evaluate, to_device
+from te_models.training.evaluation import (
+    Batch,
+    count_targets,
+    count_tokens,
+    diagnosis,
+    evaluate,
+    to_device,
+)
 from te_models.training.metrics import MetricsLog
 from te_models.training.parallel import Parallel, reshard
 from te_models.training.recipe_schedule import RecipeSchedule
 from te_models.training.restore import (
+    gradient_factor,
     read_random_states,
     read_result,
     state_mistakes,
@@ -68,7 +78,7 @@ from te_models.training.restore import (
 )
 from te_models.training.result import Result
 from te_models.training.resume import run_choices
-from te_models.training.routers import over_micro_batches, router_row, weigh_losses
+from te_models.training.routers import StepWeights, over_micro_batches, router_row, weigh_losses
 from te_models.training.saved import saved_part
 from te_models.training.settings import RUN_FILE
 from te_models.training.stop_signals import stop_signals
@@ -167,6 +177,7 @@ class Trainer(NamedFields):
         weigh_losses(self.model, config)
         self.model.router_group = parallel.data_group if parallel.data_world > 1 else None
         parallel.start_alike(self.model)
+        parallel.sum_gradients(self.model)
         self.gradients = parallel.gradients(self.model, config.gradient_accumulation)
         chosen = (
             config.learning_rate,
@@ -345,13 +356,13 @@ class Trainer(NamedFields):
         micro_batches = [next(batches) for _ in range(config.gradient_accumulation)]
         self.schedule.follow(step)
         loss = self._forward_backward(micro_batches)
-        routed = over_micro_batches(self.routed, loss)
-        means = self.parallel.mean_and_any(
-            torch.cat([loss[None], routed]), self.stop_requested() != 0
+        router_losses, shares = over_micro_batches(self.routed, loss)
+        sums = self.parallel.sum_and_any(
+            torch.cat([loss[None], router_losses]), self.stop_requested() != 0
         )
-        loss, stops = means[0], means[-1]
+        loss, router_losses, stops = sums[0], sums[1:-1], sums[-1]
         norm = self.optimizer.take_gradients(config.clip_grad_norm)
-        values = torch.cat([torch.stack([loss, norm.to(loss), stops]), means[1:-1]])
+        values = torch.cat([torch.stack([loss, norm.to(loss), stops]), router_losses, shares])
         queued = QueuedStep(step, start, micro_batches, *copy_to_host(values))
         if before is not None:
             self._check(before)
@@ -368,22 +379,29 @@ class Trainer(NamedFields):
     def _calibrated(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Return `batches` once the first step's micro-batches have given the model the scales that it needs."""
         first = list(islice(batches, self.config.gradient_accumulation))
-        self._calibrate(first, self._loss_weights(first))
+        self._calibrate(first, self._weights(first))
         return chain(first, batches)
 
-    def _calibrate(self, micro_batches: list[Batch], weights: Sequence[Tensor | float]) -> None:
+    def _calibrate(self, micro_batches: list[Batch], weights: StepWeights) -> None:
         """Give the model scales from the micro-batches of a step, if it has none for its recipe."""
         if self.config.calibrate and self.calibrated is not self.model.recipe:
             self.model.train()
             self.model.calibrate(
-                *(to_device(batch, self.device) for batch in micro_batches), weights=weights
+                *(to_device(batch, self.device) for batch in micro_batches),
+                weights=weights.predictions,
+                router_weights=weights.routers,
             )
             self.calibrated = self.model.recipe
 
-    def _loss_weights(self, micro_batches: list[Batch]) -> Sequence[Tensor | float]:
-        return self.parallel.loss_weights(
+    def _weights(self, micro_batches: list[Batch]) -> StepWeights:
+        """Return the factors of this process's micro-batches in the loss of their step."""
+        predictions = self.parallel.loss_weights(
             [count_targets(batch) for batch in micro_batches], self.device
         )
+        if self.model.config.moe is None:
+            return StepWeights(predictions, predictions)
+        tokens = [count_tokens(batch) for batch in micro_batches]
+        return StepWeights(predictions, self.parallel.router_weights(tokens, self.device))
 
     def _follow_recipe(self) -> None:
         """Make a new CUDA graph of the step if the schedule or a callback has changed the model's recipe."""
@@ -395,30 +413,42 @@ class Trainer(NamedFields):
         """Compute the gradients of the mean loss per counted token of the step; return this process's part of it."""
         self.model.train()
         device, last = self.device, len(micro_batches) - 1
-        weights = self._loss_weights(micro_batches)
+        weights = self._weights(micro_batches)
         self.routed.clear()
         self._calibrate(micro_batches, weights)
         self._follow_recipe()
         batches = [to_device(batch, device) for batch in micro_batches]
         if self.graphed is not None and self._fit(self.graphed, batches):
-            loss = self.graphed.step(batches, weights)
+            loss = self.graphed.step(batches, weights.predictions, weights.routers)
             self.routed += self.graphed.routing
             return loss
         total = torch.zeros((), device=device)
         with self.gradients.collecting():
-            for number, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
-                loss, routed = self._micro_batch(batch, weight, number == 0, number == last)
+            for number, batch in enumerate(batches):
+                loss, routed = self._micro_batch(
+                    batch,
+                    weights.predictions[number],
+                    weights.routers[number],
+                    first=number == 0,
+                    last=number == last,
+                )
                 total += loss
                 if routed is not None:
                     self.routed.append(routed)
         return total
 
     def _micro_batch(
-        self, batch: Mapping[str, Tensor], weight: Tensor | float, first: bool, last: bool
+        self,
+        batch: Mapping[str, Tensor],
+        weight: Tensor | float,
+        router_weight: Tensor | float,
+        first: bool,
+        last: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Run forward and backward of a micro-batch, the first or last of its step or neither.
 
-        Returns its loss times `weight`, and RoutingReport.metrics of a model with experts.
+        Returns its part of the step's loss (te_models.model.output.step_loss), and RoutingReport.metrics of a model
+        with experts.
         """
         config = self.config
         self.parallel.prepare_micro_batch(self.train_model, last=last)
@@ -426,9 +456,10 @@ class Trainer(NamedFields):
         cached = first if reuse and config.gradient_accumulation > 1 else None
         with self.gradients.micro_batch(first, last):
             output = self.train_model(**batch, is_first_microbatch=cached, return_logits=False)
-            loss = output.loss * weight
+            loss = step_loss(output, weight, router_weight, self.model.router_losses)
             loss.backward()
-        return loss.detach(), None if output.routing is None else output.routing.metrics(weight)
+        routed = None if output.routing is None else output.routing.metrics(router_weight)
+        return loss.detach(), routed
 
     def _fit(self, graphed: GraphedStep, micro_batches: list[Batch]) -> bool:
         """Return whether the step's graph can take these batches; the first time that it cannot, log why."""
@@ -538,6 +569,7 @@ class Trainer(NamedFields):
             if cuda
             else None,
             "result": asdict(self.result),
+            "gradient_factor": 1,  # those that the scales know, over those of one process
         }
         tensors["training"], documents["training"] = flatten_state(state)
         return tensors, {**documents, "run": run_choices(self.model), **self.documents}
@@ -564,12 +596,15 @@ class Trainer(NamedFields):
         self.optimizer.check_state_dict(optimizer)
         random, cuda = read_random_states(state, newest, self.parallel.ranks.rank, self.device)
         result = read_result(state["result"])
+        factor = gradient_factor(state, self.out, self.parallel)
         refuse(waiting_in_vain(result, self.config.patience))
         refuse(state_mistakes(state["dataset"], self.data.state_dict(), "dataset"), CheckpointError)
         self.data.load_state_dict(
             state["dataset"]
         )  # the last that may refuse, before it changes anything
         found.write()
+        if factor != 1:
+            divide_gradient_amaxes(self.model, factor)
         self.optimizer.load_state_dict(optimizer)
         drop_initial_values(self.model)
         torch.set_rng_state(random)

@@ -1,5 +1,6 @@
 """Windows of whole records: nothing lost, cut or seen by another, little padding, something to predict in each."""
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -7,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from te_models.data import packing
 from te_models.data.dataset import TokenDataset
 from te_models.data.encoding import Fit
 from te_models.data.formats import Document
-from te_models.data.packing import pack_records, repeats
+from te_models.data.packing import cut_texts, pack_records, repeats
 from te_models.data.tokenizer import ByteTokenizer
 from te_models.errors import DataError
 from te_models.model.targets import IGNORED
@@ -83,6 +85,80 @@ def test_windows_are_as_full_as_best_fit_makes_them(lengths: list[int]) -> None:
     sums = [sum(lengths[i] for i in order[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
     assert all(0 < total <= 20 for total in sums) and sum(total <= 10 for total in sums) <= 1
     assert len(sums) == best_fit_decreasing(lengths, 20)
+
+
+def windows_by_best_fit(lengths: list[int], size: int, group: int) -> list[list[int]]:
+    """Put each record, the longest first and of equals the earlier, into the fullest window that has room for it."""
+    windows: list[list[int]] = []
+    for first in range(0, len(lengths), group):
+        records = range(first, min(first + group, len(lengths)))
+        begun = len(windows)
+        for record in sorted(records, key=lambda r: -lengths[r]):
+            room = [
+                (size - sum(lengths[r] for r in window), number)
+                for number, window in enumerate(windows)
+                if number >= begun
+            ]
+            fits = [(free, number) for free, number in room if free >= lengths[record]]
+            if fits:
+                windows[min(fits)[1]].append(record)
+            else:
+                windows.append([record])
+    return [sorted(window) for window in windows]
+
+
+@pytest.mark.parametrize("group", [4096, 7])
+@pytest.mark.parametrize("seed", range(8))
+def test_records_lie_where_best_fit_puts_them(
+    seed: int, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each group by itself; the records of a window are in the order of the epoch."""
+    monkeypatch.setattr(packing, "GROUP", group)
+    lengths = np.random.default_rng(seed).integers(1, 21, 60)
+    order, bounds = pack_records(lengths, 20)
+    found = [order[a:b].tolist() for a, b in itertools.pairwise(bounds)]
+    assert found == windows_by_best_fit(lengths.tolist(), 20, group)
+
+
+def test_the_fullest_window_is_taken_and_not_the_emptiest() -> None:
+    order, bounds = pack_records(np.array([7, 6, 4, 3]), 10)
+    assert [order[a:b].tolist() for a, b in itertools.pairwise(bounds)] == [[0, 3], [1, 2]]
+    order, bounds = pack_records(np.array([8, 6, 2, 4]), 10)
+    assert [order[a:b].tolist() for a, b in itertools.pairwise(bounds)] == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize("length", range(2, 14))
+def test_pieces_of_a_text_have_two_tokens_or_more(length: int) -> None:
+    """One token predicts nothing: a last piece of one is left out, and no other."""
+    starts, lengths = cut_texts(np.array([5, 100]), np.array([length, 3]), 4)
+    pieces = [list(range(5 + at, min(5 + at + 4, 5 + length))) for at in range(0, length, 4)]
+    pieces = [piece for piece in pieces if len(piece) > 1] + [[100, 101, 102]]
+    assert [list(range(a, a + n)) for a, n in zip(starts, lengths, strict=True)] == pieces
+
+
+def test_windows_of_a_stream_that_predict_nothing_are_left_out() -> None:
+    """One inside a long prompt, of two tokens too; and what fills the last window counts for nothing."""
+    for seq_len in (2, 3, 4):
+        data = dataset([Document("ab", "x" * 9)], seq_len, packing="stream", shuffle=False)
+        text = [*b"x" * 9, *b"ab", END]
+        rows = [text[at : at + seq_len] for at in range(0, len(text), seq_len)]
+        counted = [list(range(at, min(at + seq_len, 12))) for at in range(0, 12, seq_len)]
+        wanted = [
+            row + [PAD] * (seq_len - len(row))
+            for row, places in zip(rows, counted, strict=True)
+            if any(place >= 9 for place in places[1:])
+        ]
+        batches = [next(data) for _ in range(data.num_windows)]
+        assert [batch["input_ids"][0].tolist() for batch in batches] == wanted
+
+
+@pytest.mark.parametrize("weight", [0.25, 0.5])
+def test_neighbors_of_one_weight_are_not_in_phase(weight: float) -> None:
+    """Of any few documents in a row about their share is in each epoch, not all of them in one and none in others."""
+    for epoch in range(8):
+        found = repeats(np.full(64, weight), epoch)
+        shares = np.convolve(found, np.ones(16), mode="valid") / 16
+        assert (abs(shares - weight) <= 0.13).all()
 
 
 def test_padding_behind_texts_is_no_document() -> None:

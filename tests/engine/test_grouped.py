@@ -84,6 +84,41 @@ def test_equals_a_linear_per_expert(name: str, bias: bool) -> None:
                     assert_same_bits("history", own.amax_history[:, place], other.amax_history)
 
 
+def test_its_backward_updates_the_scales_of_gradients() -> None:
+    """With no other module of the pass to do it: E5M2's largest number over the amax of each expert's gradients."""
+    te.FP8GlobalStateManager.reset()
+    m, recipe = grouped(3), R.DelayedScaling(amax_history_len=2)
+    x, g = torch.randn(64, 64).to(BF16), torch.randn(64, 96).to(BF16)
+    step(m, recipe, x, g, [32, 0, 32])
+    scale, history = m.fp8_meta["scaling_bwd"].scale, m.fp8_meta["scaling_bwd"].amax_history
+    for expert, part in enumerate((g[:32], None, g[32:])):
+        amax = 0.0 if part is None else part.abs().max().item()
+        assert history[-1, 2 * expert] == amax
+        wanted = 1.0 if part is None else (torch.tensor(57344.0) / amax).item()
+        assert scale[2 * expert].item() == wanted
+
+
+@pytest.mark.parametrize("name", ["bf16", "current"])
+def test_frozen_weights_keep_no_input(name: str) -> None:
+    """Their experts need the weights alone, for the gradient of the input, which is the same."""
+    x, g = torch.randn(64, 64).to(BF16), torch.randn(64, 96).to(BF16)
+    found = []
+    for frozen in (False, True):
+        torch.manual_seed(0)
+        m = grouped(2, bias=False).requires_grad_(not frozen)
+        saved: list[Tensor] = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.append(t) or t, lambda t: t
+        )
+        with hooks:
+            _, dx, *grads = step(m, MAKERS[name](), x, g, [32, 32])
+        assert all((grad is None) == frozen for grad in grads)
+        found.append((dx, sum(t.nbytes for t in saved)))
+    assert_same_bits("dx", found[0][0], found[1][0])
+    each = 1 if name == "current" else 2
+    assert found[0][1] - found[1][1] >= x.numel() * each
+
+
 def test_cached_weights_serve_later_microbatches() -> None:
     m, recipe = grouped(3), R.Float8CurrentScaling()
     x, g = torch.randn(64, 64).to(BF16), torch.randn(64, 96).to(BF16)

@@ -296,6 +296,37 @@ def test_a_cache_has_either_name(pair: Callable[..., Any]) -> None:
     torch.testing.assert_close(again.last_hidden_state, whole.last_hidden_state[:, 4:], **CLOSE)
 
 
+@pytest.mark.parametrize("case", ["llama", "mistral-window", "gemma2"])
+@torch.no_grad()
+def test_a_prompt_with_padding_on_the_right_goes_on_as_each_row_alone(
+    case: str, pair: Callable[..., Any]
+) -> None:
+    """From a cache that keeps all tokens; one of windows, which transformers fills with padding, is refused."""
+    models = pair(case)
+    mask = torch.ones(3, 14, dtype=torch.long)
+    mask[0, 4:11] = 0
+    mask[1, 9:11] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    ids = torch.cat((IDS, IDS[:, :3].flip(-1)), dim=1)
+
+    def steps(cache: Any) -> list[Tensor]:
+        found = []
+        for start, stop in ((0, 11), (11, 12), (12, 14)):
+            options = {CACHE: cache, "attention_mask": mask[:, :stop]}
+            places = positions[:, start:stop]
+            found.append(models.ours(ids[:, start:stop], position_ids=places, **options).logits)
+        return found
+
+    found = torch.cat(steps(transformers.DynamicCache()), dim=1)
+    for row in range(3):
+        real = mask[row].bool()
+        alone = models.theirs(ids[row : row + 1, real]).logits[0]
+        torch.testing.assert_close(found[row, real], alone, **CLOSE)
+    if case != "llama":
+        with pytest.raises(UsageError, match="pad the prompts on the left"):
+            steps(transformers.DynamicCache(config=models.theirs.config))
+
+
 @pytest.mark.parametrize("case", ["llama", "gemma2"])
 def test_the_padding_token_is_trained_where_it_is_text(case: str, pair: Callable[..., Any]) -> None:
     """transformers' embedding passes its row no gradient (`padding_idx`), also where the token ends a text.

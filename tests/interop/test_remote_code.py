@@ -182,6 +182,12 @@ for case in sorted(root.iterdir()):
             model(prompt, **{name: past})
             result[name] = float((model(ids[:, 6:], **{name: past}).logits - output.logits[:, 6:]).abs().max())
             result["generated"] &= torch.equal(model.generate(prompt, **greedy, **{name: other}), wanted["generated"])
+            padding, rest = torch.zeros_like(ids[:, :3]), ids[:, 6:]
+            seen = torch.cat((torch.ones_like(prompt), padding, torch.ones_like(rest)), 1)
+            past = transformers.DynamicCache()
+            model(torch.cat((prompt, padding), 1), attention_mask=seen[:, :9], **{name: past})
+            step = model(rest, attention_mask=seen, **{name: past}).logits
+            result["right " + name] = float((step - output.logits[:, 6:]).abs().max())
         static = model.generate(prompt, **greedy, cache_implementation="static")
         result["static"] = torch.equal(static, wanted["generated"])
         left = torch.cat((torch.zeros_like(ids[:, :3]), prompt), 1)
@@ -294,7 +300,8 @@ def test_transformers_without_te_models_computes_the_same(case: str, results: An
     if case != "dynamic":  # keys in a cache keep the angles of when the text was short
         assert found["no cache"]
     if case not in ("dynamic", "longrope"):
-        assert max(found.get(name, 0) for name in ("cache", "past_key_values")) < 1e-5
+        for name in ("cache", "past_key_values"):
+            assert max(found.get(name, 0), found.get(f"right {name}", 0)) < 1e-5
     next_model = {"qwen3-next"} | {
         name for name in CASES if CASES[name].get("zero_centered_norm") and is_next(name)
     }

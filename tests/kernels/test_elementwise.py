@@ -7,11 +7,16 @@ import torch.nn.functional as F
 from te_models.config import model
 from te_models.kernels.elementwise import (
     ACTIVATIONS,
+    causal_conv,
     clamped_swiglu,
     clamped_swiglu_backward,
+    cross_entropy,
+    delta_gates,
     mlp_activation,
     mlp_activation_backward,
+    rounded,
     scaled_logits,
+    silu_gate,
     softplus_gate,
 )
 from te_models.kernels.lm_head import loss_and_gradient, with_scaled_logits
@@ -51,6 +56,108 @@ def test_clamped_swiglu_and_its_gradient() -> None:
     torch.testing.assert_close(
         clamped_swiglu_backward(dy, x, 1.0, 1.702), torch.autograd.grad(y, x, dy)[0]
     )
+
+
+def test_the_edges_of_the_clamp_have_a_slope() -> None:
+    """As torch.clamp's, which transformers takes: at the limit itself gradients pass, one step beyond none do."""
+    limit = 1.5
+    beyond = torch.nextafter(torch.tensor(limit), torch.tensor(9.0)).item()
+    edges = torch.tensor([-beyond, -limit, -0.5, 0.0, 0.5, limit, beyond])
+    gate, up = torch.cartesian_prod(edges, edges).unbind(1)
+    x = torch.stack((gate, up), dim=1).requires_grad_()  # [49, 2]
+    own_gate, own_up = x.double().chunk(2, dim=-1)
+    own_gate = own_gate.clamp(max=limit)
+    y = (own_up.clamp(-limit, limit) + 1) * own_gate * torch.sigmoid(1.702 * own_gate)
+    torch.testing.assert_close(clamped_swiglu(x, limit, 1.702), y.float())
+    dy = torch.full_like(y, 2.0)
+    found = clamped_swiglu_backward(dy.float(), x, limit, 1.702)
+    expected = torch.autograd.grad(y, x, dy)[0]
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(found == 0, expected == 0)
+
+
+def test_clamped_swiglu_rounds_once() -> None:
+    x = (torch.randn(400, 32) * 2).bfloat16()
+    gate, up = x.double().chunk(2, dim=-1)
+    gate = gate.clamp(max=1.5)
+    exact = (up.clamp(-1.5, 1.5) + 1) * gate * torch.sigmoid(1.702 * gate)
+    error = (clamped_swiglu(x, 1.5, 1.702).double() - exact).abs()
+    assert (error <= exact.abs() * 2.0**-8 * 1.01).all()
+
+
+def test_the_gate_of_linear_attention_rounds_once() -> None:
+    x, z = (torch.randn(400, 32) * 2).bfloat16(), (torch.randn(400, 32) * 2).bfloat16()
+    exact = x.double() * z.double() * torch.sigmoid(z.double())
+    error = (silu_gate(x, z).double() - exact).abs()
+    assert (error <= exact.abs() * 2.0**-8 * 1.01).all()
+
+
+@pytest.mark.parametrize("taps", [1, 4])
+@pytest.mark.parametrize("tailed", [False, True])
+def test_a_convolution_in_bf16_rounds_once(taps: int, tailed: bool) -> None:
+    """By its definition in FP64, with documents and with a tail of earlier tokens."""
+    x, weight = torch.randn(2, 9, 6).bfloat16(), torch.randn(6, 1, taps).bfloat16()
+    documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [5] * 9])
+    tail = torch.randn(2, taps - 1, 6).bfloat16() if tailed else None
+    found = causal_conv(x, tail, weight, None if tailed else documents)
+    for row in range(2):
+        for place in range(9):
+            total = torch.zeros(6).double()
+            for back in range(taps):
+                tap = weight[:, 0, taps - 1 - back].double()
+                earlier = place - back
+                if earlier >= 0 and (tailed or documents[row, earlier] == documents[row, place]):
+                    total += x[row, earlier].double() * tap
+                elif earlier < 0 and tail is not None:
+                    total += tail[row, earlier].double() * tap
+            exact = total * torch.sigmoid(total)
+            error = (found[row, place].double() - exact).abs()
+            assert (error <= exact.abs() * 2.0**-8 * 1.01 + 1e-6).all()
+
+
+def test_padding_neither_decays_nor_writes() -> None:
+    logits, real = torch.randn(2, 5, 6), torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]).bool()
+    a_log, dt_bias = torch.randn(3), torch.randn(3)
+    g, beta = delta_gates(logits, a_log, dt_bias, real)
+    own_g, own_beta = delta_gates(logits, a_log, dt_bias, None)
+    b, a = logits.double().chunk(2, dim=-1)
+    torch.testing.assert_close(own_beta.double(), 1 / (1 + (-b).exp()), rtol=1e-5, atol=0)
+    rate = a_log.double().exp() * torch.log1p((a + dt_bias.double()).exp())
+    torch.testing.assert_close(own_g.double(), -rate, rtol=1e-5, atol=1e-7)
+    assert torch.equal(g, own_g * real[..., None]) and torch.equal(beta, own_beta * real[..., None])
+    assert not g[~real].any() and not beta[~real].any() and g[real].all() and beta[real].all()
+
+
+def test_a_factor_is_rounded_to_the_dtype() -> None:
+    """sqrt(3072) is 55.5 in BF16, as Gemma multiplies its embeddings."""
+    assert rounded(3072**0.5, torch.bfloat16) == 55.5
+    assert rounded(3072**0.5, torch.float32) == torch.tensor(3072**0.5).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cap", [2.0, 30.0])
+def test_the_slope_of_a_cap(dtype: torch.dtype, cap: float) -> None:
+    """Of the capped logits as they are rounded: in FP64 the slope is 1 - (final / cap)^2, small where they saturate."""
+    logits, targets = (torch.randn(9, 20) * 1.5 * cap).to(dtype), torch.randint(0, 20, (9,))
+    count = torch.tensor(9)
+    final = scaled_logits(logits, 2.0, cap)
+    exact = final.double().requires_grad_()
+    F.cross_entropy(exact, targets).backward()
+    expected = exact.grad * (1 - (final.double() / cap).square()) / 2.0
+    _, slope = with_scaled_logits(loss_and_gradient, 2.0, cap)(logits, targets, count, True)
+    # The kernel's own gradient is rounded to the dtype, and the product again.
+    bound = 3 * 2.0**-9 if dtype == torch.bfloat16 else 1e-5
+    error = (slope.double() - expected).abs()
+    assert (error <= bound * expected.abs() + 1e-9).all()
+
+
+def test_a_loss_without_targets_is_zero() -> None:
+    logits = torch.randn(5, 9, requires_grad=True)
+    loss = cross_entropy(logits, torch.full((5,), -100))
+    loss.backward()
+    assert loss == 0 and not logits.grad.any()
+    targets = torch.tensor([3, -100, 8, -100, 0])
+    torch.testing.assert_close(cross_entropy(logits, targets), F.cross_entropy(logits, targets))
 
 
 def test_the_softplus_gate() -> None:

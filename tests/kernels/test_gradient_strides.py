@@ -103,6 +103,8 @@ ELSEWHERE = {
     "kernels/span_attention_triton.py": "kernels/stride_cases.py",
     "kernels/embedding_triton.py": "kernels/stride_cases.py",
     "kernels/grouped_linear_triton.py": "kernels/grouped_linear_cases.py",
+    "kernels/joint_experts_triton.py": "kernels/joint_experts_cases.py",
+    "kernels/grouped_blocks_triton.py": "kernels/expert_blocks_cases.py",
     "engine/native.py": "model/test_strides_on_gpu.py",
     "model/tensor_parallel.py": "model/test_tensor_parallel.py",
 }

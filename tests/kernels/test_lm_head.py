@@ -54,6 +54,30 @@ def test_the_losss_factor_is_not_rounded(retain: bool) -> None:
         assert_same_bits("one", one, (other.float() * factor).bfloat16())
 
 
+@pytest.mark.parametrize("chunk", [1, 16])
+def test_the_gradient_of_the_weight_is_summed_in_fp32(chunk: int) -> None:
+    """BF16 stops adding once a sum is 256 times its addend; here 1,024 chunks add up, and then are rounded once."""
+    rows = 1024 * chunk
+    x, weight = torch.ones(rows, 4).bfloat16(), torch.zeros(6, 4).bfloat16().requires_grad_()
+    targets = torch.zeros(rows, dtype=torch.int64)
+    (found,) = torch.autograd.grad(linear_cross_entropy(x, weight, targets, chunk), weight)
+    # Of equal logits each probability is 1/6.
+    expected = torch.full((6, 4), 1 / 6).double()
+    expected[0] -= 1
+    # The gradient of the logits is rounded to BF16, and the sum again.
+    assert ((found.double() - expected).abs() <= 2 * 2.0**-9 * expected.abs()).all()
+
+
+def test_chunks_share_the_count_of_all_targets() -> None:
+    """Also where one has none."""
+    x, weight, targets = inputs(torch.float64)
+    targets[:8] = -100
+    targets[8:15] = -100
+    loss = linear_cross_entropy(x, weight, targets, 8)
+    expected = F.cross_entropy(F.linear(x, weight), targets)
+    torch.testing.assert_close(loss.double(), expected, atol=1e-6, rtol=1e-6)
+
+
 def test_no_target_counts() -> None:
     x, weight, targets = inputs(torch.float32)
     loss = linear_cross_entropy(x, weight, targets.fill_(-100))
@@ -75,6 +99,27 @@ def test_a_retained_graph_gives_the_same_gradients_again(frozen: int | None) -> 
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
     doubled = torch.autograd.grad(loss, wanted, torch.tensor(2.0))
     assert all(torch.equal(2 * one, other) for one, other in zip(first, doubled, strict=True))
+
+
+@pytest.mark.parametrize("frozen", [None, 0, 1])
+def test_a_retained_graph_is_not_overwritten_by_a_product_in_place(frozen: int | None) -> None:
+    """A kernel multiplies the saved gradients in place, but only in their last backward."""
+
+    def multiply(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+    leaves = inputs(torch.float32)
+    for number, leaf in enumerate(leaves[:2]):
+        leaf.requires_grad_(number != frozen)
+    wanted = [leaf for leaf in leaves[:2] if leaf.requires_grad]
+    plain = torch.autograd.grad(linear_cross_entropy(*leaves) * 0.25, wanted)
+    loss = linear_cross_entropy(*leaves, multiply=multiply) * 0.25
+    for retain in (True, True, False):
+        for one, other in zip(
+            torch.autograd.grad(loss, wanted, retain_graph=retain), plain, strict=True
+        ):
+            assert torch.equal(one, other)
 
 
 def over_the_logits(

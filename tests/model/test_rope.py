@@ -1,5 +1,6 @@
 """RoPE stretched to longer contexts: every kind against transformers, inside and beyond the original context."""
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from bits import assert_same_bits
 from judge import transformers
 
-from te_models import CausalLM
+from te_models import CausalLM, TEModelsForCausalLM
 from te_models.config.model import ModelConfig
 from te_models.config.rope import ROPE_SCALINGS
 from te_models.model.rope import SCALINGS, rotary_tables
@@ -85,6 +86,69 @@ def test_logits_inside_and_beyond_the_original_context(pair: tuple[Any, CausalLM
         expected = judge(ids).logits
         assert expected.std() > 0.1
         torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=0)
+
+
+PACK = (8, ORIGINAL + 8, 5, ORIGINAL, ORIGINAL + 1)
+
+
+def packed(lengths: tuple[int, ...] = PACK) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, documents and positions [2, S] of two packs, of which one has the documents in the other order."""
+    ids = torch.randint(1, SIZES["vocab_size"], (2, sum(lengths)))
+    documents, positions = [], []
+    for order in (lengths, lengths[::-1]):
+        documents.append(torch.repeat_interleave(torch.arange(len(order)), torch.tensor(order)))
+        positions.append(torch.cat([torch.arange(length) for length in order]))
+    return ids, torch.stack(documents), torch.stack(positions)
+
+
+def test_each_document_of_a_pack_is_the_document_alone(pair: tuple[Any, CausalLM]) -> None:
+    """In logits, and in the gradients of all parameters."""
+    judge, model = pair
+    ids, documents, positions = packed()
+    model.train()
+    output = model(ids, labels=ids, document_ids=documents)
+    output.loss.backward()
+    wrapped = TEModelsForCausalLM.wrap(model).eval()
+    with torch.no_grad():
+        by_positions = wrapped(ids, position_ids=positions, use_cache=False).logits
+    loss, targets = torch.zeros(()), 0
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    for row, order in enumerate((PACK, PACK[::-1])):
+        for number, own in enumerate(ids[row].split(order)):
+            here = documents[row] == number
+            # transformers keeps the angles of the longest text so far under "dynamic".
+            alone = copy.deepcopy(judge)(own[None]).logits[0]
+            torch.testing.assert_close(output.logits[row, here], alone, atol=1e-4, rtol=0)
+            torch.testing.assert_close(by_positions[row, here], alone, atol=1e-4, rtol=0)
+            mean = model(own[None], labels=own[None]).loss
+            loss = loss + mean * (len(own) - 1)
+            targets += len(own) - 1
+    (loss / targets).backward()
+    torch.testing.assert_close(output.loss, loss / targets, atol=1e-5, rtol=0)
+    for name, parameter in model.named_parameters():
+        close = dict(atol=1e-4 * parameter.grad.abs().max().item(), rtol=0)
+        torch.testing.assert_close(gradients[name], parameter.grad, **close, msg=name)
+
+
+def test_a_window_with_a_rope_of_its_own_too() -> None:
+    """Both ropes stretch; padding at the end of a pack is a document of its own."""
+    sliding = dict(rope_theta=100.0, rope_type="dynamic", factor=4.0)
+    config = ModelConfig(
+        **SMALL | dict(num_hidden_layers=2), sliding_window=9, sliding_rope=sliding, max_position_embeddings=96,
+        layer_types=("sliding_attention", "full_attention"), initializer_range=0.2,
+        rope_scaling=dict(rope_type="longrope", original_max_position_embeddings=24, **LONG),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = CausalLM(config, device="cpu", dtype=torch.float32)
+    lengths = (6, 90, 30, 20)
+    ids = torch.randint(0, 64, (1, sum(lengths)))
+    documents = torch.repeat_interleave(torch.tensor((7, 3, 8, -1)), torch.tensor(lengths))[None]
+    parts = model(ids[:, :96], document_ids=documents[:, :96]).logits
+    torch.testing.assert_close(parts[0, :6], model(ids[:, :6]).logits[0], atol=1e-4, rtol=0)
+    torch.testing.assert_close(parts[0, 6:], model(ids[:, 6:96]).logits[0], atol=1e-4, rtol=0)
+    parts = model(ids[:, 90:], document_ids=documents[:, 90:]).logits[0, 6:36]
+    torch.testing.assert_close(parts, model(ids[:, 96:126]).logits[0], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("pair", [*BY_LENGTH, "yarn", "llama3"], indirect=True)

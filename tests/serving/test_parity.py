@@ -102,6 +102,21 @@ def test_inputs_are_quantized_per_group_and_with_static_scales() -> None:
     assert INPUTS["none"](x, None) is x
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("scheme", [CHANNEL, MXFP8, NVFP4, BLOCK], ids=lambda s: s.activations)
+def test_a_product_is_rounded_once(scheme: Scheme, biased: bool) -> None:
+    """In FP64: of BF16 inputs, after their quantization, and with the bias inside."""
+    weight, bias = torch.randn(64, 128), torch.randn(64) * 30 if biased else None
+    static, x = torch.tensor(1.0), torch.randn(40, 128).bfloat16()
+    found = ServedLinear(weight, bias, scheme, static)(x)
+    inputs = INPUTS[scheme.activations](x.float(), static).double()
+    exact = inputs @ weight.double().t() + (0 if bias is None else bias.double())
+    assert found.dtype == torch.bfloat16
+    # Half of the distance of two BF16 numbers, and what FP32 sums differ by.
+    error = (found.double() - exact).abs()
+    assert (error <= exact.abs() * 2.0**-8 + 1e-4).all()
+
+
 @pytest.mark.parametrize(
     "scheme", [CHANNEL, MXFP8, NVFP4, BLOCK], ids=lambda scheme: scheme.activations
 )

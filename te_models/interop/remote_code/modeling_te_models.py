@@ -212,7 +212,7 @@ class Masks:
     Args:
         count: S, the queries.
         past: the position of the first.
-        window: keys that a query sees in layers with a window, itself included.
+        window: keys that a query sees in layers with a window, itself included and padding left out.
         given: [B, M or fewer], 0 at keys that no query sees; or [B, 1, S, M], bool or added to the scores; None: none.
         cached: whether the keys are those of a cache.
         device: of the masks.
@@ -253,13 +253,15 @@ class Masks:
             )
         if self.given is None and not self.cached and near is None:
             return None
-        seen = (key <= query if near is None else (key <= query) & near)[None, None]
         if self.given is None:
-            return seen
-        real = F.pad(self.given.to(self.device) != 0, (0, max(keys - self.given.shape[-1], 0)))[
-            :, :keys
-        ]
-        seen = seen & real[:, None, None]
+            return (key <= query if near is None else (key <= query) & near)[None, None]
+        real = self.given.to(self.device) != 0
+        real = F.pad(real, (0, max(keys - real.shape[-1], 0)))[:, :keys]
+        seen = (key <= query) & real[:, None, None]  # [B, 1, S, M]
+        if window is not None:
+            tokens = real.cumsum(-1)  # [B, M], of each row up to this key
+            oldest = tokens[:, query.flatten()] - window
+            seen = seen & (tokens[:, None, None, :] > oldest[:, None, :, None])
         return seen | ~seen.any(
             -1, keepdim=True
         )  # a query at padding, which sees nothing, would become NaN

@@ -1,0 +1,170 @@
+"""FLOPs of every kind of layer against PyTorch's own count of the operations that a CPU runs."""
+
+from collections import Counter
+from typing import Any
+
+import kinds
+import pytest
+import torch
+from kinds import KINDS, tokens
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from te_models import CausalLM
+from te_models.config.attention import SoftmaxAttentionSpec
+from te_models.config.deltanet import DeltaNetSpec
+from te_models.config.model import ModelConfig
+from te_models.config.presets import get_preset, list_presets
+from te_models.inspect import roofline as roofline_module
+from te_models.inspect.roofline import model_flops, roofline, seen_share
+from te_models.inspect.verify import verify
+
+BATCH, SEQ = 2, 32
+PRODUCTS = ("mm", "addmm")
+
+
+def solve_flops(a: list[int], b: list[int], **options: Any) -> int:
+    """A triangular system of n unknowns takes n^2 / 2 multiplications for each right-hand side."""
+    return torch.Size(a[:-2]).numel() * a[-1] ** 2 * b[-1]
+
+
+def counted(model: CausalLM, ids: Tensor) -> Counter[str]:
+    """Operation -> FLOPs of a forward pass. Attention is composed of products, which compute every pair."""
+    solve = {torch.ops.aten.linalg_solve_triangular: solve_flops}
+    mode = FlopCounterMode(display=False, custom_mapping=solve)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), mode:
+        model(ids)
+    found: Counter[str] = Counter()
+    for operation, flops in mode.get_flop_counts()["Global"].items():
+        found[str(operation).removeprefix("aten.")] += flops
+    return found
+
+
+def convolutions(config: ModelConfig, count: int) -> int:
+    """FLOPs that are no products: of the convolutions of linear attention, and of the kind that only tests have."""
+    found = 0
+    for layer in config.layers:
+        mixer: Any = layer.mixer
+        if isinstance(mixer, DeltaNetSpec):
+            found += 2 * count * mixer.sizes.mixed_size * mixer.sizes.conv_kernel_dim
+        elif not isinstance(mixer, SoftmaxAttentionSpec):
+            found += 2 * count * mixer.hidden_size * mixer.taps
+    return found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_description_counts_what_runs(name: str) -> None:
+    """Half of the pairs of attention, which is causal."""
+    kind = KINDS[name]
+    with kind.known():
+        model = kinds.build(kind, dtype=torch.float32).eval()
+        found = counted(model, tokens(model, BATCH, SEQ))
+        attention = 0
+        for layer in kind.config.layers:
+            mixer: Any = layer.mixer
+            if isinstance(mixer, SoftmaxAttentionSpec):
+                sizes = getattr(mixer, "sizes", None)
+                width = (
+                    2 * mixer.heads.dim if sizes is None else sizes.qk_head_dim + sizes.v_head_dim
+                )
+                attention += 2 * BATCH * mixer.heads.query * SEQ**2 * width // 2
+        linears = sum(
+            layer.mixer.linear_flops(64) + layer.mlp.linear_flops(64)
+            for layer in kind.config.layers
+        )
+        head = 2 * BATCH * SEQ * kind.config.hidden_size * kind.config.vocab_size
+        assert sum(found[operation] for operation in PRODUCTS) == linears + head
+        rules = sum(
+            layer.mixer.flops(64, SEQ) - layer.mixer.linear_flops(64)
+            for layer in kind.config.layers
+            if isinstance(layer.mixer, DeltaNetSpec)
+        )
+        expected = linears + head + attention + convolutions(kind.config, 64)
+        if rules:
+            rule = found["bmm"] + found["linalg_solve_triangular"] - 2 * attention
+            assert rule == pytest.approx(rules - convolutions(kind.config, 64), rel=0.02)
+            expected += rules - convolutions(kind.config, 64)
+        assert model_flops(kind.config, BATCH, SEQ) == 3 * expected
+
+
+@pytest.fixture
+def flops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device on which a FLOP takes a millisecond, and a copied byte none."""
+
+    def gemm(m: int, k: int, n: int, fp8: bool, device: torch.device) -> float:
+        return 2.0 * m * k * n
+
+    def attention(heads: Any, batch: int, seq: int, device: torch.device) -> float:
+        return 6.0 * batch * seq**2 * heads.q_size
+
+    def recurrence(sizes: Any, batch: int, seq: int, device: torch.device) -> float:
+        alone = DeltaNetSpec(hidden_size=0, sizes=sizes)
+        return 3 * (alone.flops(batch * seq, seq) - alone.linear_flops(batch * seq))
+
+    for name, measured in dict(_gemm=gemm, _attention=attention, _recurrence=recurrence).items():
+        monkeypatch.setattr(roofline_module, name, measured)
+    monkeypatch.setattr(roofline_module, "_copy_rate", lambda device: float("inf"))
+
+
+def floor_of(config: ModelConfig, batch: int, seq: int, recipe: str = "current") -> Any:
+    model = CausalLM(config, recipe=recipe, device="meta", engine="emulated")
+    return roofline(config, batch, seq, model.precision.linears, torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("flops")
+@pytest.mark.parametrize("name", KINDS)
+def test_the_roofline_has_every_flop(name: str) -> None:
+    """Of experts those that a token goes through, of mixers without a kernel here what their description counts."""
+    kind = KINDS[name]
+    with kind.known():
+        floor = floor_of(kind.config, BATCH, SEQ, "bf16")
+        expected = model_flops(kind.config, BATCH, SEQ)
+        for layer in kind.config.layers:
+            mixer: Any = layer.mixer
+            if isinstance(mixer, SoftmaxAttentionSpec):
+                beside = mixer.flops(64, SEQ) - mixer.linear_flops(64)
+                kernel = 2.0 * BATCH * SEQ**2 * mixer.heads.q_size  # whose heads have one width
+                expected += 3 * (kernel * seen_share(mixer.window, SEQ) - beside)
+        assert floor.total == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.usefixtures("flops")
+@pytest.mark.parametrize(
+    "preset", [name for name in list_presets() if "nano" in name or "moe" in name]
+)
+def test_the_roofline_of_presets(preset: str) -> None:
+    config = get_preset(preset)
+    windows = any(getattr(layer.mixer, "window", None) for layer in config.layers)
+    if not windows and config.latent_attention is None:
+        assert floor_of(config, 4, 512).total == pytest.approx(model_flops(config, 4, 512))
+
+
+def test_a_window_sees_its_share_of_the_pairs() -> None:
+    for seq, window in ((7, 3), (16, 1), (5, 5), (4, 9)):
+        place = torch.arange(seq)
+        distance = place[:, None] - place
+        causal, inside = distance >= 0, (distance >= 0) & (distance < window)
+        assert seen_share(window, seq) == pytest.approx((inside.sum() / causal.sum()).item())
+    assert seen_share(None, 8) == 1.0
+
+
+def test_verify_casts_the_weights_of_all_experts() -> None:
+    config = get_preset(
+        "gated-moe-nano", hidden_size=64, num_hidden_layers=1, vocab_size=96, num_attention_heads=4,
+        num_key_value_heads=2, moe=dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64),
+    )  # fmt: skip
+    model = CausalLM(
+        config,
+        recipe="current",
+        device="cpu",
+        num_layers_at_start_in_bf16=0,
+        num_layers_at_end_in_bf16=0,
+    )
+    found = {gemm.module: gemm for gemm in verify(model, 2, 16).gemms}
+    experts = found["mlp.gate_up_proj"]
+    assert experts.num_gemms == 8 and found["self_attn.o_proj"].num_gemms == 1
+    bf16, fp8 = experts.h200_seconds()
+    assert bf16 == pytest.approx(6 * experts.rows * 64 * 128 / 720e12)
+    read = experts.rows * (64 + 128) + 8 * 64 * 128
+    assert fp8 == pytest.approx(bf16 * 720 / 1250 + 4 * read / 4.15e12)
