@@ -139,8 +139,8 @@ def encode_documents(
 ) -> Encoded:
     """Encode documents; texts and completions are followed by the end-of-text token, conversations by nothing.
 
-    Conversations need a chat template. `begin_prompts` begins prompts with the token that the tokenizer begins texts
-    with, if any, as for generation.
+    A prompt and its completion are encoded as one text. Conversations need a chat template. `begin_prompts` begins
+    prompts with the token that the tokenizer begins texts with, if any, as for generation.
     """
     if not documents:
         raise DataError("there are no documents to make batches of: give at least one")
@@ -149,30 +149,42 @@ def encode_documents(
     bos = tokenizer.bos_token_id
     if begin_prompts and bos is not None and tokenizer.encode_prompt("")[:1] == [bos]:
         begin = np.array([bos])
-    chats = [document for document in documents if document.conversation is not None]
-    texts = [document for document in documents if document.conversation is None]
-    prompts = tokenizer.encode_batch([document.prompt or "" for document in texts])
-    prompts = [
-        np.concatenate([begin, prompt]) if len(begin) and document.prompt is not None else prompt
-        for document, prompt in zip(texts, prompts, strict=True)
-    ]
-    plain = zip(prompts, tokenizer.encode_batch([document.text for document in texts]), strict=True)
-    talks = _encode_conversations(chats, tokenizer) if chats else iter(())
+    chats = []
+    pairs = []
+    texts = []
+    for document in documents:
+        if document.conversation is not None:
+            chats.append(document)
+        elif document.prompt is not None:
+            pairs.append((document.prompt, document.text))
+        else:
+            texts.append(document.text)
+    encoded_chats = _encode_conversations(chats, tokenizer) if chats else iter(())
+    encoded_pairs = iter(tokenizer.encode_pairs(pairs))
+    encoded_texts = iter(tokenizer.encode_batch(texts))
     pieces: list[NDArray[np.integer]] = []
     flags: list[NDArray[np.bool_]] = []
     sizes = []  # of prompt and document
     for document in documents:
         if document.conversation is not None:
-            ids, counted = next(talks)
+            ids, counted = next(encoded_chats)
             pieces.append(ids)
             flags.append(counted)
             sizes.append((0, len(ids)))
-            continue
-        prompt, text = next(plain)
-        pieces += [prompt, text, end]
-        sizes.append((len(prompt), len(prompt) + len(text) + 1))
-        flags.append(np.full(sizes[-1][1], document.prompt is None or bool(document.text.strip())))
-        flags[-1][: len(prompt)] = False
+        elif document.prompt is not None:
+            ids, prompt_length = next(encoded_pairs)
+            pieces += [begin, ids, end]
+            prompt_length += len(begin)
+            length = len(begin) + len(ids) + 1
+            counted = np.full(length, bool(document.text.strip()))
+            counted[:prompt_length] = False
+            flags.append(counted)
+            sizes.append((prompt_length, length))
+        else:
+            ids = next(encoded_texts)
+            pieces += [ids, end]  # not joined, since the ids of bytes are of uint8
+            flags.append(np.ones(len(ids) + 1, dtype=np.bool_))
+            sizes.append((0, len(ids) + 1))
     records = np.array([document.is_record for document in documents])
     prompt_lengths, lengths = np.array(sizes, dtype=np.int64).T
     counted = np.concatenate(flags) if records.any() else None

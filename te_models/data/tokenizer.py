@@ -87,6 +87,22 @@ class Tokenizer(ABC):
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Return the ids of each text as a 1-d integer array; faster than one `encode` per text."""
 
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]]
+    ) -> list[tuple[NDArray[np.integer], int]]:
+        """Encode pairs of prompt and completion, each as the one text prompt + completion.
+
+        Returns:
+            for each pair its ids [n], and how many of them are of the prompt alone. A token that holds the end of the
+            prompt and the beginning of the completion is one of the completion.
+        """
+        prompts = self.encode_batch([prompt for prompt, _ in pairs])
+        completions = self.encode_batch([completion for _, completion in pairs])
+        return [
+            (np.concatenate([prompt, completion]), len(prompt))
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+
     @abstractmethod
     def encode_rendered(
         self, texts: Sequence[str]
@@ -268,6 +284,15 @@ def end_of_text(tokenizer: Tokenizer) -> int:
     return tokenizer.eos_token_id
 
 
+def first_token_after(places: NDArray[np.int64], character: int) -> int:
+    """Return the index of the first token that holds text from this character on; all tokens, if none does.
+
+    `places` are the first character and the last plus one of each token, int64 [n, 2].
+    """
+    later = np.flatnonzero(places[:, 1] > character)
+    return int(later[0]) if len(later) else len(places)
+
+
 def text_after(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
     """Return the text that `ids` add to the tokens `before`.
 
@@ -424,6 +449,16 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         parts = self._in_parts(self._backend.encode_batch_fast, texts, 1024)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in parts]
+
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]]
+    ) -> list[tuple[NDArray[np.integer], int]]:
+        """Encode each pair as one text: a tokenizer like SentencePiece's begins every text with a space."""
+        encoded = self.encode_rendered([prompt + completion for prompt, completion in pairs])
+        return [
+            (ids, first_token_after(places, len(prompt)) if prompt else 0)
+            for (ids, places), (prompt, _) in zip(encoded, pairs, strict=True)
+        ]
 
     def encode_rendered(
         self, texts: Sequence[str]

@@ -1,6 +1,7 @@
 """Conversations as tokens: rendered, encoded and masked as in transformers, for any prefix of a conversation."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -403,3 +404,73 @@ def test_a_cut_record_begins_with_bos_if_it_did_before(begins: bool) -> None:
             expected = whole[-seq_len:]
             expected[0] = bos if begins else expected[0]
             assert next(fitted.parts(fitted.tokens)).tolist() == expected
+
+
+def sentencepiece_like(kind: str) -> Any:
+    """A tokenizer that begins each text with a space, as those of Llama 2 and Mistral, or a byte-level one."""
+    pre, decoders = tokenizers.pre_tokenizers, tokenizers.decoders
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
+    alphabet = []
+    if kind == "prepended":
+        replace = tokenizers.normalizers.Replace(" ", "\u2581")
+        prepend = tokenizers.normalizers.Prepend("\u2581")
+        backend.normalizer = tokenizers.normalizers.Sequence([prepend, replace])
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )  # fmt: skip
+    elif kind == "metaspace":
+        backend.pre_tokenizer = pre.Metaspace(prepend_scheme="first", split=False)
+        backend.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
+    else:
+        backend.pre_tokenizer = pre.ByteLevel(add_prefix_space=kind == "byte level, prefix")
+        backend.decoder = decoders.ByteLevel()
+        alphabet = pre.ByteLevel.alphabet()
+    bytes_ = [f"<0x{i:02X}>" for i in range(256)]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<unk>", "<s>", "</s>", *bytes_], initial_alphabet=alphabet, show_progress=False
+    )  # fmt: skip
+    texts = ["Hello world, the answer is yes", "Question: x? Answer: no\n\n  good"]
+    backend.train_from_iterator(texts * 5, trainer)
+    if kind.startswith("byte level"):
+        backend.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    else:
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+@pytest.mark.parametrize("kind", ["prepended", "metaspace", "byte level", "byte level, prefix"])
+def test_prompt_and_completion_are_encoded_as_one_text(kind: str, tmp_path: Path) -> None:
+    reference = sentencepiece_like(kind)
+    reference.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    draw = random.Random(0)
+    parts = ["Hello", " world", "yes", "no", "\n", " ", "  ", "x?", "A: ", "\u00e9", "\U0001f600"]
+    same_boundary = 0
+    for _ in range(100):
+        prompt = "".join(draw.choices(parts, k=draw.randint(0, 4)))
+        completion = "".join(draw.choices(parts, k=draw.randint(1, 4))) + "yes"
+        pair = Document(completion, prompt)
+        encoded = encode_documents([pair], tokenizer, begin_prompts=True)
+        assert encoded.counted is not None
+        whole = reference(prompt + completion)["input_ids"]
+        assert encoded.tokens.tolist() == [*whole, reference.eos_token_id]
+        boundary = int(encoded.prompts[0])
+        assert encoded.counted.tolist() == [False] * boundary + [True] * (len(whole) + 1 - boundary)
+        alone = reference(prompt)["input_ids"]
+        if (
+            whole[: len(alone)] == alone
+        ):  # else a token holds the end of one and the start of the other
+            assert boundary == len(alone)
+            same_boundary += 1
+    assert same_boundary > 30
+
+
+def test_a_completion_gets_no_space_of_its_own(tmp_path: Path) -> None:
+    reference = sentencepiece_like("prepended")
+    reference.save_pretrained(tmp_path)
+    encoded = encode_documents([Document("yes", "Question: x?\n")], load_tokenizer(tmp_path))
+    assert reference.decode(encoded.tokens, skip_special_tokens=True) == "Question: x?\nyes"
