@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from te_models.config.shares import share_of
 from te_models.data.files import check_text, find_files, walk
 from te_models.data.formats import Document
+from te_models.data.marks import ignored_fields
 from te_models.data.rows import file_ranges, read_range
 from te_models.errors import DataError, plural
 
@@ -126,6 +127,11 @@ def refuse_mixture(documents: Iterable[Document], records: bool | None) -> None:
 def has_text(document: Document) -> bool:
     """Return whether there is more than white space; a record without an answer is left out, and counted, later."""
     return document.is_record or bool(document.text.strip())
+
+
+def ignored_lines(documents: Iterable[Document]) -> list[str]:
+    """Return a line per file that names the fields of its records that nothing reads."""
+    return ignored_fields((document.file, document.ignored) for document in documents)
 
 
 def hash_document(seed: int, document: Document) -> bytes:

@@ -121,7 +121,7 @@ class Fit(NamedTuple):
             have, are = ("has", "is") if self.unanswered == 1 else ("have", "are")
             lines.append(
                 f"{self.unanswered:,} of {plural(total, 'record')} {have} no answer to learn and {are} left out: "
-                "give each an assistant's message, or a completion, with text"
+                "give each an assistant's message, or a completion, with text, and no mark that it is not to be learned"
             )
         return lines
 
@@ -176,7 +176,7 @@ def encode_documents(
             pieces += [begin, ids, end]
             prompt_length += len(begin)
             length = len(begin) + len(ids) + 1
-            counted = np.full(length, bool(document.text.strip()))
+            counted = np.full(length, document.learned and bool(document.text.strip()))
             counted[:prompt_length] = False
             flags.append(counted)
             sizes.append((prompt_length, length))
@@ -426,6 +426,8 @@ def _weighted(rendered: Rendered, weights: Sequence[object], document: Document)
     """Leave out answers whose message has the weight 0, as in OpenAI's format, or is empty."""
     if all(weights):
         return rendered
+    if not any(weights):
+        return Rendered(rendered.text, [])
     if len(weights) != len(rendered.answers):
         raise DataError(
             f"{document.name}: the chat template marks {len(rendered.answers)} answers in {len(weights)} messages of "

@@ -48,6 +48,7 @@ Columns = Mapping[str, str]  # your names -> those of the formats
 _SNIFFED = 8000  # bytes at the start of a file that identify its kind
 _SLICES = 32  # most ranges of a Parquet row group: reading one decodes those before it
 _END = 2**62
+UNREAD = "..."  # the value of a column that no format has
 
 
 class FileRange(NamedTuple):
@@ -113,7 +114,7 @@ def read_range(part: FileRange, source: str, columns: Columns | None = None) -> 
                     yield Document(text, name=part.path, source=source)
             return
         for row, place in _read_rows(part, columns or {}):
-            yield row_document(row, columns or {}, place, source)
+            yield row_document(row, columns or {}, place, source, part.path)
 
 
 def first_row(part: FileRange, columns: Columns) -> tuple[Mapping[str, object], str] | None:
@@ -298,6 +299,7 @@ def _parquet_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[s
                 misspelled(columns, fields, part.path) or unrecognized(fields, part.path)
             )
         wanted = [name for name in names if name in ROW_COLUMNS or name in columns]
+        unread = dict.fromkeys((name for name in names if name not in wanted), UNREAD)
         batches = table.iter_batches(batch_size=1024, row_groups=[part.group], columns=wanted)
         at = 0
         for batch in batches:  # rows before the range are decoded, but never become Python objects
@@ -306,7 +308,7 @@ def _parquet_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[s
             for number, row in enumerate(
                 batch.slice(first, max(0, last - first)).to_pylist(), start=at + first + 1
             ):
-                yield _filled(row), f"{part.path}, row group {part.group}, row {number}"
+                yield _filled(row) | unread, f"{part.path}, row group {part.group}, row {number}"
             at += len(batch)
             if at >= part.stop:
                 return

@@ -35,6 +35,7 @@ class Source:
         system: the fsspec file system that they are in.
         format: its format, recognized by its first record: a key of te_models.data.formats, or "text files".
         talks: True if the first record is a conversation, which needs a chat template.
+        first: the first record of a file.
         documents: those of records in memory; None: they are in the files.
     """
 
@@ -45,6 +46,7 @@ class Source:
     format: str
     talks: bool
     documents: Sequence[Document] | None = None
+    first: Document | None = None
 
     @property
     def is_text(self) -> bool:
@@ -87,9 +89,11 @@ def open_sources(
                 f"{given}: the weight {weight:g} is out of range: give above 0 and at most {MAX_WEIGHT:,}"
             )
         system, files = find_files(path)
-        kind, row, talks = _first_row(system, files, path, columns)
+        kind, row, first = _first_row(system, files, path, columns)
         renamed = renamed or not columns.keys().isdisjoint((*row, *_turn_fields(row)))
-        sources.append(Source(path, weight or 1.0, tuple(files), system, kind, talks))
+        talks = first is not None and first.conversation is not None
+        found = Source(path, weight or 1.0, tuple(files), system, kind, talks, first=first)
+        sources.append(found)
     if required and columns and not renamed:
         shown = ", ".join(map(repr, columns))
         raise UsageError(
@@ -100,8 +104,8 @@ def open_sources(
 
 def _first_row(
     system: AbstractFileSystem | None, files: Sequence[str], path: str, columns: Mapping[str, str]
-) -> tuple[str, Mapping[str, object], bool]:
-    """Return the format of a source, its first row, which is checked as a whole, and whether that is a conversation.
+) -> tuple[str, Mapping[str, object], Document | None]:
+    """Return the format of a source, its first row, which is checked as a whole, and the document of that row.
 
     Files whose suffix says that they hold rows come first; without any, the first file that is not empty decides.
     """
@@ -116,7 +120,7 @@ def _first_row(
             continue
         row, place = first
         refuse(filter(None, [misspelled(columns, (*row, *_turn_fields(row)), place)]))
-        document = row_document(row, columns, place, path)
+        document = row_document(row, columns, place, path, file)
         kind = str(recognize(rename(row, columns)))
         others = (_first_range(system, text) for text in texts) if kind != TEXT else ()
         for other in others:
@@ -125,8 +129,8 @@ def _first_row(
                     f"{other.path}: a text file among records of the format {kind}, which would be trained on as raw "
                     "text: choose files with a glob, or give it as --data of its own"
                 )
-        return kind, row, document.conversation is not None
-    return "text files", {}, False
+        return kind, row, document
+    return "text files", {}, None
 
 
 def _first_range(system: AbstractFileSystem | None, file: str) -> FileRange | None:

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from te_models.data.corpus_chunks import CHUNK_BYTES, ChunkReader, Chunks, find_chunks
 from te_models.data.dataset import check_position
+from te_models.data.documents import ignored_lines
 from te_models.data.encoding import Fit, encode_documents
 from te_models.data.files import check_text
 from te_models.data.formats import Document
@@ -156,8 +157,10 @@ class StreamingDataset:
         line = f"{shown} of {chunks.format} in {files}, streamed in {lanes} from {chunks.source}"
         return "\n".join([line, *self.remarks])
 
-    def sample(self) -> tuple[int, Fit, float]:
-        """Read the first chunk with text; return its number of documents, those that do not fit, and share of padding.
+    def sample(self) -> tuple[int, Fit, float, list[str]]:
+        """Read the first chunk with text.
+
+        Return its number of documents, those that do not fit, the share of padding, and lines about ignored fields.
 
         Raises:
             DataError: no document of any chunk fits a window.
@@ -172,7 +175,8 @@ class StreamingDataset:
                 encode_documents(documents, self.reader.tokenizer, begin_prompts=True)
             )
             if len(fitted):
-                return len(documents), fit, self.reader.windows(fitted).padding()
+                padding = self.reader.windows(fitted).padding()
+                return len(documents), fit, padding, ignored_lines(documents)
             number = number + len(documents)
             total = total + fit
         total.refuse(number, self.seq_len, self.reader.truncate, source=f"{self.chunks.source}: ")

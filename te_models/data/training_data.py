@@ -14,7 +14,13 @@ from torch import Tensor
 from te_models.config.data import DataConfig, parse_columns
 from te_models.config.training import TrainConfig
 from te_models.data.dataset import TokenDataset
-from te_models.data.documents import in_evaluation, load_documents, refuse_mixture, split_documents
+from te_models.data.documents import (
+    ignored_lines,
+    in_evaluation,
+    load_documents,
+    refuse_mixture,
+    split_documents,
+)
 from te_models.data.encoding import Encoded, encode_documents, keep_fitting
 from te_models.data.files import COMPRESSIONS
 from te_models.data.formats import Document
@@ -188,6 +194,7 @@ class _Opening:
         """Read all documents, leave out what does not fit, and split them."""
         documents, weights, held_out = self._load()
         remarks = [source.describe() for source in self.sources] + self._template()
+        remarks += ignored_lines([*documents, *held_out])
         refuse_mixture(documents, self.records(self.sources))
         if len(documents) == 1 and not held_out and not documents[0].is_record:
             documents, held_out = split_documents(
@@ -260,10 +267,14 @@ class _Opening:
             self._load_evaluation(wanted) if settings.eval_data else dataset.held_out(wanted, True)
         )
         if dataset.whole:
-            number, fit, padding = dataset.sample()
+            number, fit, padding, ignored = dataset.sample()
+            remarks += ignored
             lines = fit.describe(number, self.config.seq_len, settings.truncate)
             remarks += [f"in the first {number:,} of them: {line}" for line in lines]
             remarks.append(f"packed chunk by chunk, with {padding:.1%} padding in the first")
+        else:
+            firsts = [source.first for source in self.sources if source.first is not None]
+            remarks += ignored_lines(firsts)
         held = self._evaluation(
             encode_documents(evaluation, self.tokenizer, begin_prompts=dataset.whole)
         )

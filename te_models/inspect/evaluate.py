@@ -15,7 +15,7 @@ from torch import Tensor
 from te_models.causal_lm import CausalLM
 from te_models.config.data import parse_columns
 from te_models.data.dataset import TokenDataset, check_fit
-from te_models.data.documents import Document, load_documents
+from te_models.data.documents import Document, ignored_lines, load_documents
 from te_models.data.python_docstrings import PYTHON_DOCSTRINGS, python_docstrings
 from te_models.data.tokenizer import CONTEXT, Tokenizer, text_after
 from te_models.errors import CheckpointError, DataError
@@ -241,7 +241,8 @@ def make_batches(
         batch_size=batch_size or 1, seed=0, shuffle=False, packing="documents", truncate=truncate
     )
     dataset = TokenDataset(documents, tokenizer, length, limit=limit, **options)
-    return dataset.eval_batches(max_batches or dataset.num_windows), dataset.remarks
+    remarks = [*ignored_lines(documents), *dataset.remarks]
+    return dataset.eval_batches(max_batches or dataset.num_windows), remarks
 
 
 def measure_loss(
