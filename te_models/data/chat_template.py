@@ -18,6 +18,8 @@ from te_models.files.formats import Document, Value
 
 SECONDS = 10
 BESIDE = "chat_template.jinja"
+TEMPLATES = "additional_chat_templates"  # a folder beside it, of further templates by name
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
 PACKAGES = Path(__file__).resolve().parents[2]  # the folder of the package te_models
 
 # For models without a chat template: readable by any tokenizer, since all but the end-of-text token is plain text.
@@ -150,20 +152,31 @@ class _Process:
         return json.loads(answer)
 
 
-def template_source(folder: str | Path) -> str | None:
-    """Return the chat template in a tokenizer's folder: chat_template.jinja, else the one in tokenizer_config.json.
+def template_sources(folder: str | Path) -> dict[str, str]:
+    """Return the chat templates in a tokenizer's folder by name, as transformers reads them.
+
+    "default" is the one for conversations, and "tool_use" for those with tools, if there is one. Files of templates
+    (chat_template.jinja, and others in a folder beside it) take the place of those in tokenizer_config.json.
 
     Raises:
         DataError: a file is damaged.
     """
-    beside = read_file(Path(folder) / BESIDE)
-    if beside is not None:
-        return beside.decode(errors="replace") or None
+    files = {DEFAULT: Path(folder) / BESIDE}
+    for file in sorted(Path(folder, TEMPLATES).glob("*.jinja")):
+        files[file.stem] = file
+    found = {}
+    for name, file in files.items():
+        content = read_file(file)
+        if content:
+            found[name] = content.decode(errors="replace")
+    if found:
+        return found
     source = (read_json_object(Path(folder) / "tokenizer_config.json") or {}).get("chat_template")
-    if isinstance(source, list):  # several by name, of which "default" is the one without tools
+    if isinstance(source, list):
         named = [entry for entry in source if isinstance(entry, dict)]
-        source = {str(entry.get("name")): entry.get("template") for entry in named}.get("default")
-    return source if source and isinstance(source, str) else None
+        source = {str(entry.get("name")): entry.get("template") for entry in named}
+    named = source if isinstance(source, dict) else {DEFAULT: source}
+    return {name: text for name, text in named.items() if text and isinstance(text, str)}
 
 
 def template_tokens(config: Mapping[str, object]) -> dict[str, str]:

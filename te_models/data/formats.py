@@ -112,7 +112,8 @@ class Document:
     `name` is the document's file, or file and row; `source` is the corpus. `conversation` is JSON of the chat
     template's variables, `messages` and perhaps `tools` among them, in place of a text; the loss counts what the
     assistant says in it, other than in messages whose "weight" is 0. A text of white space after a prompt is no answer,
-    and with `learned` False it is not learned. `ignored` names the fields of the record in `file` that nothing reads.
+    and with `learned` False it is not learned. `ignored` names the fields of the record in `file` that nothing reads;
+    `arguments` are those of its tool calls, in order, as they were written: "" for an object.
     """
 
     text: str
@@ -122,12 +123,28 @@ class Document:
     conversation: str | None = None
     learned: bool = True
     file: str = field(default="", compare=False, repr=False)
+    arguments: tuple[str, ...] = field(default=(), compare=False, repr=False)
     ignored: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def is_record(self) -> bool:
         """True if it has an answer, which must not be cut, rather than text of any length."""
         return self.prompt is not None or self.conversation is not None
+
+
+@dataclass
+class _Reading:
+    """What is found on the way through the turns of a record.
+
+    Attributes:
+        unread: names of fields that nothing reads, in order, as keys.
+        arguments: those of tool calls, as they were written: "" for an object.
+        prompt_beside: whether messages that --columns chose leave out a prompt.
+    """
+
+    prompt_beside: bool
+    unread: dict[str, None] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)
 
 
 def recognize(row: Mapping[str, object]) -> str | None:
@@ -200,9 +217,9 @@ def row_document(
         ALPACA: {"instruction", "output", "input", "system", "history"},
         PAIRS: {"prompt", "completion"},
     }[kind]
-    unread_of_turns: dict[str, None] = {}
+    reading = _Reading(prompt_beside="prompt" not in renamed and _is_turns(row.get("prompt")))
     messages = []
-    for message in _conversation(renamed, kind, columns, place, unread_of_turns):
+    for message in _conversation(renamed, kind, columns, place, reading):
         if not learned and message["role"] == "assistant":
             message["weight"] = 0
         messages.append(_unlearned_if_empty(message))
@@ -218,7 +235,8 @@ def row_document(
         None,
         **about,
         conversation=_rendered(variables, place),
-        ignored=(*_unread(given, used), *unread_of_turns),
+        arguments=tuple(reading.arguments),
+        ignored=(*_unread(given, used), *reading.unread),
     )
 
 
@@ -260,8 +278,7 @@ def rename(row: Mapping[str, object], columns: Mapping[str, str]) -> dict[str, o
 def unrecognized(row: Mapping[str, object], place: str) -> str:
     """Return one line that says which columns a row has and which formats there are."""
     if {"chosen", "rejected"} <= row.keys():
-        name = "messages" if isinstance(_parsed(row["chosen"]), list) else "completion"
-        return f"{place}: a preference (chosen, rejected): to train on the better answers give --columns {name}=chosen"
+        return f"{place}: a preference (chosen, rejected): {_preference_advice(row)}"
     for name, value in row.items():
         alone = len(row) == 1 or name in _AROUND
         if alone and isinstance(value, list) and value and isinstance(value[0], dict):
@@ -288,6 +305,26 @@ def unrecognized(row: Mapping[str, object], place: str) -> str:
     )
 
 
+def _preference_advice(row: Mapping[str, object]) -> str:
+    """Return how to train on the better answer of a preference, with its prompt, wherever that stands."""
+    train = "to train on the better answers give --columns"
+    chosen = _parsed(row["chosen"])
+    asked = next((name for name in row if name.lower() in _ASKED), None)
+    if _is_turns(chosen) and chosen:
+        first = str(chosen[0].get("role", chosen[0].get("from"))).lower()
+        if asked is None or ROLES.get(first) != "assistant":
+            return f"{train} messages=chosen"  # the prompt is among the messages
+        if not _is_turns(row[asked]):
+            return (
+                f"{asked!r} is a text and 'chosen' a list of messages: write {asked!r} as messages too, and give "
+                "--columns completion=chosen"
+            )
+    if asked is None:
+        return f"{train} text=chosen"
+    prompt = "" if asked == "prompt" else f"prompt={asked},"
+    return f"{train} {prompt}completion=chosen"
+
+
 def _not_turns(value: object) -> str:
     """Return what a value is that should be a list of messages."""
     value = _parsed(value)
@@ -312,19 +349,24 @@ def _conversation(
     kind: str,
     columns: Mapping[str, str],
     place: str,
-    unread: dict[str, None],
+    reading: _Reading,
 ) -> list[dict[str, object]]:
-    """Return the messages of a row, checked and in OpenAI's form; fields of turns that nothing reads go to `unread`."""
+    """Return the messages of a row, checked and in OpenAI's form; `reading` collects the rest."""
     if kind == ALPACA:
         return _alpaca(row, place)
     if kind == PAIRS:
-        before = _turns(row, "prompt", columns, place, unread)
+        before = _turns(row, "prompt", columns, place, reading)
         for message in before:
             if message["role"] == "assistant":
                 message["weight"] = 0
-        return before + _turns(row, "completion", columns, place, unread)
+        return before + _turns(row, "completion", columns, place, reading)
     name = next(name for name in _LISTS if _is_turns(row.get(name)))
-    messages = _turns(row, name, columns, place, unread)
+    messages = _turns(row, name, columns, place, reading)
+    if messages[0]["role"] == "assistant" and reading.prompt_beside:
+        raise DataError(
+            f"{place}: {name!r} begins with an answer, and its question is in 'prompt', which is not read: "
+            "give --columns completion=NAME for the column of the answers"
+        )
     system = row.get("system")
     if isinstance(system, str) and system and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, {"role": "system", "content": system})
@@ -371,19 +413,19 @@ def _turns(
     name: str,
     columns: Mapping[str, str],
     place: str,
-    unread: dict[str, None],
+    reading: _Reading,
 ) -> list[dict[str, object]]:
     turns = _of_kind(
         _parsed(row[name]), list, f"{place}: {name!r}", "a list of messages: write one"
     )
     return [
-        _message(turn, columns, f"{place}: message {number} of {name!r}", unread)
+        _message(turn, columns, f"{place}: message {number} of {name!r}", reading)
         for number, turn in enumerate(turns, 1)
     ]
 
 
 def _message(
-    turn: object, columns: Mapping[str, str], place: str, unread: dict[str, None]
+    turn: object, columns: Mapping[str, str], place: str, reading: _Reading
 ) -> dict[str, object]:
     """Return one turn as {"role", "content", ...}, without empty fields, and with "weight" 0 if it is not learned."""
     if not isinstance(turn, dict):
@@ -410,16 +452,17 @@ def _message(
     refuse_media(turn, place)
     counts = turn_counts(turn, role, place)
     kept = {name: turn[name] for name in _TURN_FIELDS if turn.get(name) is not None}
-    calls = _tool_calls(kept.pop("tool_calls", None) or turn.get("function_call"), place)
+    written = kept.pop("tool_calls", None) or turn.get("function_call")
+    calls = _tool_calls(written, place, reading)
     content = turn.get(found[1])
     if said_role.lower() in _CALLING_ROLES:
-        calls = calls or _tool_calls(content, place)
+        calls = calls or _tool_calls(content, place, reading)
         content = ""
     if content is None and not calls and found[1] not in turn:
         raise DataError(f"{place} has no {found[1]!r}: fill it in")
     for name, value in turn.items():
         if name not in (*found, *_TURN_FIELDS, *MARKS, *MEDIA, "function_call") and is_set(value):
-            unread[f"{str(name)[:60]!r} of turns"] = None
+            reading.unread[f"{str(name)[:60]!r} of turns"] = None
     message: dict[str, object] = {"role": role, "content": _joined(content, place)}
     if calls:
         message["tool_calls"] = calls
@@ -464,7 +507,7 @@ def _joined(content: object, place: str) -> str:
     return _encodable("".join(texts), place)
 
 
-def _tool_calls(calls: object, place: str) -> list[dict[str, object]]:
+def _tool_calls(calls: object, place: str, reading: _Reading) -> list[dict[str, object]]:
     """Return OpenAI's tool calls with their arguments as objects, which chat templates expect, rather than as JSON."""
     calls = _parsed(calls) or []
     found = []
@@ -474,7 +517,9 @@ def _tool_calls(calls: object, place: str) -> list[dict[str, object]]:
             raise DataError(
                 f"{place} has a tool call without the name of a function: give OpenAI's form"
             )
-        arguments = _parsed(function.get("arguments"))
+        text = function.get("arguments")
+        arguments = _parsed(text)
+        reading.arguments.append(text if isinstance(text, str) else "")
         arguments = {} if arguments is None or arguments == "" else arguments
         outer = call if "function" in call else {}
         found.append(

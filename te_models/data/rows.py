@@ -294,7 +294,7 @@ def _parquet_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[s
     with open_bytes(part.path) as file, _parquet(file, part.path) as table:
         names = table.schema_arrow.names
         if not may_be_recognized(rename(dict.fromkeys(names), columns)):
-            fields = dict.fromkeys(names)
+            fields = next(table.iter_batches(1, row_groups=[part.group])).to_pylist()[0]
             raise DataError(
                 misspelled(columns, fields, part.path) or unrecognized(fields, part.path)
             )

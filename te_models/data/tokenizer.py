@@ -17,18 +17,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from te_models.data.chat_template import (
     BESIDE,
+    DEFAULT,
     PLAIN,
     PLAIN_WITH_BOS,
+    TEMPLATES,
+    TOOL_USE,
     ChatTemplate,
     Message,
-    template_source,
+    template_sources,
     template_tokens,
 )
 from te_models.data.json_files import read_json_object
@@ -62,7 +65,7 @@ class Tokenizer(ABC):
     eos_token_id: int | None
     pad_token_id: int | None
     folder: Path | None = None
-    _template: ChatTemplate | None = None
+    _templates: Mapping[str, ChatTemplate] = MappingProxyType({})  # those in use, by name
     _template_source: str | None = None  # in place of the one in the folder
 
     def __repr__(self) -> str:
@@ -72,8 +75,8 @@ class Tokenizer(ABC):
 
     def __getstate__(self) -> dict[str, object]:
         return {
-            name: value for name, value in self.__dict__.items() if name != "_template"
-        }  # it is a process
+            name: value for name, value in self.__dict__.items() if name != "_templates"
+        }  # they are processes
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -125,12 +128,16 @@ class Tokenizer(ABC):
         """Return the content of its files, as `save` writes them: JSON by name without suffix, and a chat template that
         is not part of tokenizer_config.json as bytes, by its file's name."""
         documents = self._documents()
-        source = self.template_source()
+        sources = self.template_sources()
         config = dict(documents["tokenizer_config"])
-        if source is None or (self._template_source is None and "chat_template" in config):
+        if not sources or (self._template_source is None and "chat_template" in config):
             return documents
         config.pop("chat_template", None)
-        return {**documents, "tokenizer_config": config, BESIDE: source.encode()}
+        files = {
+            BESIDE if name == DEFAULT else f"{TEMPLATES}/{name}.jinja": source.encode()
+            for name, source in sources.items()
+        }
+        return {**documents, "tokenizer_config": config, **files}
 
     def files(self) -> dict[str, object]:
         """Return `documents`, and as bytes by name the other files of a tokenizer that its folder has.
@@ -153,18 +160,23 @@ class Tokenizer(ABC):
         Path(folder).mkdir(parents=True, exist_ok=True)
         for name, document in self.documents().items():
             raw = isinstance(document, bytes)
-            file = name if raw else f"{name}.json"
-            temp = Path(folder) / f".{file}.saving"
+            file = Path(folder) / (name if raw else f"{name}.json")
+            file.parent.mkdir(exist_ok=True)
+            temp = file.with_name(f".{file.name}.saving")
             temp.write_bytes(
                 document if raw else json.dumps(document, ensure_ascii=False, indent=2).encode()
             )
-            os.replace(temp, Path(folder) / file)
+            os.replace(temp, file)
+
+    def template_sources(self) -> dict[str, str]:
+        """Return the Jinja source of each chat template by name; without one, nothing."""
+        if self._template_source is not None:
+            return {DEFAULT: self._template_source}
+        return {} if self.folder is None else template_sources(self.folder)
 
     def template_source(self) -> str | None:
-        """Return the Jinja source of the chat template; None where there is none."""
-        if self._template_source is not None or self.folder is None:
-            return self._template_source
-        return template_source(self.folder)
+        """Return the Jinja source of the chat template for conversations without tools; None where there is none."""
+        return self.template_sources().get(DEFAULT)
 
     def set_chat_template(self, source: str | None = None) -> None:
         """Use, and save, this chat template; None: a plain one that any tokenizer can read (docs/reference/data.md).
@@ -177,31 +189,47 @@ class Tokenizer(ABC):
                 self.bos_token_id
             ]
             source = PLAIN_WITH_BOS if begins else PLAIN
-        self._template_source, self._template = (
-            source,
-            ChatTemplate(source, self._template_tokens()),
-        )
+        self._templates = {DEFAULT: ChatTemplate(source, self._template_tokens())}
+        self._template_source = source
 
     def ensure_chat_template(self) -> bool:
         """Use the plain chat template if there is none; return whether there was none."""
-        missing = self.template_source() is None
+        missing = not self.template_sources()
         if missing:
             self.set_chat_template()
         return missing
 
-    def chat_template(self) -> ChatTemplate:
-        """Return the tokenizer's chat template; a DataError if there is none."""
-        if self._template is None:
-            source = self.template_source()
-            if source is None:
+    def chat_template(self, tools: bool = False) -> ChatTemplate:
+        """Return the chat template, of several the one for conversations with or without `tools`.
+
+        Raises:
+            DataError: there is none, or of several none is for such conversations.
+        """
+        if not self._templates:
+            sources = self.template_sources()
+            if not sources:
                 raise DataError(
                     "bytes have no chat template: give --model or --tokenizer a folder that has one"
                     if self.folder is None
                     else f"{self.folder} has no chat template, so it is no chat model: give --chat-template FILE, or "
                     "use te-models generate without --chat"
                 )
-            self._template = ChatTemplate(source, self._template_tokens())
-        return self._template
+            used = {name: sources[name] for name in (DEFAULT, TOOL_USE) if name in sources}
+            if not used:
+                self._refuse_names(sources)
+            tokens = self._template_tokens()
+            self._templates = {name: ChatTemplate(text, tokens) for name, text in used.items()}
+        if tools and TOOL_USE in self._templates:
+            return self._templates[TOOL_USE]
+        if DEFAULT not in self._templates:
+            self._refuse_names(self.template_sources())
+        return self._templates[DEFAULT]
+
+    def _refuse_names(self, names: Iterable[str]) -> NoReturn:
+        shown = ", ".join(map(repr, sorted(names)))
+        raise DataError(
+            f"{self.folder} has chat templates named {shown}, but none named {DEFAULT!r}: give --chat-template FILE"
+        )
 
     def _template_tokens(self) -> dict[str, str]:
         return template_tokens(self._documents()["tokenizer_config"])
@@ -216,9 +244,9 @@ class Tokenizer(ABC):
         Raises:
             DataError: there is no chat template, or it refuses the messages.
         """
-        return self.encode_rendered([self.chat_template().render(messages, **variables)])[0][
-            0
-        ].tolist()
+        template = self.chat_template(tools=variables.get("tools") is not None)
+        ids, _ = self.encode_rendered([template.render(messages, **variables)])[0]
+        return ids.tolist()
 
 
 def load_tokenizer(source: str | Path | None = None) -> Tokenizer:

@@ -328,11 +328,10 @@ class _Opening:
             return [
                 "the tokenizer has no chat template: a plain one is used, and saved with the model"
             ]
-        marks = self.tokenizer.chat_template().marks_answers
-        return [
-            "answers found "
-            + ("by the chat template's marks" if marks else "by rendering the turns before each")
-        ]
+        only_for_tools = self.tokenizer.template_source() is None
+        marks = self.tokenizer.chat_template(tools=only_for_tools).marks_answers
+        how = "by the chat template's marks" if marks else "by rendering the turns before each"
+        return [f"answers found {how}"]
 
     def _evaluation(self, encoded: Encoded) -> TokenDataset:
         """Return the dataset to evaluate on, whose remarks describe it."""
