@@ -10,6 +10,7 @@ from te_models.errors import ConfigError, check_known, field_values
 
 PACKINGS = ("stream", "documents", "none")
 TRUNCATIONS = ("drop", "prompt")
+BAD_RECORDS = ("raise", "skip")
 COLUMNS = (
     "messages",
     "role",
@@ -69,6 +70,13 @@ class DataConfig(Settings):
         "drop",
         "Records longer than --seq-len: drop, or prompt to cut the prompt from the left. Answers stay whole.",
         choices=TRUNCATIONS,
+        fixed=True,
+        metavar="WAY",
+    )
+    on_bad_record: str = setting(
+        "raise",
+        "A record that cannot be read: raise ends the run; skip leaves it out, and counts it.",
+        choices=BAD_RECORDS,
         fixed=True,
         metavar="WAY",
     )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from te_models.data.bad_records import BadRecords
 from te_models.data.chat_template import Rendered
 from te_models.data.conversations import render_conversations
 from te_models.data.formats import Document
@@ -30,6 +31,7 @@ class Encoded:
         lengths: int64 [D], its tokens.
         prompts: int64 [D], the tokens of its prompt; 0 for a conversation.
         records: bool [D], documents with an answer, which must not be cut.
+        refused: bool [D], conversations that the chat template refuses, which have no tokens; None: none of them.
     """
 
     tokens: NDArray[np.int32]
@@ -38,6 +40,7 @@ class Encoded:
     lengths: NDArray[np.int64]
     prompts: NDArray[np.int64]
     records: NDArray[np.bool_]
+    refused: NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -55,6 +58,7 @@ class Encoded:
             lengths=self.lengths[index],
             prompts=self.prompts[index],
             records=self.records[index],
+            refused=None if self.refused is None else self.refused[index],
         )
 
     def parts(self, values: NDArray[Any]) -> Iterator[NDArray[Any]]:
@@ -127,13 +131,18 @@ class Fit(NamedTuple):
 
 
 def encode_documents(
-    documents: Sequence[Document], tokenizer: Tokenizer, begin_prompts: bool = False
+    documents: Sequence[Document],
+    tokenizer: Tokenizer,
+    begin_prompts: bool = False,
+    bad: BadRecords | None = None,
 ) -> Encoded:
     """Encode documents; texts and completions are followed by the end-of-text token, conversations by nothing.
 
     A prompt and its completion are encoded as one text. Conversations need a chat template. `begin_prompts` begins
-    prompts with the token that the tokenizer begins texts with, if any, as for generation.
+    prompts with the token that the tokenizer begins texts with, if any, as for generation. `bad` may skip conversations
+    that the chat template refuses: they have no tokens, and `fit_records` leaves them out.
     """
+    bad = bad or BadRecords()
     if not documents:
         raise DataError("there are no documents to make batches of: give at least one")
     end = np.array([end_of_text(tokenizer)])
@@ -151,15 +160,17 @@ def encode_documents(
             pairs.append((document.prompt, document.text))
         else:
             texts.append(document.text)
-    encoded_chats = _encode_conversations(chats, tokenizer) if chats else iter(())
+    encoded_chats = _encode_conversations(chats, tokenizer, bad) if chats else iter(())
     encoded_pairs = iter(tokenizer.encode_pairs(pairs))
     encoded_texts = iter(tokenizer.encode_batch(texts))
     pieces: list[NDArray[np.integer]] = []
     flags: list[NDArray[np.bool_]] = []
     sizes = []  # of prompt and document
-    for document in documents:
+    refused = np.zeros(len(documents), dtype=np.bool_)
+    for number, document in enumerate(documents):
         if document.conversation is not None:
             ids, counted = next(encoded_chats)
+            refused[number] = not len(ids)
             pieces.append(ids)
             flags.append(counted)
             sizes.append((0, len(ids)))
@@ -182,7 +193,13 @@ def encode_documents(
     counted = np.concatenate(flags) if records.any() else None
     tokens = np.concatenate(pieces, dtype=np.int32)
     return Encoded(
-        tokens, counted, np.cumsum(lengths) - lengths, lengths, prompt_lengths.copy(), records
+        tokens,
+        counted,
+        np.cumsum(lengths) - lengths,
+        lengths,
+        prompt_lengths.copy(),
+        records,
+        refused if refused.any() else None,
     )
 
 
@@ -213,6 +230,9 @@ def fit_records(
             encoded.counted[start + 1 : start + length]
         )  # nothing comes before the first token
         over = length - seq_len
+        if encoded.refused is not None and encoded.refused[i]:
+            keep[i] = False
+            continue
         if not len(answers):
             keep[i], unanswered = False, unanswered + 1
             continue
@@ -247,15 +267,17 @@ def keep_fitting(
         DataError: none is left.
     """
     kept, fitted, fit = fit_records(encoded, seq_len, truncate, tokenizer.bos_token_id)
+    if encoded.refused is not None and encoded.refused.all():
+        raise DataError("no record is left: the chat template refuses all of them")
     if not len(kept):
         fit.refuse(len(encoded), seq_len, truncate, limit)
     return kept, fitted, fit.describe(int(encoded.records.sum()), seq_len, truncate, limit)
 
 
 def _encode_conversations(
-    documents: Sequence[Document], tokenizer: Tokenizer
+    documents: Sequence[Document], tokenizer: Tokenizer, bad: BadRecords
 ) -> Iterator[tuple[NDArray[np.integer], NDArray[np.bool_]]]:
-    """Yield the ids of each conversation, and which of them the assistant says."""
+    """Yield the ids of each conversation, and which of them the assistant says; nothing for one that `bad` skips."""
     if not tokenizer.template_sources():
         raise DataError(
             f"{documents[0].name}: a conversation, and the tokenizer has no chat template: give --chat-template FILE, "
@@ -263,10 +285,12 @@ def _encode_conversations(
         )
     conversations = render_conversations(documents, tokenizer)
     while batch := list(itertools.islice(conversations, _BATCH)):
+        whole = []
         for rendered in batch:
             if isinstance(rendered, DataError):
-                raise rendered
-        whole = [rendered for rendered in batch if isinstance(rendered, Rendered)]
+                bad.meet(rendered)
+                rendered = Rendered("", [])
+            whole.append(rendered)
         encoded = tokenizer.encode_rendered([rendered.text for rendered in whole])
         for rendered, (ids, places) in zip(whole, encoded, strict=True):
             yield ids, _answer_tokens(rendered, places)

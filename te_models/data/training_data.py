@@ -13,6 +13,7 @@ from torch import Tensor
 
 from te_models.config.data import DataConfig, parse_columns
 from te_models.config.training import TrainConfig
+from te_models.data.bad_records import BadRecords
 from te_models.data.dataset import TokenDataset
 from te_models.data.documents import (
     ignored_lines,
@@ -92,16 +93,21 @@ def open_data(
     )
     columns = parse_columns(settings.columns)
     built_in = settings.data in ((), (PYTHON_DOCSTRINGS,))
-    opened = {name: [read_records(given, columns, formatting, name)] for name, given in own.items()}
-    sources = [] if built_in else opened.get(OWN) or open_sources(settings.data, columns)
+    bad = BadRecords(skip=settings.on_bad_record == "skip")
+    opened = {}
+    for name, records in own.items():
+        opened[name] = [read_records(records, columns, formatting, name, bad)]
+    sources = opened.get(OWN, [])
+    if not sources and not built_in:
+        sources = open_sources(settings.data, columns, skip_bad=bad.skip)
     evaluated = opened.get(OWN_EVALUATION) or open_sources(
-        settings.eval_data, columns, required=False
+        settings.eval_data, columns, required=False, skip_bad=bad.skip
     )
     settings, streaming = _resolved(settings, sources, whole=built_in or OWN in own)
     if settings.chat_template is not None:
         tokenizer.set_chat_template(read_template(settings.chat_template))
     opening = _Opening(
-        settings, sources, evaluated, columns, tokenizer, config, rank, world_size, ranks
+        settings, sources, evaluated, columns, tokenizer, config, rank, world_size, ranks, bad
     )
     return opening.streamed() if streaming else opening.in_memory()
 
@@ -171,6 +177,7 @@ class _Opening:
     rank: int
     world_size: int
     ranks: Ranks | None
+    bad: BadRecords
 
     @property
     def share(self) -> Fields:
@@ -195,14 +202,18 @@ class _Opening:
         documents, weights, held_out = self._load()
         remarks = [source.describe() for source in self.sources] + self._template()
         remarks += ignored_lines([*documents, *held_out])
-        refuse_mixture(documents, self.records(self.sources))
+        kept = refuse_mixture(documents, self.records(self.sources), self.bad)
+        if len(kept) < len(documents):
+            in_kind = {id(document) for document in kept}
+            weights = weights[[id(document) in in_kind for document in documents]]
+            documents = kept
         if len(documents) == 1 and not held_out and not documents[0].is_record:
             documents, held_out = split_documents(
                 documents, self._eval_split(EVAL_SPLIT), self.config.seed
             )
         whole = any(document.is_record for document in documents)
         left_out: list[str] = []
-        encoded = encode_documents(documents, self.tokenizer, begin_prompts=whole)
+        encoded = encode_documents(documents, self.tokenizer, whole, self.bad)
         if whole:
             size = self.config.seq_len
             how = self.settings.truncate
@@ -211,7 +222,7 @@ class _Opening:
             weights = weights[kept]
             remarks += left_out
         if held_out:
-            evaluated = encode_documents(held_out, self.tokenizer, begin_prompts=whole)
+            evaluated = encode_documents(held_out, self.tokenizer, whole, self.bad)
         else:
             try:
                 aside = in_evaluation(documents, self._eval_split(EVAL_SPLIT), self.config.seed)
@@ -233,6 +244,7 @@ class _Opening:
         held = self._evaluation(evaluated)
         dataset.remarks = [
             *remarks,
+            *self.bad.describe(),
             *_counted(encoded),
             *self._shortage(dataset.windows_in(1)),
             *held.remarks,
@@ -256,6 +268,7 @@ class _Opening:
             eval_fraction=share,
             num_workers=settings.num_workers,
             ranks=self.ranks,
+            skip_bad=self.bad.skip,
         )
         wanted = (
             self.config.eval_batches
@@ -276,7 +289,7 @@ class _Opening:
             firsts = [source.first for source in self.sources if source.first is not None]
             remarks += ignored_lines(firsts)
         held = self._evaluation(
-            encode_documents(evaluation, self.tokenizer, begin_prompts=dataset.whole)
+            encode_documents(evaluation, self.tokenizer, dataset.whole, self.bad)
         )
         dataset.remarks = [*remarks, *held.remarks]
         return dataset, held.eval_batches(self.config.eval_batches)
@@ -296,7 +309,7 @@ class _Opening:
 
     def _documents(self, source: Source) -> Sequence[Document]:
         return (
-            load_documents(source.path, self.columns)
+            load_documents(source.path, self.columns, self.bad)
             if source.documents is None
             else source.documents
         )
@@ -312,13 +325,13 @@ class _Opening:
                 batch_size=1,
                 seed=self.config.seed,
                 columns=self.columns,
+                skip_bad=self.bad.skip,
             )
             found = sample.held_out(num_tokens)
         else:
             found = [document for source in sources for document in self._documents(source)]
         on_texts = self.records(self.sources) is False
-        refuse_mixture(found, False if on_texts else self.records(self.evaluated))
-        return found
+        return refuse_mixture(found, False if on_texts else self.records(self.evaluated), self.bad)
 
     def _template(self) -> list[str]:
         """Give the tokenizer a chat template if there are conversations and it has none; say so."""
