@@ -96,13 +96,13 @@ def evaluate(
     for name in {name for name in names if name is not None} - {AUTO}:
         get_recipe(name)  # an unknown name is an error before anything is loaded
     DataConfig(columns=columns, truncate=truncate)  # checks both
+    from te_models.data.named_templates import use_template  # noqa: PLC0415
     from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415  imports torch
-    from te_models.data.training_data import read_template  # noqa: PLC0415
     from te_models.inspect.evaluate import evaluate_recipes  # noqa: PLC0415
 
     words, score = load_tokenizer(tokenizer or model), None
     if chat_template is not None:
-        words.set_chat_template(read_template(chat_template))
+        use_template(words, chat_template)
     if tasks is not None:
         from te_models.inspect.harness import find_tasks, score_tasks  # noqa: PLC0415  optional, and slow to import
 

@@ -90,10 +90,10 @@ class DataConfig(Settings):
     )
     chat_template: str | None = setting(
         None,
-        "Jinja file to use, and save, in place of the tokenizer's chat template.",
+        "Jinja file, or chatml, llama3 or gemma, to use, and save, in place of the tokenizer's chat template.",
         fixed=True,
         path=True,
-        metavar="FILE",
+        metavar="FILE|NAME",
     )
     streaming: bool | None = setting(
         None,

@@ -147,9 +147,8 @@ def encode_documents(
         raise DataError("there are no documents to make batches of: give at least one")
     end = np.array([end_of_text(tokenizer)])
     begin = np.array([], dtype=np.int64)
-    bos = tokenizer.bos_token_id
-    if begin_prompts and bos is not None and tokenizer.encode_prompt("")[:1] == [bos]:
-        begin = np.array([bos])
+    if begin_prompts and tokenizer.begins_with_bos():
+        begin = np.array([tokenizer.bos_token_id])
     chats = []
     pairs = []
     texts = []

@@ -168,6 +168,11 @@ class Tokenizer(ABC):
             )
             os.replace(temp, file)
 
+    def begins_with_bos(self) -> bool:
+        """Return whether texts begin with the bos token."""
+        bos = self.bos_token_id
+        return bos is not None and self.encode_prompt("")[:1] == [bos]
+
     def template_sources(self) -> dict[str, str]:
         """Return the Jinja source of each chat template by name; without one, nothing."""
         if self._template_source is not None:
@@ -185,10 +190,7 @@ class Tokenizer(ABC):
             DataError: it is not valid Jinja.
         """
         if source is None:
-            begins = self.bos_token_id is not None and self.encode_prompt("")[:1] == [
-                self.bos_token_id
-            ]
-            source = PLAIN_WITH_BOS if begins else PLAIN
+            source = PLAIN_WITH_BOS if self.begins_with_bos() else PLAIN
         self._templates = {DEFAULT: ChatTemplate(source, self._template_tokens())}
         self._template_source = source
 

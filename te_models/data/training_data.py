@@ -4,7 +4,6 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -25,7 +24,7 @@ from te_models.data.documents import (
 from te_models.data.encoding import Encoded, encode_documents, keep_fitting
 from te_models.data.files import COMPRESSIONS
 from te_models.data.formats import Document
-from te_models.data.json_files import read_file
+from te_models.data.named_templates import use_template
 from te_models.data.python_docstrings import PYTHON_DOCSTRINGS, python_docstrings
 from te_models.data.sources import Formatting, Source, is_records, open_sources, read_records
 from te_models.data.streaming import StreamingDataset
@@ -104,10 +103,21 @@ def open_data(
         settings.eval_data, columns, required=False, skip_bad=bad.skip
     )
     settings, streaming = _resolved(settings, sources, whole=built_in or OWN in own)
+    about_template: list[str] = []
     if settings.chat_template is not None:
-        tokenizer.set_chat_template(read_template(settings.chat_template))
+        about_template = use_template(tokenizer, settings.chat_template)
     opening = _Opening(
-        settings, sources, evaluated, columns, tokenizer, config, rank, world_size, ranks, bad
+        settings,
+        sources,
+        evaluated,
+        columns,
+        tokenizer,
+        config,
+        rank,
+        world_size,
+        ranks,
+        bad,
+        about_template,
     )
     return opening.streamed() if streaming else opening.in_memory()
 
@@ -178,6 +188,7 @@ class _Opening:
     world_size: int
     ranks: Ranks | None
     bad: BadRecords
+    about_template: list[str]
 
     @property
     def share(self) -> Fields:
@@ -344,7 +355,7 @@ class _Opening:
         only_for_tools = self.tokenizer.template_source() is None
         marks = self.tokenizer.chat_template(tools=only_for_tools).marks_answers
         how = "by the chat template's marks" if marks else "by rendering the turns before each"
-        return [f"answers found {how}"]
+        return [f"answers found {how}", *self.about_template]
 
     def _evaluation(self, encoded: Encoded) -> TokenDataset:
         """Return the dataset to evaluate on, whose remarks describe it."""
@@ -379,14 +390,6 @@ class _Opening:
             f"too little data for a batch: a step takes {takes} and an epoch has {has}, so windows come more than once "
             "per step: lower --batch-size or --gradient-accumulation, or give more data"
         ]
-
-
-def read_template(path: str) -> str:
-    """Return the Jinja source in a file; a DataError if there is none."""
-    content = read_file(Path(path))
-    if content is None:
-        raise DataError(f"{path}: no such file; give a Jinja chat template")
-    return content.decode(errors="replace")
 
 
 def _must_stream(sources: Sequence[Source]) -> bool:
