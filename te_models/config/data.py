@@ -95,6 +95,13 @@ class DataConfig(Settings):
         path=True,
         metavar="FILE|NAME",
     )
+    special_tokens: str = setting(
+        "",
+        "Tokens to add to the tokenizer, such as '<|im_start|>,<|im_end|>'; the model gets a row for each, at the "
+        "mean of the others.",
+        fixed=True,
+        metavar="TOKENS",
+    )
     streaming: bool | None = setting(
         None,
         "Read the data during training; default: for more than 1 GiB, URLs, and text in globs or compressed files.",

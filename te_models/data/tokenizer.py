@@ -36,7 +36,7 @@ from te_models.data.chat_template import (
 )
 from te_models.data.json_files import read_json_object
 from te_models.data.tokenizer_conversion import convert_tokenizer
-from te_models.errors import DataError, needs
+from te_models.errors import DataError, UsageError, needs
 from te_models.files.atomic import first_line
 from te_models.files.formats import Fields
 from te_models.interop.hf import hugging_face_documents
@@ -114,6 +114,16 @@ class Tokenizer(ABC):
 
         Returns:
             for each text its ids [n], and the first and last character plus one of each token, int64 [n, 2].
+        """
+
+    @abstractmethod
+    def add_special_tokens(self, tokens: Sequence[str]) -> int:
+        """Make each of `tokens` a special token with an id of its own; return how many ids are new.
+
+        `vocab_size` grows with them, and the model's embedding has to (`vocab_size` of CausalLM.from_pretrained).
+
+        Raises:
+            UsageError: the tokenizer cannot have more tokens.
         """
 
     @abstractmethod
@@ -367,6 +377,12 @@ class ByteTokenizer(Tokenizer):
     ) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
         return [self._encode_rendered(text) for text in texts]
 
+    def add_special_tokens(self, tokens: Sequence[str]) -> int:
+        raise UsageError(
+            "bytes cannot have special tokens of yours: give --tokenizer a tokenizer.json, or leave out "
+            f"--special-tokens {','.join(tokens)}"
+        )
+
     def _encode_rendered(self, text: str) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
         special = (
             {}
@@ -507,6 +523,28 @@ class HuggingFaceTokenizer(Tokenizer):
             with self._encoding():
                 part = encode(list(texts[start : start + size]), add_special_tokens=False)
             yield from part
+
+    def add_special_tokens(self, tokens: Sequence[str]) -> int:
+        before = self.vocab_size
+        known = self._backend.get_vocab()
+        with self._encoding():
+            self._backend.add_special_tokens(list(tokens))
+            added = {token: self._backend.token_to_id(token) for token in tokens}
+            self._document = json.loads(self._backend.to_str())
+        for token, number in added.items():
+            if token not in known and number < before:
+                raise DataError(
+                    f"{self._file}: the vocabulary has holes, so {token!r} would get the id {number} of another token"
+                )
+        self.vocab_size = max(before, *(number + 1 for number in added.values()))
+        if isinstance(listed := self._config.get("added_tokens_decoder"), dict):
+            form = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+            entries = {
+                str(number): {"content": token, **form, "special": True}
+                for token, number in added.items()
+            }
+            self._config = {**self._config, "added_tokens_decoder": {**listed, **entries}}
+        return len([token for token in added if token not in known])
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, also without special tokens that tokenizer.json does not mark as special."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from te_models.config.data import DataConfig, parse_columns
+from te_models.config.data import DataConfig, parse_columns, split_names
 from te_models.config.training import TrainConfig
 from te_models.data.bad_records import BadRecords
 from te_models.data.dataset import TokenDataset
@@ -104,6 +104,8 @@ def open_data(
     )
     settings, streaming = _resolved(settings, sources, whole=built_in or OWN in own)
     about_template: list[str] = []
+    if tokens := split_names(settings.special_tokens):
+        tokenizer.add_special_tokens(tokens)
     if settings.chat_template is not None:
         about_template = use_template(tokenizer, settings.chat_template)
     opening = _Opening(
