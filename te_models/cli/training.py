@@ -117,7 +117,8 @@ def pretrain(file: str | None, resume: str | None, **options: object) -> int:
 
     Evaluates, saves, draws the loss curve, and continues three openings of held-out texts.
 
-    RUN.TOML is the record of an earlier run, or a file of your own like it; options override its settings.
+    RUN.TOML is the record of an earlier run, or a file of your own like it, also as .yaml; options override its
+    settings.
     """
     return run_training("pretrain", file, resume, options)
 
@@ -132,6 +133,7 @@ def finetune(file: str | None, resume: str | None, **options: object) -> int:
 
     Evaluates, saves, draws the loss curve, and prints answers to held-out prompts before and after.
 
-    RUN.TOML is the record of an earlier run, or a file of your own like it; options override its settings.
+    RUN.TOML is the record of an earlier run, or a file of your own like it, also as .yaml; options override its
+    settings.
     """
     return run_training("finetune", file, resume, options)
