@@ -131,6 +131,10 @@ class Tokenizer(ABC):
         """Return the text of `ids`; special and unknown ids are skipped, invalid UTF-8 becomes U+FFFD."""
 
     @abstractmethod
+    def spell(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids` with special tokens spelled out."""
+
+    @abstractmethod
     def _documents(self) -> Fields:
         """Return the JSON of its files, by name without suffix, with a chat template only if they came with one."""
 
@@ -414,6 +418,15 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
+    def spell(self, ids: Sequence[int]) -> str:
+        spelled = b""
+        for number in ids:
+            if number < 256:
+                spelled += bytes([number])
+            elif number < self.vocab_size:
+                spelled += f"<{_ROLES[number - 256]}>".encode()
+        return spelled.decode(errors="replace")
+
     def _documents(self) -> Fields:
         vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
         special = {f"{role}_token": f"<{role}>" for role in _ROLES}
@@ -553,6 +566,10 @@ class HuggingFaceTokenizer(Tokenizer):
             return self._backend.decode(
                 [i for i in ids if i not in special], skip_special_tokens=True
             )
+
+    def spell(self, ids: Sequence[int]) -> str:
+        with _library_errors(self._file, "decoding failed"):
+            return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def _documents(self) -> Fields:
         """Return tokenizer as it was read, and tokenizer_config with the special tokens in use."""

@@ -116,7 +116,9 @@ def test_help_shows_defaults_and_ranges(
 
 
 def test_the_surface_is_what_the_documents_promise(capsys: pytest.CaptureFixture) -> None:
-    names = "list plan verify pretrain finetune generate chat evaluate bench convert export parity"
+    names = (
+        "list data plan verify pretrain finetune generate chat evaluate bench convert export parity"
+    )
     assert set(cli.commands) == set(names.split())
     main(["finetune", "--help-all"])
     text = capsys.readouterr().out
