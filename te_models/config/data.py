@@ -44,7 +44,8 @@ class DataConfig(Settings):
     heading = DATA
     data: tuple[str, ...] = setting(
         (),
-        "File, folder, glob, URL or Hub dataset; :2 reads it twice an epoch. Repeatable; default: Python's own docs.",
+        "File, folder, glob, URL or Hub dataset; :2 reads it twice an epoch. Repeatable; default, for a preset or a "
+        "shipped model: Python's own docs.",
         group=EVERYDAY,
         path=True,
         metavar="PATH[:WEIGHT]",

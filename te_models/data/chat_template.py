@@ -3,13 +3,15 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from te_models.data.json_files import read_file, read_json_object
 from te_models.errors import DataError, UsageError
@@ -110,6 +112,8 @@ class _Process:
     def __init__(self, source: str) -> None:
         self.owner = os.getpid()
         self._lock = threading.Lock()
+        # Not a pipe, which could fill up, since nobody reads it before the end.
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  _end closes it
         here = Path.cwd().resolve()  # may hold anything
         others = [
             entry for entry in sys.path if entry and Path(entry).resolve() not in (here, PACKAGES)
@@ -118,12 +122,12 @@ class _Process:
             [sys.executable, "-m", "te_models.data.template_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             cwd=PACKAGES,  # which `-m` puts first on the path: a random.py beside the data must not run
             env={"PYTHONPATH": os.pathsep.join([str(PACKAGES), *others]), "PYTHONUTF8": "1"},
             start_new_session=True,  # Ctrl-C is for this process
         )
-        self._end = weakref.finalize(self, _end, self.popen, self.owner)
+        self._end = weakref.finalize(self, _end, self.popen, self.owner, self._errors)
         answer = self.ask({"source": source})
         if "error" in answer:
             raise DataError(f"the chat template is not valid Jinja: {answer['error']}")
@@ -136,8 +140,15 @@ class _Process:
         stdin = self.popen.stdin
         stdout = self.popen.stdout
         assert stdin is not None and stdout is not None
+        late = threading.Event()
+        popen = self.popen  # the timer's thread must not keep this object
+
+        def stop() -> None:
+            late.set()
+            popen.kill()
+
         with self._lock:
-            timer = threading.Timer(SECONDS, self.popen.kill)
+            timer = threading.Timer(SECONDS, stop)
             timer.start()
             try:
                 stdin.write(line)
@@ -148,8 +159,27 @@ class _Process:
             finally:
                 timer.cancel()
         if not answer.endswith(b"\n"):
-            raise DataError(f"the chat template takes more than {SECONDS} s, or its process died")
+            if late.is_set():
+                raise DataError(f"the chat template takes more than {SECONDS} s")
+            raise DataError(
+                f"the chat template cannot be rendered: its process died {self._why_ended()}"
+            )
         return json.loads(answer)
+
+    def _why_ended(self) -> str:
+        """Return why the process ended by itself: its last words, or the signal, and what limits its memory."""
+        code = self.popen.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        reason = f"with exit code {code}"
+        if code < 0:
+            reason = f"by signal {-code} ({signal.strsignal(-code)})"
+        if lines:
+            reason += f" ({lines[-1].strip()[:200]})"
+        limit = memory_limit()
+        if limit is not None:
+            reason += f": memory is limited to {limit >> 20} MiB here (ulimit -v), raise that"
+        return reason
 
 
 def template_sources(folder: str | Path) -> dict[str, str]:
@@ -189,8 +219,19 @@ def template_tokens(config: Mapping[str, object]) -> dict[str, str]:
     return {name: value for name, value in values.items() if value and isinstance(value, str)}
 
 
-def _end(process: subprocess.Popen, owner: int) -> None:
+def memory_limit() -> int | None:
+    """Return the bytes of address space that this process, and those that it starts, may have; None: any number."""
+    try:
+        import resource  # noqa: PLC0415  not on Windows
+    except ImportError:
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _end(process: subprocess.Popen, owner: int, errors: IO[bytes]) -> None:
     """End a template's process, unless this is a fork of the one that uses it."""
+    errors.close()
     if os.getpid() == owner:
         process.kill()
         process.communicate()

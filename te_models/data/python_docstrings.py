@@ -11,6 +11,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from te_models.config.data import parse_columns
+from te_models.data.documents import load_documents
 from te_models.data.files import walk
 from te_models.data.formats import Document
 from te_models.errors import DataError
@@ -40,6 +42,14 @@ _NOT_READ = {  # tests, generated tables, programs, and code of other projects
     "turtledemo",
 }
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def read_documents(data: str, columns: str = "") -> list[Document]:
+    """Return the documents at a path, whose `columns` are those of DataConfig; of PYTHON_DOCSTRINGS, the modules that
+    training does not see."""
+    if data == PYTHON_DOCSTRINGS:
+        return python_docstrings()[1]
+    return load_documents(data, parse_columns(columns))
 
 
 def python_docstrings() -> tuple[list[Document], list[Document]]:

@@ -13,10 +13,9 @@ from rich.text import Text
 from torch import Tensor
 
 from te_models.causal_lm import CausalLM
-from te_models.config.data import parse_columns
 from te_models.data.dataset import TokenDataset, check_fit
-from te_models.data.documents import Document, ignored_lines, load_documents
-from te_models.data.python_docstrings import PYTHON_DOCSTRINGS, python_docstrings
+from te_models.data.documents import Document, ignored_lines
+from te_models.data.python_docstrings import PYTHON_DOCSTRINGS, read_documents
 from te_models.data.tokenizer import CONTEXT, Tokenizer, text_after
 from te_models.errors import CheckpointError, DataError
 from te_models.fp8.scaling_state import fp8_state
@@ -200,15 +199,6 @@ def evaluate_recipes(
             scores += score(network)
         del network  # before the next one is loaded
     return Evaluation(model, data or "", tuple(losses), tuple(scores), tuple(remarks))
-
-
-def read_documents(data: str, columns: str = "") -> list[Document]:
-    """Return the documents at a path; of the built-in python-docstrings, the modules that training does not see."""
-    return (
-        python_docstrings()[1]
-        if data == PYTHON_DOCSTRINGS
-        else load_documents(data, parse_columns(columns))
-    )
 
 
 def make_batches(

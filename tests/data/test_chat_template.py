@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -231,3 +232,38 @@ def test_no_default_template_is_said_so(how: str, tmp_path: Path) -> None:
         tokenizer.apply_chat_template(MESSAGES)
     assert tokenizer.decode(tokenizer.apply_chat_template(MESSAGES, tools=TOOLS)) == "T1hi"
     assert not tokenizer.ensure_chat_template()
+
+
+def limited(mebibytes: int, folder: Path) -> str:
+    """A Python that may have so much address space, as under `ulimit -v`."""
+    script = folder / f"python{mebibytes}"
+    script.write_text(f'#!/bin/sh\nulimit -v {mebibytes * 1024}\nexec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_a_lower_limit_of_memory_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.sys, "executable", limited(600, tmp_path))
+    assert ChatTemplate("{{ messages[0].content }}", {}).render(MESSAGES) == "hi"
+    with pytest.raises(DataError, match="it takes more than 600 MiB of memory"):
+        ChatTemplate("{{ 'a' * 10 ** 9 }}", {}).render(MESSAGES)
+
+
+def test_a_process_that_cannot_start_is_no_slow_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.sys, "executable", limited(12, tmp_path))
+    monkeypatch.setattr(module, "memory_limit", lambda: 12 << 20)
+    with pytest.raises(DataError) as caught:
+        ChatTemplate("x", {})
+    said = str(caught.value)
+    assert "more than 10 s" not in said
+    assert said.startswith("the chat template cannot be rendered: its process died ")
+    assert said.endswith("memory is limited to 12 MiB here (ulimit -v), raise that")
+
+
+def test_a_process_that_is_killed_says_by_what() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    template._process.popen.kill()
+    with pytest.raises(DataError, match=r"its process died by signal 9 \(Killed\)"):
+        template.render(MESSAGES)
