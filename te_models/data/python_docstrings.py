@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from te_models.config.data import parse_columns
+from te_models.data.bad_records import BadRecords
 from te_models.data.documents import load_documents
 from te_models.data.files import walk
 from te_models.data.formats import Document
@@ -44,12 +45,14 @@ _NOT_READ = {  # tests, generated tables, programs, and code of other projects
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def read_documents(data: str, columns: str = "") -> list[Document]:
-    """Return the documents at a path, whose `columns` are those of DataConfig; of PYTHON_DOCSTRINGS, the modules that
-    training does not see."""
+def read_documents(data: str, columns: str = "", bad: BadRecords | None = None) -> list[Document]:
+    """Return the documents at a path; of PYTHON_DOCSTRINGS, the modules that training does not see.
+
+    `columns` are those of DataConfig, and `bad` may skip records that cannot be read.
+    """
     if data == PYTHON_DOCSTRINGS:
         return python_docstrings()[1]
-    return load_documents(data, parse_columns(columns))
+    return load_documents(data, parse_columns(columns), bad)
 
 
 def python_docstrings() -> tuple[list[Document], list[Document]]:
