@@ -115,7 +115,8 @@ def _ask_for_data(settings: RunSettings) -> None:
     own_model = settings.model is not None and settings.model not in list_shipped()
     if own_model and not settings.data.data:
         raise UsageError(
-            "give --data PATH, the records or texts to learn; --data python-docstrings is data that every machine has"
+            "give --data PATH, the records or texts to learn; python-docstrings (records) and python-docs (texts) are "
+            "on every machine"
         )
 
 

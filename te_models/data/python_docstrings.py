@@ -19,6 +19,7 @@ from te_models.data.formats import Document
 from te_models.errors import DataError
 
 PYTHON_DOCSTRINGS = "python-docstrings"  # its name in --data
+PYTHON_DOCS = "python-docs"  # that of the texts which are the default of presets
 DOCSTRING_CHARACTERS = range(20, 401)
 MAX_SOURCE_CHARACTERS = 1500
 EVAL_FRACTION = 0.08
@@ -48,11 +49,12 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 def read_documents(data: str, columns: str = "", bad: BadRecords | None = None) -> list[Document]:
     """Return the documents at a path; of PYTHON_DOCSTRINGS, the modules that training does not see.
 
+    PYTHON_DOCS are Python's own documentation and sources.
     `columns` are those of DataConfig, and `bad` may skip records that cannot be read.
     """
     if data == PYTHON_DOCSTRINGS:
         return python_docstrings()[1]
-    return load_documents(data, parse_columns(columns), bad)
+    return load_documents(None if data == PYTHON_DOCS else data, parse_columns(columns), bad)
 
 
 def python_docstrings() -> tuple[list[Document], list[Document]]:

@@ -25,7 +25,7 @@ from te_models.data.encoding import Encoded, encode_documents, keep_fitting
 from te_models.data.files import COMPRESSIONS
 from te_models.data.formats import Document
 from te_models.data.named_templates import use_template
-from te_models.data.python_docstrings import PYTHON_DOCSTRINGS, python_docstrings
+from te_models.data.python_docstrings import PYTHON_DOCS, PYTHON_DOCSTRINGS, python_docstrings
 from te_models.data.sources import Formatting, Source, is_records, open_sources, read_records
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer, load_tokenizer
@@ -58,7 +58,7 @@ def open_data(
     Args:
         data: a file, folder, glob, URL or Hub dataset, several of them, each with an optional weight ("a.jsonl:3"), or
             a DataConfig; records in memory: a list, a datasets.Dataset, or another iterable of dicts or lists of
-            messages; "python-docstrings": functions and docstrings of Python's standard library; None:
+            messages; "python-docstrings": functions and docstrings of Python's standard library; None or "python-docs":
             Python's own documentation and sources.
         tokenizer: encodes the text; or what `load_tokenizer` takes. If there are conversations and it has no chat
             template, it gets a plain one, which it saves (`Tokenizer.set_chat_template`).
@@ -90,6 +90,8 @@ def open_data(
             ),
         }
     )
+    if settings.data == (PYTHON_DOCS,):
+        settings = dataclasses.replace(settings, data=())
     columns = parse_columns(settings.columns)
     built_in = settings.data in ((), (PYTHON_DOCSTRINGS,))
     bad = BadRecords(skip=settings.on_bad_record == "skip")

@@ -18,7 +18,7 @@ from te_models.data.documents import has_text, ignored_lines, load_documents, re
 from te_models.data.encoding import Encoded, encode_documents, fit_records
 from te_models.data.formats import Document
 from te_models.data.named_templates import use_template
-from te_models.data.python_docstrings import PYTHON_DOCSTRINGS, python_docstrings
+from te_models.data.python_docstrings import PYTHON_DOCS, PYTHON_DOCSTRINGS, python_docstrings
 from te_models.data.rows import file_ranges, read_range
 from te_models.data.sources import Source, open_sources
 from te_models.data.tokenizer import Tokenizer
@@ -241,6 +241,9 @@ def _read(
             [f"{PYTHON_DOCSTRINGS}: prompt/completion"],
             len(documents) > limit,
         )
+    if settings.data == (PYTHON_DOCS,):
+        documents = load_documents(None)
+        return documents[:limit], [f"{PYTHON_DOCS}: text"], len(documents) > limit
     columns = parse_columns(settings.columns)
     sources = open_sources(settings.data, columns, skip_bad=bad.skip)
     share = max(1, limit // len(sources))
