@@ -201,7 +201,12 @@ def template_sources(folder: str | Path) -> dict[str, str]:
             found[name] = content.decode(errors="replace")
     if found:
         return found
-    source = (read_json_object(Path(folder) / "tokenizer_config.json") or {}).get("chat_template")
+    return config_templates(read_json_object(Path(folder) / "tokenizer_config.json") or {})
+
+
+def config_templates(config: Mapping[str, object]) -> dict[str, str]:
+    """Return the chat templates in a tokenizer_config.json by name."""
+    source = config.get("chat_template")
     if isinstance(source, list):
         named = [entry for entry in source if isinstance(entry, dict)]
         source = {str(entry.get("name")): entry.get("template") for entry in named}

@@ -31,6 +31,7 @@ from te_models.data.chat_template import (
     TOOL_USE,
     ChatTemplate,
     Message,
+    config_templates,
     template_sources,
     template_tokens,
 )
@@ -144,7 +145,7 @@ class Tokenizer(ABC):
         documents = self._documents()
         sources = self.template_sources()
         config = dict(documents["tokenizer_config"])
-        if not sources or (self._template_source is None and "chat_template" in config):
+        if sources == config_templates(config):
             return documents
         config.pop("chat_template", None)
         files = {

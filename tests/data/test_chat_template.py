@@ -267,3 +267,18 @@ def test_a_process_that_is_killed_says_by_what() -> None:
     template._process.popen.kill()
     with pytest.raises(DataError, match=r"its process died by signal 9 \(Killed\)"):
         template.render(MESSAGES)
+
+
+def test_a_file_beside_another_template_is_the_one_that_is_saved(tmp_path: Path) -> None:
+    """transformers reads the file; what tokenizer_config.json has as well was left from before."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer_with({"default": "old"}, "config", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("new")
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.template_source() == "new"
+    tokenizer.save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").template_source() == "new"
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == "new"
+    files = tokenizer.files()
+    assert files["chat_template.jinja"] == b"new"
+    assert "chat_template" not in files["tokenizer_config"]  # type: ignore[operator]
