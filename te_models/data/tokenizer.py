@@ -514,11 +514,18 @@ class HuggingFaceTokenizer(Tokenizer):
         self, pairs: Sequence[tuple[str, str]]
     ) -> list[tuple[NDArray[np.integer], int]]:
         """Encode each pair as one text: a tokenizer like SentencePiece's begins every text with a space."""
-        encoded = self.encode_rendered([prompt + completion for prompt, completion in pairs])
-        return [
-            (ids, first_token_after(places, len(prompt)) if prompt else 0)
-            for (ids, places), (prompt, _) in zip(encoded, pairs, strict=True)
-        ]
+        texts = [prompt + completion for prompt, completion in pairs]
+        found = []
+        parts = self._in_parts(self._backend.encode_batch, texts, 256)
+        for encoding, (prompt, _) in zip(parts, pairs, strict=True):
+            length = encoding.char_to_token(len(prompt)) if prompt else 0
+            if (
+                length is None
+            ):  # no token holds that character, such as a space that the places leave out
+                places = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+                length = first_token_after(places, len(prompt))
+            found.append((np.array(encoding.ids, dtype=np.int32), length))
+        return found
 
     def encode_rendered(
         self, texts: Sequence[str]
