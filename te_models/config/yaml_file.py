@@ -1,11 +1,11 @@
-"""YAML files of settings, read with the limits of TOML files and the values of YAML 1.2. `pyyaml>=6`. No torch."""
+"""YAML files of settings, read with the limits of TOML files and the values of YAML 1.2. No torch."""
 
 import re
 from pathlib import Path
 from typing import Any
 
 from te_models.config.toml import check_values, read_limited
-from te_models.errors import ConfigError, needs
+from te_models.errors import ConfigError, MissingPackage
 
 SUFFIXES = (".yaml", ".yml")
 # What a plain word means in YAML 1.2: PyYAML by itself reads 2e-5 as a text, `no` as false and 1:30 as 90.
@@ -24,12 +24,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the content of a YAML file of settings: tables of names, as in TOML.
 
     Raises:
-        ConfigError: it cannot be read, is no YAML, has a name twice, or an alias, for which TOML has no like.
+        ConfigError: it cannot be read, is no YAML, has a name twice, or an alias or a tag, which TOML does not have.
         MissingPackage: pyyaml is not installed.
     """
     data = read_limited(path)
-    with needs(f"{path}: YAML", "pyyaml", "6.0", "train"):
+    try:
         import yaml  # noqa: PLC0415
+    except ImportError:
+        raise MissingPackage(f"{path}: YAML needs pyyaml: pip install 'te-models[train]'") from None
     try:
         values = yaml.load(data.decode(), _loader(yaml))
     except (ValueError, RecursionError, yaml.YAMLError) as error:
@@ -43,15 +45,18 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _loader(yaml: Any) -> type:
-    """Return a safe loader for plain words as in YAML 1.2, that refuses aliases and names given twice."""
+    """Return a safe loader for plain words as in YAML 1.2, that refuses aliases, tags and names given twice."""
 
     class Loader(yaml.SafeLoader):
         yaml_implicit_resolvers: dict[str, list[Any]] = {}
 
         def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.events.AliasEvent):
-                mark = self.peek_event().start_mark
-                raise yaml.YAMLError(f"an alias in line {mark.line + 1}: write the value out")
+            event = self.peek_event()
+            line = event.start_mark.line + 1
+            if isinstance(event, yaml.events.AliasEvent):
+                raise yaml.YAMLError(f"an alias in line {line}: write the value out")
+            if event.tag is not None:
+                raise yaml.YAMLError(f"a tag in line {line}: write the plain value")
             return super().compose_node(parent, index)
 
     def construct_mapping(loader: Any, node: Any) -> dict[str, Any]:

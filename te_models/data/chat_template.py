@@ -204,6 +204,11 @@ def template_sources(folder: str | Path) -> dict[str, str]:
     return config_templates(read_json_object(Path(folder) / "tokenizer_config.json") or {})
 
 
+def template_source(folder: str | Path) -> str | None:
+    """Return the default chat template in a tokenizer's folder; None without one. Errors as `template_sources`."""
+    return template_sources(folder).get(DEFAULT)
+
+
 def config_templates(config: Mapping[str, object]) -> dict[str, str]:
     """Return the chat templates in a tokenizer_config.json by name."""
     source = config.get("chat_template")

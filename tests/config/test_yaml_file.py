@@ -1,6 +1,7 @@
 """YAML files of settings are read as TOML files with the same content are."""
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from te_models.config.toml import read_toml, render_toml
 from te_models.config.yaml_file import read_yaml
-from te_models.errors import ConfigError, UsageError
+from te_models.errors import ConfigError, MissingPackage, UsageError
 from te_models.training.settings import read_run_file, run_settings
 
 yaml = pytest.importorskip("yaml")
@@ -76,6 +77,7 @@ def test_words_are_those_of_yaml_1_2(word: str, value: object, tmp_path: Path) -
         ("training:\n  steps: 1\n  steps: 2", "'steps' is there twice, the second time in line 3"),
         ("training:\n  1: 2", "the name 1 in line 2 is no text"),
         ("a: !!python/object/apply:os.system [ls]", "is not YAML"),
+        ("training:\n  steps: !!bool x", "a tag in line 2: write the plain value"),
         ("training: {steps: 99999999999999999999}", "has an integer of more than 64 bits"),
         ("training: 3", "training is a table: write training: and its settings below"),
         ("training:\n  stepz: 3", r"unknown setting .stepz. of \[training\] in .*a.yaml: did you mean 'steps'"),
@@ -96,3 +98,12 @@ def test_names_without_a_value_have_their_default(tmp_path: Path) -> None:
     assert read_run_file(tmp_path / "a.yaml") == {"seed": 3}
     (tmp_path / "empty.yaml").write_text("")
     assert read_run_file(tmp_path / "empty.yaml") == {}
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    (tmp_path / "a.yaml").write_text("training:\n  steps: 3\n")
+    with pytest.raises(
+        MissingPackage, match=r"a.yaml: YAML needs pyyaml: pip install 'te-models\[train\]'"
+    ):
+        read_yaml(tmp_path / "a.yaml")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import te_models.data.chat_template as module
-from te_models.data.chat_template import ChatTemplate, template_sources
+from te_models.data.chat_template import ChatTemplate, template_source
 from te_models.data.encoding import encode_documents
 from te_models.data.formats import row_document
 from te_models.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -115,13 +115,13 @@ def test_forks_render_with_processes_of_their_own() -> None:
 )
 def test_odd_templates_are_none(config: dict, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert template_sources(tmp_path) == {}
+    assert template_source(tmp_path) is None
 
 
 def test_a_pipe_in_place_of_a_template_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "chat_template.jinja")
     with pytest.raises(DataError, match="not a regular file"):
-        template_sources(tmp_path)
+        template_source(tmp_path)
 
 
 def test_a_tokenizer_travels_without_its_template(tmp_path: Path) -> None:
