@@ -515,7 +515,7 @@ class HuggingFaceTokenizer(Tokenizer):
     ) -> list[tuple[NDArray[np.integer], int]]:
         """Encode each pair as one text: a tokenizer like SentencePiece's begins every text with a space."""
         texts = [prompt + completion for prompt, completion in pairs]
-        found = []
+        found: list[tuple[NDArray[np.integer], int]] = []
         parts = self._in_parts(self._backend.encode_batch, texts, 256)
         for encoding, (prompt, _) in zip(parts, pairs, strict=True):
             length = encoding.char_to_token(len(prompt)) if prompt else 0
