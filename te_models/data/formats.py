@@ -139,10 +139,8 @@ class _Reading:
     Attributes:
         unread: names of fields that nothing reads, in order, as keys.
         arguments: those of tool calls, as they were written: "" for an object.
-        prompt_beside: whether messages that --columns chose leave out a prompt.
     """
 
-    prompt_beside: bool
     unread: dict[str, None] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
 
@@ -191,6 +189,9 @@ def row_document(
     kind = recognize(renamed)
     if kind is None:
         raise DataError(unrecognized(row, place))
+    if _lacks_its_prompt(renamed, row, columns):
+        kind = PAIRS
+        renamed = {**renamed, "prompt": row["prompt"], "completion": renamed.pop("messages")}
     given = {**row, **renamed}  # also what renaming leaves out
     used = set(columns) & row.keys()
     used |= {name for name, value in given.items() if not is_set(value)}
@@ -217,7 +218,7 @@ def row_document(
         ALPACA: {"instruction", "output", "input", "system", "history"},
         PAIRS: {"prompt", "completion"},
     }[kind]
-    reading = _Reading(prompt_beside="prompt" not in renamed and _is_turns(row.get("prompt")))
+    reading = _Reading()
     messages = []
     for message in _conversation(renamed, kind, columns, place, reading):
         if not learned and message["role"] == "assistant":
@@ -238,6 +239,28 @@ def row_document(
         arguments=tuple(reading.arguments),
         ignored=(*_unread(given, used), *reading.unread),
     )
+
+
+def _lacks_its_prompt(
+    renamed: Mapping[str, object], row: Mapping[str, object], columns: Mapping[str, str]
+) -> bool:
+    """Return whether --columns chose messages that begin with an answer, while the turns before are in `prompt`.
+
+    That is so for preferences with a prompt of their own, of which somebody gives --columns messages=chosen.
+    """
+    if "messages" not in columns.values() or "prompt" in renamed:
+        return False
+    messages = _parsed(renamed.get("messages"))
+    if not _is_turns(row.get("prompt")) or not _is_turns(messages) or not messages:
+        return False
+    roles = [yours for yours, name in columns.items() if name == "role"]
+    return ROLES.get(_role(messages[0], roles)) == "assistant"
+
+
+def _role(turn: Mapping[str, object], names: Sequence[str] = ()) -> str:
+    """Return the role of a turn as it is written, in lower case."""
+    found = next((turn[name] for name in (*names, "role", "from") if name in turn), "")
+    return str(found).lower()
 
 
 def _unread(row: Mapping[str, object], used: Collection[str]) -> tuple[str, ...]:
@@ -311,8 +334,7 @@ def _preference_advice(row: Mapping[str, object]) -> str:
     chosen = _parsed(row["chosen"])
     asked = next((name for name in row if name.lower() in _ASKED), None)
     if _is_turns(chosen) and chosen:
-        first = str(chosen[0].get("role", chosen[0].get("from"))).lower()
-        if asked is None or ROLES.get(first) != "assistant":
+        if asked is None or ROLES.get(_role(chosen[0])) != "assistant":
             return f"{train} messages=chosen"  # the prompt is among the messages
         if not _is_turns(row[asked]):
             return (
@@ -362,11 +384,6 @@ def _conversation(
         return before + _turns(row, "completion", columns, place, reading)
     name = next(name for name in _LISTS if _is_turns(row.get(name)))
     messages = _turns(row, name, columns, place, reading)
-    if messages[0]["role"] == "assistant" and reading.prompt_beside:
-        raise DataError(
-            f"{place}: {name!r} begins with an answer, and its question is in 'prompt', which is not read: "
-            "give --columns completion=NAME for the column of the answers"
-        )
     system = row.get("system")
     if isinstance(system, str) and system and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, {"role": "system", "content": system})

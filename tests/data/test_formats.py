@@ -233,9 +233,13 @@ def test_the_advice_for_preferences_keeps_the_prompt(
     assert read(row, columns) == expected
 
 
-def test_messages_without_their_prompt_are_refused() -> None:
-    with pytest.raises(DataError, match="its question is in 'prompt', which is not read"):
-        read({"prompt": [USER], "chosen": [REPLY], "rejected": [REPLY]}, "messages=chosen")
+def test_messages_that_begin_with_an_answer_keep_their_prompt() -> None:
+    row = {"prompt": [USER, REPLY, USER], "chosen": [REPLY], "rejected": [REPLY]}
+    expected = [USER, {**REPLY, "weight": 0}, USER, REPLY]
+    assert read(row, "messages=chosen") == read(row, "completion=chosen") == expected
+    turns = [{"speaker": "gpt", "words": "a"}]
+    renamed = {"prompt": [{"speaker": "human", "words": "q"}], "chosen": turns}
+    assert read(renamed, "messages=chosen,role=speaker,content=words") == TALK
 
 
 @pytest.mark.parametrize(
