@@ -91,7 +91,8 @@ ONE_GPU: dict[str, Journey] = {
     ),
     "tune-again": Journey(
         (pretrain("--recipe delayed"),
-         "-m te_models finetune --model {out} --recipe current --learning-rate 1e-3 --steps 32 --seq-len 512 "
+         "-m te_models finetune --model {out} --data python-docs "
+         "--recipe current --learning-rate 1e-3 --steps 32 --seq-len 512 "
          "--sample-tokens 0 --out {again}"),
         steps=32, falls=0.05,
     ),
@@ -108,7 +109,8 @@ ONE_GPU: dict[str, Journey] = {
     ),
     "lora-flag": Journey(
         (pretrain("--recipe delayed --steps 12"),
-         "-m te_models finetune --model {out} --recipe current --fp8-params --lora 16 --merge --steps 24 --seq-len 512 "
+         "-m te_models finetune --model {out} --data python-docs "
+         "--recipe current --fp8-params --lora 16 --merge --steps 24 --seq-len 512 "
          "--learning-rate 1e-3 --sample-tokens 0 --out {again}"),
         falls=0.02, needs=("peft",), prints="merged",
     ),
@@ -167,7 +169,8 @@ ONE_GPU: dict[str, Journey] = {
     "blocks": Journey(
         (pretrain("--recipe delayed --steps 12 --tokenizer te_models/pretrained/gated-nano/tokenizer.json"),
          "-m te_models export --model {out} --format fp8-block --out {served}",
-         "-m te_models finetune --model {served} --recipe blockwise --fp8-params --learning-rate 1e-3 --steps 24 "
+         "-m te_models finetune --model {served} --data python-docs "
+         "--recipe blockwise --fp8-params --learning-rate 1e-3 --steps 24 "
          "--seq-len 512 --sample-tokens 0 --out {again}"),
         falls=0.05,
     ),
@@ -175,7 +178,8 @@ ONE_GPU: dict[str, Journey] = {
     **{
         f"hf-{family}": Journey(
             (f"tests/journey_data.py {family} {{model}}",
-             f"-m te_models finetune --model {{model}} --recipe {recipe} --learning-rate 1e-3 --steps 24 "
+             f"-m te_models finetune --model {{model}} --data python-docs "
+             f"--recipe {recipe} --learning-rate 1e-3 --steps 24 "
              "--seq-len 512 --sample-tokens 0 --out {out}"),
             needs=("transformers",),
         )

@@ -68,14 +68,14 @@ def chat(
     Answers are streamed, and the history is sent along. /help lists commands such as /reset.
     """
     from te_models.data.dataset import check_fit  # noqa: PLC0415  imports torch
+    from te_models.data.named_templates import use_template  # noqa: PLC0415
     from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415
-    from te_models.data.training_data import read_template  # noqa: PLC0415
     from te_models.generation.conversation import Conversation  # noqa: PLC0415
 
     sampling, variables = take_sampling(options), dict(_variable(text) for text in template_option)
     words = load_tokenizer(tokenizer or model)
     if chat_template is not None:
-        words.set_chat_template(read_template(chat_template))
+        use_template(words, chat_template)
     words.chat_template()  # fail before the model is loaded
     network = build_model(preset, model, options)
     check_fit(words, network.config)

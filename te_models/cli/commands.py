@@ -17,6 +17,7 @@ import click
 from te_models.cli.bench import bench
 from te_models.cli.chat import chat
 from te_models.cli.convert import convert
+from te_models.cli.data import data
 from te_models.cli.evaluate import evaluate
 from te_models.cli.export import export
 from te_models.cli.generate import generate
@@ -116,6 +117,7 @@ def cli() -> None:
 
 COMMANDS = (
     list_command,
+    data,
     plan,
     verify,
     pretrain,

@@ -51,7 +51,7 @@ harness_option = functools.partial(option, group="With --tasks")
     help="Tokens per sequence; default: 1024, or the model's maximum if that is less.",
 )
 @option("--batch-size", default=8, help="Sequences per forward pass.")
-@setting_options("columns", "truncate", "chat_template")
+@setting_options("columns", "truncate", "chat_template", "on_bad_record")
 @option(
     "--max-batches",
     default=0,
@@ -77,6 +77,7 @@ def evaluate(
     columns: str,
     truncate: str,
     chat_template: str | None,
+    on_bad_record: str,
     limit: int | None,
     few_shot: int | None,
     **options: object,
@@ -95,14 +96,14 @@ def evaluate(
     names = [recipe] if recipes is None else split_names(recipes)
     for name in {name for name in names if name is not None} - {AUTO}:
         get_recipe(name)  # an unknown name is an error before anything is loaded
-    DataConfig(columns=columns, truncate=truncate)  # checks both
+    DataConfig(columns=columns, truncate=truncate, on_bad_record=on_bad_record)  # checks them
+    from te_models.data.named_templates import use_template  # noqa: PLC0415
     from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415  imports torch
-    from te_models.data.training_data import read_template  # noqa: PLC0415
     from te_models.inspect.evaluate import evaluate_recipes  # noqa: PLC0415
 
     words, score = load_tokenizer(tokenizer or model), None
     if chat_template is not None:
-        words.set_chat_template(read_template(chat_template))
+        use_template(words, chat_template)
     if tasks is not None:
         from te_models.inspect.harness import find_tasks, score_tasks  # noqa: PLC0415  optional, and slow to import
 
@@ -129,6 +130,7 @@ def evaluate(
             batch_size=batch_size,
             max_batches=max_batches,
             columns=columns,
+            on_bad_record=on_bad_record,
             truncate=truncate,
         )
     show(found, as_json)

@@ -20,11 +20,13 @@ from te_models.cli.options import (
     preset_option,
     setting_option,
 )
-from te_models.errors import refuse
+from te_models.config.shipped import list_shipped
+from te_models.errors import UsageError, refuse
 from te_models.training.settings import (
     LEARNING_RATE,
     SETTINGS,
     TABLES,
+    RunSettings,
     resumed_settings,
     run_settings,
 )
@@ -98,6 +100,7 @@ def run_training(
     called = click.get_current_context().obj or ""  # as main() was called
     if resume is None:
         settings = run_settings(command, given, Path(file) if file is not None else None, called)
+        _ask_for_data(settings)
     else:
         settings = resumed_settings(command, given, Path(resume) if resume else None, called)
     from te_models.training.finetune import finetune  # noqa: PLC0415  imports torch
@@ -105,6 +108,16 @@ def run_training(
     return (
         INTERRUPTED if finetune(settings, resume=resume is not None).signal == signal.SIGINT else 0
     )
+
+
+def _ask_for_data(settings: RunSettings) -> None:
+    """Raise a UsageError if a model of the user's own would be tuned on Python's documentation, for want of data."""
+    own_model = settings.model is not None and settings.model not in list_shipped()
+    if own_model and not settings.data.data:
+        raise UsageError(
+            "give --data PATH, the records or texts to learn; python-docstrings (records) and python-docs (texts) are "
+            "on every machine"
+        )
 
 
 @click.command(cls=Command)
@@ -117,7 +130,8 @@ def pretrain(file: str | None, resume: str | None, **options: object) -> int:
 
     Evaluates, saves, draws the loss curve, and continues three openings of held-out texts.
 
-    RUN.TOML is the record of an earlier run, or a file of your own like it; options override its settings.
+    RUN.TOML is the record of an earlier run, or a file of your own like it, also as .yaml; options override its
+    settings.
     """
     return run_training("pretrain", file, resume, options)
 
@@ -132,6 +146,7 @@ def finetune(file: str | None, resume: str | None, **options: object) -> int:
 
     Evaluates, saves, draws the loss curve, and prints answers to held-out prompts before and after.
 
-    RUN.TOML is the record of an earlier run, or a file of your own like it; options override its settings.
+    RUN.TOML is the record of an earlier run, or a file of your own like it, also as .yaml; options override its
+    settings.
     """
     return run_training("finetune", file, resume, options)

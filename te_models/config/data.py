@@ -10,6 +10,7 @@ from te_models.errors import ConfigError, check_known, field_values
 
 PACKINGS = ("stream", "documents", "none")
 TRUNCATIONS = ("drop", "prompt")
+BAD_RECORDS = ("raise", "skip")
 COLUMNS = (
     "messages",
     "role",
@@ -43,7 +44,8 @@ class DataConfig(Settings):
     heading = DATA
     data: tuple[str, ...] = setting(
         (),
-        "File, folder, glob, URL or Hub dataset; :2 reads it twice an epoch. Repeatable; default: Python's own docs.",
+        "File, folder, glob, URL or Hub dataset; :2 reads it twice an epoch. Repeatable; default, for a preset or a "
+        "shipped model: Python's own docs.",
         group=EVERYDAY,
         path=True,
         metavar="PATH[:WEIGHT]",
@@ -72,6 +74,13 @@ class DataConfig(Settings):
         fixed=True,
         metavar="WAY",
     )
+    on_bad_record: str = setting(
+        "raise",
+        "A record that cannot be read: raise ends the run; skip leaves it out, and counts it.",
+        choices=BAD_RECORDS,
+        fixed=True,
+        metavar="WAY",
+    )
     packing: str | None = setting(
         None,
         "stream: whole windows of text; documents: attend only within each document or record; none: one record per "
@@ -82,10 +91,17 @@ class DataConfig(Settings):
     )
     chat_template: str | None = setting(
         None,
-        "Jinja file to use, and save, in place of the tokenizer's chat template.",
+        "Jinja file, or chatml, llama3 or gemma, to use, and save, in place of the tokenizer's chat template.",
         fixed=True,
         path=True,
-        metavar="FILE",
+        metavar="FILE|NAME",
+    )
+    special_tokens: str = setting(
+        "",
+        "Tokens to add to the tokenizer, such as '<|im_start|>,<|im_end|>'; the model gets a row for each, at the "
+        "mean of the others.",
+        fixed=True,
+        metavar="TOKENS",
     )
     streaming: bool | None = setting(
         None,

@@ -23,6 +23,22 @@ _DEEP_KEY = re.compile(
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the content of a TOML file of at most MAX_BYTES bytes."""
+    data = read_limited(path)
+    if _DEEP_KEY.search(data.decode(errors="replace")):
+        raise ConfigError(f"{path} has a key of 50 parts or more: settings have one or two")
+    try:
+        values = tomllib.loads(data.decode())
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a ValueError of a number with thousands of digits
+        raise ConfigError(f"{path} is not TOML: {' '.join(str(error).split())}") from None
+    check_values(values, path)
+    return values
+
+
+def read_limited(path: Path) -> bytes:
+    """Return the bytes of a file of settings; a ConfigError if it has more than MAX_BYTES or is no file."""
     if path.exists() and not path.is_file():
         raise ConfigError(f"cannot read {path}: it is not a file")
     try:
@@ -30,27 +46,18 @@ def read_toml(path: Path) -> dict[str, Any]:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    values: dict[str, Any] = {}
-    mistake = ""
     if len(data) > MAX_BYTES:
-        mistake = f"is larger than {MAX_BYTES} bytes, too large for a file of settings"
-    elif _DEEP_KEY.search(data.decode(errors="replace")):
-        mistake = "has a key of 50 parts or more: settings have one or two"
-    else:
-        try:
-            values = tomllib.loads(data.decode())
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # a plain ValueError of a number with thousands of digits
-            mistake = f"is not TOML: {' '.join(str(error).split())}"
-    if not mistake and any(
-        isinstance(value, int) and abs(value) >= 2**63 for value in _leaves(values)
-    ):
-        mistake = "has an integer of more than 64 bits: give a smaller one"
-    if mistake:
-        raise ConfigError(f"{path} {mistake}")
-    return values
+        raise ConfigError(
+            f"{path} is larger than {MAX_BYTES} bytes, too large for a file of settings"
+        )
+    return data
+
+
+def check_values(values: dict[str, Any], path: Path) -> None:
+    """Raise a ConfigError for an integer of more than 64 bits, which TOML does not have."""
+    for value in _leaves(values):
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise ConfigError(f"{path} has an integer of more than 64 bits: give a smaller one")
 
 
 def _leaves(value: Any) -> Iterator[object]:

@@ -3,13 +3,15 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from te_models.data.json_files import read_file, read_json_object
 from te_models.errors import DataError, UsageError
@@ -18,6 +20,8 @@ from te_models.files.formats import Document, Value
 
 SECONDS = 10
 BESIDE = "chat_template.jinja"
+TEMPLATES = "additional_chat_templates"  # a folder beside it, of further templates by name
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
 PACKAGES = Path(__file__).resolve().parents[2]  # the folder of the package te_models
 
 # For models without a chat template: readable by any tokenizer, since all but the end-of-text token is plain text.
@@ -108,6 +112,8 @@ class _Process:
     def __init__(self, source: str) -> None:
         self.owner = os.getpid()
         self._lock = threading.Lock()
+        # Not a pipe, which could fill up, since nobody reads it before the end.
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  _end closes it
         here = Path.cwd().resolve()  # may hold anything
         others = [
             entry for entry in sys.path if entry and Path(entry).resolve() not in (here, PACKAGES)
@@ -116,12 +122,12 @@ class _Process:
             [sys.executable, "-m", "te_models.data.template_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             cwd=PACKAGES,  # which `-m` puts first on the path: a random.py beside the data must not run
             env={"PYTHONPATH": os.pathsep.join([str(PACKAGES), *others]), "PYTHONUTF8": "1"},
             start_new_session=True,  # Ctrl-C is for this process
         )
-        self._end = weakref.finalize(self, _end, self.popen, self.owner)
+        self._end = weakref.finalize(self, _end, self.popen, self.owner, self._errors)
         answer = self.ask({"source": source})
         if "error" in answer:
             raise DataError(f"the chat template is not valid Jinja: {answer['error']}")
@@ -134,8 +140,15 @@ class _Process:
         stdin = self.popen.stdin
         stdout = self.popen.stdout
         assert stdin is not None and stdout is not None
+        late = threading.Event()
+        popen = self.popen  # the timer's thread must not keep this object
+
+        def stop() -> None:
+            late.set()
+            popen.kill()
+
         with self._lock:
-            timer = threading.Timer(SECONDS, self.popen.kill)
+            timer = threading.Timer(SECONDS, stop)
             timer.start()
             try:
                 stdin.write(line)
@@ -146,24 +159,64 @@ class _Process:
             finally:
                 timer.cancel()
         if not answer.endswith(b"\n"):
-            raise DataError(f"the chat template takes more than {SECONDS} s, or its process died")
+            if late.is_set():
+                raise DataError(f"the chat template takes more than {SECONDS} s")
+            raise DataError(
+                f"the chat template cannot be rendered: its process died {self._why_ended()}"
+            )
         return json.loads(answer)
 
+    def _why_ended(self) -> str:
+        """Return why the process ended by itself: its last words, or the signal, and what limits its memory."""
+        code = self.popen.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        reason = f"with exit code {code}"
+        if code < 0:
+            reason = f"by signal {-code} ({signal.strsignal(-code)})"
+        if lines:
+            reason += f" ({lines[-1].strip()[:200]})"
+        limit = memory_limit()
+        if limit is not None:
+            reason += f": memory is limited to {limit >> 20} MiB here (ulimit -v), raise that"
+        return reason
 
-def template_source(folder: str | Path) -> str | None:
-    """Return the chat template in a tokenizer's folder: chat_template.jinja, else the one in tokenizer_config.json.
+
+def template_sources(folder: str | Path) -> dict[str, str]:
+    """Return the chat templates in a tokenizer's folder by name, as transformers reads them.
+
+    "default" is the one for conversations, and "tool_use" for those with tools, if there is one. Files of templates
+    (chat_template.jinja, and others in a folder beside it) take the place of those in tokenizer_config.json.
 
     Raises:
         DataError: a file is damaged.
     """
-    beside = read_file(Path(folder) / BESIDE)
-    if beside is not None:
-        return beside.decode(errors="replace") or None
-    source = (read_json_object(Path(folder) / "tokenizer_config.json") or {}).get("chat_template")
-    if isinstance(source, list):  # several by name, of which "default" is the one without tools
+    files = {DEFAULT: Path(folder) / BESIDE}
+    for file in sorted(Path(folder, TEMPLATES).glob("*.jinja")):
+        files[file.stem] = file
+    found = {}
+    for name, file in files.items():
+        content = read_file(file)
+        if content:
+            found[name] = content.decode(errors="replace")
+    if found:
+        return found
+    return config_templates(read_json_object(Path(folder) / "tokenizer_config.json") or {})
+
+
+def template_source(folder: str | Path) -> str | None:
+    """Return the default chat template in a tokenizer's folder; None without one. Errors as `template_sources`."""
+    return template_sources(folder).get(DEFAULT)
+
+
+def config_templates(config: Mapping[str, object]) -> dict[str, str]:
+    """Return the chat templates in a tokenizer_config.json by name."""
+    source = config.get("chat_template")
+    if isinstance(source, list):
         named = [entry for entry in source if isinstance(entry, dict)]
-        source = {str(entry.get("name")): entry.get("template") for entry in named}.get("default")
-    return source if source and isinstance(source, str) else None
+        source = {str(entry.get("name")): entry.get("template") for entry in named}
+    named = source if isinstance(source, dict) else {DEFAULT: source}
+    return {name: text for name, text in named.items() if text and isinstance(text, str)}
 
 
 def template_tokens(config: Mapping[str, object]) -> dict[str, str]:
@@ -176,8 +229,19 @@ def template_tokens(config: Mapping[str, object]) -> dict[str, str]:
     return {name: value for name, value in values.items() if value and isinstance(value, str)}
 
 
-def _end(process: subprocess.Popen, owner: int) -> None:
+def memory_limit() -> int | None:
+    """Return the bytes of address space that this process, and those that it starts, may have; None: any number."""
+    try:
+        import resource  # noqa: PLC0415  not on Windows
+    except ImportError:
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _end(process: subprocess.Popen, owner: int, errors: IO[bytes]) -> None:
     """End a template's process, unless this is a fork of the one that uses it."""
+    errors.close()
     if os.getpid() == owner:
         process.kill()
         process.communicate()

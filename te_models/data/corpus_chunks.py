@@ -12,6 +12,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from te_models.data.bad_records import BadRecords
 from te_models.data.documents import has_text, hash_document, refuse_mixture
 from te_models.data.encoding import Encoded, Fit, encode_documents, fit_records
 from te_models.data.files import check_text, file_format, readable_errors
@@ -102,7 +103,8 @@ class ChunkReader:
     It leaves out the documents reserved for evaluation: those whose hash of (seed, content) is among the lowest
     `eval_fraction`, so copies are on one side. `columns` are those of te_models.config.data.parse_columns. With a
     `packing` other than "stream", documents that are records are packed whole into windows of `seq_len` tokens
-    (`whole`). All documents must be records, or none, as `records` says; None: they may be of both kinds.
+    (`whole`). All documents must be records, or none, as `records` says; None: they may be of both kinds. `bad`
+    receives records that cannot be read.
     """
 
     source: str
@@ -115,15 +117,17 @@ class ChunkReader:
     packing: str = "stream"
     truncate: str = "drop"
     records: bool | None = None
+    bad: BadRecords = field(default_factory=BadRecords)
 
     def documents(self, chunk: list[FileRange]) -> list[Document]:
         """Return the documents of a chunk in file order, leaving out blank and reserved ones."""
-        found = chain.from_iterable(read_range(part, self.source, self.columns) for part in chunk)
+        found = chain.from_iterable(
+            read_range(part, self.source, self.columns, self.bad) for part in chunk
+        )
         documents = [document for document in found if has_text(document)]
         if self.eval_fraction:
             documents = [d for d in documents if self.place(d) >= self.eval_fraction * 2**64]
-        refuse_mixture(documents, self.records)
-        return documents
+        return refuse_mixture(documents, self.records, self.bad)
 
     def encode(self, chunk: list[FileRange], order: tuple[int, ...] | None) -> NDArray[np.int32]:
         """Return int32 [2, tokens]: ids and flags of a chunk's documents; with `whole`, of windows of whole records.
@@ -137,7 +141,7 @@ class ChunkReader:
             ]
         if not documents:
             return np.empty((2, 0), dtype=np.int32)
-        encoded = encode_documents(documents, self.tokenizer, begin_prompts=self.whole)
+        encoded = encode_documents(documents, self.tokenizer, self.whole, self.bad)
         if self.whole:
             return self._pack(self.fit(encoded)[0])
         counted = (

@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from te_models.config.shares import share_of
+from te_models.data.bad_records import BadRecords
 from te_models.data.files import check_text, find_files, walk
 from te_models.data.formats import Document
+from te_models.data.marks import ignored_fields
 from te_models.data.rows import file_ranges, read_range
 from te_models.errors import DataError, plural
 
@@ -30,7 +32,9 @@ _NOT_CORPUS = {
 
 
 def load_documents(
-    path: str | Path | None, columns: Mapping[str, str] | None = None
+    path: str | Path | None,
+    columns: Mapping[str, str] | None = None,
+    bad: BadRecords | None = None,
 ) -> list[Document]:
     """Load all documents at `path`, sorted by file name.
 
@@ -47,6 +51,7 @@ def load_documents(
     Args:
         path: file, folder, glob, URL or name.
         columns: your column names -> those of the formats (te_models.config.data.parse_columns).
+        bad: may skip records that cannot be read; None raises their error.
 
     Raises:
         DataError: a file cannot be read or is of another format, or there is no text.
@@ -58,9 +63,11 @@ def load_documents(
     documents = [
         document
         for part in ranges
-        for document in read_range(part, str(path), columns or {})
+        for document in read_range(part, str(path), columns or {}, bad)
         if has_text(document)
     ]
+    if not documents and bad is not None:
+        bad.refuse_all(str(path))
     check_text(str(path), documents)
     return documents
 
@@ -107,25 +114,41 @@ def in_evaluation(
     return np.array([key in evaluated for key in hashes])
 
 
-def refuse_mixture(documents: Iterable[Document], records: bool | None) -> None:
-    """Raise a DataError for a document of the other kind, where all must be records with an answer, or all texts.
+def refuse_mixture(
+    documents: Iterable[Document], records: bool | None, bad: BadRecords | None = None
+) -> list[Document]:
+    """Return the documents, all of which must be records with an answer, or all texts; None: they may be of both kinds.
 
-    A record would be cut among texts, and a text among records trained on as raw text. None: they may be of both kinds.
+    A record would be cut among texts, and a text among records trained on as raw text.
+
+    Raises:
+        DataError: a document is of the other kind, unless `bad` skips it.
     """
+    bad = bad or BadRecords()
+    kept = []
     for document in documents:
-        if records is not None and document.is_record != records:
+        if records is None or document.is_record == records:
+            kept.append(document)
+        else:
             found, first = (
                 ("a text", "has an answer") if records else ("a record with an answer", "is text")
             )
-            raise DataError(
+            error = DataError(
                 f"{document.name}: {found}, where the first record of the data {first}: give records and texts as "
                 "--data of their own"
             )
+            bad.meet(error)
+    return kept
 
 
 def has_text(document: Document) -> bool:
     """Return whether there is more than white space; a record without an answer is left out, and counted, later."""
     return document.is_record or bool(document.text.strip())
+
+
+def ignored_lines(documents: Iterable[Document]) -> list[str]:
+    """Return a line per file that names the fields of its records that nothing reads."""
+    return ignored_fields((document.file, document.ignored) for document in documents)
 
 
 def hash_document(seed: int, document: Document) -> bytes:

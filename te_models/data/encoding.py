@@ -1,30 +1,23 @@
-"""Documents to tokens, and which of them the loss counts.
-
-A conversation is rendered by the tokenizer's chat template, and the loss counts what the assistant says in it: the text
-inside {% generation %} blocks where the template has them; otherwise what the template adds to the turns before an
-answer, with the generation prompt, when the answer comes after them. The latter needs a template that renders the first
-turns of a conversation as it renders them when more turns follow, which is checked for each answer.
-"""
+"""Documents to tokens, and which of them the loss counts: of a conversation, what the assistant says in it."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from te_models.data.chat_template import ChatTemplate, Rendered
-from te_models.data.formats import THOUGHTS, Document
+from te_models.data.bad_records import BadRecords
+from te_models.data.chat_template import Rendered
+from te_models.data.conversations import render_conversations
+from te_models.data.formats import Document
 from te_models.data.tokenizer import Tokenizer, end_of_text
 from te_models.errors import DataError, plural
-from te_models.files.formats import Fields
 
-_BATCH = 32  # conversations rendered at once
-_BATCH_CHARACTERS = 2**20
+_BATCH = 32  # conversations encoded at once
 
 
 @dataclass(frozen=True)
@@ -38,6 +31,7 @@ class Encoded:
         lengths: int64 [D], its tokens.
         prompts: int64 [D], the tokens of its prompt; 0 for a conversation.
         records: bool [D], documents with an answer, which must not be cut.
+        refused: bool [D], conversations that the chat template refuses, which have no tokens; None: none of them.
     """
 
     tokens: NDArray[np.int32]
@@ -46,6 +40,7 @@ class Encoded:
     lengths: NDArray[np.int64]
     prompts: NDArray[np.int64]
     records: NDArray[np.bool_]
+    refused: NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -63,6 +58,7 @@ class Encoded:
             lengths=self.lengths[index],
             prompts=self.prompts[index],
             records=self.records[index],
+            refused=None if self.refused is None else self.refused[index],
         )
 
     def parts(self, values: NDArray[Any]) -> Iterator[NDArray[Any]]:
@@ -121,7 +117,7 @@ class Fit(NamedTuple):
             have, are = ("has", "is") if self.unanswered == 1 else ("have", "are")
             lines.append(
                 f"{self.unanswered:,} of {plural(total, 'record')} {have} no answer to learn and {are} left out: "
-                "give each an assistant's message, or a completion, with text"
+                "give each an assistant's message, or a completion, with text, and no mark that it is not to be learned"
             )
         return lines
 
@@ -135,50 +131,74 @@ class Fit(NamedTuple):
 
 
 def encode_documents(
-    documents: Sequence[Document], tokenizer: Tokenizer, begin_prompts: bool = False
+    documents: Sequence[Document],
+    tokenizer: Tokenizer,
+    begin_prompts: bool = False,
+    bad: BadRecords | None = None,
 ) -> Encoded:
     """Encode documents; texts and completions are followed by the end-of-text token, conversations by nothing.
 
-    Conversations need a chat template. `begin_prompts` begins prompts with the token that the tokenizer begins texts
-    with, if any, as for generation.
+    A prompt and its completion are encoded as one text. Conversations need a chat template. `begin_prompts` begins
+    prompts with the token that the tokenizer begins texts with, if any, as for generation. `bad` may skip conversations
+    that the chat template refuses: they have no tokens, and `fit_records` leaves them out.
     """
+    bad = bad or BadRecords()
     if not documents:
         raise DataError("there are no documents to make batches of: give at least one")
     end = np.array([end_of_text(tokenizer)])
     begin = np.array([], dtype=np.int64)
-    bos = tokenizer.bos_token_id
-    if begin_prompts and bos is not None and tokenizer.encode_prompt("")[:1] == [bos]:
-        begin = np.array([bos])
-    chats = [document for document in documents if document.conversation is not None]
-    texts = [document for document in documents if document.conversation is None]
-    prompts = tokenizer.encode_batch([document.prompt or "" for document in texts])
-    prompts = [
-        np.concatenate([begin, prompt]) if len(begin) and document.prompt is not None else prompt
-        for document, prompt in zip(texts, prompts, strict=True)
-    ]
-    plain = zip(prompts, tokenizer.encode_batch([document.text for document in texts]), strict=True)
-    talks = _encode_conversations(chats, tokenizer) if chats else iter(())
+    if begin_prompts and tokenizer.begins_with_bos():
+        begin = np.array([tokenizer.bos_token_id])
+    chats = []
+    pairs = []
+    texts = []
+    for document in documents:
+        if document.conversation is not None:
+            chats.append(document)
+        elif document.prompt is not None:
+            pairs.append((document.prompt, document.text))
+        else:
+            texts.append(document.text)
+    encoded_chats = _encode_conversations(chats, tokenizer, bad) if chats else iter(())
+    encoded_pairs = iter(tokenizer.encode_pairs(pairs))
+    encoded_texts = iter(tokenizer.encode_batch(texts))
     pieces: list[NDArray[np.integer]] = []
     flags: list[NDArray[np.bool_]] = []
     sizes = []  # of prompt and document
-    for document in documents:
+    refused = np.zeros(len(documents), dtype=np.bool_)
+    for number, document in enumerate(documents):
         if document.conversation is not None:
-            ids, counted = next(talks)
+            ids, counted = next(encoded_chats)
+            refused[number] = not len(ids)
             pieces.append(ids)
             flags.append(counted)
             sizes.append((0, len(ids)))
-            continue
-        prompt, text = next(plain)
-        pieces += [prompt, text, end]
-        sizes.append((len(prompt), len(prompt) + len(text) + 1))
-        flags.append(np.full(sizes[-1][1], document.prompt is None or bool(document.text.strip())))
-        flags[-1][: len(prompt)] = False
+        elif document.prompt is not None:
+            ids, prompt_length = next(encoded_pairs)
+            pieces += [begin, ids, end]
+            prompt_length += len(begin)
+            length = len(begin) + len(ids) + 1
+            counted = np.full(length, document.learned and bool(document.text.strip()))
+            counted[:prompt_length] = False
+            flags.append(counted)
+            sizes.append((prompt_length, length))
+        else:
+            ids = next(encoded_texts)
+            pieces += [ids, end]  # not joined, since the ids of bytes are of uint8
+            flags.append(np.ones(len(ids) + 1, dtype=np.bool_))
+            sizes.append((0, len(ids) + 1))
     records = np.array([document.is_record for document in documents])
     prompt_lengths, lengths = np.array(sizes, dtype=np.int64).T
     counted = np.concatenate(flags) if records.any() else None
     tokens = np.concatenate(pieces, dtype=np.int32)
     return Encoded(
-        tokens, counted, np.cumsum(lengths) - lengths, lengths, prompt_lengths.copy(), records
+        tokens,
+        counted,
+        np.cumsum(lengths) - lengths,
+        lengths,
+        prompt_lengths.copy(),
+        records,
+        refused if refused.any() else None,
     )
 
 
@@ -209,6 +229,9 @@ def fit_records(
             encoded.counted[start + 1 : start + length]
         )  # nothing comes before the first token
         over = length - seq_len
+        if encoded.refused is not None and encoded.refused[i]:
+            keep[i] = False
+            continue
         if not len(answers):
             keep[i], unanswered = False, unanswered + 1
             continue
@@ -243,183 +266,41 @@ def keep_fitting(
         DataError: none is left.
     """
     kept, fitted, fit = fit_records(encoded, seq_len, truncate, tokenizer.bos_token_id)
+    if encoded.refused is not None and encoded.refused.all():
+        raise DataError("no record is left: the chat template refuses all of them")
     if not len(kept):
         fit.refuse(len(encoded), seq_len, truncate, limit)
     return kept, fitted, fit.describe(int(encoded.records.sum()), seq_len, truncate, limit)
 
 
 def _encode_conversations(
-    documents: Sequence[Document], tokenizer: Tokenizer
+    documents: Sequence[Document], tokenizer: Tokenizer, bad: BadRecords
 ) -> Iterator[tuple[NDArray[np.integer], NDArray[np.bool_]]]:
-    """Yield the ids of each conversation, and which of them the assistant says."""
-    if tokenizer.template_source() is None:
+    """Yield the ids of each conversation, and which of them the assistant says; nothing for one that `bad` skips."""
+    if not tokenizer.template_sources():
         raise DataError(
             f"{documents[0].name}: a conversation, and the tokenizer has no chat template: give --chat-template FILE, "
             "or begin the data with a conversation to get a plain template"
         )
-    template = tokenizer.chat_template()
-    for batch in _batches(documents):
-        found = _render(template, batch)
-        encoded = tokenizer.encode_rendered([rendered.text for rendered in found])
-        for rendered, (ids, places) in zip(found, encoded, strict=True):
-            counted = np.zeros(len(ids), dtype=np.bool_)
-            for start, stop in rendered.answers:
-                inside = np.flatnonzero((places[:, 0] < stop) & (places[:, 1] > start))
-                if len(
-                    inside
-                ):  # tokens without a place of their own, such as spaces, lie between the others
-                    counted[inside[0] : inside[-1] + 1] = True
-            yield ids, counted
+    conversations = render_conversations(documents, tokenizer)
+    while batch := list(itertools.islice(conversations, _BATCH)):
+        whole = []
+        for rendered in batch:
+            if isinstance(rendered, DataError):
+                bad.meet(rendered)
+                rendered = Rendered("", [])
+            whole.append(rendered)
+        encoded = tokenizer.encode_rendered([rendered.text for rendered in whole])
+        for rendered, (ids, places) in zip(whole, encoded, strict=True):
+            yield ids, _answer_tokens(rendered, places)
 
 
-def _batches(documents: Sequence[Document]) -> Iterator[list[Document]]:
-    """Yield conversations in batches that the template's process renders in much less than its time."""
-    batch: list[Document] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.conversation or "")
-        if len(batch) == _BATCH or size > _BATCH_CHARACTERS:
-            yield batch
-            batch = []
-            size = 0
-    if batch:
-        yield batch
-
-
-def _render(template: ChatTemplate, documents: Sequence[Document]) -> list[Rendered]:
-    """Return the text of each conversation and where its answers are."""
-    variables = [json.loads(document.conversation or "{}") for document in documents]
-    weights = [
-        [
-            message.pop("weight", 1)
-            for message in record["messages"]
-            if message["role"] == "assistant"
-        ]
-        for record in variables
-    ]
-    requests = [
-        request
-        for record in variables
-        for request in ([record] if template.marks_answers else _prefixes(record))
-    ]
-    answers = iter(template.render_all(requests))
-    found = []
-    for document, record, weight in zip(documents, variables, weights, strict=True):
-        rendered = _checked(next(answers), document)
-        if not template.marks_answers:
-            turns = [
-                number for number, m in enumerate(record["messages"]) if m["role"] == "assistant"
-            ]
-            rendered = Rendered(
-                rendered.text,
-                [
-                    _answer(
-                        rendered.text,
-                        _checked(next(answers), document).text,
-                        _checked(next(answers), document).text,
-                        turn,
-                        document,
-                    )
-                    for turn in turns
-                ],
-            )
-        _check_calls(rendered, record["messages"], document)
-        _check_thoughts(rendered, record["messages"], template, document)
-        found.append(_weighted(rendered, weight, document))
-    return found
-
-
-def _prefixes(record: Fields) -> Iterator[Fields]:
-    """Yield a conversation, and for each answer the turns before it with the generation prompt, and those up to it."""
-    yield record
-    for number, message in enumerate(record["messages"]):
-        if message["role"] == "assistant":
-            yield {**record, "messages": record["messages"][:number], "add_generation_prompt": True}
-            yield {**record, "messages": record["messages"][: number + 1]}
-
-
-def _checked(rendered: Rendered | str, document: Document) -> Rendered:
-    if isinstance(rendered, str):
-        raise DataError(f"{document.name}: the chat template refuses this record: {rendered}")
-    return rendered
-
-
-def _answer(whole: str, before: str, after: str, turn: int, document: Document) -> tuple[int, int]:
-    """Return where an answer is in the whole conversation, from the turns before it and those up to it."""
-    if not (after.startswith(before) and whole.startswith(after)):
-        when = (
-            "when it is asked for an answer"
-            if not after.startswith(before)
-            else "when more turns follow"
-        )
-        raise DataError(
-            f"{document.name}: the chat template renders the turns up to message {turn + 1} otherwise {when}, so it "
-            "does not show where that answer is: give --chat-template a file that marks answers with {% generation %}"
-        )
-    return len(before), len(after)
-
-
-def _check_calls(rendered: Rendered, messages: Sequence[Fields], document: Document) -> None:
-    """Raise DataError if a template leaves out tool calls: an answer of nothing else would teach to end at once."""
-    turns = [
-        (number, message)
-        for number, message in enumerate(messages, 1)
-        if message["role"] == "assistant"
-    ]
-    places = (
-        rendered.answers
-        if len(rendered.answers) == len(turns)
-        else [(0, len(rendered.text))] * len(turns)
-    )
-    for (start, stop), (number, message) in zip(places, turns, strict=True):
-        said = rendered.text[start:stop]
-        for call in message.get("tool_calls") or ():
-            name = call["function"]["name"]
-            if name not in said and json.dumps(name)[1:-1] not in said:
-                raise DataError(
-                    f"{document.name}: the chat template does not write the tool calls of message {number}: give "
-                    "--chat-template a file that does, or leave such records out"
-                )
-
-
-def _check_thoughts(
-    rendered: Rendered,
-    messages: Sequence[Mapping[str, object]],
-    template: ChatTemplate,
-    document: Document,
-) -> None:
-    """Raise DataError if a template does not know the field of some reasoning, or leaves it out of the last turn.
-
-    Many templates leave out that of earlier turns on purpose.
-    """
-    for number, message in enumerate(messages, 1):
-        found = {
-            name: text.strip()
-            for name in THOUGHTS
-            if isinstance(text := message.get(name), str) and text.strip()
-        }
-        known = any(re.search(rf"\b{name}\b", template.source) for name in found)
-        last = number == len(messages)
-        if found and not (
-            known and (not last or any(text in rendered.text for text in found.values()))
-        ):
-            raise DataError(
-                f"{document.name}: the chat template does not write the reasoning of message {number} "
-                f"({', '.join(found)}): give --chat-template a file that does, or leave it out"
-            )
-
-
-def _weighted(rendered: Rendered, weights: Sequence[object], document: Document) -> Rendered:
-    """Leave out answers whose message has the weight 0, as in OpenAI's format, or is empty."""
-    if all(weights):
-        return rendered
-    if len(weights) != len(rendered.answers):
-        raise DataError(
-            f"{document.name}: the chat template marks {len(rendered.answers)} answers in {len(weights)} messages of "
-            "the assistant, so those that are empty or of weight 0 cannot be told apart: leave them or the weights out"
-        )
-    return Rendered(
-        rendered.text,
-        [place for place, weight in zip(rendered.answers, weights, strict=True) if weight],
-    )
+def _answer_tokens(rendered: Rendered, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return which tokens hold text of an answer, bool [n], from the places of the tokens, int64 [n, 2]."""
+    counted = np.zeros(len(places), dtype=np.bool_)
+    for start, stop in rendered.answers:
+        inside = np.flatnonzero((places[:, 0] < stop) & (places[:, 1] > start))
+        if len(inside):
+            # Tokens without a place of their own, such as spaces, lie between the others.
+            counted[inside[0] : inside[-1] + 1] = True
+    return counted

@@ -12,9 +12,20 @@ A list of turns is of the first or second format depending on the keys of its tu
 import difflib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import TypeGuard, TypeVar
 
+from te_models.data.marks import (
+    MARKS,
+    MEDIA,
+    RECORD_FIELDS,
+    TEMPLATE_VARIABLES,
+    is_set,
+    record_counts,
+    refuse_media,
+    template_variables,
+    turn_counts,
+)
 from te_models.errors import DataError
 
 Kind = TypeVar("Kind")
@@ -38,6 +49,7 @@ ROW_COLUMNS = (
     "completion",
     "text",
     "functions",
+    *RECORD_FIELDS,
 )
 ROLES = {  # of a turn, in any of the formats -> OpenAI's
     "system": "system",
@@ -53,8 +65,12 @@ ROLES = {  # of a turn, in any of the formats -> OpenAI's
     "function": "tool",
     "observation": "tool",
     "function_response": "tool",
+    "ipython": "tool",
+    "tool_response": "tool",
     "function_call": "assistant",
+    "tool_call": "assistant",
 }
+_CALLING_ROLES = ("function_call", "tool_call")  # of turns whose content is the call
 _LISTS = ("messages", "conversations", "conversation")
 _AROUND = (
     "data",
@@ -71,7 +87,7 @@ THOUGHTS = (
     "reasoning",
     "thinking",
 )  # of a turn; templates know it by one of these names
-_TURN_FIELDS = ("tool_calls", "tool_call_id", "name", *THOUGHTS, "weight")
+_TURN_FIELDS = ("tool_calls", "tool_call_id", "name", *THOUGHTS)
 _ANSWER_FIELDS = ("content", "tool_calls", *THOUGHTS)
 _KINDS: Mapping[type, str] = {
     type(None): "null",
@@ -94,8 +110,10 @@ class Document:
     """One text or conversation to train on. With a `prompt`, the loss counts only `text`, which continues it.
 
     `name` is the document's file, or file and row; `source` is the corpus. `conversation` is JSON of the chat
-    template's variables `messages` and perhaps `tools`, in place of a text; the loss counts what the assistant says in
-    it, other than in messages whose "weight" is 0. A text of white space after a prompt is no answer.
+    template's variables, `messages` and perhaps `tools` among them, in place of a text; the loss counts what the
+    assistant says in it, other than in messages whose "weight" is 0. A text of white space after a prompt is no answer,
+    and with `learned` False it is not learned. `ignored` names the fields of the record in `file` that nothing reads;
+    `arguments` are those of its tool calls, in order, as they were written: "" for an object.
     """
 
     text: str
@@ -103,6 +121,10 @@ class Document:
     name: str = ""
     source: str = ""
     conversation: str | None = None
+    learned: bool = True
+    file: str = field(default="", compare=False, repr=False)
+    arguments: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    ignored: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def is_record(self) -> bool:
@@ -110,11 +132,24 @@ class Document:
         return self.prompt is not None or self.conversation is not None
 
 
+@dataclass
+class _Reading:
+    """What is found on the way through the turns of a record.
+
+    Attributes:
+        unread: names of fields that nothing reads, in order, as keys.
+        arguments: those of tool calls, as they were written: "" for an object.
+    """
+
+    unread: dict[str, None] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)
+
+
 def recognize(row: Mapping[str, object]) -> str | None:
     """Return the format of a row, or None."""
     for name in _LISTS:
         turns = _parsed(row.get(name))
-        if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
+        if _is_turns(turns):
             sharegpt = turns and "from" in turns[0] and "role" not in turns[0]
             return SHAREGPT if sharegpt or (not turns and name != "messages") else MESSAGES
     if "instruction" in row and "output" in row:
@@ -122,6 +157,12 @@ def recognize(row: Mapping[str, object]) -> str | None:
     if "prompt" in row and "completion" in row:
         return PAIRS
     return TEXT if "text" in row else None
+
+
+def _is_turns(value: object) -> TypeGuard[list[dict]]:
+    """Return whether a value, perhaps written as JSON, is a list of objects."""
+    turns = _parsed(value)
+    return isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
 
 
 def may_be_recognized(names: Collection[str]) -> bool:
@@ -134,40 +175,112 @@ def may_be_recognized(names: Collection[str]) -> bool:
 
 
 def row_document(
-    row: Mapping[str, object], columns: Mapping[str, str], place: str, source: str
+    row: Mapping[str, object],
+    columns: Mapping[str, str],
+    place: str,
+    source: str,
+    file: str = "",
 ) -> Document:
     """Return the document of one row, whose `columns` are those of te_models.config.data.parse_columns.
 
-    `place` names the row in messages, `source` the corpus.
+    `place` names the row in messages, `source` the corpus, and `file` the file.
     """
     renamed = rename(row, columns)
     kind = recognize(renamed)
     if kind is None:
         raise DataError(unrecognized(row, place))
+    if _lacks_its_prompt(renamed, row, columns):
+        kind = PAIRS
+        renamed = {**renamed, "prompt": row["prompt"], "completion": renamed.pop("messages")}
+    given = {**row, **renamed}  # also what renaming leaves out
+    used = set(columns) & row.keys()
+    used |= {name for name, value in given.items() if not is_set(value)}
+    about = {"name": place, "source": source, "file": file or source}
     if kind == TEXT:
-        return Document(_text(renamed, "text", place), None, place, source)
+        used.add("text")
+        text = _text(renamed, "text", place)
+        return Document(text, **about, ignored=_unread(given, used))
+    refuse_media(given, place)
+    learned = record_counts(given, used)
     if kind == PAIRS and not _has_turns(renamed["prompt"], columns):
+        used |= {"prompt", "completion"}
         return Document(
             _text(renamed, "completion", place, answer=True),
             _text(renamed, "prompt", place),
-            place,
-            source,
+            **about,
+            learned=learned,
+            ignored=_unread(given, used),
         )
-    messages = [
-        _unlearned_if_empty(message) for message in _conversation(renamed, kind, columns, place)
-    ]
-    variables: dict[str, object] = {"messages": messages}
-    tools = _parsed(renamed.get("tools"))
-    older = _parsed(renamed.get("functions"))
+    main = next((name for name in _LISTS if _is_turns(renamed.get(name))), "")
+    used |= {
+        MESSAGES: {main, "system"},
+        SHAREGPT: {main, "system"},
+        ALPACA: {"instruction", "output", "input", "system", "history"},
+        PAIRS: {"prompt", "completion"},
+    }[kind]
+    reading = _Reading()
+    messages = []
+    for message in _conversation(renamed, kind, columns, place, reading):
+        if not learned and message["role"] == "assistant":
+            message["weight"] = 0
+        messages.append(_unlearned_if_empty(message))
+    variables: dict[str, object] = {}
+    if is_set(value := _parsed(given.get(TEMPLATE_VARIABLES))):
+        variables |= template_variables(value, place)
+    variables["messages"] = messages
+    if tools := _tools(renamed, place):
+        variables["tools"] = tools
+    used |= {"tools", "functions", TEMPLATE_VARIABLES}
+    return Document(
+        "",
+        None,
+        **about,
+        conversation=_rendered(variables, place),
+        arguments=tuple(reading.arguments),
+        ignored=(*_unread(given, used), *reading.unread),
+    )
+
+
+def _lacks_its_prompt(
+    renamed: Mapping[str, object], row: Mapping[str, object], columns: Mapping[str, str]
+) -> bool:
+    """Return whether --columns chose messages that begin with an answer, while the turns before are in `prompt`.
+
+    That is so for preferences with a prompt of their own, of which somebody gives --columns messages=chosen.
+    """
+    if "messages" not in columns.values() or "prompt" in renamed:
+        return False
+    messages = _parsed(renamed.get("messages"))
+    if not _is_turns(row.get("prompt")) or not _is_turns(messages) or not messages:
+        return False
+    roles = [yours for yours, name in columns.items() if name == "role"]
+    return ROLES.get(_role(messages[0], roles)) == "assistant"
+
+
+def _role(turn: Mapping[str, object], names: Sequence[str] = ()) -> str:
+    """Return the role of a turn as it is written, in lower case."""
+    found = next((turn[name] for name in (*names, "role", "from") if name in turn), "")
+    return str(found).lower()
+
+
+def _unread(row: Mapping[str, object], used: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the fields of a row that are not used, as a line shows them."""
+    return tuple(repr(name)[:60] for name in row if name not in used)
+
+
+def _tools(row: Mapping[str, object], place: str) -> Sequence[object]:
+    """Return the tools of a row as JSON schemas."""
+    tools = _parsed(row.get("tools"))
+    older = _parsed(row.get("functions"))
     if not tools and isinstance(older, list):
         tools = [{"type": "function", "function": function} for function in older]
-    if tools:
-        if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-            raise DataError(
-                f"{place}: 'tools' is not a list of JSON schemas: give OpenAI's form, or leave it out"
-            )
-        variables["tools"] = tools
-    return Document("", None, place, source, _rendered(variables, place))
+    if not tools:
+        return []
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError(
+            f"{place}: 'tools' is not a list of JSON schemas: give OpenAI's form, or leave it out"
+        )
+    return tools
 
 
 def rename(row: Mapping[str, object], columns: Mapping[str, str]) -> dict[str, object]:
@@ -188,8 +301,7 @@ def rename(row: Mapping[str, object], columns: Mapping[str, str]) -> dict[str, o
 def unrecognized(row: Mapping[str, object], place: str) -> str:
     """Return one line that says which columns a row has and which formats there are."""
     if {"chosen", "rejected"} <= row.keys():
-        name = "messages" if isinstance(_parsed(row["chosen"]), list) else "completion"
-        return f"{place}: a preference (chosen, rejected): to train on the better answers give --columns {name}=chosen"
+        return f"{place}: a preference (chosen, rejected): {_preference_advice(row)}"
     for name, value in row.items():
         alone = len(row) == 1 or name in _AROUND
         if alone and isinstance(value, list) and value and isinstance(value[0], dict):
@@ -216,6 +328,25 @@ def unrecognized(row: Mapping[str, object], place: str) -> str:
     )
 
 
+def _preference_advice(row: Mapping[str, object]) -> str:
+    """Return how to train on the better answer of a preference, with its prompt, wherever that stands."""
+    train = "to train on the better answers give --columns"
+    chosen = _parsed(row["chosen"])
+    asked = next((name for name in row if name.lower() in _ASKED), None)
+    if _is_turns(chosen) and chosen:
+        if asked is None or ROLES.get(_role(chosen[0])) != "assistant":
+            return f"{train} messages=chosen"  # the prompt is among the messages
+        if not _is_turns(row[asked]):
+            return (
+                f"{asked!r} is a text and 'chosen' a list of messages: write {asked!r} as messages too, and give "
+                "--columns completion=chosen"
+            )
+    if asked is None:
+        return f"{train} text=chosen"
+    prompt = "" if asked == "prompt" else f"prompt={asked},"
+    return f"{train} {prompt}completion=chosen"
+
+
 def _not_turns(value: object) -> str:
     """Return what a value is that should be a list of messages."""
     value = _parsed(value)
@@ -236,16 +367,23 @@ def misspelled(columns: Mapping[str, str], row: Collection[str], place: str) -> 
 
 
 def _conversation(
-    row: Mapping[str, object], kind: str, columns: Mapping[str, str], place: str
+    row: Mapping[str, object],
+    kind: str,
+    columns: Mapping[str, str],
+    place: str,
+    reading: _Reading,
 ) -> list[dict[str, object]]:
-    """Return the messages of a row, checked and in OpenAI's form."""
+    """Return the messages of a row, checked and in OpenAI's form; `reading` collects the rest."""
     if kind == ALPACA:
         return _alpaca(row, place)
     if kind == PAIRS:
-        before, after = (_turns(row, name, columns, place) for name in ("prompt", "completion"))
-        return [*({**m, "weight": 0} if m["role"] == "assistant" else m for m in before), *after]
-    name = next(name for name in _LISTS if isinstance(_parsed(row.get(name)), list))
-    messages = _turns(row, name, columns, place)
+        before = _turns(row, "prompt", columns, place, reading)
+        for message in before:
+            if message["role"] == "assistant":
+                message["weight"] = 0
+        return before + _turns(row, "completion", columns, place, reading)
+    name = next(name for name in _LISTS if _is_turns(row.get(name)))
+    messages = _turns(row, name, columns, place, reading)
     system = row.get("system")
     if isinstance(system, str) and system and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, {"role": "system", "content": system})
@@ -288,19 +426,25 @@ def _alpaca(row: Mapping[str, object], place: str) -> list[dict[str, object]]:
 
 
 def _turns(
-    row: Mapping[str, object], name: str, columns: Mapping[str, str], place: str
+    row: Mapping[str, object],
+    name: str,
+    columns: Mapping[str, str],
+    place: str,
+    reading: _Reading,
 ) -> list[dict[str, object]]:
     turns = _of_kind(
         _parsed(row[name]), list, f"{place}: {name!r}", "a list of messages: write one"
     )
     return [
-        _message(turn, columns, f"{place}: message {number} of {name!r}")
+        _message(turn, columns, f"{place}: message {number} of {name!r}", reading)
         for number, turn in enumerate(turns, 1)
     ]
 
 
-def _message(turn: object, columns: Mapping[str, str], place: str) -> dict[str, object]:
-    """Return one turn as {"role", "content", ...}, without empty fields."""
+def _message(
+    turn: object, columns: Mapping[str, str], place: str, reading: _Reading
+) -> dict[str, object]:
+    """Return one turn as {"role", "content", ...}, without empty fields, and with "weight" 0 if it is not learned."""
     if not isinstance(turn, dict):
         raise DataError(f"{place} is {_kind(turn)}, not an object with role and content")
     yours = {name: key for key, name in columns.items()}
@@ -316,29 +460,33 @@ def _message(turn: object, columns: Mapping[str, str], place: str) -> dict[str, 
             f"{place} has {shown or 'no keys'}, but needs role and content, or from and value: "
             "rename them, as in --columns role=speaker,content=words"
         )
-    role = turn[found[0]]
+    said_role = turn[found[0]]
+    if not isinstance(said_role, str) or said_role.lower() not in ROLES:
+        raise DataError(
+            f"{place} has the role {str(said_role)[:60]!r}: use one of {', '.join(ROLES)}"
+        )
+    role = ROLES[said_role.lower()]
+    refuse_media(turn, place)
+    counts = turn_counts(turn, role, place)
     kept = {name: turn[name] for name in _TURN_FIELDS if turn.get(name) is not None}
-    known = isinstance(role, str) and role.lower() in ROLES
-    if not known or kept.get("weight", 1) not in (0, 1):
-        wrong = f"the role {str(role)[:60]!r}: use one of {', '.join(ROLES)}"
-        if known:
-            wrong = (
-                f"the weight {str(kept['weight'])[:60]!r}: an answer counts in full (1) or not (0)"
-            )
-        raise DataError(f"{place} has {wrong}")
-    calls = _tool_calls(kept.pop("tool_calls", None) or turn.get("function_call"), place)
+    written = kept.pop("tool_calls", None) or turn.get("function_call")
+    calls = _tool_calls(written, place, reading)
     content = turn.get(found[1])
-    if role.lower() == "function_call":
-        calls = calls or _tool_calls(content, place)
+    if said_role.lower() in _CALLING_ROLES:
+        calls = calls or _tool_calls(content, place, reading)
         content = ""
     if content is None and not calls and found[1] not in turn:
         raise DataError(f"{place} has no {found[1]!r}: fill it in")
-    return {
-        "role": ROLES[role.lower()],
-        "content": _joined(content, place),
-        **({"tool_calls": calls} if calls else {}),
-        **kept,
-    }
+    for name, value in turn.items():
+        if name not in (*found, *_TURN_FIELDS, *MARKS, *MEDIA, "function_call") and is_set(value):
+            reading.unread[f"{str(name)[:60]!r} of turns"] = None
+    message: dict[str, object] = {"role": role, "content": _joined(content, place)}
+    if calls:
+        message["tool_calls"] = calls
+    message |= kept
+    if counts is False and role == "assistant":
+        message["weight"] = 0
+    return message
 
 
 def _unlearned_if_empty(message: dict[str, object]) -> dict[str, object]:
@@ -376,7 +524,7 @@ def _joined(content: object, place: str) -> str:
     return _encodable("".join(texts), place)
 
 
-def _tool_calls(calls: object, place: str) -> list[dict[str, object]]:
+def _tool_calls(calls: object, place: str, reading: _Reading) -> list[dict[str, object]]:
     """Return OpenAI's tool calls with their arguments as objects, which chat templates expect, rather than as JSON."""
     calls = _parsed(calls) or []
     found = []
@@ -386,7 +534,9 @@ def _tool_calls(calls: object, place: str) -> list[dict[str, object]]:
             raise DataError(
                 f"{place} has a tool call without the name of a function: give OpenAI's form"
             )
-        arguments = _parsed(function.get("arguments"))
+        text = function.get("arguments")
+        arguments = _parsed(text)
+        reading.arguments.append(text if isinstance(text, str) else "")
         arguments = {} if arguments is None or arguments == "" else arguments
         outer = call if "function" in call else {}
         found.append(

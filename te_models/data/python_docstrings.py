@@ -11,11 +11,15 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from te_models.config.data import parse_columns
+from te_models.data.bad_records import BadRecords
+from te_models.data.documents import load_documents
 from te_models.data.files import walk
 from te_models.data.formats import Document
 from te_models.errors import DataError
 
 PYTHON_DOCSTRINGS = "python-docstrings"  # its name in --data
+PYTHON_DOCS = "python-docs"  # that of the texts which are the default of presets
 DOCSTRING_CHARACTERS = range(20, 401)
 MAX_SOURCE_CHARACTERS = 1500
 EVAL_FRACTION = 0.08
@@ -40,6 +44,17 @@ _NOT_READ = {  # tests, generated tables, programs, and code of other projects
     "turtledemo",
 }
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def read_documents(data: str, columns: str = "", bad: BadRecords | None = None) -> list[Document]:
+    """Return the documents at a path; of PYTHON_DOCSTRINGS, the modules that training does not see.
+
+    PYTHON_DOCS are Python's own documentation and sources.
+    `columns` are those of DataConfig, and `bad` may skip records that cannot be read.
+    """
+    if data == PYTHON_DOCSTRINGS:
+        return python_docstrings()[1]
+    return load_documents(None if data == PYTHON_DOCS else data, parse_columns(columns), bad)
 
 
 def python_docstrings() -> tuple[list[Document], list[Document]]:

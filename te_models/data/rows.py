@@ -14,6 +14,7 @@ from typing import IO, Any, NamedTuple
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from te_models.data.bad_records import BadRecords
 from te_models.data.files import (
     HUB,
     MAX_EXPANDED_BYTES,
@@ -44,10 +45,12 @@ from te_models.files.formats import collecting_later
 # The group of a range that is not of Parquet.
 TEXT, JSON_LINES, JSON_ARRAY, TABLE, HUB_ROWS, BINARY = range(-1, -7, -1)
 Columns = Mapping[str, str]  # your names -> those of the formats
+Row = Mapping[str, object] | DataError  # a record, or why it cannot be read
 
 _SNIFFED = 8000  # bytes at the start of a file that identify its kind
 _SLICES = 32  # most ranges of a Parquet row group: reading one decodes those before it
 _END = 2**62
+UNREAD = "..."  # the value of a column that no format has
 
 
 class FileRange(NamedTuple):
@@ -99,13 +102,19 @@ def file_ranges(
         yield FileRange(file, group, start, stop), stop - start
 
 
-def read_range(part: FileRange, source: str, columns: Columns | None = None) -> Iterator[Document]:
+def read_range(
+    part: FileRange,
+    source: str,
+    columns: Columns | None = None,
+    bad: BadRecords | None = None,
+) -> Iterator[Document]:
     """Yield the documents of a range. A text file is one document, unless the range is a part of it.
 
     Raises:
-        DataError: it cannot be read or is damaged, or a row is of no known format; the message names the file and the
-            line, byte or row.
+        DataError: it cannot be read or is damaged, or a row is of no known format, unless `bad` skips those; the
+            message names the file and the line, byte or row.
     """
+    bad = bad or BadRecords()
     with readable_errors(part.path):
         if part.group == TEXT:
             with open_bytes(part.path) as file:
@@ -113,17 +122,24 @@ def read_range(part: FileRange, source: str, columns: Columns | None = None) -> 
                     yield Document(text, name=part.path, source=source)
             return
         for row, place in _read_rows(part, columns or {}):
-            yield row_document(row, columns or {}, place, source)
+            try:
+                if isinstance(row, DataError):
+                    raise row
+                document = row_document(row, columns or {}, place, source, part.path)
+            except DataError as error:
+                bad.meet(error)
+            else:
+                yield document
 
 
-def first_row(part: FileRange, columns: Columns) -> tuple[Mapping[str, object], str] | None:
-    """Return the first row of a range that is not text, and its place; None if there is none."""
+def first_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Row, str]]:
+    """Yield the first rows of a range that is not text, or why they cannot be read, each with its place."""
     with readable_errors(part.path):
-        return next(iter(_read_rows(part, columns)), None)
+        yield from _read_rows(part, columns)
 
 
-def _read_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[str, object], str]]:
-    """Yield the rows of a range, each with the place that names it."""
+def _read_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Row, str]]:
+    """Yield the rows of a range, or why they cannot be read, each with the place that names it."""
     if part.group >= 0:
         yield from _parquet_rows(part, columns)
     elif part.group == HUB_ROWS:
@@ -141,8 +157,13 @@ def _read_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[str,
                 if file_format(part.path) == "JSON":
                     holds = "a .json file is an array of objects, [{...}, ...], with nothing around it, or JSONL"
                 for place, at, line in read_lines(file, part.path, part.start, part.stop):
-                    if text := decode(line, place, at).strip():
-                        yield _object(_json(text, place, holds), place, holds), place
+                    try:
+                        text = decode(line, place, at).strip()
+                        row = _object(_json(text, place, holds), place, holds) if text else None
+                    except DataError as error:
+                        row = error
+                    if row is not None:
+                        yield row, place
 
 
 def _text_kind(path: str, kind: str) -> int:
@@ -201,7 +222,7 @@ def _json(text: str, place: str, holds: str, whole: bool = False) -> Any:
     raise DataError(f"{place}: {why}")
 
 
-def _array_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, object], str]]:
+def _array_rows(file: IO[bytes], path: str) -> Iterator[tuple[Row, str]]:
     raw = file.read(MAX_EXPANDED_BYTES + 1)
     if len(raw) > MAX_EXPANDED_BYTES:
         raise DataError(
@@ -210,10 +231,13 @@ def _array_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, object],
     rows = _json(decode(raw, path, 0), path, "give an array of objects, or JSONL", whole=True)
     for number, row in enumerate(rows, start=1):
         place = f"{path}, record {number}"
-        yield _object(row, place, "give an array of objects"), place
+        try:
+            yield _object(row, place, "give an array of objects"), place
+        except DataError as error:
+            yield error, place
 
 
-def _table_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, object], str]]:
+def _table_rows(file: IO[bytes], path: str) -> Iterator[tuple[Row, str]]:
     """Yield the rows of a CSV or TSV file, whose first row names the columns."""
     csv.field_size_limit(MAX_LINE_BYTES)
     lines = (decode(line, place, at) for place, at, line in read_lines(file, path, 0, _END))
@@ -228,9 +252,11 @@ def _table_rows(file: IO[bytes], path: str) -> Iterator[tuple[dict[str, object],
                 continue
             place = f"{path}:{rows.line_num}"
             if len(row) != len(names):
-                raise DataError(
-                    f"{place}: {len(row)} cells, but {len(names)} columns: quote cells that hold separators"
+                said = (
+                    f"{len(row)} cells, but {len(names)} columns: quote cells that hold separators"
                 )
+                yield DataError(f"{place}: {said}"), place
+                continue
             yield dict(zip(names, row, strict=True)), place
     except csv.Error as error:
         raise DataError(
@@ -289,15 +315,16 @@ def _parquet_ranges(file: str, range_bytes: int) -> Iterator[tuple[FileRange, in
                 yield FileRange(file, group, start, stop), size // count
 
 
-def _parquet_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[str, object], str]]:
+def _parquet_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Row, str]]:
     with open_bytes(part.path) as file, _parquet(file, part.path) as table:
         names = table.schema_arrow.names
         if not may_be_recognized(rename(dict.fromkeys(names), columns)):
-            fields = dict.fromkeys(names)
+            fields = next(table.iter_batches(1, row_groups=[part.group])).to_pylist()[0]
             raise DataError(
                 misspelled(columns, fields, part.path) or unrecognized(fields, part.path)
             )
         wanted = [name for name in names if name in ROW_COLUMNS or name in columns]
+        unread = dict.fromkeys((name for name in names if name not in wanted), UNREAD)
         batches = table.iter_batches(batch_size=1024, row_groups=[part.group], columns=wanted)
         at = 0
         for batch in batches:  # rows before the range are decoded, but never become Python objects
@@ -306,7 +333,7 @@ def _parquet_rows(part: FileRange, columns: Columns) -> Iterator[tuple[Mapping[s
             for number, row in enumerate(
                 batch.slice(first, max(0, last - first)).to_pylist(), start=at + first + 1
             ):
-                yield _filled(row), f"{part.path}, row group {part.group}, row {number}"
+                yield _filled(row) | unread, f"{part.path}, row group {part.group}, row {number}"
             at += len(batch)
             if at >= part.stop:
                 return

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 from fsspec import AbstractFileSystem
 
 from te_models.config.data import MAX_WEIGHT, split_weight
+from te_models.data.bad_records import BadRecords
 from te_models.data.files import file_format, find_files, open_bytes, readable_errors, text_bytes
 from te_models.data.formats import (
     TEXT,
@@ -20,7 +21,7 @@ from te_models.data.formats import (
     without_nulls,
 )
 from te_models.data.rows import TEXT as TEXT_FILE
-from te_models.data.rows import FileRange, file_ranges, first_row
+from te_models.data.rows import FileRange, file_ranges, first_rows
 from te_models.errors import DataError, UsageError, refuse
 
 
@@ -35,6 +36,7 @@ class Source:
         system: the fsspec file system that they are in.
         format: its format, recognized by its first record: a key of te_models.data.formats, or "text files".
         talks: True if the first record is a conversation, which needs a chat template.
+        first: the first record of a file.
         documents: those of records in memory; None: they are in the files.
     """
 
@@ -45,6 +47,7 @@ class Source:
     format: str
     talks: bool
     documents: Sequence[Document] | None = None
+    first: Document | None = None
 
     @property
     def is_text(self) -> bool:
@@ -72,11 +75,15 @@ class Source:
 
 
 def open_sources(
-    paths: Sequence[str], columns: Mapping[str, str], required: bool = True
+    paths: Sequence[str],
+    columns: Mapping[str, str],
+    required: bool = True,
+    skip_bad: bool = False,
 ) -> list[Source]:
     """Find the files of "path" or "path:weight" each, and recognize their formats.
 
-    Some source must have one of the `columns` (te_models.config.data.parse_columns) if they are `required`.
+    The first record of a source decides; with `skip_bad` the first one that can be read. Some source must have one of
+    the `columns` (te_models.config.data.parse_columns) if they are `required`.
     """
     sources = []
     renamed = False
@@ -87,9 +94,11 @@ def open_sources(
                 f"{given}: the weight {weight:g} is out of range: give above 0 and at most {MAX_WEIGHT:,}"
             )
         system, files = find_files(path)
-        kind, row, talks = _first_row(system, files, path, columns)
+        kind, row, first = _first_row(system, files, path, columns, skip_bad)
         renamed = renamed or not columns.keys().isdisjoint((*row, *_turn_fields(row)))
-        sources.append(Source(path, weight or 1.0, tuple(files), system, kind, talks))
+        talks = first is not None and first.conversation is not None
+        found = Source(path, weight or 1.0, tuple(files), system, kind, talks, first=first)
+        sources.append(found)
     if required and columns and not renamed:
         shown = ", ".join(map(repr, columns))
         raise UsageError(
@@ -99,9 +108,13 @@ def open_sources(
 
 
 def _first_row(
-    system: AbstractFileSystem | None, files: Sequence[str], path: str, columns: Mapping[str, str]
-) -> tuple[str, Mapping[str, object], bool]:
-    """Return the format of a source, its first row, which is checked as a whole, and whether that is a conversation.
+    system: AbstractFileSystem | None,
+    files: Sequence[str],
+    path: str,
+    columns: Mapping[str, str],
+    skip_bad: bool,
+) -> tuple[str, Mapping[str, object], Document | None]:
+    """Return the format of a source, its first row, which is checked as a whole, and the document of that row.
 
     Files whose suffix says that they hold rows come first; without any, the first file that is not empty decides.
     """
@@ -112,11 +125,10 @@ def _first_row(
             continue
         if part.group == TEXT_FILE:
             break
-        if (first := first_row(part, columns)) is None:
+        found = _first_document(part, columns, path, skip_bad)
+        if found is None:
             continue
-        row, place = first
-        refuse(filter(None, [misspelled(columns, (*row, *_turn_fields(row)), place)]))
-        document = row_document(row, columns, place, path)
+        row, document = found
         kind = str(recognize(rename(row, columns)))
         others = (_first_range(system, text) for text in texts) if kind != TEXT else ()
         for other in others:
@@ -125,8 +137,25 @@ def _first_row(
                     f"{other.path}: a text file among records of the format {kind}, which would be trained on as raw "
                     "text: choose files with a glob, or give it as --data of its own"
                 )
-        return kind, row, document.conversation is not None
-    return "text files", {}, False
+        return kind, row, document
+    return "text files", {}, None
+
+
+def _first_document(
+    part: FileRange, columns: Mapping[str, str], path: str, skip_bad: bool
+) -> tuple[Mapping[str, object], Document] | None:
+    """Return the first row of a range that can be read, and its document; None if there is none."""
+    bad = BadRecords(skip_bad)
+    for row, place in first_rows(part, columns):
+        try:
+            if isinstance(row, DataError):
+                raise row
+            refuse(filter(None, [misspelled(columns, (*row, *_turn_fields(row)), place)]))
+            return row, row_document(row, columns, place, path, part.path)
+        except DataError as error:
+            bad.meet(error)
+    bad.refuse_all(path)
+    return None
 
 
 def _first_range(system: AbstractFileSystem | None, file: str) -> FileRange | None:
@@ -160,13 +189,19 @@ def is_records(data: object) -> TypeGuard[Iterable[object]]:
 
 
 def read_records(
-    data: Iterable[Any], columns: Mapping[str, str], formatting: Formatting | None, name: str
+    data: Iterable[Any],
+    columns: Mapping[str, str],
+    formatting: Formatting | None,
+    name: str,
+    bad: BadRecords | None = None,
 ) -> Source:
     """Return the source of records, which are read once, as a whole; it has their documents and no files.
 
     `columns` are those of te_models.config.data.parse_columns, `name` that of the data in messages. `formatting` makes
-    of each record a text, a list of messages, or a dict with the fields of a format.
+    of each record a text, a list of messages, or a dict with the fields of a format. `bad` may skip records that cannot
+    be read.
     """
+    bad = bad or BadRecords()
     if isinstance(data, Mapping):
         raise UsageError(
             f"{name} is a {type(data).__name__}: give a list of records, or one split of a DatasetDict"
@@ -175,14 +210,18 @@ def read_records(
     first = None
     for number, record in enumerate(data, start=1):
         place = f"{name}, record {number}"
-        row = _formatted(
-            record if formatting is None else formatting(record), place, formatting is not None
-        )
-        if first is None:
-            refuse(filter(None, [misspelled(columns, row, place)]))
-            first = row
-        documents.append(row_document(row, columns, place, name))
+        made = record if formatting is None else formatting(record)
+        try:
+            row = _formatted(made, place, formatting is not None)
+            if first is None:
+                refuse(filter(None, [misspelled(columns, row, place)]))
+            documents.append(row_document(row, columns, place, name))
+        except DataError as error:
+            bad.meet(error)
+        else:
+            first = row if first is None else first
     if first is None:
+        bad.refuse_all(name)
         raise DataError(f"{name} has no record: give at least one")
     kind = str(recognize(rename(first, columns)))
     talks = documents[0].conversation is not None

@@ -36,8 +36,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from te_models.data.bad_records import BadRecords
 from te_models.data.corpus_chunks import CHUNK_BYTES, ChunkReader, Chunks, find_chunks
 from te_models.data.dataset import check_position
+from te_models.data.documents import ignored_lines
 from te_models.data.encoding import Fit, encode_documents
 from te_models.data.files import check_text
 from te_models.data.formats import Document
@@ -70,6 +72,7 @@ class StreamingDataset:
             that are records stay whole if any source has them; "none" gives each a window of its own.
         columns: your column names -> those of the formats (te_models.config.data.parse_columns).
         records: True or False refuses a document that is no record with an answer, or one that is.
+        skip_bad: leaves out records that cannot be read.
         shuffle: False keeps the order of the files, in one lane.
         eval_fraction: the share of documents, chosen by content, that is reserved for `held_out`.
         num_lanes: number of chunks that are read at a time, over all ranks; None: 64, or fewer where there are fewer
@@ -97,6 +100,7 @@ class StreamingDataset:
         truncate: str = "drop",
         columns: Mapping[str, str] | None = None,
         records: bool | None = None,
+        skip_bad: bool = False,
         shuffle: bool = True,
         eval_fraction: float = 0.0,
         num_lanes: int | None = None,
@@ -132,6 +136,7 @@ class StreamingDataset:
             packing,
             truncate,
             records,
+            BadRecords(skip_bad),
         )
         self.remarks: list[str] = []  # lines that `describe` ends with
         self.fingerprint = self._hash_data(tokenizer)
@@ -156,25 +161,33 @@ class StreamingDataset:
         line = f"{shown} of {chunks.format} in {files}, streamed in {lanes} from {chunks.source}"
         return "\n".join([line, *self.remarks])
 
-    def sample(self) -> tuple[int, Fit, float]:
-        """Read the first chunk with text; return its number of documents, those that do not fit, and share of padding.
+    def sample(self) -> tuple[int, Fit, float, list[str]]:
+        """Read the first chunk with text.
+
+        Return its number of documents, those that do not fit, the share of padding, and lines about ignored fields and
+        skipped records.
 
         Raises:
             DataError: no document of any chunk fits a window.
         """
         number = 0
         total = Fit()
+        bad = BadRecords(self.reader.bad.skip)
+        reader = replace(self.reader, bad=bad)
         for chunk in self.order(0).tolist():
-            documents = self.reader.documents(self.chunks[chunk % len(self.chunks)])
+            documents = reader.documents(self.chunks[chunk % len(self.chunks)])
             if not documents:
                 continue
-            fitted, fit = self.reader.fit(
-                encode_documents(documents, self.reader.tokenizer, begin_prompts=True)
-            )
+            encoded = encode_documents(documents, reader.tokenizer, begin_prompts=True, bad=bad)
+            fitted, fit = reader.fit(encoded)
             if len(fitted):
-                return len(documents), fit, self.reader.windows(fitted).padding()
+                padding = reader.windows(fitted).padding()
+                lines = [*ignored_lines(documents), *bad.describe()]
+                return len(documents), fit, padding, lines
             number = number + len(documents)
             total = total + fit
+        if not total.unanswered and not total.too_long:
+            bad.refuse_all(self.chunks.source)
         total.refuse(number, self.seq_len, self.reader.truncate, source=f"{self.chunks.source}: ")
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:

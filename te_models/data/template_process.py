@@ -68,7 +68,8 @@ def render(template: Template, context: dict[str, object]) -> dict[str, object]:
             return {"error": f"its text is longer than {TEXT_BYTES >> 20} MiB"}
         return unmark(text)
     except MemoryError:
-        return {"error": f"it takes more than {MEMORY_BYTES >> 30} GiB of memory"}
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        return {"error": f"it takes more than {limit >> 20} MiB of memory"}
     except RecursionError:
         return {"error": "it is nested too deeply"}
     except Exception as error:  # a template may raise anything
@@ -92,9 +93,16 @@ def unmark(text: str) -> dict[str, object]:
     return {"text": "".join(parts), "answers": answers}
 
 
+def limit_memory() -> None:
+    """Bound the memory of this process, to less where it has a lower limit already, as by `ulimit -v`."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
 def main() -> None:
     """Answer requests until standard input ends."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    limit_memory()
     template = None
     for line in sys.stdin:
         request = json.loads(line)

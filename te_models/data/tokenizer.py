@@ -17,23 +17,27 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from te_models.data.chat_template import (
     BESIDE,
+    DEFAULT,
     PLAIN,
     PLAIN_WITH_BOS,
+    TEMPLATES,
+    TOOL_USE,
     ChatTemplate,
     Message,
-    template_source,
+    config_templates,
+    template_sources,
     template_tokens,
 )
 from te_models.data.json_files import read_json_object
 from te_models.data.tokenizer_conversion import convert_tokenizer
-from te_models.errors import DataError, needs
+from te_models.errors import DataError, UsageError, needs
 from te_models.files.atomic import first_line
 from te_models.files.formats import Fields
 from te_models.interop.hf import hugging_face_documents
@@ -62,7 +66,7 @@ class Tokenizer(ABC):
     eos_token_id: int | None
     pad_token_id: int | None
     folder: Path | None = None
-    _template: ChatTemplate | None = None
+    _templates: Mapping[str, ChatTemplate] = MappingProxyType({})  # those in use, by name
     _template_source: str | None = None  # in place of the one in the folder
 
     def __repr__(self) -> str:
@@ -72,8 +76,8 @@ class Tokenizer(ABC):
 
     def __getstate__(self) -> dict[str, object]:
         return {
-            name: value for name, value in self.__dict__.items() if name != "_template"
-        }  # it is a process
+            name: value for name, value in self.__dict__.items() if name != "_templates"
+        }  # they are processes
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -87,6 +91,22 @@ class Tokenizer(ABC):
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Return the ids of each text as a 1-d integer array; faster than one `encode` per text."""
 
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]]
+    ) -> list[tuple[NDArray[np.integer], int]]:
+        """Encode pairs of prompt and completion, each as the one text prompt + completion.
+
+        Returns:
+            for each pair its ids [n], and how many of them are of the prompt alone. A token that holds the end of the
+            prompt and the beginning of the completion is one of the completion.
+        """
+        prompts = self.encode_batch([prompt for prompt, _ in pairs])
+        completions = self.encode_batch([completion for _, completion in pairs])
+        return [
+            (np.concatenate([prompt, completion]), len(prompt))
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+
     @abstractmethod
     def encode_rendered(
         self, texts: Sequence[str]
@@ -98,8 +118,22 @@ class Tokenizer(ABC):
         """
 
     @abstractmethod
+    def add_special_tokens(self, tokens: Sequence[str]) -> int:
+        """Make each of `tokens` a special token with an id of its own; return how many ids are new.
+
+        `vocab_size` grows with them, and the model's embedding has to (`vocab_size` of CausalLM.from_pretrained).
+
+        Raises:
+            UsageError: the tokenizer cannot have more tokens.
+        """
+
+    @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; special and unknown ids are skipped, invalid UTF-8 becomes U+FFFD."""
+
+    @abstractmethod
+    def spell(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids` with special tokens spelled out."""
 
     @abstractmethod
     def _documents(self) -> Fields:
@@ -109,12 +143,16 @@ class Tokenizer(ABC):
         """Return the content of its files, as `save` writes them: JSON by name without suffix, and a chat template that
         is not part of tokenizer_config.json as bytes, by its file's name."""
         documents = self._documents()
-        source = self.template_source()
+        sources = self.template_sources()
         config = dict(documents["tokenizer_config"])
-        if source is None or (self._template_source is None and "chat_template" in config):
+        if sources == config_templates(config):
             return documents
         config.pop("chat_template", None)
-        return {**documents, "tokenizer_config": config, BESIDE: source.encode()}
+        files = {
+            BESIDE if name == DEFAULT else f"{TEMPLATES}/{name}.jinja": source.encode()
+            for name, source in sources.items()
+        }
+        return {**documents, "tokenizer_config": config, **files}
 
     def files(self) -> dict[str, object]:
         """Return `documents`, and as bytes by name the other files of a tokenizer that its folder has.
@@ -137,18 +175,28 @@ class Tokenizer(ABC):
         Path(folder).mkdir(parents=True, exist_ok=True)
         for name, document in self.documents().items():
             raw = isinstance(document, bytes)
-            file = name if raw else f"{name}.json"
-            temp = Path(folder) / f".{file}.saving"
+            file = Path(folder) / (name if raw else f"{name}.json")
+            file.parent.mkdir(exist_ok=True)
+            temp = file.with_name(f".{file.name}.saving")
             temp.write_bytes(
                 document if raw else json.dumps(document, ensure_ascii=False, indent=2).encode()
             )
-            os.replace(temp, Path(folder) / file)
+            os.replace(temp, file)
+
+    def begins_with_bos(self) -> bool:
+        """Return whether texts begin with the bos token."""
+        bos = self.bos_token_id
+        return bos is not None and self.encode_prompt("")[:1] == [bos]
+
+    def template_sources(self) -> dict[str, str]:
+        """Return the Jinja source of each chat template by name; without one, nothing."""
+        if self._template_source is not None:
+            return {DEFAULT: self._template_source}
+        return {} if self.folder is None else template_sources(self.folder)
 
     def template_source(self) -> str | None:
-        """Return the Jinja source of the chat template; None where there is none."""
-        if self._template_source is not None or self.folder is None:
-            return self._template_source
-        return template_source(self.folder)
+        """Return the Jinja source of the chat template for conversations without tools; None where there is none."""
+        return self.template_sources().get(DEFAULT)
 
     def set_chat_template(self, source: str | None = None) -> None:
         """Use, and save, this chat template; None: a plain one that any tokenizer can read (docs/reference/data.md).
@@ -157,35 +205,48 @@ class Tokenizer(ABC):
             DataError: it is not valid Jinja.
         """
         if source is None:
-            begins = self.bos_token_id is not None and self.encode_prompt("")[:1] == [
-                self.bos_token_id
-            ]
-            source = PLAIN_WITH_BOS if begins else PLAIN
-        self._template_source, self._template = (
-            source,
-            ChatTemplate(source, self._template_tokens()),
-        )
+            source = PLAIN_WITH_BOS if self.begins_with_bos() else PLAIN
+        self._templates = {DEFAULT: ChatTemplate(source, self._template_tokens())}
+        self._template_source = source
 
     def ensure_chat_template(self) -> bool:
         """Use the plain chat template if there is none; return whether there was none."""
-        missing = self.template_source() is None
+        missing = not self.template_sources()
         if missing:
             self.set_chat_template()
         return missing
 
-    def chat_template(self) -> ChatTemplate:
-        """Return the tokenizer's chat template; a DataError if there is none."""
-        if self._template is None:
-            source = self.template_source()
-            if source is None:
+    def chat_template(self, tools: bool = False) -> ChatTemplate:
+        """Return the chat template, of several the one for conversations with or without `tools`.
+
+        Raises:
+            DataError: there is none, or of several none is for such conversations.
+        """
+        if not self._templates:
+            sources = self.template_sources()
+            if not sources:
                 raise DataError(
                     "bytes have no chat template: give --model or --tokenizer a folder that has one"
                     if self.folder is None
                     else f"{self.folder} has no chat template, so it is no chat model: give --chat-template FILE, or "
                     "use te-models generate without --chat"
                 )
-            self._template = ChatTemplate(source, self._template_tokens())
-        return self._template
+            used = {name: sources[name] for name in (DEFAULT, TOOL_USE) if name in sources}
+            if not used:
+                self._refuse_names(sources)
+            tokens = self._template_tokens()
+            self._templates = {name: ChatTemplate(text, tokens) for name, text in used.items()}
+        if tools and TOOL_USE in self._templates:
+            return self._templates[TOOL_USE]
+        if DEFAULT not in self._templates:
+            self._refuse_names(self.template_sources())
+        return self._templates[DEFAULT]
+
+    def _refuse_names(self, names: Iterable[str]) -> NoReturn:
+        shown = ", ".join(map(repr, sorted(names)))
+        raise DataError(
+            f"{self.folder} has chat templates named {shown}, but none named {DEFAULT!r}: give --chat-template FILE"
+        )
 
     def _template_tokens(self) -> dict[str, str]:
         return template_tokens(self._documents()["tokenizer_config"])
@@ -200,9 +261,9 @@ class Tokenizer(ABC):
         Raises:
             DataError: there is no chat template, or it refuses the messages.
         """
-        return self.encode_rendered([self.chat_template().render(messages, **variables)])[0][
-            0
-        ].tolist()
+        template = self.chat_template(tools=variables.get("tools") is not None)
+        ids, _ = self.encode_rendered([template.render(messages, **variables)])[0]
+        return ids.tolist()
 
 
 def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
@@ -268,6 +329,15 @@ def end_of_text(tokenizer: Tokenizer) -> int:
     return tokenizer.eos_token_id
 
 
+def first_token_after(places: NDArray[np.int64], character: int) -> int:
+    """Return the index of the first token that holds text from this character on; all tokens, if none does.
+
+    `places` are the first character and the last plus one of each token, int64 [n, 2].
+    """
+    later = np.flatnonzero(places[:, 1] > character)
+    return int(later[0]) if len(later) else len(places)
+
+
 def text_after(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
     """Return the text that `ids` add to the tokens `before`.
 
@@ -312,6 +382,12 @@ class ByteTokenizer(Tokenizer):
     ) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
         return [self._encode_rendered(text) for text in texts]
 
+    def add_special_tokens(self, tokens: Sequence[str]) -> int:
+        raise UsageError(
+            "bytes cannot have special tokens of yours: give --tokenizer a tokenizer.json, or leave out "
+            f"--special-tokens {','.join(tokens)}"
+        )
+
     def _encode_rendered(self, text: str) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
         special = (
             {}
@@ -342,6 +418,15 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def spell(self, ids: Sequence[int]) -> str:
+        spelled = b""
+        for number in ids:
+            if number < 256:
+                spelled += bytes([number])
+            elif number < self.vocab_size:
+                spelled += f"<{_ROLES[number - 256]}>".encode()
+        return spelled.decode(errors="replace")
 
     def _documents(self) -> Fields:
         vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
@@ -425,6 +510,23 @@ class HuggingFaceTokenizer(Tokenizer):
         parts = self._in_parts(self._backend.encode_batch_fast, texts, 1024)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in parts]
 
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]]
+    ) -> list[tuple[NDArray[np.integer], int]]:
+        """Encode each pair as one text: a tokenizer like SentencePiece's begins every text with a space."""
+        texts = [prompt + completion for prompt, completion in pairs]
+        found: list[tuple[NDArray[np.integer], int]] = []
+        parts = self._in_parts(self._backend.encode_batch, texts, 256)
+        for encoding, (prompt, _) in zip(parts, pairs, strict=True):
+            length = encoding.char_to_token(len(prompt)) if prompt else 0
+            if (
+                length is None
+            ):  # no token holds that character, such as a space that the places leave out
+                places = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+                length = first_token_after(places, len(prompt))
+            found.append((np.array(encoding.ids, dtype=np.int32), length))
+        return found
+
     def encode_rendered(
         self, texts: Sequence[str]
     ) -> list[tuple[NDArray[np.integer], NDArray[np.int64]]]:
@@ -443,6 +545,28 @@ class HuggingFaceTokenizer(Tokenizer):
                 part = encode(list(texts[start : start + size]), add_special_tokens=False)
             yield from part
 
+    def add_special_tokens(self, tokens: Sequence[str]) -> int:
+        before = self.vocab_size
+        known = self._backend.get_vocab()
+        with self._encoding():
+            self._backend.add_special_tokens(list(tokens))
+            added = {token: self._backend.token_to_id(token) for token in tokens}
+            self._document = json.loads(self._backend.to_str())
+        for token, number in added.items():
+            if token not in known and number < before:
+                raise DataError(
+                    f"{self._file}: the vocabulary has holes, so {token!r} would get the id {number} of another token"
+                )
+        self.vocab_size = max(before, *(number + 1 for number in added.values()))
+        if isinstance(listed := self._config.get("added_tokens_decoder"), dict):
+            form = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+            entries = {
+                str(number): {"content": token, **form, "special": True}
+                for token, number in added.items()
+            }
+            self._config = {**self._config, "added_tokens_decoder": {**listed, **entries}}
+        return len([token for token in added if token not in known])
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, also without special tokens that tokenizer.json does not mark as special."""
         special = (self.bos_token_id, self.eos_token_id, self.pad_token_id)
@@ -450,6 +574,10 @@ class HuggingFaceTokenizer(Tokenizer):
             return self._backend.decode(
                 [i for i in ids if i not in special], skip_special_tokens=True
             )
+
+    def spell(self, ids: Sequence[int]) -> str:
+        with _library_errors(self._file, "decoding failed"):
+            return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def _documents(self) -> Fields:
         """Return tokenizer as it was read, and tokenizer_config with the special tokens in use."""

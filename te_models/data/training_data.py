@@ -4,22 +4,28 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from te_models.config.data import DataConfig, parse_columns
+from te_models.config.data import DataConfig, parse_columns, split_names
 from te_models.config.training import TrainConfig
+from te_models.data.bad_records import BadRecords
 from te_models.data.dataset import TokenDataset
-from te_models.data.documents import in_evaluation, load_documents, refuse_mixture, split_documents
+from te_models.data.documents import (
+    ignored_lines,
+    in_evaluation,
+    load_documents,
+    refuse_mixture,
+    split_documents,
+)
 from te_models.data.encoding import Encoded, encode_documents, keep_fitting
 from te_models.data.files import COMPRESSIONS
 from te_models.data.formats import Document
-from te_models.data.json_files import read_file
-from te_models.data.python_docstrings import PYTHON_DOCSTRINGS, python_docstrings
+from te_models.data.named_templates import use_template
+from te_models.data.python_docstrings import PYTHON_DOCS, PYTHON_DOCSTRINGS, python_docstrings
 from te_models.data.sources import Formatting, Source, is_records, open_sources, read_records
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer, load_tokenizer
@@ -52,7 +58,7 @@ def open_data(
     Args:
         data: a file, folder, glob, URL or Hub dataset, several of them, each with an optional weight ("a.jsonl:3"), or
             a DataConfig; records in memory: a list, a datasets.Dataset, or another iterable of dicts or lists of
-            messages; "python-docstrings": functions and docstrings of Python's standard library; None:
+            messages; "python-docstrings": functions and docstrings of Python's standard library; None or "python-docs":
             Python's own documentation and sources.
         tokenizer: encodes the text; or what `load_tokenizer` takes. If there are conversations and it has no chat
             template, it gets a plain one, which it saves (`Tokenizer.set_chat_template`).
@@ -84,18 +90,38 @@ def open_data(
             ),
         }
     )
+    if settings.data == (PYTHON_DOCS,):
+        settings = dataclasses.replace(settings, data=())
     columns = parse_columns(settings.columns)
     built_in = settings.data in ((), (PYTHON_DOCSTRINGS,))
-    opened = {name: [read_records(given, columns, formatting, name)] for name, given in own.items()}
-    sources = [] if built_in else opened.get(OWN) or open_sources(settings.data, columns)
+    bad = BadRecords(skip=settings.on_bad_record == "skip")
+    opened = {}
+    for name, records in own.items():
+        opened[name] = [read_records(records, columns, formatting, name, bad)]
+    sources = opened.get(OWN, [])
+    if not sources and not built_in:
+        sources = open_sources(settings.data, columns, skip_bad=bad.skip)
     evaluated = opened.get(OWN_EVALUATION) or open_sources(
-        settings.eval_data, columns, required=False
+        settings.eval_data, columns, required=False, skip_bad=bad.skip
     )
     settings, streaming = _resolved(settings, sources, whole=built_in or OWN in own)
+    about_template: list[str] = []
+    if tokens := split_names(settings.special_tokens):
+        tokenizer.add_special_tokens(tokens)
     if settings.chat_template is not None:
-        tokenizer.set_chat_template(read_template(settings.chat_template))
+        about_template = use_template(tokenizer, settings.chat_template)
     opening = _Opening(
-        settings, sources, evaluated, columns, tokenizer, config, rank, world_size, ranks
+        settings,
+        sources,
+        evaluated,
+        columns,
+        tokenizer,
+        config,
+        rank,
+        world_size,
+        ranks,
+        bad,
+        about_template,
     )
     return opening.streamed() if streaming else opening.in_memory()
 
@@ -165,6 +191,8 @@ class _Opening:
     rank: int
     world_size: int
     ranks: Ranks | None
+    bad: BadRecords
+    about_template: list[str]
 
     @property
     def share(self) -> Fields:
@@ -188,14 +216,19 @@ class _Opening:
         """Read all documents, leave out what does not fit, and split them."""
         documents, weights, held_out = self._load()
         remarks = [source.describe() for source in self.sources] + self._template()
-        refuse_mixture(documents, self.records(self.sources))
+        remarks += ignored_lines([*documents, *held_out])
+        kept = refuse_mixture(documents, self.records(self.sources), self.bad)
+        if len(kept) < len(documents):
+            in_kind = {id(document) for document in kept}
+            weights = weights[[id(document) in in_kind for document in documents]]
+            documents = kept
         if len(documents) == 1 and not held_out and not documents[0].is_record:
             documents, held_out = split_documents(
                 documents, self._eval_split(EVAL_SPLIT), self.config.seed
             )
         whole = any(document.is_record for document in documents)
         left_out: list[str] = []
-        encoded = encode_documents(documents, self.tokenizer, begin_prompts=whole)
+        encoded = encode_documents(documents, self.tokenizer, whole, self.bad)
         if whole:
             size = self.config.seq_len
             how = self.settings.truncate
@@ -204,7 +237,7 @@ class _Opening:
             weights = weights[kept]
             remarks += left_out
         if held_out:
-            evaluated = encode_documents(held_out, self.tokenizer, begin_prompts=whole)
+            evaluated = encode_documents(held_out, self.tokenizer, whole, self.bad)
         else:
             try:
                 aside = in_evaluation(documents, self._eval_split(EVAL_SPLIT), self.config.seed)
@@ -226,6 +259,7 @@ class _Opening:
         held = self._evaluation(evaluated)
         dataset.remarks = [
             *remarks,
+            *self.bad.describe(),
             *_counted(encoded),
             *self._shortage(dataset.windows_in(1)),
             *held.remarks,
@@ -249,6 +283,7 @@ class _Opening:
             eval_fraction=share,
             num_workers=settings.num_workers,
             ranks=self.ranks,
+            skip_bad=self.bad.skip,
         )
         wanted = (
             self.config.eval_batches
@@ -260,12 +295,16 @@ class _Opening:
             self._load_evaluation(wanted) if settings.eval_data else dataset.held_out(wanted, True)
         )
         if dataset.whole:
-            number, fit, padding = dataset.sample()
+            number, fit, padding, ignored = dataset.sample()
+            remarks += ignored
             lines = fit.describe(number, self.config.seq_len, settings.truncate)
             remarks += [f"in the first {number:,} of them: {line}" for line in lines]
             remarks.append(f"packed chunk by chunk, with {padding:.1%} padding in the first")
+        else:
+            firsts = [source.first for source in self.sources if source.first is not None]
+            remarks += ignored_lines(firsts)
         held = self._evaluation(
-            encode_documents(evaluation, self.tokenizer, begin_prompts=dataset.whole)
+            encode_documents(evaluation, self.tokenizer, dataset.whole, self.bad)
         )
         dataset.remarks = [*remarks, *held.remarks]
         return dataset, held.eval_batches(self.config.eval_batches)
@@ -285,7 +324,7 @@ class _Opening:
 
     def _documents(self, source: Source) -> Sequence[Document]:
         return (
-            load_documents(source.path, self.columns)
+            load_documents(source.path, self.columns, self.bad)
             if source.documents is None
             else source.documents
         )
@@ -301,13 +340,13 @@ class _Opening:
                 batch_size=1,
                 seed=self.config.seed,
                 columns=self.columns,
+                skip_bad=self.bad.skip,
             )
             found = sample.held_out(num_tokens)
         else:
             found = [document for source in sources for document in self._documents(source)]
         on_texts = self.records(self.sources) is False
-        refuse_mixture(found, False if on_texts else self.records(self.evaluated))
-        return found
+        return refuse_mixture(found, False if on_texts else self.records(self.evaluated), self.bad)
 
     def _template(self) -> list[str]:
         """Give the tokenizer a chat template if there are conversations and it has none; say so."""
@@ -317,11 +356,10 @@ class _Opening:
             return [
                 "the tokenizer has no chat template: a plain one is used, and saved with the model"
             ]
-        marks = self.tokenizer.chat_template().marks_answers
-        return [
-            "answers found "
-            + ("by the chat template's marks" if marks else "by rendering the turns before each")
-        ]
+        only_for_tools = self.tokenizer.template_source() is None
+        marks = self.tokenizer.chat_template(tools=only_for_tools).marks_answers
+        how = "by the chat template's marks" if marks else "by rendering the turns before each"
+        return [f"answers found {how}", *self.about_template]
 
     def _evaluation(self, encoded: Encoded) -> TokenDataset:
         """Return the dataset to evaluate on, whose remarks describe it."""
@@ -356,14 +394,6 @@ class _Opening:
             f"too little data for a batch: a step takes {takes} and an epoch has {has}, so windows come more than once "
             "per step: lower --batch-size or --gradient-accumulation, or give more data"
         ]
-
-
-def read_template(path: str) -> str:
-    """Return the Jinja source in a file; a DataError if there is none."""
-    content = read_file(Path(path))
-    if content is None:
-        raise DataError(f"{path}: no such file; give a Jinja chat template")
-    return content.decode(errors="replace")
 
 
 def _must_stream(sources: Sequence[Source]) -> bool:

@@ -13,10 +13,11 @@ from rich.text import Text
 from torch import Tensor
 
 from te_models.causal_lm import CausalLM
-from te_models.config.data import parse_columns
+from te_models.data.bad_records import BadRecords
 from te_models.data.dataset import TokenDataset, check_fit
-from te_models.data.documents import Document, load_documents
-from te_models.data.python_docstrings import PYTHON_DOCSTRINGS, python_docstrings
+from te_models.data.documents import Document, ignored_lines
+from te_models.data.encoding import encode_documents
+from te_models.data.python_docstrings import PYTHON_DOCSTRINGS, read_documents
 from te_models.data.tokenizer import CONTEXT, Tokenizer, text_after
 from te_models.errors import CheckpointError, DataError
 from te_models.fp8.scaling_state import fp8_state
@@ -161,6 +162,7 @@ def evaluate_recipes(
     score: Callable[[CausalLM], list[Score]] | None = None,
     progress: Callable[[str], None] = lambda line: None,
     columns: str = "",
+    on_bad_record: str = "raise",
     **sizes: Any,
 ) -> Evaluation:
     """Measure a model under each recipe, on the same tokens; one model at a time is in memory.
@@ -168,14 +170,14 @@ def evaluate_recipes(
     Args:
         load: builds the model under one of `recipes`, names or TOML files; None for its own.
         model: its name, for the title.
-        data: its path, as for finetune; None for scores only. `columns` are those of DataConfig.
+        data: its path, as for finetune; None for scores only. `columns` and `on_bad_record` are those of DataConfig.
         score: runs tasks on a model.
         progress: called with a line per stage.
         sizes: keywords of `make_batches`.
     """
-    documents = read_documents(
-        data or PYTHON_DOCSTRINGS, columns
-    )  # without data, to find scales on
+    bad = BadRecords(skip=on_bad_record == "skip")
+    # Without data, to find scales on.
+    documents = read_documents(data or PYTHON_DOCSTRINGS, columns, bad)
     losses, scores, batches, remarks, text_bytes = [], [], [], [], 0
     for name in recipes:
         progress(f"loading the model under {name or 'its own recipe'}")
@@ -189,7 +191,7 @@ def evaluate_recipes(
             losses.append(RecipeLoss(str(name), note=str(error)))
             continue
         if not batches:
-            batches, remarks = make_batches(documents, tokenizer, network, **sizes)
+            batches, remarks = make_batches(documents, tokenizer, network, bad=bad, **sizes)
             text_bytes = sum(counted_bytes(batch, tokenizer) for batch in batches)
         progress(f"{network.recipe.name}: {sum(map(count_targets, batches)):,} tokens")
         note = calibrate(network, batches)
@@ -202,15 +204,6 @@ def evaluate_recipes(
     return Evaluation(model, data or "", tuple(losses), tuple(scores), tuple(remarks))
 
 
-def read_documents(data: str, columns: str = "") -> list[Document]:
-    """Return the documents at a path; of the built-in python-docstrings, the modules that training does not see."""
-    return (
-        python_docstrings()[1]
-        if data == PYTHON_DOCSTRINGS
-        else load_documents(data, parse_columns(columns))
-    )
-
-
 def make_batches(
     documents: Sequence[Document],
     tokenizer: Tokenizer,
@@ -219,6 +212,7 @@ def make_batches(
     batch_size: int | None = 8,
     max_batches: int | None = None,
     truncate: str = "drop",
+    bad: BadRecords | None = None,
 ) -> tuple[list[Batch], list[str]]:
     """Return batches in which attention stays inside each document, and lines about what is left out.
 
@@ -228,6 +222,7 @@ def make_batches(
         seq_len: tokens per sequence; None: SEQ_LEN, or the model's maximum if that is less.
         max_batches: maximum number of batches, spread evenly over the data; None or 0: all.
         truncate: longer records are left out ("drop") or their prompts cut from the left ("prompt").
+        bad: may skip conversations that the chat template refuses, and has skipped other records before.
 
     Raises:
         UsageError: a size is out of range, or the tokenizer is of another model.
@@ -240,8 +235,12 @@ def make_batches(
     options = dict(
         batch_size=batch_size or 1, seed=0, shuffle=False, packing="documents", truncate=truncate
     )
-    dataset = TokenDataset(documents, tokenizer, length, limit=limit, **options)
-    return dataset.eval_batches(max_batches or dataset.num_windows), dataset.remarks
+    bad = bad or BadRecords()
+    whole = any(document.is_record for document in documents)
+    encoded = encode_documents(documents, tokenizer, begin_prompts=whole, bad=bad)
+    dataset = TokenDataset(encoded, tokenizer, length, limit=limit, **options)
+    remarks = [*ignored_lines(documents), *bad.describe(), *dataset.remarks]
+    return dataset.eval_batches(max_batches or dataset.num_windows), remarks
 
 
 def measure_loss(

@@ -18,9 +18,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from te_models.config.data import parse_columns
 from te_models.data.dataset import TokenDataset, check_fit
-from te_models.data.documents import load_documents
+from te_models.data.python_docstrings import read_documents
 from te_models.data.tokenizer import load_tokenizer
 from te_models.errors import UsageError, plural
 from te_models.files.formats import Fields
@@ -232,8 +231,8 @@ def read_batches(
 
     Args:
         model: the model, whose vocabulary and longest sequence limit the tokens.
-        data: a file, folder or glob of text or records; conversations are put into the tokenizer's chat template, or
-            the plain one.
+        data: a file, folder or glob of text or records, or "python-docstrings", of which the modules that training does
+            not see; conversations are put into the tokenizer's chat template, or the plain one.
         tokenizer: a tokenizer.json, or a folder with one; None: bytes.
         count: maximum number of sequences.
         seq_len: tokens per sequence.
@@ -245,7 +244,7 @@ def read_batches(
     words = load_tokenizer(tokenizer)
     check_fit(words, model.config)
     length = min(seq_len, model.config.longest_sequence)
-    documents = load_documents(data, parse_columns(columns))
+    documents = read_documents(data, columns)
     if any(document.conversation is not None for document in documents):
         words.ensure_chat_template()
     dataset = TokenDataset(documents, words, length, batch_size=1, seed=0, shuffle=False)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,6 +93,7 @@ def finetune(
             settings = dataclasses.replace(
                 settings, train=dataclasses.replace(settings.train, steps=config.steps)
             )
+        settings = _with_room(settings, words, newest)
         torch.manual_seed(config.seed)
         model = _build(settings, shared, newest)
         check_fit(words, model.config, config.seq_len)
@@ -201,6 +203,27 @@ def _with_recipe(settings: RunSettings) -> tuple[RunSettings, list[str]]:
         own = {name: value for name, value in settings.build.items() if name in names}
         recipe, reason = auto_recipe(shape, dtype=dtype, **own)
     return dataclasses.replace(settings, recipe=recipe), [f"recipe auto: {recipe.name} ({reason})"]
+
+
+def _with_room(settings: RunSettings, words: Tokenizer, newest: Path | None) -> RunSettings:
+    """Return the settings with a vocab_size that has a row for each special token that the run adds."""
+    if not settings.data.special_tokens or newest is not None:
+        return settings
+    fields = {name: value for name, value in settings.build.items() if name in config_fields()}
+    if settings.preset is not None:
+        shape = get_preset(settings.preset, **fields)
+    else:
+        shape, _, _, _ = read_shape(settings.model or "", fields)
+    if words.vocab_size <= shape.vocab_size:
+        return settings
+    if settings.lora is not None:
+        warnings.warn(
+            f"--lora does not train the embedding: the rows of --special-tokens {settings.data.special_tokens} stay at "
+            "the mean of the others",
+            stacklevel=2,
+        )
+    build = {**settings.build, "vocab_size": words.vocab_size}
+    return dataclasses.replace(settings, build=build)
 
 
 def _place(settings: RunSettings, shared: Parallel, resume: bool) -> tuple[Path, Path | None]:

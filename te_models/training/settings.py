@@ -36,6 +36,7 @@ from te_models.config.settings import (
 from te_models.config.shipped import no_weights
 from te_models.config.toml import read_toml
 from te_models.config.training import DIVISIONS, EVALUATION, TRAINING, TrainConfig
+from te_models.config.yaml_file import SUFFIXES, read_yaml
 from te_models.errors import ConfigError, UsageError, check_known, refuse, unknown
 from te_models.files.atomic import explained
 
@@ -360,14 +361,16 @@ def _only_run(given: Mapping[str, Any]) -> Path:
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
-    """Return the settings in a run.toml, name -> value; the table [record] is left out."""
+    """Return the settings in a run.toml, or the same in YAML, name -> value; the table [record] is left out."""
     flat: dict[str, object] = {}
-    for title, values in read_toml(path).items():
+    in_yaml = path.suffix.lower() in SUFFIXES
+    for title, values in (read_yaml(path) if in_yaml else read_toml(path)).items():
         if title == RECORD:
             continue
         check_known(f"table of {path}", title, TABLES)
         if not isinstance(values, Mapping):
-            raise ConfigError(f"{path}: {title} is a table: write [{title}] and its settings below")
+            table = f"{title}:" if in_yaml else f"[{title}]"
+            raise ConfigError(f"{path}: {title} is a table: write {table} and its settings below")
         if title == "recipe":
             flat["recipe"] = dict(values)
             continue
@@ -378,6 +381,8 @@ def read_run_file(path: Path) -> dict[str, Any]:
                 TABLES[title],
                 "`te-models finetune --help-all`",
             )
+            if value is None:
+                continue  # in YAML, a name without a value
             if value == "" and TABLES[title][name].default is None:
                 continue  # as older files have what was not given
             with explained(path, UsageError, error=ConfigError):

@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -17,6 +18,7 @@ import pytest
 import torch
 from ranks import run_process
 
+import te_models.training.finetune
 from te_models import CausalLM, list_presets, list_recipes
 from te_models.cli import main
 from te_models.cli.commands import cli
@@ -116,7 +118,9 @@ def test_help_shows_defaults_and_ranges(
 
 
 def test_the_surface_is_what_the_documents_promise(capsys: pytest.CaptureFixture) -> None:
-    names = "list plan verify pretrain finetune generate chat evaluate bench convert export parity"
+    names = (
+        "list data plan verify pretrain finetune generate chat evaluate bench convert export parity"
+    )
     assert set(cli.commands) == set(names.split())
     main(["finetune", "--help-all"])
     text = capsys.readouterr().out
@@ -581,3 +585,47 @@ def test_users_own_choice_for_openmp_stays(
     monkeypatch.setenv(name, value)
     main(["--help"])
     assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
+def test_a_model_of_the_users_own_needs_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Only a shipped model is tuned on Python's documentation without being asked to."""
+    monkeypatch.chdir(tmp_path)
+    CausalLM.from_preset("gated-nano", num_hidden_layers=1, device="cpu").save_pretrained("m")
+    short = ["--device", "cpu", "--steps", "1", "--seq-len", "256", "--batch-size", "1"]
+    short += ["--eval-batches", "1", "--sample-tokens", "0"]
+    Path("run.toml").write_text('[run]\nmodel = "m"\n')
+    for command in (["--model", "m"], ["run.toml"]):
+        assert main(["finetune", *command, *short]) == 2
+        assert "te-models: give --data PATH, the records or texts" in capsys.readouterr().err
+        assert not Path("runs").exists()
+    begun = []
+
+    def begin(settings: Any, resume: bool) -> Any:  # in place of a run
+        begun.append(settings.model)
+        return SimpleNamespace(signal=None)
+
+    monkeypatch.setattr(te_models.training.finetune, "finetune", begin)
+    assert main(["finetune", "--model", "m", "--data", "python-docstrings", *short]) == 0
+    assert main(["finetune", "--model", "gated-nano", *short]) == 0
+    assert begun == ["m", "gated-nano"]
+
+
+def test_commands_take_the_data_that_every_machine_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = [
+        "--model",
+        "gated-nano",
+        "--device",
+        "cpu",
+        "--data",
+        "python-docstrings",
+        "--batches",
+        "1",
+    ]
+    data += ["--seq-len", "64"]
+    assert main(["export", *data, "--format", "fp8-tensor", "--out", "e"]) == 0
+    assert main(["parity", *data, "--export", "fp8-tensor"]) == 0, capsys.readouterr().err

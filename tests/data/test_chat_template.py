@@ -4,12 +4,15 @@ import gc
 import json
 import os
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
 
 import te_models.data.chat_template as module
 from te_models.data.chat_template import ChatTemplate, template_source
+from te_models.data.encoding import encode_documents
+from te_models.data.formats import row_document
 from te_models.data.tokenizer import ByteTokenizer, load_tokenizer
 from te_models.errors import DataError, UsageError
 
@@ -152,3 +155,130 @@ def test_modules_beside_the_data_are_not_run(
         == "hello"
     )
     assert not Path("ran").exists()
+
+
+NAMED = {
+    "default": "{{ messages[0].content }}",
+    "tool_use": "T{{ tools | length }}{{ messages[0].content }}",
+}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+
+
+def tokenizer_with(templates: dict[str, str], how: str, folder: Path) -> None:
+    """Write a tokenizer with several templates, in tokenizer_config.json or in files."""
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=257, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([], trainer)
+    backend.save(str(folder / "tokenizer.json"))
+    config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    if how == "config":
+        config["chat_template"] = [{"name": n, "template": t} for n, t in templates.items()]
+    for name, template in templates.items() if how == "files" else ():
+        path = (
+            "chat_template.jinja"
+            if name == "default"
+            else f"additional_chat_templates/{name}.jinja"
+        )
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(template)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("how", ["config", "files"])
+def test_a_template_for_tools_is_used_with_tools(how: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer_with(NAMED, how, tmp_path)
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    saved = tmp_path / "saved"
+    tokenizer.save(saved)
+    for one in (tokenizer, load_tokenizer(saved)):
+        for tools in (None, TOOLS):
+            expected = reference.apply_chat_template(MESSAGES, tools=tools, tokenize=False)
+            assert one.decode(one.apply_chat_template(MESSAGES, tools=tools)) == expected
+    assert transformers.AutoTokenizer.from_pretrained(saved).chat_template == NAMED
+
+
+def test_records_with_tools_use_the_template_for_tools(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant{% endif %}"
+    )
+    tokenizer_with(
+        {"default": template, "tool_use": "T{{ tools | length }}" + template}, "config", tmp_path
+    )
+    tokenizer = load_tokenizer(tmp_path)
+    talk = [*MESSAGES, {"role": "assistant", "content": "a"}]
+    rows = [{"messages": talk}, {"messages": talk, "tools": TOOLS}, {"messages": talk}]
+    documents = [row_document(row, {}, "a:1", "a") for row in rows]
+    encoded = encode_documents(documents, tokenizer)
+    begin = [tokenizer.decode(encoded.tokens[start : start + 2]) for start in encoded.starts]
+    assert begin == ["us", "T1", "us"]
+
+
+@pytest.mark.parametrize("how", ["config", "files"])
+def test_no_default_template_is_said_so(how: str, tmp_path: Path) -> None:
+    tokenizer_with({"rag": "x", "tool_use": NAMED["tool_use"]}, how, tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    with pytest.raises(
+        DataError, match="has chat templates named 'rag', 'tool_use', but none named 'default'"
+    ):
+        tokenizer.apply_chat_template(MESSAGES)
+    assert tokenizer.decode(tokenizer.apply_chat_template(MESSAGES, tools=TOOLS)) == "T1hi"
+    assert not tokenizer.ensure_chat_template()
+
+
+def limited(mebibytes: int, folder: Path) -> str:
+    """A Python that may have so much address space, as under `ulimit -v`."""
+    script = folder / f"python{mebibytes}"
+    script.write_text(f'#!/bin/sh\nulimit -v {mebibytes * 1024}\nexec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_a_lower_limit_of_memory_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.sys, "executable", limited(600, tmp_path))
+    assert ChatTemplate("{{ messages[0].content }}", {}).render(MESSAGES) == "hi"
+    with pytest.raises(DataError, match="it takes more than 600 MiB of memory"):
+        ChatTemplate("{{ 'a' * 10 ** 9 }}", {}).render(MESSAGES)
+
+
+def test_a_process_that_cannot_start_is_no_slow_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.sys, "executable", limited(12, tmp_path))
+    monkeypatch.setattr(module, "memory_limit", lambda: 12 << 20)
+    with pytest.raises(DataError) as caught:
+        ChatTemplate("x", {})
+    said = str(caught.value)
+    assert "more than 10 s" not in said
+    assert said.startswith("the chat template cannot be rendered: its process died ")
+    assert said.endswith("memory is limited to 12 MiB here (ulimit -v), raise that")
+
+
+def test_a_process_that_is_killed_says_by_what() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    template._process.popen.kill()
+    with pytest.raises(DataError, match=r"its process died by signal 9 \(Killed\)"):
+        template.render(MESSAGES)
+
+
+def test_a_file_beside_another_template_is_the_one_that_is_saved(tmp_path: Path) -> None:
+    """transformers reads the file; what tokenizer_config.json has as well was left from before."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer_with({"default": "old"}, "config", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("new")
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.template_source() == "new"
+    tokenizer.save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").template_source() == "new"
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == "new"
+    files = tokenizer.files()
+    assert files["chat_template.jinja"] == b"new"
+    assert "chat_template" not in files["tokenizer_config"]  # type: ignore[operator]

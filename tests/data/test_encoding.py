@@ -1,6 +1,7 @@
 """Conversations as tokens: rendered, encoded and masked as in transformers, for any prefix of a conversation."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -403,3 +404,195 @@ def test_a_cut_record_begins_with_bos_if_it_did_before(begins: bool) -> None:
             expected = whole[-seq_len:]
             expected[0] = bos if begins else expected[0]
             assert next(fitted.parts(fitted.tokens)).tolist() == expected
+
+
+def sentencepiece_like(kind: str) -> Any:
+    """A tokenizer that begins each text with a space, as those of Llama 2 and Mistral, or a byte-level one."""
+    pre, decoders = tokenizers.pre_tokenizers, tokenizers.decoders
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
+    alphabet = []
+    if kind == "prepended":
+        replace = tokenizers.normalizers.Replace(" ", "\u2581")
+        prepend = tokenizers.normalizers.Prepend("\u2581")
+        backend.normalizer = tokenizers.normalizers.Sequence([prepend, replace])
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )  # fmt: skip
+    elif kind == "metaspace":
+        backend.pre_tokenizer = pre.Metaspace(prepend_scheme="first", split=False)
+        backend.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
+    else:
+        backend.pre_tokenizer = pre.ByteLevel(add_prefix_space=kind == "byte level, prefix")
+        backend.decoder = decoders.ByteLevel()
+        alphabet = pre.ByteLevel.alphabet()
+    bytes_ = [f"<0x{i:02X}>" for i in range(256)]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<unk>", "<s>", "</s>", *bytes_], initial_alphabet=alphabet, show_progress=False
+    )  # fmt: skip
+    texts = ["Hello world, the answer is yes", "Question: x? Answer: no\n\n  good"]
+    backend.train_from_iterator(texts * 5, trainer)
+    if kind.startswith("byte level"):
+        backend.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    else:
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+@pytest.mark.parametrize("kind", ["prepended", "metaspace", "byte level", "byte level, prefix"])
+def test_prompt_and_completion_are_encoded_as_one_text(kind: str, tmp_path: Path) -> None:
+    reference = sentencepiece_like(kind)
+    reference.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    draw = random.Random(0)
+    parts = ["Hello", " world", "yes", "no", "\n", " ", "  ", "x?", "A: ", "\u00e9", "\U0001f600"]
+    same_boundary = 0
+    for _ in range(100):
+        prompt = "".join(draw.choices(parts, k=draw.randint(0, 4)))
+        completion = "".join(draw.choices(parts, k=draw.randint(1, 4))) + "yes"
+        pair = Document(completion, prompt)
+        encoded = encode_documents([pair], tokenizer, begin_prompts=True)
+        assert encoded.counted is not None
+        whole = reference(prompt + completion)["input_ids"]
+        assert encoded.tokens.tolist() == [*whole, reference.eos_token_id]
+        boundary = int(encoded.prompts[0])
+        assert encoded.counted.tolist() == [False] * boundary + [True] * (len(whole) + 1 - boundary)
+        alone = reference(prompt)["input_ids"]
+        if (
+            whole[: len(alone)] == alone
+        ):  # else a token holds the end of one and the start of the other
+            assert boundary == len(alone)
+            same_boundary += 1
+    assert same_boundary > 30
+
+
+def test_a_completion_gets_no_space_of_its_own(tmp_path: Path) -> None:
+    reference = sentencepiece_like("prepended")
+    reference.save_pretrained(tmp_path)
+    encoded = encode_documents([Document("yes", "Question: x?\n")], load_tokenizer(tmp_path))
+    assert reference.decode(encoded.tokens, skip_special_tokens=True) == "Question: x?\nyes"
+
+
+# A call with its arguments as text, as in DeepSeek's templates, and three ways to tell a turn that only calls.
+_TEXT_CALL = "{{ '[' + c.function.name + '|' + c.function.arguments + ']' }}"
+_CALLS = "{% for c in m.tool_calls or [] %}" + _TEXT_CALL + "{% endfor %}"
+_TURN = (
+    "{%% for m in messages %%}{%% if m.role == 'assistant' %%}{{ 'A:' }}%s{{ eos_token }}"
+    "{%% else %%}{{ m.role + ':' + m.content + '\n' }}{%% endif %%}{%% endfor %%}"
+    "{%% if add_generation_prompt %%}A:{%% endif %%}"
+)
+CALLING_TEMPLATES = {
+    "text": _TURN % (_CALLS + "{{ m.content or '' }}"),
+    "text, marked": _TURN % ("{% generation %}" + _CALLS + "{{ m.content or '' }}{% endgeneration %}"),
+    "null content": _TURN % ("{% if m.content is none %}" + _CALLS + "{% else %}{{ m.content }}{% endif %}"),
+    "no content": _TURN % ("{% if m.content is defined %}{{ m.content }}{% else %}" + _CALLS + "{% endif %}"),
+    "joined by any means": _TURN % (
+        "{% for c in m.tool_calls or [] %}{{ '[' ~ c.function.name ~ '|' ~ c.function.arguments ~ ']' }}{% endfor %}"
+        "{{ m.content or '' }}"
+    ),
+    "JSON of objects": _TURN % (
+        "{% for c in m.tool_calls or [] %}{{ '[' + c.function.name + '|' + (c.function.arguments | tojson) + ']' }}"
+        "{% endfor %}{{ m.content or '' }}"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", [{"x": "\u00e9", "n": 1}, '{"x":"\u00e9", "n":1}'])
+@pytest.mark.parametrize("content", ["", None, "absent"])
+@pytest.mark.parametrize("case", CALLING_TEMPLATES)
+def test_calls_are_written_in_the_form_that_a_template_expects(
+    case: str, content: str | None, arguments: Any, folder: Path
+) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    turn: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": [call]}
+    if content == "absent":
+        del turn["content"]
+    tokenizer = load_tokenizer(folder)
+    tokenizer.set_chat_template(CALLING_TEMPLATES[case])
+    record = {"messages": [USER, turn, {"role": "tool", "content": "2"}, REPLY]}
+    ((ids, counted),) = encode(tokenizer, record)
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    as_object = isinstance(arguments, dict) or case == "JSON of objects"
+    written = '{"x": "\u00e9", "n": 1}' if as_object else arguments
+    answer = f"[f|{written}]<|im_end|>"
+    text = f"user:{USER['content']}\nA:{answer}tool:2\nA:It is 5.<|im_end|>"
+    assert reference.decode(ids) == text
+    kept = [token for token, learned in zip(ids, counted, strict=True) if learned]
+    if case == "text, marked":  # its mark ends before the end of the turn
+        answer = answer.removesuffix("<|im_end|>")
+        assert reference.decode(kept) == answer + "It is 5."
+    else:
+        assert reference.decode(kept) == answer + "It is 5.<|im_end|>"
+
+
+def test_a_name_in_another_word_is_no_call(folder: Path) -> None:
+    """A template without calls is refused, though the name of the call is part of what the turn says."""
+    tokenizer = load_tokenizer(folder)
+    call = {"type": "function", "function": {"name": "get", "arguments": {}}}
+    for said in ("together we get it", "get", "<call>get"):
+        turn = {"role": "assistant", "content": said, "tool_calls": [call]}
+        for template in (PREFIXED.replace(CALLS, ""), MARKED.replace(CALLS, "")):
+            tokenizer.set_chat_template(template)
+            with pytest.raises(DataError, match="does not write the tool calls of message 2"):
+                encode(tokenizer, {"messages": [USER, turn]})
+
+
+@pytest.mark.parametrize(
+    ("role", "expected"),
+    [("ipython", "tool"), ("tool_response", "tool"), ("tool_call", "assistant")],
+)
+def test_roles_of_other_programs(role: str, expected: str) -> None:
+    content = '{"name": "f", "arguments": {"x": 1}}' if role == "tool_call" else "2"
+    found = json.loads(
+        document({"messages": [USER, {"role": role, "content": content}]}).conversation or ""
+    )
+    message = found["messages"][1]
+    assert message["role"] == expected
+    assert ("tool_calls" in message) == (role == "tool_call")
+
+
+@pytest.mark.slow
+def test_templates_of_trl_are_rendered_and_masked_as_by_transformers(folder: Path) -> None:
+    """Of its templates with marks, each has the ids and the mask of transformers, with calls as well."""
+    trl = pytest.importorskip("trl")
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
+    call = {
+        "id": "call12345",
+        "type": "function",
+        "function": {"name": "get", "arguments": {"x": "1"}},
+    }
+    answer = {"role": "tool", "name": "get", "tool_call_id": "call12345", "content": "2"}
+    parameters = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}}
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "get", "description": "d", "parameters": parameters},
+        }
+    ]
+    talk = [USER, REPLY, USER, {**REPLY, "content": "5"}]
+    calling = [USER, {**REPLY, "content": "", "tool_calls": [call]}, answer, REPLY]
+    compared = 0
+    for file in sorted(Path(trl.__file__).parent.glob("chat_templates/*_training.jinja")):
+        reference.chat_template = file.read_text()
+        tokenizer.set_chat_template(file.read_text())
+        for record in ({"messages": talk}, {"messages": calling, "tools": tools}):
+            if "deepseek" in file.name and "tools" in record:
+                continue  # it joins arguments to text, which transformers refuses
+            try:
+                ((ids, counted),) = encode(tokenizer, record)
+            except DataError:
+                continue  # a template without calls, or of images
+            expected = reference.apply_chat_template(
+                record["messages"],
+                tools=record.get("tools"),
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )
+            compared += 1
+            assert ids == expected["input_ids"], file
+            assert counted == [bool(value) for value in expected["assistant_masks"]], file
+    assert compared >= 35

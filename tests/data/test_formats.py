@@ -158,6 +158,20 @@ def test_columns_are_renamed(case: str) -> None:
 
 
 REFUSED: list[tuple[Row, str]] = [
+    ({"prompt": "q", "chosen": "a", "rejected": "b"}, "better answers give --columns completion=chosen$"),
+    ({"question": "q", "chosen": "a", "rejected": "b"}, "give --columns prompt=question,completion=chosen$"),
+    ({"chosen": "q a", "rejected": "q b"}, "give --columns text=chosen$"),
+    ({"chosen": TALK, "rejected": TALK}, "give --columns messages=chosen$"),
+    ({"prompt": "q", "chosen": TALK, "rejected": TALK}, "give --columns messages=chosen$"),
+    ({"prompt": [USER], "chosen": [REPLY], "rejected": [REPLY]}, "give --columns completion=chosen$"),
+    (
+        {"question": [USER], "chosen": sharegpt(("gpt", "a")), "rejected": sharegpt(("gpt", "b"))},
+        "give --columns prompt=question,completion=chosen$",
+    ),
+    (
+        {"prompt": "q", "chosen": [REPLY], "rejected": [REPLY]},
+        "'prompt' is a text and 'chosen' a list of messages: write 'prompt' as messages too",
+    ),
     (
         {"prompt": "q", "response": "a", "score": "b"},
         r"^a.jsonl:1: has 'prompt', 'response', 'score', but needs one of the formats messages \[{role, content}\], "
@@ -199,6 +213,33 @@ def test_rows_that_are_no_records_are_refused(row: Row, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         read(row)
     assert "\n" not in str(caught.value) and str(caught.value).startswith("a.jsonl:1: ")
+
+
+PREFERENCES: list[tuple[Row, str, Any]] = [
+    ({"prompt": "q", "chosen": "a", "rejected": "b"}, "completion=chosen", ("q", "a")),
+    ({"prompt": [USER], "chosen": [REPLY], "rejected": []}, "completion=chosen", TALK),
+    ({"chosen": TALK, "rejected": TALK}, "messages=chosen", TALK),
+    ({"prompt": "q", "chosen": TALK, "rejected": TALK}, "messages=chosen", TALK),
+    ({"chosen": "q a", "rejected": "b"}, "text=chosen", "q a"),
+]
+
+
+@pytest.mark.parametrize(("row", "columns", "expected"), PREFERENCES)
+def test_the_advice_for_preferences_keeps_the_prompt(
+    row: Row, columns: str, expected: object
+) -> None:
+    with pytest.raises(DataError, match=f"give --columns {columns}$"):
+        read({"rejected": "b", **row} if row["rejected"] else {**row, "rejected": [REPLY]})
+    assert read(row, columns) == expected
+
+
+def test_messages_that_begin_with_an_answer_keep_their_prompt() -> None:
+    row = {"prompt": [USER, REPLY, USER], "chosen": [REPLY], "rejected": [REPLY]}
+    expected = [USER, {**REPLY, "weight": 0}, USER, REPLY]
+    assert read(row, "messages=chosen") == read(row, "completion=chosen") == expected
+    turns = [{"speaker": "gpt", "words": "a"}]
+    renamed = {"prompt": [{"speaker": "human", "words": "q"}], "chosen": turns}
+    assert read(renamed, "messages=chosen,role=speaker,content=words") == TALK
 
 
 @pytest.mark.parametrize(

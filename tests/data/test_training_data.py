@@ -680,3 +680,10 @@ def test_a_mistake_in_records_is_one_line(data: Any, options: dict[str, Any], me
     with pytest.raises((DataError, UsageError), match=message) as caught:
         open_data(data, ByteTokenizer(), CONFIG, **options)
     assert "\n" not in str(caught.value)
+
+
+def test_pythons_documentation_has_a_name() -> None:
+    config = TrainConfig(steps=1, seq_len=64, batch_size=1, eval_batches=1)
+    named, _ = open_data("python-docs", ByteTokenizer(), config)
+    default, _ = open_data(None, ByteTokenizer(), config)
+    assert named.describe() == default.describe() and named.fingerprint == default.fingerprint

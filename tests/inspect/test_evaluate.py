@@ -211,3 +211,22 @@ def test_the_errors_are_the_projects_own(folder: Path) -> None:
         evaluate_recipes(
             lambda name: model, [None], words, model="m", data=str(folder / "missing.jsonl")
         )
+
+
+def test_bad_records_are_skipped_by_choice(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    rows = [f'{{"prompt": "{n}", "completion": "{n}"}}' for n in range(4)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*rows, "{", '{"x": 1}']))
+    command = [
+        "evaluate",
+        "--model",
+        "gated-nano",
+        "--data",
+        str(tmp_path / "a.jsonl"),
+        "--seq-len",
+        "16",
+    ]
+    command += ["--device", "cpu"]
+    assert main(command) == 2
+    assert "a.jsonl:5: not JSON" in capsys.readouterr().err
+    assert main([*command, "--on-bad-record", "skip"]) == 0
+    assert "2 bad records are skipped" in capsys.readouterr().out

@@ -1,0 +1,64 @@
+"""`te-models data preview`: look at data as a run would learn it."""
+
+from pathlib import Path
+
+import click
+
+from te_models.cli.options import (
+    Command,
+    json_option,
+    option,
+    setting_option,
+    setting_options,
+    show,
+    show_line,
+)
+from te_models.config.data import DataConfig
+from te_models.config.settings import EVERYDAY
+
+
+@click.group()
+def data() -> None:
+    """Look at data before a run."""
+
+
+@data.command(cls=Command)
+@setting_option("data", help="File, folder, glob, URL or Hub dataset. Repeatable.")
+@setting_option("model", help="Model whose tokenizer and chat template are used; default: bytes.")
+@option("--records", default=3, help="Records to show as text.")
+@option("--limit", default=10_000, help="Most records to read.")
+@option(
+    "--html",
+    metavar="FILE",
+    help="Write the preview to this file as well, as a page for a browser.",
+)
+@setting_options("seq_len", "tokenizer", "chat_template", "columns", group=EVERYDAY)
+@setting_options("truncate", "special_tokens", "on_bad_record", group=EVERYDAY)
+@json_option
+def preview(
+    data: tuple[str, ...] | None,
+    model: str | None,
+    records: int,
+    limit: int,
+    html: str | None,
+    seq_len: int,
+    tokenizer: str | None,
+    as_json: bool,
+    **options: str,
+) -> None:
+    """Show the first records with what is learned marked.
+
+    Counts lengths, and what a run would cut, skip or leave out.
+    """
+    settings = DataConfig(data=data or (), **options)
+    from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415  imports torch
+    from te_models.inspect.data_preview import preview as run  # noqa: PLC0415
+    from te_models.inspect.data_preview_html import preview_html  # noqa: PLC0415
+
+    words = load_tokenizer(tokenizer or model)
+    found = run(settings, words, seq_len, records=records, limit=limit)
+    if html is not None:
+        Path(html).write_text(preview_html(found), encoding="utf-8")
+    show(found, as_json)
+    if html is not None:
+        show_line(f"\npage: {html}", err=as_json)

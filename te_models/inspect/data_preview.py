@@ -1,0 +1,352 @@
+"""A look at data as a run would learn it: the first records as text with what is learned, lengths, what is left out."""
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from te_models.config.data import DataConfig, parse_columns, split_names
+from te_models.data.bad_records import BadRecords
+from te_models.data.documents import has_text, ignored_lines, load_documents, refuse_mixture
+from te_models.data.encoding import Encoded, encode_documents, fit_records
+from te_models.data.formats import Document
+from te_models.data.named_templates import use_template
+from te_models.data.python_docstrings import PYTHON_DOCS, PYTHON_DOCSTRINGS, python_docstrings
+from te_models.data.rows import file_ranges, read_range
+from te_models.data.sources import Source, open_sources
+from te_models.data.tokenizer import Tokenizer
+from te_models.errors import DataError, UsageError, plural
+from te_models.files.formats import Fields
+from te_models.planning.printable import Printable
+
+LEARNED, READ, CUT = "learned", "read", "cut"  # what becomes of a part of a record
+STYLES = {LEARNED: "bold green", READ: "dim", CUT: "red strike"}
+MARKS = {
+    LEARNED: ("\u27e6", "\u27e7"),
+    READ: ("", ""),
+    CUT: ("[cut: ", "]"),
+}  # where there are no colours
+LONGEST = 4000  # characters shown of a record
+RECORDS = 3
+LIMIT = 10_000
+_QUANTILES = {"shortest": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
+_RANGE_BYTES = 2**22  # read at a time
+_BAR = 30  # characters
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a record's text, and what becomes of it: LEARNED, READ or CUT."""
+
+    text: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record as a run learns it.
+
+    Attributes:
+        name: its file and row.
+        parts: its text, special tokens spelled out.
+        tokens: their number, before anything is cut.
+        learned: the tokens that the loss counts.
+        left_out: why a run leaves it out, or "".
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    tokens: int
+    learned: int
+    left_out: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the title and the text, in colours, or with marks where there are none."""
+        yield Text(f"\n{self.title()}", "bold")
+        plain = console.color_system is None
+        text = Text()
+        room = LONGEST
+        for part in self.parts:
+            shown = part.text[:room]
+            room -= len(shown)
+            before, after = MARKS[part.kind] if plain else ("", "")
+            text.append(f"{before}{shown}{after}", "" if plain else STYLES[part.kind])
+        size = sum(len(part.text) for part in self.parts)
+        if size > LONGEST:
+            text.append(f"\n... {size - LONGEST:,} more characters", "italic")
+        yield text
+
+    def title(self) -> str:
+        """Return a line about the record."""
+        said = f"{self.name}: {plural(self.tokens, 'token')}, {self.learned:,} learned"
+        return f"{said}; left out: {self.left_out}" if self.left_out else said
+
+
+@dataclass(frozen=True)
+class Preview(Printable):
+    """What a run would learn of some data. Print it; `to_dict` returns plain JSON values.
+
+    Attributes:
+        lines: about the data: sources, format, template, what is left out, cut, skipped and ignored.
+        records: the first ones.
+        count: the records that were read.
+        seq_len: the length of a window.
+        tokens: their tokens, and in `learned` those that the loss counts, of the records that are not left out.
+        quantiles: of the records' lengths in tokens, by name.
+        lengths: for each power of two, how many records have at most so many tokens, and more than the one before.
+    """
+
+    width: ClassVar[int] = 120
+    lines: tuple[str, ...]
+    records: tuple[Record, ...]
+    count: int
+    seq_len: int
+    tokens: int
+    learned: int
+    quantiles: Mapping[str, int]
+    lengths: Mapping[int, int]
+
+    def to_dict(self) -> Fields:
+        """Return the result as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    def __rich__(self) -> Group:
+        """Return the lines, the records and the table of lengths."""
+        legend = Text("\n")
+        legend.append("learned", STYLES[LEARNED])
+        legend.append("  ")
+        legend.append("read only", STYLES[READ])
+        legend.append("  ")
+        legend.append("cut", STYLES[CUT])
+        legend.append("  (without colours: \u27e6learned\u27e7, read only, [cut: ...])")
+        return Group(
+            *map(Text, self.lines), legend, *self.records, Text(), self._quantiles(), Text(), self._bars()
+        )  # fmt: skip
+
+    def _quantiles(self) -> Table:
+        table = Table(title="tokens per record", title_justify="left", box=None)
+        for name in self.quantiles:
+            table.add_column(name, justify="right")
+        table.add_row(*(f"{value:,}" for value in self.quantiles.values()))
+        return table
+
+    def _bars(self) -> Table:
+        table = Table(box=None, show_header=False)
+        table.add_column(justify="right")
+        table.add_column(justify="right")
+        table.add_column()
+        most = max(self.lengths.values(), default=1)
+        for least, (limit, count) in zip([0, *self.lengths], self.lengths.items(), strict=False):
+            longer = " (longer than --seq-len)" if least >= self.seq_len else ""
+            bar = "\u2588" * max(1, round(_BAR * count / most)) if count else ""
+            table.add_row(
+                f"{least + 1:,} to {limit:,}", f"{count:,}", f"{bar}{longer if count else ''}"
+            )
+        return table
+
+
+def preview(
+    settings: DataConfig,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    *,
+    records: int = RECORDS,
+    limit: int = LIMIT,
+) -> Preview:
+    """Read data as a run would, and return what it would learn of it.
+
+    Args:
+        settings: where the data is, and how it becomes sequences.
+        tokenizer: gets the chat template and special tokens of `settings`, as in a run.
+        seq_len: tokens per window.
+        records: how many are returned as text.
+        limit: the most records to read; those of several sources have equal shares.
+
+    Raises:
+        DataError: a record cannot be read, unless `settings` skips those; or there is none.
+        UsageError: no data is given, or nothing of it is to be read.
+    """
+    if not settings.data:
+        raise UsageError("give --data PATH: a file, folder, glob, URL or Hub dataset")
+    if limit < 1 or records < 0 or seq_len < 2:
+        raise UsageError(
+            "give a --limit of 1 or more, --records of 0 or more, --seq-len of 2 or more"
+        )
+    bad = BadRecords(skip=settings.on_bad_record == "skip")
+    if tokens := split_names(settings.special_tokens):
+        tokenizer.add_special_tokens(tokens)
+    about_template = (
+        use_template(tokenizer, settings.chat_template) if settings.chat_template else []
+    )
+    documents, lines, more = _read(settings, bad, limit)
+    if any(document.conversation is not None for document in documents):
+        if tokenizer.ensure_chat_template():
+            lines.append("the tokenizer has no chat template: a plain one is used")
+        lines += about_template
+    lines += ignored_lines(documents)
+    whole = any(document.is_record for document in documents)
+    encoded = encode_documents(documents, tokenizer, begin_prompts=whole, bad=bad)
+    unfitted = encoded.tokens.copy()  # fit_records may write a bos token over others
+    kept, fitted, fit = fit_records(encoded, seq_len, settings.truncate, tokenizer.bos_token_id)
+    encoded = dataclasses.replace(encoded, tokens=unfitted)
+    lines += fit.describe(int(encoded.records.sum()), seq_len, settings.truncate)
+    lines += bad.describe()
+    places = dict(zip(kept.tolist(), range(len(kept)), strict=True))
+    shown = []
+    for index in range(min(records, len(documents))):
+        place = places.get(index)
+        cut = 0 if place is None else int(fitted.starts[place] - encoded.starts[index])
+        shown.append(
+            _record(documents[index], encoded, index, tokenizer, cut, place is None, seq_len)
+        )
+    counted = sum(int(_counted(fitted, place).sum()) for place in range(len(fitted)))
+    total = fitted.num_tokens
+    of = (
+        f"the first {plural(len(documents), 'record')}"
+        if more
+        else plural(len(documents), "record")
+    )
+    share = f"{counted / total:.0%}" if total else "none"
+    lines.insert(
+        0,
+        f"{of}, {plural(total, 'token')} in {plural(len(fitted), 'record')} that are kept, {share} learned",
+    )
+    return Preview(
+        lines=tuple(lines),
+        records=tuple(shown),
+        count=len(documents),
+        seq_len=seq_len,
+        tokens=total,
+        learned=counted,
+        quantiles=_quantiles(encoded.lengths),
+        lengths=_histogram(encoded.lengths),
+    )
+
+
+def _read(
+    settings: DataConfig, bad: BadRecords, limit: int
+) -> tuple[list[Document], list[str], bool]:
+    """Return documents, lines about where they are from, and whether there are more of them."""
+    if settings.data == (PYTHON_DOCSTRINGS,):
+        documents = python_docstrings()[0]
+        return (
+            documents[:limit],
+            [f"{PYTHON_DOCSTRINGS}: prompt/completion"],
+            len(documents) > limit,
+        )
+    if settings.data == (PYTHON_DOCS,):
+        documents = load_documents(None)
+        return documents[:limit], [f"{PYTHON_DOCS}: text"], len(documents) > limit
+    columns = parse_columns(settings.columns)
+    sources = open_sources(settings.data, columns, skip_bad=bad.skip)
+    share = max(1, limit // len(sources))
+    documents = []
+    more = False
+    for source in sources:
+        found = list(itertools.islice(_documents(source, columns, bad), share + 1))
+        more = more or len(found) > share
+        documents += found[:share]
+    kinds = {not source.is_text for source in sources}
+    documents = refuse_mixture(documents, kinds.pop() if len(kinds) == 1 else None, bad)
+    if not documents:
+        names = " and ".join(settings.data)
+        bad.refuse_all(names)
+        raise DataError(f"{names}: there is no record in it")
+    return documents, [source.describe() for source in sources], more
+
+
+def _documents(source: Source, columns: Mapping[str, str], bad: BadRecords) -> Iterator[Document]:
+    """Yield the documents of a source, as far as they are asked for."""
+    if source.system is None:  # a Hub dataset
+        yield from load_documents(source.path, columns, bad)
+        return
+    size = sys.maxsize if source.format == "text files" else _RANGE_BYTES
+    for file in source.files:
+        for part, _ in file_ranges(source.system, file, size):
+            yield from filter(has_text, read_range(part, source.path, columns, bad))
+
+
+def _record(
+    document: Document,
+    encoded: Encoded,
+    index: int,
+    tokenizer: Tokenizer,
+    cut: int,
+    left_out: bool,
+    seq_len: int,
+) -> Record:
+    """Return one record in parts; its first `cut` tokens are cut by --truncate."""
+    start = int(encoded.starts[index])
+    length = int(encoded.lengths[index])
+    ids = encoded.tokens[start : start + length].tolist()
+    counted = _counted(encoded, index)
+    kinds = np.where(counted, LEARNED, READ)
+    kinds[:cut] = CUT
+    reason = ""
+    if left_out and encoded.refused is not None and encoded.refused[index]:
+        reason = "the chat template refuses it"
+    elif left_out and not counted.any():
+        reason = "it has no answer to learn"
+    elif left_out:
+        reason = f"it is longer than --seq-len {seq_len}"
+    parts = tuple(_parts(ids, kinds.tolist(), tokenizer))
+    return Record(document.name, parts, length, 0 if left_out else int(counted.sum()), reason)
+
+
+def _counted(encoded: Encoded, index: int) -> np.ndarray:
+    """Return which tokens of a document are learned, bool [n]: not the first of a record, which nothing precedes."""
+    start = int(encoded.starts[index])
+    length = int(encoded.lengths[index])
+    if encoded.counted is None:
+        return np.ones(length, dtype=np.bool_)
+    counted = encoded.counted[start : start + length].copy()
+    counted[:1] = False
+    return counted
+
+
+def _parts(ids: Sequence[int], kinds: Sequence[str], tokenizer: Tokenizer) -> Iterator[Part]:
+    """Yield the text of tokens in runs of one kind.
+
+    A run is what it adds to the text of the tokens before it, since decoders like SentencePiece's drop the space at the
+    start of a text, and a character may take several tokens.
+    """
+    before = ""
+    at = 0
+    for kind, run in itertools.groupby(kinds):
+        at += len(list(run))
+        text = tokenizer.spell(ids[:at])
+        common = len(_common_prefix(before, text))
+        if text[common:]:
+            yield Part(text[common:], kind)
+        before = text
+
+
+def _common_prefix(one: str, other: str) -> str:
+    """Return the beginning that two texts share, without a replacement for half a character."""
+    end = 0
+    for a, b in zip(one.rstrip("\ufffd"), other, strict=False):
+        if a != b:
+            break
+        end += 1
+    return one[:end]
+
+
+def _quantiles(lengths: np.ndarray) -> dict[str, int]:
+    ordered = np.sort(lengths)
+    last = len(ordered) - 1
+    return {name: int(ordered[round(share * last)]) for name, share in _QUANTILES.items()}
+
+
+def _histogram(lengths: np.ndarray) -> dict[int, int]:
+    """Return how many documents have at most each power of two of tokens, from the first that has any to the last."""
+    exponents = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
+    first = int(exponents.min())
+    counts = np.bincount(exponents - first)
+    return {2 ** (first + place): int(count) for place, count in enumerate(counts)}
