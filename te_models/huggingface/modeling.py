@@ -189,6 +189,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         refuse_unknown(loss_options)
         tokens = self.tokens(input_ids, inputs_embeds, labels, shift_labels)
         wants_loss = labels is not None or shift_labels is not None
+        if wants_loss:
+            self.model.warn_of_fp16_gradients()
         cache = self._past(cache, use_cache, wants_loss)
         passed = self.attention(tokens, attention_mask, position_ids, cache)
         count = logits_to_keep if isinstance(logits_to_keep, int) else 0  # of positions, or all

@@ -24,7 +24,7 @@ from te_models.files.formats import Document, Fields, as_object, list_some, pars
 from te_models.files.tensors import SafetensorsFile, check_finite
 from te_models.interop.hf_families import Family, family_of
 from te_models.interop.hf_places import TOP
-from te_models.interop.origin import MODEL_TYPE, Opened, Origin, check_sizes, saved_dtype
+from te_models.interop.origin import DTYPES, MODEL_TYPE, Opened, Origin, check_sizes, saved_dtype
 from te_models.interop.quantized import (
     CONFIG_KEYS,
     MXFP4,
@@ -39,6 +39,12 @@ from te_models.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
+SCALES = (
+    "scale",
+    "scale_inv",
+    "scales",
+    "blocks",
+)  # endings of names that hold no values of a model
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -88,10 +94,36 @@ def describe(
     with explained(file, *damage):
         config = family.read(document)
     named = [part.get(key) for part in (document, text) for key in ("dtype", "torch_dtype")]
-    quantized = any(documents["config"].get(key) for key in CONFIG_KEYS)  # gpt-oss names no dtype
-    dtype = saved_dtype(file, next(filter(None, named), "bfloat16" if quantized else "float32"))
+    name = next(filter(None, named), None)
+    dtype = stored_dtype(folder, tensors) if name is None else saved_dtype(file, name)
     origin = Origin(folder, document, documents.get("generation"))
     return Description(family, config, dtype, origin, family.prefixes_aside(document))
+
+
+def stored_dtype(folder: Path, tensors: Mapping[str, Tensor] | None) -> torch.dtype:
+    """Return the dtype in which most values of a folder are stored, for a config.json that names none.
+
+    FP8 and MXFP4 weights and their scales do not count; a folder of nothing else is BF16. `tensors` are those of the
+    folder; None: they are opened here, and a folder without any is FP32, as a new model is in transformers.
+    """
+    if tensors is None:
+        found: dict[str, Tensor] = {}
+        try:
+            paths = weight_files(folder)
+        except CheckpointError:
+            return torch.float32
+        for path in paths:
+            with SafetensorsFile(path) as file:
+                found |= file.tensors
+        tensors = found
+    sizes: Counter[torch.dtype] = Counter()
+    for name, tensor in tensors.items():
+        if not name.endswith(SCALES):
+            sizes[tensor.dtype] += tensor.numel()
+    sizes[torch.float32] += sizes.pop(torch.float64, 0)
+    values = {dtype: sizes[dtype] for dtype in DTYPES.values()}
+    dtype = max(values, key=lambda dtype: values[dtype])
+    return dtype if values[dtype] else torch.bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
