@@ -209,14 +209,14 @@ def _resolved(settings: RunSettings) -> tuple[RunSettings, list[str]]:
                 "scaling; --dtype float32 keeps every bit of its weights"
             )
     dtype = torch_dtype(settings.build, dtype)
-    build = {**settings.build, "dtype": str(dtype).removeprefix("torch.")}
+    build: Fields = {**settings.build, "dtype": str(dtype).removeprefix("torch.")}
     settings = dataclasses.replace(settings, build=build)
     if settings.recipe != AUTO:
         return settings, lines
     reason = "the model's own"
     if recipe is None:
         names = ("engine", "device", "fp8_params", *RECIPE_FIELDS)
-        own = {name: value for name, value in build.items() if name in names}
+        own: Fields = {name: value for name, value in build.items() if name in names}
         recipe, reason = auto_recipe(shape, dtype=dtype, **own)
     lines.append(f"recipe auto: {recipe.name} ({reason})")
     return dataclasses.replace(settings, recipe=recipe), lines
