@@ -31,6 +31,7 @@ from te_models.huggingface.cache import CacheView, refuse_other_states, seen_bef
 from te_models.huggingface.config import TEModelsConfig
 from te_models.huggingface.saving import add_prefix, leave_out_empty, save_model
 from te_models.interop.hf import hugging_face_documents
+from te_models.interop.hf_families import family_of
 from te_models.interop.hub import local_folder, split_options
 from te_models.interop.remote_code.modeling_te_models import CACHE, CACHES, cache_by_either_name
 from te_models.model.inputs import check_inputs, checked_tokens
@@ -38,7 +39,8 @@ from te_models.model.rope import context_before_long_angles
 from te_models.model.targets import IGNORED, nan_if, shifted, valid_targets
 
 # Fields of the config that say what forward returns.
-OUTPUTS = ("use_cache", "output_hidden_states", "output_router_logits", "return_dict")
+STATED = ("use_cache", "output_hidden_states", "output_router_logits")  # followed in a config.json
+OUTPUTS = (*STATED, "return_dict")
 
 
 class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
@@ -96,7 +98,10 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def wrap(cls, model: CausalLM) -> TEModelsForCausalLM:
         """Return `model` with transformers' interface; both share all weights."""
-        return cls(TEModelsConfig.of(model.config, dtype=model.dtype), model)
+        config = TEModelsConfig.of(model.config, dtype=model.dtype)
+        for name, value in _stated_outputs(model).items():
+            setattr(config, name, value)
+        return cls(config, model)
 
     @classmethod
     def _from_config(cls, config: TEModelsConfig, **options: Any) -> TEModelsForCausalLM:
@@ -427,6 +432,26 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             raise UsageError(f"the vocabulary has {rows} tokens and cannot be resized to {wanted}")
         return self.model.embed_tokens
 
+    def _note_outputs(self) -> None:
+        """Note the outputs that the config asks for in the config.json that came with the model, for a save."""
+        document = self.model.origin.config
+        if not document:
+            return
+        family = family_of(document)
+        stated = _stated_outputs(self.model)
+        default = TEModelsConfig.of(self.model.config)
+        changed = {}
+        for name in STATED:
+            value = getattr(self.config, name)
+            if value != stated.get(name, getattr(default, name)):
+                changed[name] = value
+        if not changed:
+            return
+        document = {**document, **changed}
+        if family.inner:
+            document[family.inner] = {**document[family.inner], **changed}
+        self.model.origin = replace(self.model.origin, config=document)
+
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Fields | None = None, **others: object
     ) -> None:
@@ -484,6 +509,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
                 "variant= and distributed_checkpoint= are not supported: leave them out"
             )
         if is_main_process:
+            self._note_outputs()
             generation, size = self.generation_config.to_diff_dict(), parse_size(max_shard_size)
             with saving(self.model):
                 save_model(
@@ -496,6 +522,19 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
                 )
         if push_to_hub:
             self.push_to_hub(**options, token=token)
+
+
+def _stated_outputs(model: CausalLM) -> Fields:
+    """Return what the config.json of a model of Hugging Face says about the outputs of `forward`."""
+    document = model.origin.config
+    if not document:
+        return {}
+    family = family_of(document)
+    stated = {**document, **family.text(document)}
+    found = {name: bool(stated[name]) for name in STATED if stated.get(name) is not None}
+    if "router_aux_loss_coef" not in family.known():  # its class in transformers has no such loss
+        found.pop("output_router_logits", None)
+    return found
 
 
 def _changed(config: TEModelsConfig, folder: Path) -> Fields:

@@ -1,7 +1,7 @@
 """One family of Hugging Face's decoders as data: what reads and writes its config.json. No torch."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, dataclass, field, replace
 
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError
@@ -97,6 +97,36 @@ class Family:
         outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         return {**found, **outer}
 
+    def stored_as(self, names: Collection[str]) -> "Family":
+        """Return the family with the prefixes that the tensors of a folder have, all of which transformers reads.
+
+        A model that was saved without its head lacks "model." in its names, and a text model that was loaded from a
+        multimodal folder is saved under the names of that one.
+        """
+        roots = dict.fromkeys((self.root, *ROOTS))
+        stored = [
+            root for root in roots if any(name.startswith(f"{root}layers.") for name in names)
+        ]
+        heads = [head for head in dict.fromkeys((self.head, *HEADS)) if f"{head}.weight" in names]
+        aside = [prefix for own in self.aside for prefix in _prefixes(own)]
+        return replace(
+            self,
+            root=(stored or [self.root])[0],
+            head=(heads or [self.head])[0],
+            aside=tuple(aside),
+        )
+
+    def name_aside(self, name: str, stored: "Family") -> str:
+        """Return the name, with the prefixes of this family, of a tensor aside in a folder with those of `stored`."""
+        layers = f"{stored.root}layers."
+        if name.startswith(layers):
+            return f"{self.root}layers.{name.removeprefix(layers)}"
+        for own in self.aside:
+            for prefix in _prefixes(own):
+                if name.startswith(prefix):
+                    return own + name.removeprefix(prefix)
+        return name
+
     def prefixes_aside(self, config: Values) -> tuple[str, ...]:
         """Return the prefixes of tensors in a folder with this config.json that are not of the text model.
 
@@ -177,12 +207,24 @@ class Family:
                 )
                 problems.append(f"{refused} does not know it; {advice}")
         for name in config.get("architectures") or ():
-            if name != self.architecture and not str(name).endswith("ForCausalLM"):
+            # "Qwen3Model" is a model that was saved without its head.
+            if name != self.architecture and not str(name).endswith(("ForCausalLM", "Model")):
                 problems.append(
                     f"architectures={name!r} is not supported: te-models reads {self.architecture}"
                 )
         if problems:
             raise ConfigError(problems[0])
+
+
+# Prefixes of the names of layers in folders that transformers reads, and names of heads.
+ROOTS = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
+HEADS = ("lm_head", "language_model.lm_head")
+
+
+def _prefixes(prefix: str) -> tuple[str, ...]:
+    """Return a prefix of tensors aside, and the same with or without "model." before it."""
+    bare = prefix.removeprefix("model.")
+    return tuple(dict.fromkeys((prefix, f"model.{bare}", bare)))
 
 
 COPIED = (

@@ -206,6 +206,12 @@ def _config_document(model: Decoder, origin: Origin, family: Family) -> Fields:
         return {**family.write(model.config), "torch_dtype": dtype}
     if family.read(own) != model.config:
         own = family.rewritten(own, model.config)
+    named = own.get("architectures") or []
+    if named and all(str(name).endswith("Model") for name in named):
+        own = {
+            **own,
+            "architectures": [family.architecture],
+        }  # it came without a head, and now has one
     if family.inner and own[family.inner].get("dtype"):
         own = {**own, family.inner: {**own[family.inner], "dtype": dtype}}
     return {**own, "dtype" if family.inner or "dtype" in own else "torch_dtype": dtype}
