@@ -54,6 +54,11 @@ class CausalLM(Decoder):
         if config.tie_word_embeddings:
             save_tie_once(self)
 
+    @property
+    def language_model(self) -> CausalLM:
+        """The model itself: the name of a text model inside a multimodal one, in transformers."""
+        return self
+
     def gradient_checkpointing_enable(self, **options: object) -> None:
         """Set activation_checkpointing="full", for Hugging Face's Trainer; `options` are ignored."""
         self.activation_checkpointing = "full"

@@ -25,11 +25,25 @@ from te_models.errors import UsageError
 from te_models.files.formats import Fields, parse_size
 from te_models.fp8.region import saving
 from te_models.generation.decode_loop import te_linears
-from te_models.huggingface.adapters import Head, place_adapters, show_embedding, show_linears
+from te_models.huggingface.adapters import (
+    Head,
+    is_multimodal,
+    place_adapters,
+    show_embedding,
+    show_linears,
+)
 from te_models.huggingface.backbone import Backbone, hidden_states, refuse_unknown
 from te_models.huggingface.cache import CacheView, refuse_other_states, seen_before
 from te_models.huggingface.config import TEModelsConfig
-from te_models.huggingface.saving import add_prefix, leave_out_empty, save_model
+from te_models.huggingface.saving import (
+    MULTIMODAL,
+    add_prefix,
+    inside,
+    inside_multimodal,
+    leave_out_empty,
+    save_model,
+    text_names,
+)
 from te_models.interop.hf import hugging_face_documents
 from te_models.interop.hf_families import family_of
 from te_models.interop.hub import local_folder, split_options
@@ -61,6 +75,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"model.lm_head.weight": "model.embed_tokens.weight"}
     _supports_sdpa = True
     supports_gradient_checkpointing = True
+    _multimodal = False
     accepts_loss_kwargs = (
         True  # Trainer then divides by the tokens of all micro-batches (num_items_in_batch)
     )
@@ -86,6 +101,12 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         for module in (self, *(module for module in model.modules() if isinstance(module, copied))):
             module.register_state_dict_post_hook(leave_out_empty)
         self.register_load_state_dict_pre_hook(add_prefix)
+        self._multimodal = is_multimodal(model)
+        if self._multimodal:
+            self.register_state_dict_post_hook(inside_multimodal)
+            self._tied_weights_keys = {"model.lm_head.weight": f"{MULTIMODAL}embed_tokens.weight"}
+        # Read by peft: adapters of the text class and of the multimodal one are adapters of this model.
+        self._checkpoint_conversion_mapping = text_names(self._multimodal)
         self._weights_pass: bool | None = None  # is_first_microbatch of the next forward pass
         self.post_init()
 
@@ -94,6 +115,19 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         super().__setattr__(name, value)
         if name == "peft_config":
             place_adapters(self.model, self._rows, value)
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules, those of a multimodal folder below "model.language_model" as in transformers.
+
+        peft names adapters after them. CausalLM.language_model leads there.
+        """
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            yield inside(name, prefix) if self._multimodal else name, module
 
     @classmethod
     def wrap(cls, model: CausalLM) -> TEModelsForCausalLM:

@@ -460,10 +460,11 @@ def tensor_places(
 def module_places(
     family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]
 ) -> dict[str, Place]:
-    """Return `tensor_places` by the names in a model of transformers."""
+    """Return `tensor_places` by the names in the text model of transformers, "model.layers.0..." and "lm_head"."""
+    text = dataclasses.replace(family, root="model.", head="lm_head")
     return {
-        family.in_transformers(name): place
-        for name, place in tensor_places(family, config, shapes).items()
+        text.in_transformers(name): place
+        for name, place in tensor_places(text, config, shapes).items()
     }
 
 

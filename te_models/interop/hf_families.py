@@ -6,13 +6,22 @@ is known to have no effect; writing uses the same entry in reverse. Facts: the c
 transformers 5.23, and modeling_qwen3.py of qiuzh20/gated_attention.
 """
 
+from collections.abc import Iterable
+
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError, unknown
 from te_models.interop import hf_experts as experts
 from te_models.interop import hf_parts as parts
 from te_models.interop import hf_places as places
 from te_models.interop.hf_expert_families import EXPERT_FAMILIES
-from te_models.interop.hf_family import LENGTHS, NO_DROPOUT, UNGATED, Family, whole_heads
+from te_models.interop.hf_family import (
+    LENGTHS,
+    NO_DROPOUT,
+    UNGATED,
+    Family,
+    prefixes_of,
+    whole_heads,
+)
 from te_models.interop.hf_hybrid_parts import HYBRID, MROPE
 from te_models.interop.hf_obstacles import obstacle, text_type
 from te_models.interop.hf_parts import Fields, Values
@@ -348,6 +357,21 @@ FAMILIES = (
         note="all that the others do not express; transformers needs the code in the folder (`trust_remote_code=True`)",
     ),
 )  # fmt: skip
+
+
+# Prefixes of the names of other models beside the text model, in folders and in adapters.
+BESIDE_TEXT = tuple(
+    dict.fromkeys(
+        prefix for family in FAMILIES for own in family.aside for prefix in prefixes_of(own)
+    )
+)
+
+
+def without_others(names: Iterable[str]) -> str:
+    """Return what to say of tensors of adapters that belong to other models than the text model."""
+    found = [prefix for name in names for prefix in BESIDE_TEXT if name.startswith(prefix)]
+    parts = ", ".join(f"{prefix}*" for prefix in dict.fromkeys(found))
+    return f"{len(found)} tensors of the adapter are of other models than the text model ({parts}) and left out"
 
 
 def family_of(config: Values) -> Family:

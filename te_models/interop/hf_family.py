@@ -108,7 +108,7 @@ class Family:
             root for root in roots if any(name.startswith(f"{root}layers.") for name in names)
         ]
         heads = [head for head in dict.fromkeys((self.head, *HEADS)) if f"{head}.weight" in names]
-        aside = [prefix for own in self.aside for prefix in _prefixes(own)]
+        aside = [prefix for own in self.aside for prefix in prefixes_of(own)]
         return replace(
             self,
             root=(stored or [self.root])[0],
@@ -122,7 +122,7 @@ class Family:
         if name.startswith(layers):
             return f"{self.root}layers.{name.removeprefix(layers)}"
         for own in self.aside:
-            for prefix in _prefixes(own):
+            for prefix in prefixes_of(own):
                 if name.startswith(prefix):
                     return own + name.removeprefix(prefix)
         return name
@@ -182,6 +182,11 @@ class Family:
         ]
         return [*sorted(linears), *fields]
 
+    @property
+    def module_root(self) -> str:
+        """The prefix of the names of layers in a model of transformers, and in adapters for it."""
+        return "model.language_model." if self.inner else "model."
+
     def in_transformers(self, name: str) -> str:
         """Return the name of a tensor in a model of transformers, from that in a folder."""
         for stored, there in self.renamed.items():
@@ -221,7 +226,7 @@ ROOTS = ("model.", "model.language_model.", "language_model.model.", "language_m
 HEADS = ("lm_head", "language_model.lm_head")
 
 
-def _prefixes(prefix: str) -> tuple[str, ...]:
+def prefixes_of(prefix: str) -> tuple[str, ...]:
     """Return a prefix of tensors aside, and the same with or without "model." before it."""
     bare = prefix.removeprefix("model.")
     return tuple(dict.fromkeys((prefix, f"model.{bare}", bare)))
