@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -211,7 +212,15 @@ class HuggingFaceFolder(Opened):
                 self.path,
                 head,
             )
-        aside = family_of(self.origin.config or {}).prefixes_aside(self.origin.config or {})
+        document = self.origin.config or {}
+        family = family_of(document)
+        if unread := family.unread(document):
+            warnings.warn(
+                f"{self.path / 'config.json'}: transformers does not read {', '.join(unread)} of {family.model_type}: "
+                "such keys change nothing in the model, and are written back",
+                stacklevel=2,
+            )
+        aside = family.prefixes_aside(document)
         if others := len(self.stored.tensors) - len(own):
             log.warning(
                 "%s: the text model is read; %s tensors of other parts (%s) are not: save_pretrained(format='hf') "

@@ -111,7 +111,7 @@ EXPERT_FAMILIES = (
     Family(
         model_type="glm4_moe_lite", architecture="Glm4MoeLiteForCausalLM", models="GLM-4.7-Flash",
         layer={**places.LATENT_LAYER, **places.GLM_EXPERTS}, constants=UNGATED,
-        parts=(parts.ROPE, LATENT, ACT, parts.biases(), experts.GLM_LITE_EXPERTS),
+        parts=(parts.WHOLE_HEADS_ROPE, LATENT, ACT, parts.biases(), experts.GLM_LITE_EXPERTS),
         defaults={**_SIZES, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "n_routed_experts": 64,
                   "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "q_lora_rank": 768,
                   "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1, "topk_group": 1,

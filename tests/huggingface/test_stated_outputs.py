@@ -24,6 +24,7 @@ def load(folder: Path) -> TEModelsForCausalLM:
     return TEModelsForCausalLM.from_pretrained(folder, recipe="bf16", dtype="float32", device="cpu")
 
 
+@pytest.mark.filterwarnings("ignore:.*does not read router_aux_loss_coef of deepseek_v3")
 @pytest.mark.parametrize("case", MIXTURES)
 def test_the_balance_loss_of_experts_is_added_where_config_json_asks_for_it(
     case: str, tmp_path: Path
