@@ -34,6 +34,7 @@ class Family:
         code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
         scaled_vectors: whether its embedding in transformers multiplies, and `inputs_embeds` come multiplied.
         renamed: parts of their names that are others in a model of transformers -> those there.
+        served: keys that servers read of a model, beside those that `write` writes.
         sign: these marks, for people.
         note: what sets it apart, for people.
     """
@@ -59,6 +60,7 @@ class Family:
     code: bool = False
     scaled_vectors: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
+    served: Callable[[ModelConfig], Values] = lambda config: {}
     sign: str = ""
     note: str = ""
 
