@@ -41,9 +41,9 @@ def _sparse(config: ModelConfig) -> bool:
 
 def _served_by_bias(config: ModelConfig) -> Fields:
     """Return the keys without which vLLM takes softmax scores, and has no place for the bias of the choice."""
-    if config.moe is None:
-        return {}
     dense = (config.mlp_layer_types or ()).count("dense")
+    if config.moe is None:
+        dense = config.num_hidden_layers
     chosen = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     return {**chosen, "first_k_dense_replace": dense, "moe_layer_freq": 1}
 

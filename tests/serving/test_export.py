@@ -771,7 +771,9 @@ def test_an_export_does_not_replace_the_model_that_it_reads(tmp_path: Path) -> N
 
 
 @pytest.mark.filterwarnings("ignore:.*does not read topk_method")
-@pytest.mark.parametrize("case", ["deepseek_v3-odd", "deepseek_v3-one", "glm4_moe_lite-odd"])
+@pytest.mark.parametrize(
+    "case", ["deepseek_v3-odd", "deepseek_v3-dense", "glm4_moe_lite-odd", "glm4_moe_lite-dense"]
+)
 def test_an_export_says_how_experts_are_chosen(case: str, tmp_path: Path) -> None:
     """transformers' files do not, and vLLM then takes softmax scores without the bias of the choice."""
     make_theirs(case, tmp_path / "theirs")
@@ -780,7 +782,8 @@ def test_an_export_says_how_experts_are_chosen(case: str, tmp_path: Path) -> Non
     found = document_of(tmp_path / "export")
     assert (found["topk_method"], found["scoring_func"]) == ("noaux_tc", "sigmoid")
     layers = model.config.num_hidden_layers
-    kinds = model.config.mlp_layer_types or ("sparse" if model.config.moe else "dense",) * layers
+    alike = "sparse" if model.config.moe else "dense"
+    kinds = model.config.mlp_layer_types or (alike,) * layers
     sparse = [kind == "sparse" for kind in kinds]
     first = found["first_k_dense_replace"]
     assert sparse == [False] * first + [True] * (len(sparse) - first)
