@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -32,7 +31,7 @@ from te_models.model.dynamic import dynamic
 from te_models.model.options import BuildOptions, LoadOptions, ModelOptions, PushOptions
 from te_models.model.part import BlockPart
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
-from te_models.planning.precision_plan import PlanRow, PrecisionPlan
+from te_models.planning.precision_plan import PRECISION_NAMES, PlanRow, PrecisionPlan
 from te_models.saving.pretrained import read_pretrained, write_pretrained
 from te_models.saving.state_dict import keep_fp8_state, save_tie_once, tie_head
 from te_models.serving.export import Export, export
@@ -54,6 +53,11 @@ class CausalLM(Decoder):
         keep_fp8_state(self)
         if config.tie_word_embeddings:
             save_tie_once(self)
+
+    @property
+    def language_model(self) -> CausalLM:
+        """The model itself: the name of a text model inside a multimodal one, in transformers."""
+        return self
 
     def gradient_checkpointing_enable(self, **options: object) -> None:
         """Set activation_checkpointing="full", for Hugging Face's Trainer; `options` are ignored."""
@@ -127,11 +131,7 @@ class CausalLM(Decoder):
     def plan(self) -> PrecisionPlan:
         """Return the precision and engine of each te.Linear with the reason, and what fused kernels do not support."""
         rows = []
-        high = (
-            "BF16"
-            if self.dtype == torch.bfloat16
-            else str(self.dtype).removeprefix("torch.").upper()
-        )
+        high = PRECISION_NAMES[str(self.dtype).removeprefix("torch.")]
         for name, module in self.named_modules():
             if not isinstance(module, self.te.LINEARS):
                 continue

@@ -299,6 +299,12 @@ def _named_otherwise(model: CausalLM, wanted: list[str]) -> list[str]:
     return [name for name in names if name.endswith(tuple(wanted)) and theirs.get(name) != name]
 
 
+def is_multimodal(model: CausalLM) -> bool:
+    """Return whether the model is the text model of a multimodal one in transformers."""
+    family = _places(model)[1]
+    return family is not None and bool(family.inner)
+
+
 def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
     """Replace te modules by what is `placed` there, from `show_linears`, also where adapters may come later."""
     biases = any(name.endswith(".bias") for name, p in model.named_parameters() if p.numel())

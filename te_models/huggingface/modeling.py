@@ -25,12 +25,27 @@ from te_models.errors import UsageError
 from te_models.files.formats import Fields, parse_size
 from te_models.fp8.region import saving
 from te_models.generation.decode_loop import te_linears
-from te_models.huggingface.adapters import Head, place_adapters, show_embedding, show_linears
+from te_models.huggingface.adapters import (
+    Head,
+    is_multimodal,
+    place_adapters,
+    show_embedding,
+    show_linears,
+)
 from te_models.huggingface.backbone import Backbone, hidden_states, refuse_unknown
 from te_models.huggingface.cache import CacheView, refuse_other_states, seen_before
 from te_models.huggingface.config import TEModelsConfig
-from te_models.huggingface.saving import add_prefix, leave_out_empty, save_model
+from te_models.huggingface.saving import (
+    MULTIMODAL,
+    add_prefix,
+    inside,
+    inside_multimodal,
+    leave_out_empty,
+    save_model,
+    text_names,
+)
 from te_models.interop.hf import hugging_face_documents
+from te_models.interop.hf_families import family_of
 from te_models.interop.hub import local_folder, split_options
 from te_models.interop.remote_code.modeling_te_models import CACHE, CACHES, cache_by_either_name
 from te_models.model.inputs import check_inputs, checked_tokens
@@ -38,7 +53,8 @@ from te_models.model.rope import context_before_long_angles
 from te_models.model.targets import IGNORED, nan_if, shifted, valid_targets
 
 # Fields of the config that say what forward returns.
-OUTPUTS = ("use_cache", "output_hidden_states", "output_router_logits", "return_dict")
+STATED = ("use_cache", "output_hidden_states", "output_router_logits")  # followed in a config.json
+OUTPUTS = (*STATED, "return_dict")
 
 
 class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
@@ -59,6 +75,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"model.lm_head.weight": "model.embed_tokens.weight"}
     _supports_sdpa = True
     supports_gradient_checkpointing = True
+    _multimodal = False
     accepts_loss_kwargs = (
         True  # Trainer then divides by the tokens of all micro-batches (num_items_in_batch)
     )
@@ -84,6 +101,12 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         for module in (self, *(module for module in model.modules() if isinstance(module, copied))):
             module.register_state_dict_post_hook(leave_out_empty)
         self.register_load_state_dict_pre_hook(add_prefix)
+        self._multimodal = is_multimodal(model)
+        if self._multimodal:
+            self.register_state_dict_post_hook(inside_multimodal)
+            self._tied_weights_keys = {"model.lm_head.weight": f"{MULTIMODAL}embed_tokens.weight"}
+        # Read by peft: adapters of the text class and of the multimodal one are adapters of this model.
+        self._checkpoint_conversion_mapping = text_names(self._multimodal)
         self._weights_pass: bool | None = None  # is_first_microbatch of the next forward pass
         self.post_init()
 
@@ -93,10 +116,26 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         if name == "peft_config":
             place_adapters(self.model, self._rows, value)
 
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules, those of a multimodal folder below "model.language_model" as in transformers.
+
+        peft names adapters after them. CausalLM.language_model leads there.
+        """
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            yield inside(name, prefix) if self._multimodal else name, module
+
     @classmethod
     def wrap(cls, model: CausalLM) -> TEModelsForCausalLM:
         """Return `model` with transformers' interface; both share all weights."""
-        return cls(TEModelsConfig.of(model.config, dtype=model.dtype), model)
+        config = TEModelsConfig.of(model.config, dtype=model.dtype)
+        for name, value in _stated_outputs(model).items():
+            setattr(config, name, value)
+        return cls(config, model)
 
     @classmethod
     def _from_config(cls, config: TEModelsConfig, **options: Any) -> TEModelsForCausalLM:
@@ -189,6 +228,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         refuse_unknown(loss_options)
         tokens = self.tokens(input_ids, inputs_embeds, labels, shift_labels)
         wants_loss = labels is not None or shift_labels is not None
+        if wants_loss:
+            self.model.warn_of_fp16_gradients()
         cache = self._past(cache, use_cache, wants_loss)
         passed = self.attention(tokens, attention_mask, position_ids, cache)
         count = logits_to_keep if isinstance(logits_to_keep, int) else 0  # of positions, or all
@@ -425,6 +466,26 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             raise UsageError(f"the vocabulary has {rows} tokens and cannot be resized to {wanted}")
         return self.model.embed_tokens
 
+    def _note_outputs(self) -> None:
+        """Note the outputs that the config asks for in the config.json that came with the model, for a save."""
+        document = self.model.origin.config
+        if not document:
+            return
+        family = family_of(document)
+        stated = _stated_outputs(self.model)
+        default = TEModelsConfig.of(self.model.config)
+        changed = {}
+        for name in STATED:
+            value = getattr(self.config, name)
+            if value != stated.get(name, getattr(default, name)):
+                changed[name] = value
+        if not changed:
+            return
+        document = {**document, **changed}
+        if family.inner:
+            document[family.inner] = {**document[family.inner], **changed}
+        self.model.origin = replace(self.model.origin, config=document)
+
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Fields | None = None, **others: object
     ) -> None:
@@ -482,6 +543,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
                 "variant= and distributed_checkpoint= are not supported: leave them out"
             )
         if is_main_process:
+            self._note_outputs()
             generation, size = self.generation_config.to_diff_dict(), parse_size(max_shard_size)
             with saving(self.model):
                 save_model(
@@ -494,6 +556,19 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
                 )
         if push_to_hub:
             self.push_to_hub(**options, token=token)
+
+
+def _stated_outputs(model: CausalLM) -> Fields:
+    """Return what the config.json of a model of Hugging Face says about the outputs of `forward`."""
+    document = model.origin.config
+    if not document:
+        return {}
+    family = family_of(document)
+    stated = {**document, **family.text(document)}
+    found = {name: bool(stated[name]) for name in STATED if stated.get(name) is not None}
+    if "router_aux_loss_coef" not in family.known():  # its class in transformers has no such loss
+        found.pop("output_router_logits", None)
+    return found
 
 
 def _changed(config: TEModelsConfig, folder: Path) -> Fields:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import os
+import re
 import tempfile
+import warnings
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -14,9 +16,14 @@ from te_models.files.atomic import first_line, write_file
 from te_models.files.formats import Fields, list_some, read_json
 from te_models.fp8.extra_state import EXTRA, extra_states
 from te_models.fp8.primary_weights import plain
+from te_models.interop.hf_families import BESIDE_TEXT, without_others
 from te_models.saving.folder import MANIFEST, save_folder
 from te_models.saving.pretrained import model_content, read_tokenizer
 from te_models.saving.restore import WRAPPED
+
+# Prefixes of the names of a text model inside a multimodal one.
+MULTIMODAL = "model.language_model."
+OTHER_ROOTS = ("language_model.model.", "language_model.")
 
 
 def save_model(
@@ -49,7 +56,8 @@ def save_model(
     documents["config"] |= config.document()
     weights = tensors["model"]
     for name, value in (state or {}).items():
-        if (bare := name.removeprefix(WRAPPED)) in weights:
+        bare = name.removeprefix(MULTIMODAL).removeprefix(WRAPPED)
+        if bare in weights:
             weights[bare] = plain(value)
     if state and model.config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
@@ -85,20 +93,59 @@ def _move_in(new: Path, folder: Path) -> None:
 
 
 def add_prefix(model: nn.Module, state: Fields, prefix: str, *others: object) -> None:
-    """Accept a state_dict with the names of CausalLM too; refuse tensors of adapters, which peft would drop."""
+    """Accept a state_dict with the names of CausalLM too; refuse tensors of adapters, which peft would drop.
+
+    The names may also be those of a text model inside a multimodal one.
+    """
     for name in [name for name in state if name.startswith(prefix)]:
         bare = name.removeprefix(prefix)
+        for root in (MULTIMODAL, *OTHER_ROOTS):
+            if bare.startswith(root):
+                bare = WRAPPED + bare.removeprefix(root)
+                state[prefix + bare] = state.pop(name)
+                break
         if not bare.startswith(WRAPPED):
             state[prefix + WRAPPED + bare] = state.pop(name)
+    beside = tuple(prefix + other for other in BESIDE_TEXT)
+    if left_out := [name for name in state if name.startswith(beside)]:
+        warnings.warn(without_others(name.removeprefix(prefix) for name in left_out), stacklevel=2)
+        for name in left_out:
+            del state[name]
     if adapters := [
         name.removeprefix(prefix) for name in state if name.startswith(prefix) and ".lora_" in name
     ]:
-        own = dict(model.named_parameters())
+        own = {name.replace(MULTIMODAL, WRAPPED, 1) for name, _ in model.named_parameters()}
         if unknown := [name for name in adapters if name not in own]:
             raise CheckpointError(
                 f"peft cannot place the adapter's {list_some(unknown)} here: give load_lora of te_models.training.lora "
                 "the CausalLM inside (`.model`)"
             )
+
+
+def inside(name: str, prefix: str = "") -> str:
+    """Return the name of a module or tensor as in a multimodal model of transformers; its head has no other name.
+
+    `prefix` is the name of the TEModelsForCausalLM: "", or one that ends without a dot.
+    """
+    start = f"{prefix}.{WRAPPED}" if prefix else WRAPPED
+    if not name.startswith(start) or name.startswith(f"{start}lm_head"):
+        return name
+    return start.removesuffix(WRAPPED) + MULTIMODAL + name.removeprefix(start)
+
+
+def inside_multimodal(model: nn.Module, state: Fields, prefix: str, metadata: object) -> None:
+    """Give the tensors of a state_dict the names of `inside`; `add_prefix` reads them again."""
+    for name in list(state):
+        if name.startswith(prefix):
+            state[prefix + inside(name.removeprefix(prefix))] = state.pop(name)
+
+
+def text_names(multimodal: bool) -> dict[str, str]:
+    """Return the names of modules in adapters of other classes, as patterns, and those in the model itself."""
+    if multimodal:
+        return {r"^model\.(?!language_model\.|lm_head)": MULTIMODAL}
+    others = "|".join(re.escape(root) for root in (MULTIMODAL, *OTHER_ROOTS))
+    return {f"^(?:{others})": WRAPPED}
 
 
 def leave_out_empty(model: nn.Module, state: Fields, prefix: str, metadata: object) -> None:

@@ -26,7 +26,7 @@ from te_models.config.model import ModelConfig
 from te_models.config.recipe import Recipe
 from te_models.fp8.scaling_state import frozen_fp8_state, gemms_of
 from te_models.inspect.roofline import timed
-from te_models.planning.precision_plan import PrecisionPlan
+from te_models.planning.precision_plan import UNQUANTIZED, PrecisionPlan
 from te_models.planning.printable import Printable
 
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -311,7 +311,7 @@ def _labels(plan: PrecisionPlan) -> Iterator[tuple[str, bool]]:
     """
     first: dict[str, str] = {}
     for row in plan:
-        high = row.precision in ("BF16", "FLOAT32", "FLOAT16")
+        high = row.precision in UNQUANTIZED
         same = high or first.setdefault(row.module, row.precision) == row.precision
         yield row.module if same else f"{row.module} ({row.precision})", high
 

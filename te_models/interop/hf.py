@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -24,7 +25,7 @@ from te_models.files.formats import Document, Fields, as_object, list_some, pars
 from te_models.files.tensors import SafetensorsFile, check_finite
 from te_models.interop.hf_families import Family, family_of
 from te_models.interop.hf_places import TOP
-from te_models.interop.origin import MODEL_TYPE, Opened, Origin, check_sizes, saved_dtype
+from te_models.interop.origin import DTYPES, MODEL_TYPE, Opened, Origin, check_sizes, saved_dtype
 from te_models.interop.quantized import (
     CONFIG_KEYS,
     MXFP4,
@@ -39,6 +40,13 @@ from te_models.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
+SCALES = (
+    "scale",
+    "scale_inv",
+    "scales",
+    "blocks",
+)  # endings of names that hold no values of a model
+MANY_ROWS = 4096  # of an embedding, compared at a time
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -84,14 +92,53 @@ def describe(
         family = family_of(document)
         text = family.text(document)
     if tensors is not None:
+        family = family.stored_as(tensors)
         check_sizes(file, text, tensors, family.root)
     with explained(file, *damage):
         config = family.read(document)
     named = [part.get(key) for part in (document, text) for key in ("dtype", "torch_dtype")]
-    quantized = any(documents["config"].get(key) for key in CONFIG_KEYS)  # gpt-oss names no dtype
-    dtype = saved_dtype(file, next(filter(None, named), "bfloat16" if quantized else "float32"))
+    name = next(filter(None, named), None)
+    dtype = stored_dtype(tensors) if name is None else saved_dtype(file, name)
     origin = Origin(folder, document, documents.get("generation"))
     return Description(family, config, dtype, origin, family.prefixes_aside(document))
+
+
+def stored_dtype(tensors: Mapping[str, Tensor] | None) -> torch.dtype:
+    """Return the dtype in which most values of a folder are stored, for a config.json that names none.
+
+    FP8 and MXFP4 weights and their scales do not count; a folder of nothing else is BF16. Without `tensors` it is FP32,
+    as a new model is in transformers.
+    """
+    if tensors is None:
+        return torch.float32
+    sizes: Counter[torch.dtype] = Counter()
+    for name, tensor in tensors.items():
+        if not name.endswith(SCALES):
+            sizes[tensor.dtype] += tensor.numel()
+    sizes[torch.float32] += sizes.pop(torch.float64, 0)
+    values = {dtype: sizes[dtype] for dtype in DTYPES.values()}
+    dtype = max(values, key=lambda dtype: values[dtype])
+    return dtype if values[dtype] else torch.bfloat16
+
+
+def read_description(folder: Path, documents: Document) -> Description:
+    """Return the description of a folder, also of one without weights, with what its tensors say.
+
+    Raises:
+        CheckpointError: as `open_hugging_face`.
+    """
+    tensors: dict[str, Tensor] | None = None
+    if any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
+        tensors = {}
+        for path in weight_files(folder):
+            with SafetensorsFile(path) as file:
+                tensors |= file.tensors
+    told = describe(folder, documents, tensors)
+    head = f"{told.family.head}.weight"
+    if not told.config.tie_word_embeddings or tensors is None or head not in tensors:
+        return told
+    with open_hugging_face(folder, documents) as opened:  # it compares the head with the embedding
+        return dataclasses.replace(told, config=opened.config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +152,7 @@ class HuggingFaceFolder(Opened):
         stored: the tensors in them.
         places: name of each of their tensors -> its rows in ours, once `fit` was told the shapes of ours.
         shapes: those shapes.
+        untied: whether it has a head of its own, although config.json ties it to the embedding.
     """
 
     family: Family
@@ -113,11 +161,16 @@ class HuggingFaceFolder(Opened):
     stored: StoredWeights
     places: dict[str, Place] = field(default_factory=dict)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
+    untied: bool = False
 
     def fit(self, shapes: Mapping[str, torch.Size]) -> None:
         """Find the place of each tensor; raise a CheckpointError for one that has none, or is missing."""
         self.shapes.update(shapes)
         self.places.update(tensor_places(self.family, self.config, shapes))
+        embedding, head = self.names_of_ends
+        only_head = head in self.stored.tensors and embedding not in self.stored.tensors
+        if self.config.tie_word_embeddings and only_head:
+            self.places[head] = self.places.pop(embedding)
         own = {
             name: tensor
             for name, tensor in self.stored.tensors.items()
@@ -142,19 +195,57 @@ class HuggingFaceFolder(Opened):
             "unexpected": sorted(own.keys() - self.places - unread),
             "different": different,
         }
+        if problems["missing"] == [head]:
+            raise CheckpointError(
+                f"{self.path} has no {head}, and config.json does not tie the head to the embedding: it is a model "
+                "without a head, which predicts no tokens"
+            )
         for what, names in problems.items():
             if names:
                 raise CheckpointError(
                     f"{self.path}: the tensors do not fit config.json; {what}: {list_some(names, limit=2)}"
                 )
+        if self.untied:
+            log.warning(
+                "%s: config.json ties the head to the embedding, and %s has other values: it is kept, as in "
+                "transformers",
+                self.path,
+                head,
+            )
+        document = self.origin.config or {}
+        family = family_of(document)
+        if unread := family.unread(document):
+            warnings.warn(
+                f"{self.path / 'config.json'}: transformers does not read {', '.join(unread)} of {family.model_type}: "
+                "such keys change nothing in the model, and are written back",
+                stacklevel=2,
+            )
+        aside = family.prefixes_aside(document)
         if others := len(self.stored.tensors) - len(own):
             log.warning(
                 "%s: the text model is read; %s tensors of other parts (%s) are not: save_pretrained(format='hf') "
                 "copies them from there, and exports for servers leave them out",
                 self.path,
                 others,
-                ", ".join(f"{prefix}*" for prefix in self.aside),
+                ", ".join(f"{prefix}*" for prefix in aside),
             )
+
+    @property
+    def names_of_ends(self) -> tuple[str, str]:
+        """The names of the embedding and of the head."""
+        return f"{self.family.root}embed_tokens.weight", f"{self.family.head}.weight"
+
+    def has_own_head(self) -> bool:
+        """Return whether the head is tied by config.json and stored with other values than the embedding."""
+        names = self.names_of_ends
+        if not self.config.tie_word_embeddings or not self.stored.tensors.keys() >= {*names}:
+            return False
+        values = {name: tensor for _, name, tensor in self._values(names)}
+        embedding, head = (values[name] for name in names)
+        if embedding.shape != head.shape:
+            return True
+        rows = zip(embedding.split(MANY_ROWS), head.split(MANY_ROWS), strict=True)
+        return not all(torch.equal(one.float(), other.float()) for one, other in rows)
 
     def parameters(self, like: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter once all its rows were read, dequantized; rows that no tensor fills are zeros."""
@@ -181,11 +272,13 @@ class HuggingFaceFolder(Opened):
             for name, tensor in self.stored.tensors.items()
             if name.startswith(self.aside)
         }
-        return (
-            {name: values.to(wanted[name]) for _, name, values in self._values(wanted)}
-            if wanted
-            else {}
-        )
+        if not wanted or self.origin.config is None:
+            return {}
+        own = family_of(self.origin.config)
+        return {
+            own.name_aside(name, self.family): values.to(wanted[name])
+            for _, name, values in self._values(wanted)
+        }
 
     def _values(self, names: Container[str]) -> Iterator[tuple[SafetensorsFile, str, Tensor]]:
         """Yield the file, the name and the dequantized values of each tensor among `names`, and of stacked experts."""
@@ -246,7 +339,11 @@ def open_hugging_face(folder: Path, documents: Document) -> Iterator[HuggingFace
             )
             scheme = None
         stored = open_weights(folder, scheme, found, files)
-        yield HuggingFaceFolder(path=folder, **vars(told), files=files, stored=stored)
+        opened = HuggingFaceFolder(path=folder, **vars(told), files=files, stored=stored)
+        if opened.has_own_head():
+            untied = dataclasses.replace(told.config, tie_word_embeddings=False)
+            opened = dataclasses.replace(opened, config=untied, untied=True)
+        yield opened
 
 
 def _alone(folder: Path, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -372,10 +469,11 @@ def tensor_places(
 def module_places(
     family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]
 ) -> dict[str, Place]:
-    """Return `tensor_places` by the names in a model of transformers."""
+    """Return `tensor_places` by the names in the text model of transformers, "model.layers.0..." and "lm_head"."""
+    text = dataclasses.replace(family, root="model.", head="lm_head")
     return {
-        family.in_transformers(name): place
-        for name, place in tensor_places(family, config, shapes).items()
+        text.in_transformers(name): place
+        for name, place in tensor_places(text, config, shapes).items()
     }
 
 

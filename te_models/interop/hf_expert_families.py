@@ -39,6 +39,15 @@ def _sparse(config: ModelConfig) -> bool:
     return config.moe is not None
 
 
+def _served_by_bias(config: ModelConfig) -> Fields:
+    """Return the keys without which vLLM takes softmax scores, and has no place for the bias of the choice."""
+    dense = (config.mlp_layer_types or ()).count("dense")
+    if config.moe is None:
+        dense = config.num_hidden_layers
+    chosen = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    return {**chosen, "first_k_dense_replace": dense, "moe_layer_freq": 1}
+
+
 EXPERT_FAMILIES = (
     Family(
         model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM", models="Qwen3 with experts, such as 30B-A3B",
@@ -90,11 +99,12 @@ EXPERT_FAMILIES = (
         note="experts and one for all tokens; sigmoid scores with a bias for the choice; the first layers are dense",
     ),
     Family(
-        model_type="deepseek_v3", models="DeepSeek-V3, V3.1, R1, Moonlight", **_DEEPSEEK_V3,
+        model_type="deepseek_v3", models="DeepSeek-V3, V3.1, R1, Moonlight", **_DEEPSEEK_V3, served=_served_by_bias,
         note="multi-head latent attention; experts as in GLM-4.5, chosen by groups",
     ),
     Family(
-        model_type="kimi_k2", models="Kimi K2", **_DEEPSEEK_V3, written=False, note="as DeepSeek-V3",
+        model_type="kimi_k2", models="Kimi K2", **_DEEPSEEK_V3, served=_served_by_bias, written=False,
+        note="as DeepSeek-V3",
     ),
     Family(
         model_type="deepseek_v2", architecture="DeepseekV2ForCausalLM", models="DeepSeek-V2, V2-Lite, V2.5",
@@ -111,12 +121,12 @@ EXPERT_FAMILIES = (
     Family(
         model_type="glm4_moe_lite", architecture="Glm4MoeLiteForCausalLM", models="GLM-4.7-Flash",
         layer={**places.LATENT_LAYER, **places.GLM_EXPERTS}, constants=UNGATED,
-        parts=(parts.ROPE, LATENT, ACT, parts.biases(), experts.GLM_LITE_EXPERTS),
+        parts=(parts.WHOLE_HEADS_ROPE, LATENT, ACT, parts.biases(), experts.GLM_LITE_EXPERTS),
         defaults={**_SIZES, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "n_routed_experts": 64,
                   "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "q_lora_rank": 768,
                   "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1, "topk_group": 1,
                   "routed_scaling_factor": 1.8},
-        only=NO_DROPOUT, ignored=experts.IGNORED | {"qk_head_dim"}, note="as DeepSeek-V3",
+        only=NO_DROPOUT, ignored=experts.IGNORED | {"qk_head_dim"}, served=_served_by_bias, note="as DeepSeek-V3",
     ),
     Family(
         model_type="gpt_oss", architecture="GptOssForCausalLM", models="gpt-oss-20b, gpt-oss-120b",

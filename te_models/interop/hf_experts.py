@@ -51,6 +51,7 @@ def first_dense(key: str) -> Layout:
     return Layout((key,), read, lambda dense: {key: sum(dense)})
 
 
+COUNTS = ("num_local_experts", "num_experts")
 STEPS = Layout(("decoder_sparse_step", "mlp_only_layers"), _read_steps, _write_steps)
 TYPES = Layout(
     ("mlp_layer_types",),
@@ -74,14 +75,17 @@ def experts(
     Args:
         layout: which layers are dense.
         keys: field of MoEConfig -> their key, of those that differ between models.
-        number: their key for the number of experts, which may also be "num_local_experts".
+        number: their key for the number of experts; transformers reads those of COUNTS as the same.
         shared: their key for the number of experts that all tokens go through, each as wide as another; "": none.
         without: what is written for a model without experts beside the layout; None: the family has none.
         constants: fields of MoEConfig that all models of the family share.
     """
 
+    aliases = [name for name in COUNTS if name != number]
+
     def read(theirs: Values) -> Fields:
-        dense, count = layout.read(theirs), theirs.get("num_local_experts", theirs.get(number))
+        dense = layout.read(theirs)
+        count = next((theirs[name] for name in (*aliases, number) if name in theirs), None)
         if all(dense) or (count == 0 and without is not None):
             return {}
         if not isinstance(count, int):
@@ -114,7 +118,7 @@ def experts(
         return theirs | layout.write([kind == "dense" for kind in kinds])
 
     known = dict.fromkeys(
-        (number, "num_local_experts", *keys.values(), *layout.keys, *([shared] if shared else []))
+        (number, *aliases, *keys.values(), *layout.keys, *([shared] if shared else []))
     )
     return Part(tuple(known), read, write)
 

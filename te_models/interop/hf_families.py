@@ -1,10 +1,12 @@
 """Hugging Face's decoder families as tables that map their config keys and tensor names to ours. No torch.
 
 A family is one entry of FAMILIES: the keys of config.json that are copied, the values of other keys that te-models can
-compute, and the rows of our fused weights that hold each of their tensors. Reading refuses every other key unless it
-is known to have no effect; writing uses the same entry in reverse. Facts: the configuration and modeling files of
+compute, and the rows of our fused weights that hold each of their tensors. Every key that transformers reads is in the
+entry; writing uses the same entry in reverse. Facts: the configuration and modeling files of
 transformers 5.23, and modeling_qwen3.py of qiuzh20/gated_attention.
 """
+
+from collections.abc import Iterable
 
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError, unknown
@@ -12,7 +14,14 @@ from te_models.interop import hf_experts as experts
 from te_models.interop import hf_parts as parts
 from te_models.interop import hf_places as places
 from te_models.interop.hf_expert_families import EXPERT_FAMILIES
-from te_models.interop.hf_family import LENGTHS, NO_DROPOUT, UNGATED, Family, whole_heads
+from te_models.interop.hf_family import (
+    LENGTHS,
+    NO_DROPOUT,
+    UNGATED,
+    Family,
+    prefixes_of,
+    whole_heads,
+)
 from te_models.interop.hf_hybrid_parts import HYBRID, MROPE
 from te_models.interop.hf_obstacles import obstacle, text_type
 from te_models.interop.hf_parts import Fields, Values
@@ -206,7 +215,7 @@ FAMILIES = (
         parts=(parts.ROPE, ACT, ALL_BIASES), constants=UNGATED,
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
                   "bos_token_id": 1, "eos_token_id": 2},
-        accepts=whole_heads, only={**NO_DROPOUT, "use_sliding_window": (False,)},
+        accepts=whole_heads, only={**NO_DROPOUT, "use_sliding_window": (False,), "clip_qkv": (None,)},
         ignored=frozenset(("auto_map", "max_window_layers", "sliding_window")),
     ),
     Family(
@@ -245,14 +254,15 @@ FAMILIES = (
         model_type="olmo2", architecture="Olmo2ForCausalLM", models="OLMo 2", layer=places.POST_NORMED_LAYER,
         parts=(parts.ROPE, ACT, parts.biases()), constants={**POST_NORM, "qk_norm_scope": "all_heads"},
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "pad_token_id": 1, "eos_token_id": 50279},
-        only=NO_DROPOUT, note="norms after attention and MLP, one norm over all heads of q and of k",
+        only={**NO_DROPOUT, "clip_qkv": (None,)},
+        note="norms after attention and MLP, one norm over all heads of q and of k",
     ),
     Family(
         model_type="olmo3", architecture="Olmo3ForCausalLM", models="OLMo 3", layer=places.POST_NORMED_LAYER,
         parts=(parts.OLMO3_ROPE, ACT, parts.biases()), constants={**POST_NORM, "qk_norm_scope": "all_heads"},
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "pad_token_id": 1, "eos_token_id": 50279,
                   "rope_theta": 500000.0, "rope_local_base_freq": 500000.0, "sliding_window": 4096},
-        only=NO_DROPOUT, note="as OLMo 2; sliding window per layer, with a RoPE of its own",
+        only={**NO_DROPOUT, "clip_qkv": (None,)}, note="as OLMo 2; sliding window per layer, with a RoPE of its own",
     ),
     Family(
         model_type="exaone4", architecture="Exaone4ForCausalLM", models="EXAONE 4.0", layer=places.POST_NORMED_LAYER,
@@ -348,6 +358,21 @@ FAMILIES = (
         note="all that the others do not express; transformers needs the code in the folder (`trust_remote_code=True`)",
     ),
 )  # fmt: skip
+
+
+# Prefixes of the names of other models beside the text model, in folders and in adapters.
+BESIDE_TEXT = tuple(
+    dict.fromkeys(
+        prefix for family in FAMILIES for own in family.aside for prefix in prefixes_of(own)
+    )
+)
+
+
+def without_others(names: Iterable[str]) -> str:
+    """Return what to say of tensors of adapters that belong to other models than the text model."""
+    found = [prefix for name in names for prefix in BESIDE_TEXT if name.startswith(prefix)]
+    parts = ", ".join(f"{prefix}*" for prefix in dict.fromkeys(found))
+    return f"{len(found)} tensors of the adapter are of other models than the text model ({parts}) and left out"
 
 
 def family_of(config: Values) -> Family:

@@ -1,11 +1,11 @@
 """One family of Hugging Face's decoders as data: what reads and writes its config.json. No torch."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, dataclass, field, replace
 
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError
-from te_models.interop.hf_parts import Fields, Part, Values
+from te_models.interop.hf_parts import Fields, Part, Values, unread_rope_fields
 from te_models.interop.hf_places import Rows
 
 
@@ -34,6 +34,7 @@ class Family:
         code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
         scaled_vectors: whether its embedding in transformers multiplies, and `inputs_embeds` come multiplied.
         renamed: parts of their names that are others in a model of transformers -> those there.
+        served: keys that servers read of a model, beside those that `write` writes.
         sign: these marks, for people.
         note: what sets it apart, for people.
     """
@@ -59,32 +60,43 @@ class Family:
     code: bool = False
     scaled_vectors: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
+    served: Callable[[ModelConfig], Values] = lambda config: {}
     sign: str = ""
     note: str = ""
 
     def read(self, config: Values) -> ModelConfig:
         """Return the ModelConfig of a config.json; a ConfigError names a request that te-models does not support."""
         config = self.text(config)
-        self._refuse_unsupported(config)
+        problems = self._unsupported(config)
         for key in SIZES:
             if not isinstance(config.get(key, self.defaults.get(key)), int):
-                raise ConfigError(
+                problems.append(
                     f"{key}={config[key]!r} is not a whole number"
                     if key in config
                     else f"it lacks {key}"
                 )
-        stated = {
-            **self.defaults,
-            **config,
-        }  # a null among these is a statement, such as having no eos token
+                raise ConfigError("; ".join(problems))  # nothing else can be read without the sizes
+        # A null among these is a statement, such as having no eos token.
+        stated = {**self.defaults, **config}
         ours = {key: stated[key] for key in COPIED if key in stated}
+        if isinstance(ours.get("pad_token_id"), int) and ours["pad_token_id"] < 0:
+            ours["pad_token_id"] = None  # as some files say that there is none
         theirs = {
             **self.defaults,
             **{k: value for k, value in config.items() if value is not None or k in NULLABLE},
         }
         for part in self.parts:
-            ours |= part.read(theirs)
-        return ModelConfig.from_dict({**ours, **self.constants})
+            try:
+                ours |= part.read(theirs)
+            except ConfigError as error:
+                problems.append(str(error))
+        if not problems:
+            return ModelConfig.from_dict({**ours, **self.constants})
+        try:
+            ModelConfig.from_dict({**ours, **self.constants})
+        except ValueError as error:
+            problems.append(str(error))
+        raise ConfigError("; ".join(problems))
 
     def text(self, config: Values) -> Values:
         """Return the part of a config.json that describes the text model."""
@@ -96,6 +108,36 @@ class Family:
         # Both state whether the embeddings are tied; transformers follows the outer one.
         outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         return {**found, **outer}
+
+    def stored_as(self, names: Collection[str]) -> "Family":
+        """Return the family with the prefixes that the tensors of a folder have, all of which transformers reads.
+
+        A model that was saved without its head lacks "model." in its names, and a text model that was loaded from a
+        multimodal folder is saved under the names of that one.
+        """
+        roots = dict.fromkeys((self.root, *ROOTS))
+        stored = [
+            root for root in roots if any(name.startswith(f"{root}layers.") for name in names)
+        ]
+        heads = [head for head in dict.fromkeys((self.head, *HEADS)) if f"{head}.weight" in names]
+        aside = [prefix for own in self.aside for prefix in prefixes_of(own)]
+        return replace(
+            self,
+            root=(stored or [self.root])[0],
+            head=(heads or [self.head])[0],
+            aside=tuple(aside),
+        )
+
+    def name_aside(self, name: str, stored: "Family") -> str:
+        """Return the name, with the prefixes of this family, of a tensor aside in a folder with those of `stored`."""
+        layers = f"{stored.root}layers."
+        if name.startswith(layers):
+            return f"{self.root}layers.{name.removeprefix(layers)}"
+        for own in self.aside:
+            for prefix in prefixes_of(own):
+                if name.startswith(prefix):
+                    return own + name.removeprefix(prefix)
+        return name
 
     def prefixes_aside(self, config: Values) -> tuple[str, ...]:
         """Return the prefixes of tensors in a folder with this config.json that are not of the text model.
@@ -152,6 +194,11 @@ class Family:
         ]
         return [*sorted(linears), *fields]
 
+    @property
+    def module_root(self) -> str:
+        """The prefix of the names of layers in a model of transformers, and in adapters for it."""
+        return "model.language_model." if self.inner else "model."
+
     def in_transformers(self, name: str) -> str:
         """Return the name of a tensor in a model of transformers, from that in a folder."""
         for stored, there in self.renamed.items():
@@ -162,27 +209,67 @@ class Family:
         """The keys that `write` writes or a part reads."""
         return {*COPIED, *self.only, *(key for part in self.parts for key in part.keys)}
 
-    def _refuse_unsupported(self, config: Values) -> None:
-        problems, known = [], {*self.known(), *HARMLESS, *self.ignored}
+    def unread(self, config: Values) -> list[str]:
+        """Return the keys of a config.json that transformers does not read for this family: they change nothing.
+
+        Keys without a value are left out, and bookkeeping such as "transformers_version".
+        """
+        text = self.text(config)
+        read = {*self.known(), *HARMLESS, *SHARED, *self.ignored}
+        found = [
+            key
+            for key, value in text.items()
+            if key not in read
+            and not key.startswith(("_", "unsloth_"))
+            and not (value is None or value is False)
+        ]
+        return found + unread_rope_fields(text)
+
+    def _unsupported(self, config: Values) -> list[str]:
+        """Return what is said of keys that transformers reads, with values that te-models does not compute."""
+        problems = []
+        known = self.known() | self.ignored
         for key, value in config.items():
             shown = repr(value) if len(repr(value)) < 80 else f"{repr(value)[:77]}..."
             refused = f"{key}={shown} is not supported for {self.model_type}: te-models"
             if key in self.only and value not in self.only[key]:
                 problems.append(f"{refused} computes {' or '.join(map(repr, self.only[key]))}")
-            elif not (
-                key in known or key.startswith(("_", "unsloth_")) or value is None or value is False
-            ):
-                advice = (
-                    "if it changes nothing in what the model computes, take it out of config.json"
-                )
-                problems.append(f"{refused} does not know it; {advice}")
+            elif key not in known and key in SHARED and not SHARED[key](value):
+                problems.append(f"{refused} does not compute it, and transformers reads it")
         for name in config.get("architectures") or ():
-            if name != self.architecture and not str(name).endswith("ForCausalLM"):
+            # "Qwen3Model" is a model that was saved without its head.
+            if name != self.architecture and not str(name).endswith(("ForCausalLM", "Model")):
                 problems.append(
                     f"architectures={name!r} is not supported: te-models reads {self.architecture}"
                 )
-        if problems:
-            raise ConfigError(problems[0])
+        return problems
+
+
+def _all_full(types: object) -> bool:
+    return types is None or set(types) == {"full_attention"}  # type: ignore[arg-type]  # a list in a config.json
+
+
+# Keys that transformers' caches and masks read for every family -> whether a value is that of a family without it.
+SHARED: Mapping[str, Callable[[object], bool]] = {
+    "layer_types": _all_full,
+    "sliding_window": lambda size: size is None,
+    "attention_chunk_size": lambda size: size is None,
+    "is_causal": lambda flag: flag is not False,
+    "kv_sharing_modes": lambda modes: not modes,
+    "num_kv_shared_layers": lambda count: not count,
+    "per_layer_config": lambda configs: not configs,
+    "is_encoder_decoder": lambda flag: not flag,
+}
+
+# Prefixes of the names of layers in folders that transformers reads, and names of heads.
+ROOTS = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
+HEADS = ("lm_head", "language_model.lm_head")
+
+
+def prefixes_of(prefix: str) -> tuple[str, ...]:
+    """Return a prefix of tensors aside, and the same with or without "model." before it."""
+    bare = prefix.removeprefix("model.")
+    return tuple(dict.fromkeys((prefix, f"model.{bare}", bare)))
 
 
 COPIED = (

@@ -10,7 +10,7 @@ from typing import Any
 
 from te_models.config.attention import window
 from te_models.config.model import ModelConfig
-from te_models.config.rope import Rope
+from te_models.config.rope import ROPE_SCALINGS, Rope
 from te_models.errors import ConfigError, check_known, refuse
 
 Values = Mapping[str, Any]  # an object in a config.json, or fields of ModelConfig
@@ -31,7 +31,7 @@ class Part:
 
 def read_rope(theirs: Values) -> Fields:
     """Read `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of earlier versions."""
-    values = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
+    values = dict(theirs.get("rope_scaling") or theirs.get("rope_parameters") or {})
     if any(isinstance(value, Mapping) for value in values.values()):
         raise ConfigError("rope_parameters by layer type are not supported for this model type")
     found = {
@@ -39,12 +39,58 @@ def read_rope(theirs: Values) -> Fields:
     }
     found = {key: value for key, value in found.items() if value is not None}
     kinds = [values.pop(key) for key in ("type", "rope_type") if key in values]
-    if kinds and kinds[-1] != "default":
-        found["rope_scaling"] = {"rope_type": kinds[-1], **values}
-    elif values:
+    kind = kinds[-1] if kinds else "default"
+    fields = scaling_fields(kind)
+    original = theirs.get("original_max_position_embeddings")
+    if original is not None and kind in ("llama3", "yarn", "longrope"):
+        values["original_max_position_embeddings"] = original  # which has priority in transformers
+    if kind != "default" and kind not in ROPE_SCALINGS:
         raise ConfigError(
-            f"rope_scaling with {', '.join(values)} needs a rope_type other than default, such as linear"
+            f"rope_scaling of type {kind!r} is not supported: choose from {', '.join(ROPE_SCALINGS)}"
         )
+    if kind != "default":
+        scaling = {name: value for name, value in values.items() if name in fields}
+        found["rope_scaling"] = {"rope_type": kind, **scaling}
+    elif meant := [name for name in values if name in SCALING_FIELDS]:
+        raise ConfigError(
+            f"rope_scaling with {', '.join(meant)} needs a rope_type other than default, such as linear"
+        )
+    return found
+
+
+SCALING_FIELDS = {name for fields in ROPE_SCALINGS.values() for group in fields for name in group}
+# Beside the fields of a scaling; the last two belong to Ministral 3, and mrope_section to Qwen3.5.
+_ROPE_FIELDS = {
+    "rope_theta", "partial_rotary_factor", "type", "rope_type", "llama_4_scaling_beta", "max_position_embeddings",
+}  # fmt: skip
+
+
+def scaling_fields(kind: str) -> set[str]:
+    """Return the fields that transformers reads of a scaling of this kind; all for a kind that is not known."""
+    if kind not in ROPE_SCALINGS:
+        return SCALING_FIELDS
+    required, optional = ROPE_SCALINGS[kind]
+    return {*required, *optional}
+
+
+def unread_rope_fields(theirs: Values) -> list[str]:
+    """Return the fields of RoPE in a config.json that transformers does not read, such as "rope_scaling.finetuned"."""
+    found = []
+    for key in ("rope_scaling", "rope_parameters"):
+        given = theirs.get(key)
+        if not isinstance(given, Mapping):
+            continue
+        by_type = {name: one for name, one in given.items() if isinstance(one, Mapping)}
+        for name, values in {key: given, **by_type}.items():
+            kind = values.get("rope_type", values.get("type", "default"))
+            known = _ROPE_FIELDS | scaling_fields(str(kind)) | by_type.keys()
+            if (
+                "llama_4_scaling_beta" in values
+            ):  # the scale of queries relates to it under any RoPE
+                known |= {"original_max_position_embeddings"}
+            place = key if values is given else f"{key}.{name}"
+            unread = [own for own in values if own not in known and not own.startswith("mrope_")]
+            found += [f"{place}.{own}" for own in unread]
     return found
 
 
@@ -60,6 +106,15 @@ def _read_whole_rope(theirs: Values) -> Fields:
         raise ConfigError(
             f"partial_rotary_factor={share} with RoPE of type {kind!r} is not supported for this model type"
         )
+    return found
+
+
+def _read_rope_of_whole_heads(theirs: Values) -> Fields:
+    """Read the RoPE of families in which transformers rotates a share of each head, and te-models whole ones."""
+    found = read_rope(theirs)
+    share = found.pop("partial_rotary_factor", 1.0)
+    if share != 1.0:
+        raise ConfigError(f"partial_rotary_factor={share} is not supported for this model type")
     return found
 
 
@@ -93,9 +148,13 @@ def _all_full(theirs: Values, layer: int) -> bool:
 
 def _types(theirs: Values, full: SeesAll) -> list[str]:
     """Return the kinds of layers in `layer_types`, by default as `full` says."""
-    if given := theirs.get("layer_types"):
-        return list(given)
     every = range(theirs["num_hidden_layers"])
+    if given := theirs.get("layer_types"):
+        if len(given) != len(every):
+            raise ConfigError(f"layer_types has {len(given)} entries for {len(every)} layers")
+        if "sliding_attention" in given and theirs.get("sliding_window") is None:
+            raise ConfigError("layer_types has sliding_attention, and sliding_window is null")
+        return list(given)
     return ["full_attention" if full(theirs, layer) else "sliding_attention" for layer in every]
 
 
@@ -126,7 +185,10 @@ def window_by_flag(full: SeesAll) -> Part:
 
     def read(theirs: Values) -> Fields:
         window = theirs.get("sliding_window") if theirs.get("use_sliding_window") else None
-        return _window(_types(theirs, full if window else _all_full), window)
+        types = _types(theirs, full if window else _all_full)
+        if window is None and "sliding_attention" in types:
+            raise ConfigError("layer_types has sliding_attention, and use_sliding_window is false")
+        return _window(types, window)
 
     def write(config: ModelConfig) -> Fields:
         types = _write_types(config)
@@ -419,11 +481,13 @@ def _write_laguna(config: ModelConfig) -> Fields:
 GEMMA_ACT = activation(
     aliases={**ALIASES, "gelu": "gelu_pytorch_tanh"}
 )  # which Gemma 1 calls "gelu"
-ROPE = Part(("rope_theta", "rope_scaling", "rope_parameters"), _read_whole_rope, _write_rope)
-PARTIAL_ROPE = Part((*ROPE.keys, "partial_rotary_factor"), read_rope, _write_partial_rope)
-SU_ROPE = Part(
-    (*PARTIAL_ROPE.keys, "original_max_position_embeddings"), _read_su_rope, _write_su_rope
-)
+_ROPE_KEYS = (
+    "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings",
+)  # fmt: skip
+ROPE = Part(_ROPE_KEYS, _read_whole_rope, _write_rope)
+PARTIAL_ROPE = Part(_ROPE_KEYS, read_rope, _write_partial_rope)
+WHOLE_HEADS_ROPE = Part(_ROPE_KEYS, _read_rope_of_whole_heads, _write_rope)
+SU_ROPE = Part(_ROPE_KEYS, _read_su_rope, _write_su_rope)
 GPT_OSS_ROPE = Part(
     ROPE.keys, _read_gpt_oss_rope, lambda config: {"rope_parameters": rope_parameters(config.rope)}
 )

@@ -201,11 +201,14 @@ def _say_what_loads(model: Decoder, family: Family, name: str) -> None:
 def _config_document(model: Decoder, origin: Origin, family: Family) -> Fields:
     """Return config.json: the model's own if it still describes the model, else with the family's keys replaced."""
     dtype = str(model.dtype).removeprefix("torch.")
-    own = dict(origin.config or {})
+    own: Fields = dict(origin.config or {})
     if not own or family_of(own) is not family:
         return {**family.write(model.config), "torch_dtype": dtype}
     if family.read(own) != model.config:
         own = family.rewritten(own, model.config)
+    architectures = own.get("architectures") or []
+    if architectures and all(str(name).endswith("Model") for name in architectures):
+        own["architectures"] = [family.architecture]  # it came without a head, and now has one
     if family.inner and own[family.inner].get("dtype"):
         own = {**own, family.inner: {**own[family.inner], "dtype": dtype}}
     return {**own, "dtype" if family.inner or "dtype" in own else "torch_dtype": dtype}

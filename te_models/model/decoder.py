@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, cast
@@ -56,6 +57,10 @@ REFUSED_DTYPES = {
     torch.float64: "te layers do not run in FP64: build the model with dtype=torch.float32 or torch.bfloat16",
     torch.float16: "a live model does not change its dtype: build or load it with dtype=torch.float16",
 }
+FP16_GRADIENTS = (
+    "the model is trained in float16, in which most gradients underflow without loss scaling: load it with "
+    "dtype=torch.bfloat16 or torch.float32"
+)
 
 
 class Decoder(nn.Module):
@@ -304,6 +309,8 @@ class Decoder(nn.Module):
         refuse_foreign_recompute(self.recipe.stateful)
         tokens = checked_tokens(self.config, input_ids, inputs_embeds, self.device)
         check_inputs(self.config, tokens, labels, cache, attention_mask, document_ids)
+        if labels is not None:
+            self.warn_of_fp16_gradients()
         unknown = None
         if labels is not None and input_ids is not None and tokens.device.type != "cpu":
             tokens, unknown = known_ids(tokens, self.config.vocab_size)
@@ -324,6 +331,12 @@ class Decoder(nn.Module):
         if self.recipe.stateful and evaluated:
             preserve_scales_in_backward(self, output.tensors)
         return output
+
+    def warn_of_fp16_gradients(self) -> None:
+        """Warn of a pass with a loss that trains in FP16; no compiler traces the warning."""
+        trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if trains and self.dtype == torch.float16:
+            warnings.warn(FP16_GRADIENTS, stacklevel=2)
 
     def _context(
         self, tokens: Tensor, wanted: Wanted, cache: Cache | None, first_microbatch: bool | None

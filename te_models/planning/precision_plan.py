@@ -9,10 +9,17 @@ from rich.text import Text
 
 from te_models.planning.printable import Printable
 
+# The precision of linears that are not quantized, by the dtype of the model.
+PRECISION_NAMES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32"}
+UNQUANTIZED = tuple(PRECISION_NAMES.values())
+
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One te.Linear: `gemm` is "in -> out" features, `precision` "BF16" or the FP8 formats, forward/backward."""
+    """One te.Linear: `gemm` is "in -> out" features.
+
+    `precision` is that of the model's dtype ("BF16", "FP16" or "FP32"), or the FP8 formats, forward/backward.
+    """
 
     layer: str
     module: str
@@ -40,9 +47,10 @@ class PrecisionPlan(Printable):
         return len(self.rows)
 
     def count(self, precision: str) -> int:
-        """Return the number of linears that run in "BF16", or in any lower precision ("FP8")."""
-        bf16 = sum(row.precision == "BF16" for row in self.rows)
-        return bf16 if precision == "BF16" else len(self.rows) - bf16
+        """Return the number of linears that run in "BF16", "FP16" or "FP32", or in any lower precision ("FP8")."""
+        if precision in UNQUANTIZED:
+            return sum(row.precision == precision for row in self.rows)
+        return sum(row.precision not in UNQUANTIZED for row in self.rows)
 
     def __rich__(self) -> Group:
         """Return a table per precision and reason: its linears, and the layers that have them so."""
@@ -56,7 +64,7 @@ class PrecisionPlan(Printable):
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)] if rows else []
         parts: list[RenderableType] = [Text(self.title, "bold")]
         for (precision, reason), table in tables.items():
-            style = "" if precision == "BF16" else "green"
+            style = "" if precision in UNQUANTIZED else "green"
             columns = (Column(min_width=width, no_wrap=True) for width in widths)
             shown = Table(
                 *columns, Column(), box=None, pad_edge=False, show_header=False, style=style

@@ -24,7 +24,7 @@ from te_models.files.formats import Document, Fields, read_json
 from te_models.fp8.extra_state import extra_states
 from te_models.fp8.primary_weights import is_quantized, plain, quantized_weights, write_weight
 from te_models.fp8.region import saving
-from te_models.interop.hf import describe, hugging_face_documents, open_hugging_face
+from te_models.interop.hf import hugging_face_documents, open_hugging_face, read_description
 from te_models.interop.hf_writing import tokenizer_files, write_hugging_face
 from te_models.interop.hub import local_folder
 from te_models.interop.origin import MODEL_TYPE, Opened, Origin, read_own_config
@@ -332,7 +332,7 @@ def read_shape(name: str | Path, overrides: Document | None = None) -> Shape:
     documents = hugging_face_documents(folder)
     with offering_older(folder):
         if documents is not None:
-            told = describe(folder, documents)
+            told = read_description(folder, documents)
             read_scheme(folder, documents["config"])
             found = Shape(told.config, None, told.dtype, False)
         elif _is_te_folder(folder):

@@ -183,6 +183,8 @@ class _Writer:
         return tensor if exact else tensor.to(torch.bfloat16)
 
     def _config(self, config: Document) -> Fields:
+        """Return the config.json of the folder, with what servers read of the model and transformers does not."""
+        config = {**family_of(config).served(self.model.config), **config}
         if self.format.scheme is None:
             return {
                 key: "bfloat16" if key in ("dtype", "torch_dtype") else value

@@ -44,6 +44,7 @@ from te_models.training.resume import (
     saved_choices,
     scheduled_recipes,
     starting_step,
+    torch_dtype,
 )
 from te_models.training.run_file import read_record, run_document, run_id
 from te_models.training.samples import SHARE, Prompt, Sampler, held_out_prompts
@@ -80,7 +81,9 @@ def finetune(
     with parallel(config, settings.build.get("device")) as shared, contextlib.ExitStack() as stack:
         shared.frozen = settings.lora is not None
         console = Terminal(quiet=not shared.ranks.first)
-        settings, chosen = (settings, []) if resume else _with_recipe(settings)
+        chosen: list[str] = []
+        if not resume:
+            settings, chosen = _resolved(settings)
         folder, newest = _place(settings, shared, resume)
         memory = check_memory(settings, config, shared, newest)
         saved = newest if "tokenizer" not in settings.given else None
@@ -188,21 +191,37 @@ def _expected_seconds(model: CausalLM, batch: Batch, config: TrainConfig) -> flo
     return 3 * (time.monotonic() - begun) * config.steps * config.gradient_accumulation
 
 
-def _with_recipe(settings: RunSettings) -> tuple[RunSettings, list[str]]:
-    """Return the settings with recipe="auto" resolved, to that of the model if it has one, and a line that says so."""
-    if settings.recipe != AUTO:
-        return settings, []
+def _resolved(settings: RunSettings) -> tuple[RunSettings, list[str]]:
+    """Return the settings with dtype and recipe resolved to those of the model, and lines about what was chosen.
+
+    A recipe "auto" becomes the model's own, or one for a new model. A model in FP16 is trained in BF16.
+    """
     fields = {name: value for name, value in settings.build.items() if name in config_fields()}
+    lines = []
     if settings.preset is not None:
-        shape, recipe, dtype = get_preset(settings.preset, **fields), None, torch.bfloat16
+        shape = get_preset(settings.preset, **fields)
+        recipe = None
+        dtype = torch.bfloat16
     else:
         shape, recipe, dtype, _ = read_shape(settings.model or "", fields)
+        if "dtype" not in settings.build and dtype == torch.float16:
+            dtype = torch.bfloat16
+            lines.append(
+                "the model is in float16 and trained in bfloat16, since most FP16 gradients underflow without loss "
+                "scaling; --dtype float32 keeps every bit of its weights"
+            )
+    dtype = torch_dtype(settings.build, dtype)
+    build: Fields = {**settings.build, "dtype": str(dtype).removeprefix("torch.")}
+    settings = dataclasses.replace(settings, build=build)
+    if settings.recipe != AUTO:
+        return settings, lines
     reason = "the model's own"
     if recipe is None:
         names = ("engine", "device", "fp8_params", *RECIPE_FIELDS)
-        own = {name: value for name, value in settings.build.items() if name in names}
+        own: Fields = {name: value for name, value in build.items() if name in names}
         recipe, reason = auto_recipe(shape, dtype=dtype, **own)
-    return dataclasses.replace(settings, recipe=recipe), [f"recipe auto: {recipe.name} ({reason})"]
+    lines.append(f"recipe auto: {recipe.name} ({reason})")
+    return dataclasses.replace(settings, recipe=recipe), lines
 
 
 def _with_room(settings: RunSettings, words: Tokenizer, newest: Path | None) -> RunSettings:
@@ -260,6 +279,8 @@ def _build(settings: RunSettings, shared: Parallel, newest: Path | None) -> Caus
     options: Fields = {**settings.build, "recipe": settings.recipe}
     if newest is not None:
         options = resumed_options(settings, saved_choices(newest))
+    if "dtype" in options:
+        options["dtype"] = torch_dtype(options)
     if settings.preset is not None:
         return CausalLM.from_preset(settings.preset, build=shared.build, **options)
     assert settings.model is not None

@@ -30,6 +30,7 @@ from te_models.fp8.primary_weights import plain
 from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import check_fp8_state
 from te_models.interop.hf_expert_families import dropped_by_peft
+from te_models.interop.hf_families import BESIDE_TEXT, without_others
 from te_models.interop.hub import local_folder
 from te_models.saving.folder import MANIFEST, Folder, load_folder, match, save_folder
 from te_models.saving.pretrained import saved_folder
@@ -356,6 +357,11 @@ def _read_adapter(model: CausalLM, folder: Path, trainable: bool) -> _Adapter:
     tensors = {
         modules.as_stored(name): tensor for name, tensor in saved.tensors["adapter_model"].items()
     }
+    others = [name for name in tensors if name.removeprefix(PREFIX).startswith(BESIDE_TEXT)]
+    if others:
+        warnings.warn(without_others(name.removeprefix(PREFIX) for name in others), stacklevel=3)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in others}
+    modules = modules.as_in(name.removeprefix(PREFIX) for name in tensors)
     config = read_config(path, saved.documents["adapter_config"], tensors, modules)
     config.inference_mode = not trainable
     headless = not any(

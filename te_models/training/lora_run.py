@@ -125,8 +125,8 @@ def load_adapted(folder: Path, **options: object) -> CausalLM:
     """Return the model that the adapters in `folder` were trained on, with them in it, in evaluation mode.
 
     The folder is a checkpoint of a run with adapters, or what it or `save_lora` wrote at its end; `options` are those
-    of CausalLM.from_pretrained. Without `recipe` the model runs as it was trained: under that recipe, with weights of
-    that kind. Adapters that name no model, or do not fit it, are a CheckpointError.
+    of CausalLM.from_pretrained. Without `recipe` and `dtype` the model runs as it was trained: under that recipe,
+    with weights of that kind and dtype. Adapters that name no model, or do not fit it, are a CheckpointError.
     """
     return _load(folder, None, options).get_base_model()
 
@@ -151,7 +151,10 @@ def _load(folder: Path, base: str | None, options: dict[str, Any]) -> AdaptedMod
         raise CheckpointError(
             f"{folder / ADAPTERS} does not name the model that the adapters are for"
         )
-    if options.get("recipe") in (None, AUTO) and (folder / "recipe.json").is_file():
+    if (folder / "recipe.json").is_file():
         saved = saved_choices(folder)
-        options = {"fp8_params": saved["fp8_params"], **options, "recipe": saved["recipe"]}
+        if options.get("recipe") in (None, AUTO):
+            options = {"fp8_params": saved["fp8_params"], **options, "recipe": saved["recipe"]}
+        if options.get("dtype") is None and "dtype" in saved:
+            options = {**options, "dtype": saved["dtype"]}
     return load_lora(CausalLM.from_pretrained(base, **options), folder)

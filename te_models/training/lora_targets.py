@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +20,11 @@ from te_models.causal_lm import CausalLM
 from te_models.errors import ConfigError, UsageError
 from te_models.interop.hf import Place, expert_places, tensor_places
 from te_models.interop.hf_families import family_for, family_of
+from te_models.interop.hf_family import ROOTS
 from te_models.model.decoder import Decoder
 from te_models.model.options import SKETCH
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class Modules:
     renamed: Mapping[str, str] = field(
         default_factory=dict
     )  # parts of the names -> what its models have instead
+    root: str = "model."  # of the names of layers
 
     def named(self, headless: bool) -> dict[str, Place]:
         """Return the names in an adapter of transformers' model with a head, or without one, which are like ours."""
@@ -86,6 +91,36 @@ class Modules:
         for stored, there in self.renamed.items():
             name = name.replace(there, stored)
         return name
+
+    def as_in(self, names: Iterable[str]) -> "Modules":
+        """Return the modules by the names of transformers' model in which an adapter has modules of these `names`.
+
+        Those of a text model are "model.layers.0..."; where it is inside a multimodal one they have another prefix.
+        """
+        names = list(names)
+        roots = [self.root, *ROOTS]
+        if self.root == "model.":  # a text model without its head has names of its own, see `named`
+            roots.remove("")
+        for root in roots:
+            if any(name.startswith(f"{root}layers.") for name in names):
+                return self._below(root)
+        return self
+
+    def _below(self, root: str) -> "Modules":
+        def moved(places: Mapping[str, Found]) -> dict[str, Found]:
+            found = {}
+            for name, place in places.items():
+                inside = name.startswith(self.root)
+                found[root + name.removeprefix(self.root) if inside else name] = place
+            return found
+
+        return dataclasses.replace(
+            self,
+            theirs=moved(self.theirs),
+            experts=moved(self.experts),
+            whole=moved(self.whole),
+            root=root,
+        )
 
     @property
     def routers(self) -> set[str]:
@@ -153,7 +188,8 @@ def adaptable_modules(model: CausalLM) -> Modules:
         return Modules(
             named, ours, expert_places("model.", model.config, shapes, {}), counts, {}, "te_models"
         )
-    places = tensor_places(family, model.config, shapes)
+    named = dataclasses.replace(family, root=family.module_root, head="lm_head")
+    places = tensor_places(named, model.config, shapes)
     theirs = {
         name.removesuffix(".weight"): _in_one_piece(place)
         for name, place in places.items()
@@ -166,8 +202,10 @@ def adaptable_modules(model: CausalLM) -> Modules:
         if place.name in tops
     }
     whole = {name: own.removesuffix(".weight") for name, own in whole.items()}
-    experts = expert_places(family.root, model.config, shapes, places)
-    return Modules(theirs, ours, experts, counts, whole, family.model_type, family.renamed)
+    experts = expert_places(named.root, model.config, shapes, places)
+    return Modules(
+        theirs, ours, experts, counts, whole, family.model_type, family.renamed, named.root
+    )
 
 
 def _in_one_piece(place: Place) -> Place:

@@ -23,7 +23,7 @@ from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.smallest_change import Change, smallest_change
 from te_models.saving.pretrained import read_shape
 from te_models.training.parallel import Parallel
-from te_models.training.resume import resumed_options, saved_choices
+from te_models.training.resume import resumed_options, saved_choices, torch_dtype
 from te_models.training.settings import RunSettings, names_experts
 
 OFFLOADS = ("optimizer_offload", "activation_offload")
@@ -157,7 +157,7 @@ def _model(settings: RunSettings, newest: Path | None) -> tuple[ModelConfig, Rec
     defaults: dict[str, object] = dict(
         activation_checkpointing="none", activation_offload=False, fp8_params=fp8_params
     )
-    return shape, recipe, {**defaults, **own, "dtype_bytes": build.get("dtype", dtype).itemsize}
+    return shape, recipe, {**defaults, **own, "dtype_bytes": torch_dtype(build, dtype).itemsize}
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from te_models.device.choice import computing_device
 from te_models.errors import DataError, plural
 from te_models.kernels.dispatch import compile_status
 from te_models.planning.memory_plan import unit_for
+from te_models.planning.precision_plan import PRECISION_NAMES
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.cuda_graph import step_obstacle
 from te_models.training.metrics import read_metrics
@@ -51,12 +52,6 @@ def summary(
 
     `first` is the recipe of the run's first step; None: the model's.
     """
-    plan = model.plan()
-    low = [
-        found.recipe.formats
-        for found in model.precision.linears.values()
-        if found.recipe is not None
-    ]
     taken = [(0, (first or model.recipe).name), *config.recipe_changes]
     now = next(name for done, name in reversed(taken) if done <= start)
     recipe = _recipe(model) if model.recipe.name == now else now
@@ -66,7 +61,7 @@ def summary(
         "device": str(model.device),
         "engine": f"{model.engine} ({model.engine_reason})",
         "recipe": f"{recipe}{later}",
-        "linears": f"{plan.count('FP8')} in {' and '.join(dict.fromkeys(low)) or 'FP8'}, {plan.count('BF16')} in BF16",
+        "linears": _linears(model),
         "attention": f"{model.attention_kernel()}, {model.config.attention_gate.replace('none', 'no')} gate",
         **speed_rows(model, config),
         "activation checkpointing": f"{model.activation_checkpointing}"
@@ -106,6 +101,19 @@ def _recipe(model: CausalLM) -> str:
         if name not in ("name", "scheme")
     )
     return f"{recipe.name} ({recipe.scheme}: {fields})"
+
+
+def _linears(model: CausalLM) -> str:
+    """Return how many linears run in FP8, by its formats, and how many in the model's dtype."""
+    plan = model.plan()
+    formats = dict.fromkeys(
+        found.recipe.formats
+        for found in model.precision.linears.values()
+        if found.recipe is not None
+    )
+    dtype = str(model.dtype).removeprefix("torch.")
+    high = PRECISION_NAMES[dtype]
+    return f"{plan.count('FP8')} in {' and '.join(formats) or 'FP8'}, {plan.count(high)} in {high}"
 
 
 def _parameters(model: CausalLM) -> str:

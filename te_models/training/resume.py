@@ -18,6 +18,7 @@ from te_models.saving.run_folder import Checkpoints, offering_older
 from te_models.training.settings import LoraSettings, RunSettings
 
 RUN_CHOICES = ("engine", "fp8_params", "activation_checkpointing", "activation_offload")
+DTYPE = "dtype"  # recorded beside them, by name
 
 
 def run_folder(settings: RunSettings, restarted: bool = False) -> Path:
@@ -37,6 +38,12 @@ def run_folder(settings: RunSettings, restarted: bool = False) -> Path:
             break
         last, candidate = candidate, folder.with_name(f"{folder.name}-{number}")
     return last if restarted else candidate
+
+
+def torch_dtype(options: Document, default: torch.dtype = torch.bfloat16) -> torch.dtype:
+    """Return the dtype among keywords of CausalLM, which is a name where it comes from the settings of a run."""
+    dtype = options.get("dtype", default)
+    return DTYPES[dtype] if isinstance(dtype, str) else dtype
 
 
 def resumed_options(settings: RunSettings, saved: Document) -> Fields:
@@ -68,7 +75,8 @@ def scheduled_recipes(settings: RunSettings) -> list[Recipe]:
 
 def run_choices(model: CausalLM) -> Fields:
     """Return the choices that a checkpoint records besides config and recipe, as JSON."""
-    return {name: getattr(model, name) for name in RUN_CHOICES}
+    dtype = str(model.dtype).removeprefix("torch.")
+    return {**{name: getattr(model, name) for name in RUN_CHOICES}, DTYPE: dtype}
 
 
 def saved_choices(newest: Path) -> Fields:
@@ -81,17 +89,19 @@ def saved_choices(newest: Path) -> Fields:
     fp8_params = any(
         readable(newest).glob("fp8_weights*")
     )  # checkpoints before "run" was part of them
-    # A checkpoint of adapters has no config: their model is loaded in its own dtype.
     config, run = saved.documents.get("config", {}), saved.documents.get("run", {})
     if (
         not isinstance(run, dict)
-        or not run.keys() <= {*RUN_CHOICES}
+        or not run.keys() <= {*RUN_CHOICES, DTYPE}
         or not isinstance(config, dict)
     ):
         raise CheckpointError(f"{newest / 'run.json'} must have some of {', '.join(RUN_CHOICES)}")
+    # A checkpoint of adapters has no config, and one of an earlier version no dtype: their model is loaded in its own.
     # The dtype is checked with the weights.
-    dtype = {"dtype": DTYPES.get(str(config.get("dtype")), torch.bfloat16)} if config else {}
-    return {"recipe": read_recipe(saved), **dtype, "fp8_params": fp8_params, **run}
+    name = config.get("dtype") or run.get(DTYPE)
+    dtype = {DTYPE: DTYPES.get(str(name), torch.bfloat16)} if config or name else {}
+    run = {choice: value for choice, value in run.items() if choice != DTYPE}
+    return {"recipe": read_recipe(saved), "fp8_params": fp8_params, **run, **dtype}
 
 
 def starting_step(

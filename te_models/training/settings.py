@@ -44,6 +44,8 @@ RUN_FILE = "run.toml"
 COMMANDS = ("pretrain", "finetune")
 RECORD = "record"  # table of run.toml with facts of the run rather than settings
 MERGE_DTYPES = ("bfloat16", "float16", "float32")
+# FP16 is missing: most of its gradients underflow without loss scaling.
+TRAINING_DTYPES = ("bfloat16", "float32")
 LEARNING_RATE = {"pretrain": 1e-3, "finetune": 2e-5, "lora": 2e-4}
 # Headings of the help.
 MODEL, LORA, SHAPE = "Model", "LoRA", "Model shape"
@@ -67,6 +69,13 @@ class BuildSettings(Settings):
     device: str | None = setting(
         None, "Device, such as cpu or cuda:1; default: the first GPU, else the CPU."
     )
+    dtype: str | None = setting(
+        None,
+        "Dtype of weights, activations and gradients: bfloat16 or float32; default: the model's, or bfloat16 in place "
+        "of float16.",
+        fixed=True,
+        metavar="DTYPE",
+    )
     fp8_params: bool | None = setting(
         None, "Store the weights of FP8 layers in FP8 only, without a BF16 copy."
     )
@@ -86,6 +95,16 @@ class BuildSettings(Settings):
         group=TRAINING,
         shown="no-activation-offload",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype == "float16":
+            raise ConfigError(
+                "--dtype float16: most FP16 gradients underflow without loss scaling, which te-models does not have: "
+                "give bfloat16 or float32"
+            )
+        if self.dtype is not None:
+            check_known("dtype", self.dtype, TRAINING_DTYPES)
 
 
 def names_experts(target: str) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from bits import assert_same_bits, assert_same_tensors
 from families import make_config
-from hf_models import document_of, randomize, tensors_of
+from hf_models import document_of, make_theirs, randomize, tensors_of
 from judge import AutoModelForCausalLM
 from safetensors.torch import save_file
 from torch import Tensor
@@ -768,3 +768,24 @@ def test_an_export_does_not_replace_the_model_that_it_reads(tmp_path: Path) -> N
                 tmp_path / out
             )
     assert (tmp_path / "hub" / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.filterwarnings("ignore:.*does not read topk_method")
+@pytest.mark.parametrize(
+    "case", ["deepseek_v3-odd", "deepseek_v3-dense", "glm4_moe_lite-odd", "glm4_moe_lite-dense"]
+)
+def test_an_export_says_how_experts_are_chosen(case: str, tmp_path: Path) -> None:
+    """transformers' files do not, and vLLM then takes softmax scores without the bias of the choice."""
+    make_theirs(case, tmp_path / "theirs")
+    model = CausalLM.from_pretrained(tmp_path / "theirs", recipe="bf16", device="cpu")
+    model.export(tmp_path / "export", format="bf16")
+    found = document_of(tmp_path / "export")
+    assert (found["topk_method"], found["scoring_func"]) == ("noaux_tc", "sigmoid")
+    layers = model.config.num_hidden_layers
+    alike = "sparse" if model.config.moe else "dense"
+    kinds = model.config.mlp_layer_types or (alike,) * layers
+    sparse = [kind == "sparse" for kind in kinds]
+    first = found["first_k_dense_replace"]
+    assert sparse == [False] * first + [True] * (len(sparse) - first)
+    again = CausalLM.from_pretrained(tmp_path / "export", recipe="bf16", device="cpu")
+    assert again.config == model.config

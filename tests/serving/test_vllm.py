@@ -37,6 +37,19 @@ def test_what_vllm_serves_is_ours(name: str) -> None:
         assert row["gap"] <= 8 * (2 * row["floor"]) ** 0.5
 
 
+@pytest.mark.parametrize("name", vllm_parity.EXPERTS)
+def test_vllm_chooses_the_same_experts(name: str) -> None:
+    (row,) = vllm_parity.compare(name, [("bf16", "float32")])
+    assert row["same"] == row["tokens"] and row["largest"] < 1e-3
+
+
+@pytest.mark.parametrize("name", vllm_parity.LATENT)
+def test_vllm_reads_the_bias_of_the_choice(name: str) -> None:
+    """Without topk_method in config.json it has no place for the tensor, and stops with a KeyError."""
+    (row,) = vllm_parity.compare(name, [("bf16", "float32")])
+    assert row["tokens"]
+
+
 def test_tokens_are_those_of_our_generate(tmp_path: Path) -> None:
     folder = vllm_parity.write_export(vllm_parity.build("gated-nano"), "bf16", tmp_path / "export")
     ours = CausalLM.from_pretrained(folder, device="cpu", recipe="bf16", dtype=torch.float32)
