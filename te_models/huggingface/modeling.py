@@ -25,11 +25,24 @@ from te_models.errors import UsageError
 from te_models.files.formats import Fields, parse_size
 from te_models.fp8.region import saving
 from te_models.generation.decode_loop import te_linears
-from te_models.huggingface.adapters import Head, place_adapters, show_embedding, show_linears
+from te_models.huggingface.adapters import (
+    is_adapted,
+    mark_adapters,
+    place_adapters,
+    show_embedding,
+    show_linears,
+)
 from te_models.huggingface.backbone import Backbone, hidden_states, refuse_unknown
 from te_models.huggingface.cache import CacheView, refuse_other_states, seen_before
 from te_models.huggingface.config import TEModelsConfig
-from te_models.huggingface.saving import add_prefix, leave_out_empty, save_model
+from te_models.huggingface.saving import (
+    HEAD,
+    WRAPPED,
+    add_prefix,
+    leave_out_empty,
+    name_adapted_head,
+    save_model,
+)
 from te_models.interop.hf import hugging_face_documents
 from te_models.interop.hub import local_folder, split_options
 from te_models.interop.remote_code.modeling_te_models import CACHE, CACHES, cache_by_either_name
@@ -73,7 +86,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             given = {name: value for name, value in {**own, **options}.items() if value is not None}
             model = CausalLM(config.model_config(), **given)
         self.model = model
-        self._rows, self.head = show_linears(model), Head(model)
+        self._rows = show_linears(model)
+        self._adapters: tuple[str, ...] = ()
         show_embedding(model)
         if model.origin.generation is not None:
             self.generation_config = GenerationConfig.from_dict(dict(model.origin.generation))
@@ -83,15 +97,26 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         )  # by peft, which looks for the names of their state
         for module in (self, *(module for module in model.modules() if isinstance(module, copied))):
             module.register_state_dict_post_hook(leave_out_empty)
+        self.register_state_dict_post_hook(name_adapted_head)
         self.register_load_state_dict_pre_hook(add_prefix)
         self._weights_pass: bool | None = None  # is_first_microbatch of the next forward pass
         self.post_init()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; `peft_config` is set by peft, once it has placed an adapter."""
+        if name == "lm_head":  # by peft, under the name that transformers has
+            self.model.lm_head = value
+            return
         super().__setattr__(name, value)
         if name == "peft_config":
             place_adapters(self.model, self._rows, value)
+
+    def _mark_new_adapters(self) -> None:
+        """Mark the layers of adapters that were added after the first, of which peft says nothing."""
+        adapters = tuple(getattr(self, "peft_config", ()))
+        if adapters != self._adapters and not torch.compiler.is_compiling():
+            mark_adapters(self.model)
+            self._adapters = adapters
 
     @classmethod
     def wrap(cls, model: CausalLM) -> TEModelsForCausalLM:
@@ -187,6 +212,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             )
         shift_labels = loss_options.pop("shift_labels", None)
         refuse_unknown(loss_options)
+        self._mark_new_adapters()
         tokens = self.tokens(input_ids, inputs_embeds, labels, shift_labels)
         wants_loss = labels is not None or shift_labels is not None
         cache = self._past(cache, use_cache, wants_loss)
@@ -346,7 +372,11 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             kwargs |= dict.fromkeys(kwargs.keys() & {"next_sequence_length"})
         kwargs |= {CACHE: cache, "inputs_embeds": inputs_embeds}
         prepare = super().prepare_inputs_for_generation
-        return prepare(input_ids, **kwargs)  # type: ignore[bad-argument-type]  # its protocol lacks properties
+        inputs = prepare(input_ids, **kwargs)  # type: ignore[bad-argument-type]  # its protocol lacks properties
+        if "prepare_inputs_for_generation" in self.__dict__:
+            # Set by peft, which adds its prompts where it finds no cache by this name: else at every step.
+            inputs["past_key_values"] = inputs.pop(CACHE)
+        return inputs
 
     def _angles_change(
         self, ids: Tensor, past: Cache, mask: Tensor | None, positions: Tensor | None
@@ -401,6 +431,24 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     def init_weights(self) -> None:
         """Do nothing: CausalLM has initialized and tied its weights already."""
 
+    @property
+    def lm_head(self) -> nn.Module:
+        """The head, where transformers has it; it is a module of the CausalLM."""
+        return self.model.lm_head
+
+    def named_modules(  # type: ignore[bad-override]  # yields what the base class does
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield all modules by name; a head that peft has adapted has the name of transformers, as in its files."""
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            own = name.removeprefix(prefix).removeprefix(".")
+            if own.startswith(HEAD) and is_adapted(self.lm_head):
+                name = f"{prefix}.{own.removeprefix(WRAPPED)}".removeprefix(".")
+            yield name, module
+
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed_tokens
 
@@ -409,8 +457,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.num_parameters(only_trainable, exclude_embeddings)
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the head as an nn.Linear; peft leaves it out of "all-linear"."""
-        return self.head
+        """Return the head, an nn.Linear as in transformers; peft leaves it out of "all-linear"."""
+        return self.model.lm_head
 
     def resize_token_embeddings(
         self,

@@ -14,9 +14,12 @@ from te_models.files.atomic import first_line, write_file
 from te_models.files.formats import Fields, list_some, read_json
 from te_models.fp8.extra_state import EXTRA, extra_states
 from te_models.fp8.primary_weights import plain
+from te_models.huggingface.adapters import is_adapted
 from te_models.saving.folder import MANIFEST, save_folder
 from te_models.saving.pretrained import model_content, read_tokenizer
 from te_models.saving.restore import WRAPPED
+
+HEAD = f"{WRAPPED}lm_head"
 
 
 def save_model(
@@ -93,12 +96,20 @@ def add_prefix(model: nn.Module, state: Fields, prefix: str, *others: object) ->
     if adapters := [
         name.removeprefix(prefix) for name in state if name.startswith(prefix) and ".lora_" in name
     ]:
-        own = dict(model.named_parameters())
+        own = {WRAPPED + name for name, _ in model.get_submodule("model").named_parameters()}
         if unknown := [name for name in adapters if name not in own]:
             raise CheckpointError(
                 f"peft cannot place the adapter's {list_some(unknown)} here: give load_lora of te_models.training.lora "
                 "the CausalLM inside (`.model`)"
             )
+
+
+def name_adapted_head(model: nn.Module, state: Fields, prefix: str, metadata: object) -> None:
+    """Give the tensors of a head that peft has adapted the names of transformers, as its modules have."""
+    if is_adapted(model.get_submodule(HEAD)):
+        for name in [name for name in state if name.startswith(f"{prefix}{HEAD}.")]:
+            theirs = prefix + name.removeprefix(prefix).removeprefix(WRAPPED)
+            state[theirs] = state.pop(name)
 
 
 def leave_out_empty(model: nn.Module, state: Fields, prefix: str, metadata: object) -> None:

@@ -48,7 +48,7 @@ from te_models.model.part import new_states
 from te_models.model.recipe_fit import auto_recipe, check_layers, check_sizes, say
 from te_models.model.recompute import Recompute, refuse_foreign_recompute
 from te_models.model.targets import nan_if, next_token_targets
-from te_models.model.te_modules import Factory, pad_rows
+from te_models.model.te_modules import Factory, own_weight, pad_rows
 from te_models.model.tensor_parallel import TensorParallel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -203,6 +203,14 @@ class Decoder(nn.Module):
                     values.normal_(0.0, std)
         self.tp.mark(self, self.config)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; raise a UsageError for other blocks, as peft's layer_replication would have them."""
+        if name == "layers" and "layers" in self._modules:
+            raise UsageError(
+                "the blocks of a model cannot be replaced or repeated: leave out layer_replication"
+            )
+        super().__setattr__(name, value)
+
     def __setstate__(self, state: dict[str, object]) -> None:
         """Restore a copy or a pickle, which trains its own scales."""
         super().__setstate__(state)
@@ -241,12 +249,17 @@ class Decoder(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of parameters and activations."""
-        return self.embed_tokens.weight.dtype
+        return self._table.dtype
 
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
-        return self.embed_tokens.weight.device
+        return self._table.device
+
+    @property
+    def _table(self) -> nn.Parameter:
+        """The weight of the embedding [V, D]."""
+        return own_weight(self.embed_tokens)
 
     @property
     def generation_values(self) -> Mapping[str, Any]:
@@ -314,7 +327,7 @@ class Decoder(nn.Module):
         short = (
             short_rows(full) if less else contextlib.nullcontext()
         )  # no compiler traces its variable
-        with one, short, forward_pass(self, self.te, self.recipe, self.te_recipe):
+        with one, short, forward_pass(self, self.te, self.recipe, self.te_recipe, self._table):
             evaluated = not self.training
             losses = None if evaluated else self.router_losses
             decoded = self._decode(tokens, context, wanted)
@@ -421,25 +434,25 @@ class Decoder(nn.Module):
         h = self.tp.gather(self.tp.norm(self.norm, x, self.tp.scatters))  # the rows of all ranks
         if wanted.labels is None:
             count = seq if wanted.logits_to_keep is None else min(wanted.logits_to_keep, seq)
-            logits = self._logits(self._newest(h, context, count), context)
+            logits = self._logits(self._newest(h, context, count), (batch, count), context)
             return Output(None, logits[: batch * count].unflatten(0, (batch, count)))
         size = self.config.vocab_size
         targets, invalid = next_token_targets(
             wanted.labels, wanted.attention_mask, size, wanted.document_ids
         )
-        plain = (
-            self.precision.head.recipe is None and type(self.lm_head) is self.te.Linear
+        plain = self.precision.head.recipe is None and isinstance(
+            self.lm_head, self.te.Linear
         )  # neither FP8 nor adapted
         if not wanted.return_logits and plain:
             return Output(nan_if(self._fused_loss(h, targets), invalid), None)
-        logits = self._logits(h, context)[: batch * seq]
+        logits = self._logits(h, (batch, seq), context)[: batch * seq]
         loss = nan_if(self.kernels.cross_entropy(logits, targets), invalid)
         return Output(loss, logits.unflatten(0, (batch, seq)) if wanted.return_logits else None)
 
-    def _logits(self, h: Tensor, context: ForwardContext) -> Tensor:
-        """Return the logits [N, V] of h [N, D]."""
+    def _logits(self, h: Tensor, shape: tuple[int, int], context: ForwardContext) -> Tensor:
+        """Return the logits [N, V] of h [N, D], whose first rows are B sequences of S tokens, `shape` (B, S)."""
         with context.autocasts.linear(self.lm_head):
-            logits = self.lm_head(h, is_first_microbatch=context.recompute.first_microbatch)
+            logits = context.run_linear(self.lm_head, h, shape)
         return scaled_logits(
             logits, self.config.logits_scaling, self.config.final_logit_softcapping
         )

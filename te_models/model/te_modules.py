@@ -117,6 +117,16 @@ def _leave_empty(weight: Tensor) -> None:
     """Leave a new weight without values. A function of the module, so that models can be pickled."""
 
 
+def own_weight(module: nn.Module) -> nn.Parameter:
+    """Return the weight of a module, or of the one that a layer of peft in its place has inside."""
+    while True:
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            return weight
+        inside = getattr(module, "original_module", None)
+        module = module.get_submodule("base_layer") if inside is None else inside
+
+
 def pad_rows(x: Tensor, rows: int) -> Tensor:
     """Return x [n, D] with rows of zeros appended up to [rows, D]; x itself if it has enough."""
     return x if x.shape[0] == rows else F.pad(x, (0, 0, 0, rows - x.shape[0]))
