@@ -447,6 +447,13 @@ def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
         )
 
 
+def names_in_files(model: CausalLM) -> dict[str, str]:
+    """Return patterns of names in files of transformers -> those in its models, for peft to rename what it reads."""
+    config = model.origin.config
+    renamed = family_of(config).renamed if config else {}
+    return {re.escape(stored): there for stored, there in renamed.items()}
+
+
 def is_adapted(module: nn.Module) -> bool:
     """Return whether a module is a layer of peft."""
     return type(module).__module__.startswith("peft.")

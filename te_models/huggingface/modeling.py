@@ -28,6 +28,7 @@ from te_models.generation.decode_loop import te_linears
 from te_models.huggingface.adapters import (
     is_adapted,
     mark_adapters,
+    names_in_files,
     place_adapters,
     show_embedding,
     show_linears,
@@ -99,6 +100,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             module.register_state_dict_post_hook(leave_out_empty)
         self.register_state_dict_post_hook(name_adapted_head)
         self.register_load_state_dict_pre_hook(add_prefix)
+        self._checkpoint_conversion_mapping = names_in_files(model)  # of adapters; peft reads it
         self._weights_pass: bool | None = None  # is_first_microbatch of the next forward pass
         self.post_init()
 
