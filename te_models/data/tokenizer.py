@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ from te_models.data.chat_template import (
 )
 from te_models.data.json_files import read_json_object
 from te_models.data.tokenizer_conversion import convert_tokenizer
-from te_models.errors import DataError, needs
+from te_models.errors import DataError, UsageError, needs
 from te_models.files.atomic import first_line
 from te_models.files.formats import Fields
 from te_models.interop.hf import hugging_face_documents
@@ -205,6 +205,15 @@ class Tokenizer(ABC):
         ].tolist()
 
 
+class SavesItself(Protocol):
+    """What is asked of a tokenizer of transformers."""
+
+    def save_pretrained(self, save_directory: str) -> Any: ...
+
+
+TokenizerLike: TypeAlias = "Tokenizer | SavesItself | str | os.PathLike[str]"
+
+
 def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
     """Load a tokenizer.
 
@@ -224,6 +233,27 @@ def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
     folder = saved_folder(local_folder(source))
     with offering_older(folder):
         return _tokenizer_in(folder)
+
+
+def as_tokenizer(tokenizer: object) -> Tokenizer:
+    """Return a Tokenizer: one as it is, a copy of a tokenizer of transformers, or what `load_tokenizer` loads.
+
+    Raises:
+        UsageError: it is something else, or a tokenizer of transformers without a tokenizer.json.
+    """
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    if isinstance(tokenizer, str | os.PathLike):
+        return load_tokenizer(os.fspath(tokenizer))
+    save = getattr(tokenizer, "save_pretrained", None)
+    if save is None:
+        raise UsageError(
+            f"the tokenizer is a {type(tokenizer).__name__}: give what load_tokenizer returns, a folder, or a "
+            "tokenizer of transformers"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        save(folder)
+        return load_tokenizer(folder)
 
 
 def _tokenizer_in(folder: Path) -> Tokenizer:

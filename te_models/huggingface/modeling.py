@@ -50,6 +50,7 @@ from te_models.interop.remote_code.modeling_te_models import CACHE, CACHES, cach
 from te_models.model.inputs import check_inputs, checked_tokens
 from te_models.model.rope import context_before_long_angles
 from te_models.model.targets import IGNORED, nan_if, shifted, valid_targets
+from te_models.saving.pretrained import refuse_pickle
 
 # Fields of the config that say what forward returns.
 OUTPUTS = ("use_cache", "output_hidden_states", "output_router_logits", "return_dict")
@@ -346,6 +347,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             "disable_compile", True
         )  # with a static cache it would compile forward, into many pieces
         config = options.get("generation_config") or self.generation_config
+        self._check_prompt(args, options, config)
         if options.get("use_cache", config.use_cache) is not False:
             refuse_other_states(self.model.config)
         if options.get("assistant_early_exit", config.assistant_early_exit) is not None:
@@ -354,6 +356,22 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             )
         with self._weights_quantized_once():
             return super().generate(*args, **options)  # type: ignore[bad-argument-type]  # protocol without properties
+
+    def _check_prompt(
+        self, args: tuple[Any, ...], options: Fields, config: GenerationConfig
+    ) -> None:
+        """Raise a UsageError for prompts that transformers would end at with an exception of its own."""
+        given = args[0] if args else options.get("inputs", options.get("input_ids"))
+        first = options.get("bos_token_id", config.bos_token_id)
+        if given is None and options.get("inputs_embeds") is None and first is None:
+            raise UsageError("the model has no bos token to begin with: give input_ids [B, S]")
+        if given is not None and (not isinstance(given, Tensor) or given.dim() != 2):
+            shape = (
+                f"has shape {list(given.shape)}" if isinstance(given, Tensor) else "is no tensor"
+            )
+            raise UsageError(
+                f"the prompt {shape}: give an int64 tensor [B, S], such as torch.tensor([[5, 6, 7]])"
+            )
 
     @cache_by_either_name
     def prepare_inputs_for_generation(  # type: ignore[bad-override]  # its other arguments differ between versions
@@ -510,6 +528,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         save_peft_format: bool = True,
         save_original_format: bool = True,
         distributed_checkpoint: bool = False,
+        safe_serialization: bool = True,
         **options: Any,
     ) -> None:
         """Write the model into a folder, beside other files in it.
@@ -520,13 +539,14 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             state_dict: weights to write instead of the model's.
             push_to_hub: also upload it, with `token`; `options` are those of `push_to_hub`, including repo_id.
             max_shard_size: weights larger than this are split; bytes, or text such as "5GB".
-            variant, distributed_checkpoint: not supported.
+            variant, distributed_checkpoint, safe_serialization=False: not supported.
             save_peft_format, save_original_format: ignored.
 
         Raises:
             SaveError: writing failed.
             UsageError: something that is not supported.
         """
+        refuse_pickle(safe_serialization)
         if variant is not None or distributed_checkpoint:
             raise UsageError(
                 "variant= and distributed_checkpoint= are not supported: leave them out"

@@ -40,7 +40,13 @@ from te_models.kernels.lm_head import linear_cross_entropy, with_scaled_logits
 from te_models.model.block import Block
 from te_models.model.expert_parallel import ExpertParallel, scratch
 from te_models.model.forward_context import ForwardContext, forward_context
-from te_models.model.inputs import check_inputs, checked_tokens, known_ids, refuse_one_graph
+from te_models.model.inputs import (
+    check_inputs,
+    checked_tokens,
+    known_ids,
+    refuse_one_graph,
+    refuse_unknown,
+)
 from te_models.model.kv_cache import Cache, DecodingCache
 from te_models.model.offload import HostMemory, Offload
 from te_models.model.output import Output, Wanted, with_routing
@@ -101,11 +107,11 @@ class Decoder(nn.Module):
         recipe: RecipeLike = AUTO,
         engine: str | None = "auto",
         device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-        activation_checkpointing: str | int = "none",
-        activation_offload: bool = False,
-        fp8_params: bool = False,
-        compile: bool | str = True,
+        dtype: torch.dtype | None = torch.bfloat16,
+        activation_checkpointing: str | int | None = "none",
+        activation_offload: bool | None = False,
+        fp8_params: bool | None = False,
+        compile: bool | str | None = True,
         fused: bool | None = None,
         initialize: bool = True,
         materialize: bool = True,
@@ -118,6 +124,10 @@ class Decoder(nn.Module):
         **recipe_options: Unpack[RecipeOptions],
     ) -> None:
         super().__init__()
+        # None can only mean the default of these.
+        dtype = torch.bfloat16 if dtype is None else dtype
+        compile = True if compile is None else compile
+        fp8_params, activation_offload = bool(fp8_params), bool(activation_offload)
         self.config = config
         self.router_losses = (
             config.moe
@@ -288,6 +298,7 @@ class Decoder(nn.Module):
         document_ids: Tensor | None = None,
         is_first_microbatch: bool | None = None,
         inputs_embeds: Tensor | None = None,
+        **others: object,
     ) -> Output:
         """Return the logits of every position and the mean cross-entropy of predicting `labels` from earlier tokens.
 
@@ -311,8 +322,9 @@ class Decoder(nn.Module):
             inputs_embeds: [B, S, D], vectors to use in place of the embeddings of input_ids.
 
         Raises:
-            UsageError: an argument has another shape or dtype, or is out of range.
+            UsageError: an argument is unknown, has another shape or dtype, or is out of range.
         """
+        refuse_unknown(others)
         refuse_one_graph(self.recipe.quantized)
         refuse_foreign_recompute(self.recipe.stateful)
         tokens = checked_tokens(self.config, input_ids, inputs_embeds, self.device)
@@ -415,11 +427,8 @@ class Decoder(nn.Module):
         x = (
             self.kernels.embedding(self.embed_tokens, tokens) if tokens.dim() == 2 else tokens
         ).flatten(0, 1)
-        x = (
-            x
-            if (multiplier := rounded(self.embedding_multiplier, self.dtype)) == 1
-            else x * multiplier
-        )
+        if self.embedding_multiplier != 1:
+            x = x * rounded(self.embedding_multiplier, self.dtype)
         return x if context.real is None else x * context.real
 
     def _run(self, layers: range, x: Tensor, context: ForwardContext) -> Tensor:

@@ -276,6 +276,11 @@ def save_lora(adapted: AdaptedModel, folder: str | Path, adapter_name: str | Non
     Raises:
         SaveError: writing failed; the previous content of `folder` is intact.
     """
+    if not isinstance(adapted, AdaptedModel):
+        raise UsageError(
+            f"a {type(adapted).__name__} has no adapters that save_lora knows: give what add_lora or load_lora "
+            "returned for a CausalLM, or call save_pretrained of the model itself"
+        )
     with saving(adapted.get_base_model()):
         save_folder(folder, *adapter_content(adapted, adapter_name))
 
