@@ -71,7 +71,7 @@ def test_a_temperature_of_0_is_greedy_and_the_seed_is_that_of_torch() -> None:
 def test_tokenizers_of_transformers(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     own = load_tokenizer(tmp_path)
-    config = TrainConfig(steps=1, seq_len=16, batch_size=1)
+    config = TrainConfig(steps=1, seq_len=64, batch_size=1)
     texts = [{"text": "hello world " * 40}]
     for records in (texts, [{"messages": [{"role": "user", "content": "hello"},
                                           {"role": "assistant", "content": "world"}]}]):  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, cast
@@ -62,6 +63,17 @@ REFUSED_DTYPES = {
     torch.float64: "te layers do not run in FP64: build the model with dtype=torch.float32 or torch.bfloat16",
     torch.float16: "a live model does not change its dtype: build or load it with dtype=torch.float16",
 }
+
+
+@torch.compiler.disable
+def _not_traced(model: Decoder, input_ids: Tensor | None, **options: Any) -> Output:
+    """Run a model under an FP8 recipe inside a user's torch.compile, which would trace it in many small pieces."""
+    warnings.warn(
+        "torch.compile leaves a model under an FP8 recipe as it is: on a GPU te-models compiles the operations between "
+        "its GEMMs itself (compile=True)",
+        stacklevel=3,
+    )
+    return Decoder.forward(model, input_ids, **options)
 
 
 class Decoder(nn.Module):
@@ -326,6 +338,19 @@ class Decoder(nn.Module):
         """
         refuse_unknown(others)
         refuse_one_graph(self.recipe.quantized)
+        if self.recipe.quantized and torch.compiler.is_compiling():
+            return _not_traced(
+                self,
+                input_ids,
+                labels=labels,
+                cache=cache,
+                attention_mask=attention_mask,
+                return_logits=return_logits,
+                logits_to_keep=logits_to_keep,
+                document_ids=document_ids,
+                is_first_microbatch=is_first_microbatch,
+                inputs_embeds=inputs_embeds,
+            )
         refuse_foreign_recompute(self.recipe.stateful)
         tokens = checked_tokens(self.config, input_ids, inputs_embeds, self.device)
         check_inputs(self.config, tokens, labels, cache, attention_mask, document_ids)
