@@ -112,6 +112,9 @@ class Decoder(nn.Module):
         UsageError: an unknown name or field, or a request that this machine cannot satisfy, with the reason.
     """
 
+    # transformers' Trainer would pass num_items_in_batch to a forward with any keywords.
+    accepts_loss_kwargs = False
+
     def __init__(
         self,
         config: ModelConfig,
