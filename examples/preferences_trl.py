@@ -1,4 +1,6 @@
-"""Preference tuning with TRL: DPOTrainer makes chosen answers likelier than rejected ones. pip install "trl>=1.10"
+"""Preference tuning with TRL: DPOTrainer makes chosen answers likelier than rejected ones.
+
+pip install "trl>=1.10" "te-models[hf,datasets]"
 
 python examples/preferences_trl.py --model Qwen/Qwen3-0.6B --data preferences.jsonl --out runs/dpo
 
@@ -8,11 +10,14 @@ Each line of the data is {"prompt": ..., "chosen": ..., "rejected": ...}, texts 
 import argparse
 from typing import cast
 
-from datasets import load_dataset
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from trl import DPOConfig, DPOTrainer
-
 from te_models import TEModelsForCausalLM
+
+try:
+    from datasets import load_dataset
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+    from trl import DPOConfig, DPOTrainer
+except ImportError as error:
+    raise SystemExit(f'{error}: pip install "trl>=1.10" "te-models[hf,datasets]"') from None
 
 
 def main() -> None:

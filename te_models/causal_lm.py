@@ -32,7 +32,7 @@ from te_models.model.options import BuildOptions, LoadOptions, ModelOptions, Pus
 from te_models.model.part import BlockPart
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.precision_plan import PRECISION_NAMES, PlanRow, PrecisionPlan
-from te_models.saving.pretrained import read_pretrained, write_pretrained
+from te_models.saving.pretrained import read_pretrained, refuse_pickle, write_pretrained
 from te_models.saving.state_dict import keep_fp8_state, save_tie_once, tie_head
 from te_models.serving.export import Export, export
 
@@ -48,6 +48,11 @@ class CausalLM(Decoder):
         materialize: bool = True,
         **options: Unpack[BuildOptions],
     ) -> None:
+        if not isinstance(config, ModelConfig):
+            raise UsageError(
+                f"the config is a {type(config).__name__}: give a ModelConfig, or load a folder with "
+                "CausalLM.from_pretrained, which reads those of transformers"
+            )
         super().__init__(config, initialize=initialize, materialize=materialize, **options)
         self.origin = Origin()
         keep_fp8_state(self)
@@ -204,12 +209,13 @@ class CausalLM(Decoder):
         keep them, and under other recipes nothing happens. Every process of the model's `amax_group` has to call it.
 
         Args:
-            batches: the micro-batches of the first step: tensors of `forward`, "labels" among them.
+            batches: the micro-batches of the first step: tensors of `forward`, "labels" among them. Without labels, for
+                inference alone, gradients get no scales: calibrate with labels before training a model anew.
             weights: the factors of their losses in that step; None: 1 / len(batches) each.
             router_weights: the factors of the losses of their routers; None: `weights`.
 
         Raises:
-            UsageError: no batch, or one without labels.
+            UsageError: no batch, something else than a dict of tensors, or labels in some batches only.
         """
         calibrate(self, batches, weights, router_weights)
 
@@ -245,6 +251,7 @@ class CausalLM(Decoder):
         format: str = "te",
         max_shard_size: int | str = "5GB",
         beside: str | Path | None = None,
+        safe_serialization: bool = True,
     ) -> None:
         """Write the model into `folder`, atomically.
 
@@ -260,11 +267,13 @@ class CausalLM(Decoder):
             beside: the Hugging Face folder of a multimodal release, for a text model that came from it: with format
                 "hf" the tensors of its other parts are written too, unchanged. None: those of the folder that the model
                 was loaded from.
+            safe_serialization: as in transformers; False, a pickle, is refused.
 
         Raises:
             ValueError: an unknown format, or a model or folder that does not allow it.
             SaveError: writing failed; the previous content is intact.
         """
+        refuse_pickle(safe_serialization)
         origin = (
             self.origin if beside is None else dataclasses.replace(self.origin, beside=Path(beside))
         )

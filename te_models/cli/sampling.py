@@ -2,6 +2,7 @@
 
 import functools
 import io
+import secrets
 import sys
 from typing import Any
 
@@ -23,7 +24,7 @@ sampling_options = chained(
         "--temperature",
         type=float,
         show_default=str(TEMPERATURE),
-        help="Below 1 likely tokens become likelier, above 1 less so.",
+        help="Below 1 likely tokens become likelier, above 1 less so; 0 is --greedy.",
     ),
     _option("--top-k", type=int, help="Sample among the K likeliest tokens."),
     _option(
@@ -52,6 +53,10 @@ def take_sampling(options: dict[str, object]) -> dict[str, Any]:
     sampling = {name: options.pop(name) for name in SAMPLING} | {
         "do_sample": not options.pop("greedy")
     }
+    if sampling["seed"] is None:
+        sampling["seed"] = secrets.randbits(
+            63
+        )  # PyTorch's random numbers begin alike in every process
     if sampling["temperature"] is None:
         sampling["temperature"] = TEMPERATURE if sampling["do_sample"] else 1.0
     return sampling

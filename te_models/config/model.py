@@ -196,9 +196,10 @@ class ModelConfig(Settings):
     def __setattr__(self, name: str, value: object) -> None:
         """Set a field once. Other names are allowed: transformers.Trainer sets `use_cache` on any model's config."""
         if name in self.__dataclass_fields__ and name in self.__dict__:
-            raise FrozenInstanceError(
-                f"cannot assign to field {name!r}: make another config with dataclasses.replace"
-            )
+            advice = "make another config with dataclasses.replace"
+            if name == "num_hidden_layers":  # by peft's SHADOW, which builds a smaller decoder
+                advice += "; peft's SHADOW does not work with this model"
+            raise FrozenInstanceError(f"cannot assign to field {name!r}: {advice}")
         object.__setattr__(self, name, value)
 
     @functools.cached_property

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -266,6 +266,15 @@ class Tokenizer(ABC):
         return ids.tolist()
 
 
+class SavesItself(Protocol):
+    """What is asked of a tokenizer of transformers."""
+
+    def save_pretrained(self, save_directory: str) -> Any: ...
+
+
+TokenizerLike: TypeAlias = "Tokenizer | SavesItself | str | os.PathLike[str]"
+
+
 def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
     """Load a tokenizer.
 
@@ -285,6 +294,27 @@ def load_tokenizer(source: str | Path | None = None) -> Tokenizer:
     folder = saved_folder(local_folder(source))
     with offering_older(folder):
         return _tokenizer_in(folder)
+
+
+def as_tokenizer(tokenizer: object) -> Tokenizer:
+    """Return a Tokenizer: one as it is, a copy of a tokenizer of transformers, or what `load_tokenizer` loads.
+
+    Raises:
+        UsageError: it is something else, or a tokenizer of transformers without a tokenizer.json.
+    """
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    if isinstance(tokenizer, str | os.PathLike):
+        return load_tokenizer(os.fspath(tokenizer))
+    save = getattr(tokenizer, "save_pretrained", None)
+    if save is None:
+        raise UsageError(
+            f"the tokenizer is a {type(tokenizer).__name__}: give what load_tokenizer returns, a folder, or a "
+            "tokenizer of transformers"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        save(folder)
+        return load_tokenizer(folder)
 
 
 def _tokenizer_in(folder: Path) -> Tokenizer:
@@ -550,7 +580,8 @@ class HuggingFaceTokenizer(Tokenizer):
         known = self._backend.get_vocab()
         with self._encoding():
             self._backend.add_special_tokens(list(tokens))
-            added = {token: self._backend.token_to_id(token) for token in tokens}
+            vocabulary = self._backend.get_vocab()
+            added = {token: vocabulary[token] for token in tokens}
             self._document = json.loads(self._backend.to_str())
         for token, number in added.items():
             if token not in known and number < before:

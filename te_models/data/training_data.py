@@ -28,7 +28,7 @@ from te_models.data.named_templates import use_template
 from te_models.data.python_docstrings import PYTHON_DOCS, PYTHON_DOCSTRINGS, python_docstrings
 from te_models.data.sources import Formatting, Source, is_records, open_sources, read_records
 from te_models.data.streaming import StreamingDataset
-from te_models.data.tokenizer import Tokenizer, load_tokenizer
+from te_models.data.tokenizer import Tokenizer, TokenizerLike, as_tokenizer
 from te_models.distributed.control import Ranks
 from te_models.errors import DataError, UsageError, plural, refuse
 from te_models.files.formats import Fields
@@ -44,7 +44,7 @@ Data = str | os.PathLike[str] | Sequence[str] | DataConfig | Iterable[object] | 
 
 def open_data(
     data: Data,
-    tokenizer: Tokenizer | str | os.PathLike[str],
+    tokenizer: TokenizerLike,
     config: TrainConfig,
     *,
     formatting: Formatting | None = None,
@@ -60,8 +60,9 @@ def open_data(
             a DataConfig; records in memory: a list, a datasets.Dataset, or another iterable of dicts or lists of
             messages; "python-docstrings": functions and docstrings of Python's standard library; None or "python-docs":
             Python's own documentation and sources.
-        tokenizer: encodes the text; or what `load_tokenizer` takes. If there are conversations and it has no chat
-            template, it gets a plain one, which it saves (`Tokenizer.set_chat_template`).
+        tokenizer: encodes the text; or a tokenizer of transformers, which is copied, or what `load_tokenizer` takes. If
+            there are conversations and it has no chat template, it gets a plain one, which it saves
+            (`Tokenizer.set_chat_template`).
         config: seq_len, batch_size, gradient_accumulation, seed and eval_batches.
         formatting: makes of each record in memory, and of each of `eval_data` there, a text, a list of messages, or a
             dict with the fields of a format, such as prompt and completion.
@@ -77,8 +78,7 @@ def open_data(
         UsageError: an argument is out of range, or options contradict each other or the data.
         DataError: the data cannot be read, is of no known format, or is too short.
     """
-    if not isinstance(tokenizer, Tokenizer):
-        tokenizer = load_tokenizer(os.fspath(tokenizer))
+    tokenizer = as_tokenizer(tokenizer)
     settings, own = _settings(data, options)
     refuse(
         {

@@ -36,6 +36,6 @@ def call_inside(
     # An attribute of the instance comes before the method of its class, and not among its parameters and modules.
     vars(module)["forward"] = forward
     try:
-        return module(*inputs)
+        return nn.Module.__call__(module, *inputs)
     finally:
         del vars(module)["forward"]

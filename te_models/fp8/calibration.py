@@ -147,11 +147,30 @@ class Measurement:
                     state.scale.copy_(scale)
 
 
-def unmeasured(modules: Sequence[nn.Module], group: dist.ProcessGroup | None) -> list[nn.Module]:
+def _any_gradient(modules: Sequence[nn.Module], group: dist.ProcessGroup | None) -> bool:
+    """Return whether a module, on any process, has had an amax of a gradient, or a scale from one."""
+    states = [vars(module)["fp8_meta"].get("scaling_bwd") for module in modules]
+    gradients = slice(0, None, WIDTHS["scaling_bwd"])
+    seen = [
+        (s.amax_history[:, gradients] != 0).any() | (s.scale[gradients] != 1).any()
+        for s in states
+        if s is not None
+    ]
+    device = next(modules[0].parameters()).device if modules else "cpu"
+    flag = torch.stack(seen).any() if seen else torch.zeros((), dtype=torch.bool, device=device)
+    return bool(largest([flag.byte()[None]], group)[0].item())
+
+
+def unmeasured(
+    modules: Sequence[nn.Module], group: dist.ProcessGroup | None, training: bool = False
+) -> list[nn.Module]:
     """Return the te modules, under DelayedScaling, whose input has had no amax so far, with any expert on any process.
 
+    With `training` they are all modules if no gradient of any has had one: the scales are then for inference alone.
     The processes of `group` call this together.
     """
+    if training and not _any_gradient(modules, group):
+        return list(modules)
     states = [vars(module)["fp8_meta"].get("scaling_fwd") for module in modules]
     inputs = slice(INPUT, None, WIDTHS["scaling_fwd"])
     seen = [

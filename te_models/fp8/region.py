@@ -33,7 +33,11 @@ from te_models.fp8.scaling_state import (
 
 @contextlib.contextmanager
 def forward_pass(
-    model: nn.Module, te: ModuleType, recipe: Recipe, te_recipe: EngineRecipe | None
+    model: nn.Module,
+    te: ModuleType,
+    recipe: Recipe,
+    te_recipe: EngineRecipe | None,
+    weight: Tensor,
 ) -> Iterator[None]:
     """Run a forward pass of `model` in high precision, except inside `Autocasts`.
 
@@ -45,6 +49,7 @@ def forward_pass(
     Args:
         te: the engine.
         te_recipe: the engine's recipe object; None for BF16.
+        weight: a weight of the model, which has its dtype and device.
 
     Raises:
         EngineError: the pass has gradients and would train, but something evaluates or saves the model meanwhile.
@@ -52,7 +57,6 @@ def forward_pass(
     Warns:
         UserWarning: if the pass is inside an enabled autocast with another recipe, which has no effect on it.
     """
-    weight = model.get_parameter("embed_tokens.weight")
     autocast = no_autocast(weight) if weight.dtype.itemsize == 2 else contextlib.nullcontext()
     with te.region_lock(model, recipe.quantized), te.outside_autocast() as outer, autocast:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():

@@ -62,7 +62,7 @@ def stream(
 
     Args:
         model: the network.
-        input_ids: int64 [B, S], or one prompt or several of any length as lists of ids.
+        input_ids: int64 [B, S], or [S] for one prompt; or one prompt or several of any length as lists of ids.
         max_new_tokens: maximum number of tokens to add.
         attention_mask: [B, S], 0 at padding, which must be on the left.
         tokenizer: decodes new tokens for `stop_strings`.
@@ -82,7 +82,8 @@ def stream(
     stops = torch.tensor(stop_ids(model, settings.eos_token_id), dtype=torch.long)
     filler = pad_id(model, stops)
     generator = torch.Generator(device=model.device)
-    generator.seed() if settings.seed is None else generator.manual_seed(settings.seed)
+    if settings.do_sample:
+        generator.manual_seed(_drawn_seed() if settings.seed is None else settings.seed)
     s = settings
     draw = partial(
         sample,
@@ -115,10 +116,17 @@ def stream(
                     return
 
 
+def _drawn_seed() -> int:
+    """Return a seed from PyTorch's random numbers."""
+    return int(torch.randint(2**63 - 1, ()))
+
+
 def batch_of(
     model: Decoder, prompts: Prompts, attention_mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return (ids int64 [B, S], mask [B, S] or None) on the model's device; lists are padded on the left."""
+    if isinstance(prompts, Tensor) and prompts.dim() == 1:
+        prompts = prompts[None]  # one prompt, as a list of ids is
     if not isinstance(prompts, Tensor):
         rows = _rows(prompts)
         width = max(map(len, rows), default=0)

@@ -10,16 +10,54 @@ from typing_extensions import TypedDict
 
 from te_models.errors import UsageError, check_known, field_values, mistyped
 
+# Options of transformers' generate that this one has not.
+OF_TRANSFORMERS = frozenset(
+    (
+        "assistant_model",
+        "bad_words_ids",
+        "constraints",
+        "diversity_penalty",
+        "early_stopping",
+        "encoder_repetition_penalty",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "force_words_ids",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "generation_config",
+        "guidance_scale",
+        "length_penalty",
+        "logits_processor",
+        "min_length",
+        "min_new_tokens",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_scores",
+        "penalty_alpha",
+        "prefix_allowed_tokens_fn",
+        "prompt_lookup_num_tokens",
+        "repetition_penalty",
+        "return_dict_in_generate",
+        "sequence_bias",
+        "stopping_criteria",
+        "streamer",
+        "suppress_tokens",
+        "typical_p",
+    )
+)
+
 
 class GenerationOptions(TypedDict, total=False):
     """Keywords of `CausalLM.generate`, `CausalLM.stream` and `stream_text`; `Settings` has the defaults.
 
     do_sample: sample instead of taking the likeliest token; the next five options set how, and need it.
-    temperature: divisor of the logits.
+    temperature: divisor of the logits; 0 takes the likeliest token, as without do_sample.
     top_k: sample among this many likeliest tokens.
     top_p: sample from the smallest set of tokens that has this probability.
     min_p: sample among the tokens with at least this share of the likeliest token's probability.
-    seed: seed of the random numbers; None draws a new one.
+    seed: seed of the random numbers; None draws one from PyTorch's, which torch.manual_seed governs.
     eos_token_id: ids that end a row; "config" for the model's own, None for none.
     stop_strings: texts that end a row once its new text, as decoded by the tokenizer, contains one.
     use_cache: False recomputes the whole sequence for each token.
@@ -59,6 +97,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_known("cuda_graph", str(self.cuda_graph), ("auto", "True", "False"))
+        if self.temperature == 0 and not isinstance(self.temperature, bool):
+            greedy = dict(do_sample=False, temperature=1.0, top_k=None, top_p=None, min_p=None)
+            for name, value in greedy.items():
+                object.__setattr__(self, name, value)
         if problem := next(self._problems(), ""):
             raise UsageError(problem)
 
@@ -73,8 +115,7 @@ class Settings:
                 advice = "give do_sample=True too (no --greedy), or leave it out"
                 yield f"{name}={value} does not change which token is likeliest: {advice}"
         if self.temperature <= 0:
-            advice = "for the likeliest token use do_sample=False (--greedy)"
-            yield f"temperature={self.temperature} is not positive: {advice}"
+            yield f"temperature={self.temperature} is negative: give a positive number, or 0 for the likeliest token"
         if self.top_k is not None and self.top_k < 1:
             yield f"top_k={self.top_k} leaves no token: give 1 or more"
         for name, value in (("top_p", self.top_p), ("min_p", self.min_p)):
@@ -106,5 +147,9 @@ def complete(options: GenerationOptions) -> Settings:
         "tokenizer",
     ]
     for name in options:
+        if name in OF_TRANSFORMERS:
+            raise UsageError(
+                f"{name} is an option of transformers' generate: call that of TEModelsForCausalLM.wrap(model)"
+            )
         check_known("option of generation", name, known)
     return Settings(**options)

@@ -4,7 +4,7 @@ from collections.abc import Generator, Sequence
 
 from typing_extensions import Unpack
 
-from te_models.data.tokenizer import Tokenizer, text_after
+from te_models.data.tokenizer import TokenizerLike, as_tokenizer, text_after
 from te_models.generation.generate import stop_ids, stream
 from te_models.generation.options import GenerationOptions, complete
 from te_models.model.decoder import Decoder
@@ -12,16 +12,19 @@ from te_models.model.decoder import Decoder
 
 def stream_text(
     model: Decoder,
-    tokenizer: Tokenizer,
+    tokenizer: TokenizerLike,
     prompt: str | Sequence[int],
     max_new_tokens: int = 64,
     **options: Unpack[GenerationOptions],
 ) -> Generator[str, None, None]:
     """Yield the continuation of one prompt, text or token ids, in pieces as soon as each is certain.
 
+    `tokenizer` is what `load_tokenizer` returns or takes, or a tokenizer of transformers.
+
     It ends before the end-of-text token of tokenizer or model and before a stop string. Options and errors are those of
     `te_models.generation.generate.stream`.
     """
+    tokenizer = as_tokenizer(tokenizer)
     ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     options.setdefault("eos_token_id", sorted({*stop_ids(model, "config"), *own}))

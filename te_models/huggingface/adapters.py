@@ -3,20 +3,22 @@
 peft puts a layer of its own around each nn.Linear that an adapter targets, and names the adapter's tensors after it.
 Here q, k, v and the gate are rows of one te.Linear, as are gate and up. Rows of a te.Linear are therefore an nn.Linear
 without parameters beside it (`Rows`), and a te.Linear that is one linear of transformers is an nn.Linear by its class.
-Nothing runs through them until peft has adapted one.
+Nothing runs through them until peft has adapted one. Layers of peft get sequences [B, S, in], as in transformers.
 """
 
 import functools
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
+from te_models.config.recipe import SCHEMES
+from te_models.engine import engine_module
 from te_models.errors import ConfigError, refuse
 from te_models.files.formats import Document, list_some
 from te_models.fp8.primary_weights import plain
@@ -25,7 +27,10 @@ from te_models.interop.hf import Place, expert_places, module_places
 from te_models.interop.hf_expert_families import dropped_by_peft
 from te_models.interop.hf_families import Family, family_for, family_of
 from te_models.kernels.elementwise import ScaledEmbedding
+from te_models.model.te_modules import pad_rows
 
+# FP8 products take multiples of this many rows under every recipe.
+ROWS = max(scheme.rows for scheme in SCHEMES.values())
 LINEARS_OF_MLP = re.compile(r"(gate|up|down)_proj|\bw[123]\b")  # as files of transformers name them
 
 
@@ -41,23 +46,41 @@ class Rows(nn.Linear):
         nn.Module.__init__(self)
         self.out_features, self.in_features = place.shape
         self.owner, self.place = (owner,), place
-        self.output: Tensor | None = None  # [N, rows], of the pass under way
+        self.run: Callable[[Tensor], Tensor] | None = None  # in the pass under way
 
     @property
     def weight(self) -> Tensor:  # type: ignore[bad-override]  # a parameter of nn.Linear
-        """The rows of the weight [rows, in]; assigning to its `data` writes them."""
-        (owner,) = self.owner
-        values = self.place.save(plain(owner.get_parameter("weight"))).clone()
-        return Alias(
-            values, lambda: values, functools.partial(write_rows, owner, "weight", self.place)
-        )
+        """The rows of the weight [rows, in]; writing to its `data`, or another weight, writes them."""
+        return self._alias("weight")
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[bad-override]  # a parameter of nn.Linear
-        """The rows of the bias [rows], None without one."""
+        """The rows of the bias [rows], None without one; written as the weight is."""
         (owner,) = self.owner
-        bias = dict(owner.named_parameters(recurse=False)).get("bias")
-        return None if bias is None else self.place.save(bias.detach())
+        return self._alias("bias") if "bias" in owner._parameters else None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a weight or bias that peft assigns is written into the rows."""
+        if name in ("weight", "bias"):
+            self._write(name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _alias(self, name: str) -> Tensor:
+        (owner,) = self.owner
+        values = self.place.save(plain(owner.get_parameter(name))).clone()
+
+        def write(new: Tensor) -> None:
+            values.copy_(new.as_subclass(Tensor))
+            write_rows(owner, name, self.place, values)
+
+        return Alias(values, lambda: values, write)
+
+    def _write(self, name: str, value: Tensor | None) -> None:
+        """Take a tensor in place of the weight or bias, unless it is that itself, or missing as there."""
+        (owner,) = self.owner
+        if value is not None and not isinstance(value, Alias):
+            write_rows(owner, name, self.place, value)
 
     def columns(self) -> Tensor:
         """Return which of the te.Linear's outputs the rows make, int64 [rows]."""
@@ -66,52 +89,94 @@ class Rows(nn.Linear):
         return self.place.save(torch.arange(len(weight), device=weight.device))
 
     def forward(self, input: Tensor, *args: object, **options: object) -> Tensor:
-        """Return the rows' output in the pass under way; outside of one, the input [N, in] times the weight."""
-        return F.linear(input, self.weight, self.bias) if self.output is None else self.output
+        """Return the rows' output for input [..., in]: that of the te.Linear in the pass under way.
 
-
-class Head(nn.Linear):
-    """The head of a model as an nn.Linear: the bias of a te.Linear without one is an empty tensor, not None."""
-
-    def __init__(self, model: CausalLM) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = model.config.hidden_size, model.config.vocab_size
-        self.bias = None  # type: ignore[bad-override-mutable-attribute]  # as nn.Linear's own without a bias
-        self.model = (model,)
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[bad-override]  # a parameter of nn.Linear
-        """The parameter of the model [V, D]."""
-        return self.model[0].lm_head.get_parameter("weight")
+        Outside of a pass it is the input times the weight.
+        """
+        return F.linear(input, self.weight, self.bias) if self.run is None else self.run(input)
 
 
 class DividedLinear(nn.Module):
     """A te.Linear of which peft has adapted some rows, or may do so: the Rows of `names` below the module `part`."""
 
+    by_sequence = True
+
     def __init__(self, base_layer: nn.Module, part: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()
         self.base_layer, self.part, self.names = base_layer, (part,), names
+        self.fp8_enabled = _fp8_enabled(type(base_layer))
 
     def forward(self, x: Tensor, **options: object) -> Tensor:
-        """Map x [N, in] to [N, out], through peft's layers where they are."""
-        out = self.base_layer(x, **options)
+        """Map x [..., in] to [..., out], through peft's layers where they are.
+
+        A layer that gives its rows another input than x has them from a product of that input with the whole weight.
+        """
+        out = self._product(x, **options)
+        whole = out  # before any update
         for name in self.names:
             layer = self.part[0].get_submodule(name)
             if isinstance(layer, Rows):
                 continue
-            rows = layer.get_submodule("base_layer")
+            rows = base_of(layer)
             assert isinstance(rows, Rows)
             columns = rows.columns()
-            rows.output = out.index_select(-1, columns)
+
+            def run(given: Tensor, columns: Tensor = columns) -> Tensor:
+                product = whole if given is x else self._product(given.to(x.dtype), **options)
+                return product.index_select(-1, columns)
+
+            rows.run = run
             try:
-                out = out.index_copy(-1, columns, layer(x))
+                out = out.index_copy(-1, columns, layer(x).to(out.dtype))
             finally:
-                rows.output = None
+                rows.run = None
         return out
+
+    def _product(self, x: Tensor, **options: object) -> Tensor:
+        """Return the te.Linear of x [..., in], whose rows FP8 asks to be many enough."""
+        return padded_product(self.base_layer, x, self.fp8_enabled(), **options)
+
+    def merge(self, *args: object, **options: object) -> None:
+        """Do nothing: the layers of the rows merge into the te.Linear themselves; peft calls it."""
+
+    def get_base_layer(self) -> nn.Module:
+        """Return the te.Linear."""
+        return self.base_layer
 
     def unload_and_optionally_merge_module(self, **options: object) -> nn.Module:
         """Return the te.Linear, into which peft merges the adapters of its rows; peft calls it."""
         return self.base_layer
+
+
+def padded_product(
+    linear: Callable[..., Tensor], x: Tensor, fp8: bool, **options: object
+) -> Tensor:
+    """Return linear(x) of x [..., in]; with `fp8` on rows of zeros up to the multiple that every recipe takes."""
+    if x.dim() == 2:
+        return linear(x, **options)
+    count = x.shape[:-1].numel()
+    rows = x.reshape(count, x.shape[-1])
+    if fp8 and count % ROWS:
+        rows = pad_rows(rows, -(-count // ROWS) * ROWS)
+    out = linear(rows, **options)
+    # Of a slice, since the output of an autograd.Function that is a view itself cannot be changed in place.
+    return out[:count].unflatten(0, x.shape[:-1])
+
+
+def base_of(layer: nn.Module) -> nn.Module:
+    """Return the module that a layer of peft, or several around each other, has inside."""
+    while True:
+        inside = layer._modules.get("base_layer", layer._modules.get("original_module"))
+        if inside is None:
+            return layer
+        layer = inside
+
+
+def _fp8_enabled(kind: type[nn.Module]) -> Callable[[], bool]:
+    """Return the function that says whether an autocast is open of the engine that a class is from."""
+    native = kind.__module__.startswith("transformer_engine.")
+    te = engine_module("native" if native else "emulated")
+    return te.FP8GlobalStateManager.is_fp8_enabled
 
 
 def _blank(
@@ -119,7 +184,7 @@ def _blank(
 ) -> nn.Module:
     """Return a module of the class that `dressed` makes of an engine's, for a pickle or a copy to fill."""
     made = dressed(kind)
-    return made.__new__(made)
+    return cast(nn.Module, object.__new__(made))
 
 
 def _dressed(
@@ -143,8 +208,17 @@ def _grouped(kind: type[nn.Module]) -> type[nn.Module]:
 
     peft takes the target "down_proj" of an expert of all tokens for the te.GroupedLinear of that name too, and refuses
     modules that it does not know. `OwnExperts` drops the layer that it makes for an embedding of one element.
+    Where peft takes its layers away it assigns a module's weight to itself, of which there is none here.
     """
-    return _dressed(kind, nn.Embedding, _grouped, num_embeddings=1, embedding_dim=1)
+
+    def weight(experts: nn.Module) -> Tensor:
+        return experts.get_parameter("weight0").detach()
+
+    def set_weight(experts: nn.Module, value: object) -> None:
+        pass
+
+    about: dict[str, Any] = dict(num_embeddings=1, embedding_dim=1)
+    return _dressed(kind, nn.Embedding, _grouped, **about, weight=property(weight, set_weight))
 
 
 class OwnExperts(nn.Module):
@@ -166,11 +240,25 @@ def _own_experts(kind: type[nn.Module]) -> type[nn.Module]:
 def _linear(kind: type[nn.Module]) -> type[nn.Module]:
     """Return an engine's te.Linear as a subclass of nn.Linear too, whose missing bias is None as there.
 
-    It is an empty tensor in Transformer Engine, which peft would subtract from the output under DoRA.
+    It is an empty tensor in Transformer Engine, which peft would subtract from the output under DoRA. Sequences
+    [B, S, in], which peft's layers pass on, are padded here.
     """
-    return _dressed(
-        kind, nn.Linear, _linear, bias=property(lambda linear: linear._parameters.get("bias"))
-    )
+
+    enabled = _fp8_enabled(kind)
+
+    def bias(linear: nn.Module) -> Tensor | None:
+        return linear._parameters.get("bias")
+
+    def set_bias(linear: nn.Module, value: Tensor | None) -> None:
+        if value is not None:
+            linear.register_parameter(
+                "bias", nn.Parameter(value, requires_grad=value.requires_grad)
+            )
+
+    def forward(linear: nn.Module, inp: Tensor, **options: Any) -> Tensor:
+        return padded_product(functools.partial(kind.forward, linear), inp, enabled(), **options)
+
+    return _dressed(kind, nn.Linear, _linear, bias=property(bias, set_bias), forward=forward)
 
 
 Placed = dict[
@@ -184,6 +272,7 @@ def show_linears(model: CausalLM) -> Placed:
     A model of no family of transformers has the names of te-models.
     """
     found: dict[str, tuple[str, ...]] = {}
+    order: dict[str, list[str]] = {}  # module -> its linears in the order of transformers
     places, family = _places(model)
     linears = model.config.linears
     for theirs, place in places.items():
@@ -195,12 +284,16 @@ def show_linears(model: CausalLM) -> Placed:
             continue  # an expert, or no linear in transformers
         linear, parent = model.get_submodule(ours), ours.rpartition(".")[0]
         if name == ours:
-            if not isinstance(linear, nn.Linear) and type(linear) is model.te.Linear:
-                object.__setattr__(linear, "__class__", _linear(type(linear)))
+            _show_whole(model, linear)
+            order.setdefault(parent, []).append(ours.rpartition(".")[2])
             continue
         below = name.removeprefix(f"{parent}.")
         found[ours] = (*found.get(ours, ()), below)
+        order.setdefault(parent, []).append(below.partition(".")[0])
         _add(model.get_submodule(parent), below, functools.partial(Rows, linear, place))
+    for parent, names in order.items():
+        _sort(model.get_submodule(parent), names)
+    _show_whole(model, model.lm_head)
     placed: Placed = {
         ours: functools.partial(DividedLinear, names=names) for ours, names in found.items()
     }
@@ -214,6 +307,22 @@ def show_embedding(model: CausalLM) -> None:
         object.__setattr__(embedding, "__class__", ScaledEmbedding)
         assert isinstance(embedding, ScaledEmbedding)
         embedding.factor, model.embedding_multiplier = model.config.embedding_multiplier, 1.0
+
+
+def _show_whole(model: CausalLM, linear: nn.Module) -> None:
+    """Make an nn.Linear of a te.Linear that is one linear of transformers, unless it is one already."""
+    if type(linear) is model.te.Linear:
+        object.__setattr__(linear, "__class__", _linear(type(linear)))
+
+
+def _sort(part: nn.Module, names: list[str]) -> None:
+    """Put the linears `names` of a module behind its other modules, in this order.
+
+    Methods of peft that share parameters over layers, or draw random numbers, go by the order of the modules.
+    """
+    for name in dict.fromkeys(names):
+        module = part._modules.pop(name)
+        part._modules[name] = module
 
 
 def _add(part: nn.Module, name: str, make: Callable[[], nn.Module]) -> None:
@@ -296,7 +405,12 @@ def _named_otherwise(model: CausalLM, wanted: list[str]) -> list[str]:
         for n, p in places.items()
     }
     names = dict.fromkeys([*theirs, *(name for name, _ in model.named_modules())])
-    return [name for name in names if name.endswith(tuple(wanted)) and theirs.get(name) != name]
+    named_alike = {"lm_head"}  # also where it is tied, and has no tensor in transformers' files
+    return [
+        name
+        for name in names
+        if name.endswith(tuple(wanted)) and theirs.get(name) != name and name not in named_alike
+    ]
 
 
 def is_multimodal(model: CausalLM) -> bool:
@@ -314,12 +428,10 @@ def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
     moved = _named_otherwise(
         model, [w for c in configs.values() for w in getattr(c, "modules_to_save", None) or ()]
     )
-    head = "peft cannot adapt the head here: give add_lora the CausalLM inside (`.model`)"
     names = (
         f"peft cannot train copies of {list_some(moved)} here, which transformers names otherwise"
     )
     mistakes = {
-        head: not isinstance(model.lm_head, model.te.Linear),
         "peft cannot train the biases of fused linears: leave out bias=": trained,
         f"{names}: change modules_to_save": moved,
     }
@@ -330,6 +442,7 @@ def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
         module = part.get_submodule(leaf)
         if not isinstance(module, (DividedLinear, AdaptedWeight)):
             part.add_module(leaf, stand_in(module, part))
+    mark_adapters(model)
     adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
     _warn_of_experts_left_out(model, configs, adapted)
     family = _places(model)[1]
@@ -338,6 +451,25 @@ def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
             f"{dropped}: for transformers merge them, or leave them out of target_modules",
             stacklevel=2,
         )
+
+
+def names_in_files(model: CausalLM) -> dict[str, str]:
+    """Return patterns of names in files of transformers -> those in its models, for peft to rename what it reads."""
+    config = model.origin.config
+    renamed = family_of(config).renamed if config else {}
+    return {re.escape(stored): there for stored, there in renamed.items()}
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Return whether a module is a layer of peft."""
+    return type(module).__module__.startswith("peft.")
+
+
+def mark_adapters(model: CausalLM) -> None:
+    """Let peft's layers around linears get sequences [B, S, in]: some of its methods differ from one to the next."""
+    for module in model.modules():
+        if is_adapted(module) and isinstance(base_of(module), nn.Linear):
+            module.by_sequence = True  # type: ignore[bad-assignment]
 
 
 def _warn_of_experts_left_out(model: CausalLM, configs: Document, adapted: list[str]) -> None:

@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
 # Arguments in which collators of packed documents repeat their boundaries for FlashAttention's kernels.
 PACKING = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# Arguments that peft passes on where an adapter that reads them is switched off.
+OF_PEFT = ("task_ids",)
 
 
 def refuse_unknown(options: Fields) -> None:
     """Raise a UsageError for arguments that would have an effect."""
     if unknown := [
-        name for name, value in options.items() if name not in PACKING and value is not None
+        name
+        for name, value in options.items()
+        if name not in (*PACKING, *OF_PEFT) and value is not None
     ]:
         raise UsageError(f"forward takes no {list_some(unknown)}: leave it out")
 

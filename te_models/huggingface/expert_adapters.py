@@ -7,9 +7,9 @@ modules (`Shown`), which has the values but no parameters; the te modules add th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +38,52 @@ class ParamWrapper(Protocol):
     def get_base_layer(self) -> nn.Module: ...
 
 
+class Values(Tensor):
+    """A copy of values that lie elsewhere, where an in-place operation on it, or on a view of it, writes them too.
+
+    Attributes:
+        whole: the copy as a plain tensor, the same memory.
+        write: stores the whole copy there.
+    """
+
+    whole: Tensor
+    write: Callable[[Tensor], None]
+
+    @classmethod
+    def of(
+        cls, whole: Tensor, write: Callable[[Tensor], None], part: Tensor | None = None
+    ) -> Values:
+        """Return `part` of the copy, a view; None: all of it."""
+        values = (whole if part is None else part).as_subclass(cls)
+        values.whole, values.write = whole, write
+        return values
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation as on a plain tensor, and write the values if it has changed them."""
+        sources = [arg for arg in args if isinstance(arg, Values)]
+        before = [source.whole._version for source in sources]
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        for source, version in zip(sources, before, strict=True):
+            if source.whole._version != version:
+                source.write(source.whole)
+        if not isinstance(result, Tensor) or any(result is source for source in sources):
+            return result
+        for source in sources:
+            if _same_memory(result, source.whole):
+                return cls.of(source.whole, source.write, result)
+        return result.as_subclass(Tensor) if isinstance(result, Values) else result
+
+
 class Alias(Tensor):
-    """A stand-in for values that other tensors have: `data` reads them, and assigning to it, as merges do, writes them.
+    """A stand-in for values that other tensors have: `data` reads them, and writing to it, as merges do, writes them.
 
     It has the shape, dtype and device of `like`.
     """
@@ -58,11 +102,15 @@ class Alias(Tensor):
 
     @property
     def data(self) -> Tensor:  # type: ignore[bad-override]  # an attribute of Tensor
-        return self.read()
+        return Values.of(self.read(), self.write)
 
     @data.setter
     def data(self, values: Tensor) -> None:
         self.write(values)
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 @torch.no_grad()
@@ -70,7 +118,7 @@ def write_rows(owner: nn.Module, name: str, place: Place, values: Tensor) -> Non
     """Write the rows of a weight of `owner` that `place` describes."""
     weight = owner.get_parameter(name)
     whole = plain(weight).clone()
-    place.load(whole, values)
+    place.load(whole, values.as_subclass(Tensor))
     write_weight(weight, whole, for_master=False)
 
 

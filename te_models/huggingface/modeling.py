@@ -26,8 +26,10 @@ from te_models.files.formats import Fields, parse_size
 from te_models.fp8.region import saving
 from te_models.generation.decode_loop import te_linears
 from te_models.huggingface.adapters import (
-    Head,
+    is_adapted,
     is_multimodal,
+    mark_adapters,
+    names_in_files,
     place_adapters,
     show_embedding,
     show_linears,
@@ -36,11 +38,14 @@ from te_models.huggingface.backbone import Backbone, hidden_states, refuse_unkno
 from te_models.huggingface.cache import CacheView, refuse_other_states, seen_before
 from te_models.huggingface.config import TEModelsConfig
 from te_models.huggingface.saving import (
+    HEAD,
     MULTIMODAL,
+    WRAPPED,
     add_prefix,
     inside,
     inside_multimodal,
     leave_out_empty,
+    name_adapted_head,
     save_model,
     text_names,
 )
@@ -51,6 +56,7 @@ from te_models.interop.remote_code.modeling_te_models import CACHE, CACHES, cach
 from te_models.model.inputs import check_inputs, checked_tokens
 from te_models.model.rope import context_before_long_angles
 from te_models.model.targets import IGNORED, nan_if, shifted, valid_targets
+from te_models.saving.pretrained import refuse_pickle
 
 # Fields of the config that say what forward returns.
 STATED = ("use_cache", "output_hidden_states", "output_router_logits")  # followed in a config.json
@@ -90,7 +96,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             given = {name: value for name, value in {**own, **options}.items() if value is not None}
             model = CausalLM(config.model_config(), **given)
         self.model = model
-        self._rows, self.head = show_linears(model), Head(model)
+        self._rows = show_linears(model)
+        self._adapters: tuple[str, ...] = ()
         show_embedding(model)
         if model.origin.generation is not None:
             self.generation_config = GenerationConfig.from_dict(dict(model.origin.generation))
@@ -100,34 +107,35 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         )  # by peft, which looks for the names of their state
         for module in (self, *(module for module in model.modules() if isinstance(module, copied))):
             module.register_state_dict_post_hook(leave_out_empty)
+        self.register_state_dict_post_hook(name_adapted_head)
         self.register_load_state_dict_pre_hook(add_prefix)
         self._multimodal = is_multimodal(model)
         if self._multimodal:
             self.register_state_dict_post_hook(inside_multimodal)
             self._tied_weights_keys = {"model.lm_head.weight": f"{MULTIMODAL}embed_tokens.weight"}
         # Read by peft: adapters of the text class and of the multimodal one are adapters of this model.
-        self._checkpoint_conversion_mapping = text_names(self._multimodal)
+        self._checkpoint_conversion_mapping = {
+            **text_names(self._multimodal),
+            **names_in_files(model),
+        }
         self._weights_pass: bool | None = None  # is_first_microbatch of the next forward pass
         self.post_init()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; `peft_config` is set by peft, once it has placed an adapter."""
+        if name == "lm_head":  # by peft, under the name that transformers has
+            self.model.lm_head = value
+            return
         super().__setattr__(name, value)
         if name == "peft_config":
             place_adapters(self.model, self._rows, value)
 
-    def named_modules(
-        self,
-        memo: set[nn.Module] | None = None,
-        prefix: str = "",
-        remove_duplicate: bool = True,
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules, those of a multimodal folder below "model.language_model" as in transformers.
-
-        peft names adapters after them. CausalLM.language_model leads there.
-        """
-        for name, module in super().named_modules(memo, prefix, remove_duplicate):
-            yield inside(name, prefix) if self._multimodal else name, module
+    def _mark_new_adapters(self) -> None:
+        """Mark the layers of adapters that were added after the first, of which peft says nothing."""
+        adapters = tuple(getattr(self, "peft_config", ()))
+        if adapters != self._adapters and not torch.compiler.is_compiling():
+            mark_adapters(self.model)
+            self._adapters = adapters
 
     @classmethod
     def wrap(cls, model: CausalLM) -> TEModelsForCausalLM:
@@ -226,6 +234,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             )
         shift_labels = loss_options.pop("shift_labels", None)
         refuse_unknown(loss_options)
+        self._mark_new_adapters()
         tokens = self.tokens(input_ids, inputs_embeds, labels, shift_labels)
         wants_loss = labels is not None or shift_labels is not None
         if wants_loss:
@@ -359,6 +368,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             "disable_compile", True
         )  # with a static cache it would compile forward, into many pieces
         config = options.get("generation_config") or self.generation_config
+        self._check_prompt(args, options, config)
         if options.get("use_cache", config.use_cache) is not False:
             refuse_other_states(self.model.config)
         if options.get("assistant_early_exit", config.assistant_early_exit) is not None:
@@ -367,6 +377,22 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             )
         with self._weights_quantized_once():
             return super().generate(*args, **options)  # type: ignore[bad-argument-type]  # protocol without properties
+
+    def _check_prompt(
+        self, args: tuple[Any, ...], options: Fields, config: GenerationConfig
+    ) -> None:
+        """Raise a UsageError for prompts that transformers would end at with an exception of its own."""
+        given = args[0] if args else options.get("inputs", options.get("input_ids"))
+        first = options.get("bos_token_id", config.bos_token_id)
+        if given is None and options.get("inputs_embeds") is None and first is None:
+            raise UsageError("the model has no bos token to begin with: give input_ids [B, S]")
+        if given is not None and (not isinstance(given, Tensor) or given.dim() != 2):
+            shape = (
+                f"has shape {list(given.shape)}" if isinstance(given, Tensor) else "is no tensor"
+            )
+            raise UsageError(
+                f"the prompt {shape}: give an int64 tensor [B, S], such as torch.tensor([[5, 6, 7]])"
+            )
 
     @cache_by_either_name
     def prepare_inputs_for_generation(  # type: ignore[bad-override]  # its other arguments differ between versions
@@ -387,7 +413,11 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             kwargs |= dict.fromkeys(kwargs.keys() & {"next_sequence_length"})
         kwargs |= {CACHE: cache, "inputs_embeds": inputs_embeds}
         prepare = super().prepare_inputs_for_generation
-        return prepare(input_ids, **kwargs)  # type: ignore[bad-argument-type]  # its protocol lacks properties
+        inputs = prepare(input_ids, **kwargs)  # type: ignore[bad-argument-type]  # its protocol lacks properties
+        if "prepare_inputs_for_generation" in self.__dict__:
+            # Set by peft, which adds its prompts where it finds no cache by this name: else at every step.
+            inputs["past_key_values"] = inputs.pop(CACHE)
+        return inputs
 
     def _angles_change(
         self, ids: Tensor, past: Cache, mask: Tensor | None, positions: Tensor | None
@@ -442,6 +472,28 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     def init_weights(self) -> None:
         """Do nothing: CausalLM has initialized and tied its weights already."""
 
+    @property
+    def lm_head(self) -> nn.Module:  # type: ignore[bad-override]  # an attribute of other classes
+        """The head, where transformers has it; it is a module of the CausalLM."""
+        return self.model.lm_head
+
+    def named_modules(  # type: ignore[bad-override]  # yields what the base class does
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield all modules by the names of transformers, after which peft names adapters.
+
+        A head that peft has adapted has the name that it has in files; those of a multimodal folder are below
+        "model.language_model", where CausalLM.language_model leads.
+        """
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            own = name.removeprefix(prefix).removeprefix(".")
+            if own.startswith(HEAD) and is_adapted(self.lm_head):
+                name = f"{prefix}.{own.removeprefix(WRAPPED)}".removeprefix(".")
+            yield inside(name, prefix) if self._multimodal else name, module
+
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed_tokens
 
@@ -450,8 +502,8 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.num_parameters(only_trainable, exclude_embeddings)
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the head as an nn.Linear; peft leaves it out of "all-linear"."""
-        return self.head
+        """Return the head, an nn.Linear as in transformers; peft leaves it out of "all-linear"."""
+        return self.model.lm_head
 
     def resize_token_embeddings(
         self,
@@ -521,6 +573,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         save_peft_format: bool = True,
         save_original_format: bool = True,
         distributed_checkpoint: bool = False,
+        safe_serialization: bool = True,
         **options: Any,
     ) -> None:
         """Write the model into a folder, beside other files in it.
@@ -531,13 +584,14 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             state_dict: weights to write instead of the model's.
             push_to_hub: also upload it, with `token`; `options` are those of `push_to_hub`, including repo_id.
             max_shard_size: weights larger than this are split; bytes, or text such as "5GB".
-            variant, distributed_checkpoint: not supported.
+            variant, distributed_checkpoint, safe_serialization=False: not supported.
             save_peft_format, save_original_format: ignored.
 
         Raises:
             SaveError: writing failed.
             UsageError: something that is not supported.
         """
+        refuse_pickle(safe_serialization)
         if variant is not None or distributed_checkpoint:
             raise UsageError(
                 "variant= and distributed_checkpoint= are not supported: leave them out"

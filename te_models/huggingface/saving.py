@@ -16,6 +16,7 @@ from te_models.files.atomic import first_line, write_file
 from te_models.files.formats import Fields, list_some, read_json
 from te_models.fp8.extra_state import EXTRA, extra_states
 from te_models.fp8.primary_weights import plain
+from te_models.huggingface.adapters import is_adapted
 from te_models.interop.hf_families import BESIDE_TEXT, without_others
 from te_models.saving.folder import MANIFEST, save_folder
 from te_models.saving.pretrained import model_content, read_tokenizer
@@ -24,6 +25,7 @@ from te_models.saving.restore import WRAPPED
 # Prefixes of the names of a text model inside a multimodal one.
 MULTIMODAL = "model.language_model."
 OTHER_ROOTS = ("language_model.model.", "language_model.")
+HEAD = f"{WRAPPED}lm_head"
 
 
 def save_model(
@@ -114,7 +116,7 @@ def add_prefix(model: nn.Module, state: Fields, prefix: str, *others: object) ->
     if adapters := [
         name.removeprefix(prefix) for name in state if name.startswith(prefix) and ".lora_" in name
     ]:
-        own = {name.replace(MULTIMODAL, WRAPPED, 1) for name, _ in model.named_parameters()}
+        own = {WRAPPED + name for name, _ in model.get_submodule("model").named_parameters()}
         if unknown := [name for name in adapters if name not in own]:
             raise CheckpointError(
                 f"peft cannot place the adapter's {list_some(unknown)} here: give load_lora of te_models.training.lora "
@@ -146,6 +148,14 @@ def text_names(multimodal: bool) -> dict[str, str]:
         return {r"^model\.(?!language_model\.|lm_head)": MULTIMODAL}
     others = "|".join(re.escape(root) for root in (MULTIMODAL, *OTHER_ROOTS))
     return {f"^(?:{others})": WRAPPED}
+
+
+def name_adapted_head(model: nn.Module, state: Fields, prefix: str, metadata: object) -> None:
+    """Give the tensors of a head that peft has adapted the names of transformers, as its modules have."""
+    if is_adapted(model.get_submodule(HEAD)):
+        for name in [name for name in state if name.startswith(f"{prefix}{HEAD}.")]:
+            theirs = prefix + name.removeprefix(prefix).removeprefix(WRAPPED)
+            state[theirs] = state.pop(name)
 
 
 def leave_out_empty(model: nn.Module, state: Fields, prefix: str, metadata: object) -> None:

@@ -42,21 +42,14 @@ LAYER = {
     "mlp.down_proj": Rows("mlp.down_proj"),
 }
 NORMED_LAYER = LAYER | _alike("self_attn.q_norm", "self_attn.k_norm")
+_NORM_AND_MLP = {name: rows for name, rows in LAYER.items() if name[:10] != "self_attn."}
 LATENT_LAYER = {
-    **{
-        name: rows
-        for name, rows in LAYER.items()
-        if name[:12] not in ("self_attn.q_", "self_attn.k_", "self_attn.v_")
-    },
+    **_NORM_AND_MLP,
     "self_attn.q_proj": Rows("self_attn.qkv_a_proj", ("q",)),
     "self_attn.q_a_proj": Rows("self_attn.qkv_a_proj", ("q_a",)),
+    **_alike("self_attn.q_a_layernorm", "self_attn.q_b_proj"),
     "self_attn.kv_a_proj_with_mqa": Rows("self_attn.qkv_a_proj", ("kv_a", "k_rope")),
-    **_alike(
-        "self_attn.q_a_layernorm",
-        "self_attn.q_b_proj",
-        "self_attn.kv_a_layernorm",
-        "self_attn.kv_b_proj",
-    ),
+    **_alike("self_attn.kv_a_layernorm", "self_attn.kv_b_proj", "self_attn.o_proj"),
 }
 POST_NORMED_LAYER = {
     **{name: rows for name, rows in NORMED_LAYER.items() if "layernorm" not in name},

@@ -55,9 +55,10 @@ def causal_attention(
     """
     if mask is not None and q.shape[-2] == 1:
         return _decode_attention(q, k, v, mask, scale)
-    causal = mask is None and bool(
-        q.shape[-2] == k.shape[-2]
-    )  # else one query, which sees all keys of a cache
+    causal = False
+    # Else there is one query, which sees all keys of a cache. A branch makes a bool of what is symbolic in a trace.
+    if mask is None and q.shape[-2] == k.shape[-2]:
+        causal = True
     options: dict[str, Any] = dict(
         attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1], scale=scale
     )

@@ -27,12 +27,23 @@ def calibrate(
 
     See te_models.causal_lm.CausalLM.calibrate.
     """
+    for batch in batches:
+        if not isinstance(batch, Mapping):
+            raise UsageError(
+                f"a batch to calibrate on is a {type(batch).__name__}: give a dict, such as {{'input_ids': ids}}"
+            )
+    training = [batch.get("labels") is not None for batch in batches]
     delayed = _delayed(model) if model.recipe.stateful else {}
-    modules = unmeasured(list(delayed), model.amax_group)
+    modules = unmeasured(list(delayed), model.amax_group, training=all(training))
     if not modules:
         return
     if not batches:
         raise UsageError("calibration has no batches: give those of the first step, with labels")
+    if not all(training):
+        if any(training):
+            raise UsageError("some batches to calibrate on have labels: give all labels, or none")
+        _calibrate_inference(model, batches, modules, delayed)
+        return
     weights = [1 / len(batches)] * len(batches) if weights is None else weights
     router_weights = weights if router_weights is None else router_weights
     found = Measurement(modules, model.device)
@@ -44,10 +55,22 @@ def calibrate(
         for batch, weight, router_weight in zip(batches, weights, router_weights, strict=True):
             inputs = {name: value.to(device) for name, value in batch.items()}
             output = model(**inputs, return_logits=whole)
-            if output.loss is None:
-                raise UsageError("a batch to calibrate on needs labels: gradients have scales too")
             factors = model.router_losses if model.training else None
             found.backward(step_loss(output, weight, router_weight, factors))
+    found.set_scales([delayed[module] for module in modules])
+
+
+def _calibrate_inference(
+    model: Decoder,
+    batches: Sequence[Mapping[str, Tensor]],
+    modules: Sequence[nn.Module],
+    delayed: Mapping[nn.Module, Scaling],
+) -> None:
+    """Measure the scales of inputs and weights alone; those of gradients stay at 1, which inference does not use."""
+    found = Measurement(modules, model.device)
+    with _in_bf16(model), found.running(), torch.no_grad():
+        for batch in batches:
+            model(**{name: value.to(model.device) for name, value in batch.items()})
     found.set_scales([delayed[module] for module in modules])
 
 

@@ -41,7 +41,13 @@ from te_models.kernels.lm_head import linear_cross_entropy, with_scaled_logits
 from te_models.model.block import Block
 from te_models.model.expert_parallel import ExpertParallel, scratch
 from te_models.model.forward_context import ForwardContext, forward_context
-from te_models.model.inputs import check_inputs, checked_tokens, known_ids, refuse_one_graph
+from te_models.model.inputs import (
+    check_inputs,
+    checked_tokens,
+    known_ids,
+    refuse_one_graph,
+    refuse_unknown,
+)
 from te_models.model.kv_cache import Cache, DecodingCache
 from te_models.model.offload import HostMemory, Offload
 from te_models.model.output import Output, Wanted, with_routing
@@ -49,7 +55,7 @@ from te_models.model.part import new_states
 from te_models.model.recipe_fit import auto_recipe, check_layers, check_sizes, say
 from te_models.model.recompute import Recompute, refuse_foreign_recompute
 from te_models.model.targets import nan_if, next_token_targets
-from te_models.model.te_modules import Factory, pad_rows
+from te_models.model.te_modules import Factory, own_weight, pad_rows
 from te_models.model.tensor_parallel import TensorParallel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -61,6 +67,17 @@ FP16_GRADIENTS = (
     "the model is trained in float16, in which most gradients underflow without loss scaling: load it with "
     "dtype=torch.bfloat16 or torch.float32"
 )
+
+
+@torch.compiler.disable
+def _not_traced(model: Decoder, input_ids: Tensor | None, **options: Any) -> Output:
+    """Run a model under an FP8 recipe inside a user's torch.compile, which would trace it in many small pieces."""
+    warnings.warn(
+        "torch.compile leaves a model under an FP8 recipe as it is: on a GPU te-models compiles the operations between "
+        "its GEMMs itself (compile=True)",
+        stacklevel=3,
+    )
+    return Decoder.forward(model, input_ids, **options)
 
 
 class Decoder(nn.Module):
@@ -99,6 +116,9 @@ class Decoder(nn.Module):
         UsageError: an unknown name or field, or a request that this machine cannot satisfy, with the reason.
     """
 
+    # transformers' Trainer would pass num_items_in_batch to a forward with any keywords.
+    accepts_loss_kwargs = False
+
     def __init__(
         self,
         config: ModelConfig,
@@ -106,11 +126,11 @@ class Decoder(nn.Module):
         recipe: RecipeLike = AUTO,
         engine: str | None = "auto",
         device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-        activation_checkpointing: str | int = "none",
-        activation_offload: bool = False,
-        fp8_params: bool = False,
-        compile: bool | str = True,
+        dtype: torch.dtype | None = torch.bfloat16,
+        activation_checkpointing: str | int | None = "none",
+        activation_offload: bool | None = False,
+        fp8_params: bool | None = False,
+        compile: bool | str | None = True,
         fused: bool | None = None,
         initialize: bool = True,
         materialize: bool = True,
@@ -123,6 +143,10 @@ class Decoder(nn.Module):
         **recipe_options: Unpack[RecipeOptions],
     ) -> None:
         super().__init__()
+        # None can only mean the default of these.
+        dtype = torch.bfloat16 if dtype is None else dtype
+        compile = True if compile is None else compile
+        fp8_params, activation_offload = bool(fp8_params), bool(activation_offload)
         self.config = config
         self.router_losses = (
             config.moe
@@ -208,6 +232,14 @@ class Decoder(nn.Module):
                     values.normal_(0.0, std)
         self.tp.mark(self, self.config)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; raise a UsageError for other blocks, as peft's layer_replication would have them."""
+        if name == "layers" and "layers" in self._modules:
+            raise UsageError(
+                "the blocks of a model cannot be replaced or repeated: leave out layer_replication"
+            )
+        super().__setattr__(name, value)
+
     def __setstate__(self, state: dict[str, object]) -> None:
         """Restore a copy or a pickle, which trains its own scales."""
         super().__setstate__(state)
@@ -246,12 +278,17 @@ class Decoder(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of parameters and activations."""
-        return self.embed_tokens.weight.dtype
+        return self._table.dtype
 
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
-        return self.embed_tokens.weight.device
+        return self._table.device
+
+    @property
+    def _table(self) -> nn.Parameter:
+        """The weight of the embedding [V, D]."""
+        return own_weight(self.embed_tokens)
 
     @property
     def generation_values(self) -> Mapping[str, Any]:
@@ -280,6 +317,7 @@ class Decoder(nn.Module):
         document_ids: Tensor | None = None,
         is_first_microbatch: bool | None = None,
         inputs_embeds: Tensor | None = None,
+        **others: object,
     ) -> Output:
         """Return the logits of every position and the mean cross-entropy of predicting `labels` from earlier tokens.
 
@@ -303,9 +341,23 @@ class Decoder(nn.Module):
             inputs_embeds: [B, S, D], vectors to use in place of the embeddings of input_ids.
 
         Raises:
-            UsageError: an argument has another shape or dtype, or is out of range.
+            UsageError: an argument is unknown, has another shape or dtype, or is out of range.
         """
+        refuse_unknown(others)
         refuse_one_graph(self.recipe.quantized)
+        if self.recipe.quantized and torch.compiler.is_compiling():
+            return _not_traced(
+                self,
+                input_ids,
+                labels=labels,
+                cache=cache,
+                attention_mask=attention_mask,
+                return_logits=return_logits,
+                logits_to_keep=logits_to_keep,
+                document_ids=document_ids,
+                is_first_microbatch=is_first_microbatch,
+                inputs_embeds=inputs_embeds,
+            )
         refuse_foreign_recompute(self.recipe.stateful)
         tokens = checked_tokens(self.config, input_ids, inputs_embeds, self.device)
         check_inputs(self.config, tokens, labels, cache, attention_mask, document_ids)
@@ -321,7 +373,7 @@ class Decoder(nn.Module):
         short = (
             short_rows(full) if less else contextlib.nullcontext()
         )  # no compiler traces its variable
-        with one, short, forward_pass(self, self.te, self.recipe, self.te_recipe):
+        with one, short, forward_pass(self, self.te, self.recipe, self.te_recipe, self._table):
             evaluated = not self.training
             losses = None if evaluated else self.router_losses
             decoded = self._decode(tokens, context, wanted)
@@ -415,11 +467,8 @@ class Decoder(nn.Module):
         x = (
             self.kernels.embedding(self.embed_tokens, tokens) if tokens.dim() == 2 else tokens
         ).flatten(0, 1)
-        x = (
-            x
-            if (multiplier := rounded(self.embedding_multiplier, self.dtype)) == 1
-            else x * multiplier
-        )
+        if self.embedding_multiplier != 1:
+            x = x * rounded(self.embedding_multiplier, self.dtype)
         return x if context.real is None else x * context.real
 
     def _run(self, layers: range, x: Tensor, context: ForwardContext) -> Tensor:
@@ -434,25 +483,25 @@ class Decoder(nn.Module):
         h = self.tp.gather(self.tp.norm(self.norm, x, self.tp.scatters))  # the rows of all ranks
         if wanted.labels is None:
             count = seq if wanted.logits_to_keep is None else min(wanted.logits_to_keep, seq)
-            logits = self._logits(self._newest(h, context, count), context)
+            logits = self._logits(self._newest(h, context, count), (batch, count), context)
             return Output(None, logits[: batch * count].unflatten(0, (batch, count)))
         size = self.config.vocab_size
         targets, invalid = next_token_targets(
             wanted.labels, wanted.attention_mask, size, wanted.document_ids
         )
-        plain = (
-            self.precision.head.recipe is None and type(self.lm_head) is self.te.Linear
+        plain = self.precision.head.recipe is None and isinstance(
+            self.lm_head, self.te.Linear
         )  # neither FP8 nor adapted
         if not wanted.return_logits and plain:
             return Output(nan_if(self._fused_loss(h, targets), invalid), None)
-        logits = self._logits(h, context)[: batch * seq]
+        logits = self._logits(h, (batch, seq), context)[: batch * seq]
         loss = nan_if(self.kernels.cross_entropy(logits, targets), invalid)
         return Output(loss, logits.unflatten(0, (batch, seq)) if wanted.return_logits else None)
 
-    def _logits(self, h: Tensor, context: ForwardContext) -> Tensor:
-        """Return the logits [N, V] of h [N, D]."""
+    def _logits(self, h: Tensor, shape: tuple[int, int], context: ForwardContext) -> Tensor:
+        """Return the logits [N, V] of h [N, D], whose first rows are B sequences of S tokens, `shape` (B, S)."""
         with context.autocasts.linear(self.lm_head):
-            logits = self.lm_head(h, is_first_microbatch=context.recompute.first_microbatch)
+            logits = context.run_linear(self.lm_head, h, shape)
         return scaled_logits(
             logits, self.config.logits_scaling, self.config.final_logit_softcapping
         )

@@ -89,17 +89,27 @@ class ForwardContext(NamedTuple):
         real = self.real.view(self.batch, self.seq)
         return real.logical_not().to(torch.uint8).argsort(dim=1, stable=True), real.sum(1)
 
-    def linear(self, module: nn.Module, x: Tensor) -> Tensor:
-        """Return a te.Linear of x [N, I], [N, O]; it reuses its quantized weight where this pass allows it."""
+    def linear(self, module: nn.Module, x: Tensor, shape: tuple[int, int] | None = None) -> Tensor:
+        """Return a te.Linear of x [N, I], [N, O]; it reuses its quantized weight where this pass allows it.
+
+        The first rows of x are B sequences of S tokens; `shape` is (B, S), None: those of the pass.
+        """
         if module not in self.autocasts.others:
-            return self.kernels.linear(
-                module, x, is_first_microbatch=self.recompute.first_microbatch
-            )
+            return self.run_linear(module, x, shape)
         self.recompute.check_restored(self.autocasts.te_recipe_of(module))
         with self.autocasts.linear(module):
-            return self.kernels.linear(
-                module, x, is_first_microbatch=self.recompute.first_microbatch
-            )
+            return self.run_linear(module, x, shape)
+
+    def run_linear(self, module: nn.Module, x: Tensor, shape: tuple[int, int] | None) -> Tensor:
+        """Return the same as `linear`, in the autocast that is open."""
+        first = self.recompute.first_microbatch
+        batch, seq = (self.batch, self.seq) if shape is None else shape
+        # A layer of peft in the linear's place may treat each sequence differently.
+        if not getattr(module, "by_sequence", False) or batch * seq > x.shape[0]:
+            return self.kernels.linear(module, x, is_first_microbatch=first)
+        tokens = x[: batch * seq].unflatten(0, (batch, seq))
+        y = module(tokens, is_first_microbatch=first)  # [B, S, O]
+        return pad_rows(y.flatten(0, 1), x.shape[0])
 
     def neighbour(self, module: nn.Module | None) -> nn.Module | None:
         """Return a te.Linear for which a kernel beside it may write FP8; None if it has an autocast of its own."""

@@ -1,5 +1,7 @@
 """Checks of the arguments of a forward pass, before anything runs: one line for each mistake."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,25 @@ def refuse_one_graph(quantized: bool) -> None:
     if not torch.compiler.is_dynamo_compiling():
         raise UsageError(ONE_GRAPH)
     torch._dynamo.graph_break(msg=ONE_GRAPH)
+
+
+# Arguments of transformers' models -> what a model here has instead.
+OF_TRANSFORMERS = {
+    "use_cache": "give cache=model.new_cache(batch, max_length)",
+    "past_key_values": "give cache=model.new_cache(batch, max_length)",
+    "position_ids": "give document_ids, or use TEModelsForCausalLM.wrap(model)",
+    "output_hidden_states": "use TEModelsForCausalLM.wrap(model)",
+    "output_attentions": "attention weights are never computed as a whole",
+    "return_dict": "the output is a named tuple",
+    "num_items_in_batch": "use TEModelsForCausalLM.wrap(model)",
+}
+
+
+def refuse_unknown(options: Mapping[str, object]) -> None:
+    """Raise a UsageError for arguments that a model does not take."""
+    for name in options:
+        advice = OF_TRANSFORMERS.get(name, "leave it out")
+        raise UsageError(f"a model takes no {name}: {advice}")
 
 
 def checked_tokens(

@@ -98,7 +98,8 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         rows = kv.flatten(0, 2)  # [B*M', R]
         count = rows.shape[0]  # `len` would make a constant of it in a traced graph
         padded = -(-count // context.alignment) * context.alignment
-        both = context.linear(self.kv_b_proj, pad_rows(rows, padded))[:count]
+        shape = (context.batch, kv.shape[2])
+        both = context.linear(self.kv_b_proj, pad_rows(rows, padded), shape)[:count]
         both = both.unflatten(-1, (self.spec.heads.query, -1)).unflatten(0, (context.batch, -1))
         k, v = both.split(
             (sizes.qk_nope_head_dim, sizes.v_head_dim), dim=-1

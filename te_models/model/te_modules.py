@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -120,7 +121,8 @@ def lay_together(grouped: nn.Module) -> None:
 
     Kernels that find them so read them as one matrix.
     """
-    weights = [grouped.get_parameter(f"weight{expert}") for expert in range(grouped.num_gemms)]
+    number: Any = grouped.num_gemms
+    weights = [grouped.get_parameter(f"weight{expert}") for expert in range(number)]
     if not all(type(weight) is nn.Parameter and not weight.is_meta for weight in weights):
         return  # in FP8, or without memory
     memory = weights[0].new_empty(len(weights), *weights[0].shape)
@@ -130,6 +132,16 @@ def lay_together(grouped: nn.Module) -> None:
 
 def _leave_empty(weight: Tensor) -> None:
     """Leave a new weight without values. A function of the module, so that models can be pickled."""
+
+
+def own_weight(module: nn.Module) -> nn.Parameter:
+    """Return the weight of a module, or of the one that a layer of peft in its place has inside."""
+    while True:
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            return weight
+        inside = getattr(module, "original_module", None)
+        module = module.get_submodule("base_layer") if inside is None else inside
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:

@@ -101,6 +101,14 @@ def refuse_adapters(model: nn.Module) -> None:
         )
 
 
+def refuse_pickle(safe_serialization: bool) -> None:
+    """Raise a UsageError if a caller asks for a pickle, which can run code when it is loaded."""
+    if not safe_serialization:
+        raise UsageError(
+            "safe_serialization=False would write a pickle, which can run code: leave it out"
+        )
+
+
 def write_pretrained(
     model: Decoder,
     origin: Origin,

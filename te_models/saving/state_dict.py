@@ -12,6 +12,7 @@ from te_models.fp8.extra_state import EXTRA, extra_states, read_extra_tensor
 from te_models.fp8.primary_weights import is_quantized, plain
 from te_models.fp8.scaling_state import gemms_of
 from te_models.model.decoder import Decoder
+from te_models.model.te_modules import own_weight
 
 State = dict[str, Any]  # of a module, by name: tensors, and what other programs put there
 
@@ -27,7 +28,8 @@ def save_tie_once(model: Decoder) -> None:
 
 
 def _leave_out_tie(model: nn.Module, state: State, prefix: str, metadata: object) -> None:
-    del state[f"{prefix}lm_head.weight"]
+    for inside in ("", "base_layer.", "original_module."):  # of peft's layer around it
+        state.pop(f"{prefix}lm_head.{inside}weight", None)
 
 
 def _restore_tie(model: nn.Module, state: State, prefix: str, *others: object) -> None:
@@ -42,7 +44,11 @@ def _tie_again(model: Decoder, incompatible: object) -> None:
 
 def tie_head(model: Decoder) -> None:
     """Tie the head to the embedding's table; to its own where peft trains a copy, as in transformers."""
-    model.lm_head.weight = getattr(model.embed_tokens, "original_module", model.embed_tokens).weight
+    head = model.lm_head
+    while "weight" not in head._parameters:
+        inside = getattr(head, "original_module", None)
+        head = head.get_submodule("base_layer") if inside is None else inside
+    head.weight = own_weight(model.embed_tokens)
 
 
 def keep_fp8_state(model: Decoder) -> None:

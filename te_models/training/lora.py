@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in an adapter's file
+MAGNITUDE = ".lora_magnitude_vector"  # the end of the name of the lengths that DoRA trains
 
 
 class AdaptedModel(PeftModel):
@@ -209,7 +210,7 @@ def add_lora(
             router.
 
     Raises:
-        UsageError: a field that is not supported (DoRA and other kinds), or a target that matches nothing.
+        UsageError: a field that is not supported, DoRA on experts, or a target that matches nothing.
     """
     if isinstance(model, PeftModel):
         raise UsageError(
@@ -276,6 +277,11 @@ def save_lora(adapted: AdaptedModel, folder: str | Path, adapter_name: str | Non
     Raises:
         SaveError: writing failed; the previous content of `folder` is intact.
     """
+    if not isinstance(adapted, AdaptedModel):
+        raise UsageError(
+            f"a {type(adapted).__name__} has no adapters that save_lora knows: give what add_lora or load_lora "
+            "returned for a CausalLM, or call save_pretrained of the model itself"
+        )
     with saving(adapted.get_base_model()):
         save_folder(folder, *adapter_content(adapted, adapter_name))
 
@@ -362,7 +368,7 @@ def _read_adapter(model: CausalLM, folder: Path, trainable: bool) -> _Adapter:
         warnings.warn(without_others(name.removeprefix(PREFIX) for name in others), stacklevel=3)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in others}
     modules = modules.as_in(name.removeprefix(PREFIX) for name in tensors)
-    config = read_config(path, saved.documents["adapter_config"], tensors, modules)
+    config = read_config(path, saved.documents["adapter_config"], modules)
     config.inference_mode = not trainable
     headless = not any(
         name.startswith((f"{PREFIX}model.", f"{PREFIX}lm_head.")) for name in tensors
@@ -372,7 +378,7 @@ def _read_adapter(model: CausalLM, folder: Path, trainable: bool) -> _Adapter:
         whole = whole_modules(config, modules, model)
         fused = fuse(wanted.values(), modules)
     tensors = _without_head(model, tensors, folder)
-    match(_expected(model, wanted, whole, modules), tensors, check_dtype=False)
+    match(_expected(model, wanted, whole, modules, config.use_dora), tensors, check_dtype=False)
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tensor.itemsize == 1:
             raise CheckpointError(
@@ -383,6 +389,7 @@ def _read_adapter(model: CausalLM, folder: Path, trainable: bool) -> _Adapter:
         one.place: (tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"])
         for key, one in _keys(wanted, modules).items()
     }
+    keys = {one.place: key for key, one in _keys(wanted, modules).items()}
     values = {f"{ours}.weight": tensors[f"{PREFIX}{name}.weight"] for name, ours in whole.items()}
     for module, one in fused.items():
         theirs = modules.parts_of(module)
@@ -391,6 +398,14 @@ def _read_adapter(model: CausalLM, folder: Path, trainable: bool) -> _Adapter:
         values[f"{module}.lora_A"], values[f"{module}.lora_B"] = join(
             one, modules.ours[module], mine
         )
+        if config.use_dora:
+            lengths = {
+                place: tensors[f"{key}{MAGNITUDE}"] for place, key in keys.items() if place in mine
+            }
+            whole_length = torch.zeros(modules.ours[module].shape[0])
+            for place, values_of_rows in lengths.items():
+                place.load(whole_length, values_of_rows)
+            values[f"{module}.lora_magnitude"] = whole_length
     return _Adapter(saved, config, fused, values)
 
 
@@ -426,15 +441,21 @@ def _keys(wanted: Mapping[str, Wanted], modules: Modules) -> dict[str, Wanted]:
 
 
 def _expected(
-    model: CausalLM, wanted: Mapping[str, Wanted], whole: Mapping[str, str], modules: Modules
+    model: CausalLM,
+    wanted: Mapping[str, Wanted],
+    whole: Mapping[str, str],
+    modules: Modules,
+    dora: bool,
 ) -> dict[str, Tensor]:
     """Return the names and shapes in the file of an adapter, on the meta device."""
-    expected = {
+    expected: dict[str, tuple[int, ...]] = {
         f"{PREFIX}{name}.weight": (model.config.vocab_size, model.config.hidden_size)
         for name in whole
     }
     for key, one in _keys(wanted, modules).items():
         expected[f"{key}.lora_A.weight"], expected[f"{key}.lora_B.weight"] = modules.sizes(one)
+        if dora:
+            expected[f"{key}{MAGNITUDE}"] = (one.place.shape[0],)
     return {name: torch.empty(shape, device="meta") for name, shape in expected.items()}
 
 
@@ -497,6 +518,8 @@ def _divide(
     """Divide the new adapter of each te.Linear into its parts."""
     for name, layer in _layers(adapted, adapter_name).items():
         layer.fuse(adapter_name, fused[name], config.init_lora_weights)
+        if config.use_dora:
+            layer.add_magnitude(adapter_name)
 
 
 def _parameters(adapted: AdaptedModel, adapter_name: str) -> dict[str, Tensor]:
@@ -505,6 +528,8 @@ def _parameters(adapted: AdaptedModel, adapter_name: str) -> dict[str, Tensor]:
     for name, layer in _layers(adapted, adapter_name).items():
         found[f"{name}.lora_A"] = layer.lora_A[adapter_name].get_parameter("weight")
         found[f"{name}.lora_B"] = layer.lora_B[adapter_name].get_parameter("weight")
+        if adapter_name in layer.lora_magnitude:
+            found[f"{name}.lora_magnitude"] = layer.lora_magnitude[adapter_name]
     for name, module in adapted.get_base_model().named_modules():
         if isinstance(module, ModulesToSaveWrapper) and adapter_name in module.modules_to_save:
             found[f"{name}.weight"] = module.modules_to_save[adapter_name].get_parameter("weight")
@@ -532,6 +557,9 @@ def _file_content(
     tensors: dict[str, Tensor] = {}
     for key, one in _keys(wanted, modules).items():
         tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = pairs[one.place]
+        magnitude = parameters.get(f"{module_of(one.place)}.lora_magnitude")
+        if magnitude is not None:
+            tensors[f"{key}{MAGNITUDE}"] = one.place.save(magnitude).clone()
     whole = {
         theirs: ours for theirs, ours in modules.whole.items() if f"{ours}.weight" in parameters
     }
@@ -554,6 +582,11 @@ def _file_content(
     values |= _their_targets(wanted, modules, own.use_rslora) | {
         "modules_to_save": list(whole) or None
     }
+    # Tensors have the names of files, which transformers renames as it reads them, and the config those of modules.
+    values["target_modules"] = [modules.in_transformers(name) for name in values["target_modules"]]
+    for field in ("rank_pattern", "alpha_pattern"):
+        patterns = values[field]
+        values[field] = {modules.in_transformers(name): patterns[name] for name in patterns}
     return tensors, json.loads(json.dumps(values, default=list))  # peft has sets and enums there
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from te_models.causal_lm import CausalLM
 from te_models.errors import CheckpointError, UsageError, needs, refuse, unknown
 from te_models.files.atomic import explained
@@ -17,12 +15,16 @@ from te_models.training.lora_targets import Modules, Wanted, module_of
 from te_models.training.settings import names_experts
 
 with needs("te_models.training.lora", "peft", "0.19", "lora"):
+    import regex  # which transformers, and so peft, needs
     from peft import LoraConfig, PeftType
     from peft.tuners.tuners_utils import check_target_module_exists
     from peft.utils.other import get_pattern_key
 
-MAX_PATTERN = 1000  # characters of a regular expression
-MAX_WAYS = 300_000  # to match a name of 50 characters that a regular expression may try: a few ms
+MAX_PATTERN = 4000  # characters of a regular expression
+MAX_SECONDS = 1.0  # in which it has to match a name, or not
+MAX_WAYS = (
+    300_000  # to match a name of 50 characters that a pattern of peft's own may try: a few ms
+)
 ALL_LINEAR = "all-linear"
 SUPPORTED = frozenset(
     (
@@ -39,6 +41,7 @@ SUPPORTED = frozenset(
         "rank_pattern",
         "alpha_pattern",
         "target_parameters",
+        "use_dora",
     )
 )
 # Fields without effect on an adapter: bookkeeping, and settings of features that other fields switch on.
@@ -75,10 +78,14 @@ def check_fields(values: Mapping[str, Any], init: bool = True) -> None:
 
 
 def _field_mistakes(values: Mapping[str, Any], init: bool) -> Iterator[str]:
+    elsewhere = (
+        ": leave it out, or give" if init else ": load it with peft.PeftModel.from_pretrained into"
+    )
+    elsewhere += " a TEModelsForCausalLM, which takes the methods of peft"
     kind = values.get("peft_type", PeftType.LORA)
     if kind != PeftType.LORA:
         name = kind.value if isinstance(kind, PeftType) else str(kind)[:40]
-        yield f"an adapter of type {name} is not supported: te-models has LORA"
+        yield f"an adapter of type {name} is not supported: a CausalLM has LORA{elsewhere}"
     defaults = {
         field.name: field.default_factory() if callable(field.default_factory) else field.default
         for field in dataclasses.fields(LoraConfig)
@@ -86,7 +93,7 @@ def _field_mistakes(values: Mapping[str, Any], init: bool) -> Iterator[str]:
     for name, value in values.items():
         off = value is None or value is False or value in ("none", {}, [], defaults.get(name))
         if name not in SUPPORTED | HARMLESS and not off:
-            yield f"{name}={str(value)[:60]} is not supported on te.Linear: leave it out"
+            yield f"{name}={str(value)[:60]} is not supported on a CausalLM{elsewhere}"
     dropout = values.get("lora_dropout", 0.0)
     if type(dropout) not in (int, float) or not 0 <= dropout <= 1:
         yield f"lora_dropout={str(dropout)[:40]} is not a probability: give a number from 0 to 1"
@@ -105,7 +112,7 @@ def wanted_adapters(
     nothing are refused.
 
     Raises:
-        UsageError: a target, or a key of rank_pattern or alpha_pattern, matches nothing.
+        UsageError: a target matches nothing; or in a new adapter a key of rank_pattern or alpha_pattern.
     """
     if config.target_modules is None and not config.target_parameters:
         raise UsageError(
@@ -161,7 +168,8 @@ def wanted_adapters(
         ("alpha_pattern", config.alpha_pattern),
     ):
         for key in patterns or ():
-            if not any(re.match(rf"(.*\.)?({key})$", name) for name in found.values()):
+            matched = any(re.match(rf"(.*\.)?({key})$", name) for name in found.values())
+            if not matched and headless is None:  # peft ignores it in a file
                 raise UsageError(f"{field}: {key[:80]!r} matches no module that has an adapter")
     wanted = {
         name: Wanted(place, *_rank_and_scaling(config, name)) for place, name in found.items()
@@ -170,10 +178,30 @@ def wanted_adapters(
 
 
 def _is_target(config: LoraConfig, name: str) -> bool:
-    with explained(
-        "a regular expression of target_modules or exclude_modules", re.error, error=UsageError
-    ):
+    """Return whether peft would adapt a module, also by expressions that its own search might never finish."""
+    excluded = config.exclude_modules
+    if isinstance(excluded, str):
+        if _matches(excluded, name):
+            return False
+        config = dataclasses.replace(config, exclude_modules=None)
+    if isinstance(config.target_modules, str):
+        return _matches(config.target_modules, name)
+    with explained("a pattern of layers_pattern", re.error, error=UsageError):
         return bool(check_target_module_exists(config, name))
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Return whether a regular expression matches all of a name, as re.fullmatch does, in limited time."""
+    with explained(
+        f"the regular expression {pattern[:80]!r}", re.error, regex.error, error=UsageError
+    ):
+        re.compile(pattern)
+        try:
+            return regex.fullmatch(pattern, name, timeout=MAX_SECONDS) is not None
+        except TimeoutError:
+            raise UsageError(
+                f"the pattern {pattern[:80]!r} takes more than {MAX_SECONDS:g} s for {name!r}: list the modules"
+            ) from None
 
 
 def _rank_and_scaling(config: LoraConfig, name: str) -> tuple[int, float]:
@@ -207,26 +235,26 @@ def whole_modules(config: LoraConfig, modules: Modules, model: CausalLM) -> dict
     return found
 
 
-def read_config(
-    path: Path, values: Any, tensors: Mapping[str, Tensor], modules: Modules
-) -> LoraConfig:
+def read_config(path: Path, values: Any, modules: Modules) -> LoraConfig:
     """Return peft's config of a saved adapter from `values`, the content of adapter_config.json at `path`.
 
-    Its patterns are known to terminate, and its ranks are those of the adapter's `tensors`. Experts that the model,
-    which has `modules`, lacks are left out.
+    Its patterns are known to terminate. Experts that the model, which has `modules`, lacks are left out.
     """
     if not isinstance(values, dict) or not isinstance(values.get("peft_type"), str):
         raise CheckpointError(f"{path} is not the config of an adapter")
     with explained(path, LookupError, TypeError, ValueError):
         values = _without_missing(values, modules)
         check_fields(values, init=False)
-        refuse(_value_mistakes(values, tensors))
+        refuse(_value_mistakes(values))
         config = LoraConfig(
             **{name: values[name] for name in PASSED & values.keys() if values[name] is not None}
         )
     config.init_lora_weights = True
     if config.target_modules and not isinstance(config.target_modules, str):
         config.target_modules = [modules.as_stored(name) for name in config.target_modules]
+    for field in ("rank_pattern", "alpha_pattern"):
+        patterns = getattr(config, field) or {}
+        setattr(config, field, {modules.as_stored(name): patterns[name] for name in patterns})
     return config
 
 
@@ -249,26 +277,25 @@ def _without_missing(values: Mapping[str, Any], modules: Modules) -> dict[str, A
     return left
 
 
-def _value_mistakes(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+def _value_mistakes(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with values that would make peft run forever or allocate unlimited memory."""
     yield from _type_mistakes(values)
     ranks, alphas = values.get("rank_pattern") or {}, values.get("alpha_pattern") or {}
     if not isinstance(ranks, dict) or not isinstance(alphas, dict):
         yield "rank_pattern and alpha_pattern are objects"
-    largest = max(
-        (t.shape[0] for name, t in tensors.items() if "lora_A" in name and t.dim() == 2), default=0
-    )
-    for number in ranks.values():
-        if type(number) is not int or not 1 <= number <= largest:
-            yield f"rank {str(number)[:40]!r}, and the adapter's tensors have {largest}"
-    if (
-        type(values.get("r")) is not int or not 1 <= values["r"] < 2**16
-    ):  # the rank of no module if patterns have all
-        yield f"rank {str(values.get('r'))[:40]!r}, and the adapter's tensors have {largest}"
+    for number in (values.get("r"), *ranks.values()):  # also of no module; tensors have to fit
+        if type(number) is not int or not 1 <= number < 2**16:
+            yield f"rank {str(number)[:40]!r} is not a whole number from 1 to 65,535"
     for number in (values.get("lora_alpha", 8), *alphas.values()):
         if type(number) not in (int, float) or not abs(number) < 1e9:
             yield f"{str(number)[:40]!r} is no lora_alpha: give a number"
-    for field in ("target_modules", "target_parameters", "exclude_modules", "modules_to_save"):
+    for field in ("target_modules", "exclude_modules"):
+        if isinstance(pattern := values.get(field), str):
+            if len(pattern) > MAX_PATTERN:
+                yield f"a pattern must be text of at most {MAX_PATTERN} characters"
+        else:
+            yield from _pattern_mistakes(pattern)
+    for field in ("target_parameters", "modules_to_save"):
         yield from _pattern_mistakes(values.get(field))
     for patterns in (values.get("layers_pattern"), [*ranks, *alphas]):
         yield from _pattern_mistakes(patterns, inner=True)

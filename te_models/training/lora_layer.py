@@ -43,9 +43,12 @@ class LoraLinear(nn.Module, LoraLayer):
 
     An adapter of parts of the rows (`fuse`) has a B with zeros outside its parts' rows and ranks. Its factors keep them
     zero in training, and scale each part by its own alpha and rank.
+
+    Under DoRA (Liu et al. 2024, arXiv 2402.09353) the rows of the updated weight have lengths that are trained too.
     """
 
-    other_param_names = (*LoraLayer.other_param_names, "fused", "factors")
+    adapter_layer_names = (*LoraLayer.adapter_layer_names, "lora_magnitude")
+    other_param_names = (*LoraLayer.other_param_names, "fused", "factors", "rows")
 
     def __init__(
         self,
@@ -67,11 +70,17 @@ class LoraLinear(nn.Module, LoraLayer):
         self.factors = BufferDict(
             {}, persistent=False
         )  # FP32 [out, rank], of adapters that have parts
+        self.lora_magnitude = nn.ParameterDict()  # [out] of each adapter with DoRA
+        # Bool [out]: the rows that an adapter with DoRA and parts updates.
+        self.rows = BufferDict({}, persistent=False)
         self._active_adapter = adapter_name
         self._before_merge: list[
             tuple[dict[str, Tensor], Tensor | None]
         ] = []  # weight and scale of each GEMM
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config)
+
+    def resolve_lora_variant(self, **options: object) -> None:
+        """Return None: this layer computes DoRA itself; peft calls it."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map x [N, in] to [N, out], in the dtype of the base layer's output.
@@ -84,9 +93,65 @@ class LoraLinear(nn.Module, LoraLayer):
         result = self._base(x, *args, **kwargs)
         if self.disable_adapters or self.merged:
             return result
-        for name in (name for name in self.active_adapters if name in self.lora_A):
-            result = self._updated(result, self.lora_dropout[name](x.to(result.dtype)), name, *args)
+        for name in self.active_adapters:
+            if name not in self.lora_A:
+                continue
+            dropped = self.lora_dropout[name](x.to(result.dtype))
+            updated = self._updated(result, dropped, name, *args)
+            if name in self.lora_magnitude:
+                unscaled = result
+                if self.training and isinstance(self.lora_dropout[name], nn.Dropout):
+                    unscaled = self._base(
+                        dropped, *args, **kwargs
+                    )  # the whole sum is of what is left
+                factors = self._length_factors(name).to(result.dtype)
+                updated = updated + (factors - 1) * (
+                    unscaled - self._bias(result) + updated - result
+                )
+            result = updated
         return result
+
+    def _bias(self, result: Tensor) -> Tensor:
+        """Return the bias of the base layer [out], or zero."""
+        bias = self.base_layer._parameters.get("bias")
+        return result.new_zeros(()) if bias is None else bias.to(result.dtype)
+
+    def _length_factors(self, adapter: str, weight: Tensor | None = None) -> Tensor:
+        """Return by what DoRA multiplies each row of the updated weight, FP32 [out].
+
+        Only its magnitude gets a gradient, as in peft: the present length of a row counts as a constant. `weight` is
+        the weight without adapters; None: the base layer's.
+        """
+        with torch.no_grad():
+            base = plain(self.base_layer.get_parameter("weight")) if weight is None else weight
+            lengths = torch.linalg.norm(base.float() + self.get_delta_weight(adapter), dim=1)
+            lengths = torch.where(lengths > 0, lengths, torch.ones_like(lengths))  # rows of padding
+        factors = self.lora_magnitude[adapter].float() / lengths
+        if adapter not in self.rows:
+            return factors
+        rows: Any = self.rows[adapter]
+        return torch.where(rows, factors, torch.ones_like(factors))
+
+    @torch.no_grad()
+    def add_magnitude(self, adapter: str) -> None:
+        """Train the lengths of the rows under an adapter, whose parts and values it has already.
+
+        Raises:
+            UsageError: the layer is of experts.
+        """
+        fused = self.fused[adapter]
+        weight = self.base_layer.get_parameter("weight")
+        lengths = torch.linalg.norm(plain(weight).float() + self.get_delta_weight(adapter), dim=1)
+        a: Any = self.lora_A[adapter]
+        trained = adapter in self.active_adapters and a.weight.requires_grad
+        if fused.parts:
+            rows = torch.zeros(len(lengths), dtype=torch.bool, device=lengths.device)
+            for part in fused.parts:
+                part.place.load(rows, torch.ones(part.place.shape[0], dtype=torch.bool))
+            self.rows[adapter] = rows
+            lengths = lengths * rows
+        # In FP32: BF16 would round each row's length, and so the untrained model.
+        self.lora_magnitude[adapter] = nn.Parameter(lengths, requires_grad=trained)
 
     def _base(
         self, x: Tensor, *args: Any, run: Callable[..., Tensor] | None = None, **kwargs: Any
@@ -156,6 +221,10 @@ class LoraLinear(nn.Module, LoraLayer):
         ]
         if not names:
             return
+        if self.merged_adapters and any(name in self.lora_magnitude for name in names):
+            raise UsageError(
+                "DoRA is merged into the original weight: merge all adapters at once, or unmerge first"
+            )
         if safe_merge and not all(
             bool(self._sum(gemm, names).isfinite().all()) for gemm in range(len(self.weights))
         ):
@@ -178,8 +247,13 @@ class LoraLinear(nn.Module, LoraLayer):
 
     def _sum(self, gemm: int, adapters: list[str]) -> Tensor:
         """Return the weight of a GEMM with the updates of adapters, FP32 [out, in]."""
-        updates: Any = sum(self.get_delta_weight(name, gemm) for name in adapters)
-        return plain(self.weights[gemm]).float() + updates
+        weight = plain(self.weights[gemm]).float()
+        merged = weight
+        for name in adapters:
+            merged = merged + self.get_delta_weight(name, gemm)
+            if name in self.lora_magnitude:
+                merged = merged * self._length_factors(name, weight)[:, None]
+        return merged
 
     @torch.no_grad()
     def unmerge(self) -> None:
@@ -245,6 +319,9 @@ class LoraExperts(LoraLinear):
         )
         rank = self.r[adapter]
         return a.unflatten(0, (-1, rank)), b.unflatten(1, (rank, -1)).permute(2, 0, 1)
+
+    def add_magnitude(self, adapter: str) -> None:
+        raise UsageError("DoRA on experts is not supported: leave experts out of the targets")
 
     def get_delta_weight(self, adapter: str, gemm: int = 0) -> Tensor:
         """Return the adapter's update of an expert's weight, FP32 [out, in]."""

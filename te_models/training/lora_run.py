@@ -104,14 +104,19 @@ class LoraRun(SavedAdapters):
     def __init__(self, model: CausalLM, settings: LoraSettings, base: str | None = None) -> None:
         self.settings, self.base = settings, base
         fields: dict[str, Any] = dict(
-            r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout
+            r=settings.rank,
+            lora_alpha=settings.alpha,
+            lora_dropout=settings.dropout,
+            use_dora=settings.dora,
+            use_rslora=settings.rslora,
         )
         if settings.targets:
             fields["target_modules"] = list(settings.targets)
         super().__init__(add_lora(model, **fields))
         self.adapted.peft_config["default"].base_model_name_or_path = base
-        for parameter in trained(model).values():
-            parameter.data = parameter.data.to(model.dtype)
+        for name, parameter in trained(model).items():
+            if "lora_magnitude" not in name:
+                parameter.data = parameter.data.to(model.dtype)
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

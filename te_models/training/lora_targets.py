@@ -122,6 +122,12 @@ class Modules:
             root=root,
         )
 
+    def in_transformers(self, name: str) -> str:
+        """Return a name in a model of transformers, the inverse of `as_stored`."""
+        for stored, there in self.renamed.items():
+            name = name.replace(stored, there)
+        return name
+
     @property
     def routers(self) -> set[str]:
         """Those of `theirs` that are no linears in transformers, but modules with a parameter "weight"."""

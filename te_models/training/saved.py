@@ -24,6 +24,10 @@ def saved_part(model: object, saved: SavedAdapters | None) -> tuple[CausalLM, Sa
 
         if isinstance(model, AdaptedModel):
             return model.get_base_model(), SavedAdapters(model)
+    if hasattr(model, "_orig_mod"):
+        raise UsageError(
+            "the model is compiled by torch.compile: give the model itself, which compiles its own operations"
+        )
     raise UsageError(
         f"the model is a {type(model).__name__}: give a CausalLM, or what add_lora makes of one"
     )

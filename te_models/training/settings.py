@@ -153,6 +153,16 @@ class LoraSettings(Settings):
         below=1,
         fixed=True,
     )
+    dora: bool = setting(
+        False,
+        "Also train the length of each row of the adapted weights (DoRA); not on experts.",
+        fixed=True,
+    )
+    rslora: bool = setting(
+        False,
+        "Multiply updates by alpha / sqrt(rank) instead (rsLoRA), which suits large ranks.",
+        fixed=True,
+    )
     merge: bool = setting(
         False,
         "At the end, also save the model with the adapters in its weights, in the folder merged/.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -149,8 +150,15 @@ class Trainer(NamedFields):
     recipe: Recipe | None = None
 
     def __post_init__(self) -> None:
-        config, parallel, self.out = self.config, self.parallel, Path(self.out)
+        config, parallel = self.config, self.parallel
+        if not isinstance(self.out, str | os.PathLike):
+            raise UsageError(f"out is {self.out!r}: give the folder of the run")
+        self.out = Path(self.out)
         self.model, self.saved = saved_part(self.model, self.saved)
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise UsageError(
+                "every parameter of the model is frozen: let some require gradients, or add adapters (add_lora)"
+            )
         self.device = self.model.device
         self.data: TokenDataset | StreamingDataset | OwnBatches
         if isinstance(self.dataset, TokenDataset | StreamingDataset):

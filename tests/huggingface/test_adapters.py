@@ -46,6 +46,9 @@ OF_PEFT: dict[str, dict[str, Any]] = {
     "whole norm": dict(target_modules=["q_proj"], modules_to_save=["norm"]),
     "whole table": dict(target_modules=["q_proj"], modules_to_save=["embed_tokens"]),
     "whole linear": dict(target_modules=["q_proj"], modules_to_save=["down_proj"]),
+    "head": dict(target_modules=["q_proj", "lm_head"]),
+    "whole head": dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "tokens": dict(target_modules=["q_proj"], trainable_token_indices=[12, 40]),
 }
 
 
@@ -449,10 +452,6 @@ def test_what_only_a_causal_lm_takes_is_refused(pair: Callable[..., Any], tmp_pa
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
-            "peft cannot adapt the head here: give add_lora",
-        ),
         (
             dict(target_modules=["q_proj"], bias="all"),
             "peft cannot train the biases of fused linears: leave out bias=",

@@ -130,6 +130,33 @@ def test_adapters_of_experts_are_those_of_peft(case: str, targets: str, tmp_path
         assert (second[name] - tensor).norm() <= 1e-3 * tensor.norm() + 1e-7, name
 
 
+def test_a_shared_expert_has_two_names(tmp_path: Path) -> None:
+    """Laguna's files say shared_expert and its class shared_experts: transformers renames what it reads.
+
+    It also takes the other name for that, and so cannot read what peft writes for its model.
+    """
+    torch.manual_seed(1)
+    config, base = make_config("laguna-experts"), tmp_path / "base"
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    randomize(model)
+    model.save_pretrained(base)
+    fields = dict(target_modules=["down_proj", "up_proj"], rank_pattern={"up_proj": 3})
+    adapted = add_lora(ours(base), r=2, init_lora_weights=False, **fields)
+    save_lora(adapted, tmp_path / "ours")
+    ids = ids_of(config)
+    expected = adapted.eval()(ids).logits.detach()
+    wrapped = PeftModel.from_pretrained(TEModelsForCausalLM.wrap(ours(base)), tmp_path / "ours")
+    wrapped.eval().save_pretrained(tmp_path / "peft")
+    names = [load_file(tmp_path / f / "adapter_model.safetensors") for f in ("ours", "peft")]
+    assert {name.replace("shared_expert.", "shared_experts.") for name in names[0]} == {*names[1]}
+    found = [PeftModel.from_pretrained(theirs(base), tmp_path / "ours"), wrapped]
+    found += [load_lora(ours(base), tmp_path / folder) for folder in ("ours", "peft")]
+    found.append(PeftModel.from_pretrained(TEModelsForCausalLM.wrap(ours(base)), tmp_path / "peft"))
+    with torch.no_grad():
+        for again in found:
+            torch.testing.assert_close(again.eval()(ids).logits, expected, atol=1e-4, rtol=1e-4)
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "shared": dict(shared_expert_intermediate_size=128, shared_expert_gate=True),

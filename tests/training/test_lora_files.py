@@ -14,10 +14,12 @@ from adapters import assert_same_files, ours, randomize_adapters, theirs, traine
 from bits import assert_same_bits
 from families import CASES, FAMILY_CASES, make_config
 from fewer import every
+from hf_models import make_theirs
 from judge import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from te_models import CausalLM
 from te_models.errors import CheckpointError, UsageError
 
 pytest.importorskip("peft")
@@ -54,6 +56,8 @@ TARGETS: dict[str, dict[str, Any]] = {
     "one layer": dict(target_modules=["k_proj"], layers_to_transform=[1], r=2),
     "head": dict(target_modules=["v_proj", "lm_head"], modules_to_save=["embed_tokens"], r=2),
     "whole": dict(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"], r=2),
+    "dora": dict(target_modules=["q_proj", "o_proj", "up_proj"], use_dora=True, r=3, rank_pattern={"q_proj": 2}),
+    "dora on all": dict(target_modules="all-linear", use_dora=True, use_rslora=True, r=4),
 }  # fmt: skip
 LEAVES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -132,6 +136,7 @@ OURS: dict[str, dict[str, Any]] = {
     "whole": dict(
         target_modules=["up_proj", "lm_head"], modules_to_save=["embed_tokens"], lora_alpha=3
     ),
+    "dora": dict(target_modules=["qkvg_proj", "up_proj", "o_proj"], use_dora=True),
 }
 
 
@@ -289,7 +294,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         dict(target_modules=["q_proj"], alpha_pattern={"zz": 2}),
         "alpha_pattern: 'zz' matches no",
     ),
-    "dora": (dict(use_dora=True), "use_dora=True is not supported"),
     "bias": (dict(bias="lora_only"), "bias=lora_only is not supported"),
     "tokens": (dict(trainable_token_indices=[1]), "trainable_token_indices"),
     "pissa": (dict(init_lora_weights="pissa"), "init_lora_weights='pissa' is not supported"),
@@ -343,20 +347,19 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], Any], str]
         ),
         "unexpected: .*lora_magnitude",
     ),
-    "dora": (lambda t, c: c.update(use_dora=True), "use_dora=True is not supported"),
-    "another method": (lambda t, c: c.update(peft_type="LOHA"), "type LOHA is not supported"),
+    "dora": (lambda t, c: c.update(use_dora=True), "missing: .*lora_magnitude_vector"),
+    "tokens": (
+        lambda t, c: c.update(trainable_token_indices=[3]),
+        "not supported on a CausalLM: load it with peft.PeftModel.from_pretrained into a TEModels",
+    ),
+    "another method": (
+        lambda t, c: c.update(peft_type="LOHA"),
+        "type LOHA is not supported: .*PeftModel.from_pretrained into a TEModelsForCausalLM",
+    ),
     "a newer field": (lambda t, c: c.update(from_the_future=[1]), "from_the_future"),
-    "a pattern for nothing": (
-        lambda t, c: c.update(alpha_pattern={"down_proj": 2}),
-        "'down_proj' matches no",
-    ),
-    "choices without end": (
-        lambda t, c: c.update(target_modules=".?" * 28 + "x"),
-        "too many repeats or choices",
-    ),
-    "alternatives without end": (
-        lambda t, c: c.update(exclude_modules="(?:.|.)" * 28 + "x"),
-        "repeats or choices",
+    "repeats without end": (
+        lambda t, c: c.update(target_modules="(?:(?:[a-z]|[l-o])*)*[.](?:.|.)*x"),
+        "takes more than 1 s for .*: list the modules",
     ),
     "no targets": (
         lambda t, c: c.pop("target_modules"),
@@ -466,6 +469,68 @@ def test_adapters_of_every_family(family: str, tmp_path: Path) -> None:
     save_lora(fused, tmp_path / "fused")
     back = PeftModel.from_pretrained(theirs(tmp_path / "base"), tmp_path / "fused")
     assert_equal_but_for_rounding(logits(back), logits(fused), limit=1e-4)
+
+
+PARTS = "(?:q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+KINDS = "(?:self_attn|attention|attn|mlp|feed_forward|ffn|dense)"
+
+
+@pytest.mark.parametrize("fields", [
+    # As unsloth writes it, for models with and without images.
+    dict(target_modules=rf"(?:.*?(?:language|text).*?{KINDS}.*?{PARTS}.*?)|"
+                        rf"(?:\bmodel\.layers\.[\d]{{1,}}\.{KINDS}\.(?:{PARTS}))"),
+    dict(target_modules=r"(?:model\.)?layers\.(?:\d+\.)+self_attn\.(?:[qv]_proj)+"),
+    dict(target_modules=r".*_proj", exclude_modules=r"(?:.*\.)*(?:mlp|experts)(?:\..*)*"),
+    dict(target_modules=["q_proj"], rank_pattern={"nothing": 700}, alpha_pattern={"v_proj": 3}),
+])  # fmt: skip
+def test_configs_that_peft_reads(
+    fields: dict[str, Any], base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Expressions with repeated groups, and patterns that match nothing, which peft ignores."""
+    judge = trained_by_transformers(base("qwen3"), tmp_path, r=4, **fields)
+    found = load_lora(ours(base("qwen3")), tmp_path)
+    assert_equal_but_for_rounding(logits(found), logits(judge))
+
+
+def test_dora_is_merged_and_taken_away(base: Callable[[str], Path]) -> None:
+    model = ours(base("qwen2"))
+    before = logits(model)
+    adapted = add_lora(model, r=4, target_modules=["q_proj", "down_proj"], use_dora=True)
+    assert_equal_but_for_rounding(logits(adapted), before)
+    train(adapted)
+    lengths = [p for name, p in adapted.named_parameters() if "lora_magnitude" in name]
+    assert lengths and all(p.requires_grad and p.dtype == torch.float32 for p in lengths)
+    tuned = logits(adapted)
+    adapted.merge_adapter()
+    assert_equal_but_for_rounding(logits(adapted), tuned)
+    adapted.unmerge_adapter()
+    adapted.add_adapter("other", LoraConfig(target_modules=["q_proj"], use_dora=True))
+    adapted.merge_adapter(["default"])
+    with pytest.raises(UsageError, match="merge all adapters at once, or unmerge first"):
+        adapted.merge_adapter(["other"])
+    adapted.unmerge_adapter()
+    with adapted.disable_adapter():
+        assert torch.equal(logits(adapted), before)
+    assert torch.equal(logits(adapted), tuned)
+
+
+def test_dora_with_dropout_trains_as_in_peft(base: Callable[[str], Path], tmp_path: Path) -> None:
+    """The length of a row scales the frozen product of what dropout has left."""
+    fields = dict(target_modules=["o_proj"], use_dora=True, lora_dropout=0.4, r=4)
+    judge = trained_by_transformers(base("qwen2"), tmp_path, **fields).train()
+    found = load_lora(ours(base("qwen2")), tmp_path, trainable=True).train()
+    losses = []
+    for model in (judge, found):
+        torch.manual_seed(5)
+        losses.append(model(token_ids(), labels=token_ids()).loss)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+
+
+def test_dora_on_experts_is_refused(tmp_path: Path) -> None:
+    make_theirs("qwen3_moe-steps", tmp_path)
+    model = CausalLM.from_pretrained(tmp_path, device="cpu")
+    with pytest.raises(UsageError, match="DoRA on experts is not supported: leave experts out"):
+        add_lora(model, target_modules=["q_proj", "experts"], use_dora=True)
 
 
 @pytest.mark.parametrize("pattern", [

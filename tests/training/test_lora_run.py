@@ -206,6 +206,27 @@ def test_a_finished_run_can_be_merged(start: list[str], capsys: Any) -> None:
     assert CausalLM.from_pretrained("run/merged", device="cpu").dtype == torch.float32
 
 
+def test_dora_and_rslora_by_flag(start: list[str], capsys: Any) -> None:
+    """Trained, resumed with the same bits, and read by load_lora."""
+    options = ["--dora", "--rslora", "--lora-alpha", "3", "--schedule", "constant"]
+    assert main([*start, *options, "--out", "whole"]) == 0
+    config = json.loads(Path("whole/adapter/adapter_config.json").read_text())
+    assert config["use_dora"] and config["use_rslora"] and config["lora_alpha"] == 3
+    model = CausalLM.from_pretrained("base", device="cpu", recipe="bf16")
+    adapted = load_lora(model, "whole/adapter")
+    lengths = {n: p for n, p in adapted.named_parameters() if "lora_magnitude" in n}
+    layer = adapted.get_base_model().layers[0].mlp.down_proj
+    start_lengths = layer.base_layer.weight.float().norm(dim=1)
+    assert lengths and not torch.equal(layer.lora_magnitude["default"], start_lengths)
+    torch.testing.assert_close(layer.lora_magnitude["default"], start_lengths, rtol=0, atol=0.2)
+    assert main([*start, *options, "--steps", "2", "--save-every", "2", "--out", "part"]) == 0
+    assert main(["finetune", "--resume", "part", "--steps", "3"]) == 0
+    found = load_lora(CausalLM.from_pretrained("base", device="cpu", recipe="bf16"), "part")
+    for name, parameter in found.named_parameters():
+        if "lora_" in name:
+            assert torch.equal(parameter, adapted.get_parameter(name)), name
+
+
 @pytest.mark.parametrize(
     "choices", every(2, [["--recipe", "current", "--fp8-params"], ["--recipe", "bf16"]])
 )
@@ -216,6 +237,7 @@ def test_from_the_command_line_to_a_merged_model(
     said = capsys.readouterr().out
     assert "of them trained" in said and "run/adapter" in said and "run/merged" in said
     recorded = dict(lora=4, lora_targets="", lora_alpha=8.0, lora_dropout=0.0, merge=True)
+    recorded |= dict(dora=False, rslora=False)
     assert read_toml(Path("run/run.toml"))["lora"] == recorded
     assert json.loads(Path("run/adapter/adapter_config.json").read_text())[
         "base_model_name_or_path"

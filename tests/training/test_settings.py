@@ -174,12 +174,20 @@ SAVED |= dict(
     lora_targets="",
     lora_alpha=8.0,
     lora_dropout=0.0,
+    dora=False,
+    rslora=False,
 )
 
 
 @pytest.mark.parametrize("name", SAVED)
 def test_a_resumed_run_keeps_settings_that_define_it(name: str) -> None:
-    other = "other" if isinstance(SAVED[name], str) else True if name == "streaming" else 5
+    other = (
+        "other"
+        if isinstance(SAVED[name], str)
+        else True
+        if name in ("streaming", "dora", "rslora")
+        else 5
+    )
     with pytest.raises(
         UsageError,
         match=f"a resumed run keeps its {name}.*: leave out --{name.replace('_', '-')}, or",
