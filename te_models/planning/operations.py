@@ -155,7 +155,7 @@ class Tape:
         )
 
     def _casts_experts(self, recipe: Recipe) -> bool:
-        """Return whether the casts of all experts are joint, as engine/native.py decides."""
+        """Return whether the casts of all experts are joint, as engine/native_experts.py decides."""
         fields = recipe.fields
         if fields.get("backward_override", "none") != "none":
             return False

@@ -1,0 +1,315 @@
+"""Transformer Engine's te.GroupedLinear through kernels that compute all experts at once.
+
+A part of te_models.engine.native, for its `handover`. Sections are those of docs/internals/transformer_engine.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+from transformer_engine.common import recipe
+from transformer_engine.pytorch import DType, Float8Tensor, GroupedLinear
+from transformer_engine.pytorch.quantization import (
+    DelayedScalingRecipeState,
+    FP8GlobalStateManager,
+    get_fp8_te_dtype,
+)
+
+from te_models.distributed.sharded_call import call_inside, only_fsdp_hooks
+from te_models.kernels.expert_blocks_triton import blocks_fit, cast_weight_blocks
+from te_models.kernels.expert_cast_triton import Delayed, FP8Matrices
+from te_models.kernels.expert_hidden_triton import Activation
+from te_models.kernels.expert_rows import Route, dispatch
+from te_models.kernels.grouped_blocks_triton import (
+    BlockExperts,
+    BlockProjection,
+    experts_in_blocks,
+    in_blocks,
+)
+from te_models.kernels.grouped_linear_triton import (
+    Casts,
+    Locations,
+    Stored,
+    Weights,
+    in_bf16,
+    in_fp8,
+)
+from te_models.kernels.groups import Groups
+from te_models.kernels.joint_experts_triton import Experts, Projection, experts_in_fp8
+
+T = TypeVar("T")
+
+
+def counts_on_device(module: Module, te_recipe: recipe.Recipe | None) -> bool:
+    """See te_models.kernels.handover.counts_on_device."""
+    adapted = not isinstance(module, GroupedLinear)
+    if adapted:
+        module = module.get_submodule("base_layer")
+    if not isinstance(module, GroupedLinear) or not only_fsdp_hooks(module):
+        return False  # such as those of calibration, which note amaxes
+    if isinstance(module, FSDPModule) and adapted:
+        return False
+    if adapted and (module.in_features % 8 or module.out_features % 8):
+        return False  # adapters' products in one launch need rows of 16 bytes
+    weight = module.get_parameter("weight0")
+    sharded = isinstance(weight, DTensor)  # FSDP2 will have gathered it when kernels read it
+    whole = type(weight) in (Tensor, Parameter)
+    plain = (sharded or whole) and weight.dtype == torch.bfloat16
+    stored = isinstance(weight, Float8Tensor) and not weight.requires_grad
+    if not (plain or stored) or not weight.is_cuda:
+        return False
+    if not sharded and _expert_weights(module) is None:
+        return False
+    if te_recipe is None:
+        return plain
+    if _in_blocks(te_recipe):
+        return plain and blocks_fit(weight.device, module.in_features, module.out_features)
+    return _joint_casts(te_recipe) is not None
+
+
+def _in_blocks(te_recipe: recipe.Recipe) -> bool:
+    """Return whether all experts at once run under this block scaling: in E4M3, with powers of two as scales."""
+    if not isinstance(te_recipe, recipe.Float8BlockScaling) or te_recipe.backward_override:
+        return False
+    plans = (
+        te_recipe.fp8_quant_fwd_inp,
+        te_recipe.fp8_quant_fwd_weight,
+        te_recipe.fp8_quant_bwd_grad,
+    )
+    powers = all(plan.power_2_scale and not plan.amax_epsilon for plan in plans)
+    dims = (
+        te_recipe.x_block_scaling_dim,
+        te_recipe.w_block_scaling_dim,
+        te_recipe.grad_block_scaling_dim,
+    )
+    e4m3 = get_fp8_te_dtype(te_recipe, fprop_tensor=False) == DType.kFloat8E4M3
+    return powers and dims == (1, 2, 1) and e4m3
+
+
+def _joint_casts(te_recipe: recipe.Recipe) -> Casts | None:
+    """Return how a recipe casts the operands of all experts; None if Transformer Engine does it, one by one."""
+    if (
+        not isinstance(te_recipe, (recipe.Float8CurrentScaling, recipe.DelayedScaling))
+        or te_recipe.backward_override
+    ):
+        return None
+    wide = get_fp8_te_dtype(te_recipe, fprop_tensor=False) == DType.kFloat8E5M2
+    gradient = torch.float8_e5m2 if wide else torch.float8_e4m3fn
+    if isinstance(te_recipe, recipe.DelayedScaling):
+        return Casts(
+            gradient, output=False, input_gradient=True, weight_gradient=True
+        )  # section 7.6
+    plans = (
+        te_recipe.fp8_quant_fwd_inp,
+        te_recipe.fp8_quant_fwd_weight,
+        te_recipe.fp8_quant_bwd_grad,
+    )
+    if any(plan.power_2_scale or plan.amax_epsilon for plan in plans):
+        return None
+    products = (te_recipe.fp8_gemm_fprop, te_recipe.fp8_gemm_dgrad, te_recipe.fp8_gemm_wgrad)
+    return Casts(gradient, *(product.use_split_accumulator for product in products))
+
+
+def _with_scales(module: GroupedLinear, casts: Casts, x: Tensor) -> Casts:
+    """Return `casts` of x with the scales and amaxes of a te.GroupedLinear, if it has delayed ones."""
+    forward, backward = (module.fp8_meta[direction] for direction in ("scaling_fwd", "scaling_bwd"))
+    if not isinstance(forward, DelayedScalingRecipeState):
+        return casts
+    own = [
+        Delayed(state.scale[slot::width], state.amax_history[0, slot::width])
+        for state, slot, width in ((forward, 0, 3), (forward, 1, 3), (backward, 0, 2))
+    ]
+    trained = torch.is_grad_enabled() and any(
+        one.requires_grad for one in (x, *module.parameters())
+    )
+    after = None
+    if trained and FP8GlobalStateManager.is_first_fp8_module():
+        after = partial(FP8GlobalStateManager.reduce_and_update_fp8_tensors, forward=False)
+    return casts._replace(of_x=own[0], of_weights=own[1], of_dy=own[2], after=after)
+
+
+_LOCATIONS: WeakKeyDictionary[Module, Locations] = (
+    WeakKeyDictionary()
+)  # graphs read them where they are
+
+
+def _expert_weights(module: GroupedLinear) -> Weights | None:
+    """Return the weights of a te.GroupedLinear, those in FP8 as bytes; None if the kernels cannot read them."""
+    weights = [module.get_parameter(f"weight{expert}") for expert in range(module.num_gemms)]
+    data = [weight._data if isinstance(weight, Float8Tensor) else weight for weight in weights]
+    at = Locations.of(data, _LOCATIONS.get(module))
+    if at is None:
+        return None
+    _LOCATIONS[module] = at
+    return Weights(data, at)
+
+
+def grouped(
+    module: GroupedLinear,
+    x: Tensor,
+    rows: list[int] | Groups,
+    is_first_microbatch: bool | None = None,
+    route: Route | None = None,
+) -> Tensor:
+    """See te_models.kernels.handover.grouped."""
+    te_recipe = (
+        FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
+    )
+    if not isinstance(module, GroupedLinear):  # one with adapters
+        blocks = joint = False
+    else:
+        joint = counts_on_device(module, te_recipe)
+        blocks = joint and te_recipe is not None and _in_blocks(te_recipe)
+    if route is not None and (not joint or te_recipe is None):
+        x = dispatch(x, *route)
+        route = None
+    if not isinstance(module, GroupedLinear):
+        return module(x, rows, is_first_microbatch=is_first_microbatch, run=grouped)
+    if not joint:
+        return module(x, rows, is_first_microbatch=is_first_microbatch)
+    groups = rows if isinstance(rows, Groups) else Groups.of(rows, x.device)
+
+    def run(x: Tensor) -> Tensor:
+        weights = _read_weights(module)
+        bias = _biases(module)
+        if te_recipe is None:
+            return in_bf16(x, groups, weights, bias)
+        with module.prepare_forward_ctx(x, num_gemms=groups.experts):
+            if blocks:
+                projection = _block_projection(module, weights, is_first_microbatch)
+                return in_blocks(x, groups, projection, route)
+            casts = _with_scales(module, _one_by_one(te_recipe), x)
+            own = _cast_experts(module, weights, casts, is_first_microbatch)
+            trained = None if isinstance(own, Stored) else weights
+            return in_fp8(x, groups, casts, own, trained, bias, route)
+
+    return call_inside([module], run, x)
+
+
+def _read_weights(module: GroupedLinear) -> Weights:
+    """Return the weights of a te.GroupedLinear whose kernels can read them (`counts_on_device`)."""
+    weights = _expert_weights(module)
+    assert weights is not None  # memory that PyTorch allocates begins at multiples of 16 bytes
+    return weights
+
+
+def _one_by_one(te_recipe: recipe.Recipe) -> Casts:
+    """Return how a recipe with a scale per expert casts."""
+    casts = _joint_casts(te_recipe)
+    assert casts is not None
+    return casts
+
+
+def _cast_experts(
+    module: GroupedLinear, weights: Weights, casts: Casts, is_first_microbatch: bool | None
+) -> FP8Matrices | Stored:
+    """Return the FP8 weights of a te.GroupedLinear: those it has, those that it caches, or its own cast."""
+    data = weights.tensors
+    if data[0].dtype == torch.uint8:
+        inverses = [
+            module.get_parameter(f"weight{expert}")._scale_inv for expert in range(len(data))
+        ]
+        return Stored(data, weights.at, torch.cat(inverses))
+    return _cached(
+        module, is_first_microbatch, lambda turn: weights.cast(casts.of_weights, turn=turn)
+    )
+
+
+def _cached(
+    module: GroupedLinear, is_first_microbatch: bool | None, cast: Callable[[bool], T]
+) -> T:
+    """Return the FP8 weights that a te.GroupedLinear keeps for several micro-batches, or new ones.
+
+    `cast` makes them, transposed too if its argument is True, which is worth the memory where they are kept.
+    """
+    cache = module._fp8_workspaces
+    kept = (
+        is_first_microbatch is not None and not module.is_fsdp2
+    )  # FSDP2 gathers and casts again in backward
+    own = cache.get("experts") if kept and not is_first_microbatch else None
+    if own is None:
+        own = cast(kept)
+    if kept:
+        cache["experts"] = own
+    return own
+
+
+def _block_projection(
+    module: GroupedLinear, weights: Weights, is_first_microbatch: bool | None
+) -> BlockProjection:
+    """Return a te.GroupedLinear under block scaling."""
+    first = weights.tensors[0].detach()
+    own = _cached(
+        module,
+        is_first_microbatch,
+        lambda turn: cast_weight_blocks(first, weights.at.places, turn=turn),
+    )
+    return BlockProjection(own, weights.at, weights.tensors, _biases(module))
+
+
+def experts_join(*modules: Module) -> bool:
+    """See te_models.kernels.handover.experts_join."""
+    if not FP8GlobalStateManager.is_fp8_enabled():
+        return False
+    te_recipe = FP8GlobalStateManager.get_fp8_recipe()
+    return all(
+        isinstance(module, GroupedLinear) and counts_on_device(module, te_recipe)
+        for module in modules
+    )
+
+
+def experts(
+    up: GroupedLinear,
+    down: GroupedLinear,
+    x: Tensor,
+    gates: Tensor | None,
+    rows: list[int] | Groups,
+    route: Route | None,
+    limit: float | None,
+    alpha: float,
+    padding: tuple[Tensor, int] | None,
+    is_first_microbatch: bool | None,
+) -> Tensor:
+    """See te_models.kernels.handover.experts."""
+    groups = rows if isinstance(rows, Groups) else Groups.of(rows, x.device)
+    te_recipe = FP8GlobalStateManager.get_fp8_recipe()
+    token, tokens = (None, 0) if padding is None else padding
+    activation = Activation(limit, alpha, token, tokens)
+
+    def run(x: Tensor, gates: Tensor | None) -> Tensor:
+        with contextlib.ExitStack() as stack:
+            for module in (up, down):
+                stack.enter_context(module.prepare_forward_ctx(x, num_gemms=groups.experts))
+            if _in_blocks(te_recipe):
+                pair = [
+                    _block_projection(module, _read_weights(module), is_first_microbatch)
+                    for module in (up, down)
+                ]
+                return experts_in_blocks(x, gates, BlockExperts(groups, route, activation, *pair))
+            sides = []
+            for module in (up, down):
+                weights = _read_weights(module)
+                casts = _with_scales(module, _one_by_one(te_recipe), x)
+                own = _cast_experts(module, weights, casts, is_first_microbatch)
+                sizes = (module.in_features, module.out_features)
+                tensors = () if isinstance(own, Stored) else weights.tensors
+                sides.append(Projection(casts, own, weights.at, *sizes, tensors, _biases(module)))
+            return experts_in_fp8(x, gates, Experts(groups, route, activation, *sides))
+
+    return call_inside([up, down], run, x, gates)
+
+
+def _biases(module: GroupedLinear) -> Tensor | None:
+    """Return the biases of a te.GroupedLinear, [E, O]; None if it has none."""
+    if not module.use_bias:
+        return None
+    return torch.stack([module.get_parameter(f"bias{e}") for e in range(module.num_gemms)])
