@@ -33,7 +33,8 @@ from te_models.model.options import BuildOptions, LoadOptions, ModelOptions, Pus
 from te_models.model.part import BlockPart
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.precision_plan import PlanRow, PrecisionPlan
-from te_models.saving.pretrained import read_pretrained, write_pretrained
+from te_models.saving.adapters import adapter_reader
+from te_models.saving.pretrained import adapter_folder, read_pretrained, write_pretrained
 from te_models.saving.state_dict import keep_fp8_state, save_tie_once, tie_head
 from te_models.serving.export import Export, export
 
@@ -360,12 +361,21 @@ class CausalLM(Decoder):
         that no output changes and the gate trains from there. Keywords of transformers are accepted, or refused with
         the reason.
 
+        A folder of LoRA adapters, such as that of a run with --lora, gives the model that they were trained on, in the
+        shape that it had there, with the adapters in it, frozen and in evaluation mode. `merge_adapters=True` adds them
+        to its weights instead, for everything that takes a whole model: `save_pretrained`, `export`, training.
+
         Raises:
             ValueError: an unknown keyword, or a folder that is damaged or does not fit; it is checked before a model is
                 built.
         """
+        merge = options.pop("merge_adapters", False)
         hub, rest = split_options(options)
-        model, model.origin = read_pretrained(build or cls, local_folder(folder, **hub), rest)
+        path = local_folder(folder, **hub)
+        adapters = adapter_folder(path)
+        if adapters is not None:
+            return adapter_reader()(adapters, merge=merge, build=build, **hub, **rest)
+        model, model.origin = read_pretrained(build or cls, path, rest)
         return model
 
 

@@ -308,7 +308,6 @@ def build_model(
     A run with adapters gives the model with them in it, as it was trained; with `merge`, in its weights.
     """
     from te_models.causal_lm import CausalLM  # noqa: PLC0415  imports torch
-    from te_models.saving.pretrained import adapter_folder  # noqa: PLC0415
 
     if (preset is None) == (model is None):
         raise click.UsageError("give either --preset NAME or --model DIR")
@@ -316,11 +315,7 @@ def build_model(
     if preset is not None:
         return CausalLM.from_preset(preset, **given)
     assert model is not None
-    if (adapters := adapter_folder(model)) is not None:
-        from te_models.training.lora_run import load_adapted, load_merged  # noqa: PLC0415  needs peft
-
-        return (load_merged if merge else load_adapted)(adapters, **given)
-    return CausalLM.from_pretrained(model, **given)
+    return CausalLM.from_pretrained(model, merge_adapters=merge, **given)
 
 
 def build_trained_model(

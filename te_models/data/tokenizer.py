@@ -231,11 +231,14 @@ def _tokenizer_in(folder: Path) -> Tokenizer:
     file = folder / "tokenizer.json"
     if os.path.lexists(file):
         return _tokenizer_of(file)
-    base = (read_json_object(folder / "adapter_config.json") or {}).get("base_model_name_or_path")
-    if isinstance(base, str):  # adapters that peft has saved
-        return load_tokenizer(base)
     if (converted := convert_tokenizer(folder)) is not None:
         return HuggingFaceTokenizer(converted[0], file, converted[1])
+    base = (read_json_object(folder / "adapter_config.json") or {}).get("base_model_name_or_path")
+    if isinstance(base, str):  # adapters that peft has saved
+        tokenizer = load_tokenizer(base)
+        if (template := template_source(folder)) is not None:
+            tokenizer.set_chat_template(template)
+        return tokenizer
     has_model = (folder / "config.json").is_file()
     if has_model and hugging_face_documents(folder) is None:
         return ByteTokenizer()

@@ -90,7 +90,7 @@ def describe(
     named = [part.get(key) for part in (document, text) for key in ("dtype", "torch_dtype")]
     quantized = any(documents["config"].get(key) for key in CONFIG_KEYS)  # gpt-oss names no dtype
     dtype = saved_dtype(file, next(filter(None, named), "bfloat16" if quantized else "float32"))
-    origin = Origin(folder, document, documents.get("generation"))
+    origin = Origin(folder, document, documents.get("generation"), shape=config)
     return Description(family, config, dtype, origin, family.prefixes_aside(document))
 
 

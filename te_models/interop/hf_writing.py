@@ -36,6 +36,9 @@ TOKENIZER_FILES = (
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "spiece.model",
     "sentencepiece.bpe.model", "tekken.json",
 )  # fmt: skip
+VOCABULARIES = (
+    "tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
 TEMPLATES = "additional_chat_templates"  # a folder of templates beside the tokenizer's own
 # Files that saving may replace in a folder; any other may be the user's work.
 REPLACEABLE = (

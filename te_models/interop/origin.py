@@ -1,8 +1,10 @@
 """Where a model comes from: an opened folder, whatever its format, and Hugging Face's files that a save writes back."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +18,7 @@ from te_models.files.formats import Document, list_some
 from te_models.model.decoder import Decoder
 
 MODEL_TYPE = "te_models"  # of our own format, in config.json
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -23,7 +26,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class Origin:
     """Origin of a model: its folder, and config.json and generation_config.json if they were Hugging Face's.
 
-    `beside` is another folder with the tensors of other models that are saved with it, such as an image encoder's.
+    `beside` is another folder with the tensors of other models that are saved with it, such as an image encoder's, and
+    `adapters` the folder of the adapters that are in the model or were merged into it, which may bring a tokenizer.
+    `shape` is the config in the folder, and `token_ids` are ids that the model has in place of those in the folder.
 
     Raises:
         CheckpointError: generation_config.json is no object, or a token id in it no whole number.
@@ -33,6 +38,9 @@ class Origin:
     config: Document | None = None
     generation: Document | None = None
     beside: Path | None = None
+    adapters: Path | None = None
+    shape: ModelConfig | None = None
+    token_ids: Document = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         generation = {} if self.generation is None else self.generation
@@ -57,6 +65,15 @@ class Origin:
         """Return the documents to save with the model so that it can be written back unchanged."""
         found = {"hf_config": self.config, "generation_config": self.generation}
         return {name: document for name, document in found.items() if document is not None}
+
+    def with_token_ids(self, ids: Mapping[str, object]) -> Origin:
+        """Return the origin of a model with other token ids, such as eos_token_id, than the folder has."""
+        if not ids:
+            return self
+        generation = {**(self.generation or {}), **ids}
+        # transformers would derive a config with this mark from config.json again.
+        generation.pop("_from_model_config", None)
+        return replace(self, generation=generation, token_ids={**self.token_ids, **ids})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,7 +124,12 @@ def opened(saved: Folder) -> OwnFolder:
         path=saved.path,
         config=config,
         dtype=dtype,
-        origin=Origin(saved.path, documents.get("hf_config"), documents.get("generation_config")),
+        origin=Origin(
+            saved.path,
+            documents.get("hf_config"),
+            documents.get("generation_config"),
+            shape=config,
+        ),
         recipe=read_recipe(saved) if "recipe" in documents else None,
         fp8_state=saved.tensors.get("fp8_state", {}),
         fp8_weights=saved.tensors.get("fp8_weights", {}),

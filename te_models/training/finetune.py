@@ -28,7 +28,7 @@ from te_models.generation.options import GenerationOptions
 from te_models.model.recipe_fit import auto_recipe
 from te_models.optim import resolve_options
 from te_models.planning.printable import Terminal
-from te_models.saving.pretrained import read_shape
+from te_models.saving.pretrained import read_shape, refuse_adapters
 from te_models.saving.run_folder import Checkpoints
 from te_models.serving.export import default_format
 from te_models.training.evaluation import Batch, evaluate
@@ -241,7 +241,9 @@ def _build(settings: RunSettings, shared: Parallel, newest: Path | None) -> Caus
         return CausalLM.from_preset(settings.preset, build=shared.build, **options)
     assert settings.model is not None
     if newest is None or settings.lora is not None:
-        return CausalLM.from_pretrained(settings.model, build=shared.build, **options)
+        model = CausalLM.from_pretrained(settings.model, build=shared.build, **options)
+        refuse_adapters(model)
+        return model
     options = {
         name: value for name, value in options.items() if name not in config_fields()
     }  # the checkpoint has them
