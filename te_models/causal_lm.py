@@ -192,6 +192,24 @@ class CausalLM(Decoder):
         """The values of generation_config.json in the folder that the model came from."""
         return self.origin.generation or {}
 
+    def add_stop_tokens(self, ids: Iterable[int]) -> None:
+        """Let generation end at these tokens too, here and in the generation_config.json of what is saved or exported.
+
+        A run does so with the tokens that end the answers of its data (te_models.data.answer_ends).
+        """
+        stops = self.stop_token_ids
+        new = [token for token in ids if token not in stops and token < self.config.vocab_size]
+        if not new:
+            return
+        both = [*stops, *new]
+        values: Fields = {"eos_token_id": both if len(both) > 1 else both[0]}
+        if self.origin.generation is None:  # in its place a save would write the ids of the config
+            own = self.config.to_dict()
+            for name in ("bos_token_id", "pad_token_id"):
+                if own[name] is not None:
+                    values[name] = own[name]
+        self.origin = self.origin.with_token_ids(values)
+
     def calibrate(
         self, *batches: Mapping[str, Tensor], weights: Sequence[Tensor | float] | None = None
     ) -> None:

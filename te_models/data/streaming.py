@@ -36,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from te_models.data.answer_ends import answer_ends
 from te_models.data.corpus_chunks import CHUNK_BYTES, ChunkReader, Chunks, find_chunks
 from te_models.data.dataset import check_position
 from te_models.data.encoding import Fit, encode_documents
@@ -80,6 +81,9 @@ class StreamingDataset:
             states).
         chunk_bytes: approximate text per chunk.
 
+    Attributes:
+        ends: ids of the tokens that end answers and texts (te_models.data.answer_ends).
+
     Raises:
         UsageError: sizes out of range.
         DataError: no files, or files that cannot be read.
@@ -121,6 +125,10 @@ class StreamingDataset:
         self.whole = packing == "none" or (
             packing == "documents" and not all(source.is_text for source in self.chunks.sources)
         )
+        # Of records, `sample` finds them.
+        self.ends = (
+            () if self.whole or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        )
         self.reader = ChunkReader(
             self.chunks.source,
             tokenizer,
@@ -159,6 +167,8 @@ class StreamingDataset:
     def sample(self) -> tuple[int, Fit, float]:
         """Read the first chunk with text; return its number of documents, those that do not fit, and share of padding.
 
+        The tokens that end its answers become `ends`.
+
         Raises:
             DataError: no document of any chunk fits a window.
         """
@@ -172,6 +182,7 @@ class StreamingDataset:
                 encode_documents(documents, self.reader.tokenizer, begin_prompts=True)
             )
             if len(fitted):
+                self.ends = answer_ends(fitted, self.reader.tokenizer)
                 return len(documents), fit, self.reader.windows(fitted).padding()
             number = number + len(documents)
             total = total + fit

@@ -102,6 +102,10 @@ class Tokenizer(ABC):
         """Return the text of `ids`; special and unknown ids are skipped, invalid UTF-8 becomes U+FFFD."""
 
     @abstractmethod
+    def marks(self) -> Mapping[int, bool]:
+        """Return the ids of special and added tokens, with whether each is special: hidden in decoded text."""
+
+    @abstractmethod
     def _documents(self) -> Fields:
         """Return the JSON of its files, by name without suffix, with a chat template only if they came with one."""
 
@@ -343,6 +347,9 @@ class ByteTokenizer(Tokenizer):
             and self._config.get("split_special_tokens", True) is not False
         )
 
+    def marks(self) -> Mapping[int, bool]:
+        return dict.fromkeys((self.bos_token_id, self.eos_token_id, self.pad_token_id), True)
+
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
@@ -445,6 +452,13 @@ class HuggingFaceTokenizer(Tokenizer):
             with self._encoding():
                 part = encode(list(texts[start : start + size]), add_special_tokens=False)
             yield from part
+
+    def marks(self) -> Mapping[int, bool]:
+        """Return the added tokens of tokenizer.json, and the special tokens in use."""
+        added = self._backend.get_added_tokens_decoder()
+        found = {number: bool(token.special) for number, token in added.items()}
+        own = (self.bos_token_id, self.eos_token_id, self.pad_token_id)
+        return found | {number: True for number in own if number is not None}
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, also without special tokens that tokenizer.json does not mark as special."""

@@ -109,9 +109,7 @@ def write_hugging_face(
         files[INDEX] = render_index(weight_map, sum(tensor.nbytes for tensor in tensors.values()))
     if family.code:
         files |= {path.name: path.read_bytes() for path in sorted(CODE.glob("*.py"))}
-    card = user_card(folder) or model_card(
-        model, origin.folder, config, name or folder.name, family.code
-    )
+    card = user_card(folder) or model_card(model, origin, config, name or folder.name, family.code)
     if card is not None:
         files[CARD] = card
     _write(folder, files, shards)

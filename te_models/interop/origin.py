@@ -18,6 +18,7 @@ from te_models.files.formats import Document, list_some
 from te_models.model.decoder import Decoder
 
 MODEL_TYPE = "te_models"  # of our own format, in config.json
+TRAINED = "trained"  # a document with the facts of the run that trained a model
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -28,7 +29,8 @@ class Origin:
 
     `beside` is another folder with the tensors of other models that are saved with it, such as an image encoder's, and
     `adapters` the folder of the adapters that are in the model or were merged into it, which may bring a tokenizer.
-    `shape` is the config in the folder, and `token_ids` are ids that the model has in place of those in the folder.
+    `shape` is the config in the folder, `token_ids` are ids that the model has in place of those in the folder, and
+    `trained` the facts of the run that trained it (te_models.training.facts); None: none that is known.
 
     Raises:
         CheckpointError: generation_config.json is no object, or a token id in it no whole number.
@@ -41,6 +43,7 @@ class Origin:
     adapters: Path | None = None
     shape: ModelConfig | None = None
     token_ids: Document = field(default_factory=dict)
+    trained: Document | None = None
 
     def __post_init__(self) -> None:
         generation = {} if self.generation is None else self.generation
@@ -63,7 +66,11 @@ class Origin:
 
     def documents(self) -> dict[str, Document]:
         """Return the documents to save with the model so that it can be written back unchanged."""
-        found = {"hf_config": self.config, "generation_config": self.generation}
+        found = {
+            "hf_config": self.config,
+            "generation_config": self.generation,
+            TRAINED: self.trained,
+        }
         return {name: document for name, document in found.items() if document is not None}
 
     def with_token_ids(self, ids: Mapping[str, object]) -> Origin:
@@ -115,6 +122,13 @@ class Opened(ABC):
     @abstractmethod
     def restore_fp8(self, model: Decoder) -> None:
         """Give `model`, which has the weights, the scales and quantized weights of the folder that it has a use for."""
+
+
+def as_facts(document: object, folder: Path) -> Document | None:
+    """Return the content of a trained.json; a CheckpointError if it is no object."""
+    if document is None or isinstance(document, Mapping):
+        return document
+    raise CheckpointError(f"{folder / TRAINED}.json is not an object of names and values")
 
 
 def read_own_config(

@@ -16,7 +16,7 @@ import torch
 from te_models.config.model import ModelConfig
 from te_models.files.atomic import readable
 from te_models.files.formats import Document, read_json
-from te_models.interop.origin import read_own_config
+from te_models.interop.origin import TRAINED, as_facts, read_own_config
 from te_models.saving.folder import MANIFEST, load_folder
 
 if TYPE_CHECKING:
@@ -48,6 +48,11 @@ def trained_config(folder: Path) -> Trained | None:
 def trained_generation(folder: Path) -> Document | None:
     """Return the generation_config.json of the model that adapters were trained on; None if the folder has none."""
     return _document(folder, GENERATION)
+
+
+def facts_in(folder: Path) -> Document | None:
+    """Return the facts of the run that trained the model or the adapters in `folder`; None if they are not there."""
+    return as_facts(_document(folder, TRAINED), folder)
 
 
 def _document(folder: Path, name: str) -> Any:

@@ -27,7 +27,7 @@ from te_models.fp8.region import saving
 from te_models.interop.hf import describe, hugging_face_documents, open_hugging_face
 from te_models.interop.hf_writing import VOCABULARIES, tokenizer_files, write_hugging_face
 from te_models.interop.hub import local_folder
-from te_models.interop.origin import MODEL_TYPE, TOKEN_IDS, Opened, Origin, read_own_config
+from te_models.interop.origin import MODEL_TYPE, TOKEN_IDS, TRAINED, Opened, Origin, read_own_config
 from te_models.interop.quantized import read_scheme
 from te_models.interop.te_checkpoint import te_files
 from te_models.model.decoder import Decoder
@@ -47,6 +47,7 @@ EXTRAS = (
     "fp8_weights",
     "hf_config",
     "generation_config",
+    TRAINED,
 )  # of a folder of ours, where they exist
 
 

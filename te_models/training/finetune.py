@@ -32,6 +32,7 @@ from te_models.saving.pretrained import read_shape, refuse_adapters
 from te_models.saving.run_folder import Checkpoints
 from te_models.serving.export import default_format
 from te_models.training.evaluation import Batch, evaluate
+from te_models.training.facts import dataset_names
 from te_models.training.launch import choose_parallel, parallel, restarts
 from te_models.training.loggers import Run, check_loggers, open_loggers
 from te_models.training.parallel import Parallel
@@ -95,6 +96,7 @@ def finetune(
         torch.manual_seed(config.seed)
         model = _build(settings, shared, newest)
         check_fit(words, model.config, config.seq_len)
+        model.add_stop_tokens(dataset.ends)  # for the answers before the first step too
         adapters = _adapters(settings, model)
         start = starting_step(
             folder, newest is not None, config.steps, settings.lora, "merge_dtype" in settings.given
@@ -112,6 +114,7 @@ def finetune(
         record["id"] = shared.ranks.from_first(lambda: run_id(record))
         run_file = run_document(settings, model, dataset, eval_batches, shared, record, first)
         parts: Fields = dict(run_file=run_file, parallel=shared, saved=adapters, recipe=first)
+        parts["about"] = _about(settings)
         trainer = Trainer(model, dataset, eval_batches, config, folder, words.files(), **parts)
         logged = dataclasses.asdict(config) | {"model": settings.label, **model.recipe.to_dict()}
         names, run = loggers if shared.ranks.first else [], Run(folder, record["id"], logged)
@@ -129,6 +132,17 @@ def finetune(
         if not result.interrupted:
             _show_samples(console, sampler, folder, words, model, eval_batches, seconds)
         return result
+
+
+def _about(settings: RunSettings) -> Fields:
+    """Return the facts of the run for the model card: the command, and the names of model and data."""
+    data = settings.data.data
+    return {
+        "command": settings.command,
+        "base": settings.label,
+        "data": [Path(name).name or name for name in data],
+        "datasets": dataset_names(data),
+    }
 
 
 def _train_config(settings: RunSettings) -> TrainConfig:

@@ -31,7 +31,7 @@ from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import check_fp8_state
 from te_models.interop.hf_expert_families import dropped_by_peft
 from te_models.interop.hub import local_folder
-from te_models.interop.origin import TOKEN_IDS
+from te_models.interop.origin import TOKEN_IDS, TRAINED
 from te_models.saving.adapters import BASE_CONFIG, GENERATION, trained_config
 from te_models.saving.folder import MANIFEST, Folder, load_folder, match, save_folder
 from te_models.saving.pretrained import config_document, saved_folder
@@ -303,7 +303,21 @@ def adapter_content(
         documents[BASE_CONFIG] = config_document(model)
     if origin.generation is not None and (of_run or origin.token_ids):
         documents[GENERATION] = dict(origin.generation)
+    if of_run and origin.trained is not None:
+        documents[TRAINED] = {**origin.trained, "lora": _facts(config)}
     return groups, documents
+
+
+def _facts(config: Mapping[str, Any]) -> dict[str, object]:
+    """Return rank, alpha, dropout and modules of adapters whose file has this config."""
+    targets = [*(config["target_modules"] or ()), *(config["target_parameters"] or ())]
+    return {
+        "rank": config["r"],
+        "alpha": config["lora_alpha"],
+        "dropout": config["lora_dropout"],
+        "targets": sorted(targets),
+        "whole": sorted(config["modules_to_save"] or ()),
+    }
 
 
 def load_lora(
@@ -544,7 +558,7 @@ def _fill(adapted: AdaptedModel, adapter_name: str, adapter: _Adapter) -> None:
 
 def _file_content(
     adapted: AdaptedModel, adapter_name: str
-) -> tuple[dict[str, Tensor], dict[str, object]]:
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors and the config of an adapter as peft saves them for the model of transformers."""
     modules, own = adaptable_modules(adapted.get_base_model()), adapted.peft_config[adapter_name]
     assert isinstance(own, LoraConfig)

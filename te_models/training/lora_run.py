@@ -21,7 +21,7 @@ from te_models.files.formats import read_json
 from te_models.fp8.primary_weights import drop_initial_values
 from te_models.fp8.scaling_state import check_fp8_state
 from te_models.interop.origin import TOKEN_IDS
-from te_models.saving.adapters import trained_config, trained_generation
+from te_models.saving.adapters import facts_in, trained_config, trained_generation
 from te_models.saving.folder import load_folder, match
 from te_models.saving.pretrained import ADAPTERS
 from te_models.saving.restore import TrainingState, read_recipe, training_document
@@ -178,7 +178,8 @@ def _load(folder: Path, base: str | None, options: dict[str, Any]) -> AdaptedMod
         model = CausalLM.from_pretrained(base, **{**_as_trained(folder, options), **options})
     chosen = {name: model.config.to_dict()[name] for name in TOKEN_IDS if name in options}
     generation = trained_generation(folder) or model.origin.generation
-    origin = replace(model.origin, adapters=folder, generation=generation)
+    facts = facts_in(folder)
+    origin = replace(model.origin, adapters=folder, generation=generation, trained=facts)
     model.origin = origin.with_token_ids(chosen)
     return load_lora(model, folder)
 

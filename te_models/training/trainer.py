@@ -46,6 +46,7 @@ from te_models.fp8.primary_weights import drop_initial_values
 from te_models.fp8.region import saving
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
+from te_models.saving.adapters import facts_in
 from te_models.saving.pretrained import model_content
 from te_models.saving.restore import read_training_state
 from te_models.saving.run_folder import Checkpoints
@@ -57,6 +58,7 @@ from te_models.saving.sharded import (
 )
 from te_models.training.cuda_graph import GraphedStep, step_obstacle
 from te_models.training.evaluation import Batch, count_targets, diagnosis, evaluate, to_device
+from te_models.training.facts import facts_at_start, facts_now, resumed_facts
 from te_models.training.metrics import MetricsLog
 from te_models.training.parallel import Parallel, reshard
 from te_models.training.recipe_schedule import RecipeSchedule
@@ -117,6 +119,7 @@ class Trainer(NamedFields):
         on_step: called with the metrics of every finished step, on every process.
         callbacks: called during the run, in this order.
         parallel: how processes share the run.
+        about: facts for the model card that the Trainer does not know, such as the names of model and data.
         saved: the part of the model that checkpoints contain, with its loader; None: its adapters, if `add_lora`
             returned it, else all of it.
         recipe: the recipe of the first step, before config.recipe_schedule; None: the model's.
@@ -137,6 +140,7 @@ class Trainer(NamedFields):
     parallel: Parallel = field(default_factory=Parallel)
     saved: SavedAdapters | None = None
     recipe: Recipe | None = None
+    about: Fields = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         config, parallel, self.out = self.config, self.parallel, Path(self.out)
@@ -145,6 +149,7 @@ class Trainer(NamedFields):
         self.data: TokenDataset | StreamingDataset | OwnBatches
         if isinstance(self.dataset, TokenDataset | StreamingDataset):
             self.data = self.dataset
+            self.model.add_stop_tokens(self.dataset.ends)
         else:
             share = {
                 "batch_size": config.batch_size // parallel.data_world,
@@ -195,6 +200,7 @@ class Trainer(NamedFields):
         self.stop_requested: Callable[[], int] = lambda: 0  # of this process: the signal's number
         self.stopping = False  # of any process, as of the last step that was read
         self.result = Result()
+        self.facts = facts_at_start(self, self.about)
 
     def run(self, resume: bool = False) -> Result:
         """Train to `config.steps`, from the newest checkpoint in `out` if `resume`.
@@ -497,6 +503,7 @@ class Trainer(NamedFields):
         """Return the part of a checkpoint that is a saved model."""
         reshard(self.model)
         shared_amaxes(self.model)
+        self.model.origin = replace(self.model.origin, trained=facts_now(self))
         if self.saved is not None:
             return self.saved.content()
         return model_content(
@@ -556,6 +563,7 @@ class Trainer(NamedFields):
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, self.device)
         self.result = replace(result, stopped_early=False, signal=0)
+        self.facts = resumed_facts(self.facts, facts_in(newest))
 
     def _refuse_to_replace(self) -> None:
         """Raise UsageError if `out` has a run that a new one would replace."""
