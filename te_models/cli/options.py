@@ -30,6 +30,7 @@ EXAMPLES = {
     "PATH": "notes.txt",
 }  # of required options, by what they take
 HELP_ALL = "te_models.cli.help_all"  # in a context's meta: show every group
+CHOSEN = "te_models.cli.chosen"  # the models whose checkpoint was named
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Decorator = Callable[[Function], Function]
@@ -315,7 +316,21 @@ def build_model(
     if preset is not None:
         return CausalLM.from_preset(preset, **given)
     assert model is not None
+    show_choice(model)
     return CausalLM.from_pretrained(model, merge_adapters=merge, **given)
+
+
+def show_choice(model: str) -> None:
+    """Say once, on standard error, which checkpoint of a run is taken, and why."""
+    from te_models.saving.checkpoint_choice import describe_choice  # noqa: PLC0415  imports torch
+
+    said = click.get_current_context().meta.setdefault(CHOSEN, set())
+    if model in said:
+        return
+    said.add(model)
+    line = describe_choice(model)
+    if line is not None:
+        show_line(line, err=True)
 
 
 def build_trained_model(

@@ -125,10 +125,9 @@ class StreamingDataset:
         self.whole = packing == "none" or (
             packing == "documents" and not all(source.is_text for source in self.chunks.sources)
         )
-        # Of records, `sample` finds them.
-        self.ends = (
-            () if self.whole or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-        )
+        self.ends: tuple[int, ...] = ()  # of records, `sample` finds them
+        if not self.whole and tokenizer.eos_token_id is not None:
+            self.ends = (tokenizer.eos_token_id,)
         self.reader = ChunkReader(
             self.chunks.source,
             tokenizer,

@@ -348,7 +348,8 @@ class ByteTokenizer(Tokenizer):
         )
 
     def marks(self) -> Mapping[int, bool]:
-        return dict.fromkeys((self.bos_token_id, self.eos_token_id, self.pad_token_id), True)
+        own: tuple[int, ...] = (self.bos_token_id, self.eos_token_id, self.pad_token_id)
+        return dict.fromkeys(own, True)
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")

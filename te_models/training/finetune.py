@@ -28,6 +28,7 @@ from te_models.generation.options import GenerationOptions
 from te_models.model.recipe_fit import auto_recipe
 from te_models.optim import resolve_options
 from te_models.planning.printable import Terminal
+from te_models.saving.checkpoint_choice import describe_choice
 from te_models.saving.pretrained import read_shape, refuse_adapters
 from te_models.saving.run_folder import Checkpoints
 from te_models.serving.export import default_format
@@ -106,7 +107,7 @@ def finetune(
             model, dataset, config, start, shared.describe(), settings.command, memory, first
         )
         for part in (*chosen, *_notes(settings, folder, newest, model), about):
-            console.print(part)
+            console.print(part, soft_wrap=isinstance(part, str))  # paths stay whole
         sampler = _sampler(settings, model, words, eval_batches, shared)
         if sampler and settings.model is not None and not start and shared.ranks.world == 1:
             _note_before(console, sampler, model, eval_batches[0], config)
@@ -130,7 +131,7 @@ def finetune(
         )
         print_outcome(console, result, config, settings.command, folder, written)
         if not result.interrupted:
-            _show_samples(console, sampler, folder, words, model, eval_batches, seconds)
+            _show_samples(console, sampler, folder, words, model, eval_batches, seconds, result)
         return result
 
 
@@ -279,8 +280,11 @@ def _notes(settings: RunSettings, folder: Path, newest: Path | None, model: Caus
 
     Of another recipe the checkpoint's loader warns (te_models.saving.pretrained).
     """
+    if newest is None and settings.preset is not None:
+        return [f"{settings.preset} starts from random weights"]
     if newest is None:
-        return [] if settings.preset is None else [f"{settings.preset} starts from random weights"]
+        line = describe_choice(settings.model or "")
+        return [] if line is None else [line]
     before, lines = saved_choices(newest).get("engine", model.engine), []
     if before != model.engine:
         lines = [f"changed: the engine is {model.engine} ({model.engine_reason}), was {before}"]
@@ -321,6 +325,7 @@ def _show_samples(
     model: CausalLM,
     eval_batches: list[Batch],
     seconds: float,
+    result: Result,
 ) -> None:
     """Print the answers of the model, which has been trained for so many seconds, and the commands to run next."""
     if sampler:
@@ -334,7 +339,7 @@ def _show_samples(
         format = default_format(model, model.origin)
     except ConfigError:  # no server has this architecture
         format = ""
-    print_next(console, folder, words, prompts, format)
+    print_next(console, folder, words, prompts, format, result)
 
 
 def _sampler(

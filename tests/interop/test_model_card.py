@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from bases import CHATML, write_chats, write_model, write_tokenizer
 
-hub = pytest.importorskip("huggingface_hub")
+pytest.importorskip("huggingface_hub")
 pytest.importorskip("transformers")
+
+import huggingface_hub as hub
 
 from te_models import CausalLM
 from te_models.cli import main
