@@ -348,8 +348,7 @@ class ByteTokenizer(Tokenizer):
         )
 
     def marks(self) -> Mapping[int, bool]:
-        own: tuple[int, ...] = (self.bos_token_id, self.eos_token_id, self.pad_token_id)
-        return dict.fromkeys(own, True)
+        return dict.fromkeys(range(256, self.vocab_size), True)
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
