@@ -324,7 +324,8 @@ def show_choice(model: str) -> None:
     """Say once, on standard error, which checkpoint of a run is taken, and why."""
     from te_models.saving.checkpoint_choice import describe_choice  # noqa: PLC0415  imports torch
 
-    said = click.get_current_context().meta.setdefault(CHOSEN, set())
+    context = click.get_current_context(silent=True)
+    said = set() if context is None else context.meta.setdefault(CHOSEN, set())
     if model in said:
         return
     said.add(model)
