@@ -92,7 +92,7 @@ class Case:
 def draw(number: int, trl: bool = False) -> Case:
     """Return the case of a number; `trl` also draws runs of TRL, which has to be installed."""
     rng = random.Random(number)
-    shapes = sorted(name for name in families.CASES if not name.startswith(LEFT_OUT))
+    shapes = sorted(families.CASES)
     kinds = [name for name in families.FAMILY_CASES if name not in LEFT_OUT]
     family = rng.choice(kinds)
     how = rng.choice(("full", "lora", "lora", "lora", "peft", *(("trl",) if trl else ())))

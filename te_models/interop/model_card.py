@@ -3,10 +3,13 @@
 import importlib.util
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from te_models.files.atomic import explained
 from te_models.files.formats import Document, Fields, read_json
-from te_models.interop.origin import Origin
+from te_models.interop.origin import TRAINED, Origin
 from te_models.model.decoder import Decoder
 
 CARD = "README.md"
@@ -18,6 +21,7 @@ LOSSES = {
     "loss": "last training loss",
     "best_eval_loss": "lowest eval loss",
 }
+DAMAGE = (AttributeError, LookupError, TypeError, ValueError)  # of facts that are none
 _HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")
 
 _BODY = """{mark}
@@ -44,6 +48,21 @@ model = CausalLM.from_pretrained("{name}", recipe="{recipe}")
 """
 
 
+_ADAPTER_BODY = """{mark}
+
+# {title}
+
+LoRA adapters for {base}, trained with te-models {under} on the engine `{engine}`.
+
+| | |
+| --- | --- |
+{rows}
+
+`peft.PeftModel.from_pretrained(model, folder)` reads them for the same model in transformers, and
+`te_models.CausalLM.from_pretrained(folder)` with their model.
+"""
+
+
 def user_card(folder: Path) -> bytes | None:
     """Return the card in a folder if te-models did not write it, or if its user has claimed it since."""
     path = folder / CARD
@@ -61,35 +80,59 @@ def model_card(
     """
     if importlib.util.find_spec("huggingface_hub") is None:
         return None
-    from huggingface_hub import ModelCard, ModelCardData  # noqa: PLC0415
-
-    recipe = model.recipe
     facts = _facts(model, origin)
-    names = [recipe.name] if not facts else [name for _, name in facts["recipes"]]
-    tags = ["te-models", "transformer-engine", *dict.fromkeys(names)]
+    with explained(f"{origin.adapters or origin.folder}/{TRAINED}.json", *DAMAGE):
+        body = _BODY.format(
+            mark=MARK,
+            title=name.rpartition("/")[2],
+            intro=_intro(model, facts),
+            recipe=model.recipe.name,
+            rows=_table({**_rows(model, config), **_run_rows(facts)}),
+            name=name,
+            options=", trust_remote_code=True" if code else "",
+        )
+        return _card(body, model, origin, facts, "transformers", ["custom_code"] if code else [])
+
+
+def adapter_card(model: Decoder, origin: Origin, name: str) -> bytes | None:
+    """Return the card of the adapters that a run has trained on a model; None without the package huggingface_hub."""
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return None
+    facts = _facts(model, origin)
+    body = _ADAPTER_BODY.format(
+        mark=MARK,
+        title=name,
+        base=facts.get("base_model") or facts.get("base") or "a model",
+        under=_under(facts["recipes"]),
+        engine=facts.get("engine", model.engine),
+        rows=_table(_run_rows(facts)),
+    )
+    return _card(body, model, origin, facts, "peft", [])
+
+
+def _card(
+    body: str, model: Decoder, origin: Origin, facts: Document, library: str, tags: list[str]
+) -> bytes:
+    """Return a card with its metadata."""
+    from huggingface_hub import ModelCard, ModelCardData  # noqa: PLC0415  optional
+
+    names = [name for _, name in facts["recipes"]] if facts else [model.recipe.name]
+    own = ["te-models", "transformer-engine", *dict.fromkeys(names)]
     if facts.get("lora"):
-        tags.append("lora")
-    if code:
-        tags.append("custom_code")
+        own.append("lora")
     data = ModelCardData(
-        library_name="transformers",
+        library_name=library,
         pipeline_tag="text-generation",
         base_model=facts.get("base_model") or base_on_hub(origin),
         datasets=facts.get("datasets") or None,
         license=facts.get("license") or (license_in(origin.folder) if origin.folder else None),
-        tags=tags,
-    )
-    rows = {**_rows(model, config), **_run_rows(facts)}
-    body = _BODY.format(
-        mark=MARK,
-        title=name.rpartition("/")[2],
-        intro=_intro(model, facts),
-        recipe=recipe.name,
-        rows="\n".join(f"| {key} | {value} |" for key, value in rows.items()),
-        name=name,
-        options=", trust_remote_code=True" if code else "",
+        tags=[*own, *tags],
     )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}")).encode()
+
+
+def _table(rows: Document) -> str:
+    return "\n".join(f"| {key} | {value} |" for key, value in rows.items())
 
 
 def base_on_hub(origin: Origin) -> str | None:
@@ -131,10 +174,7 @@ def _intro(model: Decoder, facts: Document) -> str:
     if not facts:
         where = f"under the recipe `{model.recipe.name}` on the engine `{model.engine}`"
         return f"{size}, written by te-models, which has not trained them, from a model {where}."
-    recipes = facts["recipes"]
-    under = f"under the recipe `{recipes[0][1]}`"
-    for first, name in recipes[1:]:
-        under += f" until step {first - 1:,}, then `{name}`"
+    under = _under(facts["recipes"])
     how = "trained" if facts.get("command") != "pretrain" else "trained from random weights"
     lora = facts.get("lora")
     if lora:
@@ -144,6 +184,14 @@ def _intro(model: Decoder, facts: Document) -> str:
     return (
         f"{size}, {how} with te-models {under} on the engine `{facts.get('engine', model.engine)}`."
     )
+
+
+def _under(recipes: Sequence[Sequence[Any]]) -> str:
+    """Return the recipes of a run, [first step, name] each, in words."""
+    under = f"under the recipe `{recipes[0][1]}`"
+    for first, name in recipes[1:]:
+        under += f" until step {first - 1:,}, then `{name}`"
+    return under
 
 
 def _rows(model: Decoder, config: Document) -> Fields:

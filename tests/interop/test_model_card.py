@@ -119,6 +119,10 @@ def test_a_run_with_adapters(base: Path, tmp_path: Path) -> None:
         main(["export", "--model", str(run), "--format", "bf16", "--out", str(tmp_path / "bf16")])
         == 0
     )
+    own = card_of(run / "adapter")
+    assert own.data.library_name == "peft" and "LoRA adapters for Owner/Base-1" in own.content
+    assert (own.data.base_model, own.data.license) == ("Owner/Base-1", "apache-2.0")
+    assert row(own, "steps") == "3" and row(own, "LoRA").startswith("rank 3, alpha 6")
     for name in ("hf", "merged", "bf16"):
         card = card_of(tmp_path / name)
         assert row(card, "LoRA") == "rank 3, alpha 6, dropout 0.1, on `o_proj`, `q_proj`", name
