@@ -46,7 +46,9 @@ PLACE: dict[str, Any] = dict(device="cpu", engine="emulated")
 # Families whose files other programs read by code of their own, or that need more than these sizes.
 LEFT_OUT = ("ministral",)
 # Families in which peft leaves out adapters of dense or shared MLPs (docs/reference/fine_tuning.md).
-DROPPED_BY_PEFT = ("qwen3_next", "qwen3_moe", "glm4_moe", "afmoe", "deepseek_v2", "deepseek_v3")
+DROPPED_BY_PEFT = (
+    "qwen3_next", "qwen3_moe", "glm4_moe", "glm4_moe_lite", "afmoe", "deepseek_v2", "deepseek_v3",
+)  # fmt: skip
 # Options of a run's shape that fit any family.
 OPTIONS: tuple[dict[str, Any], ...] = (
     dict(rope_theta=123.0),

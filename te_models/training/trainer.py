@@ -284,6 +284,7 @@ class Trainer(NamedFields):
             )
             if config.keep_best:
                 tensors, documents = self._model_content()
+                documents["run"] = run_choices(self.model)
                 self.best.save(
                     row["step"], tensors, {**documents, **self.documents}, blocking=False
                 )

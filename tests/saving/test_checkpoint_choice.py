@@ -10,6 +10,7 @@ from bases import CHATML, write_chats, write_model, write_tokenizer
 
 pytest.importorskip("transformers")
 
+from te_models import CausalLM
 from te_models.cli import main
 from te_models.files.formats import read_json
 from te_models.saving.checkpoint_choice import describe_choice
@@ -103,6 +104,33 @@ def test_a_run_whose_last_step_is_its_best(tmp_path: Path, capsys: Any) -> None:
     )
     line = f"{run}: step 3, the last and the best, with an eval loss of {result['eval_loss']:.4f}"
     assert describe_choice(run) == line
+
+
+def test_the_best_adapters_run_as_they_were_trained(tmp_path: Path) -> None:
+    """In the shape of the run, and on weights that are in FP8 alone."""
+    pytest.importorskip("peft")
+    more = [
+        "--steps",
+        "2",
+        "--lora",
+        "4",
+        "--recipe",
+        "current",
+        "--fp8-params",
+        "--rope-theta",
+        "300",
+    ]
+    run, result = train(
+        tmp_path, *more, "--num-layers-at-start-in-bf16", "0", "--num-layers-at-end-in-bf16", "0"
+    )
+    assert result["best_step"]
+    for folder in (run, run / "best"):
+        model = CausalLM.from_pretrained(folder, device="cpu")
+        assert (model.fp8_params, model.recipe.name, model.config.rope_theta) == (
+            True,
+            "current",
+            300,
+        )
 
 
 def test_a_best_checkpoint_that_was_not_saved(tmp_path: Path, capsys: Any) -> None:
