@@ -32,7 +32,13 @@ from te_models.model.options import BuildOptions, LoadOptions, ModelOptions, Pus
 from te_models.model.part import BlockPart
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.precision_plan import PRECISION_NAMES, PlanRow, PrecisionPlan
-from te_models.saving.pretrained import read_pretrained, refuse_pickle, write_pretrained
+from te_models.saving.adapters import adapter_reader
+from te_models.saving.pretrained import (
+    adapter_folder,
+    read_pretrained,
+    refuse_pickle,
+    write_pretrained,
+)
 from te_models.saving.state_dict import keep_fp8_state, save_tie_once, tie_head
 from te_models.serving.export import Export, export
 
@@ -195,6 +201,24 @@ class CausalLM(Decoder):
     def generation_values(self) -> Document:
         """The values of generation_config.json in the folder that the model came from."""
         return self.origin.generation or {}
+
+    def add_stop_tokens(self, ids: Iterable[int]) -> None:
+        """Let generation end at these tokens too, here and in the generation_config.json of what is saved or exported.
+
+        A run does so with the tokens that end the answers of its data (te_models.data.answer_ends).
+        """
+        stops = self.stop_token_ids
+        new = [token for token in ids if token not in stops and token < self.config.vocab_size]
+        if not new:
+            return
+        both = [*stops, *new]
+        values: Fields = {"eos_token_id": both if len(both) > 1 else both[0]}
+        if self.origin.generation is None:  # in its place a save would write the ids of the config
+            own = self.config.to_dict()
+            for name in ("bos_token_id", "pad_token_id"):
+                if own[name] is not None:
+                    values[name] = own[name]
+        self.origin = self.origin.with_token_ids(values)
 
     def calibrate(
         self,
@@ -373,12 +397,21 @@ class CausalLM(Decoder):
         that no output changes and the gate trains from there. Keywords of transformers are accepted, or refused with
         the reason.
 
+        A folder of LoRA adapters, such as that of a run with --lora, gives the model that they were trained on, in the
+        shape that it had there, with the adapters in it, frozen and in evaluation mode. `merge_adapters=True` adds them
+        to its weights instead, for everything that takes a whole model: `save_pretrained`, `export`, training.
+
         Raises:
             ValueError: an unknown keyword, or a folder that is damaged or does not fit; it is checked before a model is
                 built.
         """
+        merge = options.pop("merge_adapters", False)
         hub, rest = split_options(options)
-        model, model.origin = read_pretrained(build or cls, local_folder(folder, **hub), rest)
+        path = local_folder(folder, **hub)
+        adapters = adapter_folder(path)
+        if adapters is not None:
+            return adapter_reader()(adapters, merge=merge, build=build, **hub, **rest)
+        model, model.origin = read_pretrained(build or cls, path, rest)
         return model
 
 

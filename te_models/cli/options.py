@@ -30,6 +30,7 @@ EXAMPLES = {
     "PATH": "notes.txt",
 }  # of required options, by what they take
 HELP_ALL = "te_models.cli.help_all"  # in a context's meta: show every group
+CHOSEN = "te_models.cli.chosen"  # the models whose checkpoint was named
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Decorator = Callable[[Function], Function]
@@ -308,7 +309,6 @@ def build_model(
     A run with adapters gives the model with them in it, as it was trained; with `merge`, in its weights.
     """
     from te_models.causal_lm import CausalLM  # noqa: PLC0415  imports torch
-    from te_models.saving.pretrained import adapter_folder  # noqa: PLC0415
 
     if (preset is None) == (model is None):
         raise click.UsageError("give either --preset NAME or --model DIR")
@@ -316,11 +316,22 @@ def build_model(
     if preset is not None:
         return CausalLM.from_preset(preset, **given)
     assert model is not None
-    if (adapters := adapter_folder(model)) is not None:
-        from te_models.training.lora_run import load_adapted, load_merged  # noqa: PLC0415  needs peft
+    show_choice(model)
+    return CausalLM.from_pretrained(model, merge_adapters=merge, **given)
 
-        return (load_merged if merge else load_adapted)(adapters, **given)
-    return CausalLM.from_pretrained(model, **given)
+
+def show_choice(model: str) -> None:
+    """Say once, on standard error, which checkpoint of a run is taken, and why."""
+    from te_models.saving.checkpoint_choice import describe_choice  # noqa: PLC0415  imports torch
+
+    context = click.get_current_context(silent=True)
+    said = set() if context is None else context.meta.setdefault(CHOSEN, set())
+    if model in said:
+        return
+    said.add(model)
+    line = describe_choice(model)
+    if line is not None:
+        show_line(line, err=True)
 
 
 def build_trained_model(

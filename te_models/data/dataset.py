@@ -24,6 +24,7 @@ from torch import Tensor
 
 from te_models.config.model import ModelConfig
 from te_models.config.shares import share_of
+from te_models.data.answer_ends import answer_ends
 from te_models.data.encoding import Encoded, encode_documents, keep_fitting
 from te_models.data.formats import Document
 from te_models.data.packing import (
@@ -86,6 +87,9 @@ class TokenDataset:
         rank: number of this process.
         world_size: number of processes that share the data.
 
+    Attributes:
+        ends: ids of the tokens that end answers and texts (te_models.data.answer_ends).
+
     Raises:
         UsageError: no end-of-text token, or sizes out of range.
         DataError: no documents, texts to shuffle shorter than one window, or no record that fits.
@@ -133,6 +137,7 @@ class TokenDataset:
             self.weights = None if weights is None else weights[kept]
             self.remarks += lines
         self._encoded = documents
+        self.ends = answer_ends(documents, tokenizer)
         self._pad = (
             end_of_text(tokenizer) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         )

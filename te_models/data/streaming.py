@@ -36,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from te_models.data.answer_ends import answer_ends
 from te_models.data.bad_records import BadRecords
 from te_models.data.corpus_chunks import CHUNK_BYTES, ChunkReader, Chunks, find_chunks
 from te_models.data.dataset import check_position
@@ -83,6 +84,9 @@ class StreamingDataset:
             states).
         chunk_bytes: approximate text per chunk.
 
+    Attributes:
+        ends: ids of the tokens that end answers and texts (te_models.data.answer_ends).
+
     Raises:
         UsageError: sizes out of range.
         DataError: no files, or files that cannot be read.
@@ -125,6 +129,9 @@ class StreamingDataset:
         self.whole = packing == "none" or (
             packing == "documents" and not all(source.is_text for source in self.chunks.sources)
         )
+        self.ends: tuple[int, ...] = ()  # of records, `sample` finds them
+        if not self.whole and tokenizer.eos_token_id is not None:
+            self.ends = (tokenizer.eos_token_id,)
         self.reader = ChunkReader(
             self.chunks.source,
             tokenizer,
@@ -167,6 +174,8 @@ class StreamingDataset:
         Return its number of documents, those that do not fit, the share of padding, and lines about ignored fields and
         skipped records.
 
+        The tokens that end its answers become `ends`.
+
         Raises:
             DataError: no document of any chunk fits a window.
         """
@@ -181,6 +190,7 @@ class StreamingDataset:
             encoded = encode_documents(documents, reader.tokenizer, begin_prompts=True, bad=bad)
             fitted, fit = reader.fit(encoded)
             if len(fitted):
+                self.ends = answer_ends(fitted, reader.tokenizer)
                 padding = reader.windows(fitted).padding()
                 lines = [*ignored_lines(documents), *bad.describe()]
                 return len(documents), fit, padding, lines

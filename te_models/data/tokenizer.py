@@ -32,6 +32,7 @@ from te_models.data.chat_template import (
     ChatTemplate,
     Message,
     config_templates,
+    template_source,
     template_sources,
     template_tokens,
 )
@@ -134,6 +135,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def spell(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` with special tokens spelled out."""
+
+    @abstractmethod
+    def marks(self) -> Mapping[int, bool]:
+        """Return the ids of special and added tokens, with whether each is special: hidden in decoded text."""
 
     @abstractmethod
     def _documents(self) -> Fields:
@@ -322,11 +327,14 @@ def _tokenizer_in(folder: Path) -> Tokenizer:
     file = folder / "tokenizer.json"
     if os.path.lexists(file):
         return _tokenizer_of(file)
-    base = (read_json_object(folder / "adapter_config.json") or {}).get("base_model_name_or_path")
-    if isinstance(base, str):  # adapters that peft has saved
-        return load_tokenizer(base)
     if (converted := convert_tokenizer(folder)) is not None:
         return HuggingFaceTokenizer(converted[0], file, converted[1])
+    base = (read_json_object(folder / "adapter_config.json") or {}).get("base_model_name_or_path")
+    if isinstance(base, str):  # adapters that peft has saved
+        tokenizer = load_tokenizer(base)
+        if (template := template_source(folder)) is not None:
+            tokenizer.set_chat_template(template)
+        return tokenizer
     has_model = (folder / "config.json").is_file()
     if has_model and hugging_face_documents(folder) is None:
         return ByteTokenizer()
@@ -445,6 +453,9 @@ class ByteTokenizer(Tokenizer):
             self._template_source is None
             and self._config.get("split_special_tokens", True) is not False
         )
+
+    def marks(self) -> Mapping[int, bool]:
+        return dict.fromkeys(range(256, self.vocab_size), True)
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
@@ -597,6 +608,13 @@ class HuggingFaceTokenizer(Tokenizer):
             }
             self._config = {**self._config, "added_tokens_decoder": {**listed, **entries}}
         return len([token for token in added if token not in known])
+
+    def marks(self) -> Mapping[int, bool]:
+        """Return the added tokens of tokenizer.json, and the special tokens in use."""
+        added = self._backend.get_added_tokens_decoder()
+        found = {number: bool(token.special) for number, token in added.items()}
+        own = (self.bos_token_id, self.eos_token_id, self.pad_token_id)
+        return found | {number: True for number in own if number is not None}
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, also without special tokens that tokenizer.json does not mark as special."""

@@ -162,7 +162,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         """Load a folder, or a model of the hub, as CausalLM.from_pretrained does, which documents options and errors.
 
         Args:
-            folder: in our format or in Hugging Face's, also the checkpoint of a Trainer.
+            folder: in our format or in Hugging Face's, also the checkpoint of a Trainer. Adapters in it are merged.
             config: fields in which it differs from that of the folder are options.
             options: also `generation_config`, and `use_cache`, `output_hidden_states` and `return_dict`, which become
                 the config's.
@@ -179,6 +179,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         path = local_folder(folder, **hub)
         if config is not None:
             rest = {**config.build_options(), **_changed(config, path), **rest}
+        rest.setdefault("merge_adapters", True)  # clients add adapters of peft's own kind
         model = cls.wrap(CausalLM.from_pretrained(path, **rest))
         model.name_or_path = model.config._name_or_path = str(folder)
         model.generation_config = generation or model.generation_config

@@ -99,7 +99,7 @@ def describe(
     named = [part.get(key) for part in (document, text) for key in ("dtype", "torch_dtype")]
     name = next(filter(None, named), None)
     dtype = stored_dtype(tensors) if name is None else saved_dtype(file, name)
-    origin = Origin(folder, document, documents.get("generation"))
+    origin = Origin(folder, document, documents.get("generation"), shape=config)
     return Description(family, config, dtype, origin, family.prefixes_aside(document))
 
 
@@ -342,7 +342,8 @@ def open_hugging_face(folder: Path, documents: Document) -> Iterator[HuggingFace
         opened = HuggingFaceFolder(path=folder, **vars(told), files=files, stored=stored)
         if opened.has_own_head():
             untied = dataclasses.replace(told.config, tie_word_embeddings=False)
-            opened = dataclasses.replace(opened, config=untied, untied=True)
+            origin = dataclasses.replace(told.origin, shape=untied)
+            opened = dataclasses.replace(opened, config=untied, origin=origin, untied=True)
         yield opened
 
 

@@ -36,6 +36,9 @@ TOKENIZER_FILES = (
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "spiece.model",
     "sentencepiece.bpe.model", "tekken.json",
 )  # fmt: skip
+VOCABULARIES = (
+    "tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
 TEMPLATES = "additional_chat_templates"  # a folder of templates beside the tokenizer's own
 # Files that saving may replace in a folder; any other may be the user's work.
 REPLACEABLE = (
@@ -106,9 +109,7 @@ def write_hugging_face(
         files[INDEX] = render_index(weight_map, sum(tensor.nbytes for tensor in tensors.values()))
     if family.code:
         files |= {path.name: path.read_bytes() for path in sorted(CODE.glob("*.py"))}
-    card = user_card(folder) or model_card(
-        model, origin.folder, config, name or folder.name, family.code
-    )
+    card = user_card(folder) or model_card(model, origin, config, name or folder.name, family.code)
     if card is not None:
         files[CARD] = card
     _write(folder, files, shards)

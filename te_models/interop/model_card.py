@@ -3,20 +3,32 @@
 import importlib.util
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from te_models.files.atomic import explained
 from te_models.files.formats import Document, Fields, read_json
+from te_models.interop.origin import TRAINED, Origin
 from te_models.model.decoder import Decoder
 
 CARD = "README.md"
 MARK = "<!-- Written by te-models, which replaces this file on the next save unless you delete this line. -->"
+# The losses in the facts of a run, with their names in the card.
+LOSSES = {
+    "first_eval_loss": "eval loss before training",
+    "eval_loss": "eval loss after",
+    "loss": "last training loss",
+    "best_eval_loss": "lowest eval loss",
+}
+DAMAGE = (AttributeError, LookupError, TypeError, ValueError)  # of facts that are none
 _HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")
 
 _BODY = """{mark}
 
 # {title}
 
-{parameters:,} parameters in {dtype}, trained with te-models under the recipe `{recipe}` on the engine `{engine}`.
+{intro}
 
 | | |
 | --- | --- |
@@ -36,6 +48,21 @@ model = CausalLM.from_pretrained("{name}", recipe="{recipe}")
 """
 
 
+_ADAPTER_BODY = """{mark}
+
+# {title}
+
+LoRA adapters for {base}, trained with te-models {under} on the engine `{engine}`.
+
+| | |
+| --- | --- |
+{rows}
+
+`peft.PeftModel.from_pretrained(model, folder)` reads them for the same model in transformers, and
+`te_models.CausalLM.from_pretrained(folder)` with their model.
+"""
+
+
 def user_card(folder: Path) -> bytes | None:
     """Return the card in a folder if te-models did not write it, or if its user has claimed it since."""
     path = folder / CARD
@@ -44,40 +71,127 @@ def user_card(folder: Path) -> bytes | None:
 
 
 def model_card(
-    model: Decoder, source: Path | None, config: Document, name: str, code: bool
+    model: Decoder, origin: Origin, config: Document, name: str, code: bool
 ) -> bytes | None:
-    """Return the card of a model that was read from the folder `source`; None without the package huggingface_hub.
+    """Return the card of a model that came from `origin`; None without the package huggingface_hub.
 
     `config` is the config.json that is written with it, `name` that of the folder or repository, and `code` whether the
     folder holds code that transformers needs.
     """
     if importlib.util.find_spec("huggingface_hub") is None:
         return None
-    from huggingface_hub import ModelCard, ModelCardData  # noqa: PLC0415
+    facts = _facts(model, origin)
+    with explained(f"{origin.adapters or origin.folder}/{TRAINED}.json", *DAMAGE):
+        body = _BODY.format(
+            mark=MARK,
+            title=name.rpartition("/")[2],
+            intro=_intro(model, facts),
+            recipe=model.recipe.name,
+            rows=_table({**_rows(model, config), **_run_rows(facts)}),
+            name=name,
+            options=", trust_remote_code=True" if code else "",
+        )
+        return _card(body, model, origin, facts, "transformers", ["custom_code"] if code else [])
 
-    recipe = model.recipe
-    base = _HUB_CACHE.search(str(source)) if source is not None else None
-    data = ModelCardData(
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        base_model=f"{base[1]}/{base[2]}" if base else None,
-        tags=["te-models", "transformer-engine", recipe.name, *(["custom_code"] if code else [])],
-    )
-    body = _BODY.format(
+
+def adapter_card(model: Decoder, origin: Origin, name: str) -> bytes | None:
+    """Return the card of the adapters that a run has trained on a model; None without the package huggingface_hub."""
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return None
+    facts = _facts(model, origin)
+    body = _ADAPTER_BODY.format(
         mark=MARK,
-        title=name.rpartition("/")[2],
-        parameters=model.config.num_parameters,
-        dtype=str(model.dtype).removeprefix("torch."),
-        recipe=recipe.name,
-        engine=model.engine,
-        rows="\n".join(
-            f"| {key} | {value} |"
-            for key, value in {**_rows(model, config), **_losses(source)}.items()
-        ),
-        name=name,
-        options=", trust_remote_code=True" if code else "",
+        title=name,
+        base=facts.get("base_model") or facts.get("base") or "a model",
+        under=_under(facts["recipes"]),
+        engine=facts.get("engine", model.engine),
+        rows=_table(_run_rows(facts)),
+    )
+    return _card(body, model, origin, facts, "peft", [])
+
+
+def _card(
+    body: str, model: Decoder, origin: Origin, facts: Document, library: str, tags: list[str]
+) -> bytes:
+    """Return a card with its metadata."""
+    from huggingface_hub import ModelCard, ModelCardData  # noqa: PLC0415  optional
+
+    names = [name for _, name in facts["recipes"]] if facts else [model.recipe.name]
+    own = ["te-models", "transformer-engine", *dict.fromkeys(names)]
+    if facts.get("lora"):
+        own.append("lora")
+    data = ModelCardData(
+        library_name=library,
+        pipeline_tag="text-generation",
+        base_model=facts.get("base_model") or base_on_hub(origin),
+        datasets=facts.get("datasets") or None,
+        license=facts.get("license") or (license_in(origin.folder) if origin.folder else None),
+        tags=[*own, *tags],
     )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}")).encode()
+
+
+def _table(rows: Document) -> str:
+    return "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+
+
+def base_on_hub(origin: Origin) -> str | None:
+    """Return the name on the hub of the model that another one was made of; None if it is not known."""
+    found = _HUB_CACHE.search(str(origin.folder)) if origin.folder is not None else None
+    if found:
+        return f"{found[1]}/{found[2]}"
+    base = (origin.trained or {}).get("base_model")
+    return base if isinstance(base, str) else None
+
+
+def license_in(folder: Path) -> str | None:
+    """Return the license that the model card in a folder names."""
+    if not (folder / CARD).is_file() or importlib.util.find_spec("huggingface_hub") is None:
+        return None
+    from huggingface_hub import ModelCard  # noqa: PLC0415
+
+    try:
+        license = ModelCard.load(folder / CARD, ignore_metadata_errors=True).data.license
+    except (OSError, ValueError):  # no metadata that can be read
+        return None
+    return license if isinstance(license, str) else None
+
+
+def _facts(model: Decoder, origin: Origin) -> Fields:
+    """Return the facts of the run that trained the model; empty if none did that is known."""
+    if origin.trained is not None:
+        facts = dict(origin.trained)
+        facts.setdefault("recipes", [[1, model.recipe.name]])
+        return facts
+    result = _saved_result(origin.folder)
+    return {**result, "recipes": [[1, model.recipe.name]]} if result else {}
+
+
+def _intro(model: Decoder, facts: Document) -> str:
+    """Return the sentence that a card begins with: what was trained, and how."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    size = f"{model.config.num_parameters:,} parameters in {dtype}"
+    if not facts:
+        where = f"under the recipe `{model.recipe.name}` on the engine `{model.engine}`"
+        return f"{size}, written by te-models, which has not trained them, from a model {where}."
+    under = _under(facts["recipes"])
+    how = "trained" if facts.get("command") != "pretrain" else "trained from random weights"
+    lora = facts.get("lora")
+    if lora:
+        how = (
+            f"trained with LoRA adapters of rank {lora['rank']}, which are merged into the weights,"
+        )
+    return (
+        f"{size}, {how} with te-models {under} on the engine `{facts.get('engine', model.engine)}`."
+    )
+
+
+def _under(recipes: Sequence[Sequence[Any]]) -> str:
+    """Return the recipes of a run, [first step, name] each, in words."""
+    under = f"under the recipe `{recipes[0][1]}`"
+    for first, name in recipes[1:]:
+        under += f" until step {first - 1:,}, then `{name}`"
+    return under
 
 
 def _rows(model: Decoder, config: Document) -> Fields:
@@ -91,7 +205,7 @@ def _rows(model: Decoder, config: Document) -> Fields:
     return {
         "recipe": f"{recipe.scheme}, {recipe.formats}: {', '.join(f'{k}={json.dumps(v)}' for k, v in fields.items())}",
         "engine": f"{model.engine}: {model.engine_reason}",
-        "linears in training": f"{low} of {len(linears)} below BF16",
+        f"linears under `{recipe.name}`": f"{low} of {len(linears)} below BF16",
         "architecture": f"{', '.join(config.get('architectures') or [config['model_type']])}, "
         f"attention gate: {model.config.attention_gate}",
         "context": f"{model.config.max_position_embeddings:,} tokens",
@@ -102,24 +216,42 @@ def _rows(model: Decoder, config: Document) -> Fields:
     }
 
 
-def _losses(source: Path | None) -> dict[str, str]:
+def _run_rows(facts: Document) -> dict[str, str]:
+    """Return the card's rows about the run that trained the model."""
+    rows = {}
+    if facts.get("base") and facts.get("command") != "pretrain":
+        rows["base model"] = f"{facts.get('base_model') or facts['base']}"
+    if lora := facts.get("lora"):
+        targets = ", ".join(f"`{name}`" for name in lora["targets"])
+        rows["LoRA"] = (
+            f"rank {lora['rank']}, alpha {lora['alpha']:g}, dropout {lora['dropout']:g}, on {targets}"
+        )
+        if lora.get("whole"):
+            rows["LoRA"] += f"; fully trained: {', '.join(lora['whole'])}"
+    if facts.get("data"):
+        rows["training data"] = ", ".join(map(str, facts["data"]))
+    if "step" in facts:
+        rows["steps"] = f"{facts['step']}"
+    if "tokens" in facts:
+        rows["tokens"] = f"{facts['tokens']:,}"
+    for name, label in LOSSES.items():
+        if isinstance(facts.get(name), float):
+            rows[label] = f"{facts[name]:.4f} nats per token"
+    if facts.get("best_step") and facts["best_step"] != facts.get("step"):
+        rows["lowest eval loss"] += f", at step {facts['best_step']}: these are not its weights"
+    before = facts.get("before")
+    if before:
+        rows["trained before"] = (
+            f"{before.get('step', 0):,} steps, from {before.get('base', 'random weights')}"
+        )
+    return rows
+
+
+def _saved_result(source: Path | None) -> Fields:
     """Return the figures of the training run whose checkpoint the model was read from."""
     file = source / "training.json" if source is not None else None
     if file is None or not file.is_file():
         return {}
     document = read_json(file)
     result = document.get("result") if isinstance(document, dict) else None
-    if not isinstance(result, dict):
-        return {}
-    names = {
-        "first_eval_loss": "eval loss before training",
-        "eval_loss": "eval loss after",
-        "loss": "last training loss",
-    }
-    losses = {label: result.get(name) for name, label in names.items()}
-    found = {
-        label: f"{value:.4f} nats per token"
-        for label, value in losses.items()
-        if isinstance(value, float)
-    }
-    return {"steps": str(result.get("step")), **found} if found else {}
+    return result if isinstance(result, dict) else {}

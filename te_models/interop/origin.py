@@ -1,8 +1,10 @@
 """Where a model comes from: an opened folder, whatever its format, and Hugging Face's files that a save writes back."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +18,8 @@ from te_models.files.formats import Document, list_some
 from te_models.model.decoder import Decoder
 
 MODEL_TYPE = "te_models"  # of our own format, in config.json
+TRAINED = "trained"  # a document with the facts of the run that trained a model
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -23,7 +27,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class Origin:
     """Origin of a model: its folder, and config.json and generation_config.json if they were Hugging Face's.
 
-    `beside` is another folder with the tensors of other models that are saved with it, such as an image encoder's.
+    `beside` is another folder with the tensors of other models that are saved with it, such as an image encoder's, and
+    `adapters` the folder of the adapters that are in the model or were merged into it, which may bring a tokenizer.
+    `shape` is the config in the folder, `token_ids` are ids that the model has in place of those in the folder, and
+    `trained` the facts of the run that trained it (te_models.training.facts); None: none that is known.
 
     Raises:
         CheckpointError: generation_config.json is no object, or a token id in it no whole number.
@@ -33,6 +40,10 @@ class Origin:
     config: Document | None = None
     generation: Document | None = None
     beside: Path | None = None
+    adapters: Path | None = None
+    shape: ModelConfig | None = None
+    token_ids: Document = field(default_factory=dict)
+    trained: Document | None = None
 
     def __post_init__(self) -> None:
         generation = {} if self.generation is None else self.generation
@@ -55,8 +66,21 @@ class Origin:
 
     def documents(self) -> dict[str, Document]:
         """Return the documents to save with the model so that it can be written back unchanged."""
-        found = {"hf_config": self.config, "generation_config": self.generation}
+        found = {
+            "hf_config": self.config,
+            "generation_config": self.generation,
+            TRAINED: self.trained,
+        }
         return {name: document for name, document in found.items() if document is not None}
+
+    def with_token_ids(self, ids: Mapping[str, object]) -> Origin:
+        """Return the origin of a model with other token ids, such as eos_token_id, than the folder has."""
+        if not ids:
+            return self
+        generation = {**(self.generation or {}), **ids}
+        # transformers would derive a config with this mark from config.json again.
+        generation.pop("_from_model_config", None)
+        return replace(self, generation=generation, token_ids={**self.token_ids, **ids})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +122,13 @@ class Opened(ABC):
     @abstractmethod
     def restore_fp8(self, model: Decoder) -> None:
         """Give `model`, which has the weights, the scales and quantized weights of the folder that it has a use for."""
+
+
+def as_facts(document: object, folder: Path) -> Document | None:
+    """Return the content of a trained.json; a CheckpointError if it is no object."""
+    if document is None or isinstance(document, Mapping):
+        return document
+    raise CheckpointError(f"{folder / TRAINED}.json is not an object of names and values")
 
 
 def read_own_config(

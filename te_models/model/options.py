@@ -80,8 +80,10 @@ class LoadOptions(ModelOptions, HubOptions, total=False):
     dtype: also a name, or "auto" for that of the checkpoint; torch_dtype is the same.
     device_map: the one device, by name, number or in a dict, or "auto", which is device=None.
     attn_implementation: only "sdpa".
+    merge_adapters: add the adapters in the folder, if any, to the weights.
     """
 
     torch_dtype: torch.dtype | str | None
     device_map: Any
     attn_implementation: str | None
+    merge_adapters: bool

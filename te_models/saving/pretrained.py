@@ -18,16 +18,16 @@ from torch.nn.functional import pad
 
 from te_models.config.model import ModelConfig, config_fields
 from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe
-from te_models.errors import CheckpointError, UsageError, check_known
+from te_models.errors import CheckpointError, UsageError, check_known, plural
 from te_models.files.atomic import first_line, readable
 from te_models.files.formats import Document, Fields, read_json
 from te_models.fp8.extra_state import extra_states
 from te_models.fp8.primary_weights import is_quantized, plain, quantized_weights, write_weight
 from te_models.fp8.region import saving
 from te_models.interop.hf import hugging_face_documents, open_hugging_face, read_description
-from te_models.interop.hf_writing import tokenizer_files, write_hugging_face
+from te_models.interop.hf_writing import VOCABULARIES, tokenizer_files, write_hugging_face
 from te_models.interop.hub import local_folder
-from te_models.interop.origin import MODEL_TYPE, Opened, Origin, read_own_config
+from te_models.interop.origin import MODEL_TYPE, TOKEN_IDS, TRAINED, Opened, Origin, read_own_config
 from te_models.interop.quantized import read_scheme
 from te_models.interop.te_checkpoint import te_files
 from te_models.model.decoder import Decoder
@@ -47,6 +47,7 @@ EXTRAS = (
     "fp8_weights",
     "hf_config",
     "generation_config",
+    TRAINED,
 )  # of a folder of ours, where they exist
 
 
@@ -69,9 +70,14 @@ def model_content(
         tensors["fp8_state"] = state
     if quantized := quantized_weights(model):
         tensors["fp8_weights"] = quantized
+    documents = {"config": config_document(model), "recipe": model.recipe.to_dict()}
+    return tensors, {**documents, **origin.documents()}
+
+
+def config_document(model: Decoder) -> Fields:
+    """Return the content of a config.json of ours: the model's shape and dtype."""
     dtype = str(model.dtype).removeprefix("torch.")
-    config = {"model_type": MODEL_TYPE, "dtype": dtype, **model.config.document()}
-    return tensors, {"config": config, "recipe": model.recipe.to_dict(), **origin.documents()}
+    return {"model_type": MODEL_TYPE, "dtype": dtype, **model.config.document()}
 
 
 def weights(model: nn.Module, masters: Mapping[int, Tensor] | None = None) -> dict[str, Tensor]:
@@ -97,7 +103,8 @@ def refuse_adapters(model: nn.Module) -> None:
     if any(".lora_" in name for name, _ in model.named_parameters()):
         raise UsageError(
             "the model has LoRA adapters: give what add_lora returned to Trainer or save_lora, or what its "
-            "merge_and_unload() returns, a model with the adapters in its weights"
+            "merge_and_unload() returns, a model with the adapters in its weights; from_pretrained of a folder of "
+            "adapters has merge_adapters=True for that"
         )
 
 
@@ -139,10 +146,18 @@ def write_pretrained(
 
 
 def read_tokenizer(origin: Origin) -> dict[str, bytes]:
-    """Return the files of the tokenizer that came with a model: file name -> bytes."""
-    return (
-        {} if origin.folder is None else read_listed(origin.folder, tokenizer_files(origin.folder))
-    )
+    """Return the files of the tokenizer that came with a model, or with its adapters: file name -> bytes."""
+    found = _tokenizer_in(origin.folder)
+    own = _tokenizer_in(origin.adapters)
+    if own.keys() & set(VOCABULARIES):
+        return own
+    if any("chat_template" in name for name in own):  # the base's would come before it
+        found = {name: content for name, content in found.items() if "chat_template" not in name}
+    return found | own
+
+
+def _tokenizer_in(folder: Path | None) -> dict[str, bytes]:
+    return {} if folder is None else read_listed(folder, tokenizer_files(folder))
 
 
 def read_pretrained(
@@ -156,7 +171,15 @@ def read_pretrained(
     says otherwise.
     """
     with open_model(build, folder, options) as (model, source):
-        return model, source.origin
+        origin = source.origin
+        changed = {}
+        for name in TOKEN_IDS:
+            value = getattr(model.config, name)
+            if value != getattr(source.config, name):
+                changed[name] = list(value) if isinstance(value, tuple) else value
+        if changed and origin.generation is not None:  # else the config of the model says it
+            origin = origin.with_token_ids(changed)
+        return model, origin
 
 
 @contextmanager
@@ -211,8 +234,8 @@ def _is_te_folder(folder: Path) -> bool:
             else f"te-models convert --format te --model {folder} --out MERGED, then "
         )
         problem = (
-            f"holds adapters and not a model: {first}--model {merged or 'MERGED'} has both (in Python: load the model "
-            f"that {ADAPTERS} names, then te_models.load_lora(model, folder))"
+            f"holds adapters and not a model: {first}--model {merged or 'MERGED'} has both (in Python: "
+            "CausalLM.from_pretrained of this folder, with merge_adapters=True)"
         )
     elif folder.is_dir() and not own and not config:
         trainer = (folder / "trainer_state.json").exists()
@@ -258,8 +281,8 @@ def _gated(config: ModelConfig, overrides: Document) -> ModelConfig:
 
 
 def _reshaped(build: Callable[..., Decoder], source: Opened, overrides: Document) -> ModelConfig:
-    """Return the config of an opened folder with `overrides`, if its weights fit: a gate and a larger vocabulary, of
-    zeros, may be added."""
+    """Return the config of an opened folder with `overrides`, if its weights fit: a gate of zeros may be added, and a
+    larger vocabulary, whose new rows are the mean of the others."""
     config = source.config
     wanted = _gated(source.config, overrides)
     before = config.to_dict()
@@ -280,20 +303,32 @@ def _reshaped(build: Callable[..., Decoder], source: Opened, overrides: Document
         )
     if (more := wanted.vocab_size - config.vocab_size) > 0:
         warnings.warn(
-            f"vocab_size={wanted.vocab_size} adds {more:,} tokens to the model, rows of zeros",
+            f"vocab_size={wanted.vocab_size} adds {plural(more, 'token')} to the model: new rows of embedding and head "
+            "are the mean of the others",
             stacklevel=2,
         )
     return wanted
 
 
 def _grown(tensors: Iterator[tuple[str, Tensor]], model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors with rows of zeros where the model has more: of a gate, or of more tokens."""
+    """Yield tensors with more rows where the model has more: zeros for a gate, and for new tokens the mean of the rows.
+
+    An embedding at the mean of the others is a usual one for the model, and its logit neither the largest nor the
+    smallest. transformers' resize_token_embeddings draws new rows from a narrow normal distribution around it.
+    """
     linears = model.config.linears
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in tensors:
-        linear = linears.get(name.rpartition(".")[0])
+        module = name.rpartition(".")[0]
+        linear = linears.get(module)
         rows = len(parameters[name]) if linear is None else linear.outputs
-        yield name, pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, rows - len(tensor)))
+        missing = rows - len(tensor)
+        if missing > 0 and module in ("embed_tokens", "lm_head"):
+            # Rounded to the dtype that is stored, so that a load in another dtype has the same rows.
+            mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
+            yield name, torch.cat([tensor, mean.expand(missing, *tensor.shape[1:])])
+        else:
+            yield name, pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing))
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from te_models.fp8.primary_weights import (
     write_weight,
 )
 from te_models.fp8.scaling_state import check_fp8_state
-from te_models.interop.origin import Opened, Origin, read_own_config
+from te_models.interop.origin import TRAINED, Opened, Origin, as_facts, read_own_config
 from te_models.interop.te_checkpoint import TECheckpoint, read_te_checkpoint
 from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import shard, shard_state
@@ -124,7 +124,13 @@ def opened(saved: Folder) -> OwnFolder:
         path=saved.path,
         config=config,
         dtype=dtype,
-        origin=Origin(saved.path, documents.get("hf_config"), documents.get("generation_config")),
+        origin=Origin(
+            saved.path,
+            documents.get("hf_config"),
+            documents.get("generation_config"),
+            shape=config,
+            trained=as_facts(documents.get(TRAINED), saved.path),
+        ),
         recipe=read_recipe(saved) if "recipe" in documents else None,
         fp8_state=saved.tensors.get("fp8_state", {}),
         fp8_weights=saved.tensors.get("fp8_weights", {}),

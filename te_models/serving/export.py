@@ -79,7 +79,8 @@ def export(
     """Write `model` into `folder`, atomically; see te_models.causal_lm.CausalLM.export for arguments and errors."""
     check_known("format", format, FORMATS)
     sharded = any(local(p) is not p for p in model.parameters())
-    own = origin.folder is not None and os.path.realpath(folder) == os.path.realpath(origin.folder)
+    sources = [os.path.realpath(path) for path in (origin.folder, origin.adapters) if path]
+    own = os.path.realpath(folder) in sources
     mistakes = {
         "a sharded model cannot be exported: save it, and export the saved folder": sharded,
         f"{folder} holds the model that is exported, whose weights would be lost: choose another folder": own,

@@ -29,10 +29,12 @@ from te_models.generation.options import GenerationOptions
 from te_models.model.recipe_fit import auto_recipe
 from te_models.optim import resolve_options
 from te_models.planning.printable import Terminal
-from te_models.saving.pretrained import read_shape
+from te_models.saving.checkpoint_choice import describe_choice
+from te_models.saving.pretrained import read_shape, refuse_adapters
 from te_models.saving.run_folder import Checkpoints
 from te_models.serving.export import default_format
 from te_models.training.evaluation import Batch, evaluate
+from te_models.training.facts import dataset_names
 from te_models.training.launch import choose_parallel, parallel, restarts
 from te_models.training.loggers import Run, check_loggers, open_loggers
 from te_models.training.parallel import Parallel
@@ -100,6 +102,7 @@ def finetune(
         torch.manual_seed(config.seed)
         model = _build(settings, shared, newest)
         check_fit(words, model.config, config.seq_len)
+        model.add_stop_tokens(dataset.ends)  # for the answers before the first step too
         adapters = _adapters(settings, model)
         start = starting_step(
             folder, newest is not None, config.steps, settings.lora, "merge_dtype" in settings.given
@@ -109,7 +112,7 @@ def finetune(
             model, dataset, config, start, shared.describe(), settings.command, memory, first
         )
         for part in (*chosen, *_notes(settings, folder, newest, model), about):
-            console.print(part)
+            console.print(part, soft_wrap=isinstance(part, str))  # paths stay whole
         sampler = _sampler(settings, model, words, eval_batches, shared)
         if sampler and settings.model is not None and not start and shared.ranks.world == 1:
             _note_before(console, sampler, model, eval_batches[0], config)
@@ -117,6 +120,7 @@ def finetune(
         record["id"] = shared.ranks.from_first(lambda: run_id(record))
         run_file = run_document(settings, model, dataset, eval_batches, shared, record, first)
         parts: Fields = dict(run_file=run_file, parallel=shared, saved=adapters, recipe=first)
+        parts["about"] = _about(settings)
         trainer = Trainer(model, dataset, eval_batches, config, folder, words.files(), **parts)
         logged = dataclasses.asdict(config) | {"model": settings.label, **model.recipe.to_dict()}
         names, run = loggers if shared.ranks.first else [], Run(folder, record["id"], logged)
@@ -132,8 +136,19 @@ def finetune(
         )
         print_outcome(console, result, config, settings.command, folder, written)
         if not result.interrupted:
-            _show_samples(console, sampler, folder, words, model, eval_batches, seconds)
+            _show_samples(console, sampler, folder, words, model, eval_batches, seconds, result)
         return result
+
+
+def _about(settings: RunSettings) -> Fields:
+    """Return the facts of the run for the model card: the command, and the names of model and data."""
+    data = settings.data.data
+    return {
+        "command": settings.command,
+        "base": settings.label,
+        "data": [Path(name).name or name for name in data],
+        "datasets": dataset_names(data),
+    }
 
 
 def _train_config(settings: RunSettings) -> TrainConfig:
@@ -285,7 +300,9 @@ def _build(settings: RunSettings, shared: Parallel, newest: Path | None) -> Caus
         return CausalLM.from_preset(settings.preset, build=shared.build, **options)
     assert settings.model is not None
     if newest is None or settings.lora is not None:
-        return CausalLM.from_pretrained(settings.model, build=shared.build, **options)
+        model = CausalLM.from_pretrained(settings.model, build=shared.build, **options)
+        refuse_adapters(model)
+        return model
     options = {
         name: value for name, value in options.items() if name not in config_fields()
     }  # the checkpoint has them
@@ -307,8 +324,11 @@ def _notes(settings: RunSettings, folder: Path, newest: Path | None, model: Caus
 
     Of another recipe the checkpoint's loader warns (te_models.saving.pretrained).
     """
+    if newest is None and settings.preset is not None:
+        return [f"{settings.preset} starts from random weights"]
     if newest is None:
-        return [] if settings.preset is None else [f"{settings.preset} starts from random weights"]
+        line = describe_choice(settings.model or "")
+        return [] if line is None else [line]
     before, lines = saved_choices(newest).get("engine", model.engine), []
     if before != model.engine:
         lines = [f"changed: the engine is {model.engine} ({model.engine_reason}), was {before}"]
@@ -349,6 +369,7 @@ def _show_samples(
     model: CausalLM,
     eval_batches: list[Batch],
     seconds: float,
+    result: Result,
 ) -> None:
     """Print the answers of the model, which has been trained for so many seconds, and the commands to run next."""
     if sampler:
@@ -362,7 +383,7 @@ def _show_samples(
         format = default_format(model, model.origin)
     except ConfigError:  # no server has this architecture
         format = ""
-    print_next(console, folder, words, prompts, format)
+    print_next(console, folder, words, prompts, format, result)
 
 
 def _sampler(

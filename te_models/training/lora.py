@@ -32,8 +32,10 @@ from te_models.fp8.scaling_state import check_fp8_state
 from te_models.interop.hf_expert_families import dropped_by_peft
 from te_models.interop.hf_families import BESIDE_TEXT, without_others
 from te_models.interop.hub import local_folder
+from te_models.interop.origin import TOKEN_IDS, TRAINED
+from te_models.saving.adapters import BASE_CONFIG, GENERATION, trained_config
 from te_models.saving.folder import MANIFEST, Folder, load_folder, match, save_folder
-from te_models.saving.pretrained import saved_folder
+from te_models.saving.pretrained import config_document, saved_folder
 from te_models.saving.restore import read_recipe
 from te_models.training.lora_config import check_fields, read_config, wanted_adapters, whole_modules
 from te_models.training.lora_layer import LoraExperts, LoraLinear
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in an adapter's file
 MAGNITUDE = ".lora_magnitude_vector"  # the end of the name of the lengths that DoRA trains
+WITHOUT_EFFECT = (*TOKEN_IDS, "initializer_range")  # on the outputs of a model
 
 
 class AdaptedModel(PeftModel):
@@ -287,9 +290,12 @@ def save_lora(adapted: AdaptedModel, folder: str | Path, adapter_name: str | Non
 
 
 def adapter_content(
-    adapted: AdaptedModel, adapter_name: str | None = None
+    adapted: AdaptedModel, adapter_name: str | None = None, of_run: bool = False
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, object]]:
-    """Return the tensors and documents of a saved adapter, for te_models.saving.folder.save_folder."""
+    """Return the tensors and documents of a saved adapter, for te_models.saving.folder.save_folder.
+
+    The config and the token ids of the model are among them if it has others than its folder, and always `of_run`.
+    """
     name = adapter_name or adapted.active_adapter
     model = adapted.get_base_model()
     tensors, config = _file_content(adapted, name)
@@ -298,7 +304,27 @@ def adapter_content(
         groups["fp8_state"] = {
             name.replace(".base_layer.", "."): tensor for name, tensor in state.items()
         }
-    return groups, {"adapter_config": config, "recipe": model.recipe.to_dict()}
+    documents: dict[str, object] = {"adapter_config": config, "recipe": model.recipe.to_dict()}
+    origin = model.origin
+    if of_run or (origin.shape is not None and origin.shape != model.config):
+        documents[BASE_CONFIG] = config_document(model)
+    if origin.generation is not None and (of_run or origin.token_ids):
+        documents[GENERATION] = dict(origin.generation)
+    if of_run and origin.trained is not None:
+        documents[TRAINED] = {**origin.trained, "lora": _facts(config)}
+    return groups, documents
+
+
+def _facts(config: Mapping[str, Any]) -> dict[str, object]:
+    """Return rank, alpha, dropout and modules of adapters whose file has this config."""
+    targets = [*(config["target_modules"] or ()), *(config["target_parameters"] or ())]
+    return {
+        "rank": config["r"],
+        "alpha": config["lora_alpha"],
+        "dropout": config["lora_dropout"],
+        "targets": sorted(targets),
+        "whole": sorted(config["modules_to_save"] or ()),
+    }
 
 
 def load_lora(
@@ -324,7 +350,9 @@ def load_lora(
     wrong = f"{type(model).__name__} is no CausalLM: load its adapters with peft.PeftModel.from_pretrained"
     loaded = "the model has adapters already: load another with its load_adapter(folder, name)"
     refuse({loaded: isinstance(model, PeftModel), wrong: not isinstance(model, CausalLM)})
-    adapter = _read_adapter(model, saved_folder(local_folder(folder)), trainable)
+    path = saved_folder(local_folder(folder))
+    adapter = _read_adapter(model, path, trainable)
+    _compare_shapes(model, path)
     state = adapter.saved.tensors.get("fp8_state", {})
     check_fp8_state(model, state)
     recipe = read_recipe(adapter.saved) if state else model.recipe
@@ -332,6 +360,23 @@ def load_lora(
     adapted = AdaptedModel(model, adapter.config, adapter_name, adapter.fused)
     _fill(adapted, adapter_name, adapter)
     return adapted if trainable else adapted.eval()
+
+
+def _compare_shapes(model: CausalLM, folder: Path) -> None:
+    """Warn if adapters were trained on a model of another shape, such as another rope_theta, than `model`."""
+    trained = trained_config(folder)
+    if trained is None:
+        return
+    now = model.config.to_dict()
+    then = trained.config.to_dict()
+    changed = [name for name in now if now[name] != then[name] and name not in WITHOUT_EFFECT]
+    if changed:
+        values = ", ".join(f"{name}={then[name]!r}" for name in changed)
+        warnings.warn(
+            f"the adapters in {folder} were trained on a model with {values}, and this one differs: load the model "
+            "with these options, or both with CausalLM.from_pretrained of the adapters' folder",
+            stacklevel=3,
+        )
 
 
 class _Adapter(NamedTuple):
@@ -544,7 +589,7 @@ def _fill(adapted: AdaptedModel, adapter_name: str, adapter: _Adapter) -> None:
 
 def _file_content(
     adapted: AdaptedModel, adapter_name: str
-) -> tuple[dict[str, Tensor], dict[str, object]]:
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors and the config of an adapter as peft saves them for the model of transformers."""
     modules, own = adaptable_modules(adapted.get_base_model()), adapted.peft_config[adapter_name]
     assert isinstance(own, LoraConfig)

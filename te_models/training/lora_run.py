@@ -6,6 +6,7 @@ from which a run resumes with the same bits. The frozen model is not saved: `ada
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from te_models.causal_lm import CausalLM
+from te_models.config.model import config_fields
 from te_models.config.recipe import AUTO, Recipe
 from te_models.errors import CheckpointError
 from te_models.files.formats import read_json
 from te_models.fp8.primary_weights import drop_initial_values
 from te_models.fp8.scaling_state import check_fp8_state
+from te_models.interop.origin import TOKEN_IDS
+from te_models.saving.adapters import facts_in, trained_config, trained_generation
 from te_models.saving.folder import load_folder, match
 from te_models.saving.pretrained import ADAPTERS
 from te_models.saving.restore import TrainingState, read_recipe, training_document
 from te_models.saving.run_folder import offering_older
 from te_models.training.lora import AdaptedModel, adapter_content, add_lora, load_lora
 from te_models.training.resume import saved_choices
-from te_models.training.settings import LoraSettings
+from te_models.training.settings import RUN_FILE, LoraSettings, read_run_file
 
 LIVE = "adapters"  # the group of tensors that are trained
 BASE = ".base_layer"  # of the name of a te.Linear with adapters
@@ -46,7 +50,7 @@ class SavedAdapters:
 
         All processes that share experts call it.
         """
-        tensors, documents = adapter_content(self.adapted)
+        tensors, documents = adapter_content(self.adapted, of_run=True)
         if live:
             tensors[LIVE] = {
                 name: parameter.detach() for name, parameter in trained(self.model).items()
@@ -63,6 +67,7 @@ class SavedAdapters:
             saved = load_folder(folder, ["recipe", "training", LIVE], optional=["fp8_state"])
         live = trained(self.model)
         match(live, saved.tensors[LIVE])
+        self._check_shape(folder)
         state = training_document(saved)
         scales = self._live_names(saved.tensors.get("fp8_state", {}))
         check_fp8_state(self.model, scales)
@@ -74,6 +79,19 @@ class SavedAdapters:
                 stacklevel=3,
             )
         return TrainingState(state, lambda: self._write(saved.tensors[LIVE], scales, recipe))
+
+    def _check_shape(self, folder: Path) -> None:
+        """Raise a CheckpointError if the adapters were trained on a model of another shape."""
+        found = trained_config(folder)
+        if found is None:
+            return
+        now = self.model.config.to_dict()
+        for name, then in found.config.to_dict().items():
+            if then != now[name]:
+                raise CheckpointError(
+                    f"{folder} was trained with {name}={then!r}, not {now[name]!r}: resume with the same config, or "
+                    "start a new run"
+                )
 
     @torch.no_grad()
     def _write(
@@ -126,17 +144,20 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def load_adapted(folder: Path, **options: object) -> CausalLM:
+def load_adapted(folder: Path, merge: bool = False, **options: Any) -> CausalLM:
     """Return the model that the adapters in `folder` were trained on, with them in it, in evaluation mode.
 
     The folder is a checkpoint of a run with adapters, or what it or `save_lora` wrote at its end; `options` are those
     of CausalLM.from_pretrained. Without `recipe` and `dtype` the model runs as it was trained: under that recipe,
-    with weights of that kind and dtype. Adapters that name no model, or do not fit it, are a CheckpointError.
+    with weights of that kind and dtype. Its shape is the one that the run had, and the folder's tokenizer and token ids
+    are saved with it. Adapters that name no model, or do not fit it, are a CheckpointError. `merge` is load_merged.
     """
-    return _load(folder, None, options).get_base_model()
+    return (
+        load_merged(folder, **options) if merge else _load(folder, None, options).get_base_model()
+    )
 
 
-def load_merged(folder: Path, *, base: str | None = None, **options: object) -> CausalLM:
+def load_merged(folder: Path, *, base: str | None = None, **options: Any) -> CausalLM:
     """Return the model of `load_adapted` with the adapters merged into its weights, each sum rounded once.
 
     Under dtype=torch.float32 no small update vanishes in the rounding. The weights are not in FP8 unless `fp8_params`
@@ -156,10 +177,38 @@ def _load(folder: Path, base: str | None, options: dict[str, Any]) -> AdaptedMod
         raise CheckpointError(
             f"{folder / ADAPTERS} does not name the model that the adapters are for"
         )
-    if (folder / "recipe.json").is_file():
-        saved = saved_choices(folder)
-        if options.get("recipe") in (None, AUTO):
-            options = {"fp8_params": saved["fp8_params"], **options, "recipe": saved["recipe"]}
-        if options.get("dtype") is None and "dtype" in saved:
-            options = {**options, "dtype": saved["dtype"]}
-    return load_lora(CausalLM.from_pretrained(base, **options), folder)
+    with warnings.catch_warnings():
+        # The run said so when it began.
+        warnings.filterwarnings("ignore", "vocab_size=.* adds .* to the model")
+        model = CausalLM.from_pretrained(base, **_as_trained(folder, options))
+    chosen = {name: model.config.to_dict()[name] for name in TOKEN_IDS if name in options}
+    generation = trained_generation(folder) or model.origin.generation
+    facts = facts_in(folder)
+    origin = replace(model.origin, adapters=folder, generation=generation, trained=facts)
+    model.origin = origin.with_token_ids(chosen)
+    return load_lora(model, folder)
+
+
+def _as_trained(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords with which the model of adapters is built: `options`, and else those that it was trained with."""
+    if not (folder / "recipe.json").is_file():  # of peft
+        return dict(options)
+    saved = saved_choices(folder)
+    kept = {name: value for name, value in saved.items() if name in config_fields()}
+    kept = kept or _recorded_shape(folder)
+    chosen = dict(options)
+    if chosen.get("dtype") is None and "dtype" in saved:
+        chosen["dtype"] = saved["dtype"]
+    if chosen.get("recipe") in (None, AUTO):
+        kept["fp8_params"] = saved["fp8_params"]
+        chosen["recipe"] = saved["recipe"]
+    return {**kept, **chosen}
+
+
+def _recorded_shape(folder: Path) -> dict[str, Any]:
+    """Return the options of the shape in the run.toml above a checkpoint that does not hold the shape itself."""
+    for parent in folder.resolve().parents[:4]:
+        if (parent / RUN_FILE).is_file():
+            saved = read_run_file(parent / RUN_FILE)
+            return {name: value for name, value in saved.items() if name in config_fields()}
+    return {}

@@ -4,12 +4,15 @@ An update smaller than half the distance between two BF16 numbers vanishes when 
 may have lost part of what the adapters learned. Its loss is measured on the same batches and shown beside theirs.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from te_models.causal_lm import CausalLM
 from te_models.data.tokenizer import Tokenizer
 from te_models.files.formats import Fields
-from te_models.interop.origin import DTYPES
+from te_models.interop.model_card import CARD, adapter_card, user_card
+from te_models.interop.origin import DTYPES, TRAINED, as_facts
+from te_models.saving.checkpoint_choice import best_checkpoint
 from te_models.saving.folder import save_folder
 from te_models.saving.pretrained import model_content
 from te_models.training.evaluation import Batch, evaluate
@@ -38,9 +41,13 @@ def save_adapters(
     """
     model, lora = adapters.model, adapters.settings
     tensors, documents = content
-    save_folder(
-        folder / "adapter", tensors, {**documents, "run": run_choices(model), **words.files()}
-    )
+    documents = {**documents, "run": run_choices(model), **words.files()}
+    facts = as_facts(documents.get(TRAINED), folder / "adapter")
+    origin = replace(model.origin, trained=facts)
+    card = user_card(folder / "adapter") or adapter_card(model, origin, folder.name)
+    if card is not None:
+        documents[CARD] = card
+    save_folder(folder / "adapter", tensors, documents)
     written = {"adapters": str(folder / "adapter")}
     if not lora.merge:
         return written
@@ -56,7 +63,15 @@ def save_adapters(
     loss = evaluate(CausalLM.from_pretrained(folder / "merged", **place), batches)
     trained = evaluate(model, batches)  # the run's last evaluation may be of several processes
     said = merged_loss(loss, trained, result.first_eval_loss, str(dtype).removeprefix("torch."))
-    return {**written, "merged": str(folder / "merged"), "eval loss merged": said}
+    which = f"step {result.step}, the last"
+    best = best_checkpoint(folder, result.best_step)
+    if best is not None and result.best_eval_loss < result.eval_loss:
+        which += (
+            f"; step {result.best_step} has a lower eval loss: te-models convert --format te --model {best} "
+            f"--out {folder / 'merged-best'}"
+        )
+    written["merged"] = str(folder / "merged")
+    return {**written, "merged from": which, "eval loss merged": said}
 
 
 def merged_loss(loss: float, trained: float, before: float, dtype: str) -> str:

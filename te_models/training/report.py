@@ -25,7 +25,7 @@ from te_models.errors import DataError, plural
 from te_models.kernels.dispatch import compile_status
 from te_models.planning.memory_plan import unit_for
 from te_models.planning.precision_plan import PRECISION_NAMES
-from te_models.saving.run_folder import Checkpoints
+from te_models.saving.checkpoint_choice import best_checkpoint
 from te_models.training.cuda_graph import step_obstacle
 from te_models.training.metrics import read_metrics
 from te_models.training.plots import plot_run, try_drawing
@@ -257,13 +257,9 @@ def print_outcome(
             f"at step {result.step} of {config.steps}: no lower eval loss in {patience}"
         )
     if result.best_step not in (0, result.step):
-        saved = Checkpoints(folder / "best" / "checkpoints").latest()
-        kept = (
-            f", saved in {folder / 'best'}"
-            if saved and saved.name == f"step-{result.best_step:08d}"
-            else ""
-        )
-        rows["best eval loss"] = f"{result.best_eval_loss:.4f} at step {result.best_step}{kept}"
+        best = best_checkpoint(folder, result.best_step)
+        kept = "not saved: --keep-best does" if best is None else f"saved in {best}"
+        rows["best eval loss"] = f"{result.best_eval_loss:.4f} at step {result.best_step}, {kept}"
     elif change < 0:
         rows["best eval loss"] = (
             f"{result.first_eval_loss:.4f}, before the first step: training made the model worse"
@@ -298,31 +294,55 @@ def draw_run(result: Result, label: str, data: Sequence[str], folder: Path, abou
     )
 
 
+def recommended(result: Result, folder: Path) -> tuple[Path, str]:
+    """Return the folder to go on with after a run, best/ if its loss is lower than the last one, and the reason."""
+    best = best_checkpoint(folder, result.best_step)
+    if best is not None and result.best_eval_loss < result.eval_loss:
+        last = f"step {result.step}, the last, has {result.eval_loss:.4f}"
+        return (
+            best,
+            f"step {result.best_step}, the lowest eval loss: {result.best_eval_loss:.4f}; {last}",
+        )
+    if not math.isfinite(result.eval_loss):
+        return folder, f"step {result.step}, the last"
+    if result.best_step == result.step:
+        return folder, f"step {result.step}, the last and the best"
+    return folder, f"step {result.step}, the last, with an eval loss of {result.eval_loss:.4f}"
+
+
 def print_next(
     console: Console,
     folder: Path,
     tokenizer: Tokenizer,
     prompts: list[Prompt],
     format: str = "fp8-block",
+    result: Result | None = None,
 ) -> None:
-    """Print the next commands: talk to the model or continue a prompt, and export it in `format`, unless that is ""."""
+    """Print the next commands: talk to the model or continue a prompt, and export it in `format`, unless that is "".
+
+    They take the checkpoint of the lowest evaluation loss of a run with this `result`, and say so.
+    """
+    model, reason = (folder, "") if result is None else recommended(result, folder)
     first = [
         "te-models",
         "generate",
         "--model",
-        str(folder),
+        str(model),
         "--prompt",
         _example(tokenizer, prompts),
     ]
     if _conversations(tokenizer, prompts):
-        first = ["te-models", "chat", "--model", str(folder)]
+        first = ["te-models", "chat", "--model", str(model)]
     commands = [(first, "try the model")]
     if format:
-        export = ["te-models", "export", "--model", str(folder), "--out", str(folder / "export")]
+        export = ["te-models", "export", "--model", str(model), "--out", str(folder / "export")]
         export += ["--format", format] if format != "fp8-block" else []
         number = "BF16" if format == "bf16" else "FP8"
         commands.append((export, f"write it for vLLM, SGLang or transformers, in {number}"))
-    console.print(Text("\nnext", "bold"))
+    title = Text("\nnext", "bold")
+    if reason:
+        title.append(f", with {reason}", "not bold")
+    console.print(title, soft_wrap=True)
     for command, purpose in commands:
         console.print(
             f"  {shlex.join(command)}", Text(f"  # {purpose}", "dim"), soft_wrap=True, sep=""

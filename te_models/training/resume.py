@@ -7,11 +7,13 @@ from pathlib import Path
 import torch
 
 from te_models.causal_lm import CausalLM
+from te_models.config.model import config_fields
 from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe, get_recipe
 from te_models.errors import CheckpointError, plural, refuse
 from te_models.files.atomic import readable
 from te_models.files.formats import Document, Fields
-from te_models.interop.origin import DTYPES
+from te_models.interop.origin import DTYPES, read_own_config
+from te_models.saving.adapters import BASE_CONFIG
 from te_models.saving.folder import load_folder
 from te_models.saving.restore import read_recipe
 from te_models.saving.run_folder import Checkpoints, offering_older
@@ -82,13 +84,15 @@ def run_choices(model: CausalLM) -> Fields:
 def saved_choices(newest: Path) -> Fields:
     """Return the recipe, dtype, engine, kind of weights and recompute mode of a checkpoint, as keywords of CausalLM.
 
-    The engine is the one that ran, where it is known, and not the one that was asked for.
+    The engine is the one that ran, where it is known, and not the one that was asked for. Of a checkpoint of adapters
+    the fields of the config are among the keywords: those of their model, which the run may have changed.
     """
     with offering_older(newest):
-        saved = load_folder(newest, ["recipe"], optional=["config", "run"])
+        saved = load_folder(newest, ["recipe"], optional=["config", "run", BASE_CONFIG])
     fp8_params = any(
         readable(newest).glob("fp8_weights*")
     )  # checkpoints before "run" was part of them
+    trained = saved.documents.get(BASE_CONFIG)  # older checkpoints of adapters have neither
     config, run = saved.documents.get("config", {}), saved.documents.get("run", {})
     if (
         not isinstance(run, dict)
@@ -101,7 +105,11 @@ def saved_choices(newest: Path) -> Fields:
     name = config.get("dtype") or run.get(DTYPE)
     dtype = {DTYPE: DTYPES.get(str(name), torch.bfloat16)} if config or name else {}
     run = {choice: value for choice, value in run.items() if choice != DTYPE}
-    return {"recipe": read_recipe(saved), "fp8_params": fp8_params, **run, **dtype}
+    shape: Fields = {}
+    if trained is not None:
+        model, dtype[DTYPE] = read_own_config(newest / f"{BASE_CONFIG}.json", trained)
+        shape = {name: getattr(model, name) for name in config_fields()}
+    return {"recipe": read_recipe(saved), "fp8_params": fp8_params, **shape, **run, **dtype}
 
 
 def starting_step(

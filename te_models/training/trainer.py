@@ -49,6 +49,7 @@ from te_models.fp8.scaling_state import divide_gradient_amaxes
 from te_models.model.output import step_loss
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
+from te_models.saving.adapters import facts_in
 from te_models.saving.pretrained import model_content
 from te_models.saving.restore import read_training_state
 from te_models.saving.run_folder import Checkpoints
@@ -67,6 +68,7 @@ from te_models.training.evaluation import (
     evaluate,
     to_device,
 )
+from te_models.training.facts import facts_at_start, facts_now, resumed_facts
 from te_models.training.metrics import MetricsLog
 from te_models.training.parallel import Parallel, reshard
 from te_models.training.recipe_schedule import RecipeSchedule
@@ -128,6 +130,7 @@ class Trainer(NamedFields):
         on_step: called with the metrics of every finished step, on every process.
         callbacks: called during the run, in this order.
         parallel: how processes share the run.
+        about: facts for the model card that the Trainer does not know, such as the names of model and data.
         saved: the part of the model that checkpoints contain, with its loader; None: its adapters, if `add_lora`
             returned it, else all of it.
         recipe: the recipe of the first step, before config.recipe_schedule; None: the model's.
@@ -148,6 +151,7 @@ class Trainer(NamedFields):
     parallel: Parallel = field(default_factory=Parallel)
     saved: SavedAdapters | None = None
     recipe: Recipe | None = None
+    about: Fields = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         config, parallel = self.config, self.parallel
@@ -163,6 +167,7 @@ class Trainer(NamedFields):
         self.data: TokenDataset | StreamingDataset | OwnBatches
         if isinstance(self.dataset, TokenDataset | StreamingDataset):
             self.data = self.dataset
+            self.model.add_stop_tokens(self.dataset.ends)
         else:
             share = {
                 "batch_size": config.batch_size // parallel.data_world,
@@ -216,6 +221,7 @@ class Trainer(NamedFields):
         self.stop_requested: Callable[[], int] = lambda: 0  # of this process: the signal's number
         self.stopping = False  # of any process, as of the last step that was read
         self.result = Result()
+        self.facts = facts_at_start(self, self.about)
 
     def run(self, resume: bool = False) -> Result:
         """Train to `config.steps`, from the newest checkpoint in `out` if `resume`.
@@ -299,6 +305,7 @@ class Trainer(NamedFields):
             )
             if config.keep_best:
                 tensors, documents = self._model_content()
+                documents["run"] = run_choices(self.model)
                 self.best.save(
                     row["step"], tensors, {**documents, **self.documents}, blocking=False
                 )
@@ -556,6 +563,7 @@ class Trainer(NamedFields):
         """Return the part of a checkpoint that is a saved model."""
         reshard(self.model)
         shared_amaxes(self.model)
+        self.model.origin = replace(self.model.origin, trained=facts_now(self))
         if self.saved is not None:
             return self.saved.content()
         return model_content(
@@ -619,6 +627,7 @@ class Trainer(NamedFields):
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, self.device)
         self.result = replace(result, stopped_early=False, signal=0)
+        self.facts = resumed_facts(self.facts, facts_in(newest))
 
     def _refuse_to_replace(self) -> None:
         """Raise UsageError if `out` has a run that a new one would replace."""

@@ -1,5 +1,6 @@
 """Hugging Face folders of old and new forms, of our format in between, and gates that are added to a model."""
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -159,16 +160,26 @@ def test_a_gate_starts_as_the_identity_and_trains(
     )
 
 
-def test_a_larger_vocabulary_is_said(theirs: Callable[..., Pair]) -> None:
-    _, folder = theirs("llama3")
+@pytest.mark.parametrize("case", ["llama3", "qwen2"])  # a head of its own, and a tied one
+def test_a_larger_vocabulary_has_the_mean_of_the_rows_as_transformers_resize(
+    case: str, theirs: Callable[..., Pair]
+) -> None:
+    model, folder = theirs(case)
     plain = load(folder)
-    with pytest.warns(
-        UserWarning, match=r"vocab_size=\d+ adds 7 tokens to the model, rows of zeros"
-    ):
+    with pytest.warns(UserWarning, match=r"vocab_size=\d+ adds 7 tokens to the model: new rows"):
         larger = load(folder, vocab_size=plain.config.vocab_size + 7)
-    assert not larger.embed_tokens.weight[-7:].any() and larger.embed_tokens.weight[:-7].equal(
-        plain.embed_tokens.weight
-    )
+    resized = copy.deepcopy(model)
+    resized.resize_token_embeddings(plain.config.vocab_size + 7, mean_resizing=True)
+    for ours, wanted in (
+        (larger.embed_tokens.weight, resized.get_input_embeddings().weight),
+        (larger.lm_head.weight, resized.get_output_embeddings().weight),
+    ):
+        torch.testing.assert_close(ours, wanted, atol=2e-4, rtol=0)  # theirs draws around the mean
+        assert ours[-7:].abs().max() > 1e-3
+    assert larger.embed_tokens.weight[:-7].equal(plain.embed_tokens.weight)
+    with pytest.warns(UserWarning, match="adds 7 tokens"):
+        in_bf16 = load(folder, vocab_size=plain.config.vocab_size + 7, dtype=torch.bfloat16)
+    assert in_bf16.embed_tokens.weight.equal(larger.embed_tokens.weight.bfloat16())
 
 
 @pytest.mark.parametrize("case", ["qwen3", "llama2"])

@@ -1,0 +1,100 @@
+"""Which checkpoint of a run a command takes, and why, as a line for its user."""
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from te_models.errors import CheckpointError
+from te_models.files.formats import read_json
+from te_models.saving.run_folder import LATEST, Checkpoints
+
+BEST = "best"  # the folder in that of a run with the checkpoint of the lowest evaluation loss
+
+
+class Losses(NamedTuple):
+    """Evaluation losses of a run, in nats per token: the last, before training, and the lowest with its step.
+
+    A step of 0 says that no evaluation after a step was better than the one before training.
+    """
+
+    last: float
+    before: float
+    best: float
+    best_step: int
+
+
+def describe_choice(name: str | Path) -> str | None:
+    """Return a line that says which checkpoint of a run stands for `name`; None if it is not the folder of a run.
+
+    `name` is the folder of a run, of which the newest checkpoint is taken, or best/ in it.
+    """
+    folder = Path(name)
+    if not (folder / "checkpoints").is_dir() or (folder / "config.json").exists():
+        return None
+    newest = Checkpoints(folder / "checkpoints").latest()
+    if newest is None:
+        return None
+    step = step_of(newest)
+    if folder.name == BEST and (folder.parent / "checkpoints" / LATEST).is_file():
+        return f"{folder}: step {step:,}, {_why_best(folder.parent, step)}"
+    said = f"{folder}: step {step:,}, the last"
+    losses = read_losses(newest)
+    if losses is None:
+        return said
+    best = best_checkpoint(folder, losses.best_step)
+    if losses.best_step == step:
+        return f"{said} and the best, with an eval loss of {losses.best:.4f}"
+    if losses.best_step and best is not None:
+        return (
+            f"{said}, with an eval loss of {losses.last:.4f}; step {losses.best_step:,} has {losses.best:.4f}: "
+            f"--model {best} takes it"
+        )
+    if losses.best_step:
+        return (
+            f"{said}, with an eval loss of {losses.last:.4f}; step {losses.best_step:,} had {losses.best:.4f} and "
+            "was not saved"
+        )
+    if losses.last > losses.before:
+        return f"{said}, with an eval loss of {losses.last:.4f}, more than the {losses.before:.4f} before training"
+    return said
+
+
+def _why_best(run: Path, step: int) -> str:
+    newest = Checkpoints(run / "checkpoints").latest()
+    losses = None if newest is None else read_losses(newest)
+    if newest is None or losses is None or losses.best_step != step:
+        return "the one with the lowest eval loss"
+    last = step_of(newest)
+    if last == step:
+        return f"the last and the best, with an eval loss of {losses.best:.4f}"
+    return f"with the lowest eval loss, {losses.best:.4f}; the last, step {last:,}, has {losses.last:.4f}"
+
+
+def best_checkpoint(run: Path, best_step: int) -> Path | None:
+    """Return best/ in the folder of a run if it holds the checkpoint of this step."""
+    saved = Checkpoints(run / BEST / "checkpoints").latest()
+    return run / BEST if saved is not None and step_of(saved) == best_step else None
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step in the name of a checkpoint."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def read_losses(checkpoint: Path) -> Losses | None:
+    """Return the losses of the run whose last checkpoint this is; None where they are not known."""
+    try:
+        result = read_json(checkpoint / "training.json")["result"]
+        last, before, best = (_number(result.get(name)) for name in NAMES)
+        best_step = int(result.get("best_step", 0))
+    except (CheckpointError, OSError, LookupError, TypeError, ValueError, AttributeError):
+        return None
+    return None if math.isnan(last) else Losses(last, before, best, best_step)
+
+
+NAMES = ("eval_loss", "first_eval_loss", "best_eval_loss")
+
+
+def _number(value: object) -> float:
+    """Return a number; NaN and infinities, which JSON has not, are written in words."""
+    return float(value) if isinstance(value, int | float) else math.nan
