@@ -22,7 +22,7 @@ from te_models.data.dataset import TokenDataset, check_fit
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer, load_tokenizer
 from te_models.data.training_data import open_data, steps_of
-from te_models.errors import ConfigError, UsageError
+from te_models.errors import ConfigError, Diverged, UsageError
 from te_models.files.formats import Fields
 from te_models.generation.options import GenerationOptions
 from te_models.model.recipe_fit import auto_recipe
@@ -118,7 +118,12 @@ def finetune(
         with progress(console, config, start) as trainer.on_step, open_loggers(names, run) as sent:
             trainer.callbacks = [*sent, *callbacks]
             begun = time.monotonic()
-            result = trainer.run(resume=newest is not None)
+            try:
+                result = trainer.run(resume=newest is not None)
+            except Diverged:
+                if shared.ranks.first:
+                    _draw(settings, trainer)
+                raise
             seconds = time.monotonic() - begun
         stack.close()  # its processes need no memory while samples are drawn
         content = None if adapters is None or result.interrupted else adapters.content(live=False)
@@ -156,17 +161,19 @@ def _write_end(
     words: Tokenizer,
 ) -> dict[str, str]:
     """Write the adapters, if any and the run is complete, and the loss curve; return what was written and where."""
-    written, result, config = {}, trainer.result, trainer.config
+    written, result = {}, trainer.result
     if adapters is not None and content is not None:
         from te_models.training.merging import save_adapters  # noqa: PLC0415  needs peft
 
         written = save_adapters(adapters, content, trainer.out, words, trainer.evaluation, result)
+    return {"loss curve": _draw(settings, trainer), **written}
+
+
+def _draw(settings: RunSettings, trainer: Trainer) -> str:
+    """Draw the loss curve; return where, or why not."""
     label = f"{settings.label} · {trainer.model.recipe.name}"
-    about = f"{config.tokens_per_step:,} tokens; {settings.command}"
-    return {
-        "loss curve": draw_run(result, label, settings.data.data, trainer.out, about),
-        **written,
-    }
+    about = f"{trainer.config.tokens_per_step:,} tokens; {settings.command}"
+    return draw_run(trainer.result, label, settings.data.data, trainer.out, about)
 
 
 def _note_before(

@@ -234,9 +234,12 @@ class Parallel:
             dist.all_reduce(values, group=self.data_group)
         return values
 
-    def mean_and_any(self, values: Tensor, flag: bool) -> Tensor:
-        """Return the means of `values` [n] over all processes, and the number of raised flags: [n + 1]."""
-        both = torch.cat([values / self.ranks.world, values.new_full((1,), flag)])
+    def mean_and_any(self, values: Tensor, *flags: bool) -> Tensor:
+        """Return the means of `values` [n] over all processes, and how many processes raised each flag: [n + flags]."""
+        raised = [
+            values.new_full((1,), flag) for flag in flags
+        ]  # no copy from the host, which would wait
+        both = torch.cat([values / self.ranks.world, *raised])
         if self.ranks.world > 1:
             dist.all_reduce(both)
         return both
