@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -315,7 +316,8 @@ def _show_samples(
 ) -> None:
     """Print the answers of the model, which has been trained for so many seconds, and the commands to run next."""
     if sampler:
-        sampler.show(console, SHARE / 2 * seconds if sampler.bounded else math.inf)
+        share = SHARE / 2 if sampler.before else SHARE
+        sampler.show(console, share * seconds if sampler.bounded else math.inf)
     prompts = (
         sampler.prompts
         if sampler
@@ -341,7 +343,15 @@ def _sampler(
     if shared.sharded:
         options["cuda_graph"] = False  # collectives are not captured
         prompts = [Prompt(*map(tuple, found)) for found in shared.ranks.from_first(lambda: prompts)]
-    sampler = Sampler(model, words, prompts, tokens, options)
+    agree: Callable[[bool], bool] = bool
+    if shared.sharded:
+        agree = functools.partial(_first_ones, shared)
+    sampler = Sampler(model, words, prompts, tokens, options, agree)
     chosen = "sample_tokens" in settings.given or tokens != SETTINGS["sample_tokens"].default
-    sampler.bounded = not (chosen or shared.sharded)  # ranks would stop at different tokens
+    sampler.bounded = not chosen
     return sampler
+
+
+def _first_ones(shared: Parallel, answer: bool) -> bool:
+    """Return the answer of the first process, on every process."""
+    return shared.ranks.gather(answer)[0]
