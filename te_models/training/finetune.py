@@ -172,9 +172,9 @@ def _write_end(
 
 def _draw(settings: RunSettings, trainer: Trainer) -> str:
     """Draw the loss curve; return where, or why not."""
-    label = f"{settings.label} · {trainer.model.recipe.name}"
+    recipe = trainer.model.recipe.name
     about = f"{trainer.config.tokens_per_step:,} tokens; {settings.command}"
-    return draw_run(trainer.result, label, settings.data.data, trainer.out, about)
+    return draw_run(trainer.result, settings.label, recipe, settings.data.data, trainer.out, about)
 
 
 def _note_before(

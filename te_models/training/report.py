@@ -27,7 +27,7 @@ from te_models.planning.memory_plan import unit_for
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.cuda_graph import step_obstacle
 from te_models.training.metrics import read_metrics
-from te_models.training.plots import plot_run, try_drawing
+from te_models.training.plots import plot_run, recipes_of, try_drawing
 from te_models.training.preflight import MemoryCheck
 from te_models.training.result import Result
 from te_models.training.samples import Prompt
@@ -273,16 +273,19 @@ def _exp(loss: float) -> str:
     return f"{math.exp(loss):,.2f}" if loss < 100 else "infinite" if loss == loss else "unknown"
 
 
-def draw_run(result: Result, label: str, data: Sequence[str], folder: Path, about: str) -> str:
+def draw_run(
+    result: Result, model: str, recipe: str, data: Sequence[str], folder: Path, about: str
+) -> str:
     """Draw the run into loss.png; return its path, or why it was not drawn.
 
-    `label` names model and recipe, and `about` is what else there is to say of the run.
+    `recipe` is the present one, for runs whose metrics name none, and `about` is what else there is to say of the run.
     """
     path, rows = folder / "loss.png", read_metrics(folder / "metrics.jsonl")
     if not rows:
         return "not drawn: no step was taken"
     names = data or ("Python's documentation and sources",)
-    title = f"{label} · {', '.join(Path(name).name or name for name in names)}"
+    recipes = " then ".join(name for _, name in recipes_of(rows)) or recipe
+    title = f"{model} · {recipes} · {', '.join(Path(name).name or name for name in names)}"
     losses = f"evaluation loss {result.first_eval_loss:.4f} before, {result.eval_loss:.4f} after; "
     subtitle = f"{losses}{plural(result.step, 'step')} of {about}"
     return try_drawing(
