@@ -28,7 +28,6 @@ from te_models.files.formats import Fields
 from te_models.generation.options import GenerationOptions
 from te_models.model.recipe_fit import auto_recipe
 from te_models.optim import resolve_options
-from te_models.planning.printable import Terminal
 from te_models.saving.pretrained import read_shape
 from te_models.saving.run_folder import Checkpoints
 from te_models.serving.export import default_format
@@ -37,7 +36,14 @@ from te_models.training.launch import choose_parallel, parallel, restarts
 from te_models.training.loggers import Run, check_loggers, open_loggers
 from te_models.training.parallel import Parallel
 from te_models.training.preflight import check_memory
-from te_models.training.report import draw_run, print_next, print_outcome, progress, summary
+from te_models.training.report import (
+    draw_run,
+    print_next,
+    print_outcome,
+    progress,
+    run_console,
+    summary,
+)
 from te_models.training.resume import (
     resumed_options,
     run_folder,
@@ -79,7 +85,7 @@ def finetune(
     loggers = check_loggers(settings.log)
     with parallel(config, settings.build.get("device")) as shared, contextlib.ExitStack() as stack:
         shared.frozen = settings.lora is not None
-        console = Terminal(quiet=not shared.ranks.first)
+        console = run_console(quiet=not shared.ranks.first)
         settings, chosen = (settings, []) if resume else _with_recipe(settings)
         folder, newest = _place(settings, shared, resume)
         memory = check_memory(settings, config, shared, newest)
@@ -107,7 +113,13 @@ def finetune(
         for part in (*chosen, *_notes(settings, folder, newest, model), about):
             console.print(part)
         sampler = _sampler(settings, model, words, eval_batches, shared)
-        if sampler and settings.model is not None and not start and shared.ranks.world == 1:
+        if (
+            sampler
+            and sampler.prompts
+            and settings.model is not None
+            and not start
+            and shared.ranks.world == 1
+        ):
             _note_before(console, sampler, model, eval_batches[0], config)
         record = {**(read_record(folder) if newest is not None else {})}
         record["id"] = shared.ranks.from_first(lambda: run_id(record))

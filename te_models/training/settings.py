@@ -365,13 +365,16 @@ def read_run_file(path: Path) -> dict[str, Any]:
     for title, values in read_toml(path).items():
         if title == RECORD:
             continue
-        check_known(f"table of {path}", title, TABLES)
         if not isinstance(values, Mapping):
-            raise ConfigError(f"{path}: {title} is a table: write [{title}] and its settings below")
+            raise _outside(path, title)
+        check_known(f"table of {path}", title, TABLES)
         if title == "recipe":
             flat["recipe"] = dict(values)
             continue
         for name, value in values.items():
+            home = _table_of(name)
+            if home and name not in TABLES[title]:
+                raise ConfigError(f"{path}: {name} belongs in [{home}], not in [{title}]")
             check_known(
                 f"setting of [{title}] in {path}",
                 name,
@@ -384,6 +387,23 @@ def read_run_file(path: Path) -> dict[str, Any]:
                 TABLES[title][name].check(value)
             flat[name] = value
     return flat
+
+
+def _outside(path: Path, name: str) -> UsageError:
+    """Return the error for a value that a run.toml has outside its tables."""
+    if home := _table_of(name):
+        return ConfigError(f"{path}: {name} belongs in a table: write [{home}] above it")
+    if name == "recipe":
+        return ConfigError(f"{path}: recipe is a table: write [recipe], and name = NAME below")
+    if name in TABLES:
+        return ConfigError(f"{path}: {name} is a table: write [{name}] and its settings below")
+    return unknown(f"setting of {path}", name, SETTINGS, "`te-models finetune --help-all`")
+
+
+def _table_of(name: str) -> str:
+    """Return the table in which a setting belongs; "" for a name of none. The name of a recipe is a table's `name`."""
+    titles = (title for title, settings in TABLES.items() if name in settings and name != "recipe")
+    return next(titles, "")
 
 
 def changed_settings(

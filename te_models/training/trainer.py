@@ -70,6 +70,8 @@ from te_models.training.metrics import MetricsLog
 from te_models.training.parallel import Parallel, reshard
 from te_models.training.preflight import available_memory, check_disk
 from te_models.training.recipe_schedule import RecipeSchedule
+from te_models.training.report import progress as shown_progress
+from te_models.training.report import run_console
 from te_models.training.restore import (
     read_random_states,
     read_result,
@@ -173,12 +175,14 @@ class Trainer(NamedFields):
             checked_batch(batch, f"evaluation batch {n}") for n, batch in enumerate(evaluated, 1)
         ]
         strangers = [callback for callback in self.callbacks if not isinstance(callback, Callback)]
-        blind = config.patience and self.eval_batches is None
+        blind = config.patience and not self.evaluation
         mistakes = {
             "callbacks are instances of subclasses of te_models.Callback; on_step= takes a function": strangers,
             f"patience={config.patience} counts evaluations: give eval_batches too": blind,
         }
         refuse(mistakes)
+        if not any(self.parallel.ranks.gather(len(self.evaluation))):
+            self.eval_batches = None  # as of data that is opened with eval_split=0
         weigh_losses(self.model, config)
         self.model.router_group = parallel.data_group if parallel.data_world > 1 else None
         self.gradients = parallel.gradients(self.model, config.gradient_accumulation)
@@ -217,8 +221,10 @@ class Trainer(NamedFields):
         self.stopping = False  # of any process, as of the last step that was read
         self.result = Result()
 
-    def run(self, resume: bool = False) -> Result:
+    def run(self, resume: bool = False, progress: bool = False) -> Result:
         """Train to `config.steps`, from the newest checkpoint in `out` if `resume`.
+
+        `progress` shows a bar with loss, speed and time left, and in a log some lines, as the command line does.
 
         Raises:
             ValueError: with `resume`, there is no checkpoint or it is of another model or optimizer; without, there is
@@ -235,12 +241,12 @@ class Trainer(NamedFields):
                 self.parallel.ranks.from_first(self._refuse_to_replace, UsageError)
             if self.result.step < self.config.steps:
                 self.parallel.ranks.from_first(self._check_disk, UsageError)
-            result = self._run(resume)
+            result = self._run(resume, progress)
         if self.graphed is not None:
             self.graphed.close()  # the process group cannot be destroyed before
         return result
 
-    def _run(self, resume: bool) -> Result:
+    def _run(self, resume: bool, progress: bool) -> Result:
         torch.manual_seed(self.config.seed + self.parallel.data_rank)
         if resume:
             self.restore()
@@ -259,6 +265,9 @@ class Trainer(NamedFields):
             contextlib.closing(metrics),
             self._background_saves(),
             stop_signals() as self.stop_requested,
+            shown_progress(
+                run_console(quiet=not (progress and first)), self.config, self.result.step
+            ) as show,
         ):
             batches = iter(self.data)
             if not self.result.step:
@@ -271,6 +280,7 @@ class Trainer(NamedFields):
             try:
                 for row in self.steps(batches):
                     metrics.write(row)
+                    show(row)
                     self.on_step(row)
                     for callback in self.callbacks:
                         callback.on_step(self, row)
