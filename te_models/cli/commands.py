@@ -23,6 +23,7 @@ from te_models.cli.generate import generate
 from te_models.cli.list import list_command
 from te_models.cli.parity import parity
 from te_models.cli.plan import plan
+from te_models.cli.serve import serve
 from te_models.cli.training import finetune, pretrain
 from te_models.cli.verify import verify
 from te_models.errors import TeModelsError, one_line, unknown
@@ -125,6 +126,7 @@ COMMANDS = (
     finetune,
     generate,
     chat,
+    serve,
     evaluate,
     bench,
     convert,
