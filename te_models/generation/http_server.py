@@ -179,14 +179,13 @@ class _Handler(BaseHTTPRequestHandler):
                         self._event(json.dumps(piece))
             except (TeModelsError, RuntimeError) as error:  # too late for another status
                 self._event(json.dumps(_error(str(error), "server_error")))
-            self._event("[DONE]")
-            self.wfile.write(b"0\r\n\r\n")
+            self._event("[DONE]", end=b"0\r\n\r\n")  # in one write: clients leave after this event
         return used
 
-    def _event(self, data: str) -> None:
-        """Send one event as a chunk of the body."""
+    def _event(self, data: str, end: bytes = b"") -> None:
+        """Send one event as a chunk of the body; `end` ends the body."""
         event = f"data: {data}\n\n".encode()
-        self.wfile.write(f"{len(event):x}\r\n".encode() + event + b"\r\n")
+        self.wfile.write(f"{len(event):x}\r\n".encode() + event + b"\r\n" + end)
         self.wfile.flush()
 
     def _body(self) -> bytes | None:

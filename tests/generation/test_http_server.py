@@ -4,6 +4,7 @@ import http.client
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -88,6 +89,9 @@ def test_a_chat_answer_is_the_models(
     assert pieces[-2].choices[0].finish_reason == whole.choices[0].finish_reason
     assert pieces[-1].usage == whole.usage and len({p.id for p in pieces}) == 1
     assert len(pieces) > min(count, 3)
+    deadline = time.monotonic() + 10
+    while len(notes) < 2 and time.monotonic() < deadline:  # each is written once its answer is sent
+        time.sleep(0.01)
     assert len(notes) == 2 and f"/v1/chat/completions: {tokens} token" in notes[0]
 
 
