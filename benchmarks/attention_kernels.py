@@ -20,7 +20,7 @@ import torch
 import triton.testing
 from torch import Tensor
 
-from te_models.inspect.environment import environment
+from te_models.inspect.environment import environment, require_gpu
 from te_models.kernels.span_attention_triton import spans
 
 DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
@@ -288,6 +288,7 @@ def milliseconds(name: str, case: Case) -> float:
 @click.option("--only", default=",".join(CANDIDATES), help="Kernels to time.")
 def main(out: Path, dims: str, only: str) -> None:
     """Measure, print and write."""
+    require_gpu()
     document: dict[str, Any] = dict(environment=environment(), rows=[])
     for case in cases(tuple(map(int, dims.split(",")))):
         row = dict(asdict(case), mask=case.mask, ms={}, error={}, failed={})

@@ -133,8 +133,9 @@ def measure(
 )
 def run(out: Path, rounds: int, names: tuple[str, ...]) -> None:
     """Measure the grid."""
-    from te_models.inspect.environment import environment
+    from te_models.inspect.environment import environment, require_gpu
 
+    require_gpu()
     result: dict[str, Any] = {"environment": environment(), "shapes": SHAPES, "rows": {}}
     for name, shape in ((name, SHAPES[name]) for name in names or SHAPES):
         result["rows"][name] = []

@@ -19,7 +19,7 @@ from typing import Any
 import click
 import torch
 
-from te_models.inspect.environment import environment
+from te_models.inspect.environment import environment, require_gpu
 from te_models.kernels import delta_rule as rule
 
 
@@ -32,6 +32,7 @@ from te_models.kernels import delta_rule as rule
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 def main(heads: str, channels: int, batch: int, seq: int, tune: bool, out: Path) -> None:
     """Time the first forward and backward, and 20 later ones, of one layer."""
+    require_gpu()
     if tune:
         rule._kernels()
         for kernel in autotuned().values():

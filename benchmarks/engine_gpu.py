@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 import te_models.engine.emulated as te
 from te_models.engine.emulated import recipe as R
 from te_models.engine.emulated.fused import fused
-from te_models.inspect.environment import environment
+from te_models.inspect.environment import environment, require_gpu
 
 REFERENCE = "nn.Linear bf16"
 SHAPES = ((512, 1024, 1024), (8192, 4096, 4096))  # rows, in, out
@@ -107,6 +107,7 @@ def measured(rows: int, n_in: int, n_out: int) -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     """Print the rows and write them."""
+    require_gpu()
     found = {"x".join(map(str, shape)): measured(*shape) for shape in SHAPES}
     for shape, rows in found.items():
         for name, row in rows.items():

@@ -155,8 +155,9 @@ def linear_ratio(recipe: str, size: int = 1024, rows: int = 512) -> float:
 @click.option("--steps", default=50)
 def main(out: Path, steps: int) -> None:
     """Compare the engines and write the figures."""
-    from te_models.inspect.environment import environment
+    from te_models.inspect.environment import environment, require_gpu
 
+    require_gpu()
     sdpa.CUDA_ORDER[:] = [SDPBackend.MATH]
     result: dict[str, Any] = {
         "environment": environment(),

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from te_models.config.presets import get_preset
 from te_models.inspect.bench import model_step, parse
-from te_models.inspect.environment import environment
+from te_models.inspect.environment import environment, require_gpu
 
 # The first row whose words are all in a kernel's name says of what kind it is.
 KINDS: list[tuple[str, tuple[str, ...]]] = [
@@ -68,6 +68,7 @@ def kind(name: str) -> str:
 def main(preset: str, recipe: str, batch_size: int, seq_len: int, layers: int | None, kv_heads: int | None,
          steps: int, out: Path | None) -> None:  # fmt: skip
     """RECIPE as in `te-models bench`, such as delayed+plain."""
+    require_gpu()
     shape = dict(num_hidden_layers=layers, num_key_value_heads=kv_heads)
     config = get_preset(preset, **{name: value for name, value in shape.items() if value})
     name, ways = parse(recipe)

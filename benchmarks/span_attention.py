@@ -16,7 +16,7 @@ import torch
 import triton.testing
 from torch import Tensor
 
-from te_models.inspect.environment import environment
+from te_models.inspect.environment import environment, require_gpu
 from te_models.kernels import span_attention_triton
 from te_models.kernels.sdpa import attention_mask, causal_attention
 from te_models.kernels.span_attention_triton import spans
@@ -93,6 +93,7 @@ def tune(dim: int, attention: Any, inputs: list[Tensor]) -> dict[str, Any]:
 @click.option("--tune", "tuning", is_flag=True, help="Try other block sizes first.")
 def main(out: Path, tuning: bool) -> None:
     """Measure, print and write."""
+    require_gpu()
     document: dict[str, Any] = dict(environment=environment(), shapes={}, rows=[])
     for dim, (batch, heads, shared, seq) in SHAPES.items():
         q = torch.randn(batch, seq, heads + 2 * shared, dim, dtype=torch.bfloat16, device="cuda")

@@ -160,7 +160,18 @@ def enlarge(run: Trainer) -> None:
             history[0] = 4 * history[-1]
 
 
-EVENTS = {"stop": stop, "poison": poison, "enlarge": enlarge}
+def spoil(run: Trainer) -> None:
+    """The loss of the process's next pass is NaN, and no weight is."""
+    forward = run.train_model
+
+    def spoiled(**batch: Any) -> Any:
+        output = forward(**batch)
+        return output._replace(loss=output.loss * float("nan"))
+
+    run.train_model = spoiled
+
+
+EVENTS = {"stop": stop, "poison": poison, "enlarge": enlarge, "spoil": spoil}
 
 
 def strike(run: Trainer, event: Callable[[Trainer], None], rank: int) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,9 +150,9 @@ class Session:
         if command in ("/exit", "/quit", "/bye"):
             return False
         if command == "/help":
-            click.echo(
-                "\n".join(f"  {name:<15} {text}" for name, text in COMMANDS.items()) + f"\n  {KEYS}"
-            )
+            for name, text in COMMANDS.items():
+                click.echo(_wrapped(text, f"  {name:<15} "))
+            click.echo(_wrapped(KEYS, "  "))
         elif command == "/reset":
             talk.reset()
             _note("a new conversation")
@@ -203,4 +205,23 @@ def _variable(text: str) -> tuple[str, object]:
 
 def _note(text: str) -> None:
     """Print a note that is not part of the conversation, dimmed, on standard error, so that answers can be piped."""
-    click.secho(for_terminal(text), dim=True, err=True)
+    said = for_terminal(text)
+    click.secho(_wrapped(said) if sys.stderr.isatty() else said, dim=True, err=True)
+
+
+def _wrapped(text: str, before: str = "") -> str:
+    """Return `before` and `text` in lines of the terminal's width, broken between words, below each other."""
+    indent = " " * len(before)
+    width = shutil.get_terminal_size().columns - 1
+    lines = [
+        textwrap.fill(
+            line,
+            max(width, len(before) + 20),
+            initial_indent=indent if number else before,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for number, line in enumerate(text.splitlines())
+    ]
+    return "\n".join(lines)

@@ -24,6 +24,7 @@ from te_models.cli.generate import generate
 from te_models.cli.list import list_command
 from te_models.cli.parity import parity
 from te_models.cli.plan import plan
+from te_models.cli.serve import serve
 from te_models.cli.training import finetune, pretrain
 from te_models.cli.verify import verify
 from te_models.errors import TeModelsError, one_line, unknown
@@ -51,11 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         click.echo(error.format_message())
         return 0
     except click.NoSuchOption as error:
-        options = (
-            []
-            if error.ctx is None
-            else [name for one in error.ctx.command.params for name in one.opts]
-        )
+        options = []
+        if error.ctx is not None:
+            options = [
+                name
+                for one in error.ctx.command.get_params(error.ctx)
+                for name in one.opts
+                if name.startswith("--")
+            ]
         return _fail(error, str(unknown("option", error.option_name, options, "--help-all")))
     except click.ClickException as error:
         return _fail(error, error.format_message())
@@ -109,7 +113,7 @@ def _plain_warnings() -> Iterator[None]:
         yield
 
 
-@click.group(context_settings={"max_content_width": 100})
+@click.group(context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="te-models", prog_name="te-models")
 def cli() -> None:
     """Train decoder language models in FP8: with Transformer Engine on a GPU, emulated elsewhere."""
@@ -124,6 +128,7 @@ COMMANDS = (
     finetune,
     generate,
     chat,
+    serve,
     evaluate,
     bench,
     convert,

@@ -1,11 +1,13 @@
 """`te-models list`: the presets and recipes by name."""
 
+import json
 from collections.abc import Mapping
+from typing import Any
 
 import click
 from rich.table import Column, Table
 
-from te_models.cli.options import Command, console
+from te_models.cli.options import Command, console, json_option
 from te_models.config.model import ModelConfig
 from te_models.config.presets import PRESETS, get_preset
 from te_models.config.recipe import get_recipe, list_recipes
@@ -13,8 +15,12 @@ from te_models.config.shipped import list_shipped, shipped_config
 
 
 @click.command("list", cls=Command)
-def list_command() -> None:
+@json_option
+def list_command(as_json: bool) -> None:
     """Show presets, the models that ship with te-models, and recipes."""
+    if as_json:
+        click.echo(json.dumps(_documents(), indent=1))
+        return
     presets = _shapes(
         "presets: shapes, without weights; in brackets, heads of keys and values",
         {name: get_preset(name) for name in PRESETS},
@@ -35,6 +41,26 @@ def list_command() -> None:
         out.print(table)
         out.print()
     out.print(recipes)
+
+
+def _documents() -> dict[str, Any]:
+    """Return what the tables show as JSON values: config of each shape by name, fields of each recipe by name."""
+    shapes = {name: get_preset(name) for name in PRESETS}
+    models = {name: shipped_config(name) for name in list_shipped()}
+    recipes = {}
+    for name in list_recipes():
+        recipe = get_recipe(name)
+        about = {"hardware": recipe.hardware, "description": recipe.description}
+        recipes[name] = {**recipe.to_dict(), **about}
+    return {
+        "presets": {name: _document(config) for name, config in shapes.items()},
+        "models": {name: _document(config) for name, config in models.items()},
+        "recipes": recipes,
+    }
+
+
+def _document(config: ModelConfig) -> dict[str, Any]:
+    return {"num_parameters": config.num_parameters, **config.document()}
 
 
 def _shapes(title: str, configs: Mapping[str, ModelConfig]) -> Table:

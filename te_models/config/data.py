@@ -55,8 +55,7 @@ class DataConfig(Settings):
     )
     eval_split: float | None = setting(
         None,
-        "Share of --data that is held out for evaluation; default: 0.05, streamed 0.01.",
-        above=True,
+        "Share of --data that is held out for evaluation; 0: no evaluation; default: 0.05, streamed 0.01.",
         below=1,
         fixed=True,
         metavar="SHARE",
@@ -116,7 +115,7 @@ class DataConfig(Settings):
             paths = [given] if isinstance(given, (str, os.PathLike)) else given
             object.__setattr__(self, name, tuple(os.fspath(path) for path in paths))
         super().__post_init__()
-        if self.eval_split is not None and self.eval_data:
+        if self.eval_split and self.eval_data:
             raise ConfigError(
                 "eval_split is a share of --data, and eval_data replaces it: give one of the two"
             )

@@ -103,7 +103,10 @@ class TrainConfig(Settings):
     keep_best: bool = _evaluation(
         True, "Save the model of the evaluation with the lowest loss in the folder best/."
     )
-    save_every: int = _evaluation(0, "Steps between checkpoints; 0: only at the end.")
+    save_every: int | None = _evaluation(
+        None,
+        "Steps between checkpoints; 0: only at the end. Default: about every 5 minutes.",
+    )
     keep_last: int = _evaluation(2, "Number of checkpoints to keep.", least=1)
     seed: int = setting(0, "Seed of weights, data order and sampling.", fixed=True)
     parallel: str = _processes(

@@ -222,9 +222,16 @@ class StreamingDataset:
 
         Without `ranks` it has only the lanes of this rank.
         """
+        return self.whole_state(self.own_state())
+
+    def own_state(self) -> dict[str, object]:
+        """Return the position of this rank's iterator, without waiting for the others."""
         positions = {str(lane): self._position(lane) for lane in self._own_lanes}
-        state = {"windows": self._next_window, "fingerprint": self.fingerprint, "lanes": positions}
-        return merge_states(self.ranks.gather(state))
+        return {"windows": self._next_window, "fingerprint": self.fingerprint, "lanes": positions}
+
+    def whole_state(self, own: dict[str, object]) -> dict[str, object]:
+        """Return `state_dict` as of the time when every rank took its `own_state`, which they exchange here."""
+        return merge_states(self.ranks.gather(own))
 
     def load_state_dict(self, state: Fields) -> None:
         """Continue with the batch that would have followed when `state` was taken, on any number of ranks.

@@ -72,7 +72,7 @@ def open_data(
         options: fields of DataConfig, unless `data` is a DataConfig; `eval_data` may be records too.
 
     Returns:
-        this rank's dataset of training batches, and its evaluation batches.
+        this rank's dataset of training batches, and its evaluation batches; none where eval_split is 0.
 
     Raises:
         UsageError: an argument is out of range, or options contradict each other or the data.
@@ -222,7 +222,8 @@ class _Opening:
             in_kind = {id(document) for document in kept}
             weights = weights[[id(document) in in_kind for document in documents]]
             documents = kept
-        if len(documents) == 1 and not held_out and not documents[0].is_record:
+        cut = self.evaluates and not held_out
+        if len(documents) == 1 and cut and not documents[0].is_record:
             documents, held_out = split_documents(
                 documents, self._eval_split(EVAL_SPLIT), self.config.seed
             )
@@ -236,9 +237,10 @@ class _Opening:
             documents = [documents[i] for i in kept]
             weights = weights[kept]
             remarks += left_out
+        evaluated = None
         if held_out:
             evaluated = encode_documents(held_out, self.tokenizer, whole, self.bad)
-        else:
+        elif self.evaluates:
             try:
                 aside = in_evaluation(documents, self._eval_split(EVAL_SPLIT), self.config.seed)
             except DataError as error:  # of the records that are left
@@ -256,15 +258,15 @@ class _Opening:
             weights=weights if (weights != 1).any() else None,
             sources=sorted({document.source for document in documents} - {""}),
         )
-        held = self._evaluation(evaluated)
+        said, batches = self._evaluation(evaluated)
         dataset.remarks = [
             *remarks,
             *self.bad.describe(),
             *_counted(encoded),
             *self._shortage(dataset.windows_in(1)),
-            *held.remarks,
+            *said,
         ]
-        return dataset, held.eval_batches(self.config.eval_batches)
+        return dataset, batches
 
     def streamed(self) -> tuple[StreamingDataset, list[dict[str, Tensor]]]:
         """Index the corpus, and read as much of it as evaluation needs."""
@@ -291,9 +293,11 @@ class _Opening:
             * self.config.seq_len
             * self.world_size
         )
-        evaluation = (
-            self._load_evaluation(wanted) if settings.eval_data else dataset.held_out(wanted, True)
-        )
+        evaluation = None
+        if settings.eval_data:
+            evaluation = self._load_evaluation(wanted)
+        elif self.evaluates:
+            evaluation = dataset.held_out(wanted, True)
         if dataset.whole:
             number, fit, padding, ignored = dataset.sample()
             remarks += ignored
@@ -303,11 +307,12 @@ class _Opening:
         else:
             firsts = [source.first for source in self.sources if source.first is not None]
             remarks += ignored_lines(firsts)
-        held = self._evaluation(
-            encode_documents(evaluation, self.tokenizer, dataset.whole, self.bad)
-        )
-        dataset.remarks = [*remarks, *held.remarks]
-        return dataset, held.eval_batches(self.config.eval_batches)
+        evaluated = None
+        if evaluation is not None:
+            evaluated = encode_documents(evaluation, self.tokenizer, dataset.whole, self.bad)
+        said, batches = self._evaluation(evaluated)
+        dataset.remarks = [*remarks, *said]
+        return dataset, batches
 
     def _load(self) -> tuple[list[Document], NDArray[np.float64], list[Document]]:
         """Return all documents, their weights, and those of --eval-data or of built-in data that are for evaluation."""
@@ -315,7 +320,7 @@ class _Opening:
         if not self.sources:
             pairs = self.settings.data == (PYTHON_DOCSTRINGS,)
             documents, built_in = python_docstrings() if pairs else (load_documents(None), [])
-            return documents, np.ones(len(documents)), held_out or built_in
+            return documents, np.ones(len(documents)), held_out or built_in * self.evaluates
         parts = [self._documents(source) for source in self.sources]
         weights = np.concatenate(
             [np.full(len(p), s.weight) for p, s in zip(parts, self.sources, strict=True)]
@@ -361,8 +366,15 @@ class _Opening:
         how = "by the chat template's marks" if marks else "by rendering the turns before each"
         return [f"answers found {how}", *self.about_template]
 
-    def _evaluation(self, encoded: Encoded) -> TokenDataset:
-        """Return the dataset to evaluate on, whose remarks describe it."""
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is data to evaluate on."""
+        return bool(self.settings.eval_data) or self.settings.eval_split != 0
+
+    def _evaluation(self, encoded: Encoded | None) -> tuple[list[str], list[dict[str, Tensor]]]:
+        """Return remarks on the data to evaluate on, and its batches."""
+        if encoded is None:
+            return ["no evaluation, since eval_split is 0"], []
         options: Fields = dict(**self.share, shuffle=False, truncate=self.settings.truncate)
         try:
             held = TokenDataset(encoded, self.tokenizer, self.config.seq_len, **options)
@@ -374,11 +386,11 @@ class _Opening:
             else "held out"
         )
         documents = plural(held.num_documents, "record" if held.whole else "document")
-        held.remarks = [
+        remarks = [
             f"evaluation on {documents}, {plural(held.num_tokens, 'token')}, {origin}",
             *(f"in the evaluation data, {remark}" for remark in held.remarks),
         ]
-        return held
+        return remarks, held.eval_batches(self.config.eval_batches)
 
     def _eval_split(self, default: float) -> float:
         return default if self.settings.eval_split is None else self.settings.eval_split

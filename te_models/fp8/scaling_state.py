@@ -189,28 +189,58 @@ def frozen_fp8_state(model: nn.Module, directions: tuple[str, ...] = DIRECTIONS)
     Transformer Engine records the amax of any forward, evaluation included, and uses it in the next training update
     (section 2.5).
     """
-    modules = [
-        module for module in model.modules() if "fp8_meta" in vars(module)
-    ]  # searched once: a step takes ms
-    live = _tensors(modules, directions)
-    before = {name: torch.empty_like(tensor) for name, tensor in live.items()}
-    overwrite(list(before.values()), list(live.values()))
+    copies = Fp8StateCopies(model, directions)
+    before = copies.take()
     try:
         yield
     finally:
-        now = _tensors(modules, directions)
-        names = [name for name in before if name in now]
-        overwrite([now[name] for name in names], [before[name] for name in names])
-        for name in (
-            now.keys() - before.keys()
-        ):  # a module that ran for the first time: its initial values
-            now[name].fill_(1.0 if name[-1] == "scale" else 0.0)
+        copies.put_back(before)
 
 
-def _tensors(
-    modules: list[nn.Module], directions: tuple[str, ...]
-) -> dict[tuple[int, str, str], Tensor]:
-    """Return (place in `modules`, direction, part) -> live tensor of every scale and amax history."""
+Copies = dict[tuple[int, str, str], Tensor]  # by place of the module, direction and part
+
+
+class Fp8StateCopies:
+    """Copies of every scale and amax history of a model, taken and put back with few kernel launches."""
+
+    def __init__(self, model: nn.Module, directions: tuple[str, ...] = DIRECTIONS) -> None:
+        # Searched once: a decoding step takes milliseconds.
+        owners = {
+            name: module for name, module in model.named_modules() if "fp8_meta" in vars(module)
+        }
+        self.names, self.modules = list(owners), list(owners.values())
+        self.directions = directions
+
+    def take(self, into: Copies | None = None) -> Copies:
+        """Return a copy of the state as it is now; `into` is an older copy, whose memory it may use."""
+        live = _tensors(self.modules, self.directions)
+        copies: Copies = {}
+        for name, tensor in live.items():
+            old = None if into is None else into.get(name)
+            same = old is not None and old.shape == tensor.shape
+            copies[name] = old if same else torch.empty_like(tensor)
+        overwrite(list(copies.values()), list(live.values()))
+        return copies
+
+    def named(self, copies: Copies) -> dict[str, Tensor]:
+        """Return what `take` returned under the names of `fp8_state`."""
+        return {
+            f"{self.names[place]}.{direction}.{part}": tensor
+            for (place, direction, part), tensor in copies.items()
+        }
+
+    def put_back(self, copies: Copies) -> None:
+        """Restore what `take` returned, to the bit."""
+        live = _tensors(self.modules, self.directions)
+        names = [name for name in copies if name in live]
+        overwrite([live[name] for name in names], [copies[name] for name in names])
+        for name in live.keys() - copies.keys():
+            # A module that ran for the first time: its initial values.
+            live[name].fill_(1.0 if name[-1] == "scale" else 0.0)
+
+
+def _tensors(modules: list[nn.Module], directions: tuple[str, ...]) -> Copies:
+    """Return the live tensor of every scale and amax history."""
     found = {}
     for place, module in enumerate(modules):
         for direction in directions:

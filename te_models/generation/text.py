@@ -1,6 +1,7 @@
 """Text from a model, streamed in pieces that no later token can change."""
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 
 from typing_extensions import Unpack
 
@@ -10,21 +11,37 @@ from te_models.generation.options import GenerationOptions, complete
 from te_models.model.decoder import Decoder
 
 
+@dataclass
+class Outcome:
+    """What `stream_text` notes of a continuation while it yields it.
+
+    Attributes:
+        tokens: number of tokens that the model has made, a stop token among them.
+        ended: whether a stop token or a stop string has ended the text, rather than the limit.
+    """
+
+    tokens: int = 0
+    ended: bool = False
+
+
 def stream_text(
     model: Decoder,
     tokenizer: TokenizerLike,
     prompt: str | Sequence[int],
     max_new_tokens: int = 64,
+    outcome: Outcome | None = None,
     **options: Unpack[GenerationOptions],
 ) -> Generator[str, None, None]:
     """Yield the continuation of one prompt, text or token ids, in pieces as soon as each is certain.
 
-    `tokenizer` is what `load_tokenizer` returns or takes, or a tokenizer of transformers.
+    `tokenizer` is what `load_tokenizer` returns or takes, or a tokenizer of transformers. `outcome` is filled in
+    meanwhile.
 
     It ends before the end-of-text token of tokenizer or model and before a stop string. Options and errors are those of
     `te_models.generation.generate.stream`.
     """
     tokenizer = as_tokenizer(tokenizer)
+    outcome = Outcome() if outcome is None else outcome
     ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     options.setdefault("eos_token_id", sorted({*stop_ids(model, "config"), *own}))
@@ -33,7 +50,10 @@ def stream_text(
     made: list[int] = []
     text, sent = "", 0
     for tokens in stream(model, [ids], max_new_tokens, tokenizer=tokenizer, **options):
-        if int(tokens[0]) not in stops:
+        outcome.tokens += 1
+        if int(tokens[0]) in stops:
+            outcome.ended = True
+        else:
             made.append(int(tokens[0]))
         text = text_after(tokenizer, ids, made)
         cut = min((text.find(end) for end in endings if end in text), default=None)
@@ -42,6 +62,7 @@ def stream_text(
             yield text[sent:certain]
             sent = certain
         if cut is not None:
+            outcome.ended = True
             return
     if text[sent:]:
         yield text[sent:]

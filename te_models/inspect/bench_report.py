@@ -14,11 +14,7 @@ from te_models.training.plots import new_figure, save_figure, try_drawing
 
 def bench_table(result: Fields) -> Table:
     """Return a result of te_models.inspect.bench as a table."""
-    settings = result["settings"]
-    where = result["environment"].get(
-        "gpu", "CPU: the emulated engine's numbers, not a GPU's speed"
-    )
-    title = f"forward + backward, batch {settings['batch_size']} x {settings['seq_len']} tokens, {where}"
+    title = f"forward + backward, {_conditions(result)}"
     columns = ["ms", "spread", "tokens/s", "TFLOP/s", "speed"]
     columns += ["of roofline"] if result["roofline"] else []
     peaks = [row["peak_gib"] * 2**30 for row in result["rows"] if row["peak_gib"] is not None]
@@ -48,6 +44,13 @@ def bench_table(result: Fields) -> Table:
     return table
 
 
+def _conditions(result: Document) -> str:
+    """Return the size of a step and what it ran on."""
+    settings, environment = result["settings"], result["environment"]
+    place = environment.get("gpu", "CPU: the emulated engine's numbers, not a GPU's speed")
+    return f"batch {settings['batch_size']} x {settings['seq_len']} tokens, {place}"
+
+
 def write_bench(result: dict[str, object], out: str, title: str) -> str:
     """Write bench.json and bench.png into the folder `out`; return the plot's path, or why it was not drawn."""
     folder = Path(out)
@@ -63,14 +66,15 @@ def plot_bench(path: Path, result: Document, title: str) -> None:
     peaks = [row["peak_gib"] * 2**30 for row in rows if row["peak_gib"] is not None]
     panels = 2 if len(peaks) == len(rows) else 1
     unit, size = unit_for(max(peaks, default=0))
-    figure = new_figure((4 + 4 * panels, 1.6 + 0.4 * len(rows)))
+    figure = new_figure((4 + 4 * panels, 2.0 + 0.4 * len(rows)))
     axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
     names = [row["name"] for row in rows]
     colors = ["C0" if name.startswith("te-models") else "0.6" for name in names]
     spread = [[abs(row["ms"] - row["ms_quartiles"][side]) for row in rows] for side in (0, 1)]
     bars = axes[0].barh(names, [row["ms"] for row in rows], xerr=spread, color=colors)
     axes[0].bar_label(bars, [f"{row['ms']:.1f}" for row in rows], padding=4, fontsize=8)
-    axes[0].set(xlabel="forward + backward (ms)", title=title)
+    axes[0].set(xlabel="forward + backward (ms)")
+    figure.suptitle(f"{title}\n{_conditions(result)}", x=0.01, ha="left", fontsize=10)
     if result["roofline"]:
         axes[0].axvline(
             result["roofline"]["total"], color="C3", linewidth=1, linestyle="--", label="roofline"

@@ -3,6 +3,7 @@
 import datetime
 import platform
 import subprocess
+import sys
 
 import torch
 
@@ -21,3 +22,11 @@ def environment() -> dict[str, str]:
     else:
         found["cpu"] = platform.processor() or platform.machine()
     return found
+
+
+def require_gpu() -> None:
+    """End this script with one line if there is no GPU to measure on."""
+    if not torch.cuda.is_available():
+        sys.exit(
+            "this benchmark measures a GPU, and PyTorch finds none here: run it on a machine with one"
+        )

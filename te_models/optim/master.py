@@ -27,6 +27,7 @@ from te_models.optim.state_tensors import (
     Options,
     State,
     Stateful,
+    bytes_in,
     check_values,
     pack,
     unpack,
@@ -234,6 +235,14 @@ class MasterWeights:
             "state": state,
             "masters": [m.detach() for m in compress(self.masters, self._copied)],
         }
+
+    def state_bytes(self) -> int:
+        """Return the size of `state_dict` once every parameter has been updated."""
+        size = sum(bytes_in(master) for master in compress(self.masters, self._copied))
+        for optimizer, group, view in self._stateful():
+            if isinstance(optimizer, Stateful):
+                size += bytes_in(optimizer.expected_state(view, group))
+        return size
 
     def fetch(self, kind: str, index: int, tensor: Tensor) -> Tensor:
         """Return a tensor of `state_dict()[kind][index]` with its values; `kind` is "state" or "masters"."""

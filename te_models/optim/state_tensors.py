@@ -68,6 +68,13 @@ def scalar() -> Tensor:
     return torch.empty((), dtype=torch.float32, device="meta")
 
 
+def bytes_in(value: Any) -> int:
+    """Return the bytes of the tensors in a value of a state, or in a template of one."""
+    if isinstance(value, dict):
+        return sum(bytes_in(member) for member in value.values())
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+
+
 def check_values(saved: object, expected: Any, place: str) -> None:
     """Compare one value of saved state with a template, before anything live is written.
 

@@ -18,7 +18,7 @@ from te_models.errors import UsageError
 from te_models.fp8.primary_weights import is_quantized
 from te_models.optim.gradients import Gradients, chunks, clip_factor, gradient_norm, scale
 from te_models.optim.master import check_kind, set_group_rate
-from te_models.optim.state_tensors import Group, Options, State, check_values, like
+from te_models.optim.state_tensors import Group, Options, State, bytes_in, check_values, like
 
 MOMENTS = {
     "bf16": (torch.bfloat16, torch.bfloat16),
@@ -114,6 +114,10 @@ class TEAdam:
     def masters_by_id(self) -> dict[int, Tensor]:
         """Return nothing: there are no FP32 masters, since the parameters are their upper halves."""
         return {}
+
+    def state_bytes(self) -> int:
+        """Return the size of the tensors of `state_dict`."""
+        return sum(bytes_in(state) for state in self.state_dict()["state"])
 
     def fetch(self, kind: str, index: int, tensor: Tensor) -> Tensor:
         """Return the tensor: every rank has all of the state."""

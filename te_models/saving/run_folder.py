@@ -61,6 +61,7 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None  # of the newest background save
         self._failed_saves = 0  # in the background, in a row
+        self.seconds = 0.0  # that the newest save took
 
     def save(
         self,
@@ -231,6 +232,7 @@ class Checkpoints:
 
     def _retrying(self, path: Path, save: Callable[[], None]) -> None:
         """Run `save`, again after each of `retry_pauses` if it fails."""
+        begun = time.monotonic()
         for pause in self.retry_pauses:
             try:
                 save()
@@ -241,6 +243,7 @@ class Checkpoints:
         else:
             save()
         self._error, self._failed_saves = None, 0
+        self.seconds = time.monotonic() - begun
 
     def _commit(self, path: Path, content: Content) -> None:
         self.sweep()

@@ -106,15 +106,18 @@ class Parity(Printable):
 
 
 def parity(
-    model: Decoder, origin: Origin, exports: Iterable[str | Path], batches: list[dict[str, Tensor]]
+    model: Decoder,
+    origin: Origin,
+    exports: str | Path | Iterable[str | Path],
+    batches: list[dict[str, Tensor]],
 ) -> Parity:
     """Compare `model` with its exports.
 
     Args:
         model: the trained model; its scales and mode do not change.
         origin: `model.origin`, the folder that it was read from.
-        exports: names of formats, which are written to a temporary folder with `batches` as calibration where the
-            recipe has no scales, and folders of quantized checkpoints. Empty: every format, with the reason
+        exports: one or several names of formats, which are written to a temporary folder with `batches` as calibration
+            where the recipe has no scales, and folders of quantized checkpoints. Empty: every format, with the reason
             for those that the model's sizes do not allow.
         batches: {"input_ids", "labels"}, int64 [B, S] each; targets whose label is -100 are not compared.
 
@@ -125,7 +128,8 @@ def parity(
         UsageError: a name that is neither a format nor a folder, a format that the model's sizes do not allow, or a
             folder with another vocabulary.
     """
-    names = [str(name) for name in exports]
+    given = [exports] if isinstance(exports, (str, Path)) else exports
+    names = [str(name) for name in given]
     rows = [_row(model, origin, name, batches, required=bool(names)) for name in names or FORMATS]
     tokens = sum(int(_counted(batch).sum()) for batch in batches)
     title = f"recipe {model.recipe.name}, engine {model.engine}, trained against served, on {plural(tokens, 'token')}"
@@ -163,7 +167,7 @@ def _folder(name: str) -> Path:
         local_folder(name) if "/" in name and not Path(name).exists() else Path(name)
     )  # of the hub, or here
     if not folder.is_dir():
-        raise UsageError(f"--export {name} is neither a format ({', '.join(FORMATS)}) nor a folder")
+        raise UsageError(f"export {name} is neither a format ({', '.join(FORMATS)}) nor a folder")
     return folder
 
 

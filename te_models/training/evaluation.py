@@ -13,6 +13,7 @@ from te_models.fp8.region import evaluating
 from te_models.model.inputs import invalid_token
 from te_models.model.targets import IGNORED, invalid_label, shifted
 
+KEPT = "The weights are those of the step before"  # of a run that diverged
 Batch = dict[str, Tensor]  # "input_ids" and "labels", int64 [B, S], perhaps "document_ids"
 
 
@@ -103,7 +104,7 @@ def diagnosis(
     ]
     mistake = next(filter(None, sum(ranks.gather(checked), [])), None)
     if mistake is not None:
-        return f"step {step}: {mistake}. The weights are those of the step before"
+        return f"step {step}: {mistake}. {KEPT}"
     what, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
     own = [
         first_bad_module(model, batch) for batch in micro_batches
@@ -117,4 +118,4 @@ def diagnosis(
         advice += (
             f", --recipe {'bf16' if recipe.name == 'current' else 'current'}, or more BF16 layers"
         )
-    return f"step {step}: the {what} is {value}; {place}. The weights are those of the step before: {advice}"
+    return f"step {step}: the {what} is {value}; {place}. {KEPT}: {advice}"

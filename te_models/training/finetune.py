@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,12 +24,11 @@ from te_models.data.dataset import TokenDataset, check_fit
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer, load_tokenizer
 from te_models.data.training_data import open_data, steps_of
-from te_models.errors import ConfigError, UsageError
+from te_models.errors import ConfigError, Diverged, UsageError
 from te_models.files.formats import Fields
 from te_models.generation.options import GenerationOptions
 from te_models.model.recipe_fit import auto_recipe
 from te_models.optim import resolve_options
-from te_models.planning.printable import Terminal
 from te_models.saving.checkpoint_choice import describe_choice
 from te_models.saving.pretrained import read_shape, refuse_adapters
 from te_models.saving.run_folder import Checkpoints
@@ -39,7 +39,14 @@ from te_models.training.launch import choose_parallel, parallel, restarts
 from te_models.training.loggers import Run, check_loggers, open_loggers
 from te_models.training.parallel import Parallel
 from te_models.training.preflight import check_memory
-from te_models.training.report import draw_run, print_next, print_outcome, progress, summary
+from te_models.training.report import (
+    draw_run,
+    print_next,
+    print_outcome,
+    progress,
+    run_console,
+    summary,
+)
 from te_models.training.resume import (
     resumed_options,
     run_folder,
@@ -82,7 +89,7 @@ def finetune(
     loggers = check_loggers(settings.log)
     with parallel(config, settings.build.get("device")) as shared, contextlib.ExitStack() as stack:
         shared.frozen = settings.lora is not None
-        console = Terminal(quiet=not shared.ranks.first)
+        console = run_console(quiet=not shared.ranks.first)
         chosen: list[str] = []
         if not resume:
             settings, chosen = _resolved(settings)
@@ -114,7 +121,13 @@ def finetune(
         for part in (*chosen, *_notes(settings, folder, newest, model), about):
             console.print(part, soft_wrap=isinstance(part, str))  # paths stay whole
         sampler = _sampler(settings, model, words, eval_batches, shared)
-        if sampler and settings.model is not None and not start and shared.ranks.world == 1:
+        if (
+            sampler
+            and sampler.prompts
+            and settings.model is not None
+            and not start
+            and shared.ranks.world == 1
+        ):
             _note_before(console, sampler, model, eval_batches[0], config)
         record = {**(read_record(folder) if newest is not None else {})}
         record["id"] = shared.ranks.from_first(lambda: run_id(record))
@@ -127,7 +140,12 @@ def finetune(
         with progress(console, config, start) as trainer.on_step, open_loggers(names, run) as sent:
             trainer.callbacks = [*sent, *callbacks]
             begun = time.monotonic()
-            result = trainer.run(resume=newest is not None)
+            try:
+                result = trainer.run(resume=newest is not None)
+            except Diverged:
+                if shared.ranks.first:
+                    _draw(settings, trainer)
+                raise
             seconds = time.monotonic() - begun
         stack.close()  # its processes need no memory while samples are drawn
         content = None if adapters is None or result.interrupted else adapters.content(live=False)
@@ -176,17 +194,19 @@ def _write_end(
     words: Tokenizer,
 ) -> dict[str, str]:
     """Write the adapters, if any and the run is complete, and the loss curve; return what was written and where."""
-    written, result, config = {}, trainer.result, trainer.config
+    written, result = {}, trainer.result
     if adapters is not None and content is not None:
         from te_models.training.merging import save_adapters  # noqa: PLC0415  needs peft
 
         written = save_adapters(adapters, content, trainer.out, words, trainer.evaluation, result)
-    label = f"{settings.label} · {trainer.model.recipe.name}"
-    about = f"{config.tokens_per_step:,} tokens; {settings.command}"
-    return {
-        "loss curve": draw_run(result, label, settings.data.data, trainer.out, about),
-        **written,
-    }
+    return {"loss curve": _draw(settings, trainer), **written}
+
+
+def _draw(settings: RunSettings, trainer: Trainer) -> str:
+    """Draw the loss curve; return where, or why not."""
+    recipe = trainer.model.recipe.name
+    about = f"{trainer.config.tokens_per_step:,} tokens; {settings.command}"
+    return draw_run(trainer.result, settings.label, recipe, settings.data.data, trainer.out, about)
 
 
 def _note_before(
@@ -373,7 +393,8 @@ def _show_samples(
 ) -> None:
     """Print the answers of the model, which has been trained for so many seconds, and the commands to run next."""
     if sampler:
-        sampler.show(console, SHARE / 2 * seconds if sampler.bounded else math.inf)
+        share = SHARE / 2 if sampler.before else SHARE
+        sampler.show(console, share * seconds if sampler.bounded else math.inf)
     prompts = (
         sampler.prompts
         if sampler
@@ -399,7 +420,15 @@ def _sampler(
     if shared.sharded:
         options["cuda_graph"] = False  # collectives are not captured
         prompts = [Prompt(*map(tuple, found)) for found in shared.ranks.from_first(lambda: prompts)]
-    sampler = Sampler(model, words, prompts, tokens, options)
+    agree: Callable[[bool], bool] = bool
+    if shared.sharded:
+        agree = functools.partial(_first_ones, shared)
+    sampler = Sampler(model, words, prompts, tokens, options, agree)
     chosen = "sample_tokens" in settings.given or tokens != SETTINGS["sample_tokens"].default
-    sampler.bounded = not (chosen or shared.sharded)  # ranks would stop at different tokens
+    sampler.bounded = not chosen
     return sampler
+
+
+def _first_ones(shared: Parallel, answer: bool) -> bool:
+    """Return the answer of the first process, on every process."""
+    return shared.ranks.gather(answer)[0]

@@ -395,6 +395,10 @@ def _read_adapter(model: CausalLM, folder: Path, trainable: bool) -> _Adapter:
             f"{folder} holds its adapters as a pickle, which can run code: save them as safetensors"
         )
     modules, path = adaptable_modules(model), folder / "adapter_config.json"
+    if folder.is_dir() and not path.exists() and (folder / "config.json").exists():
+        raise CheckpointError(
+            f"{folder} holds a whole model and no adapters: load it with CausalLM.from_pretrained"
+        )
     if (folder / MANIFEST).exists():
         saved = load_folder(
             folder, ["adapter_config", "adapter_model"], optional=["fp8_state", "recipe"]

@@ -256,13 +256,15 @@ class Parallel:
             dist.all_reduce(values, group=self.data_group)
         return values
 
-    def sum_and_any(self, values: Tensor, flag: bool) -> Tensor:
-        """Return the sums of `values` [n] over the shares of a batch, and the number of raised flags: [n + 1].
+    def sum_and_any(self, values: Tensor, *flags: bool) -> Tensor:
+        """Return the sums of `values` [n] over the shares of a batch, and how many processes raised each flag.
 
-        Every process takes part, and `copies` of them have each share.
+        Every process takes part, and `copies` of them have each share. The result has n + flags elements.
         """
         copies = self.ranks.world // self.data_world
-        both = torch.cat([values / copies, values.new_full((1,), flag)])
+        # No copy from the host, which would wait.
+        raised = [values.new_full((1,), flag) for flag in flags]
+        both = torch.cat([values / copies, *raised])
         if self.ranks.world > 1:
             dist.all_reduce(both)
         return both

@@ -33,7 +33,8 @@ def plot_run(
 
     Args:
         path: the file.
-        rows: metrics of each step: step, loss, learning_rate, tokens_per_second and sometimes eval_loss.
+        rows: metrics of each step: step, loss, learning_rate, tokens_per_second and sometimes eval_loss and recipe;
+            a line marks where the recipe changes.
         title, subtitle: lines above.
         first_eval_loss: loss of the evaluation before the first step; nan: there was none.
     """
@@ -61,11 +62,15 @@ def plot_run(
         if math.isfinite(row.get("eval_loss", math.nan))
     ]
     _draw_loss(top, steps, loss, points)
-    rate.plot(steps, [row["learning_rate"] for row in rows], color=RATE, linewidth=1.5)
+    for number, (step, name) in enumerate(recipes_of(rows)[1:]):
+        _mark(top, step, name, number)
+    point = _point(steps)
+    rates = [row["learning_rate"] for row in rows]
+    rate.plot(steps, rates, color=RATE, linewidth=1.5, **point)
     rate.set_title("learning rate", loc="left", fontsize=9, color=MUTED)
     rate.yaxis.set_major_formatter("{x:g}")
     speeds = [row["tokens_per_second"] for row in rows]
-    speed.plot(steps, speeds, color=SPEED, alpha=0.3, linewidth=0.8)
+    speed.plot(steps, speeds, color=SPEED, alpha=0.3, linewidth=0.8, **point)
     typical = float(np.median(speeds))
     speed.axhline(typical, color=SPEED, linewidth=1.2)
     speed.set_title(f"tokens/s, median {typical:,.0f}", loc="left", fontsize=9, color=MUTED)
@@ -74,7 +79,8 @@ def plot_run(
     rate.set_ylim(bottom=0)
     for panel in (top, rate, speed):
         panel.set_xlim(0, max(steps))
-        panel.set_xlabel("step", fontsize=9, color=MUTED)
+        # Of the upper panel on the left: its legend is on the right.
+        panel.set_xlabel("step", fontsize=9, color=MUTED, loc="left" if panel is top else "center")
         panel.xaxis.get_major_locator().set_params(integer=True)
         panel.grid(color="#e5e7eb", linewidth=0.8)
         panel.set_axisbelow(True)
@@ -84,13 +90,48 @@ def plot_run(
     save_figure(figure, path)
 
 
+def recipes_of(rows: Sequence[Row]) -> list[tuple[int, str]]:
+    """Return the recipes of a run in order, each with its first step; none of rows that name none."""
+    found: list[tuple[int, str]] = []
+    for row in rows:
+        name = row.get("recipe")
+        if name is not None and (not found or found[-1][1] != name):
+            found.append((row["step"], name))
+    return found
+
+
+def _point(steps: Sequence[int]) -> dict[str, Any]:
+    """Return the keywords that show a single step, through which no line can be drawn."""
+    return dict(marker="o", markersize=5.5, clip_on=False, zorder=3) if len(steps) == 1 else {}
+
+
+def _mark(axes: Any, step: int, recipe: str, number: int) -> None:
+    """Mark the step from which on a run has another recipe; the names of several changes have a line each."""
+    axes.axvline(step - 0.5, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+    last = axes.dataLim.x1
+    left = step - 0.5 > 0.85 * last  # the name would leave the plot
+    below = 24 if step < 0.15 * last else 0  # the number of the first evaluation
+    axes.annotate(
+        recipe,
+        (step - 0.5, 1),
+        (-4 if left else 4, -4 - below - 12 * number),
+        ("data", "axes fraction"),
+        textcoords="offset points",
+        ha="right" if left else "left",
+        va="top",
+        fontsize=8.5,
+        color=MUTED,
+    )
+
+
 def _draw_loss(
     axes: Any, steps: Sequence[int], loss: Sequence[float], points: Sequence[tuple[int, float]]
 ) -> None:
     """Draw the training loss, and the evaluations with the first, the best and the last value written beside them."""
     smoothed = smooth(loss)
-    axes.plot(steps, loss, color=TRAIN, alpha=0.25, linewidth=0.8, label="training")
-    axes.plot(steps, smoothed, color=TRAIN, linewidth=2, label="training, smoothed")
+    point = _point(steps)
+    axes.plot(steps, loss, color=TRAIN, alpha=0.25, linewidth=0.8, label="training", **point)
+    axes.plot(steps, smoothed, color=TRAIN, linewidth=2, label="training, smoothed", **point)
     evaluated = [value for _, value in points]
     if points:
         axes.plot(
@@ -104,7 +145,9 @@ def _draw_loss(
             clip_on=False,
             zorder=3,
         )
-    written = {0: (9, 3, "left"), len(points) - 1: (-4, 9, "right")} if points else {}
+    written = {len(points) - 1: (-4, 9, "right")} if points else {}
+    if points and points[0][0] == 0:  # left of it are the ticks of the axis
+        written[0] = (9, 3, "left")
     best = int(np.argmin(evaluated)) if evaluated else 0
     if best not in written and points:
         written[best] = (0, -15, "center")
@@ -124,14 +167,35 @@ def _draw_loss(
     low, high = float(seen.min()), float(seen.max())
     if low > 0 and high > 2.5 * low:
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
         axes.set_ylim(low / 1.06, high * 1.08)
+        axes.set_yticks(log_ticks(low / 1.06, high * 1.08))
+        axes.set_yticks([], minor=True)
+        axes.yaxis.set_major_formatter("{x:g}")
     else:
         margin = 0.08 * (high - low) or 0.1
         axes.set_ylim(low - margin, high + margin)
     axes.set_ylabel("loss (nats per token)", fontsize=9, color=MUTED)
-    axes.legend(frameon=False, fontsize=9, labelcolor=INK, loc="upper right")
+    # Below the axes, where it covers neither a curve nor a number.
+    place = dict(loc="upper right", bbox_to_anchor=(1, -0.07), ncols=3, borderaxespad=0)
+    axes.legend(frameon=False, fontsize=9, labelcolor=INK, **place)
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return round numbers between `low` and `high` whose labels do not touch on a logarithmic axis of a few inches.
+
+    The roundest come first, and others where there is room.
+    """
+    found: list[float] = []
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for digits in (1, 2, 5, 3, 4, 7, 6, 8, 1.5, 9, 2.5, 1.2):
+        for decade in decades:
+            tick = float(f"{digits}e{decade}")
+            apart = all(
+                abs(math.log(tick / other)) > 0.08 * math.log(high / low) for other in found
+            )
+            if low <= tick <= high and apart:
+                found.append(tick)
+    return sorted(found)
 
 
 def try_drawing(path: Path, draw: Callable[[], None]) -> str:

@@ -2,6 +2,8 @@
 
 import functools
 import os
+import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from te_models.config.recipe import FP8_WEIGHTS, RECIPE_FIELDS, Recipe, get_reci
 from te_models.config.training import TrainConfig
 from te_models.device.choice import choose_device
 from te_models.distributed.environment import number
-from te_models.errors import UsageError
+from te_models.errors import UsageError, plural
 from te_models.files.formats import Fields
 from te_models.fp8.primary_weights import SHARDED_SCHEMES, quantize_weights_alike
 from te_models.optim import resolve_options
@@ -134,6 +136,26 @@ def available_memory(device: torch.device) -> int:
         )
         free = min(free, int(most) - int(used.read_text()) + int(cached))
     return max(0, free)
+
+
+def check_disk(folder: Path, size: int, kept: int) -> None:
+    """Raise UsageError if a checkpoint of `size` bytes cannot fit where `folder` is or will be; warn if `kept` do not.
+
+    A run writes a checkpoint before it deletes an older one.
+    """
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if size > free:
+        raise UsageError(
+            f"a checkpoint takes {_gib(size)}, and {folder} has {_gib(free)} of disk space free: make room, or give "
+            "another folder"
+        )
+    if size * (kept + 1) > free:
+        warnings.warn(
+            f"a checkpoint takes {_gib(size)}, and {folder} has {_gib(free)} of disk space free, too little for "
+            f"{plural(kept + 1, 'checkpoint')}: make room, or lower keep_last",
+            stacklevel=2,
+        )
 
 
 def _model(settings: RunSettings, newest: Path | None) -> tuple[ModelConfig, Recipe, Fields]:

@@ -4,6 +4,8 @@ import functools
 import math
 import shlex
 import statistics
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,17 +27,26 @@ from te_models.errors import DataError, plural
 from te_models.kernels.dispatch import compile_status
 from te_models.planning.memory_plan import unit_for
 from te_models.planning.precision_plan import PRECISION_NAMES
+from te_models.planning.printable import Terminal
 from te_models.saving.checkpoint_choice import best_checkpoint
 from te_models.training.cuda_graph import step_obstacle
 from te_models.training.metrics import read_metrics
-from te_models.training.plots import plot_run, try_drawing
+from te_models.training.plots import plot_run, recipes_of, try_drawing
 from te_models.training.preflight import MemoryCheck
 from te_models.training.result import Result
 from te_models.training.samples import Prompt
 from te_models.training.settings import RUN_FILE
 from te_models.training.timing import Row
 
+LINES = 20  # steps of a run that a log has a line about, besides evaluations
+LINE_PAUSE = 60.0  # seconds without a line in a log, where steps are slow
+LOG_WIDTH = 140  # characters of a line where the output is not a terminal
 PROMPT = 60  # characters of a prompt in a suggested command
+
+
+def run_console(quiet: bool = False) -> Terminal:
+    """Return the console of a run: of the terminal's width, or of LOG_WIDTH where the output is a file."""
+    return Terminal(quiet=quiet, width=None if sys.stdout.isatty() else LOG_WIDTH)
 
 
 def summary(
@@ -138,7 +149,8 @@ def speed_rows(model: CausalLM, config: TrainConfig) -> dict[str, str]:
 def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Callable[[Row], None]]:
     """Show a progress bar with loss, tokens/s and time left; yield the function that takes each step's metrics.
 
-    If the output is not a terminal, print only evaluations, one per line.
+    Evaluations have a line each. If the output is not a terminal, so do a few other steps: about LINES of the run, and
+    one a minute.
     """
     columns = (
         TextColumn("step"),
@@ -149,10 +161,12 @@ def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Call
         TimeRemainingColumn(),
     )
     time_left = TimeLeft(config, start)
+    every, printed = max(1, math.ceil((config.steps - start) / LINES)), time.monotonic()
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("train", total=config.steps, completed=start, loss="-", speed="-")
 
         def show(row: Row) -> None:
+            nonlocal printed
             bar.update(
                 task,
                 completed=row["step"],
@@ -161,9 +175,13 @@ def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Call
             )
             if line := time_left.line(row):
                 console.print(line)
-            if "eval_loss" in row:
+            now = time.monotonic()
+            due = (row["step"] - start) % every == 0 or now - printed > LINE_PAUSE
+            if "eval_loss" in row or (due and not console.is_terminal):
+                printed = now
+                evaluated = f"  eval loss {row['eval_loss']:.4f}" if "eval_loss" in row else ""
                 console.print(
-                    f"step {row['step']:>6}  loss {row['loss']:.4f}  eval loss {row['eval_loss']:.4f}  "
+                    f"step {row['step']:>6}  loss {row['loss']:.4f}{evaluated}  "
                     f"{row['tokens_per_second']:,.0f} tokens/s"
                 )
 
@@ -241,11 +259,15 @@ def print_outcome(
         )
         return
     change = result.first_eval_loss - result.eval_loss
-    rows = {
-        "eval loss before": f"{result.first_eval_loss:.4f} nats per token",
-        "eval loss after": f"{result.eval_loss:.4f} ({abs(change):.4f} {'lower' if change >= 0 else 'higher'})",
-        "perplexity": f"{_exp(result.first_eval_loss)} before, {_exp(result.eval_loss)} after",
-    }
+    if math.isnan(result.first_eval_loss) and math.isnan(result.eval_loss):  # no evaluation
+        rows = {"loss": f"{result.loss:.4f} nats per token, in the last step"}
+    else:
+        direction = "lower" if change >= 0 else "higher"
+        rows = {
+            "eval loss before": f"{result.first_eval_loss:.4f} nats per token",
+            "eval loss after": f"{result.eval_loss:.4f} ({abs(change):.4f} {direction})",
+            "perplexity": f"{_exp(result.first_eval_loss)} before, {_exp(result.eval_loss)} after",
+        }
     if math.isfinite(result.tokens_per_second):  # not of a run that only had to write files
         rows["speed"] = f"{result.tokens_per_second:,.0f} tokens/s"
     if result.peak_memory is not None:
@@ -277,17 +299,22 @@ def _exp(loss: float) -> str:
     return f"{math.exp(loss):,.2f}" if loss < 100 else "infinite" if loss == loss else "unknown"
 
 
-def draw_run(result: Result, label: str, data: Sequence[str], folder: Path, about: str) -> str:
+def draw_run(
+    result: Result, model: str, recipe: str, data: Sequence[str], folder: Path, about: str
+) -> str:
     """Draw the run into loss.png; return its path, or why it was not drawn.
 
-    `label` names model and recipe, and `about` is what else there is to say of the run.
+    `recipe` is the present one, for runs whose metrics name none, and `about` is what else there is to say of the run.
     """
     path, rows = folder / "loss.png", read_metrics(folder / "metrics.jsonl")
     if not rows:
         return "not drawn: no step was taken"
     names = data or ("Python's documentation and sources",)
-    title = f"{label} · {', '.join(Path(name).name or name for name in names)}"
+    recipes = " then ".join(name for _, name in recipes_of(rows)) or recipe
+    title = f"{model} · {recipes} · {', '.join(Path(name).name or name for name in names)}"
     losses = f"evaluation loss {result.first_eval_loss:.4f} before, {result.eval_loss:.4f} after; "
+    if math.isnan(result.eval_loss):
+        losses = ""
     subtitle = f"{losses}{plural(result.step, 'step')} of {about}"
     return try_drawing(
         path, functools.partial(plot_run, path, rows, title, subtitle, result.first_eval_loss)
@@ -344,9 +371,28 @@ def print_next(
         title.append(f", with {reason}", "not bold")
     console.print(title, soft_wrap=True)
     for command, purpose in commands:
-        console.print(
-            f"  {shlex.join(command)}", Text(f"  # {purpose}", "dim"), soft_wrap=True, sep=""
-        )
+        line, comment = f"  {shlex.join(command)}", f"# {purpose}"
+        if len(line) + 2 + len(comment) <= console.width or not console.is_terminal:
+            console.print(line, Text(f"  {comment}", "dim"), soft_wrap=True, sep="")
+            continue
+        console.print(Text(f"  {comment}", "dim"))
+        console.print(_broken(command, console.width), soft_wrap=True)
+
+
+def _broken(command: Sequence[str], width: int) -> str:
+    """Return a command in lines of at most `width`, if its words allow it, that a shell reads as one."""
+    groups: list[list[str]] = [[]]
+    for word in command:
+        if word.startswith("--"):  # an option stays with its value
+            groups.append([])
+        groups[-1].append(word)
+    lines = [" "]
+    for group in groups:
+        text = shlex.join(group)
+        if len(lines[-1]) + len(text) + len("  \\") > width and lines[-1].strip():
+            lines.append("     ")
+        lines[-1] += f" {text}"
+    return " \\\n".join(lines)
 
 
 def _conversations(tokenizer: Tokenizer, prompts: list[Prompt]) -> bool:

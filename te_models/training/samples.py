@@ -1,9 +1,10 @@
 """Samples of a run: prompts from its evaluation data, and the model's answers to them before and after training."""
 
 import contextlib
+import itertools
 import math
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple
 
 from rich.console import Console
@@ -21,6 +22,7 @@ SAMPLES = 3
 SHARE = 0.1  # of a run's time that samples take, before and after together, unless their length was asked for
 OPENING = 24  # maximum tokens of a text to use as prompt, where the data has no prompts; half of a short text
 READABLE = 256  # tokens: a longer prompt is used only if there is no shorter one
+LINE = 40  # characters: an answer that time cuts shorter than this is not shown
 MAX_LINES = 14  # shown of a prompt, and of an answer
 
 
@@ -98,14 +100,23 @@ class Sampler:
     """Answers of a model to prompts of its evaluation data.
 
     An answer has at most `tokens` tokens and is greedy, so that before and after are comparable; the continuation of an
-    opening is sampled with `options["seed"]`. All processes of a sharded model take part, with the same prompts.
-    `seconds` bounds the time that each answer takes, once its first tokens are there; an answer that it cuts ends in
-    "...".
+    opening is sampled with `options["seed"]`.
+
+    The time of the answers is bounded once their first tokens are there. Each prompt has an equal share of it; an
+    answer that is still shorter than LINE then takes of the others' shares, since a word or two say nothing, and is
+    left out if all of the time is not enough. An answer that is cut ends in "...".
+
+    Args:
+        model, tokenizer: whose answers.
+        prompts: what they answer.
+        tokens: maximum number of tokens of each.
+        options: of generation.
+        agree: makes the answer to a question of all processes the first one's. Those of a sharded model answer
+            together, and would otherwise stop at different tokens.
     """
 
     bounded = False  # whether the samples of a run may take only a share of its time
-    seconds = math.inf
-    cut = False  # whether an answer was cut
+    cut = False  # whether an answer was cut or left out
 
     def __init__(
         self,
@@ -114,10 +125,14 @@ class Sampler:
         prompts: Sequence[Prompt],
         tokens: int,
         options: GenerationOptions,
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
         self.model, self.tokenizer, self.tokens, self.options = model, tokenizer, tokens, options
         self.prompts = list(prompts)
+        self.agree = agree
         self.before: list[str] = []
+        self._share_ends = self._end = math.inf  # times: of the present answer, and of all
+        self._late = False  # whether the present answer was cut
 
     def answer(self, prompt: Prompt) -> Generator[str, None, None]:
         """Yield the answer to a prompt in pieces."""
@@ -125,63 +140,76 @@ class Sampler:
         if options["do_sample"]:
             options["temperature"] = 0.8
         room = self.model.config.longest_sequence - len(prompt.ids)
-        begun = time.monotonic()
+        length, self._late = 0, False
         pieces = stream_text(
             self.model, self.tokenizer, prompt.ids, min(self.tokens, room), **options
         )
         with contextlib.closing(pieces):
             for piece in pieces:
                 yield piece
-                if time.monotonic() - begun > self.seconds:
-                    self.cut = True
+                length += len(piece)
+                end = self._end if length < LINE else self._share_ends
+                if self.agree(time.monotonic() > end):
+                    self.cut = self._late = True
                     yield "..."
                     return
 
-    def take_at_most(self, seconds: float) -> None:
-        """Bound the time of the next answers to all prompts together."""
-        self.seconds = seconds / max(1, len(self.prompts))
+    def answers(self, seconds: float) -> Iterator[tuple[Prompt, Iterator[str]]]:
+        """Yield each prompt with its answer in pieces, until `seconds` are over; see `Sampler` for what is left out."""
+        self._end = time.monotonic() + seconds
+        for number, prompt in enumerate(self.prompts):
+            now = time.monotonic()
+            self._share_ends = now + (self._end - now) / (len(self.prompts) - number)
+            if self.agree(now > self._end):
+                self.cut = True
+                return
+            pieces = _first_lines(self.answer(prompt))
+            begun: list[str] = []
+            for piece in pieces:
+                begun.append(piece)
+                if len("".join(begun)) >= LINE:
+                    break
+            # An answer that ends by itself may be shorter.
+            if self._late and len("".join(begun).removesuffix("...")) < LINE:
+                return
+            yield prompt, itertools.chain(begun, pieces)
 
     def note_before(self, seconds: float = math.inf) -> None:
         """Note the answers of the model as it is now, within `seconds`, to be shown beside the later ones."""
-        self.take_at_most(seconds)
-        self.before = ["".join(_first_lines(self.answer(prompt))) for prompt in self.prompts]
+        self.before = ["".join(pieces) for _, pieces in self.answers(seconds)]
 
     def show(self, console: Console, seconds: float = math.inf) -> None:
         """Print each prompt with the earlier answer and that in the data, and stream the present answer.
 
         The answers take at most `seconds` together.
         """
-        self.take_at_most(seconds)
-        for number, prompt in enumerate(self.prompts, start=1):
+        shown = 0
+        for prompt, pieces in self.answers(seconds):
+            shown += 1
+            before = self.before[shown - 1] if shown <= len(self.before) else None
+            title = f"\nsample {shown} of {len(self.prompts)}, from the evaluation data"
+            console.print(Text(title, "bold"))
             kind = "prompt" if prompt.reference else "opening"
-            console.print(
-                Text(f"\nsample {number} of {len(self.prompts)}, from the evaluation data", "bold")
-            )
             _block(console, kind, _shortened(text_after(self.tokenizer, (), prompt.ids)), "dim")
             if prompt.reference:
-                _block(
-                    console,
-                    "answer in the data",
-                    text_after(self.tokenizer, prompt.ids, prompt.reference),
-                    "dim",
-                )
-            if self.before:
-                _block(console, "before", self.before[number - 1], "dim")
-            console.print(
-                Text(
-                    "after" if self.before else "answer" if prompt.reference else "goes on",
-                    "bold green",
-                )
-            )
+                reference = text_after(self.tokenizer, prompt.ids, prompt.reference)
+                _block(console, "answer in the data", reference, "dim")
+            if before is not None:
+                _block(console, "before", before, "dim")
+            title = "answer" if prompt.reference else "goes on"
+            console.print(Text(title if before is None else "after", "bold green"))
             begun = False
-            for piece in _first_lines(self.answer(prompt)):
-                shown = piece if begun else piece.lstrip("\n")
-                console.print(shown, end="", soft_wrap=True)
-                begun = begun or bool(shown)
+            for piece in pieces:
+                visible = piece if begun else piece.lstrip("\n")
+                console.print(visible, end="", soft_wrap=True)
+                begun = begun or bool(visible)
             console.print("" if begun else Text("(nothing)"))
         if self.cut:
-            said = f"samples take at most a tenth of a run's time: --sample-tokens {self.tokens} writes them whole"
-            console.print(Text(f"\n{said}", "dim"))
+            bound = "\nsamples take at most a tenth of a run's time"
+            if shown == 0:
+                bound += ", too little for an answer here"
+            option = f"--sample-tokens {self.tokens} writes all {len(self.prompts)} whole"
+            console.print(Text(f"{bound}: {option}", "dim"))
 
 
 def _block(console: Console, title: str, text: str, style: str) -> None:

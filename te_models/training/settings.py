@@ -396,14 +396,16 @@ def read_run_file(path: Path) -> dict[str, Any]:
     for title, values in (read_yaml(path) if in_yaml else read_toml(path)).items():
         if title == RECORD:
             continue
-        check_known(f"table of {path}", title, TABLES)
         if not isinstance(values, Mapping):
-            table = f"{title}:" if in_yaml else f"[{title}]"
-            raise ConfigError(f"{path}: {title} is a table: write {table} and its settings below")
+            raise _outside(path, title, in_yaml)
+        check_known(f"table of {path}", title, TABLES)
         if title == "recipe":
             flat["recipe"] = dict(values)
             continue
         for name, value in values.items():
+            home = _table_of(name)
+            if home and name not in TABLES[title]:
+                raise ConfigError(f"{path}: {name} belongs in [{home}], not in [{title}]")
             check_known(
                 f"setting of [{title}] in {path}",
                 name,
@@ -418,6 +420,30 @@ def read_run_file(path: Path) -> dict[str, Any]:
                 TABLES[title][name].check(value)
             flat[name] = value
     return flat
+
+
+def _outside(path: Path, name: str, in_yaml: bool) -> UsageError:
+    """Return the error for a value that a run.toml, or the same in YAML, has outside its tables."""
+
+    def header(table: str) -> str:
+        return f"{table}:" if in_yaml else f"[{table}]"
+
+    if home := _table_of(name):
+        return ConfigError(f"{path}: {name} belongs in a table: write {header(home)} above it")
+    if name == "recipe":
+        given = "name: NAME" if in_yaml else "name = NAME"
+        return ConfigError(f"{path}: recipe is a table: write {header(name)}, and {given} below")
+    if name in TABLES:
+        return ConfigError(
+            f"{path}: {name} is a table: write {header(name)} and its settings below"
+        )
+    return unknown(f"setting of {path}", name, SETTINGS, "`te-models finetune --help-all`")
+
+
+def _table_of(name: str) -> str:
+    """Return the table in which a setting belongs; "" for a name of none. The name of a recipe is a table's `name`."""
+    titles = (title for title, settings in TABLES.items() if name in settings and name != "recipe")
+    return next(titles, "")
 
 
 def changed_settings(

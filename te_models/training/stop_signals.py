@@ -1,4 +1,4 @@
-"""Clean stops: Ctrl-C and SIGTERM end a run after its current step."""
+"""Clean stops: Ctrl-C, SIGTERM and a terminal that closes end a run after its current step."""
 
 import contextlib
 import signal
@@ -8,7 +8,7 @@ from types import FrameType
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Callable[[], int]]:
-    """Yield a function that returns the number of the signal that arrived, SIGINT (Ctrl-C) or SIGTERM; 0 if none has.
+    """Yield a function that returns the number of the signal that arrived, SIGINT (Ctrl-C), SIGTERM or SIGHUP; 0: none.
 
     A second signal has its usual effect. Outside the main thread signals cannot be handled: the caller's handlers stay,
     and the function returns 0.
@@ -19,7 +19,11 @@ def stop_signals() -> Iterator[Callable[[], int]]:
         received.append(number)
         signal.signal(number, before[number])
 
-    before = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    hang_up = getattr(signal, "SIGHUP", None)  # of a terminal that closes; Windows has none
+    if hang_up is not None and signal.getsignal(hang_up) != signal.SIG_IGN:  # which nohup sets
+        numbers.append(hang_up)
+    before = {int(number): signal.getsignal(number) for number in numbers}
     try:
         for number in before:
             signal.signal(number, note)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from te_models.training.evaluation import Batch
+from te_models.training.step_start import StepStart
 
 Timestamp = torch.cuda.Event | float  # on a CUDA device an event in its queue, elsewhere seconds
 
@@ -49,8 +50,9 @@ Row = dict[
 class QueuedStep:
     """A step that the device may still be computing.
 
-    `values` are loss, gradient norm, number of processes asked to stop, and RoutingReport.metrics with experts; the
-    host may read them once `ready` is reached. `end` follows the optimizer's update; `row` then has the values.
+    `values` are loss, gradient norm, the numbers of processes that were asked to stop and that want a checkpoint, and
+    RoutingReport.metrics with experts; the host may read them once `ready` is reached. `begun` is the state before the
+    step. `end` follows the optimizer's update; `row` then has the values.
     """
 
     step: int
@@ -58,5 +60,6 @@ class QueuedStep:
     micro_batches: list[Batch]
     values: Tensor
     ready: torch.cuda.Event | None
+    begun: StepStart
     end: Timestamp = 0.0
     row: Row = field(default_factory=dict)

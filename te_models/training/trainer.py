@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import statistics
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -49,6 +50,7 @@ from te_models.fp8.scaling_state import divide_gradient_amaxes
 from te_models.model.output import step_loss
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
+from te_models.optim.state_tensors import bytes_in
 from te_models.saving.adapters import facts_in
 from te_models.saving.pretrained import model_content
 from te_models.saving.restore import read_training_state
@@ -69,9 +71,13 @@ from te_models.training.evaluation import (
     to_device,
 )
 from te_models.training.facts import facts_at_start, facts_now, resumed_facts
+from te_models.training.failed_run import broken_line, broken_tensor, save_failed_run
 from te_models.training.metrics import MetricsLog
 from te_models.training.parallel import Parallel, reshard
+from te_models.training.preflight import available_memory, check_disk
 from te_models.training.recipe_schedule import RecipeSchedule
+from te_models.training.report import progress as shown_progress
+from te_models.training.report import run_console
 from te_models.training.restore import (
     gradient_factor,
     read_random_states,
@@ -84,6 +90,7 @@ from te_models.training.resume import run_choices
 from te_models.training.routers import StepWeights, over_micro_batches, router_row, weigh_losses
 from te_models.training.saved import saved_part
 from te_models.training.settings import RUN_FILE
+from te_models.training.step_start import StepStart, StepStarts
 from te_models.training.stop_signals import stop_signals
 from te_models.training.timing import QueuedStep, Row, copy_to_host, elapsed, timestamp
 
@@ -92,6 +99,10 @@ if TYPE_CHECKING:
 
 RECENT = 100  # steps whose median speed is the speed of the run
 SAVE_RETRY_PAUSES = (1.0, 5.0)  # seconds before a failed save is tried again
+SAVE_PAUSE = 300.0  # seconds between checkpoints where save_every is not given
+SAVE_SHARE = (
+    0.05  # of a run's time that these take at most; a large model on a slow disk saves more rarely
+)
 
 log = logging.getLogger(__name__)
 
@@ -181,12 +192,14 @@ class Trainer(NamedFields):
             checked_batch(batch, f"evaluation batch {n}") for n, batch in enumerate(evaluated, 1)
         ]
         strangers = [callback for callback in self.callbacks if not isinstance(callback, Callback)]
-        blind = config.patience and self.eval_batches is None
+        blind = config.patience and not self.evaluation
         mistakes = {
             "callbacks are instances of subclasses of te_models.Callback; on_step= takes a function": strangers,
             f"patience={config.patience} counts evaluations: give eval_batches too": blind,
         }
         refuse(mistakes)
+        if not any(self.parallel.ranks.gather(len(self.evaluation))):
+            self.eval_batches = None  # as of data that is opened with eval_split=0
         weigh_losses(self.model, config)
         self.model.router_group = parallel.data_group if parallel.data_world > 1 else None
         parallel.start_alike(self.model)
@@ -217,14 +230,22 @@ class Trainer(NamedFields):
             name: document if isinstance(document, bytes) else render_json(document, name)
             for name, document in self.documents.items()
         }
+        self.starts = StepStarts(self.model, self.data)
+        self.begun: StepStart | None = None  # of the step that has begun and has changed no weight
+        self.updating = False  # whether the optimizer is changing the weights
+        self.pending: QueuedStep | None = None  # the newest step, until its metrics are read
+        self.save_due = False  # as of the last step that was read, where save_every is not given
+        self.saved_at = time.monotonic()
         self.routed: list[Tensor] = []  # RoutingReport.metrics of the step's micro-batches
         self.stop_requested: Callable[[], int] = lambda: 0  # of this process: the signal's number
         self.stopping = False  # of any process, as of the last step that was read
         self.result = Result()
         self.facts = facts_at_start(self, self.about)
 
-    def run(self, resume: bool = False) -> Result:
+    def run(self, resume: bool = False, progress: bool = False) -> Result:
         """Train to `config.steps`, from the newest checkpoint in `out` if `resume`.
+
+        `progress` shows a bar with loss, speed and time left, and in a log some lines, as the command line does.
 
         Raises:
             ValueError: with `resume`, there is no checkpoint or it is of another model or optimizer; without, there is
@@ -239,12 +260,14 @@ class Trainer(NamedFields):
             )
             if not resume and not self.result.step:
                 self.parallel.ranks.from_first(self._refuse_to_replace, UsageError)
-            result = self._run(resume)
+            if self.result.step < self.config.steps:
+                self.parallel.ranks.from_first(self._check_disk, UsageError)
+            result = self._run(resume, progress)
         if self.graphed is not None:
             self.graphed.close()  # the process group cannot be destroyed before
         return result
 
-    def _run(self, resume: bool) -> Result:
+    def _run(self, resume: bool, progress: bool) -> Result:
         torch.manual_seed(self.config.seed + self.parallel.data_rank)
         if resume:
             self.restore()
@@ -263,6 +286,9 @@ class Trainer(NamedFields):
             contextlib.closing(metrics),
             self._background_saves(),
             stop_signals() as self.stop_requested,
+            shown_progress(
+                run_console(quiet=not (progress and first)), self.config, self.result.step
+            ) as show,
         ):
             batches = iter(self.data)
             if not self.result.step:
@@ -271,15 +297,21 @@ class Trainer(NamedFields):
                 self.result.first_eval_loss = self.result.eval_loss = self._evaluate()
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
-            for row in self.steps(batches):
-                metrics.write(row)
-                self.on_step(row)
-                for callback in self.callbacks:
-                    callback.on_step(self, row)
-                if "eval_loss" in row:
-                    self._evaluated(row)
-                if self._due(self.config.save_every, row["step"]):
-                    self.save(blocking=False)
+            self.saved_at = time.monotonic()
+            try:
+                for row in self.steps(batches):
+                    metrics.write(row)
+                    show(row)
+                    self.on_step(row)
+                    for callback in self.callbacks:
+                        callback.on_step(self, row)
+                    if "eval_loss" in row:
+                        self._evaluated(row)
+                    if self.pending is None and self._save_due(row["step"]):
+                        self.save(blocking=False)
+            except Exception as error:
+                save_failed_run(self, error, metrics)
+                raise
             self.result.interrupted = (
                 self.result.step < self.config.steps and not self.result.stopped_early
             )
@@ -306,9 +338,11 @@ class Trainer(NamedFields):
             if config.keep_best:
                 tensors, documents = self._model_content()
                 documents["run"] = run_choices(self.model)
-                self.best.save(
-                    row["step"], tensors, {**documents, **self.documents}, blocking=False
-                )
+                # What became NaN since the evaluation ends the run in the next step, with a better explanation.
+                if broken_tensor(tensors, self.parallel.ranks) is None:
+                    self.best.save(
+                        row["step"], tensors, {**documents, **self.documents}, blocking=False
+                    )
         else:
             result.evaluations_since_best += 1
             if (
@@ -341,44 +375,62 @@ class Trainer(NamedFields):
         device would wait for both. With `ahead` it is read when the next backward pass is queued, except before an
         evaluation or a save.
         """
-        step, queued = self.result.step, None
+        step = self.result.step
         while step < self.config.steps and not self.stopping:
             step += 1
-            before, queued = queued, self._queue(step, batches, queued)
+            before = self.pending
+            self.pending = self._queue(step, batches, before)
             if before is not None:
                 yield self._finish(before)
-            due = [
-                self._due(every, step) for every in (self.config.eval_every, self.config.save_every)
-            ]
-            if not self.ahead or step == self.config.steps or any(due):
-                yield self._finish(queued)
-                queued = None
-        if queued is not None:
-            yield self._finish(queued)
+            due = self._due(self.config.eval_every, step) or self._save_due(step)
+            if not self.ahead or step == self.config.steps or due:
+                yield self.finish_pending()
+        if self.pending is not None:
+            yield self.finish_pending()
 
     def step(self, batches: Iterator[Batch]) -> Row:
         """Take the next optimizer step on micro-batches from `batches`; return its metrics."""
         return self._finish(self._queue(self.result.step + 1, batches, None))
 
+    def finish_pending(self) -> Row:
+        """Return the metrics of the newest step, after which nothing is queued."""
+        pending, self.pending = self.pending, None
+        assert pending is not None
+        return self._finish(pending)
+
     @staticmethod
     def _due(every: int, step: int) -> bool:
         return every > 0 and step % every == 0
+
+    def _save_due(self, step: int) -> bool:
+        """Return whether a checkpoint is to be written after `step`, besides the one at the end of the run."""
+        if self.config.save_every is not None:
+            return self._due(self.config.save_every, step)
+        return self.save_due and step < self.config.steps
+
+    def _wants_save(self) -> bool:
+        """Return whether it is long since the last checkpoint, by the clock of the first process."""
+        if self.config.save_every is not None or not self.parallel.ranks.first:
+            return False
+        pause = max(SAVE_PAUSE, self.checkpoints.seconds / SAVE_SHARE)
+        return time.monotonic() - self.saved_at > pause
 
     def _queue(self, step: int, batches: Iterator[Batch], before: QueuedStep | None) -> QueuedStep:
         """Queue one optimizer step. Step `before` is checked in between; without `ahead` this step is too."""
         config, device = self.config, self.device
         start = timestamp(device) if before is None else before.end
+        self.begun = begun = self.starts.take()
         micro_batches = [next(batches) for _ in range(config.gradient_accumulation)]
         self.schedule.follow(step)
         loss = self._forward_backward(micro_batches)
         router_losses, shares = over_micro_batches(self.routed, loss)
         sums = self.parallel.sum_and_any(
-            torch.cat([loss[None], router_losses]), self.stop_requested() != 0
+            torch.cat([loss[None], router_losses]), self.stop_requested() != 0, self._wants_save()
         )
-        loss, router_losses, stops = sums[0], sums[1:-1], sums[-1]
+        loss, router_losses, flags = sums[0], sums[1:-2], sums[-2:]
         norm = self.optimizer.take_gradients(config.clip_grad_norm)
-        values = torch.cat([torch.stack([loss, norm.to(loss), stops]), router_losses, shares])
-        queued = QueuedStep(step, start, micro_batches, *copy_to_host(values))
+        values = torch.cat([torch.stack([loss, norm.to(loss)]), flags, router_losses, shares])
+        queued = QueuedStep(step, start, micro_batches, *copy_to_host(values), begun)
         if before is not None:
             self._check(before)
         if not self.ahead:
@@ -387,7 +439,9 @@ class Trainer(NamedFields):
         self.checkpoints.copied()  # a save in the background may still read what the update overwrites
         if self.ahead and isinstance(self.optimizer, MasterWeights):
             self.optimizer.skip_if(~(loss + norm).isfinite())
+        self.begun, self.updating = None, True
         self.optimizer.step()
+        self.updating = False
         queued.end = timestamp(device)
         return queued
 
@@ -490,9 +544,11 @@ class Trainer(NamedFields):
             return
         if queued.ready is not None:
             queued.ready.synchronize()
-        loss, norm, stops, *routed = queued.values.tolist()
+        loss, norm, stops, saves, *routed = queued.values.tolist()
         self.stopping = self.stopping or bool(stops)
+        self.save_due = self.save_due or bool(saves)
         if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.begun = queued.begun
             raise Diverged(
                 diagnosis(
                     self.model, self.parallel.ranks, queued.step, loss, norm, queued.micro_batches
@@ -552,9 +608,23 @@ class Trainer(NamedFields):
 
         With `blocking=False` a single process writes it in the background; several processes always save together.
         """
-        how = dict(blocking=blocking, copy_later=not blocking)
         with saving(self.model):
-            folder = self.checkpoints.save(self.result.step, *self._content(), **how)
+            tensors, documents = self._content()
+            broken = broken_tensor(tensors, self.parallel.ranks)
+            if broken is not None:
+                raise Diverged(broken_line(broken, self.result.step, self.checkpoints))
+            if not blocking and self.config.save_every is None:
+                # A save in the background copies all to host memory, which nobody asked for here.
+                size = sum(bytes_in(members) for members in tensors.values())
+                blocking = 2 * size > available_memory(torch.device("cpu"))
+            folder = self.checkpoints.save(
+                self.result.step,
+                tensors,
+                documents,
+                blocking=blocking,
+                copy_later=not blocking,
+            )
+        self.save_due, self.saved_at = False, time.monotonic()
         self.result.checkpoint = str(folder)
         for callback in self.callbacks:
             callback.on_save(self, folder)
@@ -576,14 +646,20 @@ class Trainer(NamedFields):
     def _content(self) -> tuple[dict[str, dict[str, Tensor]], Fields]:
         """Return the tensors and documents of a checkpoint."""
         tensors, documents = self._model_content()
-        cuda = self.device.type == "cuda"
+        start = self.begun
+        if start is None:
+            random = torch.get_rng_state()
+            cuda = self.device.type == "cuda"
+            cuda_random = torch.cuda.get_rng_state(self.device) if cuda else None
+            position = self.data.state_dict()
+        else:  # the step that follows has begun, and failed
+            random, cuda_random = start.random, start.cuda_random
+            position = self.starts.whole_data(start)
         state = {
             "optimizer": self._optimizer_state(),
-            "dataset": self.data.state_dict(),
-            "rng": self._all_random_states(torch.get_rng_state()),
-            "cuda_rng": self._all_random_states(torch.cuda.get_rng_state(self.device))
-            if cuda
-            else None,
+            "dataset": position,
+            "rng": self._all_random_states(random),
+            "cuda_rng": None if cuda_random is None else self._all_random_states(cuda_random),
             "result": asdict(self.result),
             "gradient_factor": 1,  # those that the scales know, over those of one process
         }
@@ -637,6 +713,13 @@ class Trainer(NamedFields):
             raise UsageError(
                 f"{self.out} already holds a run of {steps}: continue it with run(resume=True), or give another out"
             )
+
+    def _check_disk(self) -> None:
+        """Raise UsageError if the first checkpoint certainly does not fit on the disk."""
+        trained = (p for p in self.model.parameters() if p.requires_grad or self.saved is None)
+        size = sum(p.numel() * p.element_size() for p in trained) + self.optimizer.state_bytes()
+        kept = self.config.keep_last if self.config.save_every != 0 else 1
+        check_disk(self.out, size, kept)
 
     def _optimizer_names(self) -> list[str]:
         """Return the names of the whole model's parameters, in the order of the optimizer."""

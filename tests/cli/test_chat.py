@@ -11,6 +11,7 @@ import pytest
 from chat_model import write_chat_model
 
 from te_models.cli import main
+from te_models.cli.chat import COMMANDS, KEYS, _wrapped
 from te_models.generation import conversation
 
 FIXED = ["--device", "cpu", "--engine", "emulated", "--max-new-tokens", "4", "--greedy"]
@@ -167,3 +168,13 @@ def test_template_options_are_json_or_text(chat: Callable, answers: list[str]) -
     chat("hi", options=("--template-option", "enable_thinking=false"))
     chat("hi", options=("--template-option", "enable_thinking=no"))
     assert [prompt.endswith("<think></think>") for prompt in answers] == [True, False]
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_help_breaks_between_words(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for name, text in COMMANDS.items():
+        lines = _wrapped(text, f"  {name:<15} ").splitlines()
+        assert all(len(line) < columns for line in lines)
+        assert " ".join(" ".join(lines).split()) == f"{name} {' '.join(text.split())}"
+    assert all(len(line) < columns for line in _wrapped(KEYS, "  ").splitlines())

@@ -23,6 +23,8 @@ from te_models import CausalLM, list_presets, list_recipes
 from te_models.cli import main
 from te_models.cli.commands import cli
 from te_models.cli.options import console
+from te_models.config.model import ModelConfig
+from te_models.config.presets import PRESETS
 from te_models.config.toml import read_toml
 
 TINY = [
@@ -103,7 +105,7 @@ def test_help_is_short_and_help_all_is_grouped_and_complete(
     [
         ("--steps", "[default: 300; x>=1]"),
         ("--learning-rate", "[default: 2e-5, with --lora 2e-4; x>=0]"),
-        ("--eval-split", "[0<x<1]"),
+        ("--eval-split", "[0<=x<1]"),
         ("--lora-dropout", "[default: 0.0; 0<=x<1]"),
         ("--lora-alpha", "[x>0]"),
         ("--data-workers", "[default: 2; x>=0]"),
@@ -629,3 +631,27 @@ def test_commands_take_the_data_that_every_machine_has(
     data += ["--seq-len", "64"]
     assert main(["export", *data, "--format", "fp8-tensor", "--out", "e"]) == 0
     assert main(["parity", *data, "--export", "fp8-tensor"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["-h", "list -h", "finetune -h", "chat -h"])
+def test_h_is_help(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 0
+    assert capsys.readouterr().out.startswith("Usage: te-models")
+
+
+@pytest.mark.parametrize("words", ["-V", "list --jsn"])
+def test_an_unknown_option_is_told_those_there_are(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    assert re.search("did you mean '--.+'\\? choose one of --help, --", capsys.readouterr().err)
+
+
+def test_the_list_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["presets"].keys() == PRESETS.keys() and "gated-nano" in found["models"]
+    assert list(found["recipes"]) == list_recipes()
+    for name, shape in found["presets"].items():
+        count = shape.pop("num_parameters")
+        assert ModelConfig.from_dict(shape).num_parameters == count, name

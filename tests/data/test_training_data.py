@@ -687,3 +687,29 @@ def test_pythons_documentation_has_a_name() -> None:
     named, _ = open_data("python-docs", ByteTokenizer(), config)
     default, _ = open_data(None, ByteTokenizer(), config)
     assert named.describe() == default.describe() and named.fingerprint == default.fingerprint
+
+
+@pytest.mark.parametrize("source", ["texts", "pairs", "one", "built-in"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_eval_split_0_turns_evaluation_off(streaming: bool, source: str, tmp_path: Path) -> None:
+    """All of the data is trained on; of built-in data the part for evaluation is left out."""
+    if source == "built-in" and streaming:
+        pytest.skip("it is there as a whole")
+    pairs = [dict(prompt=f"number {n} is ", completion=f"{n}.") for n in range(30)]
+    path = tmp_path / ("records.jsonl" if source == "pairs" else "text.txt")
+    lines = [json.dumps(pair) for pair in pairs] if source == "pairs" else ["a text, " * 60]
+    path.write_text("\n".join(lines) + "\n")
+    if source == "texts":
+        (tmp_path / "other.txt").write_text("another text, " * 60)
+    data = {"built-in": "python-docstrings", "texts": tmp_path}.get(source, path)
+    options: dict[str, Any] = dict(streaming=streaming, num_workers=0)
+    dataset, batches = open_data(data, ByteTokenizer(), CONFIG, eval_split=0, **options)
+    assert batches == [] and "no evaluation" in dataset.describe()
+    if not streaming and source != "built-in":
+        assert dataset.num_documents == (len(pairs) if source == "pairs" else 1 + (source == "texts"))  # fmt: skip
+    assert next(iter(dataset))["input_ids"].shape == (CONFIG.batch_size, CONFIG.seq_len)
+    held_out = tmp_path / "held.txt"
+    held_out.write_text("held out " * 100)
+    if source in ("texts", "one"):
+        _, batches = open_data(path, ByteTokenizer(), CONFIG, eval_split=0, eval_data=held_out, **options)  # fmt: skip
+        assert batches

@@ -10,6 +10,7 @@ import torch
 from te_models import CausalLM
 from te_models.cli import main
 from te_models.config.presets import get_preset
+from te_models.inspect import bench_report
 from te_models.inspect.bench import WAYS, Measured, bench, parse
 from te_models.inspect.bench_report import bench_table, plot_bench
 from te_models.inspect.peers import TorchBlock, peer_step, torch_peer
@@ -120,11 +121,22 @@ def test_the_table_has_mebibytes_for_a_small_model() -> None:
     )
 
 
-def test_the_plot_of_a_gpu_run(tmp_path: Path) -> None:
+def test_the_plot_says_what_it_ran_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = dict(name="torch", ms=3.0, ms_quartiles=[2.9, 3.2], peak_gib=1.5)
-    result = dict(rows=[row, {**row, "name": "te-models delayed"}], roofline=dict(total=2.0))
+    result = dict(
+        rows=[row, {**row, "name": "te-models delayed"}],
+        roofline=dict(total=2.0),
+        settings=dict(batch_size=8, seq_len=2048),
+        environment=dict(gpu="NVIDIA H100"),
+    )
     plot_bench(tmp_path / "bench.png", result, "a title")
     assert (tmp_path / "bench.png").stat().st_size > 5000
+    drawn: list[Any] = []
+    monkeypatch.setattr(bench_report, "save_figure", lambda figure, path: drawn.append(figure))
+    for environment, place in ((dict(gpu="NVIDIA H100"), "NVIDIA H100"), ({}, "CPU: the emulated")):
+        plot_bench(tmp_path / "bench.png", {**result, "environment": environment}, "a title")
+        said = drawn[-1].get_suptitle()
+        assert said.startswith("a title\nbatch 8 x 2048 tokens") and place in said
 
 
 @pytest.mark.parametrize("matplotlib", [True, False])

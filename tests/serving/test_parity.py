@@ -301,3 +301,21 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
     build("current", vocab_size=320).export(tmp_path / "other", format="bf16")
     assert main([*line, "--export", str(tmp_path / "other")]) == 2
     assert "they are two models" in capsys.readouterr().err
+
+
+def test_one_export_needs_no_list() -> None:
+    model = CausalLM.from_preset(
+        "gated-nano",
+        recipe="bf16",
+        device="cpu",
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        hidden_size=128,
+        intermediate_size=128,
+    )
+    ids = torch.arange(16)[None]
+    batches = [dict(input_ids=ids, labels=ids)]
+    found = parity(model, model.origin, "fp8-block", batches)
+    assert [row.export for row in found.rows] == ["fp8-block"]
+    with pytest.raises(UsageError, match="export fp8 is neither a format"):
+        parity(model, model.origin, "fp8", batches)

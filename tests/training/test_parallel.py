@@ -34,6 +34,7 @@ from benchmarks import scaling
 from te_models import CausalLM
 from te_models.cli import main
 from te_models.config.training import TrainConfig
+from te_models.files.tensors import all_finite
 from te_models.saving.folder import load_folder
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.metrics import read_metrics
@@ -114,6 +115,8 @@ SPECIAL = {
     "resharded-full": dict(parallel="fsdp", recipe="delayed", mode="full"),
     "resharded-offload": dict(parallel="fsdp", recipe="delayed", offload=True),
     "stopped": dict(parallel="fsdp", stop=1, steps=50, save_every=50),
+    "poisoned-loss-ddp": dict(parallel="ddp", recipe="delayed", spoil=1, save_every=50),
+    "poisoned-loss-fsdp": dict(parallel="fsdp", recipe="current", spoil=0, save_every=50),
     "poisoned-ddp": dict(parallel="ddp", recipe="delayed", poison=1),
     "poisoned-fsdp": dict(parallel="fsdp", recipe="current", poison=1, gradient_accumulation=2),
 }
@@ -401,6 +404,18 @@ def test_a_bad_value_on_one_process_stops_all_with_one_message(
     assert (
         first == second and "step 3: the loss is nan" in first and "layers.2.mlp.down_proj" in first
     )
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_bad_loss_on_one_process_leaves_a_checkpoint_of_the_step_before(
+    kind: str, two: dict[str, Any], root: Path
+) -> None:
+    first, second = two[f"poisoned-loss-{kind}"]["errors"]
+    assert first == second and "step 3: the loss is nan" in first and "step 2 is saved" in first
+    saved = Checkpoints(root / f"poisoned-loss-{kind}" / "checkpoints").all()
+    assert [folder.name for folder in saved] == ["step-00000002"]
+    found = load_folder(saved[0], ["model", "training"], optional=["fp8_state"])
+    assert all(all_finite(t) for group in found.tensors.values() for t in group.values())
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Curves of a run: smoothing without lag, and what a plot shows."""
 
+import importlib
 import math
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from benchmarks.loss_curves import plot_losses
 from te_models.training import plots
-from te_models.training.plots import plot_run, smooth
+from te_models.training.plots import plot_run, recipes_of, smooth
 
 pytest.importorskip("matplotlib")
 
@@ -80,6 +81,54 @@ def test_a_large_fall_is_drawn_on_a_logarithmic_axis(figures: list[Any], tmp_pat
     plot_run(tmp_path / "loss.png", rows(20), "", "", 11.0)
     plot_run(tmp_path / "loss.png", rows(20), "", "", 3.0)
     assert [figure.axes[0].get_yscale() for figure in figures] == ["log", "linear"]
+
+
+def overlap(boxes: list[Any]) -> bool:
+    return any(a.overlaps(b) for n, a in enumerate(boxes) for b in boxes[:n])
+
+
+@pytest.mark.parametrize("first", [11.0, 7.0, 3.0, 300.0])
+@pytest.mark.parametrize("last", [2.9, 1.2, 0.9, 0.05, 0.0003])
+def test_numbers_do_not_overlap(
+    first: float, last: float, figures: list[Any], tmp_path: Path
+) -> None:
+    """Nor does the legend cover one; whatever the range of the losses, the axis has some."""
+    agg = importlib.import_module("matplotlib.backends.backend_agg")
+    found = rows(40)
+    for row in found:
+        row["loss"] = first * (last / first) ** (row["step"] / 40)
+        row.pop("eval_loss", None)
+    found[-1]["eval_loss"] = last
+    plot_run(tmp_path / "loss.png", found, "title", "subtitle", first)
+    canvas = agg.FigureCanvasAgg(figures[0])
+    canvas.draw()
+    top, drawn = figures[0].axes[0], canvas.get_renderer()
+    low, high = top.get_ylim()
+    ticks = [
+        label.get_window_extent(drawn)
+        for label, place in zip(top.get_yticklabels(), top.get_yticks(), strict=True)
+        if low <= place <= high and label.get_text()
+    ]
+    assert len(ticks) >= 4 and not overlap(ticks)
+    legend = top.get_legend().get_window_extent(drawn)
+    texts = [text.get_window_extent(drawn) for text in (*top.texts, *top.get_xticklabels())]
+    assert not any(legend.overlaps(box) for box in (*texts, *ticks, top.bbox))
+
+
+def test_a_change_of_recipe_is_marked(figures: list[Any], tmp_path: Path) -> None:
+    found = rows(40)
+    for row in found:
+        row["recipe"] = "current" if row["step"] < 31 else "bf16"
+    plot_run(tmp_path / "loss.png", found, "title")
+    top = figures[0].axes[0]
+    assert list(top.lines[-1].get_xdata()) == [30.5, 30.5]
+    assert "bf16" in [text.get_text() for text in top.texts]
+    assert recipes_of(found) == [(1, "current"), (31, "bf16")]
+
+
+def test_a_single_step_is_a_point(figures: list[Any], tmp_path: Path) -> None:
+    plot_run(tmp_path / "loss.png", rows(1), "title")
+    assert all(panel.lines[0].get_marker() == "o" for panel in figures[0].axes)
 
 
 @pytest.mark.parametrize("count", [1, 12])

@@ -1,18 +1,22 @@
 """The summary of a run: compiled or not, a CUDA graph or not, and why."""
 
+import io
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import TINY, said_at_the_end
+from rich.console import Console
+from tiny_runs import TINY, said_at_the_end, tiny_model, tiny_trainer
 
 from te_models import CausalLM
 from te_models.cli import main
 from te_models.config.training import TrainConfig
 from te_models.kernels.dispatch import COMPILE_MODES, compile_mode
-from te_models.training.report import _parameters, speed_rows
+from te_models.training import report
+from te_models.training.report import _broken, _parameters, progress, speed_rows
 from te_models.training.result import Result
 
 GRAPH, COMPILED = "forward and backward", "elementwise operations"
@@ -93,3 +97,56 @@ def test_a_run_has_the_parameters_of_its_plan() -> None:
 def test_peak_memory_has_the_unit_of_its_size(peak: int, printed: str) -> None:
     said = said_at_the_end(Result(peak_memory=peak, checkpoint="a"), TrainConfig(), Path("runs"))
     assert re.search(r"peak memory +(.+?) *\n", said)[1] == printed
+
+
+def logged(steps: int, start: int = 0, seconds: float = 0.0, evaluated: int = 0) -> list[str]:
+    """The lines of a run in a log, whose steps take so long, and of which every `evaluated`-th is evaluated."""
+    out, now = io.StringIO(), 0.0
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(report.time, "monotonic", lambda: now)
+        with progress(Console(file=out, width=140), TrainConfig(steps=steps), start) as show:
+            for step in range(start + 1, steps + 1):
+                now += seconds
+                row = dict(step=step, loss=2.0, tokens_per_second=1000.0)
+                show(row | ({"eval_loss": 3.0} if evaluated and step % evaluated == 0 else {}))
+    return [line for line in out.getvalue().splitlines() if line.startswith("step")]
+
+
+def test_a_log_has_lines_of_some_steps() -> None:
+    assert len(logged(1000)) == 20 and "step     50  loss 2.0000  1,000 tokens/s" in logged(1000)
+    assert len(logged(7)) == 7
+    assert len(logged(1000, start=900)) == 20
+    assert len(logged(1000, evaluated=10)) == 100
+    assert len(logged(1000, seconds=61.0)) == 1000  # slow steps
+
+
+def test_a_bar_is_in_place_of_these_lines() -> None:
+    out = io.StringIO()
+    terminal = Console(file=out, width=80, force_terminal=True)
+    with progress(terminal, TrainConfig(steps=3), 0) as show:
+        for step in (1, 2, 3):
+            show(dict(step=step, loss=2.0, tokens_per_second=1000.0))
+    assert "tokens/s" in out.getvalue() and "loss 2.0000" not in out.getvalue()
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_trainer_shows_progress_if_asked(
+    shown: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_trainer(tiny_model(), tmp_path, steps=3).run(progress=shown)
+    tiny_trainer(tiny_model(), tmp_path, steps=4).run(resume=True, progress=shown)
+    said = capsys.readouterr().out
+    assert said.count("eval loss") == (4 if shown else 0)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_long_command_is_broken_between_options(width: int) -> None:
+    command = ["te-models", "generate", "--model", "runs/a run", "--prompt", "say it"]
+    text = _broken(command, width)
+    assert shlex.split(text.replace("\\\n", " ")) == command
+    assert all(len(line) <= width for line in text.splitlines())
+
+
+def test_without_evaluation_the_outcome_has_the_training_loss(tmp_path: Path) -> None:
+    said = said_at_the_end(Result(step=3, loss=2.5), TrainConfig(steps=3), tmp_path)
+    assert "2.5000 nats per token" in said and "eval loss" not in said and "nan" not in said

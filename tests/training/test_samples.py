@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -281,14 +282,83 @@ def test_a_run_shows_the_same_prompts_before_and_after(
     assert "sample 1" not in out and "--prompt 'number " in out
 
 
-def test_an_answer_out_of_time_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(100))
-    monkeypatch.setattr(samples, "stream_text", lambda *args, **options: (str(n) for n in range(9)))
-    monkeypatch.setattr(samples.time, "monotonic", lambda: next(clock))
-    sampler = Sampler(tiny_model(), WORDS, [Prompt((1, 2), (3,))] * 2, 9, {})
-    assert "".join(sampler.answer(sampler.prompts[0])) == "012345678"
-    sampler.take_at_most(6)  # 3 s for each of the two
-    assert "".join(sampler.answer(sampler.prompts[0])) == "0123..." and sampler.cut
+PIECE = "0123456789"
+
+
+def timed(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, each: float = 1.0, pieces: int = 9
+) -> tuple[Sampler, str]:
+    """Show two answers of so many pieces of ten characters, which take `each` second, within `seconds`."""
+    now = 0.0
+
+    def slow(*args: Any, **options: Any) -> Iterator[str]:
+        nonlocal now
+        for _ in range(pieces):
+            now += each
+            yield PIECE
+
+    monkeypatch.setattr(samples, "stream_text", slow)
+    monkeypatch.setattr(samples.time, "monotonic", lambda: now)
+    sampler = Sampler(tiny_model(), WORDS, [Prompt((1, 2), (3,)), Prompt((4, 5), (6,))], 9, {})
+    out = io.StringIO()
+    sampler.show(Console(file=out, width=200), seconds)
+    return sampler, out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "seconds, lengths",
+    [
+        (math.inf, [9, 9]),
+        (12.5, [7, 6]),  # half of the time for the first, and of the rest
+        (8.5, [5, 4]),
+        (6.5, [4]),  # a line for the first, and too little for another
+        (4.5, [4]),
+        (2.5, []),
+        (0.0, []),
+    ],
+)
+def test_an_answer_out_of_time_is_cut_or_left_out(
+    seconds: float, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, said = timed(monkeypatch, seconds)
+    answers = [part.split("\n")[0] for part in said.split("answer\n")[1:]]
+    assert answers == [PIECE * n + ("..." if n < 9 else "") for n in lengths]
+    assert sampler.cut == (seconds < math.inf) == ("--sample-tokens 9 writes all 2 whole" in said)
+    assert ("too little for an answer here" in said) == (not lengths)
+
+
+def test_a_short_answer_that_ends_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, said = timed(monkeypatch, 4.5, pieces=2)
+    assert said.count(f"answer\n{PIECE * 2}\n") == 2 and "a tenth" not in said
+
+
+def test_processes_stop_at_the_same_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one's clock decides, for all of them equally often."""
+    asked: list[bool] = []
+
+    def ask(late: bool) -> bool:
+        asked.append(late)
+        return late
+
+    def answers(agree: Any) -> list[str]:
+        now = 0.0
+
+        def slow(*args: Any, **options: Any) -> Iterator[str]:
+            nonlocal now
+            for _ in range(9):
+                now += 1.0 if agree is ask else 0.01
+                yield PIECE
+
+        monkeypatch.setattr(samples, "stream_text", slow)
+        monkeypatch.setattr(samples.time, "monotonic", lambda: now)
+        prompts = [Prompt((n, 2), (3,)) for n in range(3)]
+        sampler = Sampler(tiny_model(), WORDS, prompts, 9, {}, agree)
+        return ["".join(pieces) for _, pieces in sampler.answers(10.5)]
+
+    first = answers(ask)
+    told = iter(asked)
+    assert answers(lambda late: next(told)) == first and next(told, None) is None
+    assert len(first) == 2
 
 
 @pytest.mark.parametrize("asked", [False, True])

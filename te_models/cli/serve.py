@@ -1,0 +1,121 @@
+"""`te-models serve`: an endpoint with OpenAI's API for a model, through vLLM or its own generation."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from te_models.cli.options import (
+    Command,
+    build_model,
+    build_trained_model,
+    model_options,
+    option,
+    setting_option,
+    show_line,
+)
+from te_models.errors import ConfigError, UsageError, check_known
+
+BACKENDS = ("auto", "vllm", "own")
+
+
+@click.command(cls=Command)
+@model_options
+@option("--host", default="127.0.0.1", help="Address to listen on; by default only this machine's.")
+@option("--port", default=8000, help="Port to listen on; 0: a free one (not with vLLM).")
+@option("--name", help="The model's name in requests; default: that of its folder.")
+@option(
+    "--backend",
+    default="auto",
+    metavar="[auto|vllm|own]",
+    help="Who generates: vLLM, or the model itself, one request at a time; auto: vLLM if it is installed.",
+)
+@option(
+    "--format",
+    default="bf16",
+    help="Format of `te-models export` in which vLLM gets the model.",
+)
+@setting_option("tokenizer")
+def serve(
+    preset: str | None,
+    model: str | None,
+    host: str,
+    port: int,
+    name: str | None,
+    backend: str,
+    format: str,
+    tokenizer: str | None,
+    **options: Any,
+) -> int:
+    """Serve a model to clients of OpenAI's API.
+
+    They take the address that is printed as base_url, and any text as the key. Chat completions, completions and
+    models are answered, also as streams. Ctrl-C stops.
+    """
+    check_known("backend", backend, BACKENDS)
+    if not 0 <= port < 2**16:
+        raise UsageError(f"--port {port} is out of range: give 0 to 65535")
+    name = name or Path(model or str(preset)).name
+    if backend == "vllm" or (backend == "auto" and importlib.util.find_spec("vllm")):
+        try:
+            return _through_vllm(preset, model, options, host, port, name, format)
+        except ConfigError as error:  # no server has this architecture
+            if backend == "vllm":
+                raise
+            show_line(f"vLLM cannot serve it ({error}): it serves itself", err=True)
+    from te_models.data.dataset import check_fit  # noqa: PLC0415  imports torch
+    from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415
+    from te_models.generation.http_server import is_local, make_server  # noqa: PLC0415
+
+    words = load_tokenizer(tokenizer or model)
+    network = build_model(preset, model, options)
+    check_fit(words, network.config)
+
+    def note(line: str) -> None:
+        show_line(line, err=True)
+
+    with make_server(network, words, name, host, port, note) as server:
+        if not is_local(host):
+            note(f"note: {host} is not only this machine's: whoever reaches it can use the model")
+        show_line(f"serving {name} at {server.url} (Ctrl-C stops)")
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+    return 0
+
+
+def _through_vllm(
+    preset: str | None,
+    model: str | None,
+    options: dict[str, Any],
+    host: str,
+    port: int,
+    name: str,
+    format: str,
+) -> int:
+    """Export the model into a temporary folder and run `vllm serve` on it until it ends; return its exit code."""
+    program = shutil.which("vllm") or shutil.which("vllm", path=str(Path(sys.executable).parent))
+    if program is None:
+        raise UsageError(
+            "there is no program vllm: pip install 'te-models[vllm]', or --backend own"
+        )
+    with tempfile.TemporaryDirectory(prefix="te-models-serve-") as temporary:
+        folder = Path(temporary) / "model"
+        result = build_trained_model(preset, model, options).export(folder, format=format)
+        for note in result.notes:
+            show_line(f"note: {note}", err=True)
+        words = [program, "serve", str(folder), "--host", host, "--port", str(port)]
+        process = subprocess.Popen([*words, "--served-model-name", name])
+        try:
+            return process.wait()
+        except KeyboardInterrupt:  # which vLLM has received too
+            return process.wait()
+        finally:
+            process.terminate()

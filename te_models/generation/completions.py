@@ -1,0 +1,301 @@
+"""Requests of OpenAI's API for completions and chat completions: what they ask of a model, and the answers.
+
+A field that would change an answer and is not supported is refused; others, such as `user`, are ignored.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from te_models.data.tokenizer import Tokenizer
+from te_models.errors import UsageError, mistyped
+from te_models.files.formats import Fields
+from te_models.generation.options import GenerationOptions, complete
+from te_models.generation.text import Outcome, stream_text
+from te_models.model.decoder import Decoder
+
+COMPLETION_TOKENS = (
+    16  # by default, as in OpenAI's API; a chat answer has all of the model's context
+)
+MOST_CHOICES = 16
+# Fields that change an answer, with the values that leave it as it is.
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+}
+
+
+class UnknownModel(UsageError):
+    """The request names a model that is not served here."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked request.
+
+    Attributes:
+        chat: whether it is a chat completion.
+        prompts: the ids to continue, one list per prompt.
+        choices: answers per prompt.
+        max_tokens: limit of each; None: the model's context.
+        stream: whether the answer is sent in pieces.
+        usage: whether a stream ends with the numbers of tokens.
+        options: of generation.
+    """
+
+    chat: bool
+    prompts: Sequence[Sequence[int]]
+    choices: int
+    max_tokens: int | None
+    stream: bool
+    usage: bool
+    options: GenerationOptions
+
+
+class Completions:
+    """Answers requests with a model, one at a time.
+
+    Args:
+        model: the network.
+        tokenizer: for chat completions it needs a chat template.
+        name: the name by which requests call the model.
+    """
+
+    def __init__(self, model: Decoder, tokenizer: Tokenizer, name: str) -> None:
+        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.created = int(time.time())
+        self._busy = threading.Lock()
+
+    def models(self) -> Fields:
+        """Return the list of models."""
+        return {"object": "list", "data": [self.about()]}
+
+    def about(self) -> Fields:
+        """Return the entry of the model in that list."""
+        longest = self.model.config.longest_sequence
+        about = dict(id=self.name, object="model", created=self.created, owned_by="te-models")
+        return {**about, "max_model_len": longest}
+
+    def read(self, fields: Mapping[str, Any], chat: bool) -> Request:
+        """Return what the fields of a request ask for.
+
+        Raises:
+            UsageError: a field is missing, of a wrong type, out of range, or not supported.
+        """
+        named = _take(fields, "model", str, self.name)
+        if named != self.name:
+            raise UnknownModel(f"the model {named!r} is not served here: give {self.name!r}")
+        for name, neutral in UNSUPPORTED.items():
+            if fields.get(name) is not None and fields[name] not in neutral:
+                raise UsageError(f"{name} is not supported here: leave it out")
+        prompts = [self._chat_prompt(fields)] if chat else self._prompts(fields)
+        choices = _take(fields, "n", int, 1)
+        if not 1 <= choices <= MOST_CHOICES:
+            raise UsageError(f"n={choices} is out of range: give 1 to {MOST_CHOICES}")
+        limit = _take(fields, "max_tokens", int, None if chat else COMPLETION_TOKENS)
+        limit = _take(fields, "max_completion_tokens", int, limit)
+        if limit is not None and limit < 1:
+            raise UsageError(f"max_tokens={limit} is out of range: give 1 or more")
+        extra = _take(fields, "stream_options", dict, {})
+        return Request(
+            chat=chat,
+            prompts=prompts,
+            choices=choices,
+            max_tokens=limit,
+            stream=_take(fields, "stream", bool, False),
+            usage=_take(extra, "include_usage", bool, False),
+            options=_options(fields),
+        )
+
+    def _chat_prompt(self, fields: Mapping[str, Any]) -> list[int]:
+        """Return the ids of the messages in the chat template, up to where the assistant speaks."""
+        messages = _take(fields, "messages", list, None)
+        if not messages:
+            raise UsageError("messages is missing: give a list of objects with role and content")
+        variables = _take(fields, "chat_template_kwargs", dict, {})
+        turns = [_message(message, number) for number, message in enumerate(messages)]
+        return self.tokenizer.apply_chat_template(turns, **variables)
+
+    def _prompts(self, fields: Mapping[str, Any]) -> list[list[int]]:
+        """Return the ids of a prompt or several, each a text or a list of ids."""
+        given = fields.get("prompt")
+        one = isinstance(given, str) or (
+            isinstance(given, list) and all(type(token) is int for token in given)
+        )
+        prompts = []
+        for prompt in [given] if one else given if isinstance(given, list) else [None]:
+            if isinstance(prompt, str):
+                prompt = self.tokenizer.encode_prompt(prompt)
+            if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
+                raise UsageError(
+                    "prompt is missing or of a wrong type: give a text, a list of token ids, or a list of these"
+                )
+            if not prompt:
+                raise UsageError("prompt is empty: give at least one token")
+            prompts.append(prompt)
+        return prompts
+
+    def pieces(self, request: Request) -> Generator[Fields, None, None]:
+        """Yield the answer as OpenAI's objects for streams: a piece of text each, then how each choice finished.
+
+        Other requests wait until this one is done, or its iterator is closed.
+        """
+        with self._busy:
+            base = self._base(request, stream=True)
+            prompt_tokens = sum(map(len, request.prompts))
+            completion_tokens = 0
+            for index, prompt, seed in self._answers(request):
+                outcome = Outcome()
+                options = request.options if seed is None else {**request.options, "seed": seed}
+                limit = request.max_tokens
+                if limit is None:
+                    # At least one, so that a prompt that is too long is refused in the model's words.
+                    limit = max(1, self.model.config.longest_sequence - len(prompt))
+                texts = stream_text(self.model, self.tokenizer, prompt, limit, outcome, **options)
+                first = next(texts, "")  # a mistake in the prompt is found here
+                if request.chat:
+                    opening = {"role": "assistant", "content": ""}
+                    yield {**base, "choices": [_choice(index, None, delta=opening)]}
+                for text in itertools.chain([first], texts):
+                    if text:
+                        yield {**base, "choices": [_piece(request, index, text)]}
+                reason = "stop" if outcome.ended else "length"
+                yield {**base, "choices": [_piece(request, index, "", reason)]}
+                completion_tokens += outcome.tokens
+            usage = {
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": completion_tokens,
+                "total_tokens": prompt_tokens + completion_tokens,
+            }
+            yield {**base, "choices": [], "usage": usage}
+
+    def whole(self, request: Request) -> Fields:
+        """Return the answer as one of OpenAI's objects."""
+        count = len(request.prompts) * request.choices
+        texts, reasons, usage = [""] * count, [""] * count, {}
+        for piece in self.pieces(request):
+            usage = piece.get("usage", {})
+            for choice in piece["choices"]:
+                index = choice["index"]
+                texts[index] += (
+                    choice["delta"].get("content", "") if request.chat else choice["text"]
+                )
+                reasons[index] = choice["finish_reason"]
+        choices = []
+        for index, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
+            if request.chat:
+                message = {"role": "assistant", "content": text}
+                choices.append(_choice(index, reason, message=message))
+            else:
+                choices.append(_choice(index, reason, text=text))
+        return {**self._base(request, stream=False), "choices": choices, "usage": usage}
+
+    def _answers(self, request: Request) -> Iterator[tuple[int, Sequence[int], int | None]]:
+        """Yield the index of each choice, its prompt, and its seed, which differs among those of a prompt."""
+        seed = request.options.get("seed")
+        index = 0
+        for prompt in request.prompts:
+            for number in range(request.choices):
+                yield index, prompt, None if seed is None else seed + number
+                index += 1
+
+    def _base(self, request: Request, stream: bool) -> Fields:
+        """Return the fields that the objects of an answer have in common."""
+        kind = "text_completion"
+        if request.chat:
+            kind = "chat.completion.chunk" if stream else "chat.completion"
+        prefix = "chatcmpl" if request.chat else "cmpl"
+        return {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.name,
+        }
+
+
+def _choice(index: int, reason: str | None, **content: object) -> Fields:
+    """Return a choice with its text or message, or a part of one with its piece."""
+    return {"index": index, **content, "logprobs": None, "finish_reason": reason}
+
+
+def _piece(request: Request, index: int, text: str, reason: str | None = None) -> Fields:
+    """Return a part of a choice: a piece of its text."""
+    if not request.chat:
+        return _choice(index, reason, text=text)
+    return _choice(index, reason, delta={"content": text} if text else {})
+
+
+def _take(fields: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    """Return a field of a request, `default` if it is missing or null; a UsageError if it is of another type."""
+    value = fields.get(name)
+    if value is None:
+        return default
+    allowed = (int, float) if kind is float else kind
+    if not isinstance(value, allowed) or mistyped(value, kind):
+        words = {list: "a list", dict: "an object"}.get(kind) or mistyped(None, kind)
+        raise UsageError(f"{name} is of a wrong type: give {words}")
+    return value
+
+
+def _options(fields: Mapping[str, Any]) -> GenerationOptions:
+    """Return the options of generation that a request asks for; a temperature of 0 takes the likeliest tokens."""
+    options: GenerationOptions = {"do_sample": True}
+    temperature = _take(fields, "temperature", float, 1.0)
+    if temperature == 0:
+        options["do_sample"] = False
+    else:
+        options["temperature"] = float(temperature)
+        for name, kind, off in (("top_p", float, 1), ("top_k", int, -1), ("min_p", float, 0)):
+            value = _take(fields, name, kind, off)
+            if value != off and not (name == "top_k" and value == 0):
+                options[name] = value  # type: ignore[literal-required]
+    if (seed := _take(fields, "seed", int, None)) is not None:
+        options["seed"] = seed % 2**63
+    stop = fields.get("stop")
+    stops = [stop] if isinstance(stop, str) else _take(fields, "stop", list, [])
+    if not all(isinstance(text, str) for text in stops):
+        raise UsageError("stop is of a wrong type: give a text, or a list of texts")
+    if stops:
+        options["stop_strings"] = stops
+    complete(options)  # refuses values out of range
+    return options
+
+
+def _message(message: object, number: int) -> dict[str, str]:
+    """Return a message as chat templates take it: role and text."""
+    if not isinstance(message, Mapping):
+        raise UsageError(f"messages[{number}] is no object: give one with role and content")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise UsageError(f"messages[{number}] has no role: give system, user or assistant")
+    if isinstance(content, list):
+        parts = []
+        for part in content:
+            text = part.get("text") if isinstance(part, Mapping) else None
+            if not isinstance(text, str):
+                raise UsageError(f"messages[{number}] has a part that is no text: give text only")
+            parts.append(text)
+        content = "".join(parts)
+    if not isinstance(content, str):
+        raise UsageError(f"messages[{number}] has no text: give content")
+    # OpenAI's newer name for the system's role, which templates do not know.
+    return {"role": "system" if role == "developer" else role, "content": content}

@@ -1,0 +1,78 @@
+"""What a run that fails leaves: a checkpoint of its last whole step, and never one with a NaN."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from te_models.distributed.control import Ranks
+from te_models.distributed.dtensor import local
+from te_models.errors import Diverged, SaveError, TeModelsError
+from te_models.files.tensors import all_finite
+from te_models.saving.run_folder import Checkpoints
+from te_models.training.evaluation import KEPT
+from te_models.training.metrics import MetricsLog
+
+if TYPE_CHECKING:
+    from te_models.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+def broken_tensor(tensors: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> str | None:
+    """Return the name of a tensor of a checkpoint with a NaN or an infinity, on any process, if there is one.
+
+    No loader would accept such a checkpoint. All processes call this together.
+    """
+    broken = None
+    for members in tensors.values():
+        for name, tensor in members.items():
+            if broken is None and not all_finite(local(tensor)):
+                broken = name
+    found = [name for name in ranks.gather(broken) if name is not None]
+    return found[0] if found else None
+
+
+def broken_line(name: str, step: int, checkpoints: Checkpoints) -> str:
+    """Return the line about a checkpoint that was not written, since the tensor of this name is broken."""
+    newest = checkpoints.latest()
+    kept = "there is no earlier one" if newest is None else f"{newest} is the newest"
+    return f"after step {step} {name} has a NaN or an infinity, so no checkpoint of it was written; {kept}"
+
+
+def save_failed_run(trainer: Trainer, error: Exception, metrics: MetricsLog) -> None:
+    """Write a checkpoint of the last whole step of a run that `error` ends, and say so: in its message or in the log.
+
+    Several processes save together, so they do where all of them fail at once: where the loss is not finite.
+    """
+    diverged = isinstance(error, Diverged)
+    if isinstance(error, SaveError) or (trainer.parallel.ranks.world > 1 and not diverged):
+        return
+    if trainer.updating:
+        log.warning("the run failed within an update: step %d is not saved", trainer.result.step)
+        return
+    if not diverged and trainer.pending is not None:  # its update is queued
+        with contextlib.suppress(Diverged):  # then the update changes nothing
+            metrics.write(trainer.finish_pending())
+    with contextlib.suppress(SaveError):  # logged when it happened
+        trainer.checkpoints.wait()
+    step, newest = trainer.result.step, trainer.checkpoints.latest()
+    if not step:
+        return
+    outcome = f"step {step} is saved in {trainer.out}, and --resume continues from it"
+    if newest is None or newest.name != f"step-{step:08d}":
+        if trainer.begun is not None:
+            trainer.starts.put_back(trainer.begun)
+        trainer.result.interrupted = True
+        try:
+            trainer.save()
+        except (TeModelsError, RuntimeError) as failure:
+            outcome = str(failure)
+    if diverged:
+        error.args = (str(error).replace(KEPT, f"{KEPT}; {outcome}"),)
+    else:
+        log.warning("the run failed; %s", outcome)

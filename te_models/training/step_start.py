@@ -1,0 +1,76 @@
+"""What a step changes before it updates the weights, kept so that a run that fails within it can save the step before.
+
+A forward pass takes batches and random numbers, and under `delayed` records amaxes and changes scales: where the loss
+is NaN, these are NaN or far too large, and a checkpoint with them would be of no use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from te_models.causal_lm import CausalLM
+from te_models.config.recipe import Recipe
+from te_models.data.dataset import TokenDataset
+from te_models.data.own_batches import OwnBatches
+from te_models.data.streaming import StreamingDataset
+from te_models.files.formats import Fields
+from te_models.fp8.scaling_state import Copies, Fp8StateCopies
+
+Data = TokenDataset | StreamingDataset | OwnBatches
+
+
+@dataclass(frozen=True)
+class StepStart:
+    """The state of this process when a step began, but for weights and optimizer, which only its end changes."""
+
+    recipe: Recipe
+    data: Fields
+    random: Tensor
+    cuda_random: Tensor | None
+    fp8: Copies
+
+
+class StepStarts:
+    """Takes the state at the start of each step, and gives the model that of one of the last two."""
+
+    def __init__(self, model: CausalLM, data: Data) -> None:
+        self.model, self.data = model, data
+        self.copies = Fp8StateCopies(model)
+        # Two: with results read a step late, the next step has begun when one is found to have failed.
+        self._memory: list[Copies] = [{}, {}]
+
+    def take(self) -> StepStart:
+        """Return the present state; it is valid until two more are taken."""
+        data = self.data
+        position: Fields = (
+            data.own_state() if isinstance(data, StreamingDataset) else data.state_dict()
+        )
+        cuda = self.model.device.type == "cuda"
+        memory = self._memory.pop(0)
+        fp8 = self.copies.take(into=memory) if self.model.recipe.stateful else {}
+        self._memory.append(fp8)
+        return StepStart(
+            recipe=self.model.recipe,
+            data=position,
+            random=torch.get_rng_state(),
+            cuda_random=torch.cuda.get_rng_state(self.model.device) if cuda else None,
+            fp8=fp8,
+        )
+
+    def put_back(self, start: StepStart) -> None:
+        """Give the model the recipe, the scales and the amax histories that it had then."""
+        if self.model.recipe is not start.recipe:
+            # Another recipe may have dropped the state of this one.
+            self.model.set_recipe(start.recipe)
+            self.model.take_fp8_state(self.copies.named(start.fp8), start.recipe)
+        elif start.recipe.stateful:
+            self.copies.put_back(start.fp8)
+
+    def whole_data(self, start: StepStart) -> Fields:
+        """Return the position in the data then, of all processes, which call this together."""
+        if isinstance(self.data, StreamingDataset):
+            return self.data.whole_state(start.data)
+        return start.data

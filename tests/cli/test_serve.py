@@ -1,0 +1,131 @@
+"""`te-models serve`: the model's own generation, and the program vllm in front of an exported folder."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from chat_model import write_chat_model
+from tiny_runs import tiny_model
+
+from te_models.cli import main
+
+ROOT = Path(__file__).parents[2]
+command = sys.modules["te_models.cli.serve"]  # the package has a command of this name
+
+
+def started(words: list[str]) -> tuple[subprocess.Popen, str]:
+    """A server in a process of its own, and its address."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    program = "import sys; from te_models.cli import main; sys.exit(main())"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "serve", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=variables,
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    found = re.search(r"serving (.*) at (http://127\.0\.0\.1:\d+/v1)", line)
+    if found is None:
+        process.kill()
+        raise AssertionError(line + process.communicate()[1])
+    return process, found[2]
+
+
+def test_a_run_is_served_until_ctrl_c(tmp_path: Path) -> None:
+    folder = write_chat_model(tmp_path / "mine")
+    process, url = started(
+        ["--model", str(folder), "--device", "cpu", "--port", "0", "--backend", "own"]
+    )
+    with urllib.request.urlopen(f"{url}/models") as answer:
+        assert json.load(answer)["data"][0]["id"] == "mine"
+    body = dict(model="mine", messages=[{"role": "user", "content": "Hi"}], max_tokens=3)
+    request = urllib.request.Request(
+        f"{url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as answer:
+        assert json.load(answer)["usage"]["completion_tokens"] in (1, 2, 3)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Traceback" not in said and "3 tokens in" in said
+
+
+PROGRAM = """#!{python}
+import json, sys
+from pathlib import Path
+folder = Path(sys.argv[2])
+config = json.loads((folder / "config.json").read_text())
+found = dict(words=sys.argv[1:], architectures=config["architectures"], files=sorted(p.name for p in folder.iterdir()))
+Path({out!r}).write_text(json.dumps(found))
+sys.exit(7)
+"""
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program vllm that writes down what it was given, and the place where."""
+    out, program = tmp_path / "called.json", tmp_path / "bin" / "vllm"
+    program.parent.mkdir()
+    program.write_text(PROGRAM.format(python=sys.executable, out=str(out)))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    return out
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_vllm_gets_an_exported_folder(vllm: Path, tmp_path: Path) -> None:
+    write_chat_model(tmp_path / "mine")
+    words = ["serve", "--model", str(tmp_path / "mine"), "--device", "cpu", "--backend", "vllm"]
+    assert main([*words, "--port", "8123"]) == 7
+    found = json.loads(vllm.read_text())
+    folder = found["words"][1]
+    options = ["--host", "127.0.0.1", "--port", "8123", "--served-model-name", "mine"]
+    assert found["words"] == ["serve", folder, *options]
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= set(found["files"])
+    assert not Path(folder).exists()
+
+
+def test_vllm_is_taken_where_it_is_installed(
+    vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "m"
+    tiny_model().save_pretrained(folder)
+    calls: list[str] = []
+    monkeypatch.setattr(command, "_through_vllm", lambda *given: calls.append("vllm") or 0)
+    for installed in (True, False):
+        monkeypatch.setattr(
+            command.importlib.util, "find_spec", lambda name, found=installed: found or None
+        )
+        monkeypatch.setattr(
+            "te_models.generation.http_server.Server.serve_forever",
+            lambda server: calls.append(server.url),
+        )
+        assert main(["serve", "--model", str(folder), "--device", "cpu", "--port", "0"]) == 0
+    assert calls[0] == "vllm" and calls[1].startswith("http://127.0.0.1:") and len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (["--port", "70000"], "--port 70000 is out of range: give 0 to 65535"),
+        (["--backend", "other"], "unknown backend 'other': choose one of auto, own, vllm"),
+        (["--backend", "vllm"], "there is no program vllm: pip install 'te-models[vllm]'"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: list[str],
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(command.shutil, "which", lambda *given, **options: None)
+    assert main(["serve", "--model", "none", *words]) == 2
+    assert line in capsys.readouterr().err

@@ -1,0 +1,43 @@
+"""Benchmarks of a GPU end with one line where there is none."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+ARGUMENTS = {
+    "attention_kernels": [],
+    "checkpoint_grid": ["run"],
+    "delta_rule_tuning": [],
+    "engine_gpu": ["out.json"],
+    "engine_parity": [],
+    "profile_step": ["gated-nano", "delayed"],
+    "span_attention": [],
+}
+
+
+def test_these_are_all_that_need_one() -> None:
+    found = {
+        path.stem
+        for path in (ROOT / "benchmarks").glob("*.py")
+        if re.search(r'device="cuda"', path.read_text())
+    }
+    assert found == ARGUMENTS.keys()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_without_a_gpu_a_benchmark_ends_with_a_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, *ARGUMENTS[name]])
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    with pytest.raises(SystemExit, match="this benchmark measures a GPU"):
+        runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"), run_name="__main__")
+    assert not list(tmp_path.iterdir())
