@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from te_models.files.atomic import first_line
-from te_models.inspect.environment import environment
+from te_models.inspect.environment import environment, require_gpu
 from te_models.kernels.expert_blocks_triton import (
     block_rows_times,
     block_weights_from,
@@ -146,6 +146,7 @@ def products(shape: str) -> dict[str, tuple[float, list[Tiles], Callable[[Tiles]
 @click.option("--out", type=click.Path(path_type=Path))
 def main(shapes: str, only: str, out: Path | None) -> None:
     """Measure every product with every tile."""
+    require_gpu()
     result: dict[str, Any] = {"environment": environment(), "rows": []}
     for shape in shapes.split(","):
         for name, (flops, tiles, run) in products(shape).items():

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from te_models import CausalLM, ModelConfig
-from te_models.inspect.environment import environment
+from te_models.inspect.environment import environment, require_gpu
 from te_models.training.cuda_graph import GraphedStep, obstacle
 
 COMMON: dict[str, Any] = dict(vocab_size=32000, attention_gate="none", max_position_embeddings=4096)
@@ -164,9 +164,9 @@ def main(
     shapes: str, recipes: str, steps: int, profiled: bool, top: int, tiny: bool, out: Path | None
 ) -> None:
     """Measure every recipe on every shape."""
+    if not tiny:
+        require_gpu()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and not tiny:
-        raise click.UsageError("there is no CUDA device here: use --tiny to try the program")
     result: dict[str, Any] = {"environment": environment(), "rows": []}
     for shape in shapes.split(","):
         fields, batch, seq = SHAPES[shape]

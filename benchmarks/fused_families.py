@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from te_models import CausalLM, ModelConfig
-from te_models.inspect.environment import environment
+from te_models.inspect.environment import environment, require_gpu
 from te_models.training.cuda_graph import GraphedStep
 
 COMMON: dict[str, Any] = dict(
@@ -87,6 +87,7 @@ def milliseconds(step: Callable[[], Tensor], repeats: int = 9) -> list[float]:
 @click.option("--only", default="", help="Families, by a comma.")
 def main(out: Path, only: str) -> None:
     """Measure, print and write."""
+    require_gpu()
     document: dict[str, Any] = dict(environment=environment(), batch=BATCH, seq=SEQ, rows=[])
     for name, (fields, shape) in FAMILIES.items():
         if only and name not in only.split(","):

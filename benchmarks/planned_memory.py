@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from benchmarks.kinds_speed import SHAPES, shape_of
 from benchmarks.tables.text import load
@@ -15,23 +16,45 @@ from te_models.planning.operations import Tape
 NO_EDGES = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
 
 
+# Since then attention with norms of queries and keys, partial rotary embeddings, scales or caps is one operation.
+ONE_OPERATION_SINCE = "2026-11-26"
+Run = tuple[str, MemoryPlan, int, str]  # name, plan, measured bytes, date of the measurement
+
+
 def planned_and_measured() -> Iterator[tuple[str, int, int]]:
     """Yield (run, predicted bytes, measured bytes) for every peak measured on a GPU that the present code has.
 
-    Attention that is not one operation kept the whole output of its projection when the older peaks were measured.
+    Left out are the peaks of attention whose operations have changed since: attention that is not one operation kept
+    the whole output of its projection, and attention that is one operation now was several.
     """
-    for name, plan, measured in _runs():
+    for name, plan, measured, date in _runs():
         tape = Tape(plan.config, plan.recipe, plan.training)
-        mixers = [
-            layer.mixer for layer in plan.config.layers if isinstance(layer.mixer, AttentionSpec)
-        ]
-        if not any(mixer.copies_queries and not mixer.fuses(tape) for mixer in mixers):
-            yield name, plan.peak.total, measured
-    yield from _kinds()
+        mixers = _attention(plan)
+        if any(mixer.copies_queries and not mixer.fuses(tape) for mixer in mixers):
+            continue
+        if date < ONE_OPERATION_SINCE and any(_was_several(mixer) for mixer in mixers):
+            continue
+        yield name, plan.peak.total, measured
+    for name, plan, measured, date in _kinds():
+        if date < ONE_OPERATION_SINCE and any(_was_several(mixer) for mixer in _attention(plan)):
+            continue
+        yield name, plan.peak.total, measured
 
 
-def _runs() -> Iterator[tuple[str, MemoryPlan, int]]:
-    """Yield the name, the plan and the measured bytes of every run."""
+def _attention(plan: MemoryPlan) -> list[AttentionSpec]:
+    """Return the attention of all layers that have it."""
+    return [layer.mixer for layer in plan.config.layers if isinstance(layer.mixer, AttentionSpec)]
+
+
+def _was_several(mixer: AttentionSpec) -> bool:
+    """Return whether the fused kernels before ONE_OPERATION_SINCE did not compute this attention."""
+    partial = mixer.rope is not None and mixer.rope.size != mixer.heads.dim
+    scaled = mixer.query_scale is not None or mixer.multiplier is not None
+    return mixer.qk_norm != "none" or partial or scaled or mixer.softcap is not None
+
+
+def _runs() -> Iterator[Run]:
+    """Yield every run of decoders with attention alone."""
     grid = load("checkpoint_grid_h200")
     for name, rows in grid["rows"].items():
         fields = dict(grid["shapes"][name])
@@ -44,7 +67,7 @@ def _runs() -> Iterator[tuple[str, MemoryPlan, int]]:
             plan = plan_memory(get_preset(preset, **fields), recipe, **size, optimizer=None,
                                activation_checkpointing=row["mode"], fp8_params=row["fp8_params"])  # fmt: skip
             weights = ", FP8 weights" if row["fp8_params"] else ""
-            yield f"{name}, {row['recipe']}{weights}, {row['mode']}", plan, row["peak"]
+            yield f"{name}, {row['recipe']}{weights}, {row['mode']}", plan, row["peak"], _date(grid)
     tuned = load("finetune_against_trl_h200")
     for row in tuned["rows"]:
         if row["way"].startswith("trl"):
@@ -57,13 +80,18 @@ def _runs() -> Iterator[tuple[str, MemoryPlan, int]]:
                            lora_rank=tuned["rank"] if lora else 0, optimizer="adamw" if lora else "adamw8bit",
                            optimizer_options=dict(stochastic_rounding=not lora))  # fmt: skip
         trained = "LoRA" if lora else "all weights"
-        yield f"{row['shape']}, {trained}, {row['way'].replace('+', ', ')}", plan, row["peak"]
+        yield (
+            f"{row['shape']}, {trained}, {row['way'].replace('+', ', ')}",
+            plan,
+            row["peak"],
+            _date(tuned),
+        )
     light = load("first_light_h200")
     run = light["run"]
     for name, result in light["recipes"].items():
         plan = plan_memory(get_preset(run["preset"]), get_recipe(name), batch_size=run["batch_size"],
                            seq_len=run["seq_len"], logits=True, fused=False)  # fmt: skip
-        yield f"{run['preset']}, {name}, AdamW", plan, result["peak_memory"]
+        yield f"{run['preset']}, {name}, AdamW", plan, result["peak_memory"], _date(light)
     shapes = {
         "gated-8b": dict(num_hidden_layers=4, num_key_value_heads=32),
         "gated-896": dict(num_hidden_layers=31),
@@ -88,13 +116,19 @@ def _runs() -> Iterator[tuple[str, MemoryPlan, int]]:
                 else ", first and last layer in BF16"
             )
             yield f"{run['settings']['preset']}, {recipe}{kernels}, {size['batch_size']} x {size['seq_len']:,}", \
-                plan, peak  # fmt: skip
+                plan, peak, _date(run)  # fmt: skip
 
 
-def _kinds() -> Iterator[tuple[str, int, int]]:
+def _date(result: dict[str, Any]) -> str:
+    """Return the day of a measurement, YYYY-MM-DD."""
+    return result["environment"]["date"]
+
+
+def _kinds() -> Iterator[Run]:
     """Yield the runs of hybrids and of experts, whose tokens a random router shares out almost evenly."""
     for file in ("kinds_h100", "kinds_h200"):
-        for row in load(file)["rows"]:
+        result = load(file)
+        for row in result["rows"]:
             if "planned_gib" not in row:
                 continue
             shape, size, recipe = row["name"].split()
@@ -106,6 +140,7 @@ def _kinds() -> Iterator[tuple[str, int, int]]:
             name = shape.replace("-layers", " width, few layers")
             yield (
                 f"{name}, {recipe}, {batch} x {seq:,}, {gpu}",
-                plan.peak.total,
+                plan,
                 int(row["peak_gib"] * 2**30),
+                _date(result),
             )

@@ -44,7 +44,7 @@ from te_models.config.presets import get_preset  # noqa: E402
 from te_models.config.training import TrainConfig  # noqa: E402
 from te_models.device.determinism import deterministic  # noqa: E402
 from te_models.distributed.dtensor import local  # noqa: E402
-from te_models.inspect.environment import environment  # noqa: E402
+from te_models.inspect.environment import environment, require_gpu  # noqa: E402
 from te_models.training.evaluation import evaluate  # noqa: E402
 from te_models.training.launch import parallel  # noqa: E402
 from te_models.training.parallel import Parallel  # noqa: E402
@@ -134,6 +134,7 @@ def shape_options(command: Any) -> Any:
 @click.group()
 def main() -> None:
     """See the module."""
+    require_gpu()
 
 
 @main.command()

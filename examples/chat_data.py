@@ -5,6 +5,7 @@ python examples/chat_data.py --model path/to/Qwen3-0.6B --data chats.jsonl --dat
 """
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 
@@ -26,12 +27,11 @@ def write_example(path: Path) -> str:
     """Write conversations of two answers each, in the format of OpenAI; return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        for first, second in ((a, b) for a in COLOURS for b in COLOURS if a != b):
-            turns = [
-                [("user", f"{thing}?"), ("assistant", f"{COLOURS[thing]}.")]
-                for thing in (first, second)
-            ]
-            messages = [{"role": role, "content": text} for turn in turns for role, text in turn]
+        for pair in itertools.permutations(COLOURS, 2):
+            messages = []
+            for thing in pair:
+                messages.append({"role": "user", "content": f"{thing}?"})
+                messages.append({"role": "assistant", "content": f"{COLOURS[thing]}."})
             file.write(json.dumps({"messages": messages}) + "\n")
     return str(path)
 
@@ -59,17 +59,15 @@ def main() -> None:
     )
     tokenizer = load_tokenizer(arguments.model)
     dataset, evaluation = open_data(data, tokenizer, config)
-    print(
-        dataset.describe()
-    )  # formats, what is left out, padding, and how many tokens the loss counts
+    # Formats, what is left out, padding, and how many tokens the loss counts.
+    print(dataset.describe())
 
     torch.manual_seed(config.seed)
     start = CausalLM.from_pretrained if arguments.model else CausalLM.from_preset
     model = start(arguments.model or "gated-nano", recipe=arguments.recipe)
     prompt = tokenizer.encode_prompt("sky?")
-    if (
-        tokenizer.template_source() is not None
-    ):  # the model's, or the plain one that conversations bring
+    # The model's template, or the plain one that conversations bring.
+    if tokenizer.template_source() is not None:
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": "sky?"}])
     print("before:", repr("".join(stream_text(model, tokenizer, prompt, 24, do_sample=False))))
     result = Trainer(

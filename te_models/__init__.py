@@ -30,10 +30,11 @@ if _TYPE_CHECKING:
     from te_models.model.user_modules import checkpoint, fp8_state, load_fp8_state
     from te_models.saving.restore import load_te_checkpoint
     from te_models.serving.parity import parity
+    from te_models.training.callback import Callback
     from te_models.training.cuda_graph import GraphedStep
     from te_models.training.launch import parallel
     from te_models.training.lora import add_lora, load_lora, save_lora
-    from te_models.training.trainer import Callback, Trainer
+    from te_models.training.trainer import Trainer
 
 __version__ = "0.1.0"
 _NAMES = {  # module below te_models -> its public names
@@ -56,7 +57,8 @@ _NAMES = {  # module below te_models -> its public names
     "training.cuda_graph": "GraphedStep",
     "training.launch": "parallel",
     "training.lora": "add_lora load_lora save_lora",
-    "training.trainer": "Callback Trainer",
+    "training.callback": "Callback",
+    "training.trainer": "Trainer",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [

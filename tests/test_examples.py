@@ -350,6 +350,5 @@ def test_own_modules(run: Any, recipe: str) -> None:
 def test_every_example_is_tested_and_short() -> None:
     assert {f"test_{name.removesuffix('.py')}" for name in EXAMPLES} <= set(globals())
     for name in EXAMPLES:
-        assert (
-            len((Path(__file__).parent.parent / "examples" / name).read_text().splitlines()) < 60
-        ), name
+        lines = (Path(__file__).parent.parent / "examples" / name).read_text().splitlines()
+        assert len(lines) <= 90, name

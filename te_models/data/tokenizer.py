@@ -5,14 +5,11 @@ without merges that falls back to bytes, so that the `tokenizers` library gives 
 only in the vocabulary, so that no text, not even "<eos>", encodes to one.
 """
 
-import base64
-import contextlib
 import functools
 import json
 import os
 import re
 import tempfile
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,8 +35,8 @@ from te_models.data.chat_template import (
 )
 from te_models.data.json_files import read_json_object
 from te_models.data.tokenizer_conversion import convert_tokenizer
+from te_models.data.tokenizers_library import check_charsmaps, library_errors, without_panics
 from te_models.errors import DataError, UsageError, needs
-from te_models.files.atomic import first_line
 from te_models.files.formats import Fields
 from te_models.interop.hf import hugging_face_documents
 from te_models.interop.hf_writing import tokenizer_files
@@ -517,11 +514,11 @@ class HuggingFaceTokenizer(Tokenizer):
             from tokenizers import Tokenizer as Backend  # noqa: PLC0415
         self._file = file
         self.folder = file.parent
-        self._encoding = functools.partial(_library_errors, file, "encoding failed")
-        _check_charsmaps(document, file)
+        self._encoding = functools.partial(library_errors, file, "encoding failed")
+        check_charsmaps(document, file)
         with (
-            _library_errors(file, "not a tokenizer.json of Hugging Face's tokenizers library"),
-            _without_panics(),
+            library_errors(file, "not a tokenizer.json of Hugging Face's tokenizers library"),
+            without_panics(),
         ):
             self._backend = Backend.from_str(json.dumps(document))
             # A file may contain the truncation of the model it was made for, which would silently cut documents.
@@ -532,7 +529,7 @@ class HuggingFaceTokenizer(Tokenizer):
         names = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
         beside = [*(read_json_object(file.with_name(name)) or {} for name in names), dict(special)]
         self._config = beside[0]
-        with _library_errors(self.folder, "its special tokens are damaged"):
+        with library_errors(self.folder, "its special tokens are damaged"):
             self.bos_token_id, self.eos_token_id, self.pad_token_id = (
                 _special_id(role, beside, self._backend.token_to_id) for role in _ROLES
             )
@@ -619,13 +616,13 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, also without special tokens that tokenizer.json does not mark as special."""
         special = (self.bos_token_id, self.eos_token_id, self.pad_token_id)
-        with _library_errors(self._file, "decoding failed"):
+        with library_errors(self._file, "decoding failed"):
             return self._backend.decode(
                 [i for i in ids if i not in special], skip_special_tokens=True
             )
 
     def spell(self, ids: Sequence[int]) -> str:
-        with _library_errors(self._file, "decoding failed"):
+        with library_errors(self._file, "decoding failed"):
             return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def _documents(self) -> Fields:
@@ -667,60 +664,3 @@ def _special_id(
         if number is not None and number >= 0:
             return number
     return None
-
-
-def _check_charsmaps(document: object, file: Path) -> None:
-    """Raise a DataError if the table of a Precompiled normalizer says that it is longer than its data.
-
-    Its first four bytes are its size in bytes. The tokenizers library (0.23) reserves twice as much memory before it
-    reads the rest, and ends the process if there is less.
-    """
-    rest = [document]
-    while rest:
-        value = rest.pop()
-        if isinstance(value, dict) and isinstance(
-            encoded := value.get("precompiled_charsmap"), str
-        ):
-            size = 0
-            with contextlib.suppress(ValueError):  # not base64, which the library says itself
-                size = int.from_bytes(base64.b64decode(encoded[:8])[:4], "little")
-            if size > len(encoded):
-                raise DataError(
-                    f"{file}: a precompiled_charsmap says that it is longer than it is: get it again"
-                )
-        rest += (
-            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        )
-
-
-@contextlib.contextmanager
-def _library_errors(file: Path, doing: str) -> Iterator[None]:
-    """Turn errors of the tokenizers library in the block into a DataError; its panics are BaseExceptions."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, DataError):
-        raise
-    except BaseException as error:
-        raise DataError(f"{file}: {doing} ({first_line(error)})") from None
-
-
-_STANDARD_ERROR = threading.Lock()
-
-
-@contextlib.contextmanager
-def _without_panics() -> Iterator[None]:
-    """Hold back what the block prints on standard error, and drop it if the block fails.
-
-    The library prints a few lines from Rust before a panic becomes an exception.
-    """
-    with _STANDARD_ERROR, tempfile.TemporaryFile() as printed, contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # standard error is closed
-            before = os.dup(2)
-            stack.callback(os.close, before)
-            stack.callback(os.dup2, before, 2)
-            os.dup2(printed.fileno(), 2)
-        yield
-        stack.close()
-        printed.seek(0)
-        if text := printed.read():
-            os.write(2, text)

@@ -96,11 +96,16 @@ def describe(
         check_sizes(file, text, tensors, family.root)
     with explained(file, *damage):
         config = family.read(document)
-    named = [part.get(key) for part in (document, text) for key in ("dtype", "torch_dtype")]
-    name = next(filter(None, named), None)
+    name = _dtype_name(document, text)
     dtype = stored_dtype(tensors) if name is None else saved_dtype(file, name)
     origin = Origin(folder, document, documents.get("generation"), shape=config)
     return Description(family, config, dtype, origin, family.prefixes_aside(document))
+
+
+def _dtype_name(*parts: Document) -> object:
+    """Return the name of the dtype in a config.json or, after it, in its part of the text model; None without one."""
+    named = [part.get(key) for part in parts for key in ("dtype", "torch_dtype")]
+    return next(filter(None, named), None)
 
 
 def stored_dtype(tensors: Mapping[str, Tensor] | None) -> torch.dtype:
@@ -122,20 +127,26 @@ def stored_dtype(tensors: Mapping[str, Tensor] | None) -> torch.dtype:
 
 
 def read_description(folder: Path, documents: Document) -> Description:
-    """Return the description of a folder, also of one without weights, with what its tensors say.
+    """Return the description of a folder, also of one without weights, from its small files.
+
+    The files of tensors are opened only for what config.json leaves open: the dtype, where it names none, and whether a
+    head that it ties to the embedding has values of its own.
 
     Raises:
         CheckpointError: as `open_hugging_face`.
     """
-    tensors: dict[str, Tensor] | None = None
-    if any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
-        tensors = {}
-        for path in weight_files(folder):
-            with SafetensorsFile(path) as file:
-                tensors |= file.tensors
+    told = describe(folder, documents)
+    config = documents["config"]
+    named = _dtype_name(config, told.family.text(config)) is not None
+    stored = any((folder / name).is_file() for name in (WEIGHTS, INDEX))
+    if not stored or (named and not told.config.tie_word_embeddings):
+        return told
+    tensors: dict[str, Tensor] = {}
+    for path in weight_files(folder):
+        with SafetensorsFile(path) as file:
+            tensors |= file.tensors
     told = describe(folder, documents, tensors)
-    head = f"{told.family.head}.weight"
-    if not told.config.tie_word_embeddings or tensors is None or head not in tensors:
+    if not told.config.tie_word_embeddings or f"{told.family.head}.weight" not in tensors:
         return told
     with open_hugging_face(folder, documents) as opened:  # it compares the head with the embedding
         return dataclasses.replace(told, config=opened.config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -42,6 +42,21 @@ def broken_line(name: str, step: int, checkpoints: Checkpoints) -> str:
     newest = checkpoints.latest()
     kept = "there is no earlier one" if newest is None else f"{newest} is the newest"
     return f"after step {step} {name} has a NaN or an infinity, so no checkpoint of it was written; {kept}"
+
+
+@contextlib.contextmanager
+def background_saves(checkpoints: Checkpoints, best: Checkpoints) -> Iterator[None]:
+    """Wait for the saves under way when the run in the block ends. If the last checkpoint failed, so did the run."""
+    try:
+        yield
+    except BaseException:
+        for each in (checkpoints, best):
+            with contextlib.suppress(SaveError):  # logged when it happened
+                each.wait()
+        raise
+    checkpoints.wait()
+    with contextlib.suppress(SaveError):  # logged too; the last checkpoint is there
+        best.wait()
 
 
 def save_failed_run(trainer: Trainer, error: Exception, metrics: MetricsLog) -> None:

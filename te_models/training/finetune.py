@@ -33,6 +33,7 @@ from te_models.saving.checkpoint_choice import describe_choice
 from te_models.saving.pretrained import read_shape, refuse_adapters
 from te_models.saving.run_folder import Checkpoints
 from te_models.serving.export import default_format
+from te_models.training.callback import Callback
 from te_models.training.evaluation import Batch, evaluate
 from te_models.training.facts import dataset_names
 from te_models.training.launch import choose_parallel, parallel, restarts
@@ -47,6 +48,7 @@ from te_models.training.report import (
     run_console,
     summary,
 )
+from te_models.training.result import Result
 from te_models.training.resume import (
     resumed_options,
     run_folder,
@@ -65,7 +67,7 @@ from te_models.training.settings import (
     read_run_file,
     resolved_path,
 )
-from te_models.training.trainer import Callback, Result, Trainer
+from te_models.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from te_models.training.lora_run import Content, LoraRun

@@ -9,7 +9,9 @@ from typing import Any
 
 from te_models.config.data import split_names
 from te_models.errors import check_known, needs
-from te_models.training.trainer import Callback, Row, Trainer
+from te_models.training.callback import Callback
+from te_models.training.timing import Row
+from te_models.training.trainer import Trainer
 
 PROJECT = "te-models"  # where Weights & Biases and trackio file the run
 

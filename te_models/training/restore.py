@@ -1,4 +1,4 @@
-"""Checks of saved training state other than model and optimizer, before the live run changes."""
+"""Training state other than model and optimizer: random numbers of all processes, and checks of what was saved."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_models.distributed.control import Ranks
 from te_models.errors import CheckpointError, plural, refuse
 from te_models.files.atomic import explained
 from te_models.training.parallel import Parallel
@@ -49,6 +50,13 @@ def read_random_states(
     return random, check_random_state(
         state["cuda_rng"], rank, torch.Generator(device), f"{folder}: cuda_rng"
     )
+
+
+def random_states(own: Tensor, ranks: Ranks) -> Tensor:
+    """Return the random states of all ranks, one per row; a single process's state is not in a row."""
+    if ranks.world == 1:
+        return own
+    return torch.tensor(ranks.gather(own.tolist()), dtype=torch.uint8)
 
 
 def state_mistakes(saved: Any, live: Any, name: str) -> Iterator[str]:

@@ -36,7 +36,6 @@ from te_models.errors import (
     Diverged,
     NamedFields,
     OutputInUse,
-    SaveError,
     UsageError,
     plural,
     refuse,
@@ -55,12 +54,8 @@ from te_models.saving.adapters import facts_in
 from te_models.saving.pretrained import model_content
 from te_models.saving.restore import read_training_state
 from te_models.saving.run_folder import Checkpoints
-from te_models.saving.sharded import (
-    ShardedCheckpoints,
-    cut_optimizer_state,
-    shared_amaxes,
-    whole_optimizer_state,
-)
+from te_models.saving.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
+from te_models.training.callback import Callback
 from te_models.training.cuda_graph import GraphedStep, step_obstacle
 from te_models.training.evaluation import (
     Batch,
@@ -71,8 +66,14 @@ from te_models.training.evaluation import (
     to_device,
 )
 from te_models.training.facts import facts_at_start, facts_now, resumed_facts
-from te_models.training.failed_run import broken_line, broken_tensor, save_failed_run
+from te_models.training.failed_run import (
+    background_saves,
+    broken_line,
+    broken_tensor,
+    save_failed_run,
+)
 from te_models.training.metrics import MetricsLog
+from te_models.training.optimizer_state import optimizer_names, optimizer_state
 from te_models.training.parallel import Parallel, reshard
 from te_models.training.preflight import available_memory, check_disk
 from te_models.training.recipe_schedule import RecipeSchedule
@@ -80,6 +81,7 @@ from te_models.training.report import progress as shown_progress
 from te_models.training.report import run_console
 from te_models.training.restore import (
     gradient_factor,
+    random_states,
     read_random_states,
     read_result,
     state_mistakes,
@@ -100,28 +102,10 @@ if TYPE_CHECKING:
 RECENT = 100  # steps whose median speed is the speed of the run
 SAVE_RETRY_PAUSES = (1.0, 5.0)  # seconds before a failed save is tried again
 SAVE_PAUSE = 300.0  # seconds between checkpoints where save_every is not given
-SAVE_SHARE = (
-    0.05  # of a run's time that these take at most; a large model on a slow disk saves more rarely
-)
+# Of a run's time that these take at most: a large model on a slow disk saves more rarely.
+SAVE_SHARE = 0.05
 
 log = logging.getLogger(__name__)
-
-
-class Callback:
-    """Methods that a run calls on every process. A subclass overrides those it needs; by default they do nothing.
-
-    On a GPU the next step is already queued when `on_step` is called, except before an evaluation or a save: a change
-    of the model takes effect in the step after that. `trainer.stop()` ends the run after the step that follows.
-    """
-
-    def on_step(self, trainer: Trainer, row: Row) -> None:
-        """Called with the metrics of a finished step, as in metrics.jsonl."""
-
-    def on_eval(self, trainer: Trainer, row: Row) -> None:
-        """Called with the metrics of a step after which the model was evaluated, including "eval_loss"."""
-
-    def on_save(self, trainer: Trainer, folder: Path) -> None:
-        """Called with the folder of a checkpoint; before the end of the run it may still be incomplete."""
 
 
 @dataclass
@@ -217,9 +201,8 @@ class Trainer(NamedFields):
         self.schedule = RecipeSchedule(self.model, self.recipe or self.model.recipe, config)
         self.graphed = self._graphed()
         self.told_of_misfit = False
-        self.calibrated: Recipe | None = (
-            None  # the recipe for which the model is known to have scales
-        )
+        # The recipe for which the model is known to have scales.
+        self.calibrated: Recipe | None = None
         # Read the loss of a step once the next one is queued: only if the device itself can skip a bad step's update.
         self.ahead = self.device.type == "cuda" and self.optimizer.can_skip
         self.speeds: deque[float] = deque(maxlen=RECENT)  # tokens per second of each step
@@ -271,9 +254,8 @@ class Trainer(NamedFields):
         torch.manual_seed(self.config.seed + self.parallel.data_rank)
         if resume:
             self.restore()
-            self.parallel.ranks.gather(
-                None
-            )  # whoever reads slowly is not taken for dead by the first collective
+            # Whoever reads slowly is not taken for dead by the first collective.
+            self.parallel.ranks.gather(None)
         first = self.parallel.ranks.first
         if first and self.run_file:
             replace_text(self.out / RUN_FILE, self.run_file)
@@ -284,7 +266,7 @@ class Trainer(NamedFields):
         with (
             exact,
             contextlib.closing(metrics),
-            self._background_saves(),
+            background_saves(self.checkpoints, self.best),
             stop_signals() as self.stop_requested,
             shown_progress(
                 run_console(quiet=not (progress and first)), self.config, self.result.step
@@ -353,20 +335,6 @@ class Trainer(NamedFields):
                 self.stopping = result.stopped_early = True
         for callback in self.callbacks:
             callback.on_eval(self, row)
-
-    @contextlib.contextmanager
-    def _background_saves(self) -> Iterator[None]:
-        """Wait for the saves under way when the run ends. If the last checkpoint failed, so did the run."""
-        try:
-            yield
-        except BaseException:
-            for checkpoints in (self.checkpoints, self.best):
-                with contextlib.suppress(SaveError):  # logged when it happened
-                    checkpoints.wait()
-            raise
-        self.checkpoints.wait()
-        with contextlib.suppress(SaveError):  # logged too; the last checkpoint is there
-            self.best.wait()
 
     def steps(self, batches: Iterator[Batch]) -> Iterator[Row]:
         """Take steps until the run ends; yield the metrics of each, with the evaluation loss where one is due.
@@ -599,7 +567,10 @@ class Trainer(NamedFields):
         if ranks.world == 1:
             return Checkpoints(folder, **options)
         whose = dict(
-            ranks=ranks, model=self.model, names=self._optimizer_names(), fetch=self.optimizer.fetch
+            ranks=ranks,
+            model=self.model,
+            names=optimizer_names(self.optimizer, self.model),
+            fetch=self.optimizer.fetch,
         )
         return ShardedCheckpoints(folder, **whose, **options)
 
@@ -646,7 +617,7 @@ class Trainer(NamedFields):
     def _content(self) -> tuple[dict[str, dict[str, Tensor]], Fields]:
         """Return the tensors and documents of a checkpoint."""
         tensors, documents = self._model_content()
-        start = self.begun
+        start, ranks = self.begun, self.parallel.ranks
         if start is None:
             random = torch.get_rng_state()
             cuda = self.device.type == "cuda"
@@ -656,10 +627,10 @@ class Trainer(NamedFields):
             random, cuda_random = start.random, start.cuda_random
             position = self.starts.whole_data(start)
         state = {
-            "optimizer": self._optimizer_state(),
+            "optimizer": optimizer_state(self.optimizer, self.model),
             "dataset": position,
-            "rng": self._all_random_states(random),
-            "cuda_rng": None if cuda_random is None else self._all_random_states(cuda_random),
+            "rng": random_states(random, ranks),
+            "cuda_rng": None if cuda_random is None else random_states(cuda_random, ranks),
             "result": asdict(self.result),
             "gradient_factor": 1,  # those that the scales know, over those of one process
         }
@@ -683,7 +654,10 @@ class Trainer(NamedFields):
         if self.parallel.sharded and self.parallel.owners() is None:
             assert isinstance(self.optimizer, MasterWeights)
             optimizer = cut_optimizer_state(
-                optimizer, self.optimizer.masters, self.model, self._optimizer_names()
+                optimizer,
+                self.optimizer.masters,
+                self.model,
+                optimizer_names(self.optimizer, self.model),
             )
         self.optimizer.check_state_dict(optimizer)
         random, cuda = read_random_states(state, newest, self.parallel.ranks.rank, self.device)
@@ -691,9 +665,8 @@ class Trainer(NamedFields):
         factor = gradient_factor(state, self.out, self.parallel)
         refuse(waiting_in_vain(result, self.config.patience))
         refuse(state_mistakes(state["dataset"], self.data.state_dict(), "dataset"), CheckpointError)
-        self.data.load_state_dict(
-            state["dataset"]
-        )  # the last that may refuse, before it changes anything
+        # The last that may refuse, before it changes anything.
+        self.data.load_state_dict(state["dataset"])
         found.write()
         if factor != 1:
             divide_gradient_amaxes(self.model, factor)
@@ -720,27 +693,3 @@ class Trainer(NamedFields):
         size = sum(p.numel() * p.element_size() for p in trained) + self.optimizer.state_bytes()
         kept = self.config.keep_last if self.config.save_every != 0 else 1
         check_disk(self.out, size, kept)
-
-    def _optimizer_names(self) -> list[str]:
-        """Return the names of the whole model's parameters, in the order of the optimizer."""
-        names = self._own_names()
-        return [name for name, _ in self.model.ep.every(zip(names, names, strict=True), str)]
-
-    def _optimizer_state(self) -> Fields:
-        state = self.optimizer.state_dict()
-        return (
-            state
-            if self.model.ep.size == 1
-            else whole_optimizer_state(state, self.model, self._own_names())
-        )
-
-    def _own_names(self) -> list[str]:
-        """Return the names of the optimizer's parameters, in its order."""
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        return [names[id(parameter)] for parameter in self.optimizer.parameters]
-
-    def _all_random_states(self, own: Tensor) -> Tensor:
-        """Return the random states of all ranks, one per row; a single process's state is not in a row."""
-        if self.parallel.ranks.world == 1:
-            return own
-        return torch.tensor(self.parallel.ranks.gather(own.tolist()), dtype=torch.uint8)

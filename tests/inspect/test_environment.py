@@ -9,14 +9,19 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+OUT = ["--out", "out.json"]
 ARGUMENTS = {
-    "attention_kernels": [],
-    "checkpoint_grid": ["run"],
-    "delta_rule_tuning": [],
+    "attention_kernels": OUT,
+    "checkpoint_grid": ["run", *OUT],
+    "delta_rule_tuning": OUT,
     "engine_gpu": ["out.json"],
-    "engine_parity": [],
+    "engine_parity": OUT,
+    "expert_products": [],
+    "expert_profile": [],
+    "fused_families": OUT,
     "profile_step": ["gated-nano", "delayed"],
-    "span_attention": [],
+    "span_attention": OUT,
+    "whole_step": ["speed", "gated-nano", "bf16"],
 }
 
 
@@ -24,7 +29,7 @@ def test_these_are_all_that_need_one() -> None:
     found = {
         path.stem
         for path in (ROOT / "benchmarks").glob("*.py")
-        if re.search(r'device="cuda"', path.read_text())
+        if re.search(r'device="cuda"|require_gpu\(\)', path.read_text())
     }
     assert found == ARGUMENTS.keys()
 

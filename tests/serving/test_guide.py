@@ -11,7 +11,8 @@ from te_models import CausalLM
 from te_models.cli import main
 
 GUIDE = (Path(__file__).parents[2] / "docs/guide/serving.md").read_text()
-ELSEWHERE = ("finetune",)  # starts from a model on the hub; tests/cli runs it on a local one
+# finetune starts from a model on the hub, and serve does not end: tests/cli runs both.
+ELSEWHERE = ("finetune", "serve")
 
 
 def blocks(language: str) -> list[str]:

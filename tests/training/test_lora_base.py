@@ -107,6 +107,25 @@ def test_every_reader_takes_the_shape_of_the_run(case: str, tmp_path: Path, caps
         assert "-> 352" in plan
 
 
+def test_what_a_load_leaves_open_is_as_it_was_trained(tmp_path: Path) -> None:
+    """recipe="auto" and dtype=None choose nothing: the run's recipe, dtype and shape stay."""
+    base = write_model(tmp_path / "base", write_tokenizer(CHATML), num_hidden_layers=3)
+    data = write_chats(tmp_path / "chats.jsonl")
+    options = ["current" if word == "bf16" else word for word in RUN]
+    options += ["--rope-theta", "300", "--dtype", "bfloat16"]
+    run = tmp_path / "run"
+    told = ["--model", str(base), "--lora", "4", "--data", str(data), "--out", str(run)]
+    assert main(["finetune", *told, *options]) == 0
+    for folder in (run, run / "adapter"):
+        for given in ({}, dict(recipe="auto", dtype=None), dict(recipe=None)):
+            model = CausalLM.from_pretrained(folder, **PLACE, **given)
+            assert model.recipe.name == "current", (folder, given)
+            assert model.dtype == torch.bfloat16, (folder, given)
+            assert model.config.rope_theta == 300
+    chosen = CausalLM.from_pretrained(run, recipe="bf16", dtype=torch.float32, **PLACE)
+    assert (chosen.recipe.name, chosen.dtype) == ("bf16", torch.float32)
+
+
 def test_a_gate_that_a_run_added(tmp_path: Path) -> None:
     """Its parameters are adapted too; the loss of the run is that of its adapters when they are read again."""
     base = write_model(tmp_path / "base", tokenizer=write_tokenizer(CHATML))
