@@ -219,11 +219,11 @@ def arrivals(counts: Tensor, known: list[int], alignment: int) -> Places:
 def stand_in(tensor: Tensor) -> Tensor:
     """Return a tensor of the same shape and dtype that takes no memory; a scalar, such as a number of steps, is copied.
 
-    Only its shape and dtype mean anything.
+    Only its shape and dtype mean anything. Its values are zeros, in which a check for NaN finds nothing.
     """
     if not tensor.dim():
         return tensor.clone()
-    return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def scratch(tensor: Tensor) -> Tensor:
