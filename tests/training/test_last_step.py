@@ -13,9 +13,12 @@ import torch
 from bits import assert_same_tensors
 from tiny_runs import losses, tiny_model, tiny_trainer
 
+from te_models.distributed.control import Ranks
 from te_models.errors import DataUnavailable, Diverged, UsageError
 from te_models.files.tensors import all_finite
+from te_models.model.expert_parallel import stand_in
 from te_models.saving.folder import load_folder
+from te_models.training.failed_run import broken_tensor
 from te_models.training.trainer import Callback, Trainer
 
 STEPS, GOOD = 6, 3
@@ -224,3 +227,13 @@ def test_the_state_that_a_loss_of_nan_leaves_is_not_the_models(tmp_path: Path) -
     saved = load_folder(next((tmp_path / "checkpoints").glob("step-*")), ["fp8_state"])
     for name, tensor in run.model.copied_fp8_state().items():
         assert torch.equal(tensor, saved.tensors["fp8_state"][name])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_what_stands_in_for_other_processes_experts_is_not_broken(dtype: torch.dtype) -> None:
+    """Whatever was in the memory that it gets: here, that of tensors of NaN that are gone."""
+    for _ in range(64):
+        gone = [torch.full((), math.nan).to(dtype) for _ in range(8)]
+        like = torch.zeros(4, 4, dtype=dtype)
+        del gone
+        assert broken_tensor({"model": {"weight": stand_in(like)}}, Ranks()) is None
