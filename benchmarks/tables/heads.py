@@ -82,6 +82,33 @@ def heads_80() -> str:
 
 
 @table
+def readme_heads() -> str:
+    """Summarize what other heads, families and experts cost."""
+    heads = {row["name"]: row["ms"] for row in load("heads_80_h100")["rows"]}
+    ours = heads["te-models delayed+no_edges+graph"]
+    speeds = [
+        r["speed"] for r in load("fused_families_h100")["rows"] if r["family"] != "heads of 80"
+    ]
+    experts = {
+        (row["shape"], row["recipe"]): row["speed_over_bf16"]
+        for row in load("expert_profile_h100")["rows"]
+    }
+    over = {recipe: experts["olmoe", recipe] for recipe in ("delayed", "current", "blockwise")}
+    rows = [
+        "With heads of 80, ten layers of width 2,560 train "
+        f"{heads['torch'] / ours:.2f} times as fast as compiled PyTorch and "
+        f"{heads['torchao'] / ours:.2f} times as fast as torchao. Layers of Qwen3, Qwen3.5, Gemma 3, "
+        f"GLM-4, OLMo 2 and Granite have {min(speeds):.2f} to {max(speeds):.2f} of the speed of a "
+        "plain Llama with the same matrices.",
+        "**FP8 hardly pays with experts**: at OLMoE's width `delayed` is "
+        f"{over['delayed']:.2f} times as fast as our own BF16, `current` {over['current']:.2f} times, "
+        f"`blockwise` {over['blockwise']:.2f} times, and gpt-oss' width is no better. So `auto` is "
+        "BF16 for experts narrower than 4,096.",
+    ]
+    return "\n".join(f"- {prose(row)}".replace("\n", "\n  ") for row in rows)
+
+
+@table
 def expert_recipes() -> str:
     """Steps of models with experts under each recipe."""
     result = load("expert_profile_h100")
