@@ -134,8 +134,9 @@ def masks_nothing(mask: Tensor) -> bool:
 
 def attention_kernel(device: torch.device, capped: bool = False, sinks: bool = False) -> str:
     """Return the name of the kernel that runs first on this device, for capped logits or with sinks."""
-    if capped or (sinks and device.type != "cuda"):
-        return f"composed in FP32, for its {'capped logits' if capped else 'sinks'}"
+    reason = "capped logits" if capped else "sinks"
     if device.type != "cuda":
-        return "PyTorch SDPA (CPU)"
-    return "Triton, for its sinks" if sinks else "cuDNN (PyTorch SDPA), Triton for documents"
+        return f"composed in FP32, for its {reason}" if capped or sinks else "PyTorch SDPA (CPU)"
+    if capped or sinks:
+        return f"Triton, for its {reason}"
+    return "cuDNN (PyTorch SDPA), Triton for documents"

@@ -19,8 +19,10 @@ from te_models.errors import ConfigError
 #  1024  qwen3-0.6b    0.969  benchmarks/results/finetune_against_trl_h200.json (delayed 1.016; with LoRA 1.006)
 #  4096  llama-3.1-8b  1.360  the same file (delayed 1.429; with LoRA 1.351)
 # Between them, gated-1b (2048) is compared with PyTorch only: 1.50 times its compiled BF16 (step_h200.json).
-# Experts: 128 of a width of 768 train at 0.96 times the speed of BF16, 8 of 14336 at 1.22 times (kinds_h100.json).
 WIDE_ENOUGH = 2048
+# The same for the width of experts, on an H100: 1,024 (OLMoE) at 0.99 times the speed of BF16 and 2,880 (gpt-oss) at
+# 0.98 (expert_profile_h100.json), 768 at 0.96 and 14,336 at 1.22 (kinds_h100.json).
+WIDE_EXPERTS = 4096
 CANDIDATES = ("mxfp8", "current")  # in this order: the first that runs natively
 
 
@@ -48,8 +50,8 @@ def auto_recipe(
     It is FP8 where that saves time: "mxfp8" on the native engine where Transformer Engine runs it (data-centre
     Blackwell), else "current" (Ada, Hopper, other Blackwell). It is "bf16" on the emulated engine, hence on every CPU,
     which gains no speed from FP8; for another dtype than bfloat16; where the recipe cannot run the model's sizes; and
-    for models below a hidden size of WIDE_ENOUGH, where FP8 saved no time on an H200, unless they store their weights
-    in FP8.
+    for models below a hidden size of WIDE_ENOUGH or with experts narrower than WIDE_EXPERTS, for which FP8 saved no
+    time on Hopper, unless they store their weights in FP8.
 
     Args:
         config: the shape.
@@ -66,12 +68,8 @@ def auto_recipe(
     reason = "FP8 saves no time on the emulated engine" if name == "emulated" else ""
     if not reason and dtype != torch.bfloat16:
         reason = f"dtype is {str(dtype).removeprefix('torch.')}"
-    sizes = {"a hidden size": config.hidden_size}
-    if config.moe is not None:
-        sizes["a width of experts"] = config.moe.moe_intermediate_size
-    for what, size in sizes.items():
-        if not reason and size < WIDE_ENOUGH and not fp8_params:
-            reason = f"FP8 saves no time below {what} of {WIDE_ENOUGH}, and this one is {size}"
+    if not reason and not fp8_params:
+        reason = _too_narrow(config)
     if not reason:
         gpu = why.partition(",")[0]
         reason = f"{gpu} has no FP8"
@@ -87,6 +85,17 @@ def auto_recipe(
                 continue
             return recipe, f"{gpu}, hidden size {config.hidden_size}"
     return get_recipe("bf16", **fields), reason
+
+
+def _too_narrow(config: ModelConfig) -> str:
+    """Return why FP8 saves no time at this width; empty if it does."""
+    sizes = [("a hidden size", config.hidden_size, WIDE_ENOUGH)]
+    if config.moe is not None:
+        sizes.append(("a width of experts", config.moe.moe_intermediate_size, WIDE_EXPERTS))
+    for name, size, least in sizes:
+        if size < least:
+            return f"FP8 saves no time below {name} of {least}, and this one is {size}"
+    return ""
 
 
 def check_layers(config: ModelConfig, recipe: Recipe) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.expert_profile import SHAPES
 from te_models import CausalLM, get_preset, plan
 from te_models.cli import main
 from te_models.config.recipe import AUTO
@@ -18,7 +19,7 @@ from te_models.engine import check_support
 from te_models.errors import UsageError
 from te_models.model import recipe_fit
 from te_models.model.decoder import Decoder
-from te_models.model.recipe_fit import WIDE_ENOUGH, auto_recipe
+from te_models.model.recipe_fit import WIDE_ENOUGH, WIDE_EXPERTS, auto_recipe
 from te_models.training.settings import RunSettings
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
@@ -81,7 +82,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
             dict(moe=EXPERTS),
             {},
             "bf16",
-            "below a width of experts of 2048, and this one is 768",
+            "below a width of experts of 4096, and this one is 768",
         ),
         ("H200", "gated-8b", dict(moe=EXPERTS | WIDE), {}, "current", "H200, hidden size 4096"),
         ("H200", "gated-124m", {}, dict(fp8_params=True), "current", "H200, hidden size 768"),
@@ -167,6 +168,18 @@ def test_the_width_agrees_with_every_measurement() -> None:
         assert speed > 1.01 if width >= WIDE_ENOUGH else speed < 1.01, (
             f"hidden size {width}: {speed:.3f}"
         )
+
+
+def test_the_width_of_experts_agrees_with_every_measurement() -> None:
+    result = json.loads((RESULTS / "expert_profile_h100.json").read_text())
+    found = [
+        (SHAPES[row["shape"]][0]["moe"]["moe_intermediate_size"], row["speed_over_bf16"])
+        for row in result["rows"]
+        if row["recipe"] == "current"
+    ]
+    assert len(found) >= 2
+    for width, speed in found:
+        assert speed > 1.01 if width >= WIDE_EXPERTS else speed < 1.01, f"{width}: {speed:.3f}"
 
 
 def test_auto_is_the_default_everywhere(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
