@@ -23,7 +23,6 @@ from te_models.cli.options import (
 )
 from te_models.config.data import DataConfig, split_names
 from te_models.config.recipe import AUTO, get_recipe
-from te_models.errors import refuse
 
 if TYPE_CHECKING:
     from te_models.causal_lm import CausalLM
@@ -87,12 +86,10 @@ def evaluate(
     The loss is printed per token, as perplexity, and in bits per byte. With --recipes there is a row per recipe, all
     on the same tokens. The loss does not count the prompts of records.
     """
-    mistakes = {
-        "give --data PATH, --tasks NAMES, or both": data is None and tasks is None,
-        "give --recipe NAME, or several as --recipes NAMES, not both": recipes is not None
-        and recipe is not None,
-    }
-    refuse(mistakes, click.UsageError)
+    if data is None and tasks is None:
+        raise click.UsageError("give --data PATH, --tasks NAMES, or both")
+    if recipes is not None and recipe is not None:
+        raise click.UsageError("give --recipe NAME, or several as --recipes NAMES, not both")
     names = [recipe] if recipes is None else split_names(recipes)
     for name in {name for name in names if name is not None} - {AUTO}:
         get_recipe(name)  # an unknown name is an error before anything is loaded

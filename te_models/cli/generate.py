@@ -10,7 +10,6 @@ from te_models.cli.sampling import (
     take_sampling,
     utf8_text,
 )
-from te_models.errors import refuse
 
 
 @click.command(cls=Command)
@@ -43,11 +42,10 @@ def generate(
     from te_models.generation.text import stream_text  # noqa: PLC0415
 
     sampling = take_sampling(options)
-    mistakes = {
-        "give --prompt TEXT, or --chat": prompt is None and not chat,
-        "the prompt is empty: give at least one token": prompt == "",
-    }
-    refuse(mistakes, click.UsageError)
+    if prompt is None and not chat:
+        raise click.UsageError("give --prompt TEXT, or --chat")
+    if prompt == "":
+        raise click.UsageError("the prompt is empty: give at least one token")
     words = load_tokenizer(tokenizer or model)
     if chat:
         words.chat_template()  # fail before the model is loaded

@@ -21,7 +21,7 @@ from te_models.cli.options import (
     setting_option,
 )
 from te_models.config.shipped import list_shipped
-from te_models.errors import UsageError, refuse
+from te_models.errors import UsageError
 from te_models.training.settings import (
     LEARNING_RATE,
     SETTINGS,
@@ -87,16 +87,26 @@ def run_training(
     over = (
         out is not None and model is not None and os.path.realpath(out) == os.path.realpath(model)
     )
-    mistakes = {
-        f"--out {out} is the folder of the model, whose place the run would take: give another": over,
-        f"unexpected {file}: the one argument is RUN.TOML, a file of settings, and this is no file": unexpected,
-        f"give either {file} or --resume: a run's folder has its own run.toml": both,
-        f"give the folder once: --resume {resume} or --resume --out {out}": resume
-        and out is not None,
-        f"{file} is a folder: {file}/run.toml runs it once more, and --resume {file} continues it": is_run,
-        f"{file} is a folder: a model is given as --model {file}, data as --data {file}": is_folder,
-    }
-    refuse(mistakes)
+    if over:
+        raise UsageError(
+            f"--out {out} is the folder of the model, whose place the run would take: give another"
+        )
+    if unexpected:
+        raise UsageError(
+            f"unexpected {file}: the one argument is RUN.TOML, a file of settings, and this is no file"
+        )
+    if both:
+        raise UsageError(f"give either {file} or --resume: a run's folder has its own run.toml")
+    if resume and out is not None:
+        raise UsageError(f"give the folder once: --resume {resume} or --resume --out {out}")
+    if is_run:
+        raise UsageError(
+            f"{file} is a folder: {file}/run.toml runs it once more, and --resume {file} continues it"
+        )
+    if is_folder:
+        raise UsageError(
+            f"{file} is a folder: a model is given as --model {file}, data as --data {file}"
+        )
     called = click.get_current_context().obj or ""  # as main() was called
     if resume is None:
         settings = run_settings(command, given, Path(file) if file is not None else None, called)

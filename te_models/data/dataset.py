@@ -36,22 +36,23 @@ from te_models.data.packing import (
     stack_windows,
 )
 from te_models.data.tokenizer import Tokenizer, end_of_text
-from te_models.errors import DataError, UsageError, plural, refuse
+from te_models.errors import DataError, UsageError, plural
 from te_models.model.targets import IGNORED, PAD_DOCUMENT
 
 
 def check_fit(tokenizer: Tokenizer, config: ModelConfig, seq_len: int = 0) -> None:
     """Raise a UsageError for ids of the tokenizer without an embedding, or sequences longer than the model allows."""
     ids = tokenizer.vocab_size
-    refuse(
-        {
+    if ids > config.vocab_size:
+        raise UsageError(
             f"the tokenizer has {ids} ids but the model's vocab_size is {config.vocab_size}: use --vocab-size {ids} or "
-            "more, or for a model that is already trained its own tokenizer": ids
-            > config.vocab_size,
+            "more, or for a model that is already trained its own tokenizer"
+        )
+    if seq_len > config.longest_sequence:
+        raise UsageError(
             f"--seq-len {seq_len} is longer than the model allows ({config.length_limit}): lower it or raise "
-            "--max-position-embeddings": seq_len > config.longest_sequence,
-        }
-    )
+            "--max-position-embeddings"
+        )
 
 
 def check_position(state: Mapping[str, object], fingerprint: int) -> None:
@@ -143,14 +144,15 @@ class TokenDataset:
         )
         self.fingerprint = self._hash_data()
         self._in_order = self._lay(np.arange(self.num_documents), None)
-        mistakes = {
-            f"the data has {self.num_tokens} tokens, less than one window of seq_len={seq_len}: lower --seq-len or "
-            "give more data": shuffle and not self.whole and self.num_tokens < seq_len,
-            "there is nothing to predict in the data: give longer documents or a larger --seq-len": (
-                not self._in_order.num_windows
-            ),
-        }
-        refuse(mistakes, DataError)
+        if shuffle and not self.whole and self.num_tokens < seq_len:
+            raise DataError(
+                f"the data has {self.num_tokens} tokens, less than one window of seq_len={seq_len}: lower --seq-len or "
+                "give more data"
+            )
+        if not self._in_order.num_windows:
+            raise DataError(
+                "there is nothing to predict in the data: give longer documents or a larger --seq-len"
+            )
         self._cached: tuple[int, Epoch] = (-1, self._in_order)
         self._epoch = self._position = 0  # the next window of all ranks: which of which epoch
 

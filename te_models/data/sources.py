@@ -240,7 +240,8 @@ def _formatted(made: object, place: str, by_function: bool) -> dict[str, object]
     advice = (
         "return a text, a list of messages, or a dict such as {'prompt': ..., 'completion': ...}"
     )
-    refuse({f"{place}: formatting returned a {kind}: {advice}": by_function})
+    if by_function:
+        raise UsageError(f"{place}: formatting returned a {kind}: {advice}")
     raise DataError(
         f"{place} is a {kind}: give a dict, such as {{'text': ...}}, or a list of messages"
     )

@@ -30,7 +30,7 @@ from te_models.data.sources import Formatting, Source, is_records, open_sources,
 from te_models.data.streaming import StreamingDataset
 from te_models.data.tokenizer import Tokenizer, TokenizerLike, as_tokenizer
 from te_models.distributed.control import Ranks
-from te_models.errors import DataError, UsageError, plural, refuse
+from te_models.errors import DataError, UsageError, plural
 from te_models.files.formats import Fields
 
 OWN = "the data in memory"
@@ -80,16 +80,14 @@ def open_data(
     """
     tokenizer = as_tokenizer(tokenizer)
     settings, own = _settings(data, options)
-    refuse(
-        {
-            "formatting is for records in memory: give a list or a datasets.Dataset, or for files columns": formatting
-            is not None
-            and not own,
-            "no data in the list: give a path, or None for Python's own documentation and sources": not (
-                data is None or isinstance(data, DataConfig) or settings.data
-            ),
-        }
-    )
+    if formatting is not None and not own:
+        raise UsageError(
+            "formatting is for records in memory: give a list or a datasets.Dataset, or for files columns"
+        )
+    if not (data is None or isinstance(data, DataConfig) or settings.data):
+        raise UsageError(
+            "no data in the list: give a path, or None for Python's own documentation and sources"
+        )
     if settings.data == (PYTHON_DOCS,):
         settings = dataclasses.replace(settings, data=())
     columns = parse_columns(settings.columns)
@@ -150,15 +148,14 @@ def _resolved(
     records = settings.data == (PYTHON_DOCSTRINGS,) or not all(source.is_text for source in sources)
     packing = settings.packing or ("documents" if records else "stream")
     streaming = _must_stream(sources) if settings.streaming is None else settings.streaming
-    refuse(
-        {
-            "packing stream would cut answers at the ends of windows: use documents, or none": packing
-            == "stream"
-            and records,
-            "--streaming needs --data PATH: built-in data and records in memory are there as a whole": streaming
-            and whole,
-        }
-    )
+    if packing == "stream" and records:
+        raise UsageError(
+            "packing stream would cut answers at the ends of windows: use documents, or none"
+        )
+    if streaming and whole:
+        raise UsageError(
+            "--streaming needs --data PATH: built-in data and records in memory are there as a whole"
+        )
     return dataclasses.replace(settings, packing=packing), streaming
 
 

@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from te_models.errors import UsageError, refuse
+from te_models.errors import UsageError
 
 KINDS = ("cpu", "cuda", "meta")
 
@@ -22,12 +22,10 @@ def choose_device(device: torch.device | str | None = None) -> torch.device:
         return found
     reason = "PyTorch sees no GPU" if torch.version.cuda else "this build of PyTorch has no CUDA"
     missing, last = f"device {str(device)!r} is not available", torch.cuda.device_count() - 1
-    refuse(
-        {
-            f"{missing}, because {reason}: leave it out, or give cpu": not torch.cuda.is_available(),
-            f"{missing}: there are cuda:0 to cuda:{last}": (found.index or 0) > last,
-        }
-    )
+    if not torch.cuda.is_available():
+        raise UsageError(f"{missing}, because {reason}: leave it out, or give cpu")
+    if (found.index or 0) > last:
+        raise UsageError(f"{missing}: there are cuda:0 to cuda:{last}")
     return found
 
 

@@ -6,7 +6,7 @@ from torch.distributed import ProcessGroup, barrier
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Self
 
-from te_models.errors import refuse
+from te_models.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,10 @@ class MeshRanks:
         """Raise a UsageError for a mesh `name` that is not one of these `ranks`, or `alone` where there is none."""
         dimensions = 1 if self.mesh is None else self.mesh.ndim
         wrong = f"{name} has {dimensions} dimensions: give that of {ranks}"
-        refuse({alone: self.mesh is None and bool(alone), wrong: dimensions != 1})
+        if self.mesh is None and bool(alone):
+            raise UsageError(alone)
+        if dimensions != 1:
+            raise UsageError(wrong)
 
     @property
     def size(self) -> int:

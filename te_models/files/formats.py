@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from te_models.errors import CheckpointError, TeModelsError, UsageError, refuse
+from te_models.errors import CheckpointError, TeModelsError, UsageError
 from te_models.files.atomic import explained, first_line
 
 Value = Any  # of JSON, or of nested state
@@ -157,14 +157,12 @@ def render_json(value: Value, name: str) -> bytes:
     with explained(f"{name} is not plain JSON", *wrong, error=UsageError, advice=advice):
         text = json.dumps(value, indent=2, allow_nan=False).encode()
     limit = json_limit(name if name.endswith(".json") else f"{name}.json")
-    mistakes = {
-        f"{name} has {len(text)} bytes of JSON, more than the limit of {limit}": len(text) > limit,
-        f"{name} has tuples or keys that are not strings; flatten_state makes plain JSON of it": json.loads(
-            text
+    if len(text) > limit:
+        raise UsageError(f"{name} has {len(text)} bytes of JSON, more than the limit of {limit}")
+    if json.loads(text) != value:
+        raise UsageError(
+            f"{name} has tuples or keys that are not strings; flatten_state makes plain JSON of it"
         )
-        != value,
-    }
-    refuse(mistakes)
     return text
 
 

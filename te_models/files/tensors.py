@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
 
-from te_models.errors import CheckpointError, refuse
+from te_models.errors import CheckpointError, UsageError
 from te_models.files.atomic import first_line, make_durable
 from te_models.files.formats import METADATA, MIB, list_some, open_regular, parse_json
 
@@ -176,13 +176,16 @@ def check_savable(name: str, tensor: Tensor) -> None:
     unable = (
         tensor.dtype not in _DTYPES.values() or tensor.layout != torch.strided or tensor.is_meta
     )
-    mistakes = {
-        f"a tensor cannot be named {METADATA}: safetensors reserves it": name == METADATA,
-        f"{name} is a {kind.__name__}; save its dequantized value or the tensors that it consists of": kind
-        not in (Tensor, torch.nn.Parameter),
-        f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}, which cannot be saved": unable,
-    }
-    refuse(mistakes)
+    if name == METADATA:
+        raise UsageError(f"a tensor cannot be named {METADATA}: safetensors reserves it")
+    if kind not in (Tensor, torch.nn.Parameter):
+        raise UsageError(
+            f"{name} is a {kind.__name__}; save its dequantized value or the tensors that it consists of"
+        )
+    if unable:
+        raise UsageError(
+            f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}, which cannot be saved"
+        )
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:

@@ -217,8 +217,9 @@ class Fp8StateCopies:
         copies: Copies = {}
         for name, tensor in live.items():
             old = None if into is None else into.get(name)
-            same = old is not None and old.shape == tensor.shape
-            copies[name] = old if same else torch.empty_like(tensor)
+            if old is None or old.shape != tensor.shape:
+                old = torch.empty_like(tensor)
+            copies[name] = old
         overwrite(list(copies.values()), list(live.values()))
         return copies
 

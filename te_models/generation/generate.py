@@ -139,17 +139,18 @@ def batch_of(
     size, (low, high) = model.config.vocab_size, map(int, ids.aminmax())
     wrong = low if low < 0 else high
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask
-    mistakes = {
-        f"the prompt has token {wrong}, the model {size} tokens: use the model's own tokenizer": low
-        < 0
-        or high >= size,
-        f"attention_mask has shape {list(mask.shape)}, the prompts {list(ids.shape)}": mask.shape
-        != ids.shape,
-        "attention_mask has padding on the right: to generate, pad the prompts on the left": not bool(
-            mask[:, -1].all()
-        ),
-    }
-    refuse(mistakes)
+    if low < 0 or high >= size:
+        raise UsageError(
+            f"the prompt has token {wrong}, the model {size} tokens: use the model's own tokenizer"
+        )
+    if mask.shape != ids.shape:
+        raise UsageError(
+            f"attention_mask has shape {list(mask.shape)}, the prompts {list(ids.shape)}"
+        )
+    if not bool(mask[:, -1].all()):
+        raise UsageError(
+            "attention_mask has padding on the right: to generate, pad the prompts on the left"
+        )
     return ids, None if attention_mask is None else attention_mask.to(model.device)
 
 

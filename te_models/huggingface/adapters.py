@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from te_models.causal_lm import CausalLM
 from te_models.config.recipe import SCHEMES
 from te_models.engine import engine_module
-from te_models.errors import ConfigError, refuse
+from te_models.errors import ConfigError, UsageError
 from te_models.files.formats import Document, list_some
 from te_models.fp8.primary_weights import plain
 from te_models.huggingface.expert_adapters import AdaptedWeight, Alias, Shown, Stack, write_rows
@@ -431,11 +431,10 @@ def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
     names = (
         f"peft cannot train copies of {list_some(moved)} here, which transformers names otherwise"
     )
-    mistakes = {
-        "peft cannot train the biases of fused linears: leave out bias=": trained,
-        f"{names}: change modules_to_save": moved,
-    }
-    refuse(mistakes)
+    if trained:
+        raise UsageError("peft cannot train the biases of fused linears: leave out bias=")
+    if moved:
+        raise UsageError(f"{names}: change modules_to_save")
     for ours, stand_in in placed.items():
         parent, _, leaf = ours.rpartition(".")
         part = model.get_submodule(parent)

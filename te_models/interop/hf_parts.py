@@ -11,7 +11,7 @@ from typing import Any
 from te_models.config.attention import window
 from te_models.config.model import ModelConfig
 from te_models.config.rope import ROPE_SCALINGS, Rope
-from te_models.errors import ConfigError, check_known, refuse
+from te_models.errors import ConfigError, check_known
 
 Values = Mapping[str, Any]  # an object in a config.json, or fields of ModelConfig
 Fields = dict[str, Any]  # the same, to be changed
@@ -459,13 +459,12 @@ def _read_laguna(theirs: Values) -> Fields:
     """Read the gate; refuse layers with different numbers of heads."""
     heads = theirs["num_attention_heads"]
     gates = {True: "headwise", "per-head": "headwise", "per-element": "elementwise"}
-    mistakes = {
-        "num_attention_heads_per_layer with different numbers is not supported":
-            any(own != heads for own in theirs.get("num_attention_heads_per_layer") or ()),
-        f"gating={theirs['gating']!r} is not supported: te-models reads 'per-head' or 'per-element'":
-            theirs["gating"] not in gates,
-    }  # fmt: skip
-    refuse(mistakes, ConfigError)
+    if any(own != heads for own in theirs.get("num_attention_heads_per_layer") or ()):
+        raise ConfigError("num_attention_heads_per_layer with different numbers is not supported")
+    if theirs["gating"] not in gates:
+        raise ConfigError(
+            f"gating={theirs['gating']!r} is not supported: te-models reads 'per-head' or 'per-element'"
+        )
     return {"attention_gate": gates[theirs["gating"]]}
 
 

@@ -151,7 +151,8 @@ def license_in(folder: Path) -> str | None:
     from huggingface_hub import ModelCard  # noqa: PLC0415
 
     try:
-        license = ModelCard.load(folder / CARD, ignore_metadata_errors=True).data.license
+        data: Any = ModelCard.load(folder / CARD, ignore_metadata_errors=True).data
+        license = data.license
     except (OSError, ValueError):  # no metadata that can be read
         return None
     return license if isinstance(license, str) else None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from te_models.config.recipe import SCHEMES, Recipe, get_recipe
-from te_models.errors import CheckpointError, refuse
+from te_models.errors import CheckpointError
 from te_models.files.atomic import CHUNK_BYTES, explained
 from te_models.files.formats import Fields, list_some, open_regular
 from te_models.files.tensors import SafetensorsFile, check_finite, read_safetensors
@@ -166,12 +166,12 @@ def _check_archive(opened: BinaryIO, size: int) -> None:
     archive = zipfile.ZipFile(opened)
     records = archive.infolist()
     pickles = [record.file_size for record in records if record.filename.endswith(".pkl")]
-    mistakes = {
-        "it is compressed": any(record.compress_type != zipfile.ZIP_STORED for record in records),
-        "its records overlap": sum(record.file_size for record in records) > size,
-        "it describes too many tensors": any(length > MAX_PICKLE_BYTES for length in pickles),
-    }
-    refuse(mistakes, ValueError)
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        raise ValueError("it is compressed")
+    if sum(record.file_size for record in records) > size:
+        raise ValueError("its records overlap")
+    if any(length > MAX_PICKLE_BYTES for length in pickles):
+        raise ValueError("it describes too many tensors")
     whole = [_checksum_fits(archive, record) for record in records]
     if any(whole) and not all(
         whole

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from te_models.config.precision import HEAD
 from te_models.distributed.dtensor import local
-from te_models.errors import UsageError, check_known, refuse
+from te_models.errors import UsageError, check_known
 from te_models.files.formats import Document, Fields, list_some
 from te_models.fp8.primary_weights import quantized_weights
 from te_models.fp8.region import saving
@@ -81,11 +81,12 @@ def export(
     sharded = any(local(p) is not p for p in model.parameters())
     sources = [os.path.realpath(path) for path in (origin.folder, origin.adapters) if path]
     own = os.path.realpath(folder) in sources
-    mistakes = {
-        "a sharded model cannot be exported: save it, and export the saved folder": sharded,
-        f"{folder} holds the model that is exported, whose weights would be lost: choose another folder": own,
-    }
-    refuse(mistakes)
+    if sharded:
+        raise UsageError("a sharded model cannot be exported: save it, and export the saved folder")
+    if own:
+        raise UsageError(
+            f"{folder} holds the model that is exported, whose weights would be lost: choose another folder"
+        )
     refuse_adapters(model)
     with saving(model), source_in(FORMATS[format], origin) as source:
         writer = _Writer(model, format, calibration, source)

@@ -37,7 +37,7 @@ from te_models.config.layer import LayerSpec
 from te_models.config.mlp import MLPSpec
 from te_models.config.model import ModelConfig
 from te_models.config.rope import Rope
-from te_models.errors import UsageError, refuse
+from te_models.errors import UsageError
 from te_models.interop.hf_families import Family, family_of
 from te_models.interop.hf_places import TOP
 from te_models.kernels import elementwise
@@ -104,10 +104,12 @@ class GatedAttention(nn.Module):
         super().__init__()
         self.spec, width, heads = spec, spec.hidden_size, spec.heads
         reason = spec.parallel_obstacle(sequence=False) if build.ranks > 1 else ""
-        refuse({
-            "attention_sinks are served only in the families of Hugging Face that have them: gpt_oss": spec.sinks,
-            f"--tensor-parallel-size {build.ranks}: {reason}": bool(reason),
-        })  # fmt: skip
+        if spec.sinks:
+            raise UsageError(
+                "attention_sinks are served only in the families of Hugging Face that have them: gpt_oss"
+            )
+        if bool(reason):
+            raise UsageError(f"--tensor-parallel-size {build.ranks}: {reason}")
         self.qkv_proj = build.linear(
             QKVParallelLinear,
             f"{prefix}.qkv_proj",

@@ -349,7 +349,10 @@ def load_lora(
     """
     wrong = f"{type(model).__name__} is no CausalLM: load its adapters with peft.PeftModel.from_pretrained"
     loaded = "the model has adapters already: load another with its load_adapter(folder, name)"
-    refuse({loaded: isinstance(model, PeftModel), wrong: not isinstance(model, CausalLM)})
+    if isinstance(model, PeftModel):
+        raise UsageError(loaded)
+    if not isinstance(model, CausalLM):
+        raise UsageError(wrong)
     path = saved_folder(local_folder(folder))
     adapter = _read_adapter(model, path, trainable)
     _compare_shapes(model, path)

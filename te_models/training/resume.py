@@ -9,7 +9,7 @@ import torch
 from te_models.causal_lm import CausalLM
 from te_models.config.model import config_fields
 from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe, get_recipe
-from te_models.errors import CheckpointError, plural, refuse
+from te_models.errors import CheckpointError, UsageError, plural
 from te_models.files.atomic import readable
 from te_models.files.formats import Document, Fields
 from te_models.interop.origin import DTYPES, read_own_config
@@ -130,9 +130,12 @@ def starting_step(
     )
     unfinished = merge_again or any(not os.path.lexists(folder / name) for name in names)
     over = step > steps or (step == steps and not unfinished)
-    mistakes = {
-        f"{folder} already holds a run of {plural(step, 'step')}: add --resume or give another --out": not resume,
-        f"{folder} has already reached step {step}: give more than --steps {steps}": over,
-    }
-    refuse(mistakes)
+    if not resume:
+        raise UsageError(
+            f"{folder} already holds a run of {plural(step, 'step')}: add --resume or give another --out"
+        )
+    if over:
+        raise UsageError(
+            f"{folder} has already reached step {step}: give more than --steps {steps}"
+        )
     return step

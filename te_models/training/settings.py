@@ -295,7 +295,8 @@ def run_settings(
     flat = {**_over(saved, given), "command": command}
     SETTINGS["command"].check(command)
     twice = "steps" in given and given.get("epochs")
-    refuse({"--steps and --epochs say the same in two ways: give one of them": twice})
+    if twice:
+        raise UsageError("--steps and --epochs say the same in two ways: give one of them")
     refuse(_start_mistakes(command, flat))
     recipe = flat.pop("recipe", "auto")
     lora = _lora(flat)
@@ -352,16 +353,18 @@ def resumed_settings(
         return run_settings(command, given, folder / RUN_FILE, called)
     nameless = not {"preset", "model"} & given.keys()
     run = next((outer for outer in folder.parents if (outer / RUN_FILE).is_file()), None)
-    mistakes = {
-        f"nothing to resume: {folder} does not exist; give the folder of a run": not folder.exists(),
-        f"{folder} is part of a run: give --resume {run}, which continues from its newest checkpoint": run
-        is not None,
-        f"nothing to resume: {folder} has no checkpoint; start without --resume": not (
-            folder / "checkpoints"
-        ).is_dir(),
-        f"{folder} has no {RUN_FILE}: give the settings of the run again, --preset or --model among them": nameless,
-    }
-    refuse(mistakes)
+    if not folder.exists():
+        raise UsageError(f"nothing to resume: {folder} does not exist; give the folder of a run")
+    if run is not None:
+        raise UsageError(
+            f"{folder} is part of a run: give --resume {run}, which continues from its newest checkpoint"
+        )
+    if not (folder / "checkpoints").is_dir():
+        raise UsageError(f"nothing to resume: {folder} has no checkpoint; start without --resume")
+    if nameless:
+        raise UsageError(
+            f"{folder} has no {RUN_FILE}: give the settings of the run again, --preset or --model among them"
+        )
     return run_settings(command, given, called=called)
 
 
@@ -378,14 +381,12 @@ def _only_run(given: Mapping[str, Any]) -> Path:
         )
     ]
     of = f"of {label} " if label else ""
-    mistakes = {
-        f"several runs could be resumed ({', '.join(map(str, runs))}): give one of them to --resume": len(
-            runs
+    if len(runs) > 1:
+        raise UsageError(
+            f"several runs could be resumed ({', '.join(map(str, runs))}): give one of them to --resume"
         )
-        > 1,
-        f"nothing to resume: there is no run {of}in runs/; give its folder": not runs,
-    }
-    refuse(mistakes)
+    if not runs:
+        raise UsageError(f"nothing to resume: there is no run {of}in runs/; give its folder")
     return runs[0]
 
 

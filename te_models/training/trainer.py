@@ -177,11 +177,14 @@ class Trainer(NamedFields):
         ]
         strangers = [callback for callback in self.callbacks if not isinstance(callback, Callback)]
         blind = config.patience and not self.evaluation
-        mistakes = {
-            "callbacks are instances of subclasses of te_models.Callback; on_step= takes a function": strangers,
-            f"patience={config.patience} counts evaluations: give eval_batches too": blind,
-        }
-        refuse(mistakes)
+        if strangers:
+            raise UsageError(
+                "callbacks are instances of subclasses of te_models.Callback; on_step= takes a function"
+            )
+        if blind:
+            raise UsageError(
+                f"patience={config.patience} counts evaluations: give eval_batches too"
+            )
         if not any(self.parallel.ranks.gather(len(self.evaluation))):
             self.eval_batches = None  # as of data that is opened with eval_split=0
         weigh_losses(self.model, config)
