@@ -36,7 +36,7 @@ if _TYPE_CHECKING:
     from te_models.training.lora import add_lora, load_lora, save_lora
     from te_models.training.trainer import Trainer
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # the one place of the version: pyproject.toml reads it here
 _NAMES = {  # module below te_models -> its public names
     "causal_lm": "CausalLM plan",
     "config.deltanet": "DeltaNetConfig",

@@ -18,7 +18,7 @@ from te_models.cli.commands import cli
 from te_models.data.formats import ALPACA, MESSAGES, PAIRS, SHAREGPT, TEXT, recognize, row_document
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 CURRENT = [page for page in PAGES if page.name != "LOG.md"]  # the log names things as they were
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import click
 
+import te_models
 from te_models.cli.bench import bench
 from te_models.cli.chat import chat
 from te_models.cli.convert import convert
@@ -114,7 +115,7 @@ def _plain_warnings() -> Iterator[None]:
 
 
 @click.group(context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="te-models", prog_name="te-models")
+@click.version_option(te_models.__version__, prog_name="te-models")
 def cli() -> None:
     """Train decoder language models in FP8: with Transformer Engine on a GPU, emulated elsewhere."""
 

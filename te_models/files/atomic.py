@@ -2,7 +2,8 @@
 
 A folder is written under a hidden name beside its place, every file and the folder fsynced, then renamed into place. A
 folder that was there before is first renamed aside and deleted last, so at any moment one of the two is whole;
-`readable` finds it and `sweep` tidies up. POSIX only: it relies on rename and on fsync of folders.
+`readable` finds it and `sweep` tidies up. This relies on rename and on fsync of folders, which Windows does not have:
+there a crash of the system may lose a folder that was just written.
 
 One process writes to a path at a time. If two do, one of them fails with `SaveError`; their files never mix.
 """
@@ -14,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,7 +82,7 @@ def write_file(path: Path, content: bytes) -> tuple[int, str]:
 def make_durable(path: Path) -> tuple[int, str]:
     """Wait until a file that was just written is on the disk; return its size and SHA-256, without the GIL."""
     digest, size = hashlib.sha256(), 0
-    with open(path, "rb") as file:
+    with open(path, "r+b") as file:  # Windows syncs no file that is open for reading only
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
             size += len(chunk)
@@ -156,6 +158,9 @@ def _make_folder(path: Path) -> None:
 
 
 def _fsync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    if sys.platform == "win32":
+        return  # it opens no folder
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

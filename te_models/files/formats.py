@@ -33,6 +33,11 @@ _VOCABULARY_SUFFIXES = (".model", ".tiktoken", ".txt")  # of a tokenizer's files
 # Bounds the time and memory of parsing. Published tokenizers have 1.5 million values, other files up to 50,000.
 JSON_VALUES = dict.fromkeys(_VOCABULARIES, 4_000_000)
 MAX_JSON_VALUES = 200_000
+# Flags to open a file for reading. Windows lacks all but the last, without which it translates ends of lines.
+READ = os.O_RDONLY
+for _flag in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):
+    READ |= getattr(os, _flag, 0)
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 METADATA = "__metadata__"  # a name that no tensor in a safetensors file can have
 
 
@@ -58,9 +63,7 @@ def open_regular(
         error: it is not a regular file, has more than `limit` bytes, or cannot be opened.
     """
     try:
-        descriptor = os.open(
-            path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
-        )
+        descriptor = os.open(path, READ if links else READ | NO_LINK)
     except (OSError, ValueError) as problem:  # ValueError: a null character in the name
         reason = problem.strerror if isinstance(problem, OSError) else first_line(problem)
         raise error(f"{path} cannot be read: {reason}") from None

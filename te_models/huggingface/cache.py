@@ -1,4 +1,4 @@
-"""A cache of transformers in place of te_models.model.kv_cache.KVCache, for one forward pass.
+"""A cache of transformers in place of te_models.model.kv_cache.DecodingCache, for one forward pass.
 
 Any cache of transformers will do (dynamic, static, with sliding windows, quantized, offloaded): it stores keys and
 values and says which slots it returns; the masks are made here.

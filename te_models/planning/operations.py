@@ -13,8 +13,9 @@ from te_models.config.attention import SoftmaxAttentionSpec
 from te_models.config.chunk_sizes import head_rows
 from te_models.config.layer import LayerSpec, LinearSpec, Step, distinct
 from te_models.config.model import ModelConfig
+from te_models.config.operand_layout import round_up
 from te_models.config.precision import HEAD, precisions
-from te_models.config.recipe import Recipe
+from te_models.config.recipe import SCHEMES, Recipe
 from te_models.config.recompute_modes import (
     offload_allows_fused,
     recomputes_block,
@@ -82,36 +83,17 @@ PER_TENSOR = (
 def operand_bytes(recipe: Recipe, rows: int, columns: int, role: str, copies: str = "both") -> int:
     """Return the bytes of a quantized matrix [rows, columns]: its data and its padded scales.
 
-    Layouts are those of Transformer Engine's quantizers; see te_models/engine/emulated/tensors.py. `role` is "x", "w"
-    or "grad", for which Float8BlockScaling may have other blocks, and `copies` "rowwise", "columnwise" or "both".
+    `role` is "x", "w" or "grad", for which Float8BlockScaling may have other blocks, and `copies` "rowwise",
+    "columnwise" or "both". The layout is that of the recipe's row in te_models.config.recipe.SCHEMES.
     """
-    size = rows * columns
-    m = -(-rows // 128)
-    k = -(-columns // 128)
-    shared = 0
-    if recipe.scheme in ("DelayedScaling", "Float8CurrentScaling"):
-        rowwise, columnwise, shared = size, size, FP32  # one scale, for any number of copies
-    elif recipe.scheme == "Float8BlockScaling" and recipe.fields[f"{role}_block_scaling_dim"] == 2:
-        rowwise = size + FP32 * m * _up(k, 4)
-        columnwise = size + FP32 * k * _up(m, 4)
-    elif recipe.scheme == "Float8BlockScaling":
-        rowwise = size + FP32 * k * _up(rows, 4)
-        columnwise = size + FP32 * m * _up(columns, 4)
-    elif recipe.scheme == "MXFP8BlockScaling":
-        rowwise = size + _up(rows, 128) * _up(columns // 32, 4)
-        columnwise = size + _up(rows // 32, 4) * _up(columns, 128)
-    else:
-        assert recipe.scheme == "NVFP4BlockScaling", recipe.scheme
-        rowwise = size // 2 + _up(rows, 128) * _up(columns // 16, 4) + FP32
-        columnwise = size // 2 + _up(columns, 128) * _up(rows // 16, 4) + FP32
-    return (
-        shared
-        + {"rowwise": rowwise, "columnwise": columnwise, "both": rowwise + columnwise}[copies]
-    )
-
-
-def _up(size: int, step: int) -> int:
-    return -(-size // step) * step
+    layout = SCHEMES[recipe.scheme].layout
+    square = recipe.fields.get(f"{role}_block_scaling_dim") == 2
+    total = layout.shared_bytes
+    if copies in ("rowwise", "both"):
+        total += layout.copy_bytes(rows, columns, square)
+    if copies in ("columnwise", "both"):
+        total += layout.copy_bytes(columns, rows, square)
+    return total
 
 
 class Tape:
@@ -123,7 +105,7 @@ class Tape:
         self.training = training
         self.tokens = training.batch_size * training.seq_len
         self.alignment = recipe.row_alignment
-        self.rows = _up(self.tokens, self.alignment)
+        self.rows = round_up(self.tokens, self.alignment)
         self.seq_len = training.seq_len
         self.element = training.dtype_bytes
         self.compiled = training.compile

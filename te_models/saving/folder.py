@@ -8,7 +8,6 @@ everything before it returns anything. Nothing here is a pickle, and nothing rea
 One process saves to a path at a time. If two do, one of them fails with `SaveError`; their files never mix.
 """
 
-import contextlib
 import difflib
 import hashlib
 import importlib.metadata
@@ -25,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import te_models
 from te_models.errors import CheckpointError, UsageError
 from te_models.files.atomic import explained, first_line, readable, replacing_folder, write_file
 from te_models.files.formats import (
@@ -457,11 +457,10 @@ def _digest(manifest: Document) -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {
+    """Return the versions of what wrote a folder, for its manifest."""
+    return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "te_models": "not installed",
+        "te_models": te_models.__version__,
+        "safetensors": importlib.metadata.version("safetensors"),
     }
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        versions["te_models"] = importlib.metadata.version("te-models")
-    return versions | {"safetensors": importlib.metadata.version("safetensors")}

@@ -58,7 +58,7 @@ class SavedAdapters:
         return tensors, documents
 
     def read(self, folder: Path) -> TrainingState:
-        """Read and check a checkpoint of these adapters; see te_models.saving.pretrained.read_training_state.
+        """Read and check a checkpoint of these adapters; see te_models.saving.restore.read_training_state.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or of other adapters.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from te_models import CausalLM, ModelConfig
+from te_models.cli.export import export
 from te_models.errors import UsageError
 from te_models.interop.quantized import GLOBAL_SCALE
 from te_models.serving.export import TOO_LARGE
@@ -193,3 +194,15 @@ def test_a_block_scale_of_nvfp4_that_rounds_to_zero_is_an_eighth() -> None:
     parts = encode("nvfp4", weight, Options())
     assert parts["weight_scale"].float().tolist() == [[448.0, 2.0**-8, 0.125, 0.125]]
     assert (decoded("nvfp4", parts, (1, 64))[:, 32:] == 0).all()
+
+
+def test_every_format_is_named_to_the_user_and_can_be_served_here() -> None:
+    """As docs/internals/design.md lists what a new format needs."""
+    option = next(option for option in export.params if option.name == "format")
+    guide = (Path(__file__).parents[2] / "docs/guide/serving.md").read_text()
+    for name, format in FORMATS.items():
+        assert name in str(option.to_info_dict()["help"]) and f'"{name}"' in str(
+            CausalLM.export.__doc__
+        )
+        assert f"\n| `{name}` | `weight" in guide, "the table of formats in detail"
+        assert format.scheme is None or format.scheme.activations in INPUTS
