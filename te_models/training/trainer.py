@@ -659,12 +659,8 @@ class Trainer(NamedFields):
         check_trained(state.get("trained"), trained_names(self.optimizer, self.model), newest)
         if self.parallel.sharded and self.parallel.owners() is None:
             assert isinstance(self.optimizer, MasterWeights)
-            optimizer = cut_optimizer_state(
-                optimizer,
-                self.optimizer.masters,
-                self.model,
-                optimizer_names(self.optimizer, self.model),
-            )
+            names = optimizer_names(self.optimizer, self.model)
+            optimizer = cut_optimizer_state(optimizer, self.optimizer.masters, self.model, names)
         self.optimizer.check_state_dict(optimizer)
         random, cuda = read_random_states(state, newest, self.parallel.ranks.rank, self.device)
         result = read_result(state["result"])
