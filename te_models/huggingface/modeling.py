@@ -37,6 +37,7 @@ from te_models.huggingface.adapters import (
 from te_models.huggingface.backbone import Backbone, hidden_states, refuse_unknown
 from te_models.huggingface.cache import CacheView, refuse_other_states, seen_before
 from te_models.huggingface.config import TEModelsConfig
+from te_models.huggingface.reference import name_attention
 from te_models.huggingface.saving import (
     HEAD,
     MULTIMODAL,
@@ -120,6 +121,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         }
         self._weights_pass: bool | None = None  # is_first_microbatch of the next forward pass
         self.post_init()
+        name_attention(self.config)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; `peft_config` is set by peft, once it has placed an adapter."""

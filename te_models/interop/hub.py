@@ -20,6 +20,7 @@ from te_models.model.options import HubOptions, LoadOptions
 # their own format.
 WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 UNWANTED = ("consolidated*", "original/*", "onnx/*")
+OUR_ATTENTION = "te_models"  # in the config of a TEModelsForCausalLM; passed on by TRL to load a reference like it
 NO_BITSANDBYTES = (
     "bitsandbytes is not part of te-models: recipe='current' with fp8_params=True stores one byte "
     "per weight"
@@ -165,7 +166,7 @@ def split_options(options: Document) -> tuple[Fields, Fields]:
     hub = {name: rest.pop(name) for name in of_hub if name in rest}
     place, kernel = rest.pop("device_map", None), rest.pop("attn_implementation", None)
     both = place is not None and rest.get("device") is not None
-    if both or kernel not in (None, "sdpa"):
+    if both or kernel not in (None, "sdpa", OUR_ATTENTION):
         wrong = (
             f"attn_implementation={kernel!r} is not supported: attention is PyTorch's scaled_dot_product_attention "
             "('sdpa'), with cuDNN's or FlashAttention's kernel on a GPU; leave it out"

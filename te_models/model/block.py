@@ -80,7 +80,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return the block applied to x [N, D]: [N, D]."""
-        if self.layer in context.fp8_layers and not self.fp8_enabled():
+        fp8 = context.fp8_layers
+        inside = fp8.start <= self.layer < fp8.stop  # `in` cannot be traced with dynamic=True
+        if inside and not self.fp8_enabled():
             with context.recompute.by_a_third_party():
                 return self._forward(x, context)
         return self._forward(x, context)

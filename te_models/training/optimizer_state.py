@@ -12,6 +12,11 @@ def optimizer_names(optimizer: Optimizer, model: Decoder) -> list[str]:
     return [name for name, _ in model.ep.every(zip(names, names, strict=True), str)]
 
 
+def trained_names(optimizer: Optimizer, model: Decoder) -> list[str]:
+    """Return the names of the whole model's parameters that a run trains, each once."""
+    return list(dict.fromkeys(optimizer_names(optimizer, model)))
+
+
 def optimizer_state(optimizer: Optimizer, model: Decoder) -> Fields:
     """Return the state of an optimizer with an entry per parameter of the whole model."""
     state = optimizer.state_dict()

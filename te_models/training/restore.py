@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from te_models.distributed.control import Ranks
-from te_models.errors import CheckpointError, plural, refuse
+from te_models.errors import CheckpointError, UsageError, plural, refuse
 from te_models.files.atomic import explained
 from te_models.training.parallel import Parallel
 from te_models.training.result import Result
@@ -102,6 +102,40 @@ def gradient_factor(state: Mapping[str, Any], folder: Path, parallel: Parallel) 
     if described is not None and int(described[1]) == world:
         return int(described[2] or 1)
     return parallel.data_world if parallel.ranks.world == world else world
+
+
+def check_trained(saved: object, live: list[str], folder: Path) -> None:
+    """Compare the names of the parameters that a saved run trained, or None if it has none, with those trained now.
+
+    Raises:
+        CheckpointError: the saved names are not a list of text.
+        UsageError: other parameters are trained, that is, others are frozen.
+    """
+    if saved is None:  # a checkpoint up to November 2026 does not say
+        return
+    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
+        raise CheckpointError("training.json: trained is not a list of names of parameters")
+    now_frozen = sorted(set(saved) - set(live))
+    now_trained = sorted(set(live) - set(saved))
+    differences = []
+    if now_frozen:
+        differences.append(f"{_first_names(now_frozen)} trained then and not now")
+    if now_trained:
+        differences.append(f"{_first_names(now_trained)} frozen then and not now")
+    if differences:
+        raise UsageError(
+            f"{folder} is of a run that trained other parameters: {', '.join(differences)}; resume with the same "
+            "requires_grad, or start a new run from the checkpoint with --model"
+        )
+
+
+def _first_names(names: list[str]) -> str:
+    """Return the first two names and the number of the others, with a verb."""
+    if len(names) == 1:
+        return f"{names[0]} was"
+    if len(names) == 2:
+        return f"{names[0]} and {names[1]} were"
+    return f"{names[0]}, {names[1]} and {len(names) - 2} more were"
 
 
 def read_result(saved: Any) -> Result:

@@ -73,13 +73,14 @@ from te_models.training.failed_run import (
     save_failed_run,
 )
 from te_models.training.metrics import MetricsLog
-from te_models.training.optimizer_state import optimizer_names, optimizer_state
+from te_models.training.optimizer_state import optimizer_names, optimizer_state, trained_names
 from te_models.training.parallel import Parallel, reshard
 from te_models.training.preflight import available_memory, check_disk
 from te_models.training.recipe_schedule import RecipeSchedule
 from te_models.training.report import progress as shown_progress
 from te_models.training.report import run_console
 from te_models.training.restore import (
+    check_trained,
     gradient_factor,
     random_states,
     read_random_states,
@@ -636,6 +637,7 @@ class Trainer(NamedFields):
             "cuda_rng": None if cuda_random is None else random_states(cuda_random, ranks),
             "result": asdict(self.result),
             "gradient_factor": 1,  # those that the scales know, over those of one process
+            "trained": trained_names(self.optimizer, self.model),
         }
         tensors["training"], documents["training"] = flatten_state(state)
         return tensors, {**documents, "run": run_choices(self.model), **self.documents}
@@ -654,14 +656,11 @@ class Trainer(NamedFields):
             else self.saved.read(newest)
         )
         state, optimizer = found.state, found.state["optimizer"]
+        check_trained(state.get("trained"), trained_names(self.optimizer, self.model), newest)
         if self.parallel.sharded and self.parallel.owners() is None:
             assert isinstance(self.optimizer, MasterWeights)
-            optimizer = cut_optimizer_state(
-                optimizer,
-                self.optimizer.masters,
-                self.model,
-                optimizer_names(self.optimizer, self.model),
-            )
+            names = optimizer_names(self.optimizer, self.model)
+            optimizer = cut_optimizer_state(optimizer, self.optimizer.masters, self.model, names)
         self.optimizer.check_state_dict(optimizer)
         random, cuda = read_random_states(state, newest, self.parallel.ranks.rank, self.device)
         result = read_result(state["result"])

@@ -1,6 +1,8 @@
 """Programs written for models of transformers: the same numbers with ours."""
 
 import copy
+import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,9 @@ import torch
 from judge import transformers
 
 from te_models import TEModelsForCausalLM
+from te_models.config.recipe import Recipe, get_recipe
 from te_models.data.tokenizer import ByteTokenizer
+from te_models.errors import UsageError
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
@@ -180,7 +184,7 @@ def test_adapters_train_under_trl_and_their_files_load(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reference", ["none", "copy", "our folder"])
+@pytest.mark.parametrize("reference", ["copy", "our folder"])
 def test_dpo_of_trl_has_the_same_losses(reference: str, folder: Path, tmp_path: Path) -> None:
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     rows = [{"prompt": f"Say {n}: ", "chosen": "yes it is", "rejected": "no"} for n in range(16)]
@@ -206,3 +210,80 @@ def test_dpo_of_trl_has_the_same_losses(reference: str, folder: Path, tmp_path: 
         trainer.train()
         losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
     assert losses[1] == pytest.approx(losses[0], rel=1e-3) and losses[0][-1] < losses[0][0] - 0.1
+
+
+def quantizing_all_layers(name: str) -> Recipe:
+    """The recipe without layers in BF16 at the edges: the model has two layers."""
+    recipe = get_recipe(name)
+    edges = dict(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+    return recipe.replace(**edges) if recipe.quantized else recipe
+
+
+def first_dpo_loss(model: TEModelsForCausalLM, folder: Path, out: Path, **options: Any) -> float:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    rows = [{"prompt": f"Say {n}: ", "chosen": "yes it is", "rejected": "no"} for n in range(8)]
+    config = trl.DPOConfig(
+        str(out), max_steps=1, per_device_train_batch_size=4, logging_steps=1, report_to=[], use_cpu=True, bf16=False,
+        save_strategy="no", gradient_checkpointing=False, precompute_ref_log_probs=options.pop("precompute", False),
+    )  # fmt: skip
+    trainer = trl.DPOTrainer(
+        model=model,
+        args=config,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+        **options,
+    )
+    trainer.train()
+    return next(row["loss"] for row in trainer.state.log_history if "loss" in row)
+
+
+@pytest.mark.parametrize(
+    ("reference", "recipe"),
+    [
+        *itertools.product(["ref_model", "peft_config", "our folder"], ["bf16", "current"]),
+        ("precomputed", "bf16"),  # in other batches, whose FP8 scales are others
+    ],
+)
+def test_dpo_begins_at_ln_2(reference: str, recipe: str, folder: Path, tmp_path: Path) -> None:
+    """Policy and reference are the same model before the first step, under the same recipe."""
+    how: dict[str, Any] = dict(
+        device_map="cpu", recipe=quantizing_all_layers(recipe), dtype="bfloat16"
+    )
+    model, options = TEModelsForCausalLM.from_pretrained(folder, **how), {}
+    if reference == "ref_model":
+        options = dict(ref_model=TEModelsForCausalLM.from_pretrained(folder, **how))
+    if reference == "peft_config":
+        peft = pytest.importorskip("peft")
+        options = dict(peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    if reference == "precomputed":
+        options = dict(precompute=True)
+    if reference == "our folder":  # DPOTrainer loads the reference from there
+        model.save_pretrained(tmp_path / "own")
+        model = TEModelsForCausalLM.from_pretrained(tmp_path / "own", device_map="cpu")
+    loss = first_dpo_loss(model, folder, tmp_path, **options)
+    assert loss == pytest.approx(math.log(2), abs=1e-4)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "current"])
+def test_dpo_refuses_a_reference_of_another_class(
+    recipe: str, folder: Path, tmp_path: Path
+) -> None:
+    model = TEModelsForCausalLM.from_pretrained(
+        folder, device_map="cpu", recipe=quantizing_all_layers(recipe)
+    )
+    with pytest.raises(UsageError, match="give DPOTrainer ref_model=TEModelsForCausalLM"):
+        first_dpo_loss(model, folder, tmp_path)
+
+
+def test_a_model_of_transformers_with_our_attention_is_refused(folder: Path) -> None:
+    """TRL loads a reference with the attention that the policy's config names."""
+    ours = TEModelsForCausalLM.from_pretrained(folder, device_map="cpu")
+    named = ours.config._attn_implementation
+    ids = torch.arange(20)[None] + 60
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation=named)
+    with pytest.raises(UsageError, match="without its recipe"):
+        theirs(input_ids=ids)
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "te", attn_implementation=named, device_map="cpu"
+    )
+    assert torch.equal(again(input_ids=ids).logits, ours(input_ids=ids).logits)

@@ -14,7 +14,7 @@ from fewer import every
 from ranks import run_process
 from tiny_runs import PRETRAIN, SHORT, losses
 
-from te_models import CausalLM
+from te_models import CausalLM, TrainConfig
 from te_models.cli import main
 from te_models.config.toml import read_toml
 from te_models.errors import UsageError
@@ -330,3 +330,39 @@ def test_a_file_runs_on_two_processes_and_resumes_on_one(lora: list[str], run: A
     for folder in ("one", "two"):
         assert main(["finetune", "--resume", folder, "--steps", "4"]) == 0
     assert losses("two") == pytest.approx(losses("one"), rel=1e-3) and len(losses("two")) == 4
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("then", "now", "said"),
+    [
+        ("none", "layers.0.", "layers.0.input_layernorm.weight, .* and 4 more were trained then and not now"),
+        ("layers.0.", "none", "layers.0.input_layernorm.weight, .* and 4 more were frozen then and not now"),
+        ("layers.0.", "layers.1.", "layers.1.* trained then and not now, layers.0.* frozen then and not now"),
+        ("embed", "none", "embed_tokens.weight was frozen then and not now"),
+        ("embed", "embed", None),
+    ],
+)  # fmt: skip
+def test_a_resumed_run_trains_the_parameters_that_it_trained(
+    then: str, now: str, said: str | None, optimizer: str, tmp_path: Path
+) -> None:
+    def trained(frozen: str, steps: int) -> Trainer:
+        model = CausalLM.from_preset("gated-nano", recipe="bf16", device="cpu")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen))
+        ids = torch.arange(32)[None]
+        batches = [dict(input_ids=ids, labels=ids)] * 4
+        config = TrainConfig(steps=steps, seq_len=32, batch_size=1, optimizer=optimizer)
+        return Trainer(model, batches, eval_batches=None, config=config, out=tmp_path)
+
+    trained(then, steps=1).run()
+    resumed = trained(now, steps=2)
+    before = [parameter.detach().clone() for parameter in resumed.model.parameters()]
+    if said is None:
+        assert resumed.run(resume=True).step == 2
+        return
+    with pytest.raises(UsageError, match=said) as error:
+        resumed.run(resume=True)
+    assert "\n" not in str(error.value)
+    after = resumed.model.parameters()
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))

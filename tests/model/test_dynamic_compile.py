@@ -1,0 +1,38 @@
+"""A user's torch.compile(model, dynamic=True) without gradients: the model's numbers at every length."""
+
+import pytest
+import torch
+
+from te_models import CausalLM, TEModelsForCausalLM
+
+KINDS = {
+    "gated-nano": dict(num_hidden_layers=2),
+    "gated-moe-nano": dict(num_hidden_layers=2),
+    "gated-hybrid-nano": dict(
+        num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    "kind",
+    ["gated-nano", "gated-moe-nano", pytest.param("gated-hybrid-nano", marks=pytest.mark.slow)],
+)
+def test_dynamic_shapes_give_the_same_logits(kind: str, wrapped: bool) -> None:
+    torch._dynamo.reset()
+    causal = CausalLM.from_preset(
+        kind, recipe="bf16", device="cpu", dtype=torch.float32, **KINDS[kind]
+    ).eval()
+    model = TEModelsForCausalLM.wrap(causal).eval() if wrapped else causal
+    compiled = torch.compile(model, dynamic=True, backend="eager")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for rows, length in ((2, 12), (3, 17)):
+            ids = torch.randint(0, 250, (rows, length), generator=generator)
+            mask = torch.ones_like(ids)
+            mask[0, length // 2 :] = 0
+            given = dict(input_ids=ids, attention_mask=mask)
+            found, wanted = compiled(**given).logits, model(**given).logits
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
