@@ -14,9 +14,11 @@ from bits import assert_same_bits
 from fewer import every
 from torch import Tensor, nn
 
+import te_models.engine.emulated as te
 from te_models import CausalLM
 from te_models.config.recipe import get_recipe
 from te_models.errors import EngineError, UsageError
+from te_models.fp8.region import preserve_scales_in_backward
 from te_models.fp8.scaling_state import fp8_state
 from te_models.generation.generate import stream
 from te_models.training.evaluation import evaluate
@@ -241,6 +243,24 @@ def test_the_backward_of_an_evaluation_changes_nothing(engine: str, checkpointin
     assert_same_state("after backward from the loss", model, before)
     model(ids).logits.sum().backward()
     assert_same_state("after backward from the logits", model, before)
+
+
+def test_a_backward_from_two_outputs_one_before_the_other_changes_nothing() -> None:
+    """The gradient of the second output is cast when the first one's hook is still to come."""
+    layers = nn.Sequential(*(te.Linear(32, 32, device="cpu") for _ in range(2)))
+    recipe = get_recipe("delayed", amax_history_len=3).build(te)
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    before: dict[str, Tensor] = {}
+    for factor in (1.0, 50.0):
+        with te.autocast(enabled=True, recipe=recipe):
+            early = layers[0](x)
+            late = layers[1](early)
+        if factor > 1:
+            before = {name: tensor.clone() for name, tensor in fp8_state(layers).items()}
+            preserve_scales_in_backward(layers, (early, late))
+        ((early + late) * factor).sum().backward()
+    for name, tensor in fp8_state(layers).items():
+        assert_same_bits(name, tensor, before[name])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
