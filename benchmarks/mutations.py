@@ -439,10 +439,10 @@ CALIBRATION = {
 }
 STATE = {
     "a new history of frozen state": Mutation(
-        'now[name].fill_(1.0 if name[-1] == "scale" else 0.0)', "pass"
+        'live[name].fill_(1.0 if name[-1] == "scale" else 0.0)', "pass"
     ),
     "a new scale of frozen state": Mutation(
-        'now[name].fill_(1.0 if name[-1] == "scale" else 0.0)', "now[name].fill_(0.0)"
+        'live[name].fill_(1.0 if name[-1] == "scale" else 0.0)', "live[name].fill_(0.0)"
     ),
     "frozen histories move": Mutation(
         'found[place, direction, "amax_history"] = state.amax_history', "pass"
@@ -561,7 +561,10 @@ PLANTED: list[tuple[str, dict[str, Mutation], str]] = [
     ("fp8/calibration.py", CALIBRATION, "tests/fp8/test_scaling_state.py tests/model/test_calibration.py"),
     ("model/kv_cache.py", CACHE, "tests/model/test_kv_cache.py tests/model/test_kinds.py -k cache"),
     ("kernels/sdpa.py", SDPA, "tests/model/test_kv_cache.py"),
-    ("model/deltanet.py", DELTANET, "tests/model/test_kv_cache.py tests/model/test_kinds.py -k linear"),
+    (
+        "model/deltanet.py", DELTANET,
+        "tests/model/test_linear_attention.py tests/model/test_kv_cache.py tests/model/test_kinds.py -k linear",
+    ),
     ("model/latent.py", LATENT, "tests/model/test_latent.py tests/model/test_kinds.py -k latent"),
     ("model/router.py", ROUTER, "tests/model/test_router.py tests/model/test_experts.py"),
     ("model/forward_context.py", CONTEXT, "tests/model/test_rope.py tests/model/test_experts.py"),
