@@ -379,6 +379,9 @@ def test_a_weight_that_was_written_and_restored_is_as_before(recipe: str) -> Non
     write_weight(parameter, torch.linspace(9, 3, parameter.numel()).view(parameter.shape), False)
     changed = copied_tensors(parameter)
     assert not any(torch.equal(changed[name], tensor) for name, tensor in before.items())
+    if recipe in ("delayed", "current"):
+        # Transformer Engine's has memory of its own, and the emulated one is a view of the data.
+        parameter._transpose = parameter._transpose.clone()
     restore_weight(parameter, saved)
     for name, tensor in copied_tensors(parameter).items():
         assert_same_bits(name, tensor, before[name])
