@@ -99,7 +99,8 @@ class ShortConvState:
         return self.tail.nbytes
 
     def clear(self) -> None:
-        """Do nothing: positions tell which tokens are of the same text."""
+        """Forget all tokens. Positions hide them as well, but NaN times 0 is NaN."""
+        self.tail.zero_()
 
     def roll(self, x: Tensor, positions: Tensor, real: Tensor | None) -> Tensor:
         """Return the tail before x [B, S, D], and keep that after it; `positions` [B, S] count real tokens."""

@@ -52,7 +52,8 @@ class State(Protocol):
 class KVState:
     """Keys and values of one attention layer, each [B, K, slots, its channels].
 
-    Zeros at first, since a slot that the mask hides still takes part in a product, and NaN times 0 is NaN.
+    Zeros where there is no token, since a slot that the mask hides still takes part in a product: NaN times 0 is NaN,
+    and the projection that makes keys and values of latents would take a scale in FP8 from a text before.
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class KVState:
         return self.keys.nbytes + self.values.nbytes
 
     def clear(self) -> None:
-        """Do nothing: slots beyond the fill level are hidden."""
+        """Forget all tokens."""
+        self.keys.zero_()
+        self.values.zero_()
 
     def append(self, k: Tensor, v: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
         """Store k, v [B, K, S, its channels] in `slots` (None: the first S); return the keys and values to attend to.

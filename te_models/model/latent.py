@@ -16,15 +16,6 @@ from te_models.model.part import Mixer
 from te_models.model.te_modules import Factory, pad_rows
 
 
-class LatentState(KVState):
-    """Latents and rotated keys. A projection reads all slots, whose largest number may be a scale in FP8."""
-
-    def clear(self) -> None:
-        """Forget all tokens, so that those of an earlier text change no scale."""
-        self.keys.zero_()
-        self.values.zero_()
-
-
 class LatentAttention(Mixer[LatentAttentionSpec]):
     """o_proj(attention(q, k, v)), with k and v of all heads from a normed latent of R channels and P rotated ones."""
 
@@ -43,10 +34,10 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
 
     def new_state(
         self, batch: int, slots: int, device: torch.device, dtype: torch.dtype
-    ) -> LatentState:
+    ) -> KVState:
         """Return room for the latents and rotated keys, of one head, of `batch` rows of `slots` tokens."""
         sizes = (self.spec.sizes.kv_lora_rank, self.spec.sizes.qk_rope_head_dim)
-        return LatentState(batch, 1, slots, sizes, device, dtype)
+        return KVState(batch, 1, slots, sizes, device, dtype)
 
     def remark(self, device: torch.device, dtype: torch.dtype) -> str:
         s = self.spec.sizes

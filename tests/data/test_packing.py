@@ -152,6 +152,27 @@ def test_windows_of_a_stream_that_predict_nothing_are_left_out() -> None:
         assert [batch["input_ids"][0].tolist() for batch in batches] == wanted
 
 
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+@pytest.mark.parametrize("seq_len", [2, 3, 4, 7])
+def test_windows_of_texts_that_predict_nothing_are_left_out(seq_len: int, packing: str) -> None:
+    """A last one of one token, and one of two tokens of which the second begins a document that is told apart."""
+    for lengths in ((1, 2, 1), (2, 1, 3), (2, 2, 2), (1,), (1, 1, 4, 2), (2, 1, 1)):
+        texts = ["abc"[i % 3] * length for i, length in enumerate(lengths)]
+        stream = [place for text in texts for place in enumerate([*text.encode(), END])]
+        if len(stream) < seq_len:
+            continue
+        wanted = []
+        for at in range(0, len(stream), seq_len):
+            window = stream[at : at + seq_len]
+            if any(packing == "stream" or offset > 0 for offset, _ in window[1:]):
+                ids = [token for _, token in window]
+                wanted.append(ids + [PAD] * (seq_len - len(ids)))
+        data = dataset([Document(text) for text in texts], seq_len, packing=packing, shuffle=False)
+        assert data.num_windows == len(wanted), lengths
+        batches = [next(data) for _ in range(data.num_windows)]
+        assert [batch["input_ids"][0].tolist() for batch in batches] == wanted, lengths
+
+
 @pytest.mark.parametrize("weight", [0.25, 0.5])
 def test_neighbors_of_one_weight_are_not_in_phase(weight: float) -> None:
     """Of any few documents in a row about their share is in each epoch, not all of them in one and none in others."""

@@ -16,8 +16,12 @@ from te_models.config.recipe import FP8_WEIGHTS, get_recipe
 from te_models.errors import CheckpointError
 from te_models.fp8.primary_weights import (
     is_quantized,
+    load_quantized_weights,
+    new_master,
     plain,
     quantized_weights,
+    restore_weight,
+    saved_weight,
     set_scale,
     write_weight,
 )
@@ -342,6 +346,94 @@ def test_a_delayed_weight_of_any_magnitude_has_a_scale(amax: float) -> None:
     ).all()
     set_scale(parameter, value.abs().max() / 448)
     assert 0 < parameter._quantizer.scale.item() <= largest
+
+
+def test_zeros_leave_the_scale_of_a_delayed_weight() -> None:
+    """An amax of 0 updates no scale in Transformer Engine; with 1, the weight's first steps would be rounded to 0."""
+    (parameter, *_) = quantized(build("delayed")).values()
+    scale = parameter._quantizer.scale.clone()
+    assert scale > 1000
+    write_weight(parameter, torch.zeros(parameter.shape))
+    assert torch.equal(parameter._quantizer.scale, scale) and not plain(parameter).any()
+
+
+def copied_tensors(parameter: Any) -> dict[str, torch.Tensor]:
+    """All tensors of an FP8 weight and, under delayed scaling, the scale of its next cast."""
+    found = {name: getattr(parameter, name) for name in (*parameter._tensors,)}
+    if hasattr(parameter._quantizer, "scale"):
+        found["scale of the next cast"] = parameter._quantizer.scale
+    return {name: t.detach().clone() for name, t in found.items() if t is not None}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_weight_that_was_written_and_restored_is_as_before(recipe: str) -> None:
+    """The transposed copy and the scale of the next cast included."""
+    (parameter, *_) = quantized(build(recipe, dtype=torch.float32)).values()
+    if recipe in ("delayed", "current"):
+        parameter._quantizer.set_usage(columnwise=True)
+        parameter.update_usage(columnwise_usage=True)
+    write_weight(parameter, torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+    before, values = copied_tensors(parameter), plain(parameter).clone()
+    assert len(before) >= 3, sorted(before)
+    saved = saved_weight(parameter)
+    write_weight(parameter, torch.linspace(9, 3, parameter.numel()).view(parameter.shape), False)
+    changed = copied_tensors(parameter)
+    assert not any(torch.equal(changed[name], tensor) for name, tensor in before.items())
+    if recipe in ("delayed", "current"):
+        # Transformer Engine's has memory of its own, and the emulated one is a view of the data.
+        parameter._transpose = parameter._transpose.clone()
+    restore_weight(parameter, saved)
+    for name, tensor in copied_tensors(parameter).items():
+        assert_same_bits(name, tensor, before[name])
+    if recipe in ("delayed", "current"):
+        assert_same_bits("transposed", parameter._transpose, parameter._data.t().contiguous())
+    assert_same_bits("values", plain(parameter), values)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_master_is_never_made_from_values_that_the_weight_had_before(recipe: str) -> None:
+    (parameter, *_) = quantized(build(recipe, dtype=torch.float32)).values()
+    value = torch.linspace(-1, 1, parameter.numel()).view(parameter.shape)
+    write_weight(parameter, value)
+    write_weight(parameter, 8 * value, for_master=False)
+    master = new_master(parameter)
+    assert_same_bits("master", master, plain(parameter).float())
+    assert ((master - 8 * value).abs() <= 8 * 2.0**-4).all()
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_what_lies_beside_block_scales_is_zero(recipe: str) -> None:
+    """Whatever was in that memory, so that a folder's bytes are those of the weight alone."""
+    (parameter, *_) = quantized(build(recipe)).values()
+    value = torch.linspace(-1, 1, parameter.numel()).view(parameter.shape)
+    found = []
+    for garbage in (3, 77):
+        parts = [getattr(parameter, f"_{way}wise_scale_inv") for way in ("row", "column")]
+        for part in parts:
+            part.fill_(garbage)
+        write_weight(parameter, value)
+        found.append([part.clone() for part in parts])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+        assert (one == 0).any(), "a shape without padding shows nothing"
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0, 1.1])
+def test_a_weight_with_scales_that_are_no_powers_of_two_keeps_their_kind(factor: float) -> None:
+    """Folders of other libraries have them; the next cast then takes amax / 448, and else the power of two above."""
+    model = build("blockwise", dtype=torch.float32)
+    name, parameter = next(iter(quantized(model).items()))
+    saved = {key: t.clone() for key, t in quantized_weights(model).items() if key.startswith(name)}
+    for key in saved:
+        if key.endswith("scale_inv"):
+            saved[key] *= factor
+    load_quantized_weights(model, saved)
+    assert_same_bits("scales", parameter._rowwise_scale_inv, saved[f"{name}.rowwise_scale_inv"])
+    value = torch.linspace(-1, 0.7, parameter.numel()).view(parameter.shape)
+    write_weight(parameter, value)
+    expected = 1 / 448 if factor == 1.1 else 2.0**-8
+    found = parameter._rowwise_scale_inv
+    assert found[found > 0].tolist() == pytest.approx([expected], rel=1e-6)
 
 
 def test_a_delayed_weight_that_is_not_finite_keeps_its_place() -> None:

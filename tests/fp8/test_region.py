@@ -14,10 +14,12 @@ from bits import assert_same_bits
 from fewer import every
 from torch import Tensor, nn
 
+import te_models.engine.emulated as te
 from te_models import CausalLM
 from te_models.config.recipe import get_recipe
 from te_models.errors import EngineError, UsageError
-from te_models.fp8.scaling_state import fp8_state
+from te_models.fp8.region import Autocasts, preserve_scales_in_backward
+from te_models.fp8.scaling_state import delayed_states, fp8_state
 from te_models.generation.generate import stream
 from te_models.training.evaluation import evaluate
 
@@ -241,6 +243,44 @@ def test_the_backward_of_an_evaluation_changes_nothing(engine: str, checkpointin
     assert_same_state("after backward from the loss", model, before)
     model(ids).logits.sum().backward()
     assert_same_state("after backward from the logits", model, before)
+
+
+def test_a_backward_updates_scales_once_whatever_the_number_of_autocasts() -> None:
+    """Each step is one row of a history, the newest the last: amaxes of gradients here are 1, 2 and 4."""
+    layers = nn.ModuleList(te.Linear(32, 32, device="cpu") for _ in range(3))
+    recipe = get_recipe("delayed", amax_history_len=5).build(te)
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    for factor in (1.0, 2.0, 4.0):
+        with te.outside_autocast():  # as a model's pass is
+            autocasts = Autocasts(te, None, None, dict.fromkeys(layers, (recipe, None)))
+            y = x
+            for layer in layers:
+                with autocasts.linear(layer):
+                    y = layer(y)
+        (y * factor).sum().backward()
+    for name, state in delayed_states(layers, ("scaling_bwd",)).items():
+        history = state.amax_history[:, 0]
+        assert (history > 0).tolist() == [False, False, True, True, True], name
+        if name.startswith("2."):
+            assert history.tolist() == [0.0, 0.0, 1.0, 2.0, 4.0]
+
+
+def test_a_backward_from_two_outputs_one_before_the_other_changes_nothing() -> None:
+    """The gradient of the second output is cast when the first one's hook is still to come."""
+    layers = nn.Sequential(*(te.Linear(32, 32, device="cpu") for _ in range(2)))
+    recipe = get_recipe("delayed", amax_history_len=3).build(te)
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    before: dict[str, Tensor] = {}
+    for factor in (1.0, 50.0):
+        with te.autocast(enabled=True, recipe=recipe):
+            early = layers[0](x)
+            late = layers[1](early)
+        if factor > 1:
+            before = {name: tensor.clone() for name, tensor in fp8_state(layers).items()}
+            preserve_scales_in_backward(layers, (early, late))
+        ((early + late) * factor).sum().backward()
+    for name, tensor in fp8_state(layers).items():
+        assert_same_bits(name, tensor, before[name])
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -432,6 +432,19 @@ def test_padding_of_windows_reaches_no_expert(packing: str) -> None:
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("numbers", [(0, 1), (3, 7), (0, -1)])
+def test_documents_of_any_number_reach_their_experts(numbers: tuple[int, int]) -> None:
+    """Each has the logits that it has alone; a number below 0 is padding's, and 0 is a document's like any other."""
+    model = build(dtype=torch.float32)
+    ids = tokens(1, 20)
+    owners = torch.tensor([numbers[0]] * 8 + [numbers[1]] * 12)[None]
+    found = model(ids, document_ids=owners).logits
+    for number in numbers:
+        if number >= 0:
+            alone = model(ids[owners == number][None]).logits[0]
+            torch.testing.assert_close(found[owners == number], alone, atol=1e-5, rtol=1e-5)
+
+
 def test_metrics_have_what_the_routers_did(tmp_path: Path) -> None:
     """The mean of the step's micro-batches, as one forward of each reports it."""
     model = build(dtype=torch.float32)

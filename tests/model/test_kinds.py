@@ -205,6 +205,20 @@ def test_a_cleared_cache_is_a_new_one(kind: Kind) -> None:
         assert torch.equal(model(part, cache=used).logits, model(part, cache=new).logits)
 
 
+@torch.no_grad()
+def test_a_text_that_is_no_number_leaves_a_cleared_cache(kind: Kind) -> None:
+    """A hidden slot takes part in products all the same, and NaN times 0 is NaN."""
+    model = build(kind).eval()
+    model.get_parameter("embed_tokens.weight")[95] = torch.nan
+    used, new = model.new_cache(1, 32), model.new_cache(1, 32)
+    assert model(torch.full((1, 32), 95), cache=used).logits.isnan().all()
+    used.clear()
+    for part in torch.arange(8)[None].split((5, 1, 2), 1):
+        found = model(part, cache=used).logits[..., :95]  # a tied head has NaN for that token
+        assert found.isfinite().all()
+        assert torch.equal(found, model(part, cache=new).logits[..., :95])
+
+
 @pytest.mark.parametrize("where", WHERE)
 def test_generation_with_a_cache_is_that_without(kind: Kind, where: Where) -> None:
     """On a GPU the steps are a CUDA graph. Where two logits are equal up to rounding, either may be taken."""
