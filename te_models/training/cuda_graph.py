@@ -170,6 +170,12 @@ class GraphedStep:
         return total
 
     @property
+    def graph(self) -> Any:
+        """The torch.cuda.CUDAGraph of the step's last micro-batch; None before the capture."""
+        newest = next(reversed(self.graphs.values()), None)
+        return None if newest is None else newest.replayed
+
+    @property
     def captured(self) -> bool:
         """Whether the step runs as CUDA graphs by now."""
         return bool(self.graphs)
