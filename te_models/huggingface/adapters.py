@@ -208,16 +208,26 @@ def _grouped(kind: type[nn.Module]) -> type[nn.Module]:
 
     peft takes the target "down_proj" of an expert of all tokens for the te.GroupedLinear of that name too, and refuses
     modules that it does not know. `OwnExperts` drops the layer that it makes for an embedding of one element.
-    Where peft takes its layers away it assigns a module's weight to itself, of which there is none here.
+    Where peft adds and takes away its layers it reads a module's weight for its device, and assigns it to itself.
+    Transformer Engine's forward takes a `weight` for those of all experts, so there is none while it runs.
     """
 
-    def weight(experts: nn.Module) -> Tensor:
-        return experts.get_parameter("weight0").detach()
+    def weight(experts: Any) -> Tensor | None:
+        return None if experts.in_forward else experts.get_parameter("weight0").detach()
 
     def set_weight(experts: nn.Module, value: object) -> None:
         pass
 
-    about: dict[str, Any] = dict(num_embeddings=1, embedding_dim=1)
+    def forward(experts: Any, *args: object, **options: object) -> Tensor:
+        experts.in_forward = True
+        try:
+            return kind.forward(experts, *args, **options)
+        finally:
+            experts.in_forward = False
+
+    about: dict[str, Any] = dict(
+        num_embeddings=1, embedding_dim=1, in_forward=False, forward=forward
+    )
     return _dressed(kind, nn.Embedding, _grouped, **about, weight=property(weight, set_weight))
 
 

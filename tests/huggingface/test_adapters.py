@@ -508,3 +508,20 @@ def test_the_head_stays_the_head(pair: Callable[..., Any]) -> None:
     assert head.weight is ours.model.lm_head.weight and head.bias is None
     assert sum(p is head.weight for p in ours.parameters()) == 1
     assert not any("head." in name for name in ours.state_dict() if "lm_head" not in name)
+
+
+def test_experts_of_a_wrapped_model_have_no_weight_while_they_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Transformer Engine's GroupedLinear reads an attribute `weight` as the weights of all experts in one tensor."""
+    model = CausalLM.from_preset("gated-moe-nano", recipe="bf16", device="cpu", engine="emulated")
+    seen = []
+    forward = model.te.GroupedLinear.forward
+
+    def spied(module: Any, *args: Any, **options: Any) -> torch.Tensor:
+        seen.append(getattr(module, "weight", None))
+        return forward(module, *args, **options)
+
+    monkeypatch.setattr(model.te.GroupedLinear, "forward", spied)
+    TEModelsForCausalLM.wrap(model)(IDS)
+    assert seen and all(weight is None for weight in seen)
