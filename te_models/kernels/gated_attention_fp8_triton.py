@@ -34,6 +34,9 @@ from te_models.kernels.head_tiles_triton import (
 # Tokens per program of those that write FP8, each of one head, with four warps; 64 are as fast, 128 are not.
 TOKENS = 32
 TURNED = 8  # heads per program of rotate and norm_backward, which share a token's angles
+# Tokens per program of norm_backward: with 32 the registers of a wide head do not suffice. Of 8 and 16 tokens, 8 took
+# 0.71 ms and 16 at least 0.87 for 16 heads of 256 and 12,288 tokens on an H100.
+NORM_TOKENS = {128: 32, 256: 8}  # channels per head, at most -> tokens
 
 
 @triton.jit
@@ -404,12 +407,13 @@ def norm_backward_fp8(
     """
     batch, seq, heads, dim = x.shape
     tables, table_strides = rotation_tables(rotation)
-    programs = triton.cdiv(batch * seq, TOKENS) * triton.cdiv(heads, TURNED)
+    tokens = NORM_TOKENS[128 if dim <= 128 else 256]
+    programs = triton.cdiv(batch * seq, tokens) * triton.cdiv(heads, TURNED)
     parts = torch.empty(programs, dim, dtype=torch.float32, device=x.device)
     _norm_backward_fp8_kernel[(programs,)](
         dy, x, parts, *tables, norm.weight, *_of(out, place), *dy.stride()[:3], *x.stride()[:3], *table_strides,
         batch * seq, seq, heads, out.transposed.shape[0], first, norm.eps,
-        **head_tiles(dim, rotation), zero_centered=norm.zero_centered, block=TOKENS, turned=TURNED, BAND=BAND,
+        **head_tiles(dim, rotation), zero_centered=norm.zero_centered, block=tokens, turned=TURNED, BAND=BAND,
         E5M2=place[2], num_warps=4,
     )  # fmt: skip
     return parts.sum(0)
