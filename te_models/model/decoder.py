@@ -233,10 +233,13 @@ class Decoder(nn.Module):
         self.tp.mark(self, self.config)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; raise a UsageError for other blocks, as peft's layer_replication would have them."""
-        if name == "layers" and "layers" in self._modules:
+        """Set an attribute; raise a UsageError for more or fewer blocks, as peft's layer_replication would have them.
+
+        Wrappers around each block, such as those of PyTorch's checkpointing, are taken.
+        """
+        if name == "layers" and "layers" in self._modules and len(value) != len(self.layers):
             raise UsageError(
-                "the blocks of a model cannot be replaced or repeated: leave out layer_replication"
+                "the blocks of a model cannot be repeated or left out: leave out layer_replication"
             )
         super().__setattr__(name, value)
 

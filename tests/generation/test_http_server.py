@@ -154,7 +154,7 @@ def test_messages_may_have_parts_and_template_variables(client: Any, words: Toke
     [
         (dict(max_tokens=200), "are more than max_position_embeddings=96"),
         (dict(messages=[{"role": "user", "content": "a" * 200}]), "are more than"),
-        (dict(temperature=-1), "temperature=-1.0 is not positive"),
+        (dict(temperature=-1), "temperature=-1.0 is negative: give a positive number, or 0"),
         (dict(top_p=2), "top_p=2 is not a probability"),
         (dict(n=0), "n=0 is out of range: give 1 to 16"),
         (dict(max_tokens=0), "max_tokens=0 is out of range"),

@@ -86,6 +86,7 @@ def test_each_module_knows_its_successor(small: Build, monkeypatch: pytest.Monke
         expected += [("targets", qkvg, out), ("linear", out, None)]
         expected += [("norm", block.post_attention_layernorm, up), ("linear", up, None)]
         expected += [("swiglu", up, down), ("linear", down, None)]
+    expected.append(("linear", model.lm_head, None))
     assert [entry for entry in told if entry[1] is not model.norm] == expected
     told.clear()
     with model.unfused():

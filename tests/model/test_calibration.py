@@ -243,8 +243,8 @@ def test_what_cannot_be_measured_is_an_error() -> None:
     model = build()
     with pytest.raises(UsageError, match="no batches"):
         model.calibrate()
-    with pytest.raises(UsageError, match="needs labels"):
-        model.calibrate(dict(input_ids=batch()["input_ids"]))
+    with pytest.raises(UsageError, match="have labels: give all labels, or none"):
+        model.calibrate(batch(), dict(input_ids=batch()["input_ids"]))
     assert model.recipe.name == "delayed" and not fp8_state(model)
 
 
