@@ -56,7 +56,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "one layer": dict(target_modules=["k_proj"], layers_to_transform=[1], r=2),
     "head": dict(target_modules=["v_proj", "lm_head"], modules_to_save=["embed_tokens"], r=2),
     "whole": dict(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"], r=2),
-    "dora": dict(target_modules=["q_proj", "o_proj", "up_proj"], use_dora=True, r=3, rank_pattern={"q_proj": 2}),
+    "dora": dict(target_modules=["q_proj", "o_proj", "v_proj"], use_dora=True, r=3, rank_pattern={"q_proj": 2}),
     "dora on all": dict(target_modules="all-linear", use_dora=True, use_rslora=True, r=4),
 }  # fmt: skip
 LEAVES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
