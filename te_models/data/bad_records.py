@@ -1,4 +1,4 @@
-"""What becomes of records that cannot be read: the first one ends the run, or they are skipped and counted."""
+"""Handling of records that cannot be read: the first one ends the run, or they are skipped and counted."""
 
 from dataclasses import dataclass, field
 

@@ -134,7 +134,7 @@ class Document:
 
 @dataclass
 class _Reading:
-    """What is found on the way through the turns of a record.
+    """Findings on the way through the turns of a record.
 
     Attributes:
         unread: names of fields that nothing reads, in order, as keys.

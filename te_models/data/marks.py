@@ -1,4 +1,4 @@
-"""What a record says beside its texts: marks of what not to learn, media, and fields that nothing here reads.
+"""Fields of a record beside its texts: marks of what not to learn, media, and fields that nothing here reads.
 
 A mark with one meaning is honoured, one that cannot be is refused, and every other field is named once per file.
 """

@@ -269,7 +269,7 @@ class Tokenizer(ABC):
 
 
 class SavesItself(Protocol):
-    """What is asked of a tokenizer of transformers."""
+    """The part of transformers' tokenizers that is used here."""
 
     def save_pretrained(self, save_directory: str) -> Any: ...
 

@@ -1,4 +1,4 @@
-"""What goes wrong in the tokenizers library, as one line: errors, panics, and files that would end the process."""
+"""Errors of the tokenizers library as one line: exceptions, panics, and files that would end the process."""
 
 import base64
 import contextlib

@@ -365,7 +365,7 @@ class _Opening:
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is data to evaluate on."""
+        """Return whether there is data to evaluate on."""
         return bool(self.settings.eval_data) or self.settings.eval_split != 0
 
     def _evaluation(self, encoded: Encoded | None) -> tuple[list[str], list[dict[str, Tensor]]]:
