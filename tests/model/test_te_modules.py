@@ -59,6 +59,13 @@ def owners(model: CausalLM) -> dict[str, nn.Module]:
     return {name: m for name, m in found.items() if not isinstance(m, (GatedDeltaNet, Taps))}
 
 
+def memory(tensor: Tensor) -> range:
+    """The addresses from a tensor's first byte to its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = 1 + sum((size - 1) * stride for size, stride in steps)
+    return range(tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size())
+
+
 class Uses(TorchDispatchMode):
     """Return which module ran while an operation read a parameter: {(parameter's name, module's name)}.
 
@@ -68,9 +75,10 @@ class Uses(TorchDispatchMode):
     def __init__(self, model: CausalLM) -> None:
         super().__init__()
         self.names = {id(m): name for name, m in model.named_modules()}
-        self.parameters = {
-            p.untyped_storage().data_ptr(): name for name, p in model.named_parameters()
-        }
+        # Experts' weights lie one after the other in one storage.
+        self.parameters: dict[int, list[tuple[range, str]]] = {}
+        for name, p in model.named_parameters():
+            self.parameters.setdefault(p.untyped_storage().data_ptr(), []).append((memory(p), name))
         self.running = [""]
         self.found: set[tuple[str, str]] = set()
         for module in model.modules():
@@ -81,12 +89,12 @@ class Uses(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         for leaf in tree_leaves((args, kwargs)):
-            plain = type(leaf) in (Tensor, nn.Parameter) and leaf.numel() > 0
-            if (
-                plain
-                and (name := self.parameters.get(leaf.untyped_storage().data_ptr())) is not None
-            ):
-                self.found.add((name, self.running[-1]))
+            if type(leaf) not in (Tensor, nn.Parameter) or leaf.numel() == 0:
+                continue
+            read = memory(leaf)
+            for owned, name in self.parameters.get(leaf.untyped_storage().data_ptr(), []):
+                if read.start < owned.stop and owned.start < read.stop:
+                    self.found.add((name, self.running[-1]))
         return function(*args, **(kwargs or {}))
 
 
