@@ -13,7 +13,7 @@ from te_models.model.decoder import Decoder
 
 @dataclass
 class Outcome:
-    """What `stream_text` notes of a continuation while it yields it.
+    """Notes of `stream_text` on a continuation while it yields it.
 
     Attributes:
         tokens: number of tokens that the model has made, a stop token among them.

@@ -91,7 +91,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Preview(Printable):
-    """What a run would learn of some data. Print it; `to_dict` returns plain JSON values.
+    """The part of some data that a run would learn. Print it; `to_dict` returns plain JSON values.
 
     Attributes:
         lines: about the data: sources, format, template, what is left out, cut, skipped and ignored.

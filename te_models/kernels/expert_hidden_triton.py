@@ -251,7 +251,7 @@ def hidden(
 
 
 class Gradients(NamedTuple):
-    """What backward multiplies: FP8 of the gradient of gate_up, and the activation again, transposed.
+    """The operands of backward's products: FP8 of the gradient of gate_up, and the activation again, transposed.
 
     `hidden` uint8 is as FP8Matrices.transposed, or None; `sums` [E, 2F] are those of each
     expert's rows, or None.

@@ -199,7 +199,7 @@ PLAIN = Operations(rotate, norm, norm_backward, copy, gate, gate_backward)
 
 @dataclass(frozen=True)
 class Setting:
-    """What attention_core computes, beside its tensors; the tensors that are here have no gradients."""
+    """Options of attention_core; the tensors among them have no gradients."""
 
     batch: int
     rows: int  # tokens, without the rows of padding

@@ -58,7 +58,7 @@ class Experts(NamedTuple):
 
 
 class _Half(NamedTuple):
-    """What backward needs of a projection, beside tensors that autograd keeps (`_kept`)."""
+    """The part of a projection that backward needs, beside tensors that autograd keeps (`_kept`)."""
 
     casts: Casts
     at: Locations
@@ -105,7 +105,7 @@ def _backward_operand(half: _Half, kept: Sequence[Tensor]) -> Operand:
 
 
 class Passed(Generic[T]):
-    """What the backward of the second function passes to that of the first, beside a gradient without memory.
+    """Results that the second function's backward passes to the first's, beside a gradient without memory.
 
     Two functions, since autograd frees what a function saved when its backward ends.
     """
