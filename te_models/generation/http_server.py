@@ -142,10 +142,10 @@ class _Handler(BaseHTTPRequestHandler):
                 raise UsageError("the request is no JSON object: give one")
             request = self.served.completions.read(fields, chat=ROUTES[path])
             if request.stream:
-                used = self._stream(self.served.completions.pieces(request), request.usage)
+                self._stream(self.served.completions.pieces(request), request.usage, begun)
             else:
                 answer = self.served.completions.whole(request)
-                used = answer["usage"]
+                self._note_answer(answer["usage"], begun)
                 self._send(answer)
         except UnknownModel as error:
             self._refuse(HTTPStatus.NOT_FOUND, str(error), "model_not_found")
@@ -156,13 +156,16 @@ class _Handler(BaseHTTPRequestHandler):
         except RuntimeError as error:  # such as a lack of memory
             self.served.note(f"{path} failed: {first_line(error)}")
             self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, first_line(error))
-        else:
-            tokens = plural(used.get("completion_tokens", 0), "token")
-            seconds = time.monotonic() - begun
-            self.served.note(f"{path}: {tokens} in {seconds:.1f} s")
 
-    def _stream(self, pieces: Generator[Fields, None, None], usage: bool) -> dict[str, int]:
-        """Send the pieces of an answer as server-sent events; return the numbers of tokens."""
+    def _note_answer(self, used: dict[str, int], begun: float) -> None:
+        """Note an answer that is about to end: once a client has all of it, it may end the server."""
+        path = self.path.partition("?")[0].rstrip("/")
+        tokens = plural(used.get("completion_tokens", 0), "token")
+        seconds = time.monotonic() - begun
+        self.served.note(f"{path}: {tokens} in {seconds:.1f} s")
+
+    def _stream(self, pieces: Generator[Fields, None, None], usage: bool, begun: float) -> None:
+        """Send the pieces of an answer as server-sent events; `begun` is when the request came."""
         used: dict[str, int] = {}
         with contextlib.closing(pieces):
             first = next(pieces)  # a mistake in the request is found here, before anything is sent
@@ -179,8 +182,8 @@ class _Handler(BaseHTTPRequestHandler):
                         self._event(json.dumps(piece))
             except (TeModelsError, RuntimeError) as error:  # too late for another status
                 self._event(json.dumps(_error(str(error), "server_error")))
+            self._note_answer(used, begun)
             self._event("[DONE]", end=b"0\r\n\r\n")  # in one write: clients leave after this event
-        return used
 
     def _event(self, data: str, end: bytes = b"") -> None:
         """Send one event as a chunk of the body; `end` ends the body."""
