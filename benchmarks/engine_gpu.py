@@ -25,8 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import te_models.engine.emulated as te
 from te_models.engine.emulated import recipe as R
-from te_models.engine.emulated.fused import fused
 from te_models.inspect.environment import environment, require_gpu
+from te_models.numerics.fused import fused
 
 REFERENCE = "nn.Linear bf16"
 SHAPES = ((512, 1024, 1024), (8192, 4096, 4096))  # rows, in, out

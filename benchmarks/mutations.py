@@ -394,7 +394,7 @@ PACKING = {
 }
 SERVED = {
     "a divided static scale": Mutation(
-        "numerics.cast_fp8(x, static.reciprocal(),", "numerics.cast_fp8(x, static,"
+        "casts.cast_fp8(x, static.reciprocal(),", "casts.cast_fp8(x, static,"
     ),
     "no bias": Mutation("bias = None if self.bias is None else self.bias.float()", "bias = None"),
     "the first static scale": Mutation("torch.stack(static).amax()", "torch.stack(static)[0]"),

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from te_models.engine.emulated import numerics
 from te_models.model.targets import shifted
+from te_models.numerics import casts
+from te_models.numerics.formats import TORCH_FP8
 
 FORBIDDEN = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 # What these hold is garbage until it is written to.
@@ -135,9 +136,7 @@ def pretend_cuda(patch: Any) -> list[Tape]:
         "te_models.model.inputs.invalid_token", lambda ids, size: None
     )  # ids are checked likewise
     # On a processor the emulated engine looks for NaN before it decodes; this is what it does on a GPU.
-    patch.setattr(
-        numerics, "decode_fp8", lambda codes, dtype: codes.view(numerics.TORCH_FP8[dtype]).float()
-    )
+    patch.setattr(casts, "decode_fp8", lambda codes, dtype: codes.view(TORCH_FP8[dtype]).float())
     patch.setattr(
         "te_models.generation.generate._with_graph",
         lambda model, settings: settings.cuda_graph is True,

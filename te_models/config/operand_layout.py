@@ -1,7 +1,7 @@
 """The bytes of a quantized operand of a GEMM in each of Transformer Engine's layouts: its data and its padded scales.
 
 A layout describes a rowwise copy [rows, columns]. A columnwise copy is the rowwise copy of the transposed matrix.
-te_models/engine/emulated/tensors.py has the tensors themselves.
+te_models/numerics/tensors.py has the tensors themselves.
 """
 
 from __future__ import annotations

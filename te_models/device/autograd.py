@@ -1,10 +1,14 @@
-"""The type of what an autograd Function keeps between its forward and its backward."""
+"""Autograd: the type of what a Function keeps between its forward and its backward, and a switch for autocast."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+
+from te_models.device.host import device_type
 
 
 class Context:
@@ -21,3 +25,13 @@ class Context:
 
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: object) -> None: ...
+
+
+def no_autocast(tensor: Tensor) -> AbstractContextManager[object]:
+    """Disable torch.autocast for the device of `tensor`, so that it does not narrow FP32 GEMMs."""
+    device = device_type(tensor)
+    return (
+        torch.autocast(device, enabled=False)
+        if torch.is_autocast_enabled(device)
+        else nullcontext()
+    )

@@ -92,6 +92,7 @@ __all__ = [
     "region_lock",
     "reset_fp8_state",
     "restored_recompute",
+    "row_padding",
     "separate_copy",
     "drop_cached_weights",
 ]
@@ -115,6 +116,12 @@ def outside_autocast() -> Iterator[recipe.Recipe | None]:
     finally:
         FP8GlobalStateManager.set_autocast_state(saved)
         state.autocast_depth = depth
+
+
+@contextlib.contextmanager
+def row_padding(model: torch.nn.Module, tokens: Tensor, multiple: int) -> Iterator[int]:
+    """Surround a forward pass; yield the multiple to pad its rows to, which on a GPU is always the recipe's."""
+    yield multiple
 
 
 Quantizer = (

@@ -15,10 +15,16 @@ from torch import Tensor, nn
 
 from te_models.config.recipe import Recipe
 from te_models.distributed.collectives import largest
-from te_models.engine.emulated.delayed_scaling import updated
-from te_models.engine.emulated.recipe import DelayedScaling
 from te_models.fp8.primary_weights import is_quantized
-from te_models.fp8.scaling_state import WIDTHS, delayed_states, fp8_max, gemms_of, make_state
+from te_models.fp8.scaling_state import (
+    WIDTHS,
+    DelayedRecipe,
+    delayed_states,
+    fp8_max,
+    gemms_of,
+    make_state,
+)
+from te_models.numerics.scale_rules import delayed_update
 
 # Of the amaxes of a module, forward and then backward, those that are measured; results of its GEMMs are not quantized.
 INPUT, WEIGHT, GRADIENT = 0, 1, WIDTHS["scaling_fwd"]
@@ -81,7 +87,7 @@ class Scaling(NamedTuple):
     """How a module is scaled: its recipe, the engine's object of it, and the processes that share its amaxes."""
 
     recipe: Recipe
-    built: DelayedScaling
+    built: DelayedRecipe
     group: dist.ProcessGroup | None
 
 
@@ -141,8 +147,14 @@ class Measurement:
             for own, _, (recipe, built, _) in chosen:
                 for state, direction in zip(own, WIDTHS, strict=True):
                     amax = next(amax_of)[built.reduce_amax]
-                    most = fp8_max(recipe, direction)
-                    history, scale = updated(state.amax_history, state.scale, amax, built, most)
+                    history, scale = delayed_update(
+                        state.amax_history,
+                        state.scale,
+                        amax,
+                        algorithm=built.amax_compute_algo,
+                        margin=built.margin,
+                        fp8_max=fp8_max(recipe, direction),
+                    )
                     state.amax_history.copy_(history)
                     state.scale.copy_(scale)
 

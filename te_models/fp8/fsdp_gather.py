@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map
 
-from te_models.engine.emulated.tensors import Float8Tensor, Keywords
+from te_models.numerics.tensors import Float8Tensor, Keywords
 
 
 class FP8Shard(torch.Tensor):

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from te_models.config.recipe import EngineRecipe, Recipe
-from te_models.engine.emulated.linear import no_autocast
-from te_models.engine.emulated.short_rows import are_short
+from te_models.device.autograd import no_autocast
 from te_models.errors import EngineError
 from te_models.fp8.primary_weights import is_quantized
 from te_models.fp8.scaling_state import (
@@ -29,6 +28,7 @@ from te_models.fp8.scaling_state import (
     frozen_fp8_state,
     overwrite,
 )
+from te_models.numerics.quantizers import records_amax
 
 
 @contextlib.contextmanager
@@ -70,7 +70,7 @@ def forward_pass(
                 "autocast around it: leave that out, or call model.set_recipe",
                 stacklevel=4,
             )
-        if not recipe.stateful or are_short():  # nothing is recorded in either
+        if not recipe.stateful or not records_amax():
             yield
         elif not (model.training and torch.is_grad_enabled()):
             with frozen_fp8_state(

@@ -9,15 +9,14 @@ the engine's registry holds the same tensors.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from te_models.config.recipe import EngineRecipe, Recipe
-from te_models.engine.emulated.delayed_scaling import DelayedScalingRecipeState
-from te_models.engine.emulated.numerics import FLT_MAX
 from te_models.errors import CheckpointError, refuse
+from te_models.numerics.formats import FLT_MAX
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 WIDTHS = {
@@ -26,9 +25,24 @@ WIDTHS = {
 }  # per GEMM: input, weight, output; gradients of output and input
 
 
+class DelayedState(Protocol):
+    """The scales of one direction of a te module, as either engine keeps them."""
+
+    scale: Tensor
+    amax_history: Tensor
+
+
+class DelayedRecipe(EngineRecipe, Protocol):
+    """The fields of either engine's DelayedScaling that make scales of amaxes."""
+
+    margin: int
+    amax_compute_algo: str
+    reduce_amax: bool
+
+
 def delayed_states(
     model: nn.Module, directions: tuple[str, ...] = DIRECTIONS
-) -> dict[str, DelayedScalingRecipeState]:
+) -> dict[str, DelayedState]:
     """Return "<module>.<direction>" -> the engine's state object, with `scale` and `amax_history`.
 
     Modules without FP8 state, and those under recipes without scales to store, are left out.

@@ -16,11 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from te_models.engine.emulated import numerics, nvfp4
-from te_models.engine.emulated.numerics import DType
 from te_models.errors import CheckpointError, refuse, require
 from te_models.files.formats import Document, Value, as_object, read_json
 from te_models.files.tensors import SafetensorsFile
+from te_models.numerics import casts, nvfp4
+from te_models.numerics.blocks import scale_blocks_
+from te_models.numerics.e8m0 import e8m0_to_float
+from te_models.numerics.formats import DType
 
 E4M3 = torch.float8_e4m3fn
 NARROW = (E4M3, torch.float8_e5m2)
@@ -239,8 +241,8 @@ def dequantize(scheme: Scheme, data: Tensor, scales: Tensor) -> Tensor:
         scales: FP32, as StoredWeights has them.
     """
     raw = data.view(torch.uint8)
-    values = nvfp4.unpack(raw) if scheme.packed else numerics.decode_fp8(raw, DType.kFloat8E4M3)
-    return numerics.scale_blocks_(
+    values = nvfp4.unpack(raw) if scheme.packed else casts.decode_fp8(raw, DType.kFloat8E4M3)
+    return scale_blocks_(
         values.contiguous(), scales, scheme.steps((values.shape[0], values.shape[1]))
     )
 
@@ -371,7 +373,7 @@ class _Weights:
         """Return scales in FP32."""
         self._must(name in read, f"it lacks {name}")
         tensor = read[name]
-        values = numerics.e8m0_to_float(tensor) if tensor.dtype == torch.uint8 else tensor.float()
+        values = e8m0_to_float(tensor) if tensor.dtype == torch.uint8 else tensor.float()
         return self._finite(name, values, positive)
 
     def _finite(self, name: str, scales: Tensor, positive: bool = False) -> Tensor:

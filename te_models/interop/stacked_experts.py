@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from te_models.engine.emulated import numerics, nvfp4
 from te_models.errors import CheckpointError, UsageError
+from te_models.numerics import nvfp4
+from te_models.numerics.e8m0 import e8m0_to_float
 
 STACK = re.compile(r"(.+\.experts\.)([a-z_]+?)(_bias|_blocks|_scales|)")
 DIMENSIONS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
@@ -62,7 +63,7 @@ def _dequantized(name: str, blocks: Tensor, scales: Tensor) -> Iterator[Tensor]:
         if data.is_meta:
             yield torch.empty(len(data), 32 * data.shape[1], dtype=torch.bfloat16, device="meta")
         else:
-            yield nvfp4.unpack(data).mul_(numerics.e8m0_to_float(exponents)[..., None]).flatten(1)
+            yield nvfp4.unpack(data).mul_(e8m0_to_float(exponents)[..., None]).flatten(1)
 
 
 def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

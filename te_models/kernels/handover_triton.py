@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_models.kernels.fp8_triton import encode_fp8
 from te_models.kernels.handover import Place
+from te_models.numerics.fp8_triton import encode_fp8
 
 # Rows and columns of a tile, for four warps, and rows of tiles per band. Programs go down a band before they go right,
 # so those that run at about the same time write neighboring memory in both copies. The fastest of thirty choices on

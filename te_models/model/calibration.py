@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from te_models.config.recipe import SCHEMES, get_recipe
-from te_models.engine.emulated.recipe import DelayedScaling
 from te_models.errors import UsageError
 from te_models.fp8.calibration import Measurement, Scaling, unmeasured
 from te_models.fp8.precision import model_precision
+from te_models.fp8.scaling_state import DelayedRecipe
 from te_models.model.decoder import Decoder
 from te_models.model.output import step_loss
 
@@ -80,7 +80,7 @@ def _delayed(model: Decoder) -> dict[nn.Module, Scaling]:
     for name, module in model.named_modules():
         recipe = model.precision.recipe_of(name) if isinstance(module, model.te.LINEARS) else None
         if recipe is not None and SCHEMES[recipe.scheme].stateful:
-            built = cast(DelayedScaling, model.precision.te_recipe_of(name))
+            built = cast(DelayedRecipe, model.precision.te_recipe_of(name))
             found[module] = Scaling(recipe, built, model.ep.amax_group(name, model.amax_group))
     return found
 

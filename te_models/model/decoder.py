@@ -8,7 +8,6 @@ autocast a caller opens around the model, and every scale is updated exactly onc
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -27,9 +26,7 @@ from te_models.config.precision import precisions
 from te_models.config.recipe import AUTO, EngineRecipe, Recipe, RecipeLike, get_recipe
 from te_models.config.recompute_modes import check_mode, offload_allows_fused
 from te_models.device.choice import choose_device, computing_device
-from te_models.device.cpu_threads import TOO_SMALL_TO_SHARE, one_thread, untracked_on_cpu
 from te_models.engine import check_support, engine_module, get_engine
-from te_models.engine.emulated.short_rows import short_rows
 from te_models.errors import UsageError
 from te_models.fp8.precision import ModelPrecision, model_precision, take_scales
 from te_models.fp8.primary_weights import check_recipe, clear_states, relink
@@ -370,19 +367,15 @@ class Decoder(nn.Module):
         if labels is not None and input_ids is not None and tokens.device.type != "cpu":
             tokens, unknown = known_ids(tokens, self.config.vocab_size)
         wanted = Wanted(labels, attention_mask, document_ids, return_logits, logits_to_keep)
-        context = self._context(tokens, wanted, cache, is_first_microbatch)
-        full, one = self.recipe.row_alignment, one_thread(self._too_small_to_share(tokens))
-        less = context.alignment < full
-        short = (
-            short_rows(full) if less else contextlib.nullcontext()
-        )  # no compiler traces its variable
-        with one, short, forward_pass(self, self.te, self.recipe, self.te_recipe, self._table):
-            evaluated = not self.training
-            losses = None if evaluated else self.router_losses
-            decoded = self._decode(tokens, context, wanted)
-            if decoded.loss is not None and unknown is not None:
-                decoded = decoded._replace(loss=nan_if(decoded.loss, unknown))
-            output = with_routing(decoded, wanted, context.routing, losses, self.router_group)
+        with self.te.row_padding(self, tokens, self.recipe.row_alignment) as alignment:
+            context = self._context(tokens, wanted, cache, is_first_microbatch, alignment)
+            with forward_pass(self, self.te, self.recipe, self.te_recipe, self._table):
+                evaluated = not self.training
+                losses = None if evaluated else self.router_losses
+                decoded = self._decode(tokens, context, wanted)
+                if decoded.loss is not None and unknown is not None:
+                    decoded = decoded._replace(loss=nan_if(decoded.loss, unknown))
+                output = with_routing(decoded, wanted, context.routing, losses, self.router_group)
         if self.recipe.stateful and evaluated:
             preserve_scales_in_backward(self, output.tensors)
         return output
@@ -394,9 +387,14 @@ class Decoder(nn.Module):
             warnings.warn(FP16_GRADIENTS, stacklevel=2)
 
     def _context(
-        self, tokens: Tensor, wanted: Wanted, cache: Cache | None, first_microbatch: bool | None
+        self,
+        tokens: Tensor,
+        wanted: Wanted,
+        cache: Cache | None,
+        first_microbatch: bool | None,
+        alignment: int,
     ) -> ForwardContext:
-        """Describe the pass over ids [B, S] or vectors [B, S, D] that begins, and how it runs."""
+        """Describe the pass over ids [B, S] or vectors [B, S, D] that begins, whose rows are padded to `alignment`."""
         count = len(self.layers)
         offload = (
             Offload(self.host_memory, count, tokens.device) if self.activation_offload else None
@@ -419,35 +417,9 @@ class Decoder(nn.Module):
             self.fp8_layers,
             self.dtype,
             autocasts,
-            self._row_alignment(tokens),
+            alignment,
         )
         return forward_context(self.specs, tokens, *visible, *passed)
-
-    def _too_small_to_share(self, tokens: Tensor) -> bool:
-        """Return whether no product of a pass over `tokens` [B, S, ...] is worth a second thread of the CPU."""
-        return (
-            untracked_on_cpu(tokens)
-            and tokens.shape[:2].numel() * self._largest_weight <= TOO_SMALL_TO_SHARE
-        )
-
-    def _row_alignment(self, tokens: Tensor) -> int:
-        """Return the recipe's multiple of rows, but that of the norms for a step of generation on a CPU."""
-        full, alone = self.recipe.row_alignment, self.engine == "emulated" and self.tp.size == 1
-        few = alone and untracked_on_cpu(tokens) and tokens.shape[:2].numel() < full
-        return min(full, self._rows_of_norms) if few else full
-
-    @functools.cached_property
-    def _rows_of_norms(self) -> int:
-        """The multiple of rows that tells a norm of few rows which kernel it would have with all of them."""
-        return max(
-            (norm.row_multiple for norm in self.modules() if isinstance(norm, self.te.RMSNorm)),
-            default=1,
-        )
-
-    @functools.cached_property
-    def _largest_weight(self) -> int:
-        """The elements of the largest parameter."""
-        return max(parameter.numel() for parameter in self.parameters())
 
     def _decode(self, tokens: Tensor, context: ForwardContext, wanted: Wanted) -> Output:
         """Pass ids [B, S] or vectors [B, S, D] through all blocks and the head."""

@@ -27,9 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 from te_models.config.recipe import EngineRecipe
 from te_models.config.recompute_modes import recomputes_block, recomputes_mlp, recomputes_product
-from te_models.engine.emulated.delayed_scaling import DelayedScalingRecipeState
 from te_models.errors import EngineError
-from te_models.fp8.scaling_state import delayed_states, overwrite
+from te_models.fp8.scaling_state import DelayedState, delayed_states, overwrite
 from te_models.kernels.early_save import discarding
 from te_models.model.offload import Offload
 
@@ -293,7 +292,7 @@ def _draws_nothing(source: object) -> bool:
     return str(getattr(source, "__module__", "")).startswith(DRAW_NOTHING)
 
 
-def forward_states(owner: nn.Module) -> dict[str, DelayedScalingRecipeState]:
+def forward_states(owner: nn.Module) -> dict[str, DelayedState]:
     """Return module name -> forward scaling state, of the modules in `owner` that have scales and amax histories."""
     return delayed_states(owner, ("scaling_fwd",))
 

@@ -16,7 +16,7 @@ from torchao.optim.quant_utils import create_dynamic_map
 from torchao.optim.subclass_8bit import OptimState8bit
 from torchao.optim.subclass_fp8 import OptimStateFp8
 
-from te_models.kernels.fp8_triton import decode_fp8, encode_fp8
+from te_models.numerics.fp8_triton import decode_fp8, encode_fp8
 
 Moment = Tensor | OptimState8bit | OptimStateFp8
 BLOCK = 256  # elements that share a scale, as in torchao

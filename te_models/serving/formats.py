@@ -17,10 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from te_models.engine.emulated import numerics
-from te_models.engine.emulated.numerics import FLT_MAX, FP8_MAX, DType
-from te_models.engine.emulated.nvfp4 import FP4_MAX, TOP, NVFP4Quantizer, encode_e2m1, pack
-from te_models.engine.emulated.quantizers import MXFP8Quantizer
 from te_models.errors import UsageError
 from te_models.files.formats import Document, Fields
 from te_models.interop.quantized import (
@@ -33,6 +29,13 @@ from te_models.interop.quantized import (
     TENSOR,
     Scheme,
 )
+from te_models.numerics import casts
+from te_models.numerics.blocks import block_amax, cast_fp8_blocks, merge_blocks, split_blocks
+from te_models.numerics.e8m0 import e8m0_to_float
+from te_models.numerics.formats import FLT_MAX, FP8_MAX, DType
+from te_models.numerics.nvfp4 import FP4_MAX, TOP, NVFP4Quantizer, encode_e2m1, pack
+from te_models.numerics.quantizers import MXFP8Quantizer
+from te_models.numerics.scale_rules import scale_from_amax
 
 E4M3_MAX = FP8_MAX[DType.kFloat8E4M3]
 # The smallest scale of an E4M3 weight or input: below it, a GPU may flush numbers to zero, and reciprocals overflow.
@@ -78,13 +81,13 @@ class Format:
 
 def encode_tensor(weight: Tensor, options: Options) -> Parts:
     """Return E4M3 data of a weight [out, in] and its one scale, FP32 []."""
-    scale = scale_of(numerics.amax(weight))
+    scale = scale_of(casts.amax(weight))
     return {"weight": divided(weight, scale), "weight_scale": scale}
 
 
 def encode_channels(weight: Tensor, options: Options) -> Parts:
     """Return E4M3 data of a weight [out, in] and its scales, FP32 [out, 1]."""
-    scale = scale_of(numerics.block_amax(weight, (1, weight.shape[1])))
+    scale = scale_of(block_amax(weight, (1, weight.shape[1])))
     return {"weight": divided(weight, scale), "weight_scale": scale}
 
 
@@ -110,16 +113,16 @@ def encode_blocks(weight: Tensor, options: Options) -> Parts:
     a multiple of 128 this gives another size, so all blocks along it share one scale, which every reader understands in
     the same way.
     """
-    amax = numerics.block_amax(weight, BLOCK.block)
+    amax = block_amax(weight, BLOCK.block)
     for dim in (0, 1):
         if weight.shape[dim] % BLOCK.block[dim]:
             amax = amax.amax(dim, keepdim=True).expand_as(amax)
     if options.scheme == "Float8BlockScaling":
         infinite = torch.finfo(weight.dtype).max
-        scale = numerics.scale_from_amax(amax, E4M3_MAX, options.power_of_2, infinite=infinite)
+        scale = scale_from_amax(amax, E4M3_MAX, options.power_of_2, infinite=infinite)
     else:
         scale = torch.where(amax > 0, (amax.reciprocal() * E4M3_MAX).clamp(max=1 / TINY), 1.0)
-    data = numerics.cast_fp8_blocks(weight, scale, BLOCK.block, DType.kFloat8E4M3)
+    data = cast_fp8_blocks(weight, scale, BLOCK.block, DType.kFloat8E4M3)
     return {"weight": data.view(E4M3), "weight_scale_inv": scale.reciprocal()}
 
 
@@ -136,10 +139,10 @@ def encode_mxfp8(weight: Tensor, options: Options) -> Parts:
         made = quantizer(_with_rows(weight, 32))
         data, scale = made._rowwise_data[:rows], made._rowwise_scale_inv[:rows, : columns // 32]
     else:
-        bits = numerics.block_amax(weight, MXFP8.block).view(torch.int32)
+        bits = block_amax(weight, MXFP8.block).view(torch.int32)
         scale = ((bits + 0x200000 >> 23) - 8).clamp_(0, 254).to(torch.uint8)
-        data = numerics.cast_fp8_blocks(
-            weight, numerics.e8m0_to_float(scale, inverse=True), MXFP8.block, DType.kFloat8E4M3
+        data = cast_fp8_blocks(
+            weight, e8m0_to_float(scale, inverse=True), MXFP8.block, DType.kFloat8E4M3
         )
     return {"weight": data.view(E4M3), "weight_scale": scale.contiguous()}
 
@@ -157,14 +160,12 @@ def encode_nvfp4(weight: Tensor, options: Options, whole: Tensor | None = None) 
         data, whole = made._rowwise_data[:rows], global_scale(made._amax_rowwise)
         scale = made._rowwise_scale_inv[:rows, : columns // 16].contiguous().view(E4M3)
     else:
-        amax = numerics.block_amax(weight, NVFP4.block)
+        amax = block_amax(weight, NVFP4.block)
         whole = global_scale(amax.amax()) if whole is None else whole
         scale = (whole * quotient(amax, FP4_MAX)).clamp_(max=E4M3_MAX).to(E4M3)
         scale = torch.where(scale.float() == 0, SMALLEST, scale.float()).to(E4M3)
         divisors = (scale.float() / whole)[:, None, :, None]
-        values = numerics.merge_blocks(
-            numerics.split_blocks(weight.float(), NVFP4.block) / divisors, rows, columns
-        )
+        values = merge_blocks(split_blocks(weight.float(), NVFP4.block) / divisors, rows, columns)
         data = pack(encode_e2m1(values.clamp_(-FP4_MAX, FP4_MAX).contiguous()))
     return {"weight_packed": data, "weight_scale": scale, GLOBAL_SCALE: whole}
 

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from te_models.engine.emulated import numerics
-from te_models.engine.emulated.numerics import DType
 from te_models.interop.hf import HuggingFaceFolder
 from te_models.interop.quantized import CHANNEL, GLOBAL_SCALE, MXFP8, NVFP4, Scheme, dequantize
 from te_models.model.decoder import Decoder
+from te_models.numerics import casts
+from te_models.numerics.blocks import block_amax, merge_blocks, split_blocks
+from te_models.numerics.e8m0 import e8m0_to_float
+from te_models.numerics.formats import DType
 from te_models.saving.pretrained import open_model
 from te_models.serving.formats import (
     E4M3_MAX,
@@ -71,8 +73,8 @@ def _static(x: Tensor, static: Tensor | None) -> Tensor:
     """Quantize with one stored scale, of which vLLM takes the reciprocal; larger values saturate."""
     assert static is not None
     return (
-        numerics.decode_fp8(
-            numerics.cast_fp8(x, static.reciprocal(), DType.kFloat8E4M3), DType.kFloat8E4M3
+        casts.decode_fp8(
+            casts.cast_fp8(x, static.reciprocal(), DType.kFloat8E4M3), DType.kFloat8E4M3
         )
         * static
     )
@@ -86,17 +88,17 @@ def _per_token(x: Tensor, static: Tensor | None) -> Tensor:
 def _per_group(x: Tensor, static: Tensor | None) -> Tensor:
     """Quantize with one FP32 scale per token and 128 channels."""
     block = (1, 128)
-    scale = scale_of(numerics.block_amax(x, block))
-    values = numerics.split_blocks(x, block) / scale[:, None, :, None]
+    scale = scale_of(block_amax(x, block))
+    values = split_blocks(x, block) / scale[:, None, :, None]
     values = (
         values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scale[:, None, :, None]
     )
-    return numerics.merge_blocks(values, *x.shape)
+    return merge_blocks(values, *x.shape)
 
 
 def _mxfp8(x: Tensor, static: Tensor | None) -> Tensor:
     made = encode_mxfp8(x, Options("MXFP8BlockScaling"))
-    return dequantize(MXFP8, made["weight"], numerics.e8m0_to_float(made["weight_scale"]))
+    return dequantize(MXFP8, made["weight"], e8m0_to_float(made["weight_scale"]))
 
 
 def _nvfp4(x: Tensor, static: Tensor | None) -> Tensor:

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_models.engine.emulated.numerics import scale_from_amax
 from te_models.errors import UsageError, needs
 from te_models.fp8.primary_weights import (
     E4M3_MAX,
@@ -29,6 +28,7 @@ from te_models.fp8.scaling_state import weight_scale
 from te_models.kernels.grouped_product import low_rank_product
 from te_models.kernels.groups import Groups
 from te_models.kernels.handover import grouped
+from te_models.numerics.scale_rules import scale_from_amax
 from te_models.training.lora_targets import Fused
 
 with needs("te_models.training.lora", "peft", "0.19", "lora"):

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_models.engine.emulated as te
-from te_models.engine.emulated import fused, gemm, nvfp4
+from te_models.engine.emulated import gemm
+from te_models.numerics import fused, nvfp4
 
 # Operations that launch nothing: views and allocations.
 FREE = {

@@ -12,7 +12,7 @@ from te_models import CausalLM
 from te_models.device.cpu_matmul import PACKED_ROWS, matmul, packed, packed_matmul
 from te_models.engine import emulated as te
 from te_models.engine.emulated import linear as te_linear
-from te_models.engine.emulated.quantizers import Quantizer
+from te_models.numerics.quantizers import Quantizer
 
 PLACE = dict(device="cpu", engine="emulated")
 IDS = torch.arange(1, 13)[None]

@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_models.engine.emulated.numerics import DType
-from te_models.engine.emulated.quantizers import Float8BlockQuantizer
 from te_models.kernels import elementwise, expert_blocks_triton
 from te_models.kernels.expert_blocks_triton import cast_blocks, cast_weight_blocks
 from te_models.kernels.expert_cast_triton import Matrices
@@ -22,6 +20,8 @@ from te_models.kernels.grouped_blocks_triton import (
 )
 from te_models.kernels.grouped_linear_triton import Locations
 from te_models.kernels.groups import Groups
+from te_models.numerics.formats import DType
+from te_models.numerics.quantizers import Float8BlockQuantizer
 
 # A tile may contain rows that are not stored, of which the interpreter warns where they are not finite.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow")

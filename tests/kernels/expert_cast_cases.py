@@ -6,10 +6,10 @@ Run by test_triton_kernels.py in Triton's interpreter and on a GPU.
 import pytest
 import torch
 
-from te_models.engine.emulated.numerics import DType
-from te_models.engine.emulated.quantizers import Float8CurrentScalingQuantizer
 from te_models.kernels.expert_cast_triton import FP8Matrices, Matrices, cast
 from te_models.kernels.groups import LINE, Groups
+from te_models.numerics.formats import DType
+from te_models.numerics.quantizers import Float8CurrentScalingQuantizer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

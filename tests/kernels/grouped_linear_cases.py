@@ -12,8 +12,6 @@ import torch
 from fewer import every
 from torch import Tensor
 
-from te_models.engine.emulated.numerics import FP8_MAX, DType
-from te_models.engine.emulated.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer
 from te_models.kernels import grouped_gemm_triton
 from te_models.kernels.expert_cast_triton import Delayed
 from te_models.kernels.expert_rows import Route, dispatch
@@ -30,6 +28,8 @@ from te_models.kernels.grouped_linear_triton import (
     on_device,
 )
 from te_models.kernels.groups import Groups
+from te_models.numerics.formats import FP8_MAX, DType
+from te_models.numerics.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer
 
 # A tile may contain rows that are not stored, of which the interpreter warns where they are not finite.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")

@@ -12,8 +12,8 @@ from fewer import every
 from torch import Tensor
 
 from te_models.config.mlp import HANDED_OVER
-from te_models.engine.emulated.numerics import FP8_MAX, DType
 from te_models.kernels import handover_triton
+from te_models.numerics.formats import FP8_MAX, DType
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(64, 128), (48, 272), (16, 16)]  # whole tiles, and parts of them

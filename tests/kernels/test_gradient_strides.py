@@ -88,7 +88,7 @@ OPERATIONS: dict[str, Operation] = {
         emulated.GroupedLinear(3, 64, 32), False, [3, 0, 13]
     ),
     "engine/emulated/rmsnorm.py": emulated.RMSNorm(64),
-    "engine/emulated/tensors.py": _quantized,
+    "numerics/tensors.py": _quantized,
     "kernels/gated_attention.py": _attention,
     "kernels/composed_attention.py": _composed,
     "kernels/handover.py": _swiglu,

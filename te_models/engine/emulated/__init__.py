@@ -5,8 +5,10 @@ for `transformer_engine.common.recipe`. Names, signatures, state machine and cas
 FP8 data, scales and amax histories are bit-identical to Transformer Engine's. So are GEMM results up to the size that
 `exact_gemm` sets; larger ones differ only in the order of accumulation. The FP8 state belongs to the thread.
 
-Lives here: te.Linear, te.GroupedLinear, te.RMSNorm, te.checkpoint, recipes and quantizers in PyTorch and Triton.
-Not here: Transformer Engine itself (te_models.engine.native) and Triton helpers that others share (te_models.kernels).
+Lives here: te.Linear, te.GroupedLinear, te.RMSNorm, te.checkpoint, recipes, delayed scaling, products of quantized
+matrices, and the shortcuts of a step of generation on a CPU.
+Not here: casts, quantizers and quantized tensors (te_models.numerics), which have their names here as well, and
+Transformer Engine itself (te_models.engine.native).
 """
 
 from collections.abc import Callable
@@ -36,17 +38,18 @@ from te_models.engine.emulated.module import (
     restored_recompute,
     separate_copy,
 )
-from te_models.engine.emulated.numerics import DType
-from te_models.engine.emulated.nvfp4 import NVFP4Quantizer, NVFP4Tensor
-from te_models.engine.emulated.quantizers import (
+from te_models.engine.emulated.recompute import checkpoint
+from te_models.engine.emulated.rmsnorm import RMSNorm
+from te_models.engine.emulated.short_rows import row_padding
+from te_models.numerics.formats import DType
+from te_models.numerics.nvfp4 import NVFP4Quantizer, NVFP4Tensor
+from te_models.numerics.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     MXFP8Quantizer,
 )
-from te_models.engine.emulated.recompute import checkpoint
-from te_models.engine.emulated.rmsnorm import RMSNorm
-from te_models.engine.emulated.tensors import (
+from te_models.numerics.tensors import (
     Float8BlockwiseQTensor,
     Float8Tensor,
     MXFP8Tensor,
@@ -88,6 +91,7 @@ __all__ = [
     "region_lock",
     "reset_fp8_state",
     "restored_recompute",
+    "row_padding",
     "separate_copy",
 ]
 

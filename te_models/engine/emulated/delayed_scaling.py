@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from te_models.engine.emulated import fused
-from te_models.engine.emulated.numerics import FLT_MAX, FP8_MAX
-from te_models.engine.emulated.quantizers import Float8Quantizer, fp8_dtype
-from te_models.engine.emulated.recipe import DelayedScaling
+from te_models.engine.emulated.recipe import DelayedScaling, fp8_dtype
+from te_models.numerics import fused
+from te_models.numerics.formats import FP8_MAX
+from te_models.numerics.quantizers import Float8Quantizer
+from te_models.numerics.scale_rules import delayed_update
 
 
 class DelayedScalingRecipeState:
@@ -125,12 +126,13 @@ def _update(states: list[DelayedScalingRecipeState], amaxes: Tensor | None) -> N
             (s, a) for s, a in zip(states, split, strict=True) if s.amax_history.shape[0] == length
         ]
         same = [s for s, _ in pairs]
-        history, scale = updated(
+        history, scale = delayed_update(
             torch.cat([s.amax_history for s in same], 1),
             torch.cat([s.scale for s in same]),
             torch.cat([a for _, a in pairs]),
-            recipe,
-            fp8_max,
+            algorithm=recipe.amax_compute_algo,
+            margin=recipe.margin,
+            fp8_max=fp8_max,
         )
         widths = [s.scale.numel() for s in same]
         for state, rows, values in zip(
@@ -138,24 +140,3 @@ def _update(states: list[DelayedScalingRecipeState], amaxes: Tensor | None) -> N
         ):
             state.amax_history.copy_(rows)
             state.scale.copy_(values)
-
-
-def updated(
-    history: Tensor, scale: Tensor, amax: Tensor, recipe: DelayedScaling, fp8_max: float
-) -> tuple[Tensor, Tensor]:
-    """Return the next history `[length, n]` and scale `[n]`, given the amaxes `[n]` of the step (section 2.4).
-
-    A tensor without an amax in this step keeps both. A scale whose amax is infinite stays as it is.
-    """
-    last = torch.where(amax != 0, amax, history[0])
-    several = len(history) > 1
-    used = last
-    if several and recipe.amax_compute_algo == "max":
-        used = torch.maximum(history[1:].nan_to_num(nan=0.0, posinf=torch.inf).amax(0), last)
-    rolled = torch.zeros_like(history)
-    if several:
-        rolled = torch.cat([rolled[:1], history[2:], last[None]])
-    silent = last == 0
-    usable = ~silent & torch.isfinite(used) & (used > 0)
-    new = torch.full_like(used, fp8_max * 2.0**-recipe.margin).div_(used).clamp_(max=FLT_MAX)
-    return torch.where(silent, history, rolled), torch.where(usable, new, scale)

@@ -14,16 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from te_models.device.host import on_host
 from te_models.engine.emulated.gemm import finish, is_exact
-from te_models.engine.emulated.numerics import FP8_MAX, TORCH_FP8, on_host
-from te_models.engine.emulated.quantizers import (
+from te_models.engine.emulated.short_rows import enough_rows, multiply
+from te_models.engine.emulated.tensor_core import HostFactor, row_product
+from te_models.numerics.formats import FP8_MAX, TORCH_FP8
+from te_models.numerics.quantizers import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     Quantizer,
 )
-from te_models.engine.emulated.short_rows import enough_rows, multiply
-from te_models.engine.emulated.tensor_core import HostFactor, row_product
-from te_models.engine.emulated.tensors import (
+from te_models.numerics.tensors import (
     Float8TensorStorage,
     FP8Matrix,
     QuantizedTensorStorage,
@@ -45,7 +46,7 @@ def scale(x: Value, quantizer: Quantizer) -> np.float32 | None:
     amax = np.float32(max(x.abs().amax().item(), quantizer.amax_epsilon))
     if not _TINY < amax < np.inf:  # as NaN is not
         return None
-    found = np.float32(FP8_MAX[quantizer.dtype]) / amax  # as numerics.scale_from_amax does
+    found = np.float32(FP8_MAX[quantizer.dtype]) / amax  # as scale_from_amax does
     return np.float32(2.0 ** (math.frexp(found)[1] - 1)) if quantizer.force_pow_2_scales else found
 
 

@@ -13,10 +13,10 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from te_models.engine.emulated import fused
 from te_models.engine.emulated.short_rows import are_short, full_rows, multiply
 from te_models.engine.emulated.tensor_core import PROMOTION_K, Factor, hopper_matmul
-from te_models.engine.emulated.tensors import (
+from te_models.numerics import fused
+from te_models.numerics.tensors import (
     Float8TensorStorage,
     FP8Matrix,
     Operand,

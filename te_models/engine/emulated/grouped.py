@@ -19,8 +19,8 @@ from te_models.engine.emulated.module import TransformerEngineBaseModule
 from te_models.engine.emulated.parallel import MODES, Parallelism
 from te_models.engine.emulated.recipe import Recipe, refuse_options
 from te_models.engine.emulated.short_rows import full_rows
-from te_models.engine.emulated.tensors import QuantizedTensorStorage, as_matrix
 from te_models.errors import require
+from te_models.numerics.tensors import QuantizedTensorStorage, as_matrix
 
 
 class _Expert(Context):

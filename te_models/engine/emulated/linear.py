@@ -7,7 +7,6 @@ FP8.
 
 import contextvars
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,26 +14,25 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from te_models.device.autograd import Context
+from te_models.device.autograd import Context, no_autocast
 from te_models.device.cpu_matmul import PACKED_ROWS, matmul, packed_matmul
 from te_models.engine.emulated import few_rows
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.delayed_scaling import ScaleRegistry
 from te_models.engine.emulated.gemm import gemm
 from te_models.engine.emulated.module import SLOTS, TransformerEngineBaseModule
-from te_models.engine.emulated.numerics import device_type
 from te_models.engine.emulated.parallel import MODES, Parallelism
-from te_models.engine.emulated.quantizers import Quantizer
 from te_models.engine.emulated.recipe import Recipe, refuse_options
 from te_models.engine.emulated.short_rows import are_short, full_rows, multiply
-from te_models.engine.emulated.tensors import (
+from te_models.errors import require
+from te_models.numerics.quantizers import Quantizer
+from te_models.numerics.tensors import (
     QuantizedTensor,
     QuantizedTensorStorage,
     Value,
     as_matrix,
     pad_to,
 )
-from te_models.errors import require
 
 
 class Quantizers(NamedTuple):
@@ -162,16 +160,6 @@ def gradients(ctx: Context, call: Call, grad: Tensor) -> tuple[Tensor | None, ..
         if call.fp8 is not None and call.override is None:
             return _fp8_backward(ctx, call, call.fp8, grad)
         return _plain_backward(ctx, call, grad)
-
-
-def no_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    """Disable torch.autocast for the device of `tensor`, so that it does not narrow FP32 GEMMs."""
-    device = device_type(tensor)
-    return (
-        torch.autocast(device, enabled=False)
-        if torch.is_autocast_enabled(device)
-        else nullcontext()
-    )
 
 
 def _high_precision(value: Value, dtype: torch.dtype) -> Tensor:

@@ -13,18 +13,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from te_models.device.cpu_matmul import packed
+from te_models.device.host import device_type
+from te_models.engine.emulated import recipe as recipes
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.delayed_scaling import DelayedScalingRecipeState
-from te_models.engine.emulated.numerics import device_type
-from te_models.engine.emulated.nvfp4 import NVFP4Quantizer
 from te_models.engine.emulated.parallel import divide
-from te_models.engine.emulated.quantizers import (
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    MXFP8Quantizer,
-    Quantizer,
-    fp8_dtype,
-)
 from te_models.engine.emulated.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -32,9 +25,17 @@ from te_models.engine.emulated.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
+    fp8_dtype,
 )
-from te_models.engine.emulated.tensors import QuantizedTensor, QuantizedTensorStorage
 from te_models.errors import require
+from te_models.numerics.nvfp4 import NVFP4Quantizer
+from te_models.numerics.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+    Quantizer,
+)
+from te_models.numerics.tensors import QuantizedTensor, QuantizedTensorStorage
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 # The largest weight, in elements, of which a second form is kept for the steps of a generation: the values of FP8 data,
@@ -463,10 +464,10 @@ class TransformerEngineBaseModule(EmptyExtraState):
             )
             return
         recipe = FP8GlobalStateManager.get_fp8_recipe()
-        expected = weight._quantizer._get_compatible_recipe()
-        if not isinstance(recipe, expected):
+        expected = weight._quantizer.scheme
+        if not isinstance(recipe, getattr(recipes, expected)):
             raise RuntimeError(
-                f"Recipe mismatch for 'weight': tensor supports recipe {expected.__name__}, but got "
+                f"Recipe mismatch for 'weight': tensor supports recipe {expected}, but got "
                 f"{type(recipe).__name__}. Use the same recipe in quantized_model_init() and autocast()."
             )
 

@@ -21,15 +21,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from te_models.distributed.collectives import all_gather, all_reduce, reduce_scatter
-from te_models.engine.emulated.nvfp4 import NVFP4Quantizer
-from te_models.engine.emulated.quantizers import (
+from te_models.engine.emulated.recipe import DelayedScaling, Recipe
+from te_models.errors import require
+from te_models.numerics.nvfp4 import NVFP4Quantizer
+from te_models.numerics.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     Quantizer,
 )
-from te_models.engine.emulated.recipe import DelayedScaling, Recipe
-from te_models.engine.emulated.tensors import (
+from te_models.numerics.tensors import (
     BLOCK,
     MX_BLOCK,
     Float8BlockwiseQTensorStorage,
@@ -39,7 +40,6 @@ from te_models.engine.emulated.tensors import (
     Value,
     pad_to,
 )
-from te_models.errors import require
 
 MODES = (None, "row", "column")
 T = TypeVar("T", bound=Value)

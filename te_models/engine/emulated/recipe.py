@@ -15,6 +15,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from te_models.errors import check_known, require, unknown
+from te_models.numerics.formats import DType
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -86,6 +87,12 @@ def _predicate(*names: str) -> Any:
         return any(base.__name__ in names for base in cls.__mro__)
 
     return classmethod(holds)
+
+
+def fp8_dtype(fp8_format: Format, forward: bool) -> DType:
+    """Return the FP8 type of forward tensors or of gradients."""
+    e4m3 = fp8_format == Format.E4M3 or (fp8_format == Format.HYBRID and forward)
+    return DType.kFloat8E4M3 if e4m3 else DType.kFloat8E5M2
 
 
 class Recipe:

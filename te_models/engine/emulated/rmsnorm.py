@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from te_models.device.autograd import Context
+from te_models.device.host import device_type
 from te_models.engine.emulated.autocast import FP8GlobalStateManager
 from te_models.engine.emulated.delayed_scaling import ScaleRegistry
 from te_models.engine.emulated.module import EmptyExtraState
-from te_models.engine.emulated.numerics import device_type
 from te_models.engine.emulated.rmsnorm_kernels import (
     input_gradient,
     reciprocal_rms,

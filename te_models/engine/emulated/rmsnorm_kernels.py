@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from te_models.device.host import on_host
 from te_models.device.measured import once
-from te_models.engine.emulated.numerics import on_host
 
 LANES = 32
 _FEW = 2**13  # elements of a step of generation

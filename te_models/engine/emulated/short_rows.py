@@ -1,15 +1,19 @@
-"""Steps of generation on a CPU, which leave out the zeros that pad their few rows."""
+"""Steps of generation on a CPU: without the zeros that would pad their few rows, and without waiting for threads."""
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from te_models.device.cpu_matmul import matmul
+from te_models.device.cpu_threads import TOO_SMALL_TO_SHARE, one_thread, untracked_on_cpu
 from te_models.device.measured import once
+from te_models.numerics.quantizers import no_amax_recorded
 
 _MANY = 128  # rows whose products `enough_rows` compares with those of fewer
 _MOST = 16  # rows from which on products are taken to have the bits of more
@@ -47,6 +51,51 @@ def enough_rows(
     return 0
 
 
+class _Sizes(NamedTuple):
+    """The sizes of a model that decide how its steps of generation run."""
+
+    largest_weight: int  # elements
+    norm_rows: int  # the multiple of rows that tells a norm of few rows which kernel it would have with all of them
+    divided: bool  # under tensor parallelism, whose ranks exchange whole multiples of rows
+
+
+_SIZES: weakref.WeakKeyDictionary[nn.Module, _Sizes] = weakref.WeakKeyDictionary()
+
+
+def _sizes(model: nn.Module) -> _Sizes:
+    """Return the sizes of a model, whose modules are searched once: a step of generation takes milliseconds."""
+    found = _SIZES.get(model)
+    if found is None:
+        modules = list(model.modules())
+        found = _SIZES[model] = _Sizes(
+            largest_weight=max(parameter.numel() for parameter in model.parameters()),
+            norm_rows=max(getattr(module, "row_multiple", 1) for module in modules),
+            divided=any(getattr(module, "tp_size", 1) > 1 for module in modules),
+        )
+    return found
+
+
+@contextlib.contextmanager
+def row_padding(model: nn.Module, tokens: Tensor, multiple: int) -> Iterator[int]:
+    """Surround a forward pass of a model over `tokens` [B, S, ...]; yield the multiple to pad its rows B * S to.
+
+    A recipe pads rows to `multiple`, up to 128. A step of generation has one row per text, so the modules take its rows
+    as if the zeros were there (`short_rows`), and its small products run on one thread. A pass on another device, with
+    a backward or under a compiler is padded as the recipe says.
+    """
+    if not untracked_on_cpu(tokens):
+        yield multiple
+        return
+    rows = tokens.shape[:2].numel()
+    sizes = _sizes(model)
+    with one_thread(rows * sizes.largest_weight <= TOO_SMALL_TO_SHARE):
+        if rows >= multiple or sizes.norm_rows >= multiple or sizes.divided:
+            yield multiple
+        else:
+            with short_rows(multiple):
+                yield sizes.norm_rows
+
+
 @contextlib.contextmanager
 def short_rows(multiple: int) -> Iterator[None]:
     """Inside, te modules take rows as if zeros followed them up to `multiple`, with the same results.
@@ -55,7 +104,8 @@ def short_rows(multiple: int) -> Iterator[None]:
     """
     token = _MULTIPLE.set(multiple)
     try:
-        yield
+        with no_amax_recorded():
+            yield
     finally:
         _MULTIPLE.reset(token)
 

@@ -11,8 +11,10 @@ from engine_reference import QUANTIZERS, nearest, wide
 from torch import Tensor
 
 import te_models.engine.emulated as te
-from te_models.engine.emulated import numerics
-from te_models.engine.emulated.numerics import DType
+from te_models.numerics import casts
+from te_models.numerics.e8m0 import e8m0_to_float
+from te_models.numerics.formats import DType
+from te_models.numerics.scale_rules import scale_from_amax
 
 E4M3, E5M2 = DType.kFloat8E4M3, DType.kFloat8E5M2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -49,21 +51,21 @@ class TestCast:
         x = torch.cat([edges, special, torch.randn(100_000) * 10, torch.randn(100_000) * 1e-3])
         x = torch.cat([x, -x])
         assert_same_bits(
-            "result", numerics.cast_fp8(x, torch.ones(1), dtype), reference_codes(x, dtype)
+            "result", casts.cast_fp8(x, torch.ones(1), dtype), reference_codes(x, dtype)
         )
 
     def test_keeps_nan(self, dtype: DType) -> None:
-        codes = numerics.cast_fp8(torch.tensor([torch.nan, -torch.nan]), torch.ones(1), dtype)
+        codes = casts.cast_fp8(torch.tensor([torch.nan, -torch.nan]), torch.ones(1), dtype)
         assert codes.view(FP8[dtype]).float().isnan().all()
 
     def test_decodes_every_code(self, dtype: DType) -> None:
         codes = torch.arange(256, dtype=torch.uint8)
         expected = codes.view(FP8[dtype]).float()
         assert_same_bits(
-            "result", numerics.decode_fp8(codes, dtype).nan_to_num(-1.5), expected.nan_to_num(-1.5)
+            "result", casts.decode_fp8(codes, dtype).nan_to_num(-1.5), expected.nan_to_num(-1.5)
         )
         finite = codes[expected.isfinite()]
-        decoded = numerics.decode_fp8(finite, dtype)
+        decoded = casts.decode_fp8(finite, dtype)
         assert_same_bits(
             "decoded.view(torch.int32)",
             decoded.view(torch.int32),
@@ -72,13 +74,13 @@ class TestCast:
 
 
 def test_a_lower_bound_of_the_amax() -> None:
-    found = numerics.scale_from_amax(torch.tensor([0.0, 4.0, 7.0]), 448.0, epsilon=4.48)
+    found = scale_from_amax(torch.tensor([0.0, 4.0, 7.0]), 448.0, epsilon=4.48)
     torch.testing.assert_close(found, torch.tensor([100.0, 100.0, 64.0]), rtol=2.0**-23, atol=0)
 
 
 def test_e8m0_values() -> None:
     e = torch.arange(256, dtype=torch.uint8)
-    value, inverse = numerics.e8m0_to_float(e), numerics.e8m0_to_float(e, inverse=True)
+    value, inverse = e8m0_to_float(e), e8m0_to_float(e, inverse=True)
     assert value[255].isnan() and inverse[255].isnan()
     assert value[:255].tolist() == [2.0 ** (i - 127) for i in range(255)]
     assert inverse[:255].tolist() == [2.0 ** (127 - i) for i in range(255)]
@@ -279,7 +281,7 @@ def test_dtype_numbers() -> None:
 def test_tiles_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = wide(384, 288, BF16)
     whole = MAKE[name](DType.kFloat8E4M3)(x)
-    monkeypatch.setattr(numerics, "_TILE", 5000)
+    monkeypatch.setattr(casts, "_TILE", 5000)
     tiled = MAKE[name](DType.kFloat8E4M3)(x)
     for a, b in zip(whole.get_data_tensors(), tiled.get_data_tensors(), strict=True):
         assert a is b is None or torch.equal(a, b)

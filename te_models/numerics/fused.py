@@ -1,7 +1,7 @@
 """The quantizers' casts as Triton kernels, one launch each, with the same bits as the plain functions.
 
 On a GPU the plain functions spend their time on launches: ten to thirty per cast. Nothing here is needed for
-correctness: `fused(False)` turns it off, and tests/engine/test_cuda.py compares the bits.
+correctness: `fused(False)` turns it off, and tests/numerics/test_casts_on_gpu.py compares the bits.
 """
 
 import contextlib
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_models.engine.emulated.numerics import INVERSE_MAX, DType, device_type
-from te_models.engine.emulated.tensors import BlockScaled
+from te_models.device.host import device_type
+from te_models.numerics.formats import INVERSE_MAX, DType
+from te_models.numerics.tensors import BlockScaled
 
-_MODULES = ("triton_kernels", "nvfp4_triton")
+_MODULES = ("casts_triton", "nvfp4_triton")
 _BLOCK = 4096
 _PARTS = 1024
 _TILE = 128
@@ -49,7 +50,7 @@ def kernels() -> dict[str, Any]:
     """Return the kernels by name; none without Triton."""
     if importlib.util.find_spec("triton") is None:
         return {}
-    modules = [importlib.import_module(f"te_models.engine.emulated.{name}") for name in _MODULES]
+    modules = [importlib.import_module(f"te_models.numerics.{name}") for name in _MODULES]
     return {name: value for module in modules for name, value in vars(module).items()}
 
 
@@ -104,7 +105,7 @@ def _empty_data(x: Tensor, wanted: bool = True) -> Tensor:
 
 
 def amax(x: Tensor, y: Tensor | None = None, nan: bool = False) -> Tensor:
-    """Return FP32 `[n]` whose largest entry is numerics.amax(x), of contiguous x; with y `[2, n]`, of both.
+    """Return FP32 `[n]` whose largest entry is casts.amax(x), of contiguous x; with y `[2, n]`, of both.
 
     With `nan` a NaN counts; compare the bits of the entries then.
     """

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from te_models.engine.emulated.triton_kernels import TILE, _tile
-from te_models.kernels.fp8_triton import decode_fp8, encode_fp8
+from te_models.numerics.casts_triton import TILE, _tile
+from te_models.numerics.fp8_triton import decode_fp8, encode_fp8
 
 GROUPS = tl.constexpr(8)  # blocks of 16 along a tile
 

@@ -7,7 +7,7 @@ machine) computes what a GPU does; divisions are `div_rn`, since Triton's own is
 import triton
 import triton.language as tl
 
-from te_models.kernels.fp8_triton import decode_fp8, encode_fp8, magnitude_bits
+from te_models.numerics.fp8_triton import decode_fp8, encode_fp8, magnitude_bits
 
 TILE = tl.constexpr(128)
 _FLT_MAX = tl.constexpr(3.4028234663852886e38)
@@ -15,7 +15,7 @@ _FLT_MAX = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def _scale(amax, epsilon, infinite, POWER_OF_2: tl.constexpr, E5M2: tl.constexpr):
-    """Compute numerics.scale_from_amax."""
+    """Compute scale_rules.scale_from_amax."""
     fp8_max: tl.constexpr = 57344.0 if E5M2 else 448.0
     amax = tl.maximum(amax, epsilon)
     scale = tl.div_rn(tl.zeros_like(amax) + fp8_max, amax)
@@ -131,7 +131,7 @@ def _store_padded(line, i, n, padded, value):
 
 @triton.jit
 def _e8m0(amax_bits, inverse_max):
-    """Compute numerics.e8m0_from_amax."""
+    """Compute e8m0.e8m0_from_amax."""
     bits = (amax_bits.to(tl.float32, bitcast=True) * inverse_max).to(tl.int32, bitcast=True)
     exponent = bits >> 23
     mantissa = bits & 0x7FFFFF

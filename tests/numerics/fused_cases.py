@@ -12,12 +12,11 @@ from fewer import every
 from torch import Tensor
 
 import te_models.engine.emulated as te
-from te_models.engine.emulated import fused, numerics
-from te_models.engine.emulated import recipe as R
-from te_models.engine.emulated.delayed_scaling import updated
 from te_models.engine.emulated.gemm import gemm
-from te_models.engine.emulated.numerics import FP8_MAX, DType
-from te_models.engine.emulated.quantizers import Quantizer
+from te_models.numerics import casts, fused
+from te_models.numerics.formats import FP8_MAX, DType
+from te_models.numerics.quantizers import Quantizer
+from te_models.numerics.scale_rules import delayed_update
 
 # The interpreter computes with NumPy, which warns of the divisions by zero that a GPU does silently.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -133,7 +132,7 @@ class TestQuantizers:
 
     @pytest.mark.parametrize("dtype", [E4M3, E5M2])
     def test_every_code_and_its_neighbors(self, dtype: DType) -> None:
-        exact = numerics.decode_fp8(torch.arange(256, dtype=torch.uint8), dtype)
+        exact = casts.decode_fp8(torch.arange(256, dtype=torch.uint8), dtype)
         exact = exact[exact.isfinite()].sort().values
         middles = (exact[1:] + exact[:-1]) / 2
         x = torch.cat(
@@ -259,7 +258,6 @@ class TestNVFP4:
 @pytest.mark.parametrize("reduced", [False, True])
 def test_update_of_delayed_scaling(length: int, algo: str, reduced: bool) -> None:
     g = torch.Generator().manual_seed(length)
-    recipe = R.DelayedScaling(amax_history_len=length, amax_compute_algo=algo, margin=1)
     states = [
         (torch.randn(rows, n, generator=g).abs(), torch.rand(n, generator=g))
         for rows, n in ((length, 5), (3, 2))
@@ -270,7 +268,7 @@ def test_update_of_delayed_scaling(length: int, algo: str, reduced: bool) -> Non
     if reduced:
         amaxes[4:6] = torch.tensor([0.0, 7.0])
     expected = [
-        updated(*state, amax, recipe, FP8_MAX[E4M3])
+        delayed_update(*state, amax, algorithm=algo, margin=1, fp8_max=FP8_MAX[E4M3])
         for state, amax in zip(states, amaxes.split([5, 2]), strict=True)
     ]
     fused.update(states, amaxes if reduced else None, algo == "most_recent", 1, FP8_MAX[E4M3])

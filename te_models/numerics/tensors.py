@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from te_models.device.autograd import Context
-from te_models.engine.emulated import numerics
-from te_models.engine.emulated.numerics import DType
+from te_models.numerics import casts
+from te_models.numerics.blocks import scale_blocks_
+from te_models.numerics.e8m0 import e8m0_to_float
+from te_models.numerics.formats import TORCH_FP8, DType
 
 if TYPE_CHECKING:
-    from te_models.engine.emulated.quantizers import Float8BlockQuantizer, Quantizer
+    from te_models.numerics.quantizers import Float8BlockQuantizer, Quantizer
 
 BLOCK = 128
 MX_BLOCK = 32
@@ -261,12 +263,12 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def operand(self, columnwise: bool) -> Operand:
         """Return the unscaled values in FP32, and `_scale_inv`."""
         return Operand(
-            numerics.decode_fp8(self._bytes(), self._fp8_dtype), self._scale_inv, narrow=True
+            casts.decode_fp8(self._bytes(), self._fp8_dtype), self._scale_inv, narrow=True
         )
 
     def fp8_matrix(self, columnwise: bool) -> FP8Matrix:
         """Return the FP8 data and the inverse scale [1]."""
-        data = self._bytes().view(numerics.TORCH_FP8[self._fp8_dtype])
+        data = self._bytes().view(TORCH_FP8[self._fp8_dtype])
         return FP8Matrix(data.t() if columnwise else data, self._scale_inv)
 
 
@@ -306,8 +308,8 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
     def operand(self, columnwise: bool) -> Operand:
         """Return the dequantized FP32 values of the rowwise or columnwise copy."""
         matrix = self.fp8_matrix(columnwise)
-        values = numerics.decode_fp8(matrix.data.view(torch.uint8), self._fp8_dtype)
-        values = numerics.scale_blocks_(values, matrix.scale, (1, BLOCK))
+        values = casts.decode_fp8(matrix.data.view(torch.uint8), self._fp8_dtype)
+        values = scale_blocks_(values, matrix.scale, (1, BLOCK))
         return Operand(
             values.t() if columnwise else values, None, narrow=self._scales_are_powers_of_2
         )
@@ -317,7 +319,7 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
         m, k = self._matrix
         rows, contracted = (k, m) if columnwise else (m, k)
         data, scale = self._copy(columnwise)
-        data = data.reshape(rows, contracted).view(numerics.TORCH_FP8[self._fp8_dtype])
+        data = data.reshape(rows, contracted).view(TORCH_FP8[self._fp8_dtype])
         if self._is_2D_scaled:
             return FP8Matrix(
                 data, scale[:, : -(-contracted // BLOCK)].repeat_interleave(BLOCK, 0)[:rows]
@@ -359,11 +361,9 @@ class MXFP8TensorStorage(BlockStorage):
     def operand(self, columnwise: bool) -> Operand:
         """Return the dequantized FP32 values of the rowwise or columnwise copy."""
         data, e, block, dtype, *_ = self.blocks(columnwise)
-        scale = numerics.e8m0_to_float(
-            e[: -(-data.shape[0] // block[0]), : -(-data.shape[1] // block[1])]
-        )
+        scale = e8m0_to_float(e[: -(-data.shape[0] // block[0]), : -(-data.shape[1] // block[1])])
         return Operand(
-            numerics.scale_blocks_(numerics.decode_fp8(data, dtype), scale, block),
+            scale_blocks_(casts.decode_fp8(data, dtype), scale, block),
             None,
             narrow=True,
         )

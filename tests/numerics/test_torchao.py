@@ -8,7 +8,7 @@ from bits import assert_same_bits
 from torch import Tensor
 
 import te_models.engine.emulated as te
-from te_models.engine.emulated.numerics import DType
+from te_models.numerics.formats import DType
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -5,8 +5,8 @@ import torch
 from bits import assert_same_bits
 
 import te_models.engine.emulated as te
-from te_models.engine.emulated import nvfp4
-from te_models.engine.emulated.nvfp4 import encode_e2m1, hadamard
+from te_models.numerics import nvfp4
+from te_models.numerics.nvfp4 import encode_e2m1, hadamard
 
 BF16, FP32 = torch.bfloat16, torch.float32
 FLT_MAX = torch.finfo(FP32).max

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import te_models.engine.emulated as te
-from te_models.engine.emulated import recipe as R
-from te_models.engine.emulated.delayed_scaling import updated
-from te_models.engine.emulated.numerics import DType
+from te_models.numerics.formats import DType
+from te_models.numerics.scale_rules import delayed_update
 
 E4M3, E5M2 = DType.kFloat8E4M3, DType.kFloat8E5M2
 FP8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
@@ -136,7 +135,9 @@ def test_delayed(dtype: DType) -> None:
     x = rows(torch.float32)
     largest = torch.tensor(largest_of(x.double().numpy())).float()
     history, before = torch.zeros(3, len(x)), torch.full((len(x),), 7.0)
-    history, scale = updated(history, before, largest, R.DelayedScaling(), MAX[dtype])
+    history, scale = delayed_update(
+        history, before, largest, algorithm="max", margin=0, fp8_max=MAX[dtype]
+    )
     kept = (largest == 0) | largest.isinf()
     expected = np.where(kept, 7.0, scale_of(largest.double().numpy(), dtype, FLT_MAX, False))
     assert np.array_equal(scale.double().numpy(), expected)

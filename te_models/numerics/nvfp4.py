@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from te_models.engine.emulated import fused, numerics
-from te_models.engine.emulated.numerics import FLT_MAX, DType, device_type
-from te_models.engine.emulated.quantizers import Fields, Quantizer
-from te_models.engine.emulated.recipe import NVFP4BlockScaling
-from te_models.engine.emulated.tensors import (
+from te_models.device.host import device_type
+from te_models.errors import require
+from te_models.numerics import casts, fused
+from te_models.numerics.blocks import scale_blocks_, split_blocks
+from te_models.numerics.formats import FLT_MAX, DType
+from te_models.numerics.quantizers import Fields, Quantizer
+from te_models.numerics.tensors import (
     BlockScaled,
     BlockStorage,
     Operand,
@@ -30,7 +32,6 @@ from te_models.engine.emulated.tensors import (
     rows_first,
     rows_last,
 )
-from te_models.errors import require
 
 BLOCK = 16
 FP4_MAX = 6.0
@@ -135,9 +136,9 @@ def _round_blocks(
 ) -> Tensor:
     """Return E2M1 data `[M, K]` of x `[M, K]` times one multiplier per block."""
     data = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    for rows in numerics.row_tiles(x, block[0]):
+    for rows in casts.row_tiles(x, block[0]):
         factors = multiplier[rows.start // block[0] : -(-rows.stop // block[0]), None, :, None]
-        scaled = (numerics.split_blocks(x[rows].float(), block) * factors).clamp_(-FP4_MAX, FP4_MAX)
+        scaled = (split_blocks(x[rows].float(), block) * factors).clamp_(-FP4_MAX, FP4_MAX)
         data[rows] = encode_e2m1(scaled.view(-1, x.shape[1]), stochastic, generator)
     return data
 
@@ -146,11 +147,9 @@ def _block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Return the largest magnitudes of the blocks of x, FP32; a NaN is larger than any number."""
     # As integers, which have the same order: torch's FP32 maximum over 16 neighbors is four times slower on CPU.
     parts = [
-        x[rows].float().view(torch.int32) & 0x7FFFFFFF for rows in numerics.row_tiles(x, block[0])
+        x[rows].float().view(torch.int32) & 0x7FFFFFFF for rows in casts.row_tiles(x, block[0])
     ]
-    return torch.cat([numerics.split_blocks(part, block).amax((1, 3)) for part in parts]).view(
-        torch.float32
-    )
+    return torch.cat([split_blocks(part, block).amax((1, 3)) for part in parts]).view(torch.float32)
 
 
 class NVFP4TensorStorage(BlockStorage):
@@ -178,7 +177,7 @@ class NVFP4TensorStorage(BlockStorage):
         values = unpack_rows(packed) if columnwise else unpack(packed)
         rows, columns = values.shape[::-1] if columnwise else values.shape
         scale = scale[:rows, : columns // BLOCK].view(torch.float8_e4m3fn).float()
-        values = numerics.scale_blocks_(values, scale.t() if columnwise else scale, block)
+        values = scale_blocks_(values, scale.t() if columnwise else scale, block)
         # A division by a Python number would be a product on a GPU.
         return Operand(values, amax / torch.full_like(amax, TOP), narrow=True)
 
@@ -207,7 +206,7 @@ class NVFP4Quantizer(Quantizer):
     """
 
     _tensor_class = NVFP4Tensor
-    _recipe = NVFP4BlockScaling
+    scheme = "NVFP4BlockScaling"
     _multiple = BLOCK
 
     def __init__(
@@ -306,7 +305,7 @@ class NVFP4Quantizer(Quantizer):
         if device_type(x) != "cpu":
             return _transform(x, self.with_random_sign_mask)
         # In FP32, because a processor without BF16 instructions takes 20 times as long for BF16.
-        tiles = (x[rows].float() for rows in numerics.row_tiles(x, BLOCK))
+        tiles = (x[rows].float() for rows in casts.row_tiles(x, BLOCK))
         return torch.cat(
             [_transform(tile, self.with_random_sign_mask).to(x.dtype) for tile in tiles]
         )

@@ -1,32 +1,30 @@
 """Quantizers, with Transformer Engine's constructors: they turn high-precision tensors into quantized ones.
 
 `quantizer(x)` returns a tensor subclass that autograd treats as the identity; with `quantizer.internal = True` it
-returns the plain storage. `rowwise_usage` and `columnwise_usage` choose the copies to make. Formulas: numerics.py.
+returns the plain storage. `rowwise_usage` and `columnwise_usage` choose the copies to make. The formulas
+are in casts.py, blocks.py, scale_rules.py and e8m0.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from te_models.engine.emulated import fused, numerics
-from te_models.engine.emulated.numerics import FP8_MAX, DType
-from te_models.engine.emulated.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Format,
-    MXFP8BlockScaling,
-    Recipe,
-)
-from te_models.engine.emulated.short_rows import are_short
-from te_models.engine.emulated.tensors import (
+from te_models.errors import require
+from te_models.numerics import casts, fused
+from te_models.numerics.blocks import block_amax, cast_fp8_blocks
+from te_models.numerics.e8m0 import e8m0_from_amax, e8m0_to_float
+from te_models.numerics.formats import FP8_MAX, DType
+from te_models.numerics.scale_rules import scale_from_amax
+from te_models.numerics.tensors import (
     BLOCK,
     MX_BLOCK,
     Float8BlockwiseQTensor,
@@ -40,22 +38,33 @@ from te_models.engine.emulated.tensors import (
     pad_to,
     rows_last,
 )
-from te_models.errors import require
 
 Fields = dict[str, Any]  # of a storage, without the leading underscore
 
 
-def fp8_dtype(fp8_format: Format, forward: bool) -> DType:
-    """Return the FP8 type of forward tensors or of gradients."""
-    e4m3 = fp8_format == Format.E4M3 or (fp8_format == Format.HYBRID and forward)
-    return DType.kFloat8E4M3 if e4m3 else DType.kFloat8E5M2
+_RECORD_AMAX: ContextVar[bool] = ContextVar("record_amax", default=True)
+
+
+@contextlib.contextmanager
+def no_amax_recorded() -> Iterator[None]:
+    """Inside, casts under delayed scaling leave amax histories as they are. This applies to the thread."""
+    token = _RECORD_AMAX.set(False)
+    try:
+        yield
+    finally:
+        _RECORD_AMAX.reset(token)
+
+
+def records_amax() -> bool:
+    """Return whether casts under delayed scaling record an amax: they do, except inside `no_amax_recorded`."""
+    return _RECORD_AMAX.get()
 
 
 class Quantizer:
-    """Base of the quantizers. A subclass defines `_tensor_class` and `_encode`."""
+    """Base of the quantizers. A subclass defines `_tensor_class`, `scheme` and `_encode`."""
 
     _tensor_class: ClassVar[type[QuantizedTensor]]
-    _recipe: ClassVar[type[Recipe]]
+    scheme: ClassVar[str]  # the name of the recipe class whose tensors it quantizes
     _multiple: ClassVar[int] = 1  # of which both matrix dimensions have to be multiples
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
@@ -128,9 +137,6 @@ class Quantizer:
             inp.ndim >= 2 and inp.shape[-1] % step == 0 and inp.shape[:-1].numel() % step == 0
         )
 
-    def _get_compatible_recipe(self) -> type[Recipe]:
-        return self._recipe
-
     def _build(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
         fields = self._fields(tensor, self.rowwise_usage, self.columnwise_usage)
         fields |= {"shape": tensor.shape, "dtype": dtype or tensor.dtype, "quantizer": self.copy()}
@@ -185,7 +191,7 @@ class _PerTensorQuantizer(Quantizer):
 class Float8Quantizer(_PerTensorQuantizer):
     """Delayed scaling: cast with `scale` as it stands and raise `amax` to the tensor's, both FP32 [1]."""
 
-    _recipe = DelayedScaling
+    scheme = "DelayedScaling"
 
     def __init__(
         self,
@@ -208,15 +214,15 @@ class Float8Quantizer(_PerTensorQuantizer):
         # Detached: autograd must not see the history change.
         amax = self.amax.detach()
         scale = self.scale.detach().reshape(1)
-        if tensor.numel() and not are_short():
-            torch.maximum(amax, numerics.amax(tensor).to(amax.device), out=amax)
-        return numerics.cast_fp8(tensor, scale, self.dtype), scale.reciprocal()
+        if tensor.numel() and records_amax():
+            torch.maximum(amax, casts.amax(tensor).to(amax.device), out=amax)
+        return casts.cast_fp8(tensor, scale, self.dtype), scale.reciprocal()
 
 
 class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
     """Current scaling: the scale follows from the tensor's own amax. `device` is accepted for its place only."""
 
-    _recipe = Float8CurrentScaling
+    scheme = "Float8CurrentScaling"
 
     def __init__(
         self,
@@ -249,7 +255,7 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
 
     def _cast(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         kernels = fused.active(tensor)
-        amax = fused.amax(tensor) if kernels else numerics.amax(tensor).reshape(1)
+        amax = fused.amax(tensor) if kernels else casts.amax(tensor).reshape(1)
         if self.with_amax_reduction:
             amax = amax.amax().reshape(1)
             torch.distributed.all_reduce(
@@ -259,10 +265,10 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
             return fused.cast_current(
                 tensor, amax, self.dtype, self.force_pow_2_scales, self.amax_epsilon
             )
-        scale = numerics.scale_from_amax(
+        scale = scale_from_amax(
             amax, FP8_MAX[self.dtype], self.force_pow_2_scales, self.amax_epsilon
         )
-        return numerics.cast_fp8(tensor, scale, self.dtype), scale.reciprocal()
+        return casts.cast_fp8(tensor, scale, self.dtype), scale.reciprocal()
 
 
 class _BlockQuantizer(Quantizer):
@@ -305,7 +311,7 @@ class Float8BlockQuantizer(_BlockQuantizer):
     """128x128 blocks (`block_scaling_dim=2`) or 1x128 along the contraction (1), with FP32 scales."""
 
     _tensor_class = Float8BlockwiseQTensor
-    _recipe = Float8BlockScaling
+    scheme = "Float8BlockScaling"
 
     def __init__(
         self,
@@ -331,8 +337,8 @@ class Float8BlockQuantizer(_BlockQuantizer):
             self.amax_epsilon,
             torch.finfo(x.dtype).max,
         )
-        scale = numerics.scale_from_amax(numerics.block_amax(x, block), *how)
-        return numerics.cast_fp8_blocks(x, scale, block, self.dtype), scale.reciprocal()
+        scale = scale_from_amax(block_amax(x, block), *how)
+        return cast_fp8_blocks(x, scale, block, self.dtype), scale.reciprocal()
 
     def _copies(self, x: Tensor, rowwise: bool, columnwise: bool) -> tuple[Tensor, ...]:
         if fused.active(x):
@@ -363,7 +369,7 @@ class MXFP8Quantizer(_BlockQuantizer):
     """
 
     _tensor_class = MXFP8Tensor
-    _recipe = MXFP8BlockScaling
+    scheme = "MXFP8BlockScaling"
     _multiple = MX_BLOCK
 
     def __init__(
@@ -381,10 +387,8 @@ class MXFP8Quantizer(_BlockQuantizer):
 
     def _cast(self, x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
         scaled = (MX_BLOCK, MX_BLOCK) if self.with_2d_quantization else block
-        e = numerics.e8m0_from_amax(numerics.block_amax(x, scaled), self.dtype)
-        data = numerics.cast_fp8_blocks(
-            x, numerics.e8m0_to_float(e, inverse=True), scaled, self.dtype
-        )
+        e = e8m0_from_amax(block_amax(x, scaled), self.dtype)
+        data = cast_fp8_blocks(x, e8m0_to_float(e, inverse=True), scaled, self.dtype)
         if self.with_2d_quantization:
             e = e.repeat_interleave(MX_BLOCK, 1 if block[1] == 1 else 0)
         return data, e

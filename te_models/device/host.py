@@ -1,0 +1,16 @@
+"""Checks of where a tensor lies that cost the host of a GPU little."""
+
+import torch
+from torch import Tensor
+
+
+def device_type(x: Tensor) -> str:
+    """Return `x.device.type`, but ten times as fast on the host of a GPU."""
+    return "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
+
+
+def on_host(x: Tensor) -> bool:
+    """Return whether NumPy may work on x: it is on a CPU, and no compiler or mode records the operations of torch."""
+    return (
+        x.is_cpu and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+    )
