@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per training step."""
+"""metrics.jsonl: one JSON object per training step, and one per event (docs/internals/recorder.md)."""
 
 import functools
 import json
@@ -14,6 +14,7 @@ from te_models.training.timing import Row
 
 MAX_LINE_BYTES = 2**16
 PLOTTED = ("loss", "learning_rate", "tokens_per_second")  # numbers that each row has
+EVENT = "event"  # the key that only rows about events have
 MOST = 1e30  # no metric is as large, and a plot can still compute with it
 
 
@@ -28,9 +29,7 @@ class MetricsLog:
         if path is None:
             return
         before = (
-            [row for row in read_metrics(path) if row["step"] <= after_step]
-            if path.exists()
-            else []
+            [row for row in _read_rows(path) if row["step"] <= after_step] if path.exists() else []
         )
         fresh = path.with_suffix(".tmp")
         with explained(path, OSError, error=SaveError):
@@ -51,7 +50,16 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Return all rows of a metrics.jsonl, except an incomplete last line after a kill."""
+    """Return the rows of the steps of a metrics.jsonl, except an incomplete last line after a kill."""
+    return [row for row in _read_rows(path) if EVENT not in row]
+
+
+def read_events(path: Path) -> list[Row]:
+    """Return the rows about events: what a guard did about a step (te_models.training.guard)."""
+    return [row for row in _read_rows(path) if EVENT in row]
+
+
+def _read_rows(path: Path) -> list[Row]:
     rows = []
     descriptor, _ = open_regular(path, error=DataError)
     with open(descriptor, "rb") as file:
@@ -76,6 +84,8 @@ def _mistake(row: object) -> str:
         or not 0 <= row["step"] < COUNT_LIMIT
     ):
         return "it must be an object with a step"
+    if EVENT in row:
+        return "" if isinstance(row[EVENT], str) else "its event is no text"
     for name in PLOTTED:
         if name not in row:
             return f"it lacks {name}"

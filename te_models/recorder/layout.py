@@ -1,0 +1,70 @@
+"""The layout of a record: its fields and the names of its tensors. See docs/internals/recorder.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OPERANDS = ("input", "weight", "grad_output")  # the three FP8 tensors of a te.Linear
+
+FIELDS = (
+    "amax",
+    "scale_min",
+    "scale_max",
+    "scale_age",
+    "elements",
+    "zeros",
+    "saturated",
+    "flushed",
+    "subnormal",
+    "nonfinite",
+    "signal",
+    "noise",
+    "blocks",
+    "block_log2",
+    "block_log2_squares",
+    "format",
+)
+INDEX = {name: place for place, name in enumerate(FIELDS)}
+# How a field of several micro-batches or ranks becomes one; all others are sums.
+LARGEST = ("amax", "scale_max", "scale_age", "format")
+SMALLEST = ("scale_min",)
+
+
+@dataclass(frozen=True)
+class RecordedTensor:
+    """The name of one recorded tensor.
+
+    Attributes:
+        linear: the name of its te.Linear in the model.
+        operand: one of OPERANDS.
+        expert: the number of its expert in the whole model; None for a te.Linear.
+    """
+
+    linear: str
+    operand: str
+    expert: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Its full name, such as "layers.3.mlp.down_proj.experts.5.weight"."""
+        expert = "" if self.expert is None else f".experts.{self.expert}"
+        return f"{self.linear}{expert}.{self.operand}"
+
+    @property
+    def layer(self) -> int | None:
+        """The number of its block; None outside the blocks."""
+        parts = self.linear.split(".")
+        for before, part in zip(parts, parts[1:], strict=False):
+            if before == "layers" and part.isdigit():
+                return int(part)
+        return None
+
+    def to_dict(self) -> dict[str, object]:
+        """Return it as layout.json has it."""
+        return {
+            "name": self.name,
+            "linear": self.linear,
+            "layer": self.layer,
+            "operand": self.operand,
+            "expert": self.expert,
+        }

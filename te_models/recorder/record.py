@@ -1,0 +1,191 @@
+"""The files of a record: written entry by entry, read as arrays. docs/internals/recorder.md has the format."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from te_models.errors import DataError, SaveError
+from te_models.files.atomic import explained, replace_text
+from te_models.files.formats import read_json
+from te_models.recorder.layout import FIELDS, INDEX, OPERANDS, RecordedTensor
+
+FOLDER = "record"  # in the folder of a run
+LAYOUT, STEPS = "layout.json", "steps.bin"
+VERSION = 1
+UNKNOWN = -1.0  # a count that nobody could make
+MOST_TENSORS = 2**22
+
+Floats = NDArray[np.float64]
+
+
+def entry_type(tensors: int, fields: int) -> np.dtype[np.void]:
+    """Return the type of an entry of steps.bin."""
+    return np.dtype(
+        [("step", "<i8"), ("values", "<f8", (tensors, fields)), ("codes", "<u8", (tensors,))]
+    )
+
+
+class RecordWriter:
+    """Appends entries to the record of a run; opening it drops the entries after `after_step`."""
+
+    def __init__(self, run: Path, tensors: Sequence[RecordedTensor], after_step: int = 0) -> None:
+        folder = run / FOLDER
+        self.path = folder / STEPS
+        self.type = entry_type(len(tensors), len(FIELDS))
+        layout = {
+            "version": VERSION,
+            "fields": list(FIELDS),
+            "tensors": [tensor.to_dict() for tensor in tensors],
+        }
+        with explained(folder, OSError, error=SaveError):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._take_over(folder / LAYOUT, json.dumps(layout, indent=1), after_step)
+            self.file = self.path.open("ab", buffering=0)
+
+    def _take_over(self, layout: Path, text: str, after_step: int) -> None:
+        """Keep the entries of an earlier part of this run; drop those of another model, and those that come again."""
+        if not (after_step and layout.exists() and layout.read_text() == text):
+            self.path.unlink(missing_ok=True)
+            replace_text(layout, text)
+            return
+        if self.path.exists():
+            self.drop_after(after_step)
+
+    def drop_after(self, step: int) -> None:
+        """Drop the entries after `step`, and one that was cut short."""
+        with explained(self.path, OSError, error=SaveError):
+            entries = _read_entries(self.path, self.type)
+            kept = int((entries["step"] <= step).sum())
+            del entries
+            os.truncate(self.path, kept * self.type.itemsize)
+
+    def write(self, step: int, values: Floats, codes: NDArray[np.int64]) -> None:
+        """Append the entry of a step: values float64 [tensors, fields], codes int64 [tensors]."""
+        entry = np.zeros((), self.type)
+        entry["step"] = step
+        entry["values"] = values
+        entry["codes"] = codes.view(np.uint64)
+        with explained(self.path, OSError, error=SaveError):
+            self.file.write(entry.tobytes())
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run recorded.
+
+    Attributes:
+        tensors: the recorded tensors, in the order of the model.
+        steps: the recorded steps, ascending.
+        values: the fields as they were recorded, float64 [steps, tensors, fields].
+        codes: the hashes, uint64 [steps, tensors].
+    """
+
+    tensors: list[RecordedTensor]
+    steps: list[int]
+    values: Floats
+    codes: NDArray[np.uint64]
+
+    @functools.cached_property
+    def counted(self) -> NDArray[np.bool_]:
+        """Whether a tensor was quantized in a step, [steps, tensors]."""
+        return self.values[:, :, INDEX["elements"]] > 0
+
+    def field(self, name: str) -> Floats:
+        """Return a field, [steps, tensors]; NaN where nothing was quantized, or nobody could count."""
+        values = self.values[:, :, INDEX[name]]
+        known = self.counted & (values != UNKNOWN) & (np.isfinite(values) | (name == "amax"))
+        return np.where(known, values, np.nan)
+
+    def share(self, name: str) -> Floats:
+        """Return the share of the elements that a field counts, [steps, tensors]."""
+        return self.field(name) / self.field("elements")
+
+    def sqnr(self) -> Floats:
+        """Return the ratio of signal to quantization noise in dB, [steps, tensors]; infinite for an exact cast."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return 10 * np.log10(self.field("signal") / self.field("noise"))
+
+    def block_spread(self) -> Floats:
+        """Return the standard deviation of log2(scale) over the blocks, [steps, tensors]; 0 with one scale."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            blocks = self.field("blocks")
+            mean = self.field("block_log2") / blocks
+            variance = self.field("block_log2_squares") / blocks - mean**2
+        return np.sqrt(np.maximum(variance, 0.0))
+
+    def at(self, step: int) -> int:
+        """Return the place of a step; a DataError if it was not recorded."""
+        if step not in self.steps:
+            raise DataError(f"step {step} was not recorded: {_range(self.steps)}")
+        return self.steps.index(step)
+
+
+def _range(steps: Sequence[int]) -> str:
+    if not steps:
+        return "the record has no step yet"
+    return f"the record has {len(steps)} steps from {steps[0]} to {steps[-1]}"
+
+
+def has_record(run: str | os.PathLike[str]) -> bool:
+    """Return whether a run has a record."""
+    return (Path(run) / FOLDER / LAYOUT).is_file()
+
+
+def read_record(run: str | os.PathLike[str]) -> Record:
+    """Return what the run in a folder recorded.
+
+    Raises:
+        DataError: it has no record, or one that cannot be read.
+    """
+    folder = Path(run) / FOLDER
+    if not has_record(run):
+        raise DataError(f"{run} has no record: run it with --record")
+    layout = read_json(folder / LAYOUT)
+    try:
+        fields, tensors = _parse_layout(layout)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{folder / LAYOUT} is no layout of a record ({error})") from None
+    entries = _read_entries(folder / STEPS, entry_type(len(tensors), len(fields)))
+    values = np.full((len(entries), len(tensors), len(FIELDS)), UNKNOWN)
+    for place, name in enumerate(fields):
+        if name in INDEX:
+            values[:, :, INDEX[name]] = entries["values"][:, :, place]
+    return Record(tensors, [int(step) for step in entries["step"]], values, entries["codes"].copy())
+
+
+def _parse_layout(layout: object) -> tuple[list[str], list[RecordedTensor]]:
+    """Return the names of the fields and the tensors of layout.json."""
+    if not isinstance(layout, dict) or layout["version"] != VERSION:
+        raise ValueError(f"its version is not {VERSION}")
+    fields = [str(name) for name in layout["fields"]]
+    tensors = []
+    for entry in layout["tensors"]:
+        if entry["operand"] not in OPERANDS:
+            raise ValueError(f"{entry['operand']!r} is no operand")
+        expert = entry["expert"]
+        expert = None if expert is None else int(expert)
+        tensors.append(RecordedTensor(str(entry["linear"]), entry["operand"], expert))
+    if not fields or len(tensors) > MOST_TENSORS:
+        raise ValueError("it lists no fields, or too many tensors")
+    return fields, tensors
+
+
+def _read_entries(path: Path, kind: np.dtype[np.void]) -> NDArray[np.void]:
+    """Return the whole entries of steps.bin."""
+    if not path.exists():
+        return np.zeros(0, kind)
+    whole = path.stat().st_size // kind.itemsize
+    with path.open("rb") as file:
+        return np.fromfile(file, kind, whole)

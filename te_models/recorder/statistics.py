@@ -1,0 +1,166 @@
+"""The counts of one cast, in plain PyTorch: from the values before it and the quantized data after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from te_models.recorder.layout import FIELDS, INDEX
+
+E4M3, E5M2, E2M1 = 7, 8, 10  # Transformer Engine's numbers of the formats
+TILE = 1 << 20  # elements that are counted at a time
+MIX = 0x9E3779B1
+# What stands for a count that nobody could make, since the values before the cast were not in memory.
+UNKNOWN = -1.0
+
+
+@dataclass(frozen=True)
+class FormatLimits:
+    """The numbers of a format that decide about a cast.
+
+    Attributes:
+        largest: its largest finite number.
+        beyond: what is larger than this would round to a larger number than `largest`.
+        normal: its smallest normal number.
+    """
+
+    largest: float
+    beyond: float
+    normal: float
+
+
+LIMITS = {
+    E4M3: FormatLimits(largest=448.0, beyond=464.0, normal=2.0**-6),
+    E5M2: FormatLimits(largest=57344.0, beyond=61440.0, normal=2.0**-14),
+    E2M1: FormatLimits(largest=6.0, beyond=7.0, normal=1.0),
+}
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The rowwise copy of a quantized tensor.
+
+    Attributes:
+        codes: the quantized data, uint8 [M, K]; of FP4 one element per byte.
+        values: its numbers before scaling, FP32 [M, K].
+        inverse: inverse scales, FP32 [ceil(M / block[0]), ceil(K / block[1])].
+        block: rows and columns that share a scale; (M, K) where the tensor has one.
+        format: Transformer Engine's number of the format.
+        scale: the scale of the tensor where it was given, FP32 [1]; None: it follows from `inverse`.
+    """
+
+    codes: Tensor
+    values: Tensor
+    inverse: Tensor
+    block: tuple[int, int]
+    format: int
+    scale: Tensor | None = None
+
+
+@torch.no_grad()
+def count_cast(source: Tensor | None, cast: Cast) -> tuple[Tensor, Tensor]:
+    """Return the fields of a cast, float64 [fields], and the hash of its codes, int64 [].
+
+    Args:
+        source: the values before the cast, [M, K] of any float dtype; None: they are not in memory.
+        cast: the result.
+    """
+    rows, columns = cast.codes.shape
+    counts = torch.zeros(len(FIELDS), dtype=torch.float64, device=cast.codes.device)
+    codes = torch.zeros((), dtype=torch.int64, device=cast.codes.device)
+    counts[INDEX["elements"]] = rows * columns
+    counts[INDEX["format"]] = cast.format
+    if not rows * columns:
+        counts[INDEX["scale_min"]] = math.inf
+        return counts, codes
+    occupied = []  # whether each block has a value other than 0, by rows of blocks
+    for part in row_tiles(rows, columns, cast.block[0]):
+        values = cast.values[part]
+        inverse = _spread(cast.inverse, cast.block, part, columns)
+        own = None if source is None else source[part]
+        _count_tile(counts, own, values, inverse, LIMITS[cast.format])
+        codes += hash_codes(cast.codes[part], first=part.start * columns)
+        occupied.append(block_largest(values.abs(), cast.block) > 0)
+    if source is None:
+        for name in ("zeros", "signal", "noise"):
+            counts[INDEX[name]] = UNKNOWN
+    _count_scales(counts, cast, torch.cat(occupied))
+    return counts, codes
+
+
+def row_tiles(rows: int, columns: int, multiple: int) -> Iterator[slice]:
+    """Yield slices of about TILE elements, of whole blocks of `multiple` rows."""
+    step = max(1, TILE // max(1, columns * multiple)) * multiple
+    for start in range(0, rows, step):
+        yield slice(start, min(rows, start + step))
+
+
+def hash_codes(codes: Tensor, first: int = 0) -> Tensor:
+    """Return the hash of codes, uint8 [M, K], whose first one has the index `first`: int64 []."""
+    index = torch.arange(first, first + codes.numel(), device=codes.device)
+    mixed = ((index * MIX) & 0xFFFFFFFF) ^ (index >> 7)
+    return ((codes.reshape(-1).to(torch.int64) + 1) * mixed).sum()
+
+
+def block_largest(magnitudes: Tensor, block: tuple[int, int]) -> Tensor:
+    """Return the largest of each block of [M, K]: [ceil(M / block[0]), ceil(K / block[1])]."""
+    rows, columns = magnitudes.shape
+    high = min(block[0], rows)
+    wide = min(block[1], columns)
+    padded = F.pad(magnitudes.nan_to_num(nan=0.0), (0, -columns % wide, 0, -rows % high))
+    return padded.reshape(-(-rows // high), high, -(-columns // wide), wide).amax((1, 3))
+
+
+def _spread(inverse: Tensor, block: tuple[int, int], part: slice, columns: int) -> Tensor:
+    """Return the inverse scale of each element of some rows, [rows, columns] or what broadcasts to it."""
+    if inverse.numel() == 1:
+        return inverse.reshape(1, 1)
+    own = inverse[part.start // block[0] : -(-part.stop // block[0])]
+    own = own.repeat_interleave(block[0], 0)[: part.stop - part.start]
+    return own.repeat_interleave(block[1], 1)[:, :columns]
+
+
+def _count_tile(
+    counts: Tensor, source: Tensor | None, values: Tensor, inverse: Tensor, limits: FormatLimits
+) -> None:
+    """Add the counts of some rows, except about scales."""
+    magnitude = values.abs()
+    after = values * inverse
+    before = after if source is None else source.float()
+    finite = before.isfinite() & values.isfinite()
+    at_largest = magnitude == limits.largest
+    clipped = at_largest
+    if source is not None:
+        clipped = at_largest & (before.abs() > limits.beyond * inverse) & finite
+        exact = torch.where(finite, source, 0).double()
+        change = torch.where(finite, source.double() - after.double(), 0)
+        counts[INDEX["zeros"]] += (source == 0).sum()
+        counts[INDEX["flushed"]] += ((source != 0) & (values == 0) & finite).sum()
+        counts[INDEX["signal"]] += exact.square().sum()
+        counts[INDEX["noise"]] += change.square().sum()
+    counts[INDEX["saturated"]] += clipped.sum()
+    counts[INDEX["subnormal"]] += ((values != 0) & (magnitude < limits.normal)).sum()
+    counts[INDEX["nonfinite"]] += (~finite).sum()
+    largest = before.abs().nan_to_num(nan=0.0, posinf=math.inf).amax().double()
+    counts[INDEX["amax"]] = torch.maximum(counts[INDEX["amax"]], largest)
+
+
+def _count_scales(counts: Tensor, cast: Cast, occupied: Tensor) -> None:
+    """Set the fields about scales; blocks of zeros, whose scale says nothing, are left out."""
+    scales = cast.inverse.reciprocal() if cast.scale is None else cast.scale.reshape(1, 1)
+    if scales.numel() == 1:
+        occupied = torch.ones_like(occupied)
+    scales = scales.double()
+    logarithms = torch.where(occupied, scales, 1.0).log2()
+    smallest = torch.where(occupied, scales, math.inf).amin()
+    largest = torch.where(occupied, scales, 0.0).amax()
+    counts[INDEX["scale_min"]] = smallest
+    counts[INDEX["scale_max"]] = largest
+    counts[INDEX["blocks"]] = occupied.sum()
+    counts[INDEX["block_log2"]] = logarithms.sum()
+    counts[INDEX["block_log2_squares"]] = logarithms.square().sum()
