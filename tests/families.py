@@ -489,6 +489,37 @@ FAMILY_CASES["deepseek_v2"] = {
     for name, case in _LATENT.items()
     for more in [V2.get(name, {})]
 }
+FULL_LAST = ["conv", "conv", FULL]
+_LFM2 = dict(layer_types=["conv", FULL, "conv"], block_auto_adjust_ff_dim=False)
+_LFM2_SHAPES = _shapes(
+    "odd", "one-key", "all-keys", "linear", "llama3", "yarn", "dynamic", drop=("hidden_act",)
+)
+FAMILY_CASES["lfm2"] = {
+    **{name: {**_LFM2, **shape} for name, shape in _LFM2_SHAPES.items()},
+    "tied": dict(num_hidden_layers=2, layer_types=["conv", FULL], block_auto_adjust_ff_dim=False),
+    "untied": dict(**_LFM2, tie_word_embeddings=False, norm_eps=1e-6, conv_L_cache=5),
+    "biases": dict(**_LFM2, conv_bias=True, conv_L_cache=2),
+    "adjusted": dict(full_attn_idxs=[1], block_multiple_of=7, block_ffn_dim_multiplier=1.3),
+    "unadjusted": dict(layer_types=FULL_LAST, block_multiple_of=5, conv_L_cache=4),
+    "attention": dict(block_multiple_of=8),
+}
+FAMILY_CASES["lfm2_moe"] = {
+    **_experts(
+        dict(layer_types=["conv", FULL, "conv"], moe_intermediate_size=20, num_dense_layers=1),
+        "num_experts",
+        "one-key",
+        "all-keys",
+        "linear",
+        "yarn",
+        tied=dict(num_hidden_layers=2, layer_types=["conv", FULL], num_dense_layers=0),
+        untied=dict(tie_word_embeddings=False, norm_eps=1e-6, conv_L_cache=5),
+        biases=dict(conv_bias=True, conv_L_cache=2),
+        unbiased=dict(use_expert_bias=False, routed_scaling_factor=2.5),
+        unnormed=dict(norm_topk_prob=False, layer_types=FULL_LAST, num_dense_layers=0),
+        dense=dict(num_dense_layers=3),
+        attention=dict(layer_types=[FULL] * 3),
+    ),
+}
 CASES = {
     f"{family}-{name}": (family, case)
     for family, cases in FAMILY_CASES.items()
@@ -502,6 +533,8 @@ def make_config(case: str) -> Any:
 
     family, changes = CASES[case]
     fields = copy.deepcopy({**SIZES, **changes})  # transformers changes what it is given
+    if family in ("lfm2", "lfm2_moe"):
+        fields.setdefault("norm_eps", fields.pop("rms_norm_eps"))
     if family == "phi3":  # takes no other head_dim
         del fields["head_dim"]
     if family == "cwm":

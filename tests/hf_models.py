@@ -198,7 +198,7 @@ def randomize(model: torch.nn.Module) -> None:
             )
             parameter.copy_(centre + noise * (0.3 if parameter.ndim == 1 else 0.15))
     for name, buffer in model.named_buffers():
-        if name.endswith("correction_bias"):
+        if name.endswith(("correction_bias", "expert_bias")):
             buffer.normal_(0, 0.3)
 
 

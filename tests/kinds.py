@@ -101,6 +101,14 @@ KINDS = {
         )
     ),
     "latent attention, one width": Kind(dict(**LATENT, latent_attention=ALIKE)),
+    "gated convolution": Kind(
+        dict(layer_types=("conv", "full_attention", "conv"), short_conv=dict(kernel_dim=3), qk_norm=True,
+             attention_gate="none")
+    ),
+    "gated convolution, biases": Kind(
+        dict(layer_types=("conv", "full_attention", "conv"), short_conv=dict(kernel_dim=5, bias=True), qk_norm=True,
+             attention_gate="none")
+    ),
     "short convolution": Kind(dict(layer_types=("short_conv", "full_attention", "short_conv")), registered),
     "no attention": Kind(dict(layer_types=("short_conv",) * 3), registered),
 }  # fmt: skip

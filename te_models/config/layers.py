@@ -15,6 +15,7 @@ from te_models.config.latent import LatentAttentionSpec
 from te_models.config.layer import FeedforwardSpec, LayerSpec, MixerSpec
 from te_models.config.mlp import MLPSpec
 from te_models.config.moe import MoESpec
+from te_models.config.short_conv import ShortConvSpec
 
 if TYPE_CHECKING:
     from te_models.config.model import ModelConfig
@@ -25,6 +26,7 @@ MIXERS: dict[str, Callable[[ModelConfig, int], MixerSpec]] = {
     "sliding_attention": AttentionSpec.of,
     "linear_attention": DeltaNetSpec.of,
     "latent_attention": LatentAttentionSpec.of,
+    "conv": ShortConvSpec.of,
 }
 
 # The same for `mlp_layer_types` and the MLP.

@@ -25,6 +25,7 @@ from te_models.config.rope import (
     rotary_mistakes,
 )
 from te_models.config.settings import Settings, count, from_table, positive, setting, take_settings
+from te_models.config.short_conv import ShortConvConfig
 from te_models.errors import ConfigError, field_values, refuse
 
 if TYPE_CHECKING:
@@ -96,8 +97,8 @@ class ModelConfig(Settings):
     )
     layer_types: tuple[str, ...] | None = setting(
         None,
-        'One entry per layer, "full_attention", "sliding_attention", "linear_attention" or "latent_attention"; None: '
-        "the window applies to all, or all are latent.",
+        'One entry per layer, "full_attention", "sliding_attention", "linear_attention", "latent_attention" or '
+        '"conv"; None: the window applies to all, or all are latent.',
         choices=MIXERS,
     )
     linear_attention: DeltaNetConfig | None = setting(
@@ -106,6 +107,9 @@ class ModelConfig(Settings):
     latent_attention: LatentConfig | None = setting(
         None,
         "Sizes of multi-head latent attention, whose keys and values come from a latent (DeepSeek-V3).",
+    )
+    short_conv: ShortConvConfig | None = setting(
+        None, "Sizes of the conv layers, gated short convolutions (LFM2)."
     )
     attention_gate: str = setting(
         "elementwise",
@@ -356,7 +360,8 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
         if values[name] is not None and len(values[name]) != layers:
             yield f"{name} has {len(values[name])} entries for num_hidden_layers={layers}"
     needs = {kind: kind for kind in ("linear_attention", "latent_attention")} | {
-        "sliding_attention": "sliding_window"
+        "sliding_attention": "sliding_window",
+        "conv": "short_conv",
     }
     for kind, field in needs.items():
         if kind in (config.layer_types or ()) and values[field] is None:

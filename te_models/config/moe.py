@@ -62,6 +62,9 @@ class MoEConfig(Settings):
         False, "Compute the router's logits in FP32 (GLM-4.5, DeepSeek-V3)."
     )
     norm_topk_prob: bool = setting(True, "Divide the weights of a token's experts by their sum.")
+    norm_topk_eps: float | None = positive(
+        None, "Added to that sum; default: 1e-20 for sigmoid scores, nothing for softmax."
+    )
     routed_scaling_factor: float = positive(1.0, "Factor on these weights.")
     n_group: int = count(1, "Groups of experts.")
     topk_group: int = count(1, "Groups of which a token's experts may come.")

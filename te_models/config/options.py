@@ -12,6 +12,7 @@ from te_models.config.deltanet import DeltaNetConfig
 from te_models.config.latent import LatentConfig
 from te_models.config.moe import MoEConfig
 from te_models.config.rope import Scaling
+from te_models.config.short_conv import ShortConvConfig
 
 
 class RecipeOptions(TypedDict, total=False):
@@ -67,6 +68,7 @@ class ConfigOptions(TypedDict, total=False):
     sliding_window: int | None
     layer_types: tuple[str, ...] | None
     linear_attention: DeltaNetConfig | None
+    short_conv: ShortConvConfig | Mapping[str, int | bool] | None
     latent_attention: LatentConfig | Mapping[str, float | None] | None
     attention_gate: str
     attention_gate_activation: str

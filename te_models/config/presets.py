@@ -147,6 +147,21 @@ def _hybrid_layers(layers: int) -> Shape:
     )  # fmt: skip
 
 
+def _lfm2(
+    hidden: int, intermediate: int, layers: int, attention: tuple[int, ...], **fields: Any
+) -> Shape:
+    """Return the shape of an LFM2: gated short convolutions, and attention in the layers `attention`."""
+    kinds = ("full_attention" if layer in attention else "conv" for layer in range(layers))
+    own = dict(
+        layer_types=tuple(kinds), short_conv=dict(kernel_dim=3), vocab_size=65536, max_position_embeddings=128000,
+        rope_theta=1000000.0, attention_gate="none", qk_norm=True, tie_word_embeddings=True, bos_token_id=1,
+        eos_token_id=7, pad_token_id=0,
+    )  # fmt: skip
+    return _shape(hidden, intermediate, layers, hidden // 64, 8, **own, **fields)
+
+
+_LFM2_ATTENTION = (2, 5, 8, 10, 12, 14)
+
 # QwQZh/gated_attention; the elementwise model pays for its gate with a narrower MLP.
 _QWEN_GATED: Shape = dict(
     vocab_size=152064, hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
@@ -286,6 +301,14 @@ PRESETS: dict[str, Shape] = {
     "qwen3.5-4b": _hybrid(2560, 9216, 32, 16, 4, 32, tie_word_embeddings=True),
     "qwen3.5-9b": _hybrid(4096, 12288, 32, 16, 4, 32),
     "qwen3.5-27b": _hybrid(5120, 17408, 64, 24, 4, 48),
+    "lfm2-350m": _lfm2(1024, 4608, 16, _LFM2_ATTENTION),
+    "lfm2-700m": _lfm2(1536, 6912, 16, _LFM2_ATTENTION),
+    "lfm2-1.2b": _lfm2(2048, 8192, 16, _LFM2_ATTENTION),
+    "lfm2-8b-a1b": _lfm2(
+        2048, 7168, 24, (2, 6, 10, 14, 18, 21), mlp_layer_types=("dense",) * 2 + ("sparse",) * 22,
+        moe=dict(num_experts=32, num_experts_per_tok=4, moe_intermediate_size=1792, router_scores="sigmoid",
+                 expert_bias=True, norm_topk_eps=1e-6, router_aux_loss_coef=0.0),
+    ),
     "qwen-gated-1b-elementwise": dict(**_QWEN_GATED, intermediate_size=5504, attention_gate="elementwise"),
     "qwen-gated-1b-headwise": dict(**_QWEN_GATED, intermediate_size=6144, attention_gate="headwise"),
     "qwen-gated-1b-baseline": dict(**_QWEN_GATED, intermediate_size=6144, attention_gate="none"),

@@ -10,7 +10,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -271,9 +271,16 @@ def _linear(kind: type[nn.Module]) -> type[nn.Module]:
     return _dressed(kind, nn.Linear, _linear, bias=property(bias, set_bias), forward=forward)
 
 
-Placed = dict[
-    str, Callable[..., nn.Module]
-]  # te module -> what stands in its place once peft may adapt it
+class StandIn(NamedTuple):
+    """What stands in the place of a te module once peft may adapt it."""
+
+    make: Callable[
+        ..., nn.Module
+    ]  # of the te module, and the module below which its names in transformers are
+    holder: str  # the name of that module
+
+
+Placed = dict[str, StandIn]  # by the name of the te module
 
 
 def show_linears(model: CausalLM) -> Placed:
@@ -282,6 +289,7 @@ def show_linears(model: CausalLM) -> Placed:
     A model of no family of transformers has the names of te-models.
     """
     found: dict[str, tuple[str, ...]] = {}
+    holders: dict[str, str] = {}
     order: dict[str, list[str]] = {}  # module -> its linears in the order of transformers
     places, family = _places(model)
     linears = model.config.linears
@@ -297,17 +305,21 @@ def show_linears(model: CausalLM) -> Placed:
             _show_whole(model, linear)
             order.setdefault(parent, []).append(ours.rpartition(".")[2])
             continue
-        below = name.removeprefix(f"{parent}.")
+        # Below our module, or beside it in the block where theirs has another name.
+        holder = parent if name.startswith(f"{parent}.") else parent.rpartition(".")[0]
+        below = name.removeprefix(f"{holder}.")
         found[ours] = (*found.get(ours, ()), below)
-        order.setdefault(parent, []).append(below.partition(".")[0])
-        _add(model.get_submodule(parent), below, functools.partial(Rows, linear, place))
+        holders[ours] = holder
+        order.setdefault(holder, []).append(below.partition(".")[0])
+        _add(model.get_submodule(holder), below, functools.partial(Rows, linear, place))
     for parent, names in order.items():
         _sort(model.get_submodule(parent), names)
     _show_whole(model, model.lm_head)
     placed: Placed = {
-        ours: functools.partial(DividedLinear, names=names) for ours, names in found.items()
+        ours: StandIn(functools.partial(DividedLinear, names=names), holders[ours])
+        for ours, names in found.items()
     }
-    return placed | _show_parameters(model, places, family is not None and family.stacked)
+    return placed | _show_parameters(model, places, family)
 
 
 def show_embedding(model: CausalLM) -> None:
@@ -345,36 +357,46 @@ def _add(part: nn.Module, name: str, make: Callable[[], nn.Module]) -> None:
         owner.add_module(leaf, make())
 
 
-def _show_parameters(model: CausalLM, places: Mapping[str, Place], transposed: bool) -> Placed:
+def _show_parameters(model: CausalLM, places: Mapping[str, Place], family: Family | None) -> Placed:
     """Show the parameters of experts and routers, which have the same names in every family."""
     linears = model.config.linears
+    mlp = "mlp" if family is None else family.mlp
+    transposed = family is not None and family.stacked
+    beside = "" if mlp == "mlp" else f"{mlp}."  # the names are then in the block, beside our MLP
     shown: dict[
         str, tuple[str, str, Stack]
     ] = {}  # te module -> its parameter: of which module, its name, its values
-    for name, place in expert_places("", model.config, _shapes(model), places).items():
+    for name, place in expert_places("", model.config, _shapes(model), places, mlp).items():
         ours, leaf = place.name.removesuffix(".weight"), name.rpartition(".")[2]
         shown[ours] = (
-            "experts",
+            f"{beside}experts",
             leaf,
             Stack(model.get_submodule(ours), place, linears[ours].experts, transposed),
         )
     for theirs, place in places.items():
         ours = place.name.removesuffix(".weight")
-        if ours.endswith(".router") and theirs.endswith(".mlp.gate.weight"):
-            shown[ours] = ("gate", "weight", Stack(model.get_submodule(ours), place))
+        if ours.endswith(".router") and theirs.endswith(f".{mlp}.gate.weight"):
+            shown[ours] = (f"{beside}gate", "weight", Stack(model.get_submodule(ours), place))
+    owners: dict[str, str] = {}
     for ours, (holder, name, stack) in shown.items():
-        part = model.get_submodule(ours.rpartition(".")[0])
-        _add(part, holder, Shown)
+        inside = ours.rpartition(".")[0]
+        part = model.get_submodule(inside)
+        owners[ours] = inside.rpartition(".")[0] if beside else inside
+        owner = model.get_submodule(owners[ours])
+        _add(owner, holder, Shown)
         if type(stack.owner) is model.te.GroupedLinear:
             object.__setattr__(stack.owner, "__class__", _grouped(type(stack.owner)))
         if stack.experts and not isinstance(part, OwnExperts):
             object.__setattr__(part, "__class__", _own_experts(type(part)))
-        module = part.get_submodule(holder)
+        module = owner.get_submodule(holder)
         if isinstance(module, Shown):  # not one that peft has adapted
             module.show(name, stack)
     return {
-        ours: functools.partial(
-            _adapted_experts if stack.experts else AdaptedWeight, holder=holder, name=name
+        ours: StandIn(
+            functools.partial(
+                _adapted_experts if stack.experts else AdaptedWeight, holder=holder, name=name
+            ),
+            owners[ours],
         )
         for ours, (holder, name, stack) in shown.items()
     }
@@ -450,7 +472,8 @@ def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
         part = model.get_submodule(parent)
         module = part.get_submodule(leaf)
         if not isinstance(module, (DividedLinear, AdaptedWeight)):
-            part.add_module(leaf, stand_in(module, part))
+            holder = model.get_submodule(stand_in.holder)
+            part.add_module(leaf, stand_in.make(module, holder))
     mark_adapters(model)
     adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
     _warn_of_experts_left_out(model, configs, adapted)

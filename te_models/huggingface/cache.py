@@ -125,13 +125,13 @@ class CacheView:
         return (k, v) if self.past is None else self.past.update(k, v, layer)
 
     def recurrent(self, layer: int, make: Callable[[], RecurrentState]) -> RecurrentState | None:
-        """Return the state of a layer of linear attention, which the cache stores; `make` makes one without tokens."""
+        """Return the state of a recurrent layer, which the cache stores; `make` makes one without tokens."""
         if self.past is None:
             return None
         own: Any = self.past.layers[
             layer
         ]  # a LinearAttentionCacheLayerMixin, which older versions do not have
-        if not own.is_recurrent_states_initialized[0]:
+        if not own.is_conv_states_initialized[0]:
             new = make()
             own.lazy_initialization(conv_states=new.tail, recurrent_states=new.matrix)
             own.has_previous_state[0] = True

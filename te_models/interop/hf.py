@@ -453,7 +453,8 @@ def tensor_places(
 
     for theirs, module in TOP.items():
         if theirs != "lm_head":
-            place(theirs.replace("model.", family.root), module, [], 1)
+            last = module == "norm"
+            place(family.root + (family.norm if last else module), module, [], 1)
         elif not config.tie_word_embeddings:
             place(family.head, module, [], 1)
     for depth, layer in enumerate(config.layers):
@@ -490,12 +491,16 @@ def module_places(
 
 
 def expert_places(
-    root: str, config: ModelConfig, shapes: Mapping[str, torch.Size], places: Mapping[str, Place]
+    root: str,
+    config: ModelConfig,
+    shapes: Mapping[str, torch.Size],
+    places: Mapping[str, Place],
+    mlp: str = "mlp",
 ) -> dict[str, Place]:
     """Return the experts' parameters of transformers, which have the same names in every family.
 
-    `shapes` are those of our parameters. The rows are in the order of ours, or of one of `places` that fills all of an
-    expert's weight.
+    `shapes` are those of our parameters, and `mlp` is the family's name of the module around experts. The rows are in
+    the order of ours, or of one of `places` that fills all of an expert's weight.
     """
     entire = {
         place.name: place for place in places.values() if place.shape == tuple(shapes[place.name])
@@ -504,9 +509,8 @@ def expert_places(
     for name, linear in config.linears.items():
         if linear.experts:
             parent, _, leaf = name.rpartition(".")
+            theirs = f"{root}{parent.removesuffix('mlp')}{mlp}.experts.{leaf}"
             first = f"{name}.weight0"
             place = entire.get(first) or Place.whole(first, shapes[first])
-            found[f"{root}{parent}.experts.{leaf}"] = dataclasses.replace(
-                place, name=f"{name}.weight"
-            )
+            found[theirs] = dataclasses.replace(place, name=f"{name}.weight")
     return found

@@ -193,6 +193,20 @@ NEXT_EXPERTS = experts(
 QWEN3_5_EXPERTS = experts(
     ALL_SPARSE, {**_CHOSEN, **_LOSS, **_SIZE, **_SHARED}, shared_expert_gate=True
 )
+LFM2_EXPERTS = experts(
+    first_dense("num_dense_layers"),
+    {
+        **_CHOSEN,
+        **_NORMED,
+        **_SIZE,
+        "routed_scaling_factor": "routed_scaling_factor",
+        "expert_bias": "use_expert_bias",
+    },
+    without={},
+    router_scores="sigmoid",
+    norm_topk_eps=1e-6,
+    router_aux_loss_coef=0.0,
+)
 AFMOE_EXPERTS = experts(
     first_dense("num_dense_layers"),
     {**_CHOSEN, **_SIZE, "routed_scaling_factor": "route_scale"},

@@ -16,6 +16,8 @@ class Family:
     Attributes:
         model_type, architecture: as in config.json.
         models: the published models, for people.
+        copied: our fields among COPIED that their config.json has under another key -> that key.
+        norm: their name of the last norm, below `root`.
         layer: their name below "model.layers.<i>." -> its place in ours, for weights and biases.
         parts: keys that need more than copying.
         constants: values of our fields that all models of the family share.
@@ -33,6 +35,7 @@ class Family:
         stacked: whether its experts are one tensor per projection (te_models.interop.stacked_experts).
         code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
         scaled_vectors: whether its embedding in transformers multiplies, and `inputs_embeds` come multiplied.
+        mlp: the name of experts and their router, below a layer of a model of transformers.
         renamed: parts of their names that are others in a model of transformers -> those there.
         served: keys that servers read of a model, beside those that `write` writes.
         sign: these marks, for people.
@@ -53,12 +56,15 @@ class Family:
     accepts: Callable[[ModelConfig], bool] = lambda config: True
     inner: str = ""
     text_type: str = ""
+    copied: Mapping[str, str] = field(default_factory=dict)
+    norm: str = "norm"
     root: str = "model."
     head: str = "lm_head"
     aside: tuple[str, ...] = ()
     stacked: bool = False
     code: bool = False
     scaled_vectors: bool = False
+    mlp: str = "mlp"
     renamed: Mapping[str, str] = field(default_factory=dict)
     served: Callable[[ModelConfig], Values] = lambda config: {}
     sign: str = ""
@@ -78,7 +84,7 @@ class Family:
                 raise ConfigError("; ".join(problems))  # nothing else can be read without the sizes
         # A null among these is a statement, such as having no eos token.
         stated = {**self.defaults, **config}
-        ours = {key: stated[key] for key in COPIED if key in stated}
+        ours = {key: stated[theirs] for key, theirs in self.keys.items() if theirs in stated}
         if isinstance(ours.get("pad_token_id"), int) and ours["pad_token_id"] < 0:
             ours["pad_token_id"] = None  # as some files say that there is none
         theirs = {
@@ -152,7 +158,7 @@ class Family:
     def write(self, config: ModelConfig) -> Fields:
         """The config.json of a model, without its dtype."""
         ours = config.to_dict()
-        theirs: Fields = {key: ours[key] for key in COPIED}
+        theirs: Fields = {theirs: ours[key] for key, theirs in self.keys.items()}
         theirs |= {key: values[0] for key, values in self.only.items()}
         for part in self.parts:
             theirs |= part.write(config)
@@ -195,6 +201,11 @@ class Family:
         return [*sorted(linears), *fields]
 
     @property
+    def keys(self) -> dict[str, str]:
+        """Our fields whose values are copied -> their keys."""
+        return {name: self.copied.get(name, name) for name in COPIED}
+
+    @property
     def module_root(self) -> str:
         """The prefix of the names of layers in a model of transformers, and in adapters for it."""
         return "model.language_model." if self.inner else "model."
@@ -207,7 +218,7 @@ class Family:
 
     def known(self) -> set[str]:
         """The keys that `write` writes or a part reads."""
-        return {*COPIED, *self.only, *(key for part in self.parts for key in part.keys)}
+        return {*self.keys.values(), *self.only, *(key for part in self.parts for key in part.keys)}
 
     def unread(self, config: Values) -> list[str]:
         """Return the keys of a config.json that transformers does not read for this family: they change nothing.

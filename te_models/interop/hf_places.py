@@ -181,5 +181,27 @@ QWEN3_NEXT_LAYER = {
         "linear_attn.ba_proj", ("b", "a"), "linear_attention.num_key_heads"
     ),
 }
+# Gated short convolutions in some layers.
+_LFM2_ATTENTION = {
+    "operator_norm": Rows("input_layernorm"),
+    "self_attn.q_proj": Rows("self_attn.qkvg_proj", ("q",)),
+    "self_attn.k_proj": Rows("self_attn.qkvg_proj", ("k",)),
+    "self_attn.v_proj": Rows("self_attn.qkvg_proj", ("v",)),
+    "self_attn.out_proj": Rows("self_attn.o_proj"),
+    "self_attn.q_layernorm": Rows("self_attn.q_norm"),
+    "self_attn.k_layernorm": Rows("self_attn.k_norm"),
+    **_alike("conv.in_proj", "conv.conv", "conv.out_proj"),
+    "ffn_norm": Rows("post_attention_layernorm"),
+}
+LFM2_LAYER = {
+    **_LFM2_ATTENTION,
+    "feed_forward.w1": Rows("mlp.gate_up_proj", ("gate",)),
+    "feed_forward.w3": Rows("mlp.gate_up_proj", ("up",)),
+    "feed_forward.w2": Rows("mlp.down_proj"),
+}
+LFM2_EXPERTS = {
+    **_experts(("feed_forward.experts.{}", "w1", "w3", "w2"), "feed_forward.gate"),
+    "feed_forward.expert_bias": Rows("mlp.expert_bias"),
+}
 # Outside the layers: their name -> ours, below the prefix of a family where it begins with "model.".
 TOP = {"model.embed_tokens": "embed_tokens", "model.norm": "norm", "lm_head": "lm_head"}

@@ -49,6 +49,7 @@ class Kernels:
     clamped_swiglu: Callable[..., Tensor] = elementwise.clamped_swiglu
     clamped_swiglu_backward: Callable[..., Tensor] = elementwise.clamped_swiglu_backward
     mixed_parts: Callable[..., tuple[Tensor, ...]] = from_inputs(elementwise.mixed_parts)
+    gated_conv: Callable[..., Tensor] = from_inputs(elementwise.gated_conv)
     delta_gates: Callable[..., tuple[Tensor, Tensor]] = from_inputs(elementwise.delta_gates)
     silu_gate: Callable[[Tensor, Tensor], Tensor] = from_inputs(elementwise.silu_gate)
     expert_rows: expert_rows.RowKernels = expert_rows.PLAIN
@@ -105,6 +106,7 @@ def compiled_kernels(mode: str) -> Kernels:
         clamped_swiglu=fused(elementwise.clamped_swiglu),
         clamped_swiglu_backward=fused(elementwise.clamped_swiglu_backward),
         mixed_parts=from_inputs(elementwise.mixed_parts, fused),
+        gated_conv=from_inputs(elementwise.gated_conv, fused),
         delta_gates=fused(elementwise.delta_gates),
         silu_gate=fused(elementwise.silu_gate),
     )

@@ -96,7 +96,13 @@ def clamped_swiglu_backward(dy: Tensor, gate_up: Tensor, limit: float, alpha: fl
 def causal_conv(
     x: Tensor, tail: Tensor | None, taps: Tensor, documents: Tensor | None, activation: str = "silu"
 ) -> Tensor:
-    """Return act of a causal depthwise convolution of x [B, S, C], computed in FP32, in the shape and dtype of x.
+    """Return act of `convolved`, in the shape and dtype of x."""
+    forward, _ = ACTIVATIONS[activation]
+    return forward(convolved(x, tail, taps, documents)).to(x.dtype)
+
+
+def convolved(x: Tensor, tail: Tensor | None, taps: Tensor, documents: Tensor | None) -> Tensor:
+    """Return a causal depthwise convolution of x [B, S, C], FP32 [B, S, C].
 
     tail [B, K - 1, C] holds the tokens before the first, None: zeros; taps [C, 1, K], the last for the token itself.
     With `documents` int [B, S] a token sees only its own.
@@ -117,8 +123,26 @@ def causal_conv(
             )
             earlier = earlier.masked_fill(~same[..., None], 0.0)
         total = total + earlier * taps[:, 0, size - 1 - back].float()
-    forward, _ = ACTIVATIONS[activation]
-    return forward(total).to(x.dtype)
+    return total
+
+
+def gated_conv(
+    parts: Tensor,
+    tail: Tensor | None,
+    taps: Tensor,
+    bias: Tensor | None,
+    documents: Tensor | None,
+) -> Tensor:
+    """Return c * conv(b * x) [B, S, C] of parts [B, S, 3C] = [b | c | x]: the short convolution of LFM2.
+
+    The arguments after it, and the numbers, are those of `convolved`; `bias` is [C]. What the convolution reads is
+    rounded to the dtype of parts, as `tail` is.
+    """
+    b, c, x = parts.chunk(3, dim=-1)
+    total = convolved(b * x, tail, taps, documents)
+    if bias is not None:
+        total = total + bias.float()
+    return (c.float() * total).to(parts.dtype)
 
 
 def mixed_parts(

@@ -6,10 +6,11 @@ C = 2 Kd + Vd channels of q, k and v; n value heads.
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from te_models.config.deltanet import DeltaNetSpec
 from te_models.kernels.delta_rule import delta_rule, delta_rule_kernel
+from te_models.model.convolution import Taps, newest, without_padding
 from te_models.model.forward_context import ForwardContext
 from te_models.model.kv_cache import RecurrentState
 from te_models.model.part import Mixer
@@ -17,14 +18,6 @@ from te_models.model.te_modules import Factory, pad_rows
 
 SLOWEST = 1e-3
 FASTEST = 0.1  # range of softplus(dt_bias) in a new model (Gu and Dao 2023, arXiv 2312.00752)
-
-
-class Taps(nn.Module):
-    """The taps of a depthwise convolution, [C, 1, K], under the name that nn.Conv1d gives them."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
 
 
 class GatedDeltaNet(Mixer[DeltaNetSpec]):
@@ -51,8 +44,7 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
     def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
         """As in the base class; decays cover a range of lengths, as in the paper's code."""
         if name == "conv1d.weight":
-            bound = self.spec.sizes.conv_kernel_dim**-0.5
-            values.uniform_(-bound, bound)
+            self.conv1d.initialize("weight", values)
         elif name == "A_log":
             values.uniform_(1.0, 16.0).log_()
         elif name == "dt_bias":
@@ -86,21 +78,14 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         mixed, ba = (
             t[:count].unflatten(0, (context.batch, context.seq)) for t in (mixed, ba)
         )  # [B, S, C or 2n]
-        out = self._without_padding(mixed, ba, context)  # [B, S, n, d_v]
+
+        def mix(mixed: Tensor, ba: Tensor, counts: Tensor | None) -> Tensor:
+            return self._mix(mixed, ba, counts, context)
+
+        out = without_padding(mix, context, mixed, ba)  # [B, S, n, d_v]
         out = self.tp.norm(self.norm, out.flatten(0, 2), partial=True).view(count, -1)  # [B*S, Vd]
         out = context.kernels.silu_gate(out, z)  # 0 at padding, where z is 0
         return context.linear(self.out_proj, pad_rows(out, qkvz.shape[0]))
-
-    def _without_padding(self, mixed: Tensor, ba: Tensor, context: ForwardContext) -> Tensor:
-        """Return `_mix` of the tokens of each row, moved to its beginning; anything at padding."""
-        found = context.tokens_first()
-        if found is None:
-            return self._mix(mixed, ba, None, context)
-        order, counts = found
-        index = order[..., None]
-        mixed, ba = (t.gather(1, index.expand_as(t)) for t in (mixed, ba))
-        out = self._mix(mixed, ba, counts, context)
-        return torch.zeros_like(out).scatter(1, index[..., None].expand_as(out), out)
 
     def _mix(
         self, mixed: Tensor, ba: Tensor, counts: Tensor | None, context: ForwardContext
@@ -129,13 +114,5 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         v = v.unflatten(-1, (-1, sizes.value_head_dim))
         out, matrix = delta_rule(q, k, v, g, beta, before, context.documents)
         if state is not None and tail is not None and matrix is not None:
-            state.write(_newest(torch.cat((tail, mixed), dim=1), seq, counts), matrix)
+            state.write(newest(tail, mixed, counts), matrix)
         return out
-
-
-def _newest(whole: Tensor, seq: int, counts: Tensor | None) -> Tensor:
-    """Return the last K - 1 tokens of whole [B, K - 1 + S, C], of whose newest S those of `counts` [B] are tokens."""
-    if counts is None:
-        return whole[:, seq:]
-    place = counts[:, None] + torch.arange(whole.shape[1] - seq, device=whole.device)
-    return whole.gather(1, place[..., None].expand(-1, -1, whole.shape[2]))

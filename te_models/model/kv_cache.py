@@ -94,38 +94,40 @@ class KVState:
 
 
 class RecurrentState:
-    """The state of a layer of linear attention, which has one size for any number of tokens.
+    """The state of a layer of linear attention or of a convolution, of one size for any number of tokens.
 
     Attributes:
         tail: the inputs of its convolution at the newest tokens, oldest first, [B, taps - 1, channels].
-        matrix: the state after the newest token, FP32 [B, heads, d_k, d_v].
+        matrix: the state after the newest token, FP32 [B, heads, d_k, d_v]; None: a convolution has no other.
     """
 
-    def __init__(self, tail: Tensor, matrix: Tensor) -> None:
+    def __init__(self, tail: Tensor, matrix: Tensor | None = None) -> None:
         self.tail = tail
         self.matrix = matrix
 
     @property
     def nbytes(self) -> int:
         """Bytes of both."""
-        return self.tail.nbytes + self.matrix.nbytes
+        return self.tail.nbytes + (0 if self.matrix is None else self.matrix.nbytes)
 
     def clear(self) -> None:
         """Forget all tokens."""
         self.tail.zero_()
-        self.matrix.zero_()
+        if self.matrix is not None:
+            self.matrix.zero_()
 
-    def read(self) -> tuple[Tensor, Tensor]:
+    def read(self) -> tuple[Tensor, Tensor | None]:
         """Return both as they are before the new tokens; copies where autograd may save them, since `write` follows."""
         if torch.is_grad_enabled():
-            return self.tail.clone(), self.matrix.clone()
+            return self.tail.clone(), None if self.matrix is None else self.matrix.clone()
         return self.tail, self.matrix
 
     @torch.no_grad()
-    def write(self, tail: Tensor, matrix: Tensor) -> None:
+    def write(self, tail: Tensor, matrix: Tensor | None = None) -> None:
         """Overwrite both in place, since a captured step reads them at their addresses."""
         self.tail.copy_(tail)
-        self.matrix.copy_(matrix)
+        if self.matrix is not None and matrix is not None:
+            self.matrix.copy_(matrix)
 
 
 def slots_for(length: int) -> int:
@@ -236,7 +238,7 @@ class DecodingCache:
         return state.append(k, v, self._slots)
 
     def recurrent(self, layer: int, make: Callable[[], RecurrentState]) -> RecurrentState | None:
-        """Return the state of a layer of linear attention."""
+        """Return the state of a layer of linear attention or of a convolution."""
         state = self.states[layer]
         assert isinstance(state, RecurrentState)
         return state

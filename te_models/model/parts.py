@@ -6,16 +6,19 @@ from te_models.config.latent import LatentAttentionSpec
 from te_models.config.layer import FeedforwardSpec, MixerSpec
 from te_models.config.mlp import MLPSpec
 from te_models.config.moe import MoESpec
+from te_models.config.short_conv import ShortConvSpec
 from te_models.model.attention import GatedAttention
 from te_models.model.deltanet import GatedDeltaNet
 from te_models.model.latent import LatentAttention
 from te_models.model.mlp import MLP
 from te_models.model.moe import Experts
 from te_models.model.part import Feedforward, Mixer
+from te_models.model.short_conv import ShortConv
 
 MIXERS: dict[type[MixerSpec], type[Mixer]] = {
     AttentionSpec: GatedAttention,
     DeltaNetSpec: GatedDeltaNet,
     LatentAttentionSpec: LatentAttention,
+    ShortConvSpec: ShortConv,
 }
 MLPS: dict[type[FeedforwardSpec], type[Feedforward]] = {MLPSpec: MLP, MoESpec: Experts}

@@ -131,7 +131,10 @@ def weights_of(logits: Tensor, chosen: Tensor, moe: MoEConfig) -> Tensor:
     scores = _scores(logits, moe).gather(1, chosen.clamp(max=logits.shape[1] - 1))
     if moe.norm_topk_prob:
         total = scores.sum(1, keepdim=True)
-        scores = scores / (total + 1e-20 if moe.router_scores == "sigmoid" else total)
+        epsilon = moe.norm_topk_eps
+        if epsilon is None and moe.router_scores == "sigmoid":
+            epsilon = 1e-20
+        scores = scores / (total if epsilon is None else total + epsilon)
     return scores if moe.routed_scaling_factor == 1 else scores * moe.routed_scaling_factor
 
 

@@ -208,7 +208,7 @@ def adaptable_modules(model: CausalLM) -> Modules:
         if place.name in tops
     }
     whole = {name: own.removesuffix(".weight") for name, own in whole.items()}
-    experts = expert_places(named.root, model.config, shapes, places)
+    experts = expert_places(named.root, model.config, shapes, places, family.mlp)
     return Modules(
         theirs, ours, experts, counts, whole, family.model_type, family.renamed, named.root
     )

@@ -90,6 +90,11 @@ PUBLISHED = {
     "gemma3-4b": 3_880_263_168,
     "gemma3-12b": 11_766_034_176,
     "gemma3-27b": 27_009_346_304,
+    "lfm2-350m": 354_483_968,
+    "lfm2-700m": 742_489_344,
+    "lfm2-1.2b": 1_170_340_608,
+    "lfm2-8b-a1b": 8_339_929_856
+    + 22 * 32,  # with the numbers for the choice of experts, which are buffers there
 }
 
 

@@ -33,7 +33,8 @@ LATENT = [f"deepseek_v3-{name}" for name in FAMILY_CASES["deepseek_v3"]]
 LATENT += [f"deepseek_v2-{name}" for name in ("plain", "groups", "direct", "mscale")]
 LATENT += ["glm4_moe_lite-plain", "glm4_moe_lite-width"]
 OTHERS += LATENT
-FEW = ("hybrid-0", "hybrid-1", "hybrid-7", "hybrid-14")
+RECURRENT = [f"{family}-{name}" for family in ("lfm2", "lfm2_moe") for name in FAMILY_CASES[family]]
+FEW = ("hybrid-0", "hybrid-1", "hybrid-7", "hybrid-14", "lfm2-biases", "lfm2_moe-odd")
 
 
 def pair(case: str, folder: Path, **changes: Any) -> tuple[Any, CausalLM]:
@@ -54,7 +55,10 @@ def batch(padded: bool, length: int = 17) -> dict[str, Tensor]:
     [
         *ROUTED,
         *OTHERS,
-        *(pytest.param(name, marks=[pytest.mark.slow] * (name not in FEW)) for name in HYBRIDS),
+        *(
+            pytest.param(name, marks=[pytest.mark.slow] * (name not in FEW))
+            for name in (*HYBRIDS, *RECURRENT)
+        ),
     ],
 )
 def test_losses_and_gradients_are_those_of_transformers(case: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from te_models.kernels.elementwise import (
     clamped_swiglu_backward,
     cross_entropy,
     delta_gates,
+    gated_conv,
     mlp_activation,
     mlp_activation_backward,
     rounded,
@@ -158,6 +159,32 @@ def test_a_loss_without_targets_is_zero() -> None:
     assert loss == 0 and not logits.grad.any()
     targets = torch.tensor([3, -100, 8, -100, 0])
     torch.testing.assert_close(cross_entropy(logits, targets), F.cross_entropy(logits, targets))
+
+
+@pytest.mark.parametrize(
+    "taps, biased, told", [(3, False, False), (4, True, True), (1, True, False)]
+)
+def test_the_gated_convolution_is_that_of_pytorch(taps: int, biased: bool, told: bool) -> None:
+    """In FP64, of each document by itself, and of a text in two pieces."""
+    parts, weight = torch.randn(2, 11, 15, dtype=torch.float64), torch.randn(5, 1, taps).double()
+    bias = torch.randn(5).double() if biased else None
+    lengths = (4, 1, 6) if told else (11,)
+    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).expand(2, -1)
+
+    def judge(parts: torch.Tensor) -> torch.Tensor:
+        b, c, x = parts.mT.chunk(3, dim=1)
+        padded = F.pad(b * x, (taps - 1, 0))
+        return (c * F.conv1d(padded, weight, bias, groups=5)).mT
+
+    expected = torch.cat([judge(part) for part in parts.split(lengths, 1)], 1)
+    single = [None if t is None else t.float() for t in (parts, None, weight, bias)]
+    found = gated_conv(*single, documents if told else None)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    if told or taps == 1:
+        return
+    b, _, x = parts[:, :5].float().chunk(3, dim=-1)
+    later = gated_conv(single[0][:, 5:], (b * x)[:, 1 - taps :], *single[2:], None)
+    torch.testing.assert_close(later.double(), expected[:, 5:], atol=1e-5, rtol=1e-5)
 
 
 def test_the_softplus_gate() -> None:

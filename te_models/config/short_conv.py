@@ -1,0 +1,116 @@
+"""A gated short convolution as data (LFM2). No torch.
+
+in_proj.weight   [b: D | c: D | x: D]
+conv.weight      [D, 1, taps]
+out_proj.weight  [D, D]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar
+
+from te_models.config.layer import LinearSpec, MixerSpec, Section, Step, Tape
+from te_models.config.settings import Settings, count, setting
+
+if TYPE_CHECKING:
+    from te_models.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class ShortConvConfig(Settings):
+    """The size of gated short convolutions.
+
+    Raises:
+        ConfigError: a size is no positive whole number.
+    """
+
+    prefix = "short_conv."
+    kernel_dim: int = count(3, "Tokens that the causal convolution sees.")
+    bias: bool = setting(False, "Biases on both projections and on the convolution.")
+
+
+@dataclass(frozen=True)
+class ShortConvSpec(MixerSpec):
+    """out_proj(c * conv(b * x)), with b, c and x from one projection.
+
+    Attributes:
+        channels: of the convolution on this rank.
+        sizes: of the convolution.
+    """
+
+    channels: int
+    sizes: ShortConvConfig
+
+    name: ClassVar[str] = "conv"
+    title: ClassVar[str] = "short convolution"
+    keeps = "a recurrent state"
+
+    @classmethod
+    def of(cls, config: ModelConfig, layer: int) -> ShortConvSpec:
+        """Return the convolution of this layer."""
+        assert config.short_conv is not None
+        return cls(config.hidden_size, config.hidden_size, config.short_conv)
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        width, bias = self.channels, self.sizes.bias
+        into = tuple(Section(name, width, width) for name in ("b", "c", "x"))
+        out = (Section("out", self.hidden_size, self.hidden_size),)
+        return (
+            LinearSpec("in_proj", self.hidden_size, into, "column", bias),
+            LinearSpec("out_proj", width, out, "row", bias, residual=True),
+        )
+
+    @property
+    def vectors(self) -> Mapping[str, int]:
+        """The convolution's taps and their bias."""
+        each = self.sizes.kernel_dim + self.sizes.bias
+        return MappingProxyType({"conv": self.channels * each})
+
+    @property
+    def features(self) -> Mapping[str, int]:
+        return {"hidden_size": self.hidden_size}
+
+    @property
+    def divided(self) -> Mapping[str, int]:
+        return {"hidden_size": self.channels}
+
+    def local(self, ranks: int) -> ShortConvSpec:
+        return dataclasses.replace(self, channels=self.channels // ranks)
+
+    @property
+    def divided_vectors(self) -> Mapping[str, tuple[Section, ...]]:
+        """The taps, and their bias, of the channels that a rank has."""
+        channels = (Section("channels", self.channels, self.channels),)
+        names = ("conv.weight", "conv.bias") if self.sizes.bias else ("conv.weight",)
+        return MappingProxyType(dict.fromkeys(names, channels))
+
+    def parallel_obstacle(self, sequence: bool) -> str:
+        if sequence and self.sizes.bias:
+            return "sequence_parallel=True supports no short_conv.bias: use sequence_parallel=False"
+        return ""
+
+    def flops(self, tokens: int, length: int) -> float:
+        """Return those of the te.Linears and of the convolution."""
+        return super().flops(tokens, length) + 2.0 * tokens * self.channels * self.sizes.kernel_dim
+
+    def state_bytes(self, batch: int, slots: int, element: int) -> int:
+        """Return the bytes of the convolution's last inputs; the length changes nothing."""
+        return batch * (self.sizes.kernel_dim - 1) * self.channels * element
+
+    def steps(self, tape: Tape) -> list[Step]:
+        """Return in_proj, the gated convolution, which saves its inputs, and out_proj."""
+        into, out = self.linears
+        whole = tape.rows * into.outputs * tape.element
+        conv = Step(
+            "convolution",
+            whole,
+            consumes=tape.rows * self.channels * tape.element,
+            produces=whole,
+            weights=self.vectors["conv"] * tape.element,
+        )
+        return [tape.linear(into), conv, tape.linear(out)]
