@@ -60,8 +60,7 @@ def train(
     data = TokenDataset(documents, load_tokenizer(None), config.seq_len, batch_size=rows, **share)
     run = Trainer(model, data, [], config, Path("unused"), parallel=shared)
     steps = list(islice(run.steps(iter(data)), args.steps))
-    if run.graphed is not None:
-        run.graphed.close()
+    run.passes.close()
     return {
         "losses": [row["loss"] for row in steps],
         "grad_norms": [row["grad_norm"] for row in steps],

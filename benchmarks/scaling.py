@@ -82,7 +82,7 @@ def step_seconds(
         "peak_gib": round(peak, 2),
         "loss": row["loss"],
     }
-    return found | {"graph": run.graphed is not None}
+    return found | {"graph": run.passes.graph is not None}
 
 
 def run(args: argparse.Namespace) -> None:

@@ -181,7 +181,7 @@ def _speed(
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         trainer, data = build(shared, shape, count, optimizer=optimizer, cuda_graph=not eager)
-        steps = trainer.steps(trainer._calibrated(data))
+        steps = trainer.steps(trainer.passes.calibrated(data))
         for _ in range(7):
             row = next(steps)
         peak = (torch.cuda.max_memory_allocated() - before) / 2**30
@@ -206,7 +206,7 @@ def _speed(
     for variant, (count, trainer, _, peak, seconds) in runs.items():
         middle = statistics.median(seconds)
         first = first or middle / count
-        graph = trainer.graphed is not None and trainer.graphed.captured
+        graph = trainer.passes.graph is not None and trainer.passes.graph.captured
         rows.append(
             dict(
                 accumulation=count,
@@ -221,8 +221,7 @@ def _speed(
             f"{variant:>7} per step: {1e3 * middle:8.2f} ms, {count * tokens / middle:10,.0f} tokens/s, "
             f"{middle / count / first:.3f}x the time per token, graph: {graph}"
         )
-        if trainer.graphed is not None:
-            trainer.graphed.close()
+        trainer.passes.close()
     return rows
 
 
@@ -236,7 +235,7 @@ def parity(accumulation: int, steps: int, **shape: Any) -> None:
         results = []
         for graph in (False, True):
             trainer, data = build(shared, shape, accumulation, cuda_graph=graph)
-            batches = trainer._calibrated(data)
+            batches = trainer.passes.calibrated(data)
             rows = []
             for number in range(steps):
                 row = trainer.step(batches)
@@ -245,10 +244,9 @@ def parity(accumulation: int, steps: int, **shape: Any) -> None:
                     evaluate(trainer.model, data.batches[:1], shared.sum)
             weights = [local(p.detach()).float() for p in trainer.model.parameters()]
             weights = [weight.double().cpu() for weight in weights]
-            captured = trainer.graphed is not None and trainer.graphed.captured
+            captured = trainer.passes.graph is not None and trainer.passes.graph.captured
             results.append((rows, weights, captured))
-            if trainer.graphed is not None:
-                trainer.graphed.close()
+            trainer.passes.close()
             trainer.model.te.FP8GlobalStateManager.reset()
             del trainer
             gc.collect()
@@ -277,7 +275,7 @@ def profile_step(accumulation: int, optimizer: str, steps: int, top: int, **shap
     """Print the kernels of a step that run between a replay of the graph and the next."""
     with joined(shape) as shared:
         trainer, data = build(shared, shape, accumulation, optimizer=optimizer)
-    run = trainer.steps(trainer._calibrated(data))
+    run = trainer.steps(trainer.passes.calibrated(data))
     for _ in range(7):
         next(run)
     torch.cuda.synchronize()
@@ -324,8 +322,7 @@ def profile_step(accumulation: int, optimizer: str, steps: int, top: int, **shap
     end.record()
     torch.cuda.synchronize()
     print(f"a copy moves {20 * 2**30 / begin.elapsed_time(end) / 1e9:.2f} TB/s, read and written")
-    if trainer.graphed is not None:
-        trainer.graphed.close()
+    trainer.passes.close()
 
 
 def _print_gaps(events: Any, steps: int) -> None:
@@ -384,7 +381,7 @@ def _first_steps(shape: dict[str, Any], accumulation: int, functions: int) -> No
     profiler = cProfile.Profile()
     if functions:
         profiler.enable()
-    batches = trainer._calibrated(data)
+    batches = trainer.passes.calibrated(data)
     say("calibrated")
     for number in range(1, FIRST_STEPS + 1):
         trainer.step(batches)
@@ -393,8 +390,7 @@ def _first_steps(shape: dict[str, Any], accumulation: int, functions: int) -> No
     if functions:
         pstats.Stats(profiler).sort_stats("cumulative").print_stats(functions)
     print(torch._dynamo.utils.compile_times(repr="str", aggregate=True))
-    if trainer.graphed is not None:
-        trainer.graphed.close()
+    trainer.passes.close()
 
 
 if __name__ == "__main__":

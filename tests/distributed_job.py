@@ -162,13 +162,13 @@ def enlarge(run: Trainer) -> None:
 
 def spoil(run: Trainer) -> None:
     """The loss of the process's next pass is NaN, and no weight is."""
-    forward = run.train_model
+    forward = run.passes.train_model
 
     def spoiled(**batch: Any) -> Any:
         output = forward(**batch)
         return output._replace(loss=output.loss * float("nan"))
 
-    run.train_model = spoiled
+    run.passes.train_model = spoiled
 
 
 EVENTS = {"stop": stop, "poison": poison, "enlarge": enlarge, "spoil": spoil}

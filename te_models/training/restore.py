@@ -1,7 +1,7 @@
 """Training state other than model and optimizer: random numbers of all processes, and checks of what was saved."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from te_models.distributed.control import Ranks
-from te_models.errors import CheckpointError, UsageError, plural, refuse
+from te_models.errors import CheckpointError, UsageError, plural
 from te_models.files.atomic import explained
 from te_models.training.parallel import Parallel
 from te_models.training.result import Result
@@ -59,30 +59,36 @@ def random_states(own: Tensor, ranks: Ranks) -> Tensor:
     return torch.tensor(ranks.gather(own.tolist()), dtype=torch.uint8)
 
 
-def state_mistakes(saved: Any, live: Any, name: str) -> Iterator[str]:
-    """Yield what is wrong with `saved` unless it has the structure of `live`, the part `name` of a training state, and
-    no number below 0.
+def check_structure(saved: Any, live: Any, name: str) -> None:
+    """Compare `saved`, the part `name` of a training state, with the `live` value that it is to replace.
 
     Lists may have other lengths, and dicts of numbered lanes other lanes; the dataset judges those. None stands for a
     number or a text that is not there yet.
+
+    Raises:
+        CheckpointError: `saved` has another structure, or a number below 0 or far too large.
     """
     kinds = {type(None): (int, str, type(None)), float: (float, int)}.get(type(live), (type(live),))
     if type(saved) not in kinds:
-        yield f"training.json: {name} is a {type(saved).__name__} where a {kinds[0].__name__} belongs"
-    elif isinstance(live, dict):
+        raise CheckpointError(
+            f"training.json: {name} is a {type(saved).__name__} where a {kinds[0].__name__} belongs"
+        )
+    if isinstance(live, dict):
         for key, value in live.items():
             if key in saved:
-                yield from state_mistakes(saved[key], value, f"{name}.{key}")
+                check_structure(saved[key], value, f"{name}.{key}")
             elif not key.isdecimal() or len(saved) == len(live):
-                yield f"training.json: {name} lacks {key}"
+                raise CheckpointError(f"training.json: {name} lacks {key}")
         for key in saved.keys() - live.keys():
             if not str(key).isdecimal():
-                yield f"training.json: {name} has {str(key)[:60]}, which this version does not know"
+                raise CheckpointError(
+                    f"training.json: {name} has {str(key)[:60]}, which this version does not know"
+                )
     elif isinstance(live, (list, tuple)):
         for number, value in enumerate(saved):
-            yield from state_mistakes(value, live[0] if live else value, f"{name}.{number}")
+            check_structure(value, live[0] if live else value, f"{name}.{number}")
     elif isinstance(live, int) and not 0 <= saved < COUNT_LIMIT and saved != live:
-        yield f"training.json: {name} is {saved}"
+        raise CheckpointError(f"training.json: {name} is {saved}")
 
 
 def gradient_factor(state: Mapping[str, Any], folder: Path, parallel: Parallel) -> int:
@@ -93,7 +99,7 @@ def gradient_factor(state: Mapping[str, Any], folder: Path, parallel: Parallel) 
     random state for each process, and run.toml, written when the run started, says how the batch was shared.
     """
     if "gradient_factor" in state:
-        refuse(state_mistakes(state["gradient_factor"], 1, "gradient_factor"), CheckpointError)
+        check_structure(state["gradient_factor"], 1, "gradient_factor")
         return state["gradient_factor"]
     random = state["rng"]
     world = len(random) if random.dim() == 2 else 1
@@ -143,13 +149,15 @@ def read_result(saved: Any) -> Result:
     live = asdict(Result())
     if isinstance(saved, dict):
         live = {name: value for name, value in live.items() if name in saved}
-    refuse(state_mistakes(saved, live, "result"), CheckpointError)
+    check_structure(saved, live, "result")
     return Result(**{name: saved[name] for name in live})
 
 
-def waiting_in_vain(result: Result, patience: int) -> dict[str, object]:
-    """Return the table for `refuse` of a run that stopped early, where nothing has changed that lets it continue."""
+def check_patience(result: Result, patience: int) -> None:
+    """Raise UsageError for a run that stopped early, where nothing has changed that lets it continue."""
     since = result.evaluations_since_best
-    line = f"the run stopped early at step {result.step}: {plural(since, 'evaluation')} brought no lower loss"
-    advice = "give a larger --patience, or 0"
-    return {f"{line}; {advice}": result.stopped_early and patience and since >= patience}
+    if result.stopped_early and patience and since >= patience:
+        raise UsageError(
+            f"the run stopped early at step {result.step}: {plural(since, 'evaluation')} brought no lower loss; give "
+            "a larger --patience, or 0"
+        )

@@ -16,9 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,13 +31,11 @@ from te_models.data.own_batches import OwnBatches, checked_batch
 from te_models.data.streaming import StreamingDataset
 from te_models.device.determinism import deterministic
 from te_models.errors import (
-    CheckpointError,
     Diverged,
     NamedFields,
     OutputInUse,
     UsageError,
     plural,
-    refuse,
 )
 from te_models.files.atomic import replace_text
 from te_models.files.formats import Fields, flatten_state, render_json
@@ -46,7 +43,6 @@ from te_models.files.lock import locked
 from te_models.fp8.primary_weights import drop_initial_values
 from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import divide_gradient_amaxes
-from te_models.model.output import step_loss
 from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
 from te_models.optim.state_tensors import bytes_in
@@ -56,14 +52,10 @@ from te_models.saving.restore import read_training_state
 from te_models.saving.run_folder import Checkpoints
 from te_models.saving.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
 from te_models.training.callback import Callback
-from te_models.training.cuda_graph import GraphedStep, step_obstacle
 from te_models.training.evaluation import (
     Batch,
-    count_targets,
-    count_tokens,
     diagnosis,
     evaluate,
-    to_device,
 )
 from te_models.training.facts import facts_at_start, facts_now, resumed_facts
 from te_models.training.failed_run import (
@@ -80,19 +72,20 @@ from te_models.training.recipe_schedule import RecipeSchedule
 from te_models.training.report import progress as shown_progress
 from te_models.training.report import run_console
 from te_models.training.restore import (
+    check_patience,
+    check_structure,
     check_trained,
     gradient_factor,
     random_states,
     read_random_states,
     read_result,
-    state_mistakes,
-    waiting_in_vain,
 )
 from te_models.training.result import Result
 from te_models.training.resume import run_choices
-from te_models.training.routers import StepWeights, over_micro_batches, router_row, weigh_losses
+from te_models.training.routers import over_micro_batches, router_row, weigh_losses
 from te_models.training.saved import saved_part
 from te_models.training.settings import RUN_FILE
+from te_models.training.step_passes import StepPasses
 from te_models.training.step_start import StepStart, StepStarts
 from te_models.training.stop_signals import stop_signals
 from te_models.training.timing import QueuedStep, Row, copy_to_host, elapsed, timestamp
@@ -150,67 +143,47 @@ class Trainer(NamedFields):
     about: Fields = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        config, parallel = self.config, self.parallel
-        if not isinstance(self.out, str | os.PathLike):
-            raise UsageError(f"out is {self.out!r}: give the folder of the run")
+        config = self.config
+        parallel = self.parallel
+        self._check_arguments()
         self.out = Path(self.out)
         self.model, self.saved = saved_part(self.model, self.saved)
-        if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            raise UsageError(
-                "every parameter of the model is frozen: let some require gradients, or add adapters (add_lora)"
-            )
+        _refuse_frozen(self.model)
         self.device = self.model.device
-        self.data: TokenDataset | StreamingDataset | OwnBatches
-        if isinstance(self.dataset, TokenDataset | StreamingDataset):
-            self.data = self.dataset
-            self.model.add_stop_tokens(self.dataset.ends)
-        else:
-            share = {
-                "batch_size": config.batch_size // parallel.data_world,
-                "seq_len": config.seq_len,
-            }
-            given, usual = by_name(config), by_name(TrainConfig())
-            asked = {name: size for name, size in share.items() if given[name] != usual[name]}
-            self.data = OwnBatches(self.dataset, config.seed, parallel.ranks, asked)
-        evaluated = () if self.eval_batches is None else self.eval_batches
+        self.data = self._open_data()
+        batches = () if self.eval_batches is None else self.eval_batches
         self.evaluation = [
-            checked_batch(batch, f"evaluation batch {n}") for n, batch in enumerate(evaluated, 1)
+            checked_batch(batch, f"evaluation batch {number}")
+            for number, batch in enumerate(batches, 1)
         ]
-        strangers = [callback for callback in self.callbacks if not isinstance(callback, Callback)]
-        blind = config.patience and not self.evaluation
-        if strangers:
-            raise UsageError(
-                "callbacks are instances of subclasses of te_models.Callback; on_step= takes a function"
-            )
-        if blind:
+        if config.patience and not self.evaluation:
             raise UsageError(
                 f"patience={config.patience} counts evaluations: give eval_batches too"
             )
-        if not any(self.parallel.ranks.gather(len(self.evaluation))):
-            self.eval_batches = None  # as of data that is opened with eval_split=0
+        # All processes evaluate, or none does, as with data that was opened with eval_split=0.
+        self.evaluates = any(parallel.ranks.gather(len(self.evaluation)))
         weigh_losses(self.model, config)
         self.model.router_group = parallel.data_group if parallel.data_world > 1 else None
         parallel.start_alike(self.model)
         parallel.sum_gradients(self.model)
         self.gradients = parallel.gradients(self.model, config.gradient_accumulation)
-        chosen = (
-            config.learning_rate,
-            config.weight_decay,
-            config.optimizer_options,
-            config.optimizer_offload,
+        self.optimizer = build_optimizer(
+            config.optimizer,
+            self.model,
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            options=config.optimizer_options,
+            offload=config.optimizer_offload,
+            owners=parallel.owners(),
+            gradients=self.gradients,
+            norm=parallel.norm,
         )
-        shared = (parallel.owners(), self.gradients, parallel.norm)
-        self.optimizer = build_optimizer(config.optimizer, self.model, *chosen, *shared)
-        self.train_model: Callable[..., Any] = self.model
         self.schedule = RecipeSchedule(self.model, self.recipe or self.model.recipe, config)
-        self.graphed = self._graphed()
-        self.told_of_misfit = False
-        # The recipe for which the model is known to have scales.
-        self.calibrated: Recipe | None = None
+        self.passes = StepPasses(self.model, self.gradients, parallel, config)
         # Read the loss of a step once the next one is queued: only if the device itself can skip a bad step's update.
         self.ahead = self.device.type == "cuda" and self.optimizer.can_skip
         self.speeds: deque[float] = deque(maxlen=RECENT)  # tokens per second of each step
-        self.checkpoints = self._checkpoints(self.out / "checkpoints", self.config.keep_last)
+        self.checkpoints = self._checkpoints(self.out / "checkpoints", config.keep_last)
         self.best = self._checkpoints(self.out / "best" / "checkpoints", keep_last=1)
         # Serializing a tokenizer takes about a second: do it once.
         self.documents = {
@@ -223,11 +196,36 @@ class Trainer(NamedFields):
         self.pending: QueuedStep | None = None  # the newest step, until its metrics are read
         self.save_due = False  # as of the last step that was read, where save_every is not given
         self.saved_at = time.monotonic()
-        self.routed: list[Tensor] = []  # RoutingReport.metrics of the step's micro-batches
         self.stop_requested: Callable[[], int] = lambda: 0  # of this process: the signal's number
         self.stopping = False  # of any process, as of the last step that was read
         self.result = Result()
         self.facts = facts_at_start(self, self.about)
+
+    def _check_arguments(self) -> None:
+        """Raise UsageError for an argument of the wrong type."""
+        if not isinstance(self.out, str | os.PathLike):
+            raise UsageError(f"out is {self.out!r}: give the folder of the run")
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise UsageError(
+                    "callbacks are instances of subclasses of te_models.Callback; on_step= takes a function"
+                )
+
+    def _open_data(self) -> TokenDataset | StreamingDataset | OwnBatches:
+        """Return the dataset, or the batches of the user's own as one whose position checkpoints hold."""
+        if isinstance(self.dataset, TokenDataset | StreamingDataset):
+            self.model.add_stop_tokens(self.dataset.ends)
+            return self.dataset
+        config = self.config
+        sizes = {
+            "batch_size": config.batch_size // self.parallel.data_world,
+            "seq_len": config.seq_len,
+        }
+        chosen = by_name(config)
+        defaults = by_name(TrainConfig())
+        # A size that was left at its default asks for nothing.
+        expected = {name: size for name, size in sizes.items() if chosen[name] != defaults[name]}
+        return OwnBatches(self.dataset, config.seed, self.parallel.ranks, expected)
 
     def run(self, resume: bool = False, progress: bool = False) -> Result:
         """Train to `config.steps`, from the newest checkpoint in `out` if `resume`.
@@ -250,8 +248,7 @@ class Trainer(NamedFields):
             if self.result.step < self.config.steps:
                 self.parallel.ranks.from_first(self._check_disk, UsageError)
             result = self._run(resume, progress)
-        if self.graphed is not None:
-            self.graphed.close()  # the process group cannot be destroyed before
+        self.passes.close()  # the process group cannot be destroyed before
         return result
 
     def _run(self, resume: bool, progress: bool) -> Result:
@@ -278,9 +275,10 @@ class Trainer(NamedFields):
         ):
             batches = iter(self.data)
             if not self.result.step:
-                batches = self._calibrated(batches)
-            if not self.result.step and self.eval_batches is not None:
-                self.result.first_eval_loss = self.result.eval_loss = self._evaluate()
+                batches = self.passes.calibrated(batches)
+            if not self.result.step and self.evaluates:
+                self.result.first_eval_loss = self._evaluate()
+                self.result.eval_loss = self.result.first_eval_loss
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
             self.saved_at = time.monotonic()
@@ -311,34 +309,32 @@ class Trainer(NamedFields):
 
     def _evaluated(self, row: Row) -> None:
         """Save the model after the best evaluation so far, and end a run that no longer improves."""
-        result, config = self.result, self.config
-        (loss, *_) = self.parallel.ranks.gather(
-            row["eval_loss"]
-        )  # all processes decide by the same number
+        result = self.result
+        config = self.config
+        step = row["step"]
+        loss = self.parallel.ranks.gather(row["eval_loss"])[0]  # all processes decide by one number
         if loss < min(result.best_eval_loss, result.first_eval_loss):  # the second may be a NaN
-            result.best_eval_loss, result.best_step, result.evaluations_since_best = (
-                loss,
-                row["step"],
-                0,
-            )
+            result.best_eval_loss = loss
+            result.best_step = step
+            result.evaluations_since_best = 0
             if config.keep_best:
-                tensors, documents = self._model_content()
-                documents["run"] = run_choices(self.model)
-                # What became NaN since the evaluation ends the run in the next step, with a better explanation.
-                if broken_tensor(tensors, self.parallel.ranks) is None:
-                    self.best.save(
-                        row["step"], tensors, {**documents, **self.documents}, blocking=False
-                    )
+                self._save_best(step)
         else:
             result.evaluations_since_best += 1
-            if (
-                config.patience
-                and result.evaluations_since_best >= config.patience
-                and row["step"] < config.steps
-            ):
-                self.stopping = result.stopped_early = True
+            enough = config.patience and result.evaluations_since_best >= config.patience
+            if enough and step < config.steps:
+                self.stopping = True
+                result.stopped_early = True
         for callback in self.callbacks:
             callback.on_eval(self, row)
+
+    def _save_best(self, step: int) -> None:
+        """Save the model in the background, as the one of the lowest evaluation loss so far."""
+        tensors, documents = self._model_content()
+        # A tensor that became NaN since the evaluation ends the run in the next step, with a better explanation.
+        if broken_tensor(tensors, self.parallel.ranks) is None:
+            documents = {**documents, "run": run_choices(self.model), **self.documents}
+            self.best.save(step, tensors, documents, blocking=False)
 
     def steps(self, batches: Iterator[Batch]) -> Iterator[Row]:
         """Take steps until the run ends; yield the metrics of each, with the evaluation loss where one is due.
@@ -366,7 +362,8 @@ class Trainer(NamedFields):
 
     def finish_pending(self) -> Row:
         """Return the metrics of the newest step, after which nothing is queued."""
-        pending, self.pending = self.pending, None
+        pending = self.pending
+        self.pending = None
         assert pending is not None
         return self._finish(pending)
 
@@ -389,20 +386,31 @@ class Trainer(NamedFields):
 
     def _queue(self, step: int, batches: Iterator[Batch], before: QueuedStep | None) -> QueuedStep:
         """Queue one optimizer step. Step `before` is checked in between; without `ahead` this step is too."""
-        config, device = self.config, self.device
-        start = timestamp(device) if before is None else before.end
-        self.begun = begun = self.starts.take()
+        config = self.config
+        start = timestamp(self.device) if before is None else before.end
+        begun = self.starts.take()
+        self.begun = begun
         micro_batches = [next(batches) for _ in range(config.gradient_accumulation)]
         self.schedule.follow(step)
         loss = self._forward_backward(micro_batches)
-        router_losses, shares = over_micro_batches(self.routed, loss)
+        router_losses, shares = over_micro_batches(self.passes.routed, loss)
         sums = self.parallel.sum_and_any(
             torch.cat([loss[None], router_losses]), self.stop_requested() != 0, self._wants_save()
         )
-        loss, router_losses, flags = sums[0], sums[1:-2], sums[-2:]
+        loss = sums[0]
+        router_losses = sums[1:-2]
+        flags = sums[-2:]
         norm = self.optimizer.take_gradients(config.clip_grad_norm)
         values = torch.cat([torch.stack([loss, norm.to(loss)]), flags, router_losses, shares])
-        queued = QueuedStep(step, start, micro_batches, *copy_to_host(values), begun)
+        host_values, ready = copy_to_host(values)
+        queued = QueuedStep(
+            step=step,
+            start=start,
+            micro_batches=micro_batches,
+            values=host_values,
+            ready=ready,
+            begun=begun,
+        )
         if before is not None:
             self._check(before)
         if not self.ahead:
@@ -411,104 +419,16 @@ class Trainer(NamedFields):
         self.checkpoints.copied()  # a save in the background may still read what the update overwrites
         if self.ahead and isinstance(self.optimizer, MasterWeights):
             self.optimizer.skip_if(~(loss + norm).isfinite())
-        self.begun, self.updating = None, True
+        self.begun = None
+        self.updating = True
         self.optimizer.step()
         self.updating = False
-        queued.end = timestamp(device)
+        queued.end = timestamp(self.device)
         return queued
 
-    def _calibrated(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Return `batches` once the first step's micro-batches have given the model the scales that it needs."""
-        first = list(islice(batches, self.config.gradient_accumulation))
-        self._calibrate(first, self._weights(first))
-        return chain(first, batches)
-
-    def _calibrate(self, micro_batches: list[Batch], weights: StepWeights) -> None:
-        """Give the model scales from the micro-batches of a step, if it has none for its recipe."""
-        if self.config.calibrate and self.calibrated is not self.model.recipe:
-            self.model.train()
-            self.model.calibrate(
-                *(to_device(batch, self.device) for batch in micro_batches),
-                weights=weights.predictions,
-                router_weights=weights.routers,
-            )
-            self.calibrated = self.model.recipe
-
-    def _weights(self, micro_batches: list[Batch]) -> StepWeights:
-        """Return the factors of this process's micro-batches in the loss of their step."""
-        predictions = self.parallel.loss_weights(
-            [count_targets(batch) for batch in micro_batches], self.device
-        )
-        if self.model.config.moe is None:
-            return StepWeights(predictions, predictions)
-        tokens = [count_tokens(batch) for batch in micro_batches]
-        return StepWeights(predictions, self.parallel.router_weights(tokens, self.device))
-
-    def _follow_recipe(self) -> None:
-        """Make a new CUDA graph of the step if the schedule or a callback has changed the model's recipe."""
-        if self.graphed is not None and self.graphed.recipe is not self.model.recipe:
-            self.graphed.close()  # frees the memory of the old graph first, once the last step has run
-            self.graphed = self._graphed()
-
     def _forward_backward(self, micro_batches: list[Batch]) -> Tensor:
-        """Compute the gradients of the mean loss per counted token of the step; return this process's part of it."""
-        self.model.train()
-        device, last = self.device, len(micro_batches) - 1
-        weights = self._weights(micro_batches)
-        self.routed.clear()
-        self._calibrate(micro_batches, weights)
-        self._follow_recipe()
-        batches = [to_device(batch, device) for batch in micro_batches]
-        if self.graphed is not None and self._fit(self.graphed, batches):
-            loss = self.graphed.step(batches, weights.predictions, weights.routers)
-            self.routed += self.graphed.routing
-            return loss
-        total = torch.zeros((), device=device)
-        with self.gradients.collecting():
-            for number, batch in enumerate(batches):
-                loss, routed = self._micro_batch(
-                    batch,
-                    weights.predictions[number],
-                    weights.routers[number],
-                    first=number == 0,
-                    last=number == last,
-                )
-                total += loss
-                if routed is not None:
-                    self.routed.append(routed)
-        return total
-
-    def _micro_batch(
-        self,
-        batch: Mapping[str, Tensor],
-        weight: Tensor | float,
-        router_weight: Tensor | float,
-        first: bool,
-        last: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run forward and backward of a micro-batch, the first or last of its step or neither.
-
-        Returns its part of the step's loss (te_models.model.output.step_loss), and RoutingReport.metrics of a model
-        with experts.
-        """
-        config = self.config
-        self.parallel.prepare_micro_batch(self.train_model, last=last)
-        reuse = config.cache_fp8_weights and self.parallel.retains_weights
-        cached = first if reuse and config.gradient_accumulation > 1 else None
-        with self.gradients.micro_batch(first, last):
-            output = self.train_model(**batch, is_first_microbatch=cached, return_logits=False)
-            loss = step_loss(output, weight, router_weight, self.model.router_losses)
-            loss.backward()
-        routed = None if output.routing is None else output.routing.metrics(router_weight)
-        return loss.detach(), routed
-
-    def _fit(self, graphed: GraphedStep, micro_batches: list[Batch]) -> bool:
-        """Return whether the step's graph can take these batches; the first time that it cannot, log why."""
-        reason = graphed.misfit(micro_batches)
-        if reason and not self.told_of_misfit:
-            log.warning("such steps run without their CUDA graph: %s", reason)
-            self.told_of_misfit = True
-        return not reason
+        """Compute the gradients of a step; return this process's part of its loss. A subclass may weigh it."""
+        return self.passes.run(micro_batches)
 
     def _check(self, queued: QueuedStep) -> None:
         """Wait for a step's values; raise if they are not finite, and note whether a process was asked to stop."""
@@ -526,40 +446,37 @@ class Trainer(NamedFields):
                     self.model, self.parallel.ranks, queued.step, loss, norm, queued.micro_batches
                 )
             )
-        rate = self.config.learning_rate_at(queued.step)
-        queued.row = dict(
-            step=queued.step, loss=loss, grad_norm=norm, learning_rate=rate, **router_row(routed)
-        )
-        queued.row |= self.schedule.row(queued.step)
+        queued.row = {
+            "step": queued.step,
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": self.config.learning_rate_at(queued.step),
+            **router_row(routed),
+            **self.schedule.row(queued.step),
+        }
 
     def _finish(self, queued: QueuedStep) -> Row:
         """Return a step's metrics once its values are there; evaluate if that is due."""
         self._check(queued)
-        row, step, result = queued.row, queued.step, self.result
+        row = queued.row
+        step = queued.step
+        result = self.result
         seconds = elapsed(queued.start, queued.end)
-        tokens = self.parallel.data_world * sum(
-            batch["input_ids"].numel() for batch in queued.micro_batches
-        )
-        self.speeds.append(tokens / seconds)
-        result.step, result.loss = step, row["loss"]
+        own_tokens = sum(batch["input_ids"].numel() for batch in queued.micro_batches)
+        self.speeds.append(self.parallel.data_world * own_tokens / seconds)
+        result.step = step
+        result.loss = row["loss"]
         result.tokens_per_second = statistics.median(self.speeds)
         if self.device.type == "cuda":
             result.peak_memory = torch.cuda.max_memory_allocated(self.device)
         row["tokens_per_second"] = self.speeds[-1]
         due = self._due(self.config.eval_every, step) or step == self.config.steps
-        if due and self.eval_batches is not None:
-            row["eval_loss"] = result.eval_loss = self._evaluate()
+        if due and self.evaluates:
+            result.eval_loss = self._evaluate()
+            row["eval_loss"] = result.eval_loss
         if self.config.save_every and len(self.speeds) == 1 and self.parallel.ranks.world == 1:
             self.checkpoints.reserve(*self._content())
         return row
-
-    def _graphed(self) -> GraphedStep | None:
-        """Return the step as a CUDA graph if the run asks for one and it is possible."""
-        if reason := step_obstacle(self.model, self.config):
-            log.info("no CUDA graph of the step: %s", reason)
-            return None
-        # The Trainer has calibrated.
-        return GraphedStep(self.model, False, self._micro_batch, self.gradients)
 
     def _evaluate(self) -> float:
         return evaluate(self.model, self.evaluation, self.parallel.sum)
@@ -567,16 +484,17 @@ class Trainer(NamedFields):
     def _checkpoints(self, folder: Path, keep_last: int) -> Checkpoints:
         """Return a writer of checkpoints of this run in `folder`."""
         ranks = self.parallel.ranks
-        options: Fields = dict(keep_last=keep_last, retry_pauses=SAVE_RETRY_PAUSES)
         if ranks.world == 1:
-            return Checkpoints(folder, **options)
-        whose = dict(
+            return Checkpoints(folder, keep_last=keep_last, retry_pauses=SAVE_RETRY_PAUSES)
+        return ShardedCheckpoints(
+            folder,
             ranks=ranks,
             model=self.model,
             names=optimizer_names(self.optimizer, self.model),
             fetch=self.optimizer.fetch,
+            keep_last=keep_last,
+            retry_pauses=SAVE_RETRY_PAUSES,
         )
-        return ShardedCheckpoints(folder, **whose, **options)
 
     def save(self, blocking: bool = True) -> None:
         """Write a checkpoint of everything that the next step depends on.
@@ -599,7 +517,8 @@ class Trainer(NamedFields):
                 blocking=blocking,
                 copy_later=not blocking,
             )
-        self.save_due, self.saved_at = False, time.monotonic()
+        self.save_due = False
+        self.saved_at = time.monotonic()
         self.result.checkpoint = str(folder)
         for callback in self.callbacks:
             callback.on_save(self, folder)
@@ -621,14 +540,16 @@ class Trainer(NamedFields):
     def _content(self) -> tuple[dict[str, dict[str, Tensor]], Fields]:
         """Return the tensors and documents of a checkpoint."""
         tensors, documents = self._model_content()
-        start, ranks = self.begun, self.parallel.ranks
+        start = self.begun
+        ranks = self.parallel.ranks
         if start is None:
             random = torch.get_rng_state()
             cuda = self.device.type == "cuda"
             cuda_random = torch.cuda.get_rng_state(self.device) if cuda else None
             position = self.data.state_dict()
         else:  # the step that follows has begun, and failed
-            random, cuda_random = start.random, start.cuda_random
+            random = start.random
+            cuda_random = start.cuda_random
             position = self.starts.whole_data(start)
         state = {
             "optimizer": optimizer_state(self.optimizer, self.model),
@@ -636,7 +557,8 @@ class Trainer(NamedFields):
             "rng": random_states(random, ranks),
             "cuda_rng": None if cuda_random is None else random_states(cuda_random, ranks),
             "result": asdict(self.result),
-            "gradient_factor": 1,  # those that the scales know, over those of one process
+            # The gradients that the scales were measured on, over the same gradients in one process.
+            "gradient_factor": 1,
             "trained": trained_names(self.optimizer, self.model),
         }
         tensors["training"], documents["training"] = flatten_state(state)
@@ -648,37 +570,44 @@ class Trainer(NamedFields):
         Raises:
             ValueError: there is none, or it is of another model or optimizer.
         """
-        newest = self.checkpoints.to_resume()
-        self.schedule.take(newest)
-        found = (
-            read_training_state(self.model, newest)
-            if self.saved is None
-            else self.saved.read(newest)
-        )
-        state, optimizer = found.state, found.state["optimizer"]
-        check_trained(state.get("trained"), trained_names(self.optimizer, self.model), newest)
-        if self.parallel.sharded and self.parallel.owners() is None:
-            assert isinstance(self.optimizer, MasterWeights)
-            names = optimizer_names(self.optimizer, self.model)
-            optimizer = cut_optimizer_state(optimizer, self.optimizer.masters, self.model, names)
+        checkpoint = self.checkpoints.to_resume()
+        self.schedule.take(checkpoint)
+        if self.saved is None:
+            training = read_training_state(self.model, checkpoint)
+        else:
+            training = self.saved.read(checkpoint)
+        state = training.state
+        names = trained_names(self.optimizer, self.model)
+        check_trained(state.get("trained"), names, checkpoint)
+        optimizer = self._own_optimizer_state(state["optimizer"])
         self.optimizer.check_state_dict(optimizer)
-        random, cuda = read_random_states(state, newest, self.parallel.ranks.rank, self.device)
+        random, cuda_random = read_random_states(
+            state, checkpoint, self.parallel.ranks.rank, self.device
+        )
         result = read_result(state["result"])
         factor = gradient_factor(state, self.out, self.parallel)
-        refuse(waiting_in_vain(result, self.config.patience))
-        refuse(state_mistakes(state["dataset"], self.data.state_dict(), "dataset"), CheckpointError)
+        check_patience(result, self.config.patience)
+        check_structure(state["dataset"], self.data.state_dict(), "dataset")
         # The last that may refuse, before it changes anything.
         self.data.load_state_dict(state["dataset"])
-        found.write()
+        training.write()
         if factor != 1:
             divide_gradient_amaxes(self.model, factor)
         self.optimizer.load_state_dict(optimizer)
         drop_initial_values(self.model)
         torch.set_rng_state(random)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, self.device)
+        if cuda_random is not None:
+            torch.cuda.set_rng_state(cuda_random, self.device)
         self.result = replace(result, stopped_early=False, signal=0)
-        self.facts = resumed_facts(self.facts, facts_in(newest))
+        self.facts = resumed_facts(self.facts, facts_in(checkpoint))
+
+    def _own_optimizer_state(self, saved: Fields) -> Fields:
+        """Return this process's part of an optimizer's saved state: where FSDP2 shards it, the shards."""
+        if not self.parallel.sharded or self.parallel.owners() is not None:
+            return saved
+        assert isinstance(self.optimizer, MasterWeights)
+        names = optimizer_names(self.optimizer, self.model)
+        return cut_optimizer_state(saved, self.optimizer.masters, self.model, names)
 
     def _refuse_to_replace(self) -> None:
         """Raise UsageError if `out` has a run that a new one would replace."""
@@ -691,7 +620,17 @@ class Trainer(NamedFields):
 
     def _check_disk(self) -> None:
         """Raise UsageError if the first checkpoint certainly does not fit on the disk."""
-        trained = (p for p in self.model.parameters() if p.requires_grad or self.saved is None)
-        size = sum(p.numel() * p.element_size() for p in trained) + self.optimizer.state_bytes()
+        size = self.optimizer.state_bytes()
+        for parameter in self.model.parameters():
+            if parameter.requires_grad or self.saved is None:  # of adapters only what is trained
+                size += parameter.numel() * parameter.element_size()
         kept = self.config.keep_last if self.config.save_every != 0 else 1
         check_disk(self.out, size, kept)
+
+
+def _refuse_frozen(model: CausalLM) -> None:
+    """Raise UsageError if no parameter of the model is trained."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(
+            "every parameter of the model is frozen: let some require gradients, or add adapters (add_lora)"
+        )

@@ -88,7 +88,7 @@ def run_of(model: Any, out: Path, graph: bool, count: int, **fields: Any) -> Tra
 
 def trained(run: Trainer, batches: Any, steps: int = STEPS) -> tuple[list[Any], dict[str, Tensor]]:
     """Losses and norms of the steps, with an evaluation between them; weights, scales and sums after them."""
-    batches = run._calibrated(batches)
+    batches = run.passes.calibrated(batches)
     rows = []
     for number in range(steps):
         torch.manual_seed(number)  # for stochastic rounding
@@ -106,7 +106,7 @@ def trained(run: Trainer, batches: Any, steps: int = STEPS) -> tuple[list[Any], 
 
 
 def same(eager: Trainer, graphed: Trainer, steps: int = STEPS) -> None:
-    assert eager.graphed is None and graphed.graphed is not None
+    assert eager.passes.graph is None and graphed.passes.graph is not None
     wanted, found = (trained(run, Answers(), steps) for run in (eager, graphed))
     assert found[0] == wanted[0]
     assert len({loss for loss, _ in wanted[0]}) == steps
@@ -174,7 +174,7 @@ def test_a_disturbed_capture_costs_an_eager_step(
     monkeypatch.setattr("te_models.training.cuda_graph.capture", disturbed)
     same(eager, graphed)
     assert len(tapes) == failing + 1 + 3
-    assert graphed.graphed is not None and graphed.graphed.captured
+    assert graphed.passes.graph is not None and graphed.passes.graph.captured
     assert [record.message for record in caplog.records if "tries again" in record.message]
 
 
@@ -191,7 +191,7 @@ def test_after_many_failures_steps_are_eager(
 
     monkeypatch.setattr("te_models.training.cuda_graph.capture", broken)
     same(*runs, steps=WARM_UP + ATTEMPTS + 1)
-    assert len(tapes) == ATTEMPTS and not runs[1].graphed.captured
+    assert len(tapes) == ATTEMPTS and not runs[1].passes.graph.captured
 
 
 def test_batches_of_another_shape_run_eagerly(
@@ -222,7 +222,7 @@ def test_a_bad_micro_batch_ends_the_run_before_the_update(tapes: list[Any], tmp_
     for _ in range(4):
         run.step(batches)
     before = [p.detach().clone() for p in run.model.parameters()]
-    assert run.graphed.captured
+    assert run.passes.graph.captured
     with torch.no_grad():
         run.model.norm.weight[0] = float("nan")
     with pytest.raises(Diverged):
@@ -253,4 +253,4 @@ def test_replayed_micro_batches_are_the_eager_ones_on_a_gpu(
     with deterministic():
         runs = [run_of(build(recipe, **options), tmp_path, graph, count) for graph in (False, True)]
         same(*runs)
-    assert isinstance(runs[1].graphed, GraphedStep) and runs[1].graphed.captured
+    assert isinstance(runs[1].passes.graph, GraphedStep) and runs[1].passes.graph.captured

@@ -14,7 +14,7 @@ from te_models.errors import UsageError
 from te_models.fp8.scaling_state import fp8_state
 from te_models.saving.run_folder import Checkpoints
 from te_models.training.metrics import read_metrics
-from te_models.training.restore import waiting_in_vain
+from te_models.training.restore import check_patience
 from te_models.training.trainer import Callback
 
 
@@ -134,11 +134,9 @@ def test_the_evaluation_before_the_first_step_may_be_the_best(
     assert not (tmp_path / "best").exists()
     said = said_at_the_end(result, run.config, tmp_path)
     assert "1.0000, before the first step: training made the model worse" in said
-    (line,) = waiting_in_vain(dataclasses.replace(result, evaluations_since_best=1), 1)
-    assert (
-        line
-        == "the run stopped early at step 3: 1 evaluation brought no lower loss; give a larger --patience, or 0"
-    )
+    line = "the run stopped early at step 3: 1 evaluation brought no lower loss; give a larger --patience, or 0"
+    with pytest.raises(UsageError, match=f"^{line}$"):
+        check_patience(dataclasses.replace(result, evaluations_since_best=1), 1)
 
 
 def test_patience_is_counted_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def failing_in(run: Trainer, step: int, failure: Any) -> Trainer:
         output = run.model(**batch)
         return failure(output) if passes == step else output
 
-    run.train_model = forward
+    run.passes.train_model = forward
     return run
 
 

@@ -56,7 +56,7 @@ def test_what_micro_batches_are_told(
         told.append(batch["is_first_microbatch"])
         return run.model(**batch)
 
-    run.train_model = forward
+    run.passes.train_model = forward
     run.step(iter([next(iter(run.dataset))] * 3))
     assert (lasts, told) == ([False, False, True], flags)
 
@@ -323,7 +323,7 @@ def test_a_bad_step_read_late_changes_no_weight(clip: float, tmp_path: Path) -> 
         output = run.model(**batch)
         return output._replace(loss=output.loss * (math.nan if len(seen) == 2 else 1))
 
-    run.optimizer.step, run.train_model = recorded, poisoned
+    run.optimizer.step, run.passes.train_model = recorded, poisoned
     with pytest.raises(Diverged, match="step 3: the loss is nan"):
         run.run()
     assert len(seen) == 3 and [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [

@@ -1,0 +1,158 @@
+"""Forward and backward of the micro-batches of a step, as eager passes or as one CUDA graph."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_models.causal_lm import CausalLM
+from te_models.config.recipe import Recipe
+from te_models.config.training import TrainConfig
+from te_models.model.output import step_loss
+from te_models.optim.gradients import Gradients
+from te_models.training.cuda_graph import GraphedStep, step_obstacle
+from te_models.training.evaluation import Batch, count_targets, count_tokens, to_device
+from te_models.training.parallel import Parallel
+from te_models.training.routers import StepWeights
+
+log = logging.getLogger(__name__)
+
+
+class StepPasses:
+    """Computes the gradients of a step. It knows nothing of the optimizer, of checkpoints or of the loop.
+
+    Attributes:
+        train_model: what a micro-batch calls: the model.
+        graph: the step as a CUDA graph; None: every step runs eagerly.
+        routed: RoutingReport.metrics of the last step's micro-batches; empty for a model without experts.
+    """
+
+    def __init__(
+        self, model: CausalLM, gradients: Gradients, parallel: Parallel, config: TrainConfig
+    ) -> None:
+        self.model = model
+        self.gradients = gradients
+        self.parallel = parallel
+        self.config = config
+        self.device = model.device
+        self.train_model: Callable[..., Any] = model
+        self.routed: list[Tensor] = []
+        self._calibrated_for: Recipe | None = None  # the model is known to have scales for it
+        self._logged_misfit = False
+        self.graph = self._new_graph()
+
+    def calibrated(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Return `batches` once the first step's micro-batches have given the model the scales that it needs."""
+        first = list(islice(batches, self.config.gradient_accumulation))
+        self._calibrate(first, self._weights(first))
+        return chain(first, batches)
+
+    def run(self, micro_batches: list[Batch]) -> Tensor:
+        """Compute the gradients of the mean loss per counted token of the step.
+
+        Return this process's part of the loss, a scalar on the device; `routed` has what the routers did.
+        """
+        self.model.train()
+        weights = self._weights(micro_batches)
+        self.routed.clear()
+        self._calibrate(micro_batches, weights)
+        self._follow_recipe()
+        batches = [to_device(batch, self.device) for batch in micro_batches]
+        if self.graph is not None and self._fits(self.graph, batches):
+            loss = self.graph.step(batches, weights.predictions, weights.routers)
+            self.routed += self.graph.routing
+            return loss
+        total = torch.zeros((), device=self.device)
+        last = len(batches) - 1
+        with self.gradients.collecting():
+            for number, batch in enumerate(batches):
+                loss, routed = self._micro_batch(
+                    batch,
+                    weights.predictions[number],
+                    weights.routers[number],
+                    first=number == 0,
+                    last=number == last,
+                )
+                total += loss
+                if routed is not None:
+                    self.routed.append(routed)
+        return total
+
+    def close(self) -> None:
+        """Free the CUDA graph, before which no process group can be destroyed."""
+        if self.graph is not None:
+            self.graph.close()
+
+    def _calibrate(self, micro_batches: list[Batch], weights: StepWeights) -> None:
+        """Give the model scales from the micro-batches of a step, if it has none for its recipe."""
+        if not self.config.calibrate or self._calibrated_for is self.model.recipe:
+            return
+        self.model.train()
+        self.model.calibrate(
+            *(to_device(batch, self.device) for batch in micro_batches),
+            weights=weights.predictions,
+            router_weights=weights.routers,
+        )
+        self._calibrated_for = self.model.recipe
+
+    def _weights(self, micro_batches: list[Batch]) -> StepWeights:
+        """Return the factors of this process's micro-batches in the loss of their step."""
+        targets = [count_targets(batch) for batch in micro_batches]
+        predictions = self.parallel.loss_weights(targets, self.device)
+        if self.model.config.moe is None:
+            return StepWeights(predictions=predictions, routers=predictions)
+        tokens = [count_tokens(batch) for batch in micro_batches]
+        routers = self.parallel.router_weights(tokens, self.device)
+        return StepWeights(predictions=predictions, routers=routers)
+
+    def _micro_batch(
+        self,
+        batch: Mapping[str, Tensor],
+        weight: Tensor | float,
+        router_weight: Tensor | float,
+        first: bool,
+        last: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run forward and backward of a micro-batch, the first or last of its step or neither.
+
+        Returns its part of the step's loss (te_models.model.output.step_loss), and RoutingReport.metrics of a model
+        with experts.
+        """
+        config = self.config
+        self.parallel.prepare_micro_batch(self.train_model, last=last)
+        reuse = config.cache_fp8_weights and self.parallel.retains_weights
+        cached = first if reuse and config.gradient_accumulation > 1 else None
+        with self.gradients.micro_batch(first, last):
+            output = self.train_model(**batch, is_first_microbatch=cached, return_logits=False)
+            loss = step_loss(output, weight, router_weight, self.model.router_losses)
+            loss.backward()
+        routed = None if output.routing is None else output.routing.metrics(router_weight)
+        return loss.detach(), routed
+
+    def _new_graph(self) -> GraphedStep | None:
+        """Return the step as a CUDA graph if the run asks for one and it is possible."""
+        reason = step_obstacle(self.model, self.config)
+        if reason:
+            log.info("no CUDA graph of the step: %s", reason)
+            return None
+        # Without a calibration of its own: `run` has calibrated the model when the graph is captured.
+        return GraphedStep(self.model, False, self._micro_batch, self.gradients)
+
+    def _follow_recipe(self) -> None:
+        """Make a new CUDA graph of the step if the schedule or a callback has changed the model's recipe."""
+        if self.graph is not None and self.graph.recipe is not self.model.recipe:
+            self.graph.close()  # frees the memory of the old graph first, once the last step has run
+            self.graph = self._new_graph()
+
+    def _fits(self, graph: GraphedStep, micro_batches: list[Batch]) -> bool:
+        """Return whether the step's graph can take these batches; the first time that it cannot, log why."""
+        reason = graph.misfit(micro_batches)
+        if reason and not self._logged_misfit:
+            log.warning("such steps run without their CUDA graph: %s", reason)
+            self._logged_misfit = True
+        return not reason
