@@ -19,6 +19,7 @@ from te_models.config.layer import LinearSpec, MixerSpec, Section, Step, Tape
 from te_models.config.model import ModelConfig
 from te_models.model import parts
 from te_models.model.forward_context import ForwardContext
+from te_models.model.kv_cache import RecurrentState
 from te_models.model.part import Mixer
 from te_models.model.te_modules import Factory, pad_rows
 
@@ -88,31 +89,6 @@ class ShortConvSpec(MixerSpec):
         return [tape.linear(into), conv, gate, norm, tape.linear(out)]
 
 
-class ShortConvState:
-    """The inputs of the last TAPS - 1 tokens of each row, oldest first, [B, TAPS - 1, D]."""
-
-    def __init__(self, batch: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.tail = torch.zeros(batch, TAPS - 1, width, device=device, dtype=dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return self.tail.nbytes
-
-    def clear(self) -> None:
-        """Forget all tokens. Positions hide them as well, but NaN times 0 is NaN."""
-        self.tail.zero_()
-
-    def roll(self, x: Tensor, positions: Tensor, real: Tensor | None) -> Tensor:
-        """Return the tail before x [B, S, D], and keep that after it; `positions` [B, S] count real tokens."""
-        before = self.tail.clone()
-        whole = torch.cat((before, x), dim=1)
-        count = torch.full((len(x),), x.shape[1], device=x.device) if real is None else real.sum(1)
-        start = torch.zeros_like(count) if real is None else real.int().argmax(1)
-        place = (start + count)[:, None] + torch.arange(TAPS - 1, device=x.device)
-        self.tail.copy_(whole.gather(1, place[..., None].expand(-1, -1, x.shape[2])))
-        return before
-
-
 class ShortConv(Mixer[ShortConvSpec]):
     """The module of ShortConvSpec."""
 
@@ -135,8 +111,10 @@ class ShortConv(Mixer[ShortConvSpec]):
 
     def new_state(
         self, batch: int, slots: int, device: torch.device, dtype: torch.dtype
-    ) -> ShortConvState:
-        return ShortConvState(batch, self.spec.hidden_size, device, dtype)
+    ) -> RecurrentState:
+        """The inputs of the last TAPS - 1 tokens of each row, oldest first, [B, TAPS - 1, D]."""
+        size = (batch, TAPS - 1, self.spec.hidden_size)
+        return RecurrentState(tail=torch.zeros(size, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         batch, seq = context.batch, context.seq
@@ -145,13 +123,18 @@ class ShortConv(Mixer[ShortConvSpec]):
         x, g = xg.chunk(2, dim=-1)
         positions = context.positions.expand(batch, seq)
         real = None if context.real is None else context.real.view(batch, seq)
-        if context.cache is None:
+        state = None
+        if context.cache is not None:
+            state = context.cache.recurrent(
+                self.layer, lambda: self.new_state(batch, 0, x.device, x.dtype)
+            )
+        if state is None:
             before = x.new_zeros(batch, TAPS - 1, x.shape[2])
         else:
-            state = context.cache.states[self.layer]
-            assert isinstance(state, ShortConvState)
-            before = state.roll(x.detach(), positions, real)
-        whole = torch.cat((before, x), dim=1)
+            before = state.read()["tail"]
+        whole = torch.cat((before, x), dim=1)  # [B, TAPS - 1 + S, D]
+        if state is not None:
+            state.write(tail=newest(whole, real))
         y = torch.zeros_like(x)
         for back in range(TAPS):
             # The token `back` places earlier, where it is of the same row and document.
@@ -163,6 +146,15 @@ class ShortConv(Mixer[ShortConvSpec]):
         if context.real is not None:
             y = y * context.real
         return context.linear(self.out_proj, pad_rows(y, rows))
+
+
+def newest(whole: Tensor, real: Tensor | None) -> Tensor:
+    """Return the last TAPS - 1 tokens of whole [B, TAPS - 1 + S, D], of whose newest S those `real` are tokens."""
+    if real is None:
+        return whole[:, 1 - TAPS :]
+    start = real.int().argmax(1)  # the tokens of a row are in one piece
+    place = (start + real.sum(1))[:, None] + torch.arange(TAPS - 1, device=whole.device)
+    return whole.gather(1, place[..., None].expand(-1, -1, whole.shape[2]))
 
 
 @contextlib.contextmanager

@@ -80,7 +80,6 @@ class DeltaNetSpec(MixerSpec):
 
     name: ClassVar[str] = "linear_attn"
     title: ClassVar[str] = "linear attention"
-    keeps = "a recurrent state"
 
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> DeltaNetSpec:

@@ -256,10 +256,9 @@ class PartSpec(ABC):
 class MixerSpec(PartSpec):
     """A part that mixes tokens."""
 
-    # What it keeps of earlier tokens while decoding, in the words of transformers' caches.
-    keeps: ClassVar[Literal["keys and values", "a recurrent state", "another state"]] = (
-        "another state"
-    )
+    # What it keeps of earlier tokens while decoding: tensors that grow with the text, or of one size
+    # (te_models.model.kv_cache.KVState and RecurrentState).
+    keeps: ClassVar[Literal["keys and values", "a recurrent state"]] = "a recurrent state"
 
     @abstractmethod
     def state_bytes(self, batch: int, slots: int, element: int) -> int:

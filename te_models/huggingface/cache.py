@@ -1,21 +1,26 @@
 """A cache of transformers in place of te_models.model.kv_cache.DecodingCache, for one forward pass.
 
 Any cache of transformers will do (dynamic, static, with sliding windows, quantized, offloaded): it stores keys and
-values and says which slots it returns; the masks are made here.
+values and says which slots it returns; the masks are made here. The state of a recurrent layer is a layer of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    STATIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    StaticLayer,
+)
 
 from te_models.config.attention import SoftmaxAttentionSpec
-from te_models.config.layer import MixerSpec
 from te_models.config.model import ModelConfig
 from te_models.errors import UsageError
 from te_models.kernels.sdpa import attention_mask as causal_mask
@@ -23,20 +28,93 @@ from te_models.kernels.sdpa import masks_nothing, within_window
 from te_models.model.kv_cache import RecurrentState
 
 
-def refuse_other_states(config: ModelConfig) -> None:
-    """Raise a UsageError if a layer keeps something while decoding for which transformers has no kind of layer."""
-    for part in config.parts:
-        if isinstance(part, MixerSpec) and part.keeps == "another state":
-            raise UsageError(
-                f"a cache of transformers has no place for what a {part.title} keeps: give use_cache=False, or call "
-                "generate of the CausalLM inside (`.model`)"
-            )
+class RecurrentLayer(CacheLayerMixin):
+    """A layer of a cache of transformers that holds the state of a recurrent layer, whatever tensors it has.
+
+    transformers' own layer for linear attention has two tensors of fixed roles, and does not count tokens.
+    """
+
+    supports_early_init = False
+
+    def __init__(self, **sizes: object) -> None:
+        """Make an empty layer; transformers gives `sizes` of keys and values, which change nothing."""
+        super().__init__()
+        self.state: RecurrentState | None = None
+        self.length = 0  # tokens so far, padding included
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens so far."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the sizes of a mask over all tokens, of which the layer itself needs none."""
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Return -1: there is no limit."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.length = 0
+        if self.state is not None:
+            self.state.clear()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace the rows by those of a beam search."""
+        if self.state is not None:
+            self.state.take_rows(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows of these numbers."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        if self.state is not None:
+            first = next(iter(self.state.tensors.values()))
+            rows = torch.arange(len(first), device=first.device)
+            self.state.take_rows(rows.repeat_interleave(repeats))
+
+    def crop(self, *lengths: int) -> None:
+        """Raise a UsageError: a recurrent state cannot forget its newest tokens alone."""
+        raise UsageError(
+            "a cache of a recurrent layer cannot be cropped: compute the shorter text with a new cache"
+        )
+
+    def offload(self) -> None:
+        """Leave the state on its device: it is small."""
+
+    def prefetch(self) -> None:
+        """Leave the state on its device, where `offload` has left it."""
+
+    def lazy_initialization(self, *tensors: Tensor) -> None:
+        """Do nothing: the model makes the state."""
+
+    def update(self, *tensors: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+        """Raise a UsageError: a recurrent layer has no keys and values."""
+        raise UsageError("a recurrent layer has no keys and values to put into a cache")
 
 
-def seen_before(past: Cache, config: ModelConfig) -> int:
-    """Return how many positions a cache has, 0 if no layer needs that number: one of linear attention counts none."""
-    counts = any(isinstance(layer.mixer, SoftmaxAttentionSpec) for layer in config.layers)
-    return int(past.get_seq_length()) if counts else 0
+def add_cache_layers(config: ModelConfig) -> None:
+    """Tell transformers which layers DynamicCache and StaticCache need for kinds of layers that it does not know.
+
+    Its own kinds add themselves to the same tables (`_layer_type` in transformers.cache_utils).
+    """
+    for kind, layer in zip(config.layer_types or (), config.layers, strict=False):
+        recurrent = layer.mixer.keeps == "a recurrent state"
+        DYNAMIC_LAYER_TYPE_MAPPING.setdefault(kind, RecurrentLayer if recurrent else DynamicLayer)
+        STATIC_LAYER_TYPE_MAPPING.setdefault(kind, RecurrentLayer if recurrent else StaticLayer)
+
+
+def seen_before(past: Cache) -> int:
+    """Return how many positions a cache has."""
+    for layer in past.layers:
+        if isinstance(
+            layer, CacheLayerMixin
+        ):  # transformers' layers of linear attention do not count
+            return int(layer.get_seq_length())
+    return 0
 
 
 class CacheView:
@@ -67,7 +145,7 @@ class CacheView:
         self.config, self.past, self.positions, self.device = config, past, positions, device
         self.whole = mask if mask is not None and mask.dim() == 4 else None
         self.mask = None if mask is None or mask.dim() == 4 or masks_nothing(mask) else mask.bool()
-        self.length = 0 if past is None else seen_before(past, config)
+        self.length = 0 if past is None else seen_before(past)
         self._slots = torch.empty(0, dtype=torch.long, device=device)
 
     def extend(self, seq: int, real: Tensor | None) -> Tensor:
@@ -128,14 +206,17 @@ class CacheView:
         """Return the state of a recurrent layer, which the cache stores; `make` makes one without tokens."""
         if self.past is None:
             return None
-        own: Any = self.past.layers[
-            layer
-        ]  # a LinearAttentionCacheLayerMixin, which older versions do not have
-        if not own.is_conv_states_initialized[0]:
-            new = make()
-            own.lazy_initialization(conv_states=new.tail, recurrent_states=new.matrix)
-            own.has_previous_state[0] = True
-        return RecurrentState(own.conv_states[0], own.recurrent_states[0])
+        layers = self.past.layers
+        # A DynamicCache without a config grows with the layers that store something.
+        while len(layers) <= layer:
+            layers.append(RecurrentLayer())
+        own = layers[layer]
+        if not isinstance(own, RecurrentLayer):  # transformers' own layer, without a state so far
+            own = layers[layer] = RecurrentLayer()
+        if own.state is None:
+            own.state = make()
+        own.length = self.length + len(self._slots)
+        return own.state
 
     def _sizes(self, window: int | None, seq: int) -> tuple[int, int]:
         """Return the number of slots that layers with this window attend to, and the position of the first."""

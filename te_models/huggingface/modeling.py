@@ -35,7 +35,7 @@ from te_models.huggingface.adapters import (
     show_linears,
 )
 from te_models.huggingface.backbone import Backbone, hidden_states, refuse_unknown
-from te_models.huggingface.cache import CacheView, refuse_other_states, seen_before
+from te_models.huggingface.cache import CacheView, seen_before
 from te_models.huggingface.config import TEModelsConfig
 from te_models.huggingface.reference import name_attention
 from te_models.huggingface.saving import (
@@ -320,8 +320,6 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the cache of a forward pass, a new one where it should return one."""
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and not wants_loss
-        if use_cache or past is not None:
-            refuse_other_states(self.model.config)
         return DynamicCache(config=self.config) if use_cache and past is None else past
 
     def attention(
@@ -372,8 +370,6 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         )  # with a static cache it would compile forward, into many pieces
         config = options.get("generation_config") or self.generation_config
         self._check_prompt(args, options, config)
-        if options.get("use_cache", config.use_cache) is not False:
-            refuse_other_states(self.model.config)
         if options.get("assistant_early_exit", config.assistant_early_exit) is not None:
             raise UsageError(
                 "assistant_early_exit is not supported: give a smaller model as assistant_model"
@@ -432,7 +428,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         """
         original, seen = (
             context_before_long_angles(self.model.config.rope),
-            seen_before(past, self.model.config),
+            seen_before(past),
         )
         if original is None or not seen:
             return False

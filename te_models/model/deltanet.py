@@ -61,11 +61,16 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
     def new_state(
         self, batch: int, slots: int, device: torch.device, dtype: torch.dtype
     ) -> RecurrentState:
-        """Return the state of `batch` rows without tokens; `slots` changes nothing."""
+        """Return the state of `batch` rows without tokens; `slots` changes nothing.
+
+        `tail` has the inputs of the convolution at the newest tokens, oldest first, [B, taps - 1, C], and `matrix` the
+        state of the delta rule after the newest token, FP32 [B, n, d_k, d_v].
+        """
         s = self.spec.sizes
         tail = torch.zeros(batch, s.conv_kernel_dim - 1, s.mixed_size, device=device, dtype=dtype)
         shape = (batch, s.num_value_heads, s.key_head_dim, s.value_head_dim)
-        return RecurrentState(tail, torch.zeros(shape, device=device, dtype=torch.float32))
+        matrix = torch.zeros(shape, device=device, dtype=torch.float32)
+        return RecurrentState(tail=tail, matrix=matrix)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return linear attention of x [N, D]: [N, D]."""
@@ -102,7 +107,9 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
             state = context.cache.recurrent(
                 self.layer, lambda: self.new_state(context.batch, 0, mixed.device, mixed.dtype)
             )
-        tail, before = (None, None) if state is None else state.read()
+        stored = {} if state is None else state.read()
+        tail = stored.get("tail")
+        before = stored.get("matrix")
         parts = (sizes.key_size, sizes.key_size, sizes.value_size)
         how = dict(sizes=parts, activation=self.spec.activation)
         q, k, v = kernels.mixed_parts(
@@ -114,5 +121,5 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         v = v.unflatten(-1, (-1, sizes.value_head_dim))
         out, matrix = delta_rule(q, k, v, g, beta, before, context.documents)
         if state is not None and tail is not None and matrix is not None:
-            state.write(newest(tail, mixed, counts), matrix)
+            state.write(tail=newest(tail, mixed, counts), matrix=matrix)
         return out

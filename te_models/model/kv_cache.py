@@ -30,10 +30,17 @@ class Cache(Protocol):
 
     def extend(self, seq: int, real: Tensor | None) -> Tensor | None: ...
     def visible(self, window: int | None) -> Tensor | None: ...
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
-    def recurrent(
-        self, layer: int, make: Callable[[], RecurrentState]
-    ) -> RecurrentState | None: ...
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k, v [B, K, S, H] of the newest tokens in an attention layer; return those that they attend to."""
+        ...
+
+    def recurrent(self, layer: int, make: Callable[[], RecurrentState]) -> RecurrentState | None:
+        """Return the state of a recurrent layer, of any kind; `make` makes one without tokens.
+
+        None in a pass that stores nothing.
+        """
+        ...
 
 
 class State(Protocol):
@@ -94,40 +101,42 @@ class KVState:
 
 
 class RecurrentState:
-    """The state of a layer of linear attention or of a convolution, of one size for any number of tokens.
+    """The state of a layer whose size does not grow with the text: linear attention, a convolution, a state space.
 
-    Attributes:
-        tail: the inputs of its convolution at the newest tokens, oldest first, [B, taps - 1, channels].
-        matrix: the state after the newest token, FP32 [B, heads, d_k, d_v]; None: a convolution has no other.
+    Args:
+        tensors: by names of the mixer's choice, as many as it needs, each [B, ...]: such as the newest inputs of a
+            convolution, or a matrix per head. Zeros are the state before the first token.
     """
 
-    def __init__(self, tail: Tensor, matrix: Tensor | None = None) -> None:
-        self.tail = tail
-        self.matrix = matrix
+    def __init__(self, **tensors: Tensor) -> None:
+        self.tensors = tensors
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both."""
-        return self.tail.nbytes + (0 if self.matrix is None else self.matrix.nbytes)
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def clear(self) -> None:
         """Forget all tokens."""
-        self.tail.zero_()
-        if self.matrix is not None:
-            self.matrix.zero_()
+        for tensor in self.tensors.values():
+            tensor.zero_()
 
-    def read(self) -> tuple[Tensor, Tensor | None]:
-        """Return both as they are before the new tokens; copies where autograd may save them, since `write` follows."""
+    def read(self) -> dict[str, Tensor]:
+        """Return the tensors before the new tokens; copies where autograd may save them, since `write` follows."""
         if torch.is_grad_enabled():
-            return self.tail.clone(), None if self.matrix is None else self.matrix.clone()
-        return self.tail, self.matrix
+            return {name: tensor.clone() for name, tensor in self.tensors.items()}
+        return dict(self.tensors)
 
     @torch.no_grad()
-    def write(self, tail: Tensor, matrix: Tensor | None = None) -> None:
-        """Overwrite both in place, since a captured step reads them at their addresses."""
-        self.tail.copy_(tail)
-        if self.matrix is not None and matrix is not None:
-            self.matrix.copy_(matrix)
+    def write(self, **tensors: Tensor) -> None:
+        """Overwrite tensors in place, since a captured step reads them at their addresses."""
+        for name, tensor in tensors.items():
+            self.tensors[name].copy_(tensor)
+
+    def take_rows(self, rows: Tensor) -> None:
+        """Replace the rows of the batch by those of these numbers, int64 [B']; the tensors are new ones then."""
+        for name, tensor in self.tensors.items():
+            self.tensors[name] = tensor.index_select(0, rows.to(tensor.device))
 
 
 def slots_for(length: int) -> int:
@@ -238,7 +247,7 @@ class DecodingCache:
         return state.append(k, v, self._slots)
 
     def recurrent(self, layer: int, make: Callable[[], RecurrentState]) -> RecurrentState | None:
-        """Return the state of a layer of linear attention or of a convolution."""
+        """Return the state of a recurrent layer."""
         state = self.states[layer]
         assert isinstance(state, RecurrentState)
         return state

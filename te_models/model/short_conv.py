@@ -36,9 +36,12 @@ class ShortConv(Mixer[ShortConvSpec]):
     def new_state(
         self, batch: int, slots: int, device: torch.device, dtype: torch.dtype
     ) -> RecurrentState:
-        """Return the state of `batch` rows without tokens; `slots` changes nothing."""
+        """Return the state of `batch` rows without tokens; `slots` changes nothing.
+
+        `tail` has the inputs of the convolution at the newest tokens, oldest first, [B, taps - 1, channels].
+        """
         shape = (batch, self.spec.sizes.kernel_dim - 1, self.spec.channels)
-        return RecurrentState(torch.zeros(shape, device=device, dtype=dtype))
+        return RecurrentState(tail=torch.zeros(shape, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return the convolution of x [N, D]: [N, D]."""
@@ -62,10 +65,10 @@ class ShortConv(Mixer[ShortConvSpec]):
                 self.layer, lambda: self.new_state(context.batch, 0, parts.device, parts.dtype)
             )
         if state is not None:
-            tail, _ = state.read()
+            tail = state.read()["tail"]
         taps, bias = self.conv.weight, self.conv.bias
         out = context.kernels.gated_conv(parts, tail, taps, bias, context.documents)
         if state is not None and tail is not None:
             b, _, x = parts.chunk(3, dim=-1)
-            state.write(newest(tail, b * x, counts))
+            state.write(tail=newest(tail, b * x, counts))
         return out
