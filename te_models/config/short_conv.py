@@ -47,7 +47,6 @@ class ShortConvSpec(MixerSpec):
 
     name: ClassVar[str] = "conv"
     title: ClassVar[str] = "short convolution"
-    keeps = "a recurrent state"
 
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> ShortConvSpec:
