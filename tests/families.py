@@ -160,6 +160,11 @@ _LATENT: dict[str, dict[str, Any]] = {
         dense=dict(first_k_dense_replace=3, rope_parameters=LINEAR),
     ).items()
 }
+_NOT_YOUTU = {
+    "moe_intermediate_size", "first_k_dense_replace", "n_routed_experts", "num_experts_per_tok", "n_group",
+    "topk_group", "n_shared_experts", "norm_topk_prob", "routed_scaling_factor",
+}  # fmt: skip
+_DENSE_LATENT = {key: value for key, value in LATENT_SIZES.items() if key not in _NOT_YOUTU}
 FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
         "biases": BIASED,
@@ -471,6 +476,172 @@ FAMILY_CASES: dict[str, dict[str, dict[str, Any]]] = {
         ).items()
     },
 }
+_GROUPS = dict(
+    n_routed_experts=6, n_group=3, topk_group=2, num_experts_per_tok=3, n_shared_experts=2
+)
+_GRANITE = dict(
+    embedding_multiplier=12.0,
+    residual_multiplier=0.22,
+    logits_scaling=3.0,
+    attention_multiplier=0.1,
+)
+# Whole heads, as transformers' configs want them.
+_EVEN = dict(num_attention_heads=6, num_key_value_heads=2, hidden_size=48, head_dim=8)
+FAMILY_CASES |= {
+    "granite_swa": {
+        **{
+            name: {**_EVEN, **_GRANITE, "sliding_window": 6, **shape}
+            for name, shape in _shapes(*EIGHT, drop=("head_dim",)).items()
+        },
+        "odd": dict(SHAPES["odd"], sliding_window=4),
+        "thetas": dict(
+            **_EVEN,
+            **_GRANITE,
+            sliding_window=5,
+            layer_types=[FULL, SLIDING, SLIDING],
+            layer_rope_theta=[500.0, 10000.0, 10000.0],
+        ),
+        "no-rope": dict(
+            **_EVEN,
+            **BIASED,
+            **WINDOWS["window"],
+            layer_rope_theta=[10000.0, 0, 10000.0],
+            tie_word_embeddings=False,
+        ),
+        "full": dict(_EVEN, layer_types=[FULL] * 3, layer_rope_theta=[77.0, 0, 77.0]),
+    },
+    "hyperclovax": {
+        name: {**_EVEN, **_GRANITE, "attention_multiplier": None, **shape}
+        for name, shape in {
+            **_shapes(*EIGHT),
+            "biases": dict(BIASED, attention_multiplier=0.3),
+            "pre": dict(use_post_norm=False, mlp_bias=True, logits_scaling=0.7),
+        }.items()
+    },
+    "mellum": _experts(
+        {**_QWEN, "norm_topk_prob": True, "head_dim": 16},
+        "num_experts",
+        "one-key",
+        "all-keys",
+        "untied",
+        "gelu",
+        tied=dict(tie_word_embeddings=True, num_hidden_layers=1, mlp_layer_types=["sparse"]),
+        window=dict(
+            WINDOWS["window"], rope_parameters=dict(full_attention=YARN, sliding_attention=DEFAULT)
+        ),
+        slide=dict(WINDOWS["all-slide"], attention_bias=True),
+        ropes=dict(
+            sliding_window=5,
+            layer_types=[SLIDING, FULL, SLIDING],
+            rope_parameters=dict(full_attention=LLAMA3, sliding_attention=LINEAR),
+        ),
+        mixed=dict(mlp_layer_types=["sparse", "dense", "sparse"], norm_topk_prob=False),
+    ),
+    "minimax_m2": _experts(
+        {},
+        "num_local_experts",
+        "one-key",
+        "all-keys",
+        "tied",
+        "untied",
+        "gelu",
+        half=dict(rope_parameters=dict(DEFAULT, partial_rotary_factor=0.5)),
+        legacy=dict(rotary_dim=8, rope_parameters=DEFAULT),
+        linear=dict(rope_parameters=LINEAR),
+        half_yarn=dict(rope_parameters=dict(YARN, partial_rotary_factor=0.5)),
+        all=dict(num_experts_per_tok=5),
+    ),
+    "flex_olmo": _experts(
+        {},
+        "num_experts",
+        "one-key",
+        "all-keys",
+        "tied",
+        "untied",
+        "linear",
+        "yarn",
+        "gelu",
+        "dynamic",
+        normed=dict(norm_topk_prob=True, attention_bias=True),
+    ),
+    "dots1": _experts(
+        {**_QWEN, "head_dim": 16, "n_shared_experts": 1},
+        "n_routed_experts",
+        "one-key",
+        "all-keys",
+        "tied",
+        "untied",
+        "llama3",
+        "gelu",
+        dense=dict(first_k_dense_replace=3),
+        groups=dict(_GROUPS, norm_topk_prob=True, routed_scaling_factor=2.5),
+        window=dict(WINDOWS["window"], first_k_dense_replace=1, attention_bias=True),
+        last=dict(sliding_window=4, max_window_layers=1),
+    ),
+    "exaone_moe": _experts(
+        {**_QWEN, "head_dim": 16, "sliding_window": 6},
+        "num_experts",
+        "one-key",
+        "all-keys",
+        "untied",
+        "yarn",
+        tied=dict(tie_word_embeddings=True, num_hidden_layers=1, first_k_dense_replace=0),
+        dense=dict(mlp_layer_types=["dense"] * 3, sliding_window_pattern=2),
+        mixed=dict(mlp_layer_types=["sparse", "dense", "sparse"], num_shared_experts=2),
+        groups=dict(
+            num_experts=6, n_group=3, topk_group=2, num_experts_per_tok=3, norm_topk_prob=False
+        ),
+        window=dict(WINDOWS["window"], routed_scaling_factor=1.0),
+        no_rope=dict(layer_types=[FULL] * 3, first_k_dense_replace=2),
+    ),
+    "solar_open": _experts(
+        {**_QWEN, "head_dim": 16},
+        "n_routed_experts",
+        "one-key",
+        "all-keys",
+        "tied",
+        "untied",
+        "linear",
+        "yarn",
+        "gelu",
+        groups=dict(_GROUPS, routed_scaling_factor=2.5, attention_bias=True),
+        unnormed=dict(norm_topk_prob=False),
+    ),
+    "ernie4_5_moe": _experts(
+        {"moe_intermediate_size": 20, **_EVEN, "tie_word_embeddings": False},
+        "moe_num_experts",
+        "one-key",
+        "all-keys",
+        "tied",
+        "linear",
+        "llama3",
+        "gelu",
+        none=dict(moe_num_shared_experts=0, moe_layer_start_index=0),
+        interval=dict(moe_layer_interval=2, moe_num_shared_experts=1),
+        middle=dict(moe_layer_start_index=1, moe_layer_end_index=1),
+        dense=dict(moe_layer_start_index=3),
+    ),
+    "sarvam_mla": {
+        name: {**case, "num_key_value_heads": case.get("num_attention_heads", 6)}
+        for name, case in _LATENT.items()
+    },
+    "mistral4": {
+        name: {**case, "rope_parameters": {**YARN, **SCALED, **case.get("rope_parameters", {})}}
+        for name, case in _LATENT.items()
+        if name != "dense"
+    },
+    "youtu": {
+        name: {key: value for key, value in case.items() if key not in _NOT_YOUTU}
+        for name, case in _LATENT.items()
+        if name not in ("groups", "one", "all", "dense")
+    }
+    | {
+        "untied": dict(_DENSE_LATENT, tie_word_embeddings=False),
+        "linear": dict(_DENSE_LATENT, rope_parameters=LINEAR),
+    },
+}
+for case in FAMILY_CASES["ernie4_5_moe"].values():
+    case["moe_k"] = case.pop("num_experts_per_tok")
 FAMILY_CASES["glm4_moe_lite"] = {
     name: {key: value for key, value in case.items() if key != "first_k_dense_replace"} | more
     for name, case in _LATENT.items()
@@ -535,7 +706,7 @@ def make_config(case: str) -> Any:
     fields = copy.deepcopy({**SIZES, **changes})  # transformers changes what it is given
     if family in ("lfm2", "lfm2_moe"):
         fields.setdefault("norm_eps", fields.pop("rms_norm_eps"))
-    if family == "phi3":  # takes no other head_dim
+    if family in ("phi3", "mistral4"):  # take no other head_dim
         del fields["head_dim"]
     if family == "cwm":
         fields["bos_token_id"] = 1

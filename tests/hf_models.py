@@ -87,13 +87,20 @@ def config_of(case: str) -> Any:
     )
 
 
+def class_of(kind: str) -> Any:
+    """Return transformers' class of decoders of a model_type: the automatic one, or where that has none its own."""
+    return transformers.Mistral4ForCausalLM if kind == "mistral4" else AutoModelForCausalLM
+
+
 def make_theirs(case: str, folder: Path, **changes: Any) -> Any:
     """Return transformers' model of a case with every parameter random, saved in `folder`."""
     torch.manual_seed(HYBRIDS.get(case, len(case)))
     config = config_of(case)
     for name, value in changes.items():
         setattr(config, name, value)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    kind = class_of(config.model_type)
+    make = kind.from_config if kind is AutoModelForCausalLM else kind._from_config
+    model = make(config, attn_implementation="eager").eval()
     if case in GATED_CASES:
         save_gated(model, folder, **GATED_CASES[case])
     else:
@@ -235,7 +242,8 @@ def same_folder(one: Path, other: Path) -> None:
 
 def read_by_transformers(folder: Path) -> Any:
     """transformers' model of a folder, in which it misses no tensor and finds none too many."""
-    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    kind = class_of(document_of(folder)["model_type"])
+    model, report = kind.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
     return model.eval()
 

@@ -109,7 +109,6 @@ class AttentionSpec(SoftmaxAttentionSpec):
         window = config.sliding_window if slides else None
         rotates = config.no_rope_layers is None or bool(config.no_rope_layers[layer])
         rope = config.rope if window is None else config.window_rope
-        beta, length = config.query_scale_beta, config.query_scale_length
         return cls(
             hidden_size=config.hidden_size,
             heads=Heads(
@@ -125,7 +124,7 @@ class AttentionSpec(SoftmaxAttentionSpec):
             multiplier=config.attention_multiplier,
             softcap=config.attn_logit_softcapping,
             sinks=config.attention_sinks,
-            query_scale=None if beta is None or length is None else (beta, length),
+            query_scale=query_scale(config),
             window=window,
             rope=rope if rotates else None,
         )
@@ -322,6 +321,12 @@ class AttentionSpec(SoftmaxAttentionSpec):
             )
         consumed = tape.rows * self.heads.q_size * tape.element
         return Step("gate", saved, consumes=consumed, produces=q + gate)
+
+
+def query_scale(config: ModelConfig) -> tuple[float, int] | None:
+    """Return the factor beta and the length of the scale of queries by their position; None without one."""
+    beta, length = config.query_scale_beta, config.query_scale_length
+    return None if beta is None or length is None else (beta, length)
 
 
 def window(layer: LayerSpec) -> int | None:

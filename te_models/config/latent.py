@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
-from te_models.config.attention import Heads, SoftmaxAttentionSpec
+from te_models.config.attention import Heads, SoftmaxAttentionSpec, query_scale
 from te_models.config.chunk_sizes import FP32
 from te_models.config.layer import FEATURE_ALIGNMENT, LinearSpec, Section, Step, Tape
 from te_models.config.settings import Settings, count, positive
@@ -84,6 +84,7 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
             bias=config.attention_bias,
             output_bias=config.attention_output_bias,
             multiplier=sizes.qk_head_dim**-0.5 * sharpness**2 if multiplier is None else multiplier,
+            query_scale=query_scale(config),
             rope=config.rope,
             sizes=sizes,
         )

@@ -41,7 +41,6 @@ NOT_LATENT = {
     "qk_norm": False,
     "attention_sinks": False,
     "attn_logit_softcapping": None,
-    "query_scale_beta": None,
     "sliding_window": None,
     "no_rope_layers": None,
     "partial_rotary_factor": 1.0,

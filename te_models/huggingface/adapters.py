@@ -361,7 +361,7 @@ def _show_parameters(model: CausalLM, places: Mapping[str, Place], family: Famil
     """Show the parameters of experts and routers, which have the same names in every family."""
     linears = model.config.linears
     mlp = "mlp" if family is None else family.mlp
-    transposed = family is not None and family.stacked
+    transposed = family is not None and family.inputs_first
     beside = "" if mlp == "mlp" else f"{mlp}."  # the names are then in the block, beside our MLP
     shown: dict[
         str, tuple[str, str, Stack]

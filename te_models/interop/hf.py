@@ -302,7 +302,9 @@ class HuggingFaceFolder(Opened):
                         values = dequantize(self.stored.scheme, values, self.stored.scales[name])
                     yield file, name, values
                 elif self.family.stacked and STACK.fullmatch(data):
-                    for expert, values in experts_of(data, file.read(data), self.read):
+                    for expert, values in experts_of(
+                        data, file.read(data), self.read, self.family.stacked
+                    ):
                         yield file, expert, values
 
     def has(self, name: str) -> bool:
@@ -343,7 +345,7 @@ def open_hugging_face(folder: Path, documents: Document) -> Iterator[HuggingFace
         told = describe(folder, documents, found)
         scheme = read_scheme(folder, documents["config"])
         if told.family.stacked:
-            found = _alone(folder, found)
+            found = _alone(folder, found, told.family.stacked)
         if scheme is MXFP4:
             log.warning(
                 "%s: its experts are MXFP4, and are read as BF16 of the same values", folder
@@ -358,7 +360,7 @@ def open_hugging_face(folder: Path, documents: Document) -> Iterator[HuggingFace
         yield opened
 
 
-def _alone(folder: Path, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _alone(folder: Path, found: Mapping[str, Tensor], order: str) -> dict[str, Tensor]:
     """Return tensors on the meta device with those of single experts in place of stacks."""
 
     def scales(name: str) -> Tensor:
@@ -369,7 +371,7 @@ def _alone(folder: Path, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         own: part
         for name, tensor in found.items()
-        for own, part in experts_of(name, tensor, scales)
+        for own, part in experts_of(name, tensor, scales, order)
     }
 
 
@@ -401,6 +403,7 @@ class Place:
     blocks: tuple[tuple[int, int], ...]
     groups: int
     shape: tuple[int, ...]  # of their tensor
+    leading: bool = False  # whether that begins with a dimension of 1
 
     @classmethod
     def whole(cls, name: str, shape: Iterable[int]) -> Place:
@@ -419,6 +422,7 @@ class Place:
     def load(self, parameter: Tensor, tensor: Tensor) -> None:
         """Copy their tensor into its rows; the dtype is converted on the device."""
         sizes = [rows for _, rows in self.blocks if rows]
+        tensor = tensor.squeeze(0) if self.leading else tensor
         tensor = tensor.to(parameter.device).unflatten(0, (self.groups, sum(sizes)))
         for piece, values in zip(self.pieces(parameter), tensor.split(sizes, dim=1), strict=True):
             piece.copy_(values)
@@ -426,7 +430,8 @@ class Place:
     def save(self, parameter: Tensor) -> Tensor:
         """Return their tensor: a view where it is one block."""
         pieces = self.pieces(parameter)
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).flatten(0, 1)
+        rows = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).flatten(0, 1)
+        return rows[None] if self.leading else rows
 
 
 def tensor_places(
@@ -436,7 +441,12 @@ def tensor_places(
     found: dict[str, Place] = {}
 
     def place(
-        theirs: str, module: str, blocks: list[tuple[int, int]], groups: int, expert: str = ""
+        theirs: str,
+        module: str,
+        blocks: list[tuple[int, int]],
+        groups: int,
+        expert: str = "",
+        leading: bool = False,
     ) -> None:
         """Note the place of their weight and bias: these blocks of rows (none: all), which alternate `groups` times.
 
@@ -447,9 +457,9 @@ def tensor_places(
             if ours in shapes:
                 ranges = blocks or [(0, shapes[ours][0])]
                 shape = (sum(rows for _, rows in ranges), *shapes[ours][1:])
-                found[f"{theirs}{kind}"] = Place(
-                    ours, tuple((at, n // groups) for at, n in ranges), groups, shape
-                )
+                pieces = tuple((at, n // groups) for at, n in ranges)
+                shape = (1, *shape) if leading else shape
+                found[f"{theirs}{kind}"] = Place(ours, pieces, groups, shape, leading)
 
     for theirs, module in TOP.items():
         if theirs != "lm_head":
@@ -475,7 +485,7 @@ def tensor_places(
                     f"{family.root}layers.{depth}.{name.format(expert)}",
                     f"layers.{depth}.{rows.module}",
                 )
-                place(theirs, ours, blocks, groups, str(expert))
+                place(theirs, ours, blocks, groups, str(expert), rows.leading)
     return found
 
 

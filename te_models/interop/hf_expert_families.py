@@ -7,7 +7,7 @@ from te_models.interop import hf_experts as experts
 from te_models.interop import hf_parts as parts
 from te_models.interop import hf_places as places
 from te_models.interop.hf_family import LENGTHS, NO_DROPOUT, UNGATED, Family, whole_heads
-from te_models.interop.hf_hybrid_parts import LATENT
+from te_models.interop.hf_hybrid_parts import LATENT, ROTATED_HEAD_DIM, WHOLE_HEAD_DIM
 from te_models.interop.hf_parts import Fields
 
 ACT = parts.activation()
@@ -47,6 +47,14 @@ def _served_by_bias(config: ModelConfig) -> Fields:
     chosen = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     return {**chosen, "first_k_dense_replace": dense, "moe_layer_freq": 1}
 
+
+_SARVAM_MLA: Fields = {
+    **_DEEPSEEK_V3,
+    "parts": (parts.DEEPSEEK_YARN_ROPE, LATENT, ROTATED_HEAD_DIM, ACT, parts.biases(), experts.DEEPSEEK_EXPERTS),
+    "defaults": {**_DEEPSEEK_V3["defaults"], "n_routed_experts": 128, "q_lora_rank": None, "n_group": 1,
+                 "topk_group": 1, "first_k_dense_replace": 1},
+    "ignored": _DEEPSEEK_KEYS | {"q_head_dim"},
+}  # fmt: skip
 
 EXPERT_FAMILIES = (
     Family(
@@ -103,8 +111,120 @@ EXPERT_FAMILIES = (
         note="multi-head latent attention; experts as in GLM-4.5, chosen by groups",
     ),
     Family(
+        model_type="mellum", architecture="MellumForCausalLM", models="Mellum 2 12B-A2.5B",
+        layer={**places.NORMED_LAYER, **places.EXPERTS},
+        parts=(parts.MELLUM_ROPE, ACT, parts.biases(), experts.MELLUM_EXPERTS),
+        constants={**UNGATED, "qk_norm": True}, later=("mtp.",),
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 4, "head_dim": 128, "rms_norm_eps": 1e-6,
+                  "sliding_window": 1024, "rope_theta": 500000.0, "rope_local_base_freq": 10000.0, "num_experts": 64,
+                  "num_experts_per_tok": 8, "moe_intermediate_size": 896, "norm_topk_prob": True,
+                  "router_aux_loss_coef": 0.001},
+        accepts=_sparse, only=NO_DROPOUT,
+        ignored=experts.IGNORED | {"mtp_layer_types", "mtp_mlp_layer_types"},
+        note="as Qwen3 with experts; layers with a sliding window have a RoPE of their own",
+    ),
+    Family(
+        model_type="minimax_m2", architecture="MiniMaxM2ForCausalLM", models="MiniMax-M2, M2.1, M2.5, M2.7",
+        layer={**{name: rows for name, rows in places.NORMED_LAYER.items() if "mlp" not in name},
+               **places.MINIMAX_EXPERTS},
+        parts=(parts.MINIMAX_ROPE, ACT, experts.MINIMAX_EXPERTS),
+        constants={**UNGATED, "qk_norm": True, "qk_norm_scope": "all_heads"},
+        renamed={".block_sparse_moe.": ".mlp."},
+        defaults={"max_position_embeddings": 196608, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
+                  "bos_token_id": 200034, "eos_token_id": 200020, "rope_theta": 5000000.0, "num_local_experts": 256,
+                  "num_experts_per_tok": 8, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0},
+        only=NO_DROPOUT, ignored=experts.IGNORED,
+        note="one norm over all heads of q and of k, RoPE on a part of each head; sigmoid scores with a bias for the "
+             "choice",
+    ),
+    Family(
+        model_type="flex_olmo", architecture="FlexOlmoForCausalLM", models="FlexOlmo 7x7B",
+        layer={**places.POST_NORMED_LAYER, **places.EXPERTS},
+        parts=(parts.ROPE, ACT, parts.biases(), experts.OLMOE_EXPERTS),
+        constants={**UNGATED, "qk_norm": True, "qk_norm_scope": "all_heads", "norm_position": "post"},
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "pad_token_id": 100277,
+                  "eos_token_id": 100257, "rope_theta": 500000.0, "num_experts": 7, "num_experts_per_tok": 5,
+                  "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
+        only=NO_DROPOUT, ignored=experts.IGNORED, note="OLMo 2 with experts",
+    ),
+    Family(
+        model_type="dots1", architecture="Dots1ForCausalLM", models="dots.llm1",
+        layer={**places.NORMED_LAYER, **places.GLM_EXPERTS},
+        parts=(parts.ROPE, parts.DOTS_WINDOW, ACT, parts.biases(), experts.DEEPSEEK_EXPERTS),
+        constants={**UNGATED, "qk_norm": True}, accepts=_sparse,
+        defaults={"max_position_embeddings": 2048, "num_key_value_heads": 32, "rms_norm_eps": 1e-6,
+                  "sliding_window": 4096, "max_window_layers": 62, "first_k_dense_replace": 0,
+                  "norm_topk_prob": False, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
+        only=NO_DROPOUT, ignored=experts.IGNORED, note="Qwen3's attention, DeepSeek-V3's experts",
+    ),
+    Family(
+        model_type="exaone_moe", architecture="ExaoneMoeForCausalLM", models="K-EXAONE 236B-A23B",
+        layer={**places.NORMED_LAYER, **places.EXAONE_EXPERTS},
+        parts=(parts.ROPE, parts.EXAONE_WINDOW, ACT, experts.EXAONE_EXPERTS),
+        constants={**UNGATED, "qk_norm": True}, later=("mtp.",),
+        renamed={".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"},
+        defaults={"max_position_embeddings": 2048, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "bos_token_id": 1,
+                  "eos_token_id": 53, "pad_token_id": 0, "sliding_window": 4096, "sliding_window_pattern": 4,
+                  "first_k_dense_replace": 1, "moe_intermediate_size": 1024, "num_experts": 64,
+                  "num_experts_per_tok": 8, "num_shared_experts": 1, "norm_topk_prob": True,
+                  "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1},
+        only=NO_DROPOUT, ignored=experts.IGNORED,
+        note="RoPE in layers with a sliding window only; DeepSeek-V3's experts",
+    ),
+    Family(
+        model_type="solar_open", architecture="SolarOpenForCausalLM", models="Solar Open 100B",
+        layer={**places.LAYER, **places.GLM_EXPERTS},
+        parts=(parts.WHOLE_HEADS_ROPE, ACT, parts.biases(out=None), experts.SOLAR_EXPERTS, experts.NO_WIDTH),
+        constants=UNGATED,
+        defaults={"intermediate_size": 0, "max_position_embeddings": 131072, "num_key_value_heads": 8,
+                  "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "moe_intermediate_size": 1280,
+                  "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 1,
+                  "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
+        only=NO_DROPOUT, ignored=experts.IGNORED, note="Llama's attention, GLM-4.5's experts in all layers",
+    ),
+    Family(
+        model_type="ernie4_5_moe", architecture="Ernie4_5_MoeForCausalLM", models="ERNIE 4.5 21B-A3B, 300B-A47B",
+        layer={**places.LAYER, **places.ERNIE_EXPERTS},
+        parts=(parts.ROPE, ACT, experts.ERNIE_EXPERTS), constants={**UNGATED, "rope_interleaved": True},
+        accepts=_sparse, later=("model.mtp",),
+        renamed={".mlp.moe_statics.": ".mlp.gate.moe_statics."},
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
+                  "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 500000.0,
+                  "tie_word_embeddings": True, "moe_intermediate_size": 1536, "moe_k": 6, "moe_num_experts": 64,
+                  "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1,
+                  "moe_layer_interval": 1, "router_aux_loss_coef": 0.001},
+        only={"use_bias": (False,), "moe_norm_min": (1e-12,)}, ignored=experts.IGNORED,
+        note="RoPE on neighboring channels; softmax scores with a bias for the choice",
+    ),
+    Family(
         model_type="kimi_k2", models="Kimi K2", **_DEEPSEEK_V3, served=_served_by_bias, written=False,
         note="as DeepSeek-V3",
+    ),
+    Family(
+        model_type="sarvam_mla", models="Sarvam 105B", **_SARVAM_MLA, served=_served_by_bias, note="as DeepSeek-V3",
+    ),
+    Family(
+        model_type="mistral4", architecture="Mistral4ForCausalLM", models="Mistral Small 4 (text)",
+        layer={**places.LATENT_LAYER, **places.MISTRAL4_EXPERTS}, constants=UNGATED, stacked="outputs first",
+        parts=(parts.MISTRAL4_ROPE, LATENT, WHOLE_HEAD_DIM, ACT, parts.biases(), experts.MISTRAL4_EXPERTS),
+        defaults={**_SIZES, "max_position_embeddings": 1048576, "rms_norm_eps": 1e-6, "n_routed_experts": 128,
+                  "num_experts_per_tok": 4, "moe_intermediate_size": 2048, "first_k_dense_replace": 0,
+                  "q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "v_head_dim": 128, "n_group": 1,
+                  "topk_group": 1, "routed_scaling_factor": 1.0, "bos_token_id": 1, "eos_token_id": 2,
+                  "pad_token_id": 11},
+        accepts=lambda config: config.rope_scaling is not None,  # transformers rotates too much without
+        only=NO_DROPOUT, ignored=_DEEPSEEK_KEYS,
+        note="multi-head latent attention with queries scaled by their position; softmax scores",
+    ),
+    Family(
+        model_type="youtu", architecture="YoutuForCausalLM", models="Youtu-LLM 2B", layer=places.LATENT_LAYER,
+        parts=(parts.ROPE, LATENT, ACT, parts.biases(), parts.INITIAL_RANGE), constants=UNGATED,
+        accepts=lambda config: config.latent_attention is not None,
+        defaults={"rope_interleave": True, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+                  "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+                  "v_head_dim": 128, "bos_token_id": 128000, "eos_token_id": 128001, "tie_word_embeddings": True},
+        only=NO_DROPOUT, ignored=frozenset(("auto_map", "qk_head_dim", "embedding_initializer_range", "mlp_bias")),
+        note="multi-head latent attention, without experts",
     ),
     Family(
         model_type="deepseek_v2", architecture="DeepseekV2ForCausalLM", models="DeepSeek-V2, V2-Lite, V2.5",
@@ -130,7 +250,8 @@ EXPERT_FAMILIES = (
     ),
     Family(
         model_type="gpt_oss", architecture="GptOssForCausalLM", models="gpt-oss-20b, gpt-oss-120b",
-        layer=places.GPT_OSS_LAYER, constants={**UNGATED, "attention_sinks": True}, stacked=True,
+        layer=places.GPT_OSS_LAYER, stacked="inputs first", inputs_first=True,
+        constants={**UNGATED, "attention_sinks": True},
         parts=(parts.GPT_OSS_ROPE, parts.SECOND_IS_FULL, parts.biases(), experts.GPT_OSS_EXPERTS),
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
                   "rope_theta": 150000.0, "attention_bias": True, "sliding_window": 128, "num_local_experts": 128,

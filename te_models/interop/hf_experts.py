@@ -51,12 +51,45 @@ def first_dense(key: str) -> Layout:
     return Layout((key,), read, lambda dense: {key: sum(dense)})
 
 
+def _types_or_first_dense(theirs: Values) -> list[bool]:
+    if given := theirs.get("mlp_layer_types"):
+        return [kind == "dense" for kind in given]
+    return FIRST_DENSE.read(theirs)
+
+
+def _ernie_layout(theirs: Values) -> list[bool]:
+    """Read the first and the last layer that may have experts, and at which distance they have."""
+    count = theirs["num_hidden_layers"]
+    start, end = theirs["moe_layer_start_index"], theirs["moe_layer_end_index"]
+    end = count - 1 if end == -1 else end
+    interval = theirs["moe_layer_interval"]
+    return [bool((layer + 1) % interval) or not start <= layer <= end for layer in range(count)]
+
+
+def _write_ernie_layout(dense: list[bool]) -> Fields:
+    """Return the keys of layers with experts in one piece; others are not expressed, and so not used."""
+    sparse = [layer for layer, one in enumerate(dense) if not one] or [len(dense)]
+    return {
+        "moe_layer_start_index": sparse[0],
+        "moe_layer_end_index": sparse[-1],
+        "moe_layer_interval": 1,
+    }
+
+
 COUNTS = ("num_local_experts", "num_experts")
 STEPS = Layout(("decoder_sparse_step", "mlp_only_layers"), _read_steps, _write_steps)
 TYPES = Layout(
     ("mlp_layer_types",),
     lambda theirs: [kind == "dense" for kind in _types(theirs)],
     lambda dense: {"mlp_layer_types": ["dense" if one else "sparse" for one in dense]},
+)
+SPARSE_TYPES = Layout(  # the default is experts in all layers
+    TYPES.keys,
+    lambda theirs: (
+        [kind == "dense" for kind in theirs.get("mlp_layer_types") or ()]
+        or [False] * theirs["num_hidden_layers"]
+    ),
+    TYPES.write,
 )
 ALL_SPARSE = Layout((), lambda theirs: [False] * theirs["num_hidden_layers"], lambda dense: {})
 
@@ -123,6 +156,16 @@ def experts(
     return Part(tuple(known), read, write)
 
 
+def aliased(part: Part, **aliases: str) -> Part:
+    """Return a part whose keys, alias=key, have other names that transformers reads as the same."""
+
+    def read(theirs: Values) -> Fields:
+        renamed = {aliases[name]: theirs[name] for name in aliases if name in theirs}
+        return part.read({**theirs, **renamed})
+
+    return Part((*part.keys, *aliases), read, part.write)
+
+
 _CHOSEN = {"num_experts_per_tok": "num_experts_per_tok"}
 _LOSS = {"router_aux_loss_coef": "router_aux_loss_coef"}
 _NORMED = {"norm_topk_prob": "norm_topk_prob"}
@@ -150,6 +193,7 @@ GPT_OSS_EXPERTS = experts(
     bias=True,
 )
 OLMOE_EXPERTS = experts(ALL_SPARSE, {**_CHOSEN, **_LOSS, **_NORMED, **_SAME_SIZE})
+MELLUM_EXPERTS = experts(SPARSE_TYPES, _QWEN, without={})
 _SIGMOID: Fields = dict(router_scores="sigmoid", expert_bias=True)
 _GROUPED = {
     **_CHOSEN,
@@ -161,6 +205,13 @@ _DEEPSEEK: Fields = dict(number="n_routed_experts", shared="n_shared_experts", *
 _DEEPSEEK |= dict(router_fp32=True, router_aux_loss_coef=0.0)
 FIRST_DENSE = first_dense("first_k_dense_replace")
 DEEPSEEK_EXPERTS = experts(FIRST_DENSE, _GROUPED, without={}, **_DEEPSEEK)
+_MISTRAL4: Fields = {
+    **_DEEPSEEK,
+    "router_scores": "softmax",
+    "expert_bias": False,
+    "router_fp32": False,
+}
+MISTRAL4_EXPERTS = experts(FIRST_DENSE, _GROUPED, without={}, **_MISTRAL4)
 _V2: Fields = {
     **_DEEPSEEK,
     "router_scores": "softmax",
@@ -186,6 +237,12 @@ def _write_v2(config: ModelConfig) -> Fields:
 
 
 DEEPSEEK_V2_EXPERTS = Part((*_V2_EXPERTS.keys, "topk_method"), _read_v2, _write_v2)
+TYPES_OR_FIRST = Layout(
+    ("mlp_layer_types", "first_k_dense_replace"), _types_or_first_dense, TYPES.write
+)
+SOLAR_EXPERTS = experts(ALL_SPARSE, _GROUPED, **_DEEPSEEK)
+_EXAONE: Fields = {**_DEEPSEEK, "number": "num_experts", "shared": "num_shared_experts"}
+EXAONE_EXPERTS = experts(TYPES_OR_FIRST, _GROUPED, without={}, **_EXAONE)
 GLM_LITE_EXPERTS = experts(TYPES, _GROUPED, without={}, **_DEEPSEEK)
 NEXT_EXPERTS = experts(
     STEPS, {**_QWEN, **_SHARED}, without={"num_experts": 0}, shared_expert_gate=True
@@ -207,6 +264,26 @@ LFM2_EXPERTS = experts(
     norm_topk_eps=1e-6,
     router_aux_loss_coef=0.0,
 )
+MINIMAX_EXPERTS = experts(
+    ALL_SPARSE,
+    {**_CHOSEN, **_LOSS, **_SAME_SIZE, "router_jitter_noise": "router_jitter_noise"},
+    number="num_local_experts",
+    **_SIGMOID,
+)
+_ERNIE = experts(
+    Layout(
+        ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
+        _ernie_layout,
+        _write_ernie_layout,
+    ),
+    {"num_experts_per_tok": "moe_k", **_LOSS, **_SIZE},
+    number="moe_num_experts",
+    shared="moe_num_shared_experts",
+    without={},
+    router_fp32=True,
+    expert_bias=True,
+)
+ERNIE_EXPERTS = aliased(_ERNIE, num_experts_per_tok="moe_k")
 AFMOE_EXPERTS = experts(
     first_dense("num_dense_layers"),
     {**_CHOSEN, **_SIZE, "routed_scaling_factor": "route_scale"},

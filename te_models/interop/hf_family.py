@@ -32,7 +32,10 @@ class Family:
         root: the prefix of their names of embedding, layers and last norm.
         head: their name of the head.
         aside: prefixes of tensors of other models in the folder, which are written back.
-        stacked: whether its experts are one tensor per projection (te_models.interop.stacked_experts).
+        later: prefixes of tensors that predict later tokens, which are written back where a folder has them.
+        stacked: where its experts are one tensor per projection, the order of their dimensions, INPUTS_FIRST or
+            OUTPUTS_FIRST of te_models.interop.stacked_experts; "": each expert has tensors of its own.
+        inputs_first: whether experts in a model of transformers have inputs before outputs.
         code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
         scaled_vectors: whether its embedding in transformers multiplies, and `inputs_embeds` come multiplied.
         mlp: the name of experts and their router, below a layer of a model of transformers.
@@ -61,7 +64,9 @@ class Family:
     root: str = "model."
     head: str = "lm_head"
     aside: tuple[str, ...] = ()
-    stacked: bool = False
+    later: tuple[str, ...] = ()
+    stacked: str = ""
+    inputs_first: bool = False
     code: bool = False
     scaled_vectors: bool = False
     mlp: str = "mlp"
@@ -153,7 +158,7 @@ class Family:
         text = self.text(config)
         given, last = text.get("num_nextn_predict_layers"), text["num_hidden_layers"]
         later = min(given, last) if isinstance(given, int) else 0
-        return (*self.aside, *(f"{self.root}layers.{last + n}." for n in range(later)))
+        return (*self.aside, *self.later, *(f"{self.root}layers.{last + n}." for n in range(later)))
 
     def write(self, config: ModelConfig) -> Fields:
         """The config.json of a model, without its dtype."""

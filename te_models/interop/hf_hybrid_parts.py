@@ -147,3 +147,14 @@ LFM2_TIED = Part(
     lambda config: {},
 )
 LATENT = Part((*LATENT_SIZES, "rope_interleave"), _read_latent, _write_latent)
+# Files that state the width of a head otherwise, or not: our field is that of its rotated channels.
+ROTATED_HEAD_DIM = Part(
+    ("head_dim",),
+    lambda theirs: {"head_dim": theirs["qk_rope_head_dim"]},
+    lambda config: {"head_dim": config.head_dim},
+)
+WHOLE_HEAD_DIM = Part(
+    ROTATED_HEAD_DIM.keys,
+    ROTATED_HEAD_DIM.read,
+    lambda config: {"head_dim": config.latent_attention and config.latent_attention.qk_head_dim},
+)

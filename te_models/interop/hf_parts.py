@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from te_models.config.attention import window
+from te_models.config.attention import SoftmaxAttentionSpec, window
 from te_models.config.model import ModelConfig
 from te_models.config.rope import ROPE_SCALINGS, Rope
 from te_models.errors import ConfigError, check_known
@@ -281,6 +281,43 @@ def rope_by_type(full: SeesAll, *keys: str, partial: bool = False) -> Part:
     return Part((*known, *keys), read, write)
 
 
+def _read_layer_thetas(theirs: Values) -> Fields:
+    """Read `layer_rope_theta`, the base of each layer, 0 without RoPE; layers of one kind must share theirs."""
+    types = _types(theirs, _every(4))
+    found = _read_whole_rope(theirs)
+    base = found.setdefault("rope_theta", 10000.0)
+    thetas = theirs.get("layer_rope_theta") or [base] * len(types)
+    if len(thetas) != len(types):
+        raise ConfigError(f"layer_rope_theta has {len(thetas)} entries for {len(types)} layers")
+    ours = {**_window(types, theirs.get("sliding_window")), **found}
+    if not all(thetas):
+        ours["no_rope_layers"] = [int(theta != 0) for theta in thetas]
+    own: dict[str, float] = {}
+    for kind, theta in zip(types, thetas, strict=True):
+        if theta and own.setdefault(kind, theta) != theta:
+            raise ConfigError(f"layer_rope_theta with different bases of {kind} is not supported")
+    if "full_attention" in own:
+        ours["rope_theta"] = own["full_attention"]
+    elif (
+        "sliding_attention" in own
+    ):  # the base that a layer without a window would have means nothing
+        ours["rope_theta"] = own["sliding_attention"]
+    if own.get("sliding_attention", ours["rope_theta"]) != ours["rope_theta"]:
+        ours["sliding_rope"] = {
+            "rope_theta": own["sliding_attention"],
+            **found.get("rope_scaling", {}),
+        }
+    return ours
+
+
+def _write_layer_thetas(config: ModelConfig) -> Fields:
+    thetas = []
+    for layer in config.layers:
+        assert isinstance(layer.mixer, SoftmaxAttentionSpec)
+        thetas.append(layer.mixer.rope.theta if layer.mixer.rope is not None else 0)
+    return {**_write_rope(config), **_write_window(config), "layer_rope_theta": thetas}
+
+
 def rope_parameters(rope: Rope, partial: bool = False) -> Fields:
     """Return RoPE in the form of transformers 5."""
     share = {"partial_rotary_factor": rope.share} if partial else {}
@@ -332,6 +369,14 @@ _MINISTRAL3 = dict(
 )  # fmt: skip
 
 
+_MISTRAL4 = {
+    **_MINISTRAL3,
+    "rope_theta": 10000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
 def _read_query_scale(theirs: Values) -> Fields:
     """Read the RoPE of Ministral 3, whose parameters include the scale of queries."""
     values = {**(theirs.get("rope_scaling") or theirs.get("rope_parameters") or _MINISTRAL3)}
@@ -356,6 +401,39 @@ def _write_query_scale(config: ModelConfig) -> Fields:
         "original_max_position_embeddings": length,
     }
     return {"rope_parameters": scaling}
+
+
+def _read_mistral4_rope(theirs: Values) -> Fields:
+    """Read the RoPE of Mistral 4, whose share of rotated channels follows from the sizes of its heads."""
+    values = dict(theirs.get("rope_scaling") or theirs.get("rope_parameters") or _MISTRAL4)
+    rotated = theirs["qk_rope_head_dim"]
+    whole = theirs["qk_nope_head_dim"] + rotated
+    share = values.pop("partial_rotary_factor", rotated / whole)
+    if int(whole * share) != rotated:
+        raise ConfigError(
+            f"partial_rotary_factor={share} rotates other channels than qk_rope_head_dim"
+        )
+    return _read_query_scale({**theirs, "rope_scaling": None, "rope_parameters": values})
+
+
+def _write_mistral4_rope(config: ModelConfig) -> Fields:
+    """Return the RoPE with the share of each head that is rotated, of which transformers takes the frequencies."""
+    found = _write_query_scale(config)
+    sizes = config.latent_attention
+    if sizes is None:
+        raise ConfigError("a family with latent attention writes no model without it")
+    share = sizes.qk_rope_head_dim / sizes.qk_head_dim
+    return {"rope_parameters": {**found["rope_parameters"], "partial_rotary_factor": share}}
+
+
+def _read_deepseek_yarn(theirs: Values) -> Fields:
+    """Read a RoPE whose YaRN has another name."""
+    scaling = theirs.get("rope_scaling") or {}
+    if "deepseek_yarn" in (scaling.get("type"), scaling.get("rope_type")):
+        scaling = {**scaling, "rope_type": "yarn"}
+        scaling.pop("type", None)
+        theirs = {**theirs, "rope_scaling": scaling}
+    return _read_whole_rope(theirs)
 
 
 def _read_su_rope(theirs: Values) -> Fields:
@@ -491,6 +569,8 @@ GPT_OSS_ROPE = Part(
     ROPE.keys, _read_gpt_oss_rope, lambda config: {"rope_parameters": rope_parameters(config.rope)}
 )
 QUERY_SCALE_ROPE = Part(ROPE.keys, _read_query_scale, _write_query_scale)
+MISTRAL4_ROPE = Part(ROPE.keys, _read_mistral4_rope, _write_mistral4_rope)
+DEEPSEEK_YARN_ROPE = Part(ROPE.keys, _read_deepseek_yarn, _write_rope)
 WINDOW = same("sliding_window")
 WINDOW_BY_FLAG = window_by_flag(lambda theirs, layer: layer < theirs["max_window_layers"])
 EVEN_SLIDE_BY_FLAG = window_by_flag(
@@ -498,10 +578,17 @@ EVEN_SLIDE_BY_FLAG = window_by_flag(
 )
 WINDOW_WITHOUT_ROPE = window_by_flag(lambda theirs, layer: bool(_rope_layers(theirs)[layer]))
 ALL_SLIDE = window_by_layer(lambda theirs, layer: theirs.get("sliding_window") is None)
+DOTS_WINDOW = window_by_layer(
+    lambda theirs, layer: (
+        theirs.get("sliding_window") is None or layer < theirs["max_window_layers"]
+    ),
+    "max_window_layers",
+)
 FIRST_OF_FOUR_IS_FULL = window_by_layer(_every(4))
 SECOND_IS_FULL = window_by_layer(_every(2, 1))
 OLMO3_ROPE = rope_by_type(_every(4, 3))
 GEMMA3_ROPE = rope_by_type(_by_pattern("sliding_window_pattern"), "sliding_window_pattern")
+MELLUM_ROPE = rope_by_type(_all_full)
 LAGUNA_ROPE = rope_by_type(_all_full, partial=True)
 EXAONE_WINDOW = window_with_rope(
     _by_pattern("sliding_window_pattern"), "sliding_window_pattern", unless_none=True
@@ -524,6 +611,47 @@ INTERNLM_BIASES = Part(
     lambda config: {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias},
 )
 LAGUNA = Part(("gating", "num_attention_heads_per_layer"), _read_laguna, _write_laguna)
+LAYER_THETAS = Part(
+    (*_ROPE_KEYS, "sliding_window", "layer_types", "layer_rope_theta"),
+    _read_layer_thetas,
+    _write_layer_thetas,
+)
+# Where a file has none, transformers makes it of the width.
+INITIAL_RANGE = Part(
+    (),
+    lambda theirs: {
+        "initializer_range": theirs.get("initializer_range")
+        or 2.0 / (5.0 * theirs["hidden_size"]) ** 0.5
+    },
+    lambda config: {},
+)
+MULTIPLIERS = same("embedding_multiplier", "residual_multiplier", "logits_scaling")
+# Multiplied, where ours divides.
+LOGIT_FACTOR = Part(
+    ("logits_scaling",),
+    lambda theirs: {"logits_scaling": 1 / theirs.get("logits_scaling", 1.0)},
+    lambda config: {"logits_scaling": 1 / config.logits_scaling},
+)
+POST_NORMS_BY_FLAG = Part(
+    ("use_post_norm",),
+    lambda theirs: {"norm_position": "both" if theirs["use_post_norm"] else "pre"},
+    lambda config: {"use_post_norm": config.norm_position == "both"},
+)
+
+
+def rotary_channels(theirs: Values) -> Values:
+    """Return a config.json in which `rotary_dim`, the rotated channels of a head, became a share of them."""
+    size = theirs.get("rotary_dim")
+    if size is None or "partial_rotary_factor" in theirs:
+        return theirs
+    return {**theirs, "partial_rotary_factor": size / theirs["head_dim"]}
+
+
+MINIMAX_ROPE = Part(
+    (*_ROPE_KEYS, "rotary_dim"),
+    lambda theirs: read_rope(rotary_channels(theirs)),
+    _write_partial_rope,
+)
 ATTENTION_MULTIPLIER = Part(
     ("attention_multiplier",),
     lambda theirs: _multiplier(theirs, theirs["attention_multiplier"]),

@@ -11,7 +11,8 @@ class Rows:
 
     Several blocks alternate in their tensor, once per unit of `per` (a count in ModelConfig): for instance, the gate
     of each head after the queries of that head; "row" is one row of each block. With `experts`, `module` is a
-    te.GroupedLinear, and {} in the name of their tensor the number of the expert.
+    te.GroupedLinear, and {} in the name of their tensor the number of the expert. With `leading`, their tensor has a
+    dimension of 1 before those of ours.
     """
 
     module: str
@@ -23,6 +24,7 @@ class Rows:
         | None
     ) = None
     experts: bool = False
+    leading: bool = False
 
 
 def _alike(*names: str) -> dict[str, Rows]:
@@ -91,6 +93,7 @@ def _fused_layer(*fused: str) -> dict[str, Rows]:
 PHI_LAYER = _fused_layer("self_attn.qkv_proj", "mlp.gate_up_proj")
 FUSED_MLP_LAYER = _fused_layer("mlp.gate_up_proj")
 GLM_LAYER = both_normed(FUSED_MLP_LAYER, GLM_NORMS)
+CLOVA_LAYER = both_normed(LAYER, ("post_norm1", "post_attention_layernorm", "post_norm2"))
 # A gate from a projection of its own.
 AFMOE_LAYER = {
     **both_normed(NORMED_LAYER, AFMOE_NORMS),
@@ -132,6 +135,19 @@ GLM_EXPERTS = {
     **DEEPSEEK_V2_EXPERTS,
     "mlp.gate.e_score_correction_bias": Rows("mlp.expert_bias"),
 }
+_FUSED_EXPERTS = {  # in one tensor per projection for all experts
+    "mlp.experts.{}.gate_up_proj": Rows("mlp.gate_up_proj", ("gate", "up"), experts=True),
+    "mlp.experts.{}.down_proj": Rows("mlp.down_proj", experts=True),
+}
+MISTRAL4_EXPERTS = {
+    **{name: rows for name, rows in DEEPSEEK_V2_EXPERTS.items() if not rows.experts},
+    **_FUSED_EXPERTS,
+}
+ERNIE_EXPERTS = {
+    **DEEPSEEK_V2_EXPERTS,
+    "mlp.moe_statics.e_score_correction_bias": Rows("mlp.expert_bias", leading=True),
+}
+EXAONE_EXPERTS = {**DEEPSEEK_V2_EXPERTS, "mlp.e_score_correction_bias": Rows("mlp.expert_bias")}
 AFMOE_EXPERTS = {
     **_experts(_ONE_EXPERT, "mlp.router.gate", shared="mlp.shared_experts"),
     "mlp.expert_bias": Rows("mlp.expert_bias"),
@@ -143,12 +159,17 @@ LAGUNA_EXPERTS = {
 MIXTRAL_EXPERTS = _experts(
     ("block_sparse_moe.experts.{}", "w1", "w3", "w2"), "block_sparse_moe.gate"
 )
+MINIMAX_EXPERTS = {
+    **MIXTRAL_EXPERTS,
+    "block_sparse_moe.e_score_correction_bias": Rows("mlp.expert_bias"),
+}
 GPT_OSS_LAYER = {
     **{name: rows for name, rows in LAYER.items() if "mlp" not in name},
     **_alike("self_attn.sinks", "mlp.router"),
     "mlp.experts.{}.gate_up_proj": Rows("mlp.gate_up_proj", ("gate", "up"), "row", experts=True),
     "mlp.experts.{}.down_proj": Rows("mlp.down_proj", experts=True),
 }
+SINKS_LAYER = LAYER | _alike("self_attn.sinks")
 UNGATED_MLP_LAYER = {name: rows for name, rows in LAYER.items() if name != "mlp.gate_proj"}
 # The gate comes out of q_proj: after the queries of each group of heads that share a key, or of each head.
 GATED_BY_GROUP = {

@@ -96,7 +96,7 @@ def write_hugging_face(
     else:
         tensors, config = quantize(places, parameters, config)
     if family.stacked:
-        tensors = stacked(tensors)
+        tensors = stacked(tensors, family.stacked)
     files = {
         "config.json": render_json(config, "config.json"),
         "generation_config.json": render_json(_generation(model, origin), "generation_config.json"),

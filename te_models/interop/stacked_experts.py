@@ -1,6 +1,6 @@
-"""Experts stored as one tensor per projection, as gpt-oss has them, under names that each expert would have alone.
+"""Experts stored as one tensor per projection, under names that each expert would have alone.
 
-    <layer>.mlp.experts.<projection>         [E, inputs, outputs]
+    <layer>.mlp.experts.<projection>         [E, inputs, outputs], as in gpt-oss, or [E, outputs, inputs]
     <layer>.mlp.experts.<projection>_bias    [E, outputs]
 
 are the tensors `<layer>.mlp.experts.<e>.<projection>.weight`, [outputs, inputs], and `.bias` of E experts. In OpenAI's
@@ -21,16 +21,18 @@ from te_models.numerics import nvfp4
 from te_models.numerics.e8m0 import e8m0_to_float
 
 STACK = re.compile(r"(.+\.experts\.)([a-z_]+?)(_bias|_blocks|_scales|)")
+INPUTS_FIRST, OUTPUTS_FIRST = "inputs first", "outputs first"
 DIMENSIONS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
 ALONE = re.compile(r"(.+\.experts\.)(\d+)\.([a-z_]+)\.(weight|bias)")
 
 
 def experts_of(
-    name: str, tensor: Tensor, scales: Callable[[str], Tensor]
+    name: str, tensor: Tensor, scales: Callable[[str], Tensor], order: str = INPUTS_FIRST
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield name and values of each expert's part of a stored tensor, or the tensor itself if it is no stack.
 
-    Nothing for scales, which `scales` reads by their name. Tensors on the meta device give the shapes.
+    Nothing for scales, which `scales` reads by their name. Tensors on the meta device give the shapes. `order` is that
+    of the dimensions of a weight in the stack, INPUTS_FIRST or OUTPUTS_FIRST.
 
     Raises:
         CheckpointError: MXFP4 with other dtypes or shapes than above.
@@ -43,7 +45,8 @@ def experts_of(
     if kind == "_blocks":
         parts = _dequantized(name, tensor, scales(f"{prefix}{projection}_scales"))
     else:
-        parts = {"": tensor.mT, "_bias": tensor, "_scales": ()}[kind]
+        weights = tensor.mT if order == INPUTS_FIRST else tensor
+        parts = {"": weights, "_bias": tensor, "_scales": ()}[kind]
     for expert, part in enumerate(parts):
         yield f"{prefix}{expert}.{projection}.{'bias' if kind == '_bias' else 'weight'}", part
 
@@ -66,8 +69,10 @@ def _dequantized(name: str, blocks: Tensor, scales: Tensor) -> Iterator[Tensor]:
             yield nvfp4.unpack(data).mul_(e8m0_to_float(exponents)[..., None]).flatten(1)
 
 
-def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def stacked(tensors: Mapping[str, Tensor], order: str = INPUTS_FIRST) -> dict[str, Tensor]:
     """Return tensors by name with those of single experts stacked, in the order of the first of each stack.
+
+    `order` as in `experts_of`.
 
     Raises:
         UsageError: an expert is quantized.
@@ -85,7 +90,8 @@ def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             prefix, _, projection, kind = found.groups()
             stack = f"{prefix}{projection}" if kind == "weight" else f"{prefix}{projection}_bias"
-            members.setdefault(stack, []).append(tensor.mT if kind == "weight" else tensor)
+            turned = kind == "weight" and order == INPUTS_FIRST
+            members.setdefault(stack, []).append(tensor.mT if turned else tensor)
     return {
         name: torch.stack(own) if STACK.fullmatch(name) else own[0] for name, own in members.items()
     }

@@ -70,7 +70,10 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         plain, turned = q.unflatten(-1, (self.spec.heads.query, -1)).split(
             (sizes.qk_nope_head_dim, sizes.qk_rope_head_dim), dim=-1
         )
-        return torch.cat((plain, context.rotated(turned, rope)), dim=-1)
+        q = torch.cat((plain, context.rotated(turned, rope)), dim=-1)
+        if self.spec.query_scale is None:
+            return q
+        return q * context.query_scales[self.spec.query_scale][..., None, None]
 
     def _keys_and_values(
         self, kv: Tensor, k_rope: Tensor, context: ForwardContext

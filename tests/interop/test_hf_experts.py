@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 from families import CASES, FAMILY_CASES
-from hf_models import load, make_theirs, tensors_of
+from hf_models import document_of, load, make_theirs, tensors_of
 from hybrids import HYBRIDS
 from torch import Tensor
 
 from te_models import CausalLM
 from te_models.interop.hf import tensor_places
 from te_models.interop.hf_families import family_of
+from te_models.interop.hf_family import Family
 from te_models.interop.stacked_experts import experts_of
 
 # The families whose loss transformers computes, with a case of each kind of choice.
@@ -20,6 +21,8 @@ ROUTED = [
     "qwen3_moe-one-key", "qwen3_moe-all-keys", "qwen3_moe-tied", "qwen3_moe-normed", "qwen2_moe-odd",
     "qwen2_moe-normed", "qwen2_moe-steps", "mixtral-all-keys", "mixtral-window", "olmoe-all-keys", "olmoe-normed",
     "gpt_oss-odd", "gpt_oss-all-keys", "gpt_oss-untied", "gpt_oss-untruncated", "gpt_oss-window", "gpt_oss-plain",
+    "mellum-one-key", "mellum-ropes", "mellum-mixed", "minimax_m2-odd", "minimax_m2-half", "minimax_m2-all",
+    "flex_olmo-one-key", "flex_olmo-normed", "ernie4_5_moe-odd", "ernie4_5_moe-interval", "ernie4_5_moe-none",
     "laguna-all-sparse", "qwen3_next-mixed", "qwen3_next-plain", "qwen3_5_moe_text-one-key",
 ]  # fmt: skip
 OTHERS = [
@@ -28,6 +31,19 @@ OTHERS = [
     "glm4_moe-sparse",
     "afmoe-experts",
     "laguna-experts",
+    "dots1-groups",
+    "dots1-window",
+    "exaone_moe-groups",
+    "exaone_moe-mixed",
+    "solar_open-groups",
+    "granite_swa-thetas",
+    "granite_swa-no-rope",
+    "hyperclovax-biases",
+    "hyperclovax-pre",
+    "sarvam_mla-mscale",
+    "mistral4-groups",
+    "mistral4-mscale",
+    "youtu-biases",
 ]
 LATENT = [f"deepseek_v3-{name}" for name in FAMILY_CASES["deepseek_v3"]]
 LATENT += [f"deepseek_v2-{name}" for name in ("plain", "groups", "direct", "mscale")]
@@ -80,11 +96,10 @@ def test_losses_and_gradients_are_those_of_transformers(case: str, tmp_path: Pat
         assert whole.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
     expected.loss.backward()
     whole.loss.backward()
-    theirs = gradients_of(judge, tmp_path / "gradients")
+    family = family_of(document_of(tmp_path))
+    theirs = gradients_of(judge, tmp_path / "gradients", family)
     parameters = dict(model.named_parameters())
-    places = tensor_places(
-        family_of(judge.config.to_dict()), model.config, {n: p.shape for n, p in parameters.items()}
-    )
+    places = tensor_places(family, model.config, {n: p.shape for n, p in parameters.items()})
     names = [name for name, place in places.items() if parameters[place.name].requires_grad]
     assert {name for name in names if name not in theirs} == set()
     for name in names:
@@ -151,7 +166,7 @@ def test_trl_finds_what_its_balance_loss_is_made_of(mode: str, tmp_path: Path) -
 
 
 @torch.no_grad()
-def gradients_of(judge: Any, folder: Path) -> dict[str, Tensor]:
+def gradients_of(judge: Any, folder: Path, family: Family) -> dict[str, Tensor]:
     """transformers' gradients by the names in its folders, into which it writes them in place of the parameters."""
     for parameter in judge.parameters():
         parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
@@ -160,7 +175,7 @@ def gradients_of(judge: Any, folder: Path) -> dict[str, Tensor]:
     return {
         own: part
         for name, t in tensors_of(folder).items()
-        for own, part in experts_of(name, t, torch.Tensor)
+        for own, part in experts_of(name, t, torch.Tensor, family.stacked)
     }
 
 

@@ -191,7 +191,10 @@ TEXTS = [
     "llama3", "llama-linear", "qwen2-window", "qwen3", "mistral", "smollm3", "qwen3_next", "headwise", "elementwise",
     "qwen3_moe-one-key", "mixtral-window", "gpt_oss-plain", "glm4_moe-groups", "glm4_moe-sparse", "laguna-experts",
     "deepseek_v3-plain", "deepseek_v3-one", "deepseek_v3-mscale", "deepseek_v2-mscale", "qwen3_next-mixed",
-    "qwen3_5_moe_text-one-key", "lfm2-one-key", "lfm2_moe-one-key", *HYBRIDS,
+    "qwen3_5_moe_text-one-key", "lfm2-one-key", "lfm2_moe-one-key",
+    "granite_swa-no-rope", "hyperclovax-biases", "mellum-ropes", "minimax_m2-half",
+    "flex_olmo-normed", "dots1-window", "exaone_moe-mixed", "solar_open-groups", "ernie4_5_moe-interval",
+    "sarvam_mla-mscale", "mistral4-mscale", "youtu-yarn", *HYBRIDS,
 ]  # fmt: skip
 
 
