@@ -50,6 +50,7 @@ from transformer_engine.pytorch.quantization import (
 import te_models.kernels.handover_triton as handover_triton
 from te_models.device.autograd import Context
 from te_models.engine import native_experts
+from te_models.engine.native_observers import observe_quantizer, set_observers
 from te_models.kernels.early_save import save_early, save_input, saved_input
 from te_models.kernels.handover_triton import FP8Data
 
@@ -86,6 +87,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "observe_quantizer",
     "outside_autocast",
     "quantized_model_init",
     "recipe",
@@ -94,6 +96,7 @@ __all__ = [
     "restored_recompute",
     "row_padding",
     "separate_copy",
+    "set_observers",
     "drop_cached_weights",
 ]
 
@@ -172,6 +175,7 @@ def separate_copy(module: Linear) -> None:
 
     A copy looks registered to Transformer Engine, which then never updates its scales (section 2.8).
     """
+    set_observers(module, None)  # else the observers of the original would count its casts
     for name in (FP8GlobalStateManager.get_buffer_info(), "global_fp8_buffer_pos_fwd_recompute"):
         module.fp8_meta.pop(name, None)
     for direction in ("scaling_fwd", "scaling_bwd"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
@@ -65,6 +65,8 @@ class Quantizer:
 
     _tensor_class: ClassVar[type[QuantizedTensor]]
     scheme: ClassVar[str]  # the name of the recipe class whose tensors it quantizes
+    # Called after each cast with the values, the quantized tensor and `known_scale` (te_models.recorder.table).
+    observer: Callable[[Tensor, QuantizedTensorStorage, Tensor | None], None] | None = None
     _multiple: ClassVar[int] = 1  # of which both matrix dimensions have to be multiples
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
@@ -81,6 +83,11 @@ class Quantizer:
         """Choose the copies to make; None leaves the choice as it is."""
         self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
         self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
+
+    @property
+    def known_scale(self) -> Tensor | None:
+        """The scale of the next cast, FP32 [1], where it is known before the values."""
+        return None
 
     def copy(self) -> Quantizer:
         """Return a shallow copy, which shares scale and amax tensors."""
@@ -114,6 +121,8 @@ class Quantizer:
         require(shape == wanted, f"cannot quantize shape {shape} into shape {wanted}")
         for name, value in self._fields(src, usages["rowwise"], usages["columnwise"]).items():
             setattr(dst, f"_{name}", value)
+        if self.observer is not None:
+            self.observer(src, dst, self.known_scale)
         return dst
 
     def make_empty(
@@ -141,8 +150,12 @@ class Quantizer:
         fields = self._fields(tensor, self.rowwise_usage, self.columnwise_usage)
         fields |= {"shape": tensor.shape, "dtype": dtype or tensor.dtype, "quantizer": self.copy()}
         if self.internal:
-            return self._tensor_class._storage_class()(**fields)
-        return self._tensor_class(device=tensor.device, **fields)
+            made = self._tensor_class._storage_class()(**fields)
+        else:
+            made = self._tensor_class(device=tensor.device, **fields)
+        if self.observer is not None:
+            self.observer(tensor, made, self.known_scale)
+        return made
 
     def _fields(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> Fields:
         """Return the attributes of the storage for `tensor`."""
@@ -207,6 +220,11 @@ class Float8Quantizer(_PerTensorQuantizer):
         self.scale = scale
         self.amax = amax
         self.dtype = DType.cast(fp8_dtype)
+
+    @property
+    def known_scale(self) -> Tensor:
+        """The scale of the next cast, FP32 [1]."""
+        return self.scale.detach().reshape(1)
 
     def _cast(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         if fused.active(tensor) and self.amax.device == tensor.device:

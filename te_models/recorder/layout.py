@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 OPERANDS = ("input", "weight", "grad_output")  # the three FP8 tensors of a te.Linear
 
@@ -58,6 +60,15 @@ class RecordedTensor:
             if before == "layers" and part.isdigit():
                 return int(part)
         return None
+
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> RecordedTensor:
+        """Return the tensor of an entry of layout.json; a ValueError if it is none."""
+        if entry["operand"] not in OPERANDS:
+            raise ValueError(f"{entry['operand']!r} is no operand")
+        expert = entry["expert"]
+        expert = None if expert is None else int(expert)
+        return cls(str(entry["linear"]), str(entry["operand"]), expert)
 
     def to_dict(self) -> dict[str, object]:
         """Return it as layout.json has it."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from te_models.errors import DataError, SaveError
 from te_models.files.atomic import explained, replace_text
 from te_models.files.formats import read_json
-from te_models.recorder.layout import FIELDS, INDEX, OPERANDS, RecordedTensor
+from te_models.recorder.layout import FIELDS, INDEX, RecordedTensor
 
 FOLDER = "record"  # in the folder of a run
 LAYOUT, STEPS = "layout.json", "steps.bin"
@@ -170,13 +170,7 @@ def _parse_layout(layout: object) -> tuple[list[str], list[RecordedTensor]]:
     if not isinstance(layout, dict) or layout["version"] != VERSION:
         raise ValueError(f"its version is not {VERSION}")
     fields = [str(name) for name in layout["fields"]]
-    tensors = []
-    for entry in layout["tensors"]:
-        if entry["operand"] not in OPERANDS:
-            raise ValueError(f"{entry['operand']!r} is no operand")
-        expert = entry["expert"]
-        expert = None if expert is None else int(expert)
-        tensors.append(RecordedTensor(str(entry["linear"]), entry["operand"], expert))
+    tensors = [RecordedTensor.from_dict(entry) for entry in layout["tensors"]]
     if not fields or len(tensors) > MOST_TENSORS:
         raise ValueError("it lists no fields, or too many tensors")
     return fields, tensors

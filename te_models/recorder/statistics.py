@@ -15,8 +15,8 @@ from te_models.recorder.layout import FIELDS, INDEX
 E4M3, E5M2, E2M1 = 7, 8, 10  # Transformer Engine's numbers of the formats
 TILE = 1 << 20  # elements that are counted at a time
 MIX = 0x9E3779B1
-# What stands for a count that nobody could make, since the values before the cast were not in memory.
-UNKNOWN = -1.0
+# A count that nobody could make, since the values before the cast were not in memory. Sums with it stay unknown.
+UNKNOWN = math.nan
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ def count_cast(source: Tensor | None, cast: Cast) -> tuple[Tensor, Tensor]:
     codes = torch.zeros((), dtype=torch.int64, device=cast.codes.device)
     counts[INDEX["elements"]] = rows * columns
     counts[INDEX["format"]] = cast.format
+    counts[INDEX["scale_age"]] = -1.0  # Table.set_scale_age sets it, and larger values win
     if not rows * columns:
         counts[INDEX["scale_min"]] = math.inf
         return counts, codes
@@ -136,11 +137,11 @@ def _count_tile(
     at_largest = magnitude == limits.largest
     clipped = at_largest
     if source is not None:
-        clipped = at_largest & (before.abs() > limits.beyond * inverse) & finite
+        clipped = at_largest & (before.abs() > limits.beyond * inverse) & (inverse > 0) & finite
         exact = torch.where(finite, source, 0).double()
         change = torch.where(finite, source.double() - after.double(), 0)
         counts[INDEX["zeros"]] += (source == 0).sum()
-        counts[INDEX["flushed"]] += ((source != 0) & (values == 0) & finite).sum()
+        counts[INDEX["flushed"]] += ((source != 0) & (after == 0) & finite).sum()
         counts[INDEX["signal"]] += exact.square().sum()
         counts[INDEX["noise"]] += change.square().sum()
     counts[INDEX["saturated"]] += clipped.sum()
@@ -156,6 +157,7 @@ def _count_scales(counts: Tensor, cast: Cast, occupied: Tensor) -> None:
     if scales.numel() == 1:
         occupied = torch.ones_like(occupied)
     scales = scales.double()
+    occupied = occupied & scales.isfinite()  # a block's scale may itself be flushed to zero
     logarithms = torch.where(occupied, scales, 1.0).log2()
     smallest = torch.where(occupied, scales, math.inf).amin()
     largest = torch.where(occupied, scales, 0.0).amax()

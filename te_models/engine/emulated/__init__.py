@@ -34,9 +34,11 @@ from te_models.engine.emulated.grouped import GroupedLinear
 from te_models.engine.emulated.linear import Linear
 from te_models.engine.emulated.module import (
     drop_cached_weights,
+    observe_quantizer,
     reset_fp8_state,
     restored_recompute,
     separate_copy,
+    set_observers,
 )
 from te_models.engine.emulated.recompute import checkpoint
 from te_models.engine.emulated.rmsnorm import RMSNorm
@@ -85,6 +87,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "observe_quantizer",
     "outside_autocast",
     "quantized_model_init",
     "recipe",
@@ -93,6 +96,7 @@ __all__ = [
     "restored_recompute",
     "row_padding",
     "separate_copy",
+    "set_observers",
 ]
 
 

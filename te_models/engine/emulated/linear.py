@@ -487,6 +487,8 @@ def new_calls(
         dy, dx = backward[2 * i : 2 * i + 2]
         for quantizer in (x, weight, dy):
             quantizer.internal = True
+        if module.observers is not None:
+            x.observer, weight.observer, dy.observer = module.observers[i]
         fp8 = Quantizers(x, weight, dy, y if results[0] else None, dx if results[1] else None)
         how = (recipe.split_accumulators, context)
         found.append(Call(module, parallel, dtype, grad, first, override, name, fp8, updates, *how))

@@ -36,6 +36,7 @@ from te_models.numerics.quantizers import (
     Quantizer,
 )
 from te_models.numerics.tensors import QuantizedTensor, QuantizedTensorStorage
+from te_models.recorder.table import Observer, Observers
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 # The largest weight, in elements, of which a second form is kept for the steps of a generation: the values of FP8 data,
@@ -126,6 +127,8 @@ class TransformerEngineBaseModule(EmptyExtraState):
     out_features: int
     use_bias: bool
     bias: Tensor
+    # Of each GEMM, who counts the casts of its operands; None: nobody does.
+    observers: Sequence[Observers] | None = None
     _made = 0
 
     def __init__(self, name: str | None = None) -> None:
@@ -527,6 +530,22 @@ def reset_fp8_state(module: nn.Module) -> None:
 
 def separate_copy(module: TransformerEngineBaseModule) -> None:
     """Give a copied te.Linear scales of its own to update: done by `__setstate__` here, not in Transformer Engine."""
+
+
+def set_observers(
+    module: TransformerEngineBaseModule, observers: Sequence[Observers] | None
+) -> None:
+    """Let observers count the casts of a te.Linear from its next forward on; None: nobody counts them."""
+    module.observers = observers
+    if observers is None:
+        for quantizers in module.quantizers.values():
+            for quantizer in quantizers:
+                quantizer.observer = None
+
+
+def observe_quantizer(quantizer: Quantizer, observer: Observer | None) -> None:
+    """Let an observer count the casts of a quantizer; None: nobody does."""
+    quantizer.observer = observer
 
 
 def drop_cached_weights(module: TransformerEngineBaseModule) -> None:

@@ -1,0 +1,91 @@
+"""Observers of the casts of Transformer Engine's modules (te_models.recorder): called with both sides of each cast.
+
+A quantizer's Python methods make most casts, and an instance may have its own in their place; Transformer Engine's C++
+recognizes a quantizer by its exact class, so a subclass would not do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.nn import Module
+
+if TYPE_CHECKING:
+    from te_models.recorder.table import Observer, Observers
+
+# The method by which te.Linear and te.GroupedLinear get their quantizers in each forward pass.
+_GETTER = "_get_quantizers"
+_METHODS = ("quantize_impl", "update_quantized")
+
+
+def set_observers(module: Module, observers: Sequence[Observers] | None) -> None:
+    """Let observers count the casts of a te.Linear from its next forward on; None: nobody counts them.
+
+    The quantizers of most recipes are made by the first forward pass, so they are looked for in each.
+    """
+    own = vars(module)
+    own.pop(_GETTER, None)
+    if observers is None:
+        _attach(module, [])
+        return
+    getter: Callable[..., Any] = getattr(module, _GETTER)
+
+    def getter_of_observed(*arguments: Any, **options: Any) -> Any:
+        quantizers = getter(*arguments, **options)
+        _attach(module, observers)
+        return quantizers
+
+    own[_GETTER] = getter_of_observed
+    _attach(module, observers)
+
+
+def observers_of(module: Any, gemm: int = 0) -> Observers | None:
+    """Return the observers of a GEMM of a te module, whose casts kernels of ours make; None without."""
+    found = vars(module).get("_te_models_observers", ())
+    return found[gemm] if found else None
+
+
+def observe_quantizer(quantizer: Any, observer: Observer | None) -> None:
+    """Let an observer count the casts of a quantizer; None: nobody does."""
+    own = vars(quantizer)
+    if observer is None:
+        for name in _METHODS:
+            own.pop(name, None)
+        return
+    for name in _METHODS:
+        if getattr(own.get(name), "observer", None) is not observer:
+            own[name] = _Observed(quantizer, observer, getattr(type(quantizer), name))
+
+
+class _Observed:
+    """A method of a quantizer that casts and then calls an observer."""
+
+    def __init__(self, quantizer: Any, observer: Observer, method: Callable[..., Any]) -> None:
+        self.quantizer = quantizer
+        self.observer = observer
+        self.method = method
+
+    def __call__(self, tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+        result = self.method(self.quantizer, tensor, *arguments, **options)
+        self.observer(tensor, result, known_scale(self.quantizer))
+        return result
+
+
+def known_scale(quantizer: Any) -> Tensor | None:
+    """Return the scale that delayed scaling casts with, FP32 [1]; None for scales that follow from the values."""
+    delayed = type(quantizer).__name__ == "Float8Quantizer"
+    return quantizer.scale.reshape(1) if delayed else None
+
+
+def _attach(module: Any, observers: Sequence[Observers]) -> None:
+    vars(module)["_te_models_observers"] = observers
+    forward = module.quantizers.get("scaling_fwd", ())
+    backward = module.quantizers.get("scaling_bwd", ())
+    for gemm in range(len(forward) // 3):
+        x, weight, dy = observers[gemm] if observers else (None, None, None)
+        observe_quantizer(forward[3 * gemm], x)
+        observe_quantizer(forward[3 * gemm + 1], weight)
+        if len(backward) > 2 * gemm:
+            observe_quantizer(backward[2 * gemm], dy)

@@ -1,0 +1,109 @@
+"""The rowwise copy of a quantized tensor as a `Cast`, whichever engine made it: both use the same attribute names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_models.numerics.casts import decode_fp8
+from te_models.numerics.e8m0 import e8m0_to_float
+from te_models.numerics.formats import DType
+from te_models.numerics.nvfp4 import TOP, unpack
+from te_models.numerics.tensors import BLOCK, MX_BLOCK, as_matrix, rows_first
+from te_models.recorder.statistics import E2M1, Cast
+
+FP4_BLOCK = 16
+
+
+def is_quantized(value: object) -> bool:
+    """Return whether this is a quantized tensor or storage of either engine."""
+    return hasattr(value, "_quantizer")
+
+
+def cast_of(storage: Any, scale: Tensor | None = None) -> Cast | None:
+    """Return the rowwise copy of a quantized tensor [..., K] as a matrix.
+
+    Args:
+        storage: the tensor or storage of either engine.
+        scale: the scale that it was cast with, FP32 [1], where it was known before the values.
+
+    Returns:
+        None if it has no rowwise copy, or a format or a layout of scales that is not known here.
+    """
+    name = type(storage).__name__
+    if getattr(storage, "_with_gemm_swizzled_scales", False):
+        return None  # block scales in the order of a GEMM's tiles, on Blackwell
+    if name.startswith("Float8Blockwise"):
+        return _of_blocks(storage)
+    if name.startswith("Float8Tensor"):
+        return _of_tensor(storage, scale)
+    if name.startswith("MXFP8Tensor"):
+        return _of_mx_blocks(storage)
+    if name.startswith("NVFP4Tensor"):
+        return _of_fp4_blocks(storage)
+    return None
+
+
+def _of_tensor(storage: Any, scale: Tensor | None) -> Cast | None:
+    if storage._data is not None:
+        codes = as_matrix(storage._data)
+    elif storage._transpose is not None:
+        codes = rows_first(storage._transpose)
+    else:
+        return None
+    inverse = storage._scale_inv.reshape(1, 1)
+    return _fp8(codes, storage._fp8_dtype, inverse, tuple(codes.shape), scale)
+
+
+def _of_blocks(storage: Any) -> Cast | None:
+    if storage._rowwise_data is None:
+        return None
+    codes = as_matrix(storage._rowwise_data)
+    rows, columns = codes.shape
+    inverse = storage._rowwise_scale_inv
+    if storage._is_2D_scaled:
+        inverse = inverse[: -(-rows // BLOCK), : -(-columns // BLOCK)]
+        return _fp8(codes, storage._fp8_dtype, inverse, (BLOCK, BLOCK))
+    # One row of scales per block of columns.
+    inverse = inverse[: -(-columns // BLOCK), :rows].t()
+    return _fp8(codes, storage._fp8_dtype, inverse, (1, BLOCK))
+
+
+def _of_mx_blocks(storage: Any) -> Cast | None:
+    if storage._rowwise_data is None:
+        return None
+    codes = as_matrix(storage._rowwise_data)
+    rows, columns = codes.shape
+    exponents = storage._rowwise_scale_inv[:rows, : -(-columns // MX_BLOCK)]
+    inverse = e8m0_to_float(exponents)
+    return _fp8(codes, storage._fp8_dtype, inverse, (1, MX_BLOCK))
+
+
+def _of_fp4_blocks(storage: Any) -> Cast | None:
+    if storage._rowwise_data is None:
+        return None
+    packed = as_matrix(storage._rowwise_data)
+    low = packed & 15
+    codes = torch.stack((low, packed >> 4), -1).reshape(len(packed), -1)
+    rows, columns = codes.shape
+    block_scales = storage._rowwise_scale_inv[:rows, : columns // FP4_BLOCK]
+    # A division by a Python number would be a product on a GPU.
+    whole = storage._amax_rowwise / torch.full_like(storage._amax_rowwise, TOP)
+    inverse = block_scales.view(torch.float8_e4m3fn).float() * whole
+    values = unpack(packed).float()
+    return Cast(codes, values, inverse, (1, FP4_BLOCK), E2M1)
+
+
+def _fp8(
+    codes: Tensor,
+    dtype: int,
+    inverse: Tensor,
+    block: tuple[int, ...],
+    scale: Tensor | None = None,
+) -> Cast:
+    kind = DType.cast(dtype)
+    codes = codes.view(torch.uint8)
+    values = decode_fp8(codes, kind)
+    return Cast(codes, values, inverse, (block[0], block[1]), int(kind), scale)

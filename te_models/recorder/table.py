@@ -1,0 +1,172 @@
+"""The table of one step on the device: a row of fields per tensor, which casts add to while the step is recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_models.recorder.layout import FIELDS, INDEX, LARGEST, SMALLEST, RecordedTensor
+from te_models.recorder.quantized import cast_of
+from te_models.recorder.statistics import Cast, count_cast
+
+SUMMED = [name not in (*LARGEST, *SMALLEST) for name in FIELDS]
+
+
+class Table:
+    """The fields of every tensor in the step that is being recorded.
+
+    `values` float64 [tensors, fields] and `codes` int64 [tensors] stay where they are, so that the kernels of a CUDA
+    graph can add to them; `flag` int32 [1] tells these kernels whether the step is recorded.
+
+    Args:
+        tensors: the names of the rows, those of all ranks.
+        counted: whether this rank's counts of a row enter the sums: of copies of a tensor, one does.
+        device: of the model.
+        distributed: whether other processes share the run.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[RecordedTensor],
+        counted: Sequence[bool],
+        device: torch.device,
+        distributed: bool = False,
+    ) -> None:
+        self.tensors = list(tensors)
+        self.rows = {tensor: row for row, tensor in enumerate(self.tensors)}
+        self.distributed = distributed
+        self.values = torch.zeros(len(tensors), len(FIELDS), dtype=torch.float64, device=device)
+        self.codes = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+        self.flag = torch.zeros(1, dtype=torch.int32, device=device)
+        self.recording = False  # whether the step in progress is recorded, as the host knows it
+        self.first_micro_batch = True
+        self._counted = torch.tensor(list(counted), device=device)
+        self._summed = torch.tensor(SUMMED, device=device)
+        self._largest = torch.tensor([name in LARGEST for name in FIELDS], device=device)
+        self._empty = torch.zeros(len(FIELDS), dtype=torch.float64, device=device)
+        self._empty[INDEX["scale_min"]] = math.inf
+
+    @property
+    def open(self) -> bool:
+        """Whether casts add to the table: they do in a recorded step, and in a capture, whose kernels ask `flag`."""
+        return self.recording or (self.values.is_cuda and torch.cuda.is_current_stream_capturing())
+
+    def begin(self) -> None:
+        """Empty the table; the casts that follow are recorded."""
+        self.values.copy_(self._empty.expand_as(self.values))
+        self.codes.zero_()
+        self.flag.fill_(1)
+        self.recording = True
+        self.first_micro_batch = True
+
+    def set_scale_age(self, row: int, age: Tensor | float) -> None:
+        """Set the age of a tensor's scale in steps, [] if it is a tensor."""
+        self.values[row, INDEX["scale_age"]] = age
+
+    def end(self) -> tuple[Tensor, Tensor]:
+        """Stop recording; return values and codes of all ranks, on the device.
+
+        Several processes call this together.
+        """
+        self.recording = False
+        self.flag.zero_()
+        values = self.values.clone()
+        codes = self.codes.clone()
+        if self.distributed:
+            values, codes = self._over_ranks(values, codes)
+        unknown = values.isnan()
+        values[unknown] = -1.0
+        values[:, INDEX["scale_min"]].masked_fill_(values[:, INDEX["scale_min"]].isinf(), 0.0)
+        return values, codes
+
+    def _over_ranks(self, values: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the fields of all ranks: sums over the first copies, and the largest and smallest values."""
+        sums = torch.where(self._counted[:, None] & self._summed, values, 0.0)
+        # The smallest value is the largest negative one.
+        extremes = torch.where(self._largest, values, -values)
+        codes = torch.where(self._counted, codes, 0)
+        dist.all_reduce(sums)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        dist.all_reduce(codes)
+        extremes = torch.where(self._largest, extremes, -extremes)
+        return torch.where(self._summed, sums, extremes), codes
+
+    @torch.no_grad()
+    def add(self, row: int, source: Tensor | None, storage: Any, scale: Tensor | None) -> None:
+        """Count a cast.
+
+        Args:
+            row: of the tensor.
+            source: the values before the cast, [..., K]; None: they are not in memory.
+            storage: the quantized tensor of either engine.
+            scale: the scale of the cast, FP32 [1], where it was known before; None: it follows from `storage`.
+        """
+        if source is not None:
+            source = source.detach().reshape(-1, source.shape[-1])
+        cast = cast_of(storage, scale)
+        if cast is not None:
+            self.add_cast(row, source, cast)
+
+    def add_cast(self, row: int, source: Tensor | None, cast: Cast) -> None:
+        """Count a cast, in plain PyTorch."""
+        counts, codes = count_cast(source, cast)
+        if (
+            self.values.is_cuda
+        ):  # perhaps in a graph, which computes in steps that are not recorded too
+            on = self.flag != 0
+            counts = torch.where(on, counts, self._empty)
+            codes = torch.where(on[0], codes, 0)
+        before = self.values[row]
+        extremes = torch.where(
+            self._largest, torch.maximum(before, counts), torch.minimum(before, counts)
+        )
+        self.values[row] = torch.where(self._summed, before + counts, extremes)
+        self.codes[row] += codes
+
+
+class Observer:
+    """Counts the casts of one operand; a quantizer calls it with the values before and after each cast.
+
+    Args:
+        table: the table of the step.
+        row: the operand's.
+        operand: "input", "weight", "grad_output", or "stored weight" for FP8 weights, which the optimizer casts.
+    """
+
+    def __init__(self, table: Table, row: int, operand: str) -> None:
+        self.table = table
+        self.row = row
+        self.operand = operand
+
+    @property
+    def open(self) -> bool:
+        """Whether the next cast is counted: once per micro-batch, that of a weight once per step."""
+        table = self.table
+        if not table.open:
+            return False
+        if self.operand == "grad_output":
+            return True
+        if self.operand == "weight" and not table.first_micro_batch:
+            return False
+        # In backward the forward pass is computed again.
+        return torch._C._current_graph_task_id() == -1
+
+    def __call__(self, source: Tensor | None, storage: Any, scale: Tensor | None = None) -> None:
+        """Count a cast; arguments as in Table.add."""
+        if self.open:
+            self.table.add(self.row, source, storage, scale)
+
+    def __deepcopy__(self, memo: object) -> None:
+        """Leave the observer out of a copy: what is copied is not recorded."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Leave the observer out of a pickle."""
+        return type(None), ()
+
+
+Observers = tuple[Observer, Observer, Observer]  # of input, weight and gradient of the output

@@ -1,0 +1,219 @@
+"""The recorder of a training run: which tensors it knows, which steps it records, and when it writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_models.causal_lm import CausalLM
+from te_models.fp8.primary_weights import quantized
+from te_models.fp8.scale_age import scale_ages
+from te_models.fp8.scaling_state import gemms_of
+from te_models.recorder.layout import OPERANDS, RecordedTensor
+from te_models.recorder.record import RecordWriter
+from te_models.recorder.table import Observer, Observers, Table
+from te_models.training.parallel import Parallel
+from te_models.training.timing import copy_to_host
+
+
+@dataclass
+class RecordedStep:
+    """The entry of a step on its way to the host, where it is complete once `ready` is reached."""
+
+    step: int
+    values: Tensor
+    codes: Tensor
+    ready: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        """Wait until the host has the entry."""
+        if self.ready is not None:
+            self.ready.synchronize()
+
+
+class Recorder:
+    """Records the steps of a run: attached to the model's te.Linears for as long as the run lasts.
+
+    Args:
+        model: the model in training.
+        parallel: how processes share the run; all of them make a recorder together.
+        every: steps between recorded ones; 0: only steps that `begin` is told to record.
+        micro_batches: of a step.
+    """
+
+    def __init__(
+        self, model: CausalLM, parallel: Parallel, every: int, micro_batches: int = 1
+    ) -> None:
+        self.model = model
+        self.every = every
+        self.micro_batches = micro_batches
+        self.modules = dict(quantizing_modules(model))
+        own = [
+            RecordedTensor(linear_name(name), operand, expert)
+            for name, module in self.modules.items()
+            for expert in experts_of(model, name, module)
+            for operand in OPERANDS
+        ]
+        tensors = _of_all_ranks(own, parallel)
+        counts = dict(zip(own, _first_copies(self.modules, model, parallel), strict=True))
+        counted = [counts.get(tensor, False) for tensor in tensors]
+        distributed = parallel.ranks.world > 1
+        self.table = Table(tensors, counted, model.device, distributed)
+        self.observers = {name: self._observers(name) for name in self.modules}
+
+    @property
+    def tensors(self) -> list[RecordedTensor]:
+        """The recorded tensors, in the order of the model."""
+        return self.table.tensors
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a step is one of those to record."""
+        return self.every > 0 and step % self.every == 0
+
+    def attach(self) -> None:
+        """Let the casts of all te.Linears reach the table; again after anything that replaces quantizers."""
+        for name, module in self.modules.items():
+            self.model.te.set_observers(module, self.observers[name])
+            for (_, weight, _), fp8 in zip(self.observers[name], _fp8_weights(module), strict=True):
+                if fp8 is not None:
+                    observer = Observer(self.table, weight.row, "stored weight")
+                    self.model.te.observe_quantizer(fp8._quantizer, observer)
+
+    def detach(self) -> None:
+        """Leave the model as it was."""
+        for module in self.modules.values():
+            self.model.te.set_observers(module, None)
+            for fp8 in _fp8_weights(module):
+                if fp8 is not None:
+                    self.model.te.observe_quantizer(fp8._quantizer, None)
+
+    def begin(self) -> None:
+        """Record from here on; call it before the step's first forward pass."""
+        self.attach()
+        self.table.begin()
+        for name, module in self.modules.items():
+            recipe = self.model.precision.recipe_of(name)
+            if recipe is None or not recipe.stateful:
+                continue
+            every_age = scale_ages(module, self.micro_batches)
+            for observers, ages in zip(self.observers[name], every_age, strict=True):
+                for observer, age in zip(observers, ages, strict=True):
+                    self.table.set_scale_age(observer.row, age)
+
+    def next_micro_batch(self, first: bool) -> None:
+        """Say that a micro-batch begins, the first of its step or another one, which counts no weight again."""
+        self.table.first_micro_batch = first
+
+    def end(self, step: int) -> RecordedStep:
+        """End the recording of a step after its update; return its entry. All processes call this together."""
+        values, codes = self.table.end()
+        values, _ = copy_to_host(values)
+        codes, ready = copy_to_host(codes)
+        return RecordedStep(step, values, codes, ready)
+
+    def _observers(self, name: str) -> list[Observers]:
+        """Return the observers of each GEMM of a te module."""
+        found = []
+        for expert in experts_of(self.model, name, self.modules[name]):
+            rows = [
+                self.table.rows[RecordedTensor(linear_name(name), operand, expert)]
+                for operand in OPERANDS
+            ]
+            x, weight, dy = (
+                Observer(self.table, row, operand)
+                for row, operand in zip(rows, OPERANDS, strict=True)
+            )
+            found.append((x, weight, dy))
+        return found
+
+
+def write(writer: RecordWriter, recorded: RecordedStep) -> None:
+    """Write the entry of a step once the host has it."""
+    recorded.wait()
+    writer.write(recorded.step, recorded.values.numpy(), recorded.codes.numpy())
+
+
+def open_writer(out: Path, recorder: Recorder, after_step: int) -> RecordWriter:
+    """Open the record of the run in a folder, of which the entries after `after_step` are dropped."""
+    return RecordWriter(out, recorder.tensors, after_step)
+
+
+def quantizing_modules(model: CausalLM) -> Iterator[tuple[str, Any]]:
+    """Yield the te.Linears and te.GroupedLinears of a model, with their names in it."""
+    for name, module in model.named_modules():
+        if isinstance(module, model.te.LINEARS):
+            yield name, module
+
+
+def linear_name(name: str) -> str:
+    """Return the name of a te.Linear without the parts that wrappers add to it."""
+    return ".".join(part for part in name.split(".") if part not in ("base_layer",))
+
+
+def experts_of(model: CausalLM, name: str, module: nn.Module) -> list[int | None]:
+    """Return the numbers of a te module's experts in the whole model; of a te.Linear, None."""
+    if not isinstance(module, model.te.GroupedLinear):
+        return [None]
+    held = gemms_of(module)
+    first = model.ep.rank * held if model.ep.divides(name) else 0
+    return list(range(first, first + held))
+
+
+def _fp8_weights(module: Any) -> list[Any]:
+    """Return the quantized tensor of the weight of each GEMM of a te module; None for a weight in high precision."""
+    count = gemms_of(module)
+    names = [f"weight{gemm}" for gemm in range(count)]
+    if hasattr(module, "weight"):
+        names = ["weight"]
+    return [quantized(getattr(module, name)) for name in names]
+
+
+def _of_all_ranks(own: list[RecordedTensor], parallel: Parallel) -> list[RecordedTensor]:
+    """Return the tensors of all ranks in the order of the model; ranks differ only in their experts."""
+    found: dict[str, set[RecordedTensor]] = {}
+    for rank in parallel.ranks.gather([tensor.to_dict() for tensor in own]):
+        for entry in rank:
+            tensor = RecordedTensor.from_dict(entry)
+            found.setdefault(tensor.linear, set()).add(tensor)
+    ordered = []
+    for tensors in found.values():
+        ordered += sorted(tensors, key=lambda one: (one.expert or 0, OPERANDS.index(one.operand)))
+    return ordered
+
+
+def _first_copies(modules: dict[str, Any], model: CausalLM, parallel: Parallel) -> list[bool]:
+    """Return, for each operand of each GEMM, whether this rank has the first copy of it, or a part of its own."""
+    found = []
+    for name, module in modules.items():
+        split = layer_parts(module) if parallel.tp is not None else dict.fromkeys(OPERANDS, True)
+        first_layer_rank = parallel.tp is None or parallel.tp.get_local_rank() == 0
+        for gemm, _ in enumerate(experts_of(model, name, module)):
+            for operand in OPERANDS:
+                counts = first_layer_rank or split[operand]
+                if operand == "weight":
+                    stored = _fp8_weights(module)[gemm] is not None and parallel.uses_fsdp
+                    counts = counts and (stored or _has_first_weight(name, model, parallel))
+                found.append(counts)
+    return found
+
+
+def _has_first_weight(name: str, model: CausalLM, parallel: Parallel) -> bool:
+    """Return whether this rank is the first of those that cast the same weight."""
+    if not model.ep.divides(name):
+        return parallel.data_rank == 0
+    return parallel.replicas is None or parallel.replicas.get_local_rank() == 0
+
+
+def layer_parts(module: Any) -> dict[str, bool]:
+    """Return which operands of a tensor-parallel te.Linear differ between the ranks that share it."""
+    mode = module.parallel_mode
+    return {
+        "input": mode == "row" or (mode == "column" and module.sequence_parallel),
+        "weight": mode is not None,
+        "grad_output": mode == "column" or (mode == "row" and module.sequence_parallel),
+    }
