@@ -275,14 +275,14 @@ class NamedFields:
 
     def __init_subclass__(cls) -> None:
         """Add the fields' help texts to the docstring."""
-        fields = [
-            (name, value)
-            for name, value in vars(cls).items()
-            if isinstance(value, dataclasses.Field)
-        ]
+        # Those of a base class, which is a dataclass already, and its own.
+        fields = dict(getattr(cls, "__dataclass_fields__", {}))
+        fields |= {
+            name: value for name, value in vars(cls).items() if isinstance(value, dataclasses.Field)
+        }
         texts = [
             f"{name}: {field.metadata['help']}"
-            for name, field in fields
+            for name, field in fields.items()
             if "help" in field.metadata
         ]
         if texts and cls.__doc__:

@@ -13,10 +13,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from te_models.config import layers
+from te_models.config import kinds
 from te_models.config.chunk_sizes import FP32
+from te_models.config.fields import ModelFields
 from te_models.config.layer import LinearSpec, MixerSpec, Section, Step, Tape
-from te_models.config.model import ModelConfig
 from te_models.model import parts
 from te_models.model.forward_context import ForwardContext
 from te_models.model.kv_cache import RecurrentState
@@ -34,10 +34,6 @@ class ShortConvSpec(MixerSpec):
 
     name: ClassVar[str] = "short_conv"
     title: ClassVar[str] = "convolution"
-
-    @classmethod
-    def of(cls, config: ModelConfig, layer: int) -> ShortConvSpec:
-        return cls(config.hidden_size)
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -157,12 +153,16 @@ def newest(whole: Tensor, real: Tensor | None) -> Tensor:
     return whole.gather(1, place[..., None].expand(-1, -1, whole.shape[2]))
 
 
+def describe(config: ModelFields, layer: int) -> ShortConvSpec:
+    return ShortConvSpec(hidden_size=config.hidden_size)
+
+
 @contextlib.contextmanager
 def registered() -> Iterator[None]:
     """Inside, `layer_types` may name "short_conv"."""
-    layers.MIXERS["short_conv"] = ShortConvSpec.of
+    kinds.MIXERS["short_conv"] = describe
     parts.MIXERS[ShortConvSpec] = ShortConv
     try:
         yield
     finally:
-        del layers.MIXERS["short_conv"], parts.MIXERS[ShortConvSpec]
+        del kinds.MIXERS["short_conv"], parts.MIXERS[ShortConvSpec]

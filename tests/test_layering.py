@@ -122,6 +122,22 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert not left, f"these import each other: {sorted(left)}"
 
 
+def test_a_description_of_a_layer_does_not_know_the_config_that_it_is_made_from() -> None:
+    """Not for type checkers either: it takes the values that it needs."""
+    left = {
+        name: {
+            target.removeprefix("te_models.")
+            for target in _imports(path)
+            if target.startswith("te_models.config.")
+        }
+        for name, path in FILES.items()
+        if name.startswith("config.")
+    }
+    while free := {name for name, targets in left.items() if not targets & left.keys()}:
+        left = {name: targets for name, targets in left.items() if name not in free}
+    assert not left, f"these import each other: {sorted(left)}"
+
+
 def test_the_design_lists_the_packages_in_this_order() -> None:
     block = (ROOT.parent / "docs/internals/design.md").read_text().split("```\n")[1]
     assert [line.split()[0] for line in block.splitlines()] == [

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from te_models.config.chunk_sizes import FP32
 from te_models.config.layer import (
@@ -23,10 +23,6 @@ from te_models.config.layer import (
     Tape,
 )
 from te_models.config.rope import Rope
-
-if TYPE_CHECKING:
-    from te_models.config.model import ModelConfig
-
 
 # Head dimensions for which cuDNN's causal attention is the fastest kernel, forward and backward: on an H100 or H200 by
 # benchmarks/attention_kernels.py, and on GPUs that were not measured.
@@ -101,33 +97,6 @@ class AttentionSpec(SoftmaxAttentionSpec):
 
     gate_activation: str = "sigmoid"
     qk_norm: str = "none"  # "head", "all_heads" or "none"
-
-    @classmethod
-    def of(cls, config: ModelConfig, layer: int) -> AttentionSpec:
-        """Return the attention of this layer."""
-        slides = config.layer_types is None or config.layer_types[layer] == "sliding_attention"
-        window = config.sliding_window if slides else None
-        rotates = config.no_rope_layers is None or bool(config.no_rope_layers[layer])
-        rope = config.rope if window is None else config.window_rope
-        return cls(
-            hidden_size=config.hidden_size,
-            heads=Heads(
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                config.head_dim,
-                config.attention_gate,
-            ),
-            gate_activation=config.attention_gate_activation,
-            bias=config.attention_bias,
-            output_bias=config.attention_output_bias,
-            qk_norm=config.qk_norm_scope if config.qk_norm else "none",
-            multiplier=config.attention_multiplier,
-            softcap=config.attn_logit_softcapping,
-            sinks=config.attention_sinks,
-            query_scale=query_scale(config),
-            window=window,
-            rope=rope if rotates else None,
-        )
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -321,12 +290,6 @@ class AttentionSpec(SoftmaxAttentionSpec):
             )
         consumed = tape.rows * self.heads.q_size * tape.element
         return Step("gate", saved, consumes=consumed, produces=q + gate)
-
-
-def query_scale(config: ModelConfig) -> tuple[float, int] | None:
-    """Return the factor beta and the length of the scale of queries by their position; None without one."""
-    beta, length = config.query_scale_beta, config.query_scale_length
-    return None if beta is None or length is None else (beta, length)
 
 
 def window(layer: LayerSpec) -> int | None:

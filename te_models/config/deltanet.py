@@ -14,15 +14,12 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from te_models.config.chunk_sizes import FP32
 from te_models.config.layer import LinearSpec, MixerSpec, Section, Step, Tape
 from te_models.config.settings import Settings, count
 from te_models.errors import ConfigError
-
-if TYPE_CHECKING:
-    from te_models.config.model import ModelConfig
 
 CHUNK = 64  # tokens that te_models.kernels.delta_rule computes at once
 
@@ -80,12 +77,6 @@ class DeltaNetSpec(MixerSpec):
 
     name: ClassVar[str] = "linear_attn"
     title: ClassVar[str] = "linear attention"
-
-    @classmethod
-    def of(cls, config: ModelConfig, layer: int) -> DeltaNetSpec:
-        """Return the linear attention of this layer."""
-        assert config.linear_attention is not None
-        return cls(config.hidden_size, config.linear_attention, config.hidden_act)
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:

@@ -10,19 +10,15 @@ channels of a key are the same in all heads. DeepSeek-AI 2024, arXiv 2405.04434.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from te_models.config.attention import Heads, SoftmaxAttentionSpec, query_scale
+from te_models.config.attention import SoftmaxAttentionSpec
 from te_models.config.chunk_sizes import FP32
 from te_models.config.layer import FEATURE_ALIGNMENT, LinearSpec, Section, Step, Tape
 from te_models.config.settings import Settings, count, positive
-
-if TYPE_CHECKING:
-    from te_models.config.model import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -66,28 +62,6 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
     sizes: LatentConfig
 
     title: ClassVar[str] = "latent attention"
-
-    @classmethod
-    def of(cls, config: ModelConfig, layer: int) -> LatentAttentionSpec:
-        """Return the latent attention of this layer."""
-        sizes, heads = config.latent_attention, config.num_attention_heads
-        assert sizes is not None
-        scaling = config.rope.scaling or {}
-        # YaRN makes attention over more keys as sharp as before: the factor of queries times that of keys.
-        sharpness = 1 + 0.1 * scaling.get("mscale_all_dim", 0) * math.log(
-            max(scaling.get("factor", 1), 1)
-        )
-        multiplier = config.attention_multiplier
-        return cls(
-            hidden_size=config.hidden_size,
-            heads=Heads(heads, heads, sizes.width, "none"),
-            bias=config.attention_bias,
-            output_bias=config.attention_output_bias,
-            multiplier=sizes.qk_head_dim**-0.5 * sharpness**2 if multiplier is None else multiplier,
-            query_scale=query_scale(config),
-            rope=config.rope,
-            sizes=sizes,
-        )
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:

@@ -1,42 +1,25 @@
-"""The kinds of layers, and the layers of a model. No torch.
+"""The layers of a model: which values of its config each kind of layer is described by. No torch.
 
-A new kind is a subclass of te_models.config.layer.PartSpec with a row here, and a module with a row in
+A new kind is a subclass of te_models.config.layer.PartSpec with a function and a row here, and a module with a row in
 te_models.model.parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import math
 
-from te_models.config.attention import AttentionSpec
+from te_models.config.attention import AttentionSpec, Heads
 from te_models.config.deltanet import DeltaNetSpec
+from te_models.config.fields import ModelFields
+from te_models.config.kinds import MIXERS, MLPS
 from te_models.config.latent import LatentAttentionSpec
-from te_models.config.layer import FeedforwardSpec, LayerSpec, MixerSpec
+from te_models.config.layer import LayerSpec
 from te_models.config.mlp import MLPSpec
 from te_models.config.moe import MoESpec
 from te_models.config.short_conv import ShortConvSpec
 
-if TYPE_CHECKING:
-    from te_models.config.model import ModelConfig
 
-# An entry of `layer_types` -> the function that describes the mixer of such a layer, given a config and its number.
-MIXERS: dict[str, Callable[[ModelConfig, int], MixerSpec]] = {
-    "full_attention": AttentionSpec.of,
-    "sliding_attention": AttentionSpec.of,
-    "linear_attention": DeltaNetSpec.of,
-    "latent_attention": LatentAttentionSpec.of,
-    "conv": ShortConvSpec.of,
-}
-
-# The same for `mlp_layer_types` and the MLP.
-MLPS: dict[str, Callable[[ModelConfig, int], FeedforwardSpec]] = {
-    "dense": MLPSpec.of,
-    "sparse": MoESpec.of,
-}
-
-
-def describe_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
+def describe_layers(config: ModelFields) -> tuple[LayerSpec, ...]:
     """Return the layers of a model, from its first to its last."""
     count = config.num_hidden_layers
     attention = "full_attention" if config.latent_attention is None else "latent_attention"
@@ -46,3 +29,115 @@ def describe_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
         LayerSpec(MIXERS[mixer](config, layer), MLPS[mlp](config, layer), config.norm_position)
         for layer, (mixer, mlp) in enumerate(zip(mixers, mlps, strict=True))
     )
+
+
+def attention(config: ModelFields, layer: int) -> AttentionSpec:
+    """Return the attention of this layer."""
+    slides = config.layer_types is None or config.layer_types[layer] == "sliding_attention"
+    window = config.sliding_window if slides else None
+    rotates = config.no_rope_layers is None or bool(config.no_rope_layers[layer])
+    rope = config.rope if window is None else config.window_rope
+    return AttentionSpec(
+        hidden_size=config.hidden_size,
+        heads=Heads(
+            query=config.num_attention_heads,
+            key=config.num_key_value_heads,
+            dim=config.head_dim,
+            gate=config.attention_gate,
+        ),
+        gate_activation=config.attention_gate_activation,
+        bias=config.attention_bias,
+        output_bias=config.attention_output_bias,
+        qk_norm=config.qk_norm_scope if config.qk_norm else "none",
+        multiplier=config.attention_multiplier,
+        softcap=config.attn_logit_softcapping,
+        sinks=config.attention_sinks,
+        query_scale=_query_scale(config),
+        window=window,
+        rope=rope if rotates else None,
+    )
+
+
+def latent_attention(config: ModelFields, layer: int) -> LatentAttentionSpec:
+    """Return the latent attention of this layer."""
+    sizes = config.latent_attention
+    assert sizes is not None
+    multiplier = config.attention_multiplier
+    if multiplier is None:
+        # YaRN makes attention over more keys as sharp as before: the factor of queries times that of keys.
+        scaling = config.rope.scaling or {}
+        stretch = max(scaling.get("factor", 1), 1)
+        sharpness = 1 + 0.1 * scaling.get("mscale_all_dim", 0) * math.log(stretch)
+        multiplier = sizes.qk_head_dim**-0.5 * sharpness**2
+    heads = config.num_attention_heads
+    return LatentAttentionSpec(
+        hidden_size=config.hidden_size,
+        heads=Heads(query=heads, key=heads, dim=sizes.width, gate="none"),
+        bias=config.attention_bias,
+        output_bias=config.attention_output_bias,
+        multiplier=multiplier,
+        query_scale=_query_scale(config),
+        rope=config.rope,
+        sizes=sizes,
+    )
+
+
+def _query_scale(config: ModelFields) -> tuple[float, int] | None:
+    """Return the factor beta and the length of the scale of queries by their position; None without one."""
+    beta = config.query_scale_beta
+    length = config.query_scale_length
+    return None if beta is None or length is None else (beta, length)
+
+
+def linear_attention(config: ModelFields, layer: int) -> DeltaNetSpec:
+    """Return the linear attention of this layer."""
+    assert config.linear_attention is not None
+    return DeltaNetSpec(
+        hidden_size=config.hidden_size,
+        sizes=config.linear_attention,
+        activation=config.hidden_act,
+    )
+
+
+def short_convolution(config: ModelFields, layer: int) -> ShortConvSpec:
+    """Return the convolution of this layer."""
+    assert config.short_conv is not None
+    return ShortConvSpec(
+        hidden_size=config.hidden_size,
+        channels=config.hidden_size,
+        sizes=config.short_conv,
+    )
+
+
+def dense(config: ModelFields, layer: int) -> MLPSpec:
+    """Return the MLP of this layer."""
+    return MLPSpec(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        activation=config.hidden_act,
+        gate=config.mlp_gate,
+        bias=config.mlp_bias,
+    )
+
+
+def sparse(config: ModelFields, layer: int) -> MoESpec:
+    """Return the experts of this layer."""
+    assert config.moe is not None
+    return MoESpec(
+        hidden_size=config.hidden_size,
+        experts=config.moe,
+        activation=config.hidden_act,
+    )
+
+
+MIXERS.update(
+    full_attention=attention,
+    sliding_attention=attention,
+    linear_attention=linear_attention,
+    latent_attention=latent_attention,
+    conv=short_convolution,
+)
+MLPS.update(
+    dense=dense,
+    sparse=sparse,
+)

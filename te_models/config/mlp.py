@@ -8,13 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from te_models.config.layer import FeedforwardSpec, LinearSpec, Section, Step, Tape
-
-if TYPE_CHECKING:
-    from te_models.config.model import ModelConfig
-
 
 # The activations that the kernels of an engine compute together with the FP8 input of down_proj, gated or not.
 HANDED_OVER = ("silu", "gelu_pytorch_tanh", "relu2")
@@ -31,17 +27,6 @@ class MLPSpec(FeedforwardSpec):
 
     name: ClassVar[str] = "mlp"
     title: ClassVar[str] = "MLP"
-
-    @classmethod
-    def of(cls, config: ModelConfig, layer: int) -> MLPSpec:
-        """Return the MLP of this layer."""
-        return cls(
-            config.hidden_size,
-            config.intermediate_size,
-            config.hidden_act,
-            config.mlp_gate,
-            config.mlp_bias,
-        )
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:

@@ -7,34 +7,23 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, FrozenInstanceError, dataclass, fields
+from dataclasses import FrozenInstanceError, dataclass, fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
-from te_models.config.deltanet import DeltaNetConfig
+from te_models.config.fields import PER_LAYER, ModelFields
 from te_models.config.latent import LatentConfig
 from te_models.config.layer import LayerSpec, LinearSpec, PartSpec, Section, distinct, named_linears
-from te_models.config.layers import MIXERS, MLPS, describe_layers
-from te_models.config.moe import MoEConfig
+from te_models.config.layers import describe_layers
 from te_models.config.rope import (
-    Rope,
-    Scaling,
     checked_scaling,
     checked_sliding_rope,
-    frozen,
     rotary_mistakes,
 )
-from te_models.config.settings import Settings, count, from_table, positive, setting, take_settings
-from te_models.config.short_conv import ShortConvConfig
+from te_models.config.settings import Settings, from_table, take_settings
 from te_models.errors import ConfigError, field_values, refuse
 
-if TYPE_CHECKING:
-    pass
-
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")
 MAX_PARAMETERS = 2**60  # PyTorch counts bytes in 64 bits
-MAX_LAYERS = 10_000  # planning a model loops over its layers
-PER_LAYER = ("no_rope_layers", "layer_types", "mlp_layer_types")  # fields with one entry per layer
 # Fields of attention that latent attention does not compute -> the value that leaves them out.
 NOT_LATENT = {
     "attention_gate": "none",
@@ -48,8 +37,8 @@ NOT_LATENT = {
 
 
 @dataclass(kw_only=True, unsafe_hash=True)  # frozen by __setattr__ below
-class ModelConfig(Settings):
-    """Shape of a gated-attention decoder. Sizes are counts of elements.
+class ModelConfig(ModelFields):
+    """Shape of a gated-attention decoder. Sizes are counts of elements. te_models.config.fields lists the fields.
 
     `num_key_value_heads` defaults to `num_attention_heads` and `head_dim` to `hidden_size / num_attention_heads`. The
     gate of attention is that of Qiu et al. 2025, arXiv 2505.06708: "elementwise" has one sigmoid gate per channel of
@@ -63,117 +52,6 @@ class ModelConfig(Settings):
     Raises:
         ConfigError: an unknown keyword (the message names the nearest field), or values that do not fit each other.
     """
-
-    vocab_size: int = count(MISSING, "Number of token ids.")
-    hidden_size: int = count(MISSING, "Width of the residual stream.")
-    intermediate_size: int = count(MISSING, "Width of the MLP.")
-    num_hidden_layers: int = count(MISSING, "Number of blocks.", below=MAX_LAYERS + 1)
-    num_attention_heads: int = count(MISSING, "Number of query heads.")
-    num_key_value_heads: int = count(
-        None, "Number of key and value heads; default: one per query head."
-    )
-    head_dim: int = count(None, "Channels per head; default: hidden size / query heads.")
-    max_position_embeddings: int = count(4096, "Longest sequence.")
-    rms_norm_eps: float = positive(1e-5, "Epsilon of every RMSNorm.")
-    rope_theta: float = positive(10000.0, "Base of the RoPE frequencies.")
-    rope_scaling: Scaling | None = setting(
-        None, "Scaling of RoPE beyond the trained length.", hash=False
-    )
-    sliding_rope: Scaling | None = setting(
-        None, "RoPE of the layers with a window, where it differs (Gemma 3, OLMo 3).", hash=False
-    )
-    rope_interleaved: bool = setting(
-        False, "RoPE rotates neighboring channels instead of the two halves (GLM-4)."
-    )
-    partial_rotary_factor: float = positive(
-        1.0, "Share of a head's channels that RoPE rotates (Qwen3-Next)."
-    )
-    no_rope_layers: tuple[int, ...] | None = setting(
-        None, "One entry per layer: 1 with RoPE, 0 without (SmolLM3).", choices=(0, 1)
-    )
-    sliding_window: int | None = count(
-        None, "Number of keys that a query sees, itself included (Mistral)."
-    )
-    layer_types: tuple[str, ...] | None = setting(
-        None,
-        'One entry per layer, "full_attention", "sliding_attention", "linear_attention", "latent_attention" or '
-        '"conv"; None: the window applies to all, or all are latent.',
-        choices=MIXERS,
-    )
-    linear_attention: DeltaNetConfig | None = setting(
-        None, "Sizes of the linear_attention layers, Gated DeltaNet (Qwen3.5, Qwen3-Next)."
-    )
-    latent_attention: LatentConfig | None = setting(
-        None,
-        "Sizes of multi-head latent attention, whose keys and values come from a latent (DeepSeek-V3).",
-    )
-    short_conv: ShortConvConfig | None = setting(
-        None, "Sizes of the conv layers, gated short convolutions (LFM2)."
-    )
-    attention_gate: str = setting(
-        "elementwise",
-        "Gate of the attention output: elementwise, headwise or none.",
-        choices=("elementwise", "headwise", "none"),
-    )
-    attention_gate_activation: str = setting(
-        "sigmoid",
-        "Function of the gate: sigmoid or softplus (Laguna).",
-        choices=("sigmoid", "softplus"),
-    )
-    attention_bias: bool = setting(False, "Bias on q, k and v (Qwen2).")
-    attention_output_bias: bool = setting(False, "Bias on o_proj.")
-    attention_multiplier: float | None = positive(
-        None,
-        "Factor on the products of queries and keys; default: head_dim ** -0.5 (Granite, Gemma).",
-    )
-    attn_logit_softcapping: float | None = positive(None, "Cap of the attention logits (Gemma 2).")
-    attention_sinks: bool = setting(
-        False, "A trained logit per query head in the denominator of attention's softmax (gpt-oss)."
-    )
-    query_scale_beta: float | None = positive(
-        None, "Scale queries by 1 + beta * log(1 + position // query_scale_length) (Ministral 3)."
-    )
-    query_scale_length: int | None = count(
-        None, "Positions that query_scale_beta leaves as they are."
-    )
-    qk_norm: bool = setting(False, "RMSNorm on q and k (Qwen3).")
-    qk_norm_scope: str = setting(
-        "head",
-        "Scope of qk_norm: each head, or all_heads together (OLMo 2).",
-        choices=("head", "all_heads"),
-    )
-    norm_position: str = setting(
-        "pre",
-        "RMSNorm of attention and MLP: pre (their input), post (their output) or both.",
-        choices=("pre", "post", "both"),
-    )
-    zero_centered_norm: bool = setting(False, "Store gamma - 1 in every norm (Qwen3-Next).")
-    hidden_act: str = setting(
-        "silu",
-        "Activation of the MLP: silu, gelu, gelu_pytorch_tanh or relu2.",
-        choices=ACTIVATIONS,
-    )
-    mlp_gate: bool = setting(True, "Gate the MLP, act(gate) * up; without, act(up) (Arcee).")
-    mlp_bias: bool = setting(False, "Bias on the projections of the MLP.")
-    moe: MoEConfig | None = setting(None, "Experts in place of MLPs.")
-    mlp_layer_types: tuple[str, ...] | None = setting(
-        None,
-        'One entry per layer, "dense" or "sparse" (experts); None: all sparse with moe, else all dense.',
-        choices=MLPS,
-    )
-    embedding_multiplier: float = positive(1.0, "Factor on the embeddings (Granite, Gemma).")
-    residual_multiplier: float = positive(
-        1.0, "Factor on the outputs of attention and MLP before the residual addition (Granite)."
-    )
-    logits_scaling: float = positive(1.0, "Divisor of the logits (Granite).")
-    final_logit_softcapping: float | None = positive(None, "Cap of the logits (Gemma 2).")
-    tie_word_embeddings: bool = setting(False, "Share one table between embedding and head.")
-    initializer_range: float = positive(0.02, "Standard deviation of initial weights.")
-    bos_token_id: int | None = setting(None, "Token id that begins a text.")
-    eos_token_id: int | tuple[int, ...] | None = setting(
-        None, "Token id that ends a text; may be several."
-    )
-    pad_token_id: int | None = setting(None, "Token id of padding.")
 
     def __post_init__(self) -> None:
         take_settings(self, ModelConfig)  # those of a subclass are its own to check
@@ -242,27 +120,6 @@ class ModelConfig(Settings):
             self.hidden_size,
             (Section("logits", self.vocab_size, self.vocab_size, "head"),),
         )
-
-    @functools.cached_property
-    def rope(self) -> Rope:
-        """The rotary embedding of layers without a window, and of the others too where there is no `sliding_rope`."""
-        return Rope(
-            self.rope_theta,
-            self.head_dim,
-            self.partial_rotary_factor,
-            self.max_position_embeddings,
-            self.rope_interleaved,
-            frozen(self.rope_scaling),
-        )
-
-    @functools.cached_property
-    def window_rope(self) -> Rope:
-        """The rotary embedding of layers with a window."""
-        if self.sliding_rope is None:
-            return self.rope
-        scaling = dict(self.sliding_rope)
-        theta, share = scaling.pop("rope_theta"), scaling.pop("partial_rotary_factor", 1.0)
-        return dataclasses.replace(self.rope, theta=theta, share=share, stretching=frozen(scaling))
 
     @property
     def longest_sequence(self) -> int:

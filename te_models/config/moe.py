@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from te_models.config.layer import (
     FeedforwardSpec,
@@ -21,9 +21,6 @@ from te_models.config.layer import (
 )
 from te_models.config.settings import Settings, count, positive, setting
 from te_models.errors import ConfigError, refuse
-
-if TYPE_CHECKING:
-    from te_models.config.model import ModelConfig
 
 MISSING = dataclasses.MISSING
 FP32, INT64 = 4, 8
@@ -114,12 +111,6 @@ class MoESpec(FeedforwardSpec):
 
     name: ClassVar[str] = "mlp"
     title: ClassVar[str] = "experts"
-
-    @classmethod
-    def of(cls, config: ModelConfig, layer: int) -> MoESpec:
-        """Return the experts of this layer."""
-        assert config.moe is not None
-        return cls(config.hidden_size, config.moe, config.hidden_act)
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from te_models.config.model import PER_LAYER, ModelConfig
+from te_models.config.fields import PER_LAYER
+from te_models.config.model import ModelConfig
 from te_models.errors import check_known
 
 Shape = dict[str, Any]  # fields of ModelConfig

@@ -11,13 +11,10 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from te_models.config.layer import LinearSpec, MixerSpec, Section, Step, Tape
 from te_models.config.settings import Settings, count, setting
-
-if TYPE_CHECKING:
-    from te_models.config.model import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -47,12 +44,6 @@ class ShortConvSpec(MixerSpec):
 
     name: ClassVar[str] = "conv"
     title: ClassVar[str] = "short convolution"
-
-    @classmethod
-    def of(cls, config: ModelConfig, layer: int) -> ShortConvSpec:
-        """Return the convolution of this layer."""
-        assert config.short_conv is not None
-        return cls(config.hidden_size, config.hidden_size, config.short_conv)
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:

@@ -313,8 +313,9 @@ def _read_layer_thetas(theirs: Values) -> Fields:
 def _write_layer_thetas(config: ModelConfig) -> Fields:
     thetas = []
     for layer in config.layers:
-        assert isinstance(layer.mixer, SoftmaxAttentionSpec)
-        thetas.append(layer.mixer.rope.theta if layer.mixer.rope is not None else 0)
+        # Any config is written, to see what the family lacks: a recurrent layer has no RoPE.
+        rope = layer.mixer.rope if isinstance(layer.mixer, SoftmaxAttentionSpec) else None
+        thetas.append(0 if rope is None else rope.theta)
     return {**_write_rope(config), **_write_window(config), "layer_rope_theta": thetas}
 
 

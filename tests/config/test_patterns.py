@@ -66,7 +66,7 @@ def test_its_own_name_is_the_recipe_with_its_own_fields() -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "bf16"])
 def test_what_is_bf16_by_nature_stays_so(recipe: str) -> None:
-    mixer = WithRouter.of(CONFIG, 0)
+    mixer = WithRouter(**vars(CONFIG.layers[0].mixer))
     layers = tuple(dataclasses.replace(layer, mixer=mixer) for layer in CONFIG.layers)
     asked = precisions(get_recipe(recipe, precision={"layers.2.*": "current"}), layers)
     assert asked["layers.2.self_attn.router"] == (None, "under every recipe", True)
