@@ -1,4 +1,4 @@
-"""`te-models list`: the presets and recipes by name."""
+"""`te-models list`: the presets, recipes and runs by name."""
 
 import json
 from collections.abc import Mapping
@@ -7,19 +7,26 @@ from typing import Any
 import click
 from rich.table import Column, Table
 
-from te_models.cli.options import Command, console, json_option
+from te_models.cli.options import Command, console, json_option, option
 from te_models.config.model import ModelConfig
 from te_models.config.presets import PRESETS, get_preset
 from te_models.config.recipe import get_recipe, list_recipes
 from te_models.config.shipped import list_shipped, shipped_config
+from te_models.config.shipped_runs import list_runs, run_file
+from te_models.training.settings import RunSettings, run_settings
 
 
 @click.command("list", cls=Command)
+@option("--runs", is_flag=True, help="Show the runs for `te-models pretrain --run NAME` instead.")
 @json_option
-def list_command(as_json: bool) -> None:
+def list_command(runs: bool, as_json: bool) -> None:
     """Show presets, the models that ship with te-models, and recipes."""
     if as_json:
-        click.echo(json.dumps(_documents(), indent=1))
+        documents = {"runs": _run_documents()} if runs else _documents()
+        click.echo(json.dumps(documents, indent=1))
+        return
+    if runs:
+        console().print(_runs())
         return
     presets = _shapes(
         "presets: shapes, without weights; in brackets, heads of keys and values",
@@ -59,6 +66,46 @@ def _documents() -> dict[str, Any]:
     }
 
 
+def _run_documents() -> dict[str, Any]:
+    """Return the settings of each run by name: table of its file -> name -> value."""
+    return {name: _settings(name).tables() for name in list_runs()}
+
+
+def _settings(name: str) -> RunSettings:
+    return run_settings("pretrain", {}, run_file(name))
+
+
+def _runs() -> Table:
+    """Return a table with a row per run, of at most 80 columns."""
+    numbers = [
+        Column(title, justify="right", no_wrap=True) for title in ("size", "tokens/step", "steps")
+    ]
+    texts = [Column(title, no_wrap=True) for title in ("optimizer", "recipe")]
+    title = "runs: te-models pretrain --run NAME"
+    table = Table(
+        Column("name", no_wrap=True), *numbers, *texts, title=title, title_justify="left", box=None
+    )
+    for name in list_runs():
+        settings = _settings(name)
+        train = settings.train
+        tokens = train.batch_size * train.seq_len * train.gradient_accumulation
+        recipe = settings.recipe
+        table.add_row(
+            name,
+            _size(get_preset(str(settings.preset))),
+            f"{tokens:,}",
+            f"{train.steps:,}",
+            train.optimizer,
+            recipe if isinstance(recipe, str) else recipe.name,
+        )
+    return table
+
+
+def _size(config: ModelConfig) -> str:
+    count = config.num_parameters
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
+
+
 def _document(config: ModelConfig) -> dict[str, Any]:
     return {"num_parameters": config.num_parameters, **config.document()}
 
@@ -74,9 +121,7 @@ def _shapes(title: str, configs: Mapping[str, ModelConfig]) -> Table:
     table = Table(name, *numbers, gate, title=title, title_justify="left", box=None, pad_edge=False)
     table.collapse_padding = True
     for name, c in configs.items():
-        count = c.num_parameters
-        size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
-        sizes = (size, f"{c.vocab_size}", f"{c.hidden_size}", f"{c.num_hidden_layers}")
+        sizes = (_size(c), f"{c.vocab_size}", f"{c.hidden_size}", f"{c.num_hidden_layers}")
         heads = f"{c.num_attention_heads} ({c.num_key_value_heads})"
         table.add_row(name, *sizes, heads, f"{c.intermediate_size}", c.attention_gate)
     return table

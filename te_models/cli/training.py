@@ -21,6 +21,7 @@ from te_models.cli.options import (
     setting_option,
 )
 from te_models.config.shipped import list_shipped
+from te_models.config.shipped_runs import run_file
 from te_models.errors import UsageError
 from te_models.training.settings import (
     LEARNING_RATE,
@@ -133,9 +134,12 @@ def _ask_for_data(settings: RunSettings) -> None:
 @click.command(cls=Command)
 @click.argument("file", required=False, metavar="[RUN.TOML]")
 @preset_option
+@option(
+    "--run", metavar="NAME", help="In place of RUN.TOML: a run that `te-models list --runs` names."
+)
 @option("--model", hidden=True, help="Refused: finetune starts from a model.")
 @training_options("pretrain")
-def pretrain(file: str | None, resume: str | None, **options: object) -> int:
+def pretrain(file: str | None, run: str | None, resume: str | None, **options: object) -> int:
     """Train a preset from random weights.
 
     Evaluates, saves, draws the loss curve, and continues three openings of held-out texts.
@@ -143,6 +147,12 @@ def pretrain(file: str | None, resume: str | None, **options: object) -> int:
     RUN.TOML is the record of an earlier run, or a file of your own like it, also as .yaml; options override its
     settings.
     """
+    if run is not None:
+        if file is not None or resume is not None:
+            raise UsageError(
+                f"give --run {run}, a RUN.TOML or --resume: each has all settings of a run"
+            )
+        file = str(run_file(run))
     return run_training("pretrain", file, resume, options)
 
 

@@ -188,6 +188,12 @@ PRESETS: dict[str, Shape] = {
     "gated-124m": _shape(768, 2304, 12, 12, vocab_size=32000, tie_word_embeddings=True),
     "gated-350m": _shape(1024, 2816, 24, 8, vocab_size=32000, tie_word_embeddings=True),
     "gated-896": _shape(896, 3584, 24, 14, vocab_size=32000, tie_word_embeddings=True),
+    # The shapes of the runs of these names in recipes/runs/.
+    "test-8bit": _shape(256, 512, 4, 8, attention_gate="none", vocab_size=50257),
+    "d20-e3-full": _shape(768, 2688, 24, 12, attention_gate="none", vocab_size=50257),
+    "medium-3b": _shape(
+        2048, 7168, 28, 32, 8, attention_gate="none", vocab_size=50257, tie_word_embeddings=True
+    ),
     "gated-1b": _shape(2048, 5632, 20, 16, vocab_size=32000),
     "gated-3b": _shape(3072, 8192, 26, 24, 8, vocab_size=32000, max_position_embeddings=8192, rope_theta=500000.0),
     "gated-8b": _shape(4096, 14336, 32, 32, 8, vocab_size=32000, max_position_embeddings=8192, rope_theta=500000.0),

@@ -389,12 +389,17 @@ def recipe_from_dict(values: Mapping[str, Any]) -> Recipe:
     return Recipe(fields={k: v for k, v in values.items() if k not in about}, **about)
 
 
+def recipes_folder() -> Path:
+    """Return the folder recipes/, which a wheel has inside the package and a checkout beside it."""
+    package = Path(__file__).parent.parent
+    inside = package / "recipes"
+    return inside if inside.is_dir() else package.parent / "recipes"
+
+
 @functools.cache
 def _shipped() -> dict[str, Path]:
-    """Return name -> file. In a wheel the files are inside the package, in a checkout beside it."""
-    here = Path(__file__).parent.parent
-    folder = next(f for f in (here / "recipes", here.parent / "recipes") if f.is_dir())
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    """Return name -> file."""
+    return {path.stem: path for path in sorted(recipes_folder().glob("*.toml"))}
 
 
 @functools.cache

@@ -43,6 +43,9 @@ def test_sizes_are_those_the_names_promise() -> None:
         "gated-124m": 123.686,
         "gated-350m": 366.265,
         "gated-896": 356.265,
+        "test-8bit": 28.355,
+        "d20-e3-full": 282.491,
+        "medium-3b": 1629.770,
     }
     for name, millions in {**expected, "gated-1b": 1242.647}.items():
         assert get_preset(name).num_parameters / 1e6 == pytest.approx(millions, abs=5e-4)
