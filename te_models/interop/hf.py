@@ -34,7 +34,7 @@ from te_models.interop.quantized import (
     open_weights,
     read_scheme,
 )
-from te_models.interop.stacked_experts import STACK, experts_of
+from te_models.interop.stacked_experts import INPUTS_FIRST, experts_of, first_expert, stack_order
 from te_models.interop.stored_weights import keep_stored_weights
 from te_models.model.decoder import Decoder
 
@@ -94,6 +94,9 @@ def describe(
     if tensors is not None:
         family = family.stored_as(tensors)
         check_sizes(file, text, tensors, family.root)
+        if family.stacked == INPUTS_FIRST and not family.inputs_first:
+            order = stack_order(tensors, text["hidden_size"])
+            family = dataclasses.replace(family, stacked=order)
     with explained(file, *damage):
         config = family.read(document)
     name = _dtype_name(document, text)
@@ -301,7 +304,7 @@ class HuggingFaceFolder(Opened):
                     if data in self.stored.data and self.stored.scheme is not None:
                         values = dequantize(self.stored.scheme, values, self.stored.scales[name])
                     yield file, name, values
-                elif self.family.stacked and STACK.fullmatch(data):
+                elif self.family.stacked and first_expert(data) in names:
                     for expert, values in experts_of(
                         data, file.read(data), self.read, self.family.stacked
                     ):

@@ -174,6 +174,7 @@ _SAME_SIZE = {"moe_intermediate_size": "intermediate_size"}  # which dense layer
 _SHARED = {"shared_expert_intermediate_size": "shared_expert_intermediate_size"}
 _QWEN = {**_CHOSEN, **_LOSS, **_NORMED, **_SIZE}
 QWEN3_EXPERTS = experts(STEPS, _QWEN, without={})
+QWEN3_VL_EXPERTS = experts(STEPS, {**_CHOSEN, **_LOSS, **_SIZE}, without={}, norm_topk_prob=True)
 QWEN2_EXPERTS = experts(STEPS, {**_QWEN, **_SHARED}, without={}, shared_expert_gate=True)
 MIXTRAL_EXPERTS = experts(
     ALL_SPARSE,

@@ -22,7 +22,14 @@ from te_models.interop.hf_family import (
     prefixes_of,
     whole_heads,
 )
-from te_models.interop.hf_hybrid_parts import HYBRID, LFM2_LAYERS, LFM2_TIED, LFM2_WIDTH, MROPE
+from te_models.interop.hf_hybrid_parts import (
+    HYBRID,
+    LFM2_LAYERS,
+    LFM2_TIED,
+    LFM2_WIDTH,
+    MROPE,
+    WHOLE_MROPE,
+)
 from te_models.interop.hf_obstacles import obstacle, text_type
 from te_models.interop.hf_parts import Fields, Values
 
@@ -68,6 +75,28 @@ _MINISTRAL3: Fields = dict(
     layer=places.LAYER, parts=(parts.QUERY_SCALE_ROPE, parts.WINDOW, ACT), constants=UNGATED, only=NO_DROPOUT,
     defaults={"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
               "pad_token_id": 11, "bos_token_id": 1, "eos_token_id": 2},
+)  # fmt: skip
+_VISION_KEYS = (
+    "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
+    "vision_token_id",
+)  # fmt: skip
+# The text model of Qwen's models for images and videos.
+_QWEN_VL: Fields = dict(
+    inner="text_config", accepts=lambda config: False,
+    note="the text model of a folder whose other tensors are kept aside and written back",
+)  # fmt: skip
+_QWEN2_VL: Fields = dict(
+    layer=places.LAYER, parts=(WHOLE_MROPE, parts.WINDOW_BY_FLAG, ACT), flat=_VISION_KEYS, aside=("visual.",),
+    constants={**UNGATED, "attention_bias": True},
+    defaults={"max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "num_key_value_heads": 8,
+              "rope_theta": 1000000.0, "max_window_layers": 80, "bos_token_id": 151643, "eos_token_id": 151645},
+    only=NO_DROPOUT, **_QWEN_VL,
+)  # fmt: skip
+_QWEN3_VL: Fields = dict(
+    root="model.language_model.", aside=("model.visual.",), constants={**UNGATED, "qk_norm": True},
+    defaults={"max_position_embeddings": 128000, "rms_norm_eps": 1e-6, "num_key_value_heads": 32,
+              "head_dim": 128, "rope_theta": 500000.0},
+    only=NO_DROPOUT, **_QWEN_VL,
 )  # fmt: skip
 # The text model of Mistral 3, of one of two types, in a folder with images.
 _MISTRAL3: Fields = dict(
@@ -139,6 +168,25 @@ FAMILIES = (
         parts=(parts.ROPE, parts.WINDOW_BY_FLAG, ACT, parts.biases()), constants={**UNGATED, "qk_norm": True},
         defaults={**LENGTHS, "num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28},
         only=NO_DROPOUT, note="RMSNorm on each head of q and k",
+    ),
+    Family(
+        model_type="qwen2_vl", architecture="Qwen2VLForConditionalGeneration", models="Qwen2-VL", **_QWEN2_VL,
+    ),
+    Family(
+        model_type="qwen2_5_vl", architecture="Qwen2_5_VLForConditionalGeneration", models="Qwen2.5-VL", **_QWEN2_VL,
+    ),
+    Family(
+        model_type="qwen3_vl", architecture="Qwen3VLForConditionalGeneration", models="Qwen3-VL, dense",
+        layer=places.NORMED_LAYER, parts=(WHOLE_MROPE, ACT, parts.biases()), **_QWEN3_VL,
+    ),
+    Family(
+        model_type="qwen3_vl_moe", architecture="Qwen3VLMoeForConditionalGeneration",
+        models="Qwen3-VL with experts, such as 30B-A3B", layer={**places.NORMED_LAYER, **places.STACKED_EXPERTS},
+        parts=(WHOLE_MROPE, ACT, parts.biases(), experts.QWEN3_VL_EXPERTS), stacked="inputs first",
+        **{**_QWEN3_VL,
+           "defaults": {**_QWEN3_VL["defaults"], "num_key_value_heads": 16, "head_dim": None, "num_experts": 60,
+                        "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "router_aux_loss_coef": 0.001},
+           "ignored": experts.IGNORED},
     ),
     Family(
         model_type="smollm3", architecture="SmolLM3ForCausalLM", models="SmolLM3", layer=places.LAYER,

@@ -28,6 +28,8 @@ class Family:
         written: False if only models read as this family are written as it, since transformers has no code for it.
         accepts: whether transformers accepts a config that the keys can express, for models not read as this family.
         inner: the key of config.json below which the text model is described; "": it is not nested.
+        flat: keys of other models in a config.json that has those of the text model beside them and not below `inner`,
+            as earlier versions of transformers wrote it; (): there are no such files.
         text_type: the model_type below that key, where families of one outer model_type differ in it.
         root: the prefix of their names of embedding, layers and last norm.
         head: their name of the head.
@@ -58,6 +60,7 @@ class Family:
     written: bool = True
     accepts: Callable[[ModelConfig], bool] = lambda config: True
     inner: str = ""
+    flat: tuple[str, ...] = ()
     text_type: str = ""
     copied: Mapping[str, str] = field(default_factory=dict)
     norm: str = "norm"
@@ -114,6 +117,8 @@ class Family:
         if not self.inner:
             return config
         found = config.get(self.inner)
+        if found is None and self.flat:
+            return {key: value for key, value in config.items() if key not in self.flat}
         if not isinstance(found, Mapping):
             raise ConfigError(f"it lacks {self.inner}, the description of the text model")
         # Both state whether the embeddings are tied; transformers follows the outer one.
@@ -179,8 +184,12 @@ class Family:
         new, known = self.write(config), self.known()
         if not self.inner:
             return {key: value for key, value in own.items() if key not in known} | new
-        kept = {key: value for key, value in own[self.inner].items() if key not in known}
-        return {**own, **new, self.inner: kept | new[self.inner]}
+        if self.flat and self.inner not in own:
+            kept = {key: value for key, value in own.items() if key not in known}
+            return {**kept, **_with_mrope(new.pop(self.inner), own), **new}
+        text = own[self.inner]
+        kept = {key: value for key, value in text.items() if key not in known}
+        return {**own, **new, self.inner: kept | _with_mrope(new[self.inner], text)}
 
     def has_places(self, config: ModelConfig) -> bool:
         """Return whether every te.Linear of the model has a place in this architecture."""
@@ -259,6 +268,15 @@ class Family:
                     f"architectures={name!r} is not supported: te-models reads {self.architecture}"
                 )
         return problems
+
+
+def _with_mrope(new: Fields, own: Values) -> Fields:
+    """Return a text model's keys with the division of RoPE's channels among three positions that `own` has."""
+    given = own.get("rope_parameters") or own.get("rope_scaling") or {}
+    division = {name: value for name, value in given.items() if name.startswith("mrope_")}
+    if not division:
+        return new
+    return {**new, "rope_parameters": {**new["rope_parameters"], **division}}
 
 
 def _all_full(types: object) -> bool:

@@ -12,6 +12,7 @@ from te_models.config.short_conv import ShortConvConfig
 from te_models.errors import ConfigError
 from te_models.interop.hf_parts import (
     PARTIAL_ROPE,
+    ROPE,
     Fields,
     Part,
     Values,
@@ -54,15 +55,21 @@ def _write_hybrid(config: ModelConfig) -> Fields:
     return {"layer_types": types, **{_LINEAR + name: size for name, size in sizes.items()}}
 
 
-def _read_mrope(theirs: Values) -> Fields:
-    """Read a RoPE whose channels belong to three positions, which are one number for text."""
+def _without_mrope(theirs: Values) -> Values:
+    """Return a config.json without the division of RoPE's channels among three positions, one number for text."""
     found = dict(theirs)
     for key in ("rope_scaling", "rope_parameters"):
         values = theirs.get(key) or {}
         found[key] = {
-            name: value for name, value in values.items() if not name.startswith("mrope_")
+            name: "default" if value == "mrope" else value
+            for name, value in values.items()
+            if not name.startswith("mrope_")
         }
-    return read_rope(found)
+    return found
+
+
+def _read_whole_mrope(theirs: Values) -> Fields:
+    return ROPE.read(_without_mrope(theirs))
 
 
 HYBRID = Part(
@@ -72,8 +79,13 @@ HYBRID = Part(
 )
 MROPE = Part(
     PARTIAL_ROPE.keys,
-    _read_mrope,
+    lambda theirs: read_rope(_without_mrope(theirs)),
     lambda config: {"rope_parameters": rope_parameters(config.rope, partial=True)},
+)
+WHOLE_MROPE = Part(
+    ROPE.keys,
+    _read_whole_mrope,
+    lambda config: {"rope_parameters": rope_parameters(config.rope)},
 )
 
 

@@ -143,6 +143,7 @@ MISTRAL4_EXPERTS = {
     **{name: rows for name, rows in DEEPSEEK_V2_EXPERTS.items() if not rows.experts},
     **_FUSED_EXPERTS,
 }
+STACKED_EXPERTS = {"mlp.gate": Rows("mlp.router"), **_FUSED_EXPERTS}
 ERNIE_EXPERTS = {
     **DEEPSEEK_V2_EXPERTS,
     "mlp.moe_statics.e_score_correction_bias": Rows("mlp.expert_bias", leading=True),

@@ -88,7 +88,7 @@ def write_hugging_face(
     """
     folder = Path(os.path.realpath(folder))
     _refuse_strangers(folder)
-    family, aside = _family_and_others(model, origin, folder, quantize is None)
+    family, aside, order = _family_and_others(model, origin, folder, quantize is None)
     places = tensor_places(family, model.config, {name: p.shape for name, p in parameters.items()})
     config = _config_document(model, origin, family)
     if quantize is None:
@@ -96,7 +96,7 @@ def write_hugging_face(
     else:
         tensors, config = quantize(places, parameters, config)
     if family.stacked:
-        tensors = stacked(tensors, family.stacked)
+        tensors = stacked(tensors, order)
     files = {
         "config.json": render_json(config, "config.json"),
         "generation_config.json": render_json(_generation(model, origin), "generation_config.json"),
@@ -141,12 +141,19 @@ def _refuse_strangers(folder: Path) -> None:
 
 def _family_and_others(
     model: Decoder, origin: Origin, folder: Path, whole: bool
-) -> tuple[Family, Mapping[str, Tensor]]:
-    """Return the family that the model is written as, and the tensors of other models to write with it, if `whole`."""
+) -> tuple[Family, Mapping[str, Tensor], str]:
+    """Return the family that the model is written as, and the tensors of other models to write with it, if `whole`.
+
+    The last is the order of dimensions of stacked experts, `Family.stacked`, as the folder with those tensors has it.
+    """
     if not origin.config:
-        return family_for(model.config), {}
+        family = family_for(model.config)
+        return family, {}, family.stacked
     preferred = family_of(origin.config)
-    found = _tensors_beside(origin) if whole else {}
+    found: Mapping[str, Tensor] | None = {}
+    order = preferred.stacked
+    if whole:
+        found, order = _tensors_beside(origin, order)
     alone = bool(preferred.aside) and not found
     others = preferred.prefixes_aside(origin.config)
     if whole and (alone or (found is None and others)):
@@ -155,7 +162,8 @@ def _family_and_others(
             "release has: name its folder (beside=, --beside) to have them copied from there",
             stacklevel=6,
         )
-    return family_for(model.config, None if alone else preferred), found or {}
+    family = family_for(model.config, None if alone else preferred)
+    return family, found or {}, order if family is preferred else family.stacked
 
 
 def _generation(model: Decoder, origin: Origin) -> Document:
@@ -171,10 +179,11 @@ def _generation(model: Decoder, origin: Origin) -> Document:
     return {"_from_model_config": True, **ids}
 
 
-def _tensors_beside(origin: Origin) -> dict[str, Tensor] | None:
+def _tensors_beside(origin: Origin, order: str) -> tuple[dict[str, Tensor] | None, str]:
     """Return the tensors beside the text model in the folder of the origin, or in its `beside`.
 
-    None: it is not, or no longer, a folder of Hugging Face.
+    None: it is not, or no longer, a folder of Hugging Face. The other value is the order of dimensions of its stacked
+    experts, `order` where there is no such folder.
 
     Raises:
         UsageError: `beside` was given and has none.
@@ -184,11 +193,12 @@ def _tensors_beside(origin: Origin) -> dict[str, Tensor] | None:
     if folder is not None and documents is not None:
         with open_hugging_face(folder, documents) as opened:
             found = opened.tensors_aside()
+            order = opened.family.stacked or order
     if origin.beside is not None and not found:
         raise UsageError(
             f"{origin.beside} has no tensors that belong beside this model: leave out beside"
         )
-    return found
+    return found, order
 
 
 def _say_what_loads(model: Decoder, family: Family, name: str) -> None:
@@ -210,9 +220,10 @@ def _config_document(model: Decoder, origin: Origin, family: Family) -> Fields:
     architectures = own.get("architectures") or []
     if architectures and all(str(name).endswith("Model") for name in architectures):
         own["architectures"] = [family.architecture]  # it came without a head, and now has one
-    if family.inner and own[family.inner].get("dtype"):
+    nested = family.inner in own
+    if nested and own[family.inner].get("dtype"):
         own = {**own, family.inner: {**own[family.inner], "dtype": dtype}}
-    return {**own, "dtype" if family.inner or "dtype" in own else "torch_dtype": dtype}
+    return {**own, "dtype" if nested or "dtype" in own else "torch_dtype": dtype}
 
 
 def tokenizer_files(folder: Path | None) -> list[str]:

@@ -51,6 +51,31 @@ def experts_of(
         yield f"{prefix}{expert}.{projection}.{'bias' if kind == '_bias' else 'weight'}", part
 
 
+def first_expert(name: str) -> str:
+    """Return the name of the first expert's tensor in a stored stack; "" for scales and other tensors."""
+    found = STACK.fullmatch(name)
+    if found is None or found[3] == "_scales":
+        return ""
+    return f"{found[1]}0.{found[2]}.{'bias' if found[3] == '_bias' else 'weight'}"
+
+
+def stack_order(tensors: Mapping[str, Tensor], hidden_size: int) -> str:
+    """Return the order of dimensions in which a folder has the weights of experts, by their shapes.
+
+    transformers reads either for some families: releases have INPUTS_FIRST there, what it saves OUTPUTS_FIRST.
+    """
+    for name, tensor in tensors.items():
+        if not name.endswith(".experts.down_proj") or tensor.dim() != 3:
+            continue
+        _, rows, columns = tensor.shape
+        if rows != columns:  # else the other projection, which is twice as wide, tells
+            return OUTPUTS_FIRST if rows == hidden_size else INPUTS_FIRST
+        other = tensors.get(name.removesuffix("down_proj") + "gate_up_proj")
+        if other is not None and other.dim() == 3:
+            return INPUTS_FIRST if other.shape[1] == hidden_size else OUTPUTS_FIRST
+    return INPUTS_FIRST
+
+
 def _dequantized(name: str, blocks: Tensor, scales: Tensor) -> Iterator[Tensor]:
     """Yield the values [outputs, inputs] of each expert, FP32 that BF16 holds exactly; on the meta device BF16."""
     if (

@@ -37,6 +37,7 @@ def test_every_new_family_has_ten_shapes() -> None:
     )
     others = {"mistral", "qwen2", "qwen3_5_text", "qwen3_5", "qwen3_5_moe", "te_models_decoder"}
     others |= {"gemma3", "mistral3", "kimi_k2"}  # in test_hf_nested.py
+    others |= {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
     assert set(FAMILY_CASES) | others == {family.model_type for family in FAMILIES}
 
 

@@ -23,7 +23,8 @@ OTHER_HEADS = {"classifier_dropout", "hidden_dropout", "token_classification_bia
 OTHER_PARTS = {
     "depth", "image_size", "image_token_id", "in_channels", "layer_norm_eps", "mm_tokens_per_image", "num_heads",
     "num_position_embeddings", "out_hidden_size", "patch_size", "spatial_merge_size", "temporal_patch_size",
-    "text_config", "video_token_id", "vision_config", "get",
+    "text_config", "video_token_id", "vision_config", "get", "deepstack_visual_indexes", "embed_dim",
+    "fullatt_block_indexes", "mlp_ratio", "tokens_per_second", "window_size",
 }  # fmt: skip
 # Of linear attention alone, in a cache that its families fill.
 OTHER_CACHES = {"number_of_conv_states"}

@@ -1,14 +1,25 @@
 """Folders of models with images, whose text model is read; and the line that refuses a model."""
 
+import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import FAMILY_CASES, FULL, LINEAR, PAIRS, SIZES, SLIDING, YARN
-from hf_models import close, load, randomize, read_by_transformers, same_folder
+from hf_models import (
+    close,
+    document_of,
+    load,
+    randomize,
+    read_by_transformers,
+    same_folder,
+    tensors_of,
+)
 from judge import transformers
+from safetensors.torch import save_file
 
 from te_models.errors import UsageError
 from te_models.interop.hf_families import family_of
@@ -16,6 +27,20 @@ from te_models.interop.hf_families import family_of
 VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28,
               patch_size=14)  # fmt: skip
 MORE_VISION = {"Gemma3": {}, "Mistral3": dict(head_dim=16)}
+MORE_VISION["Qwen2VL"] = dict(depth=1, num_heads=2, embed_dim=32, hidden_size=48)
+MORE_VISION["Qwen2_5_VL"] = dict(
+    depth=1, num_heads=2, out_hidden_size=48, fullatt_block_indexes=[0]
+)
+MORE_VISION |= dict.fromkeys(
+    ("Qwen3VL", "Qwen3VLMoe"),
+    dict(
+        depth=2,
+        num_heads=2,
+        out_hidden_size=48,
+        num_position_embeddings=16,
+        deepstack_visual_indexes=[0],
+    ),
+)
 MORE_VISION |= dict.fromkeys(
     ("Qwen3_5", "Qwen3_5Moe"),
     dict(depth=1, num_heads=2, out_hidden_size=48, num_position_embeddings=16),
@@ -37,6 +62,14 @@ QWEN: dict[str, Any] = dict(
         rope_type="default", rope_theta=1e7, partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True
     ),
 )  # fmt: skip
+SECTIONS = dict(mrope_section=[4, 2, 2])
+QWEN_VL: dict[str, Any] = dict(
+    head_dim=16, rope_parameters=dict(LINEAR, mrope_section=[4, 2, 2], mrope_interleaved=True)
+)
+QWEN2_VL: dict[str, Any] = dict(
+    num_attention_heads=3, num_key_value_heads=1, rope_parameters=dict(YARN, mrope_section=[4, 2, 2]),
+)  # fmt: skip
+QWEN2_VL |= dict(use_sliding_window=True, sliding_window=5, max_window_layers=1)
 # Name of a case -> class of transformers, its text model, and what the outer config has.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("Gemma3", GEMMA, {}),
@@ -48,6 +81,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen3_5": ("Qwen3_5", QWEN, dict(tie_word_embeddings=True)),
     "qwen3_5_moe": ("Qwen3_5Moe", dict(FAMILY_CASES["qwen3_5_moe_text"]["full"]), dict(tie_word_embeddings=False)),
+    "qwen3_vl": ("Qwen3VL", QWEN_VL, dict(tie_word_embeddings=False)),
+    "qwen3_vl-tied": ("Qwen3VL", dict(QWEN_VL, attention_bias=True), dict(tie_word_embeddings=True)),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        dict(QWEN_VL, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20, mlp_only_layers=[1]),
+        dict(tie_word_embeddings=False),
+    ),
+    "qwen2_vl": ("Qwen2VL", QWEN2_VL, dict(tie_word_embeddings=True)),
+    "qwen2_5_vl": ("Qwen2_5_VL", QWEN2_VL, dict(tie_word_embeddings=False)),
 }  # fmt: skip
 
 
@@ -69,7 +111,7 @@ def test_the_text_of_a_folder_with_images(
     with caplog.at_level(logging.WARNING):
         model, ids = load(tmp_path / "theirs"), torch.randint(11, SIZES["vocab_size"], (2, 33))
     assert (
-        "model.visual.*, mtp.*" if name.startswith("Qwen") else "tensors of other parts ("
+        "model.visual.*, mtp.*" if name.startswith("Qwen3_5") else "tensors of other parts ("
     ) in caplog.text
     reference = judge(input_ids=ids).logits
     close(model(ids).logits, reference, 1e-4 if case == "qwen3_5" else 2e-5)
@@ -94,6 +136,57 @@ def test_the_text_of_a_folder_with_images(
     close(read_by_transformers(tmp_path / "text")(ids).logits, reference, 1e-4)
 
 
+def made(case: str, folder: Path) -> Any:
+    """transformers' model of a case, random and saved in `folder`."""
+    name, text, outer = CASES[case]
+    config = getattr(transformers, f"{name}Config")(
+        text_config={**SIZES, **text}, vision_config={**VISION, **MORE_VISION[name]}, **outer
+    )
+    judge = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    randomize(judge)
+    judge.save_pretrained(folder)
+    return judge
+
+
+@torch.no_grad()
+def test_a_config_without_an_inner_one_as_the_first_files_of_qwen2_5_vl_have_it(
+    tmp_path: Path,
+) -> None:
+    judge = made("qwen2_5_vl", tmp_path / "theirs")
+    own = document_of(tmp_path / "theirs")
+    text = {key: value for key, value in own.pop("text_config").items() if key != "model_type"}
+    ropes = text.pop("rope_parameters")
+    text |= dict(rope_theta=1e6, rope_scaling=dict(type="mrope", mrope_section=[4, 2, 2]))
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps({**text, **own}))
+    judge.model.language_model.rotary_emb = type(judge.model.language_model.rotary_emb)(
+        type(judge.config.text_config)(**{**text, "rope_scaling": {**text["rope_scaling"]}})
+    )
+    assert ropes["rope_type"] == "yarn"
+    model, ids = load(tmp_path / "theirs"), torch.randint(11, SIZES["vocab_size"], (2, 33))
+    close(model(ids).logits, judge(input_ids=ids).logits)
+    model.save_pretrained(tmp_path / "back", format="hf")
+    same_folder(tmp_path / "theirs", tmp_path / "back")
+    family, longer = family_of({**text, **own}), replace(model.config, max_position_embeddings=99)
+    changed = family.rewritten({**text, **own}, longer)
+    assert family.read(changed) == longer
+    assert changed["rope_parameters"]["mrope_section"] == [4, 2, 2] and "text_config" not in changed
+
+
+@torch.no_grad()
+def test_experts_of_qwen3_vl_as_releases_have_them(tmp_path: Path) -> None:
+    """Inputs before outputs, which transformers turns when it reads them, and does not turn back."""
+    judge = made("qwen3_vl_moe", tmp_path / "theirs")
+    tensors = {
+        name: tensor.mT.contiguous() if ".experts." in name else tensor
+        for name, tensor in tensors_of(tmp_path / "theirs").items()
+    }
+    save_file(tensors, tmp_path / "theirs" / "model.safetensors", {"format": "pt"})
+    model, ids = load(tmp_path / "theirs"), torch.randint(11, SIZES["vocab_size"], (2, 33))
+    close(model(ids).logits, judge(input_ids=ids).logits)
+    model.save_pretrained(tmp_path / "back", format="hf")
+    same_folder(tmp_path / "theirs", tmp_path / "back")
+
+
 @pytest.mark.parametrize(
     ("kind", "missing", "nearest"),
     [
@@ -113,7 +206,7 @@ def test_the_text_of_a_folder_with_images(
         ("stablelm", "LayerNorm", "llama"),
         ("t5", "encoder", "llama"),
         ("llava", "multimodal", "llama"),
-        ("qwen3_vl", "multimodal", "qwen3"),
+        ("qwen2_5_omni_thinker", "multimodal", "qwen2"),
     ],
 )
 def test_a_refusal_names_what_is_missing_and_the_nearest(
