@@ -19,13 +19,15 @@ from te_models.device.autograd import Context
 
 LOG2E = 1.4426950408889634
 Block = tuple[int, int, int, int]  # queries, keys, warps, stages
-# Channels per head, at most -> the fastest block of those that benchmarks/span_attention.py tried on an H200.
-FORWARD: dict[int, Block] = {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 4, 1)}
-GRAD_QUERY: dict[int, Block] = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 4, 1)}
-GRAD_KEY: dict[int, Block] = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 32, 4, 1)}
+# Channels per head, at most -> the fastest block of those that benchmarks/span_attention.py tried on an H200. Those of
+# 512 were not timed: they are the largest that ptxas compiles without spills, in the shared memory of an Ada GPU.
+FORWARD: dict[int, Block] = {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 4, 1), 512: (64, 16, 8, 1)}
+GRAD_QUERY: dict[int, Block] = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 4, 1), 512: (32, 16, 8, 1)}
+GRAD_KEY: dict[int, Block] = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 32, 4, 1), 512: (32, 16, 8, 1)}
 
 
 WIDEST_HERE = 128  # channels per head from which on FlashAttention-2 is faster under a window
+WIDEST_FLASH = 256  # channels per head that it has kernels for
 
 
 @triton.jit
@@ -327,7 +329,7 @@ class Spans(NamedTuple):
         but neither sinks nor caps, and the order of its sums varies from run to run.
         """
         plain = self.window is not None and sinks is None and cap is None
-        wide = q.shape[-1] > WIDEST_HERE and q.is_cuda
+        wide = WIDEST_HERE < q.shape[-1] <= WIDEST_FLASH and q.is_cuda
         return plain and wide and not torch.are_deterministic_algorithms_enabled()
 
     def _flash_arguments(self, q: Tensor) -> tuple[tuple[object, ...], dict[str, object]]:

@@ -22,6 +22,9 @@ CASES: list[tuple[int, int, int, int, int, int | None, list[list[int]] | None]] 
     (1, 1, 1, 65, 16, 64, None),
     (3, 1, 1, 40, 16, 1, [[40], [13, 27], [39, 1]]),  # every query sees itself alone
 ]
+OWN_BLOCKS = {
+    name: dict(getattr(span_attention_triton, name)) for name in ("FORWARD", "GRAD_QUERY", "GRAD_KEY")
+}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
 DTYPE, GROW = (torch.bfloat16, 4) if ON_GPU else (torch.float32, 1)
@@ -90,6 +93,39 @@ def test_output_and_gradients_are_those_by_definition(
             name in ("output", "dv") or sunk or (seq > 1 and window != 1)
         ):  # of one key the scores have no gradient
             distance(name, one, other)
+
+
+@pytest.mark.parametrize(
+    ("window", "lengths"), [(None, None), (7, [[20, 13], [33]])]
+)
+def test_heads_of_512_channels(
+    window: int | None, lengths: list[list[int]] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 4's, causal, in windows and packed, with the blocks that run on a GPU: finite, and those in FP64."""
+    for name, block in OWN_BLOCKS.items():
+        monkeypatch.setattr(span_attention_triton, name, block)
+    seq, window = 33 * GROW, window and window * GROW
+    ids = document_ids(lengths)
+    mask = attention_mask(seq, window, None, ids, DEVICE)
+    shapes = [(2, 2, seq, 512), (2, 1, seq, 512), (2, 1, seq, 512)]
+    dtype = torch.bfloat16 if ON_GPU else torch.float16  # the interpreter multiplies no BF16
+    inputs = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
+    inputs += [torch.randn(2, device=DEVICE).to(dtype)]
+    leaves = [t.requires_grad_() for t in inputs]
+    how = dict(scale=0.05, sinks=leaves[3])
+    out = spans(seq, window, ids, DEVICE)(*leaves[:3], **how)
+    dy = out.detach()
+    found = (out, *torch.autograd.grad(out, leaves, dy))
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    wanted = by_definition(*exact[:3], mask, 0.05, None, exact[3])
+    expected = (wanted, *torch.autograd.grad(wanted, exact, dy.double()))
+    for name, one, other in zip(
+        ("output", "dq", "dk", "dv", "dsinks"), found, expected, strict=True
+    ):
+        assert one.isfinite().all(), name
+        other = other.detach()
+        gap = float((one.detach().double() - other).norm() / other.norm())
+        assert gap < (4 * 2**-9 if ON_GPU else 4 * 2**-11), f"{name}: {gap:.2g} off"
 
 
 def test_the_gradients_are_the_same_in_every_run() -> None:
