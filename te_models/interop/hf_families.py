@@ -98,6 +98,12 @@ _QWEN3_VL: Fields = dict(
               "head_dim": 128, "rope_theta": 500000.0},
     only=NO_DROPOUT, **_QWEN_VL,
 )  # fmt: skip
+_QWEN3_VL_MOE: Fields = {
+    **_QWEN3_VL,
+    "defaults": {**_QWEN3_VL["defaults"], "num_key_value_heads": 16, "head_dim": None, "num_experts": 60,
+                 "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "router_aux_loss_coef": 0.001},
+    "ignored": experts.IGNORED,
+}  # fmt: skip
 # The text model of Mistral 3, of one of two types, in a folder with images.
 _MISTRAL3: Fields = dict(
     model_type="mistral3", architecture="Mistral3ForConditionalGeneration", inner="text_config",
@@ -183,10 +189,7 @@ FAMILIES = (
         model_type="qwen3_vl_moe", architecture="Qwen3VLMoeForConditionalGeneration",
         models="Qwen3-VL with experts, such as 30B-A3B", layer={**places.NORMED_LAYER, **places.STACKED_EXPERTS},
         parts=(WHOLE_MROPE, ACT, parts.biases(), experts.QWEN3_VL_EXPERTS), stacked="inputs first",
-        **{**_QWEN3_VL,
-           "defaults": {**_QWEN3_VL["defaults"], "num_key_value_heads": 16, "head_dim": None, "num_experts": 60,
-                        "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "router_aux_loss_coef": 0.001},
-           "ignored": experts.IGNORED},
+        **_QWEN3_VL_MOE,
     ),
     Family(
         model_type="smollm3", architecture="SmolLM3ForCausalLM", models="SmolLM3", layer=places.LAYER,

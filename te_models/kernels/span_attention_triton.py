@@ -21,9 +21,24 @@ LOG2E = 1.4426950408889634
 Block = tuple[int, int, int, int]  # queries, keys, warps, stages
 # Channels per head, at most -> the fastest block of those that benchmarks/span_attention.py tried on an H200. Those of
 # 512 were not timed: they are the largest that ptxas compiles without spills, in the shared memory of an Ada GPU.
-FORWARD: dict[int, Block] = {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 4, 1), 512: (64, 16, 8, 1)}
-GRAD_QUERY: dict[int, Block] = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 4, 1), 512: (32, 16, 8, 1)}
-GRAD_KEY: dict[int, Block] = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 32, 4, 1), 512: (32, 16, 8, 1)}
+FORWARD: dict[int, Block] = {
+    64: (64, 64, 4, 3),
+    128: (64, 64, 4, 3),
+    256: (64, 32, 4, 1),
+    512: (64, 16, 8, 1),
+}
+GRAD_QUERY: dict[int, Block] = {
+    64: (64, 64, 4, 2),
+    128: (64, 64, 4, 2),
+    256: (64, 32, 4, 1),
+    512: (32, 16, 8, 1),
+}
+GRAD_KEY: dict[int, Block] = {
+    64: (64, 64, 4, 2),
+    128: (64, 64, 4, 2),
+    256: (32, 32, 4, 1),
+    512: (32, 16, 8, 1),
+}
 
 
 WIDEST_HERE = 128  # channels per head from which on FlashAttention-2 is faster under a window

@@ -23,7 +23,8 @@ CASES: list[tuple[int, int, int, int, int, int | None, list[list[int]] | None]] 
     (3, 1, 1, 40, 16, 1, [[40], [13, 27], [39, 1]]),  # every query sees itself alone
 ]
 OWN_BLOCKS = {
-    name: dict(getattr(span_attention_triton, name)) for name in ("FORWARD", "GRAD_QUERY", "GRAD_KEY")
+    name: dict(getattr(span_attention_triton, name))
+    for name in ("FORWARD", "GRAD_QUERY", "GRAD_KEY")
 }
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
@@ -95,9 +96,7 @@ def test_output_and_gradients_are_those_by_definition(
             distance(name, one, other)
 
 
-@pytest.mark.parametrize(
-    ("window", "lengths"), [(None, None), (7, [[20, 13], [33]])]
-)
+@pytest.mark.parametrize(("window", "lengths"), [(None, None), (7, [[20, 13], [33]])])
 def test_heads_of_512_channels(
     window: int | None, lengths: list[list[int]] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
