@@ -126,7 +126,7 @@ def test_the_oldest_versions_are_those_of_pyproject() -> None:
         and node.func.id == "needs"
         if path.name != "loggers.py"
     }
-    asked |= {(name, oldest, name) for name, (_, oldest, _) in loggers.LOGGERS.items()}
+    asked |= {(name, library.oldest, name) for name, library in loggers.LOGGERS.items()}
     assert {package for package, _, _ in asked} == {
         "datasets", "huggingface_hub", "lm-eval", "matplotlib", "peft", "pyarrow", "tensorboard", "tokenizers",
         "torchao", "trackio", "transformers", "wandb",

@@ -102,24 +102,26 @@ def open_data(
     evaluated = opened.get(OWN_EVALUATION) or open_sources(
         settings.eval_data, columns, required=False, skip_bad=bad.skip
     )
-    settings, streaming = _resolved(settings, sources, whole=built_in or OWN in own)
+    packing = _packing(settings, sources)
+    streaming = _streams(settings, sources, whole=built_in or OWN in own)
     about_template: list[str] = []
     if tokens := split_names(settings.special_tokens):
         tokenizer.add_special_tokens(tokens)
     if settings.chat_template is not None:
         about_template = use_template(tokenizer, settings.chat_template)
     opening = _Opening(
-        settings,
-        sources,
-        evaluated,
-        columns,
-        tokenizer,
-        config,
-        rank,
-        world_size,
-        ranks,
-        bad,
-        about_template,
+        settings=settings,
+        packing=packing,
+        sources=sources,
+        evaluated=evaluated,
+        columns=columns,
+        tokenizer=tokenizer,
+        config=config,
+        rank=rank,
+        world_size=world_size,
+        ranks=ranks,
+        bad=bad,
+        about_template=about_template,
     )
     return opening.streamed() if streaming else opening.in_memory()
 
@@ -140,23 +142,25 @@ def _settings(data: Data, options: Fields) -> tuple[DataConfig, dict[str, Iterab
     return DataConfig(data=paths, eval_data=evaluated, **options), own
 
 
-def _resolved(
-    settings: DataConfig, sources: Sequence[Source], whole: bool
-) -> tuple[DataConfig, bool]:
-    """Return the settings with a packing, and whether the data is streamed, which data that is there as a `whole` is
-    not."""
+def _packing(settings: DataConfig, sources: Sequence[Source]) -> str:
+    """Return the packing of the settings, or the usual one: documents for records, a stream for texts."""
     records = settings.data == (PYTHON_DOCSTRINGS,) or not all(source.is_text for source in sources)
     packing = settings.packing or ("documents" if records else "stream")
-    streaming = _must_stream(sources) if settings.streaming is None else settings.streaming
     if packing == "stream" and records:
         raise UsageError(
             "packing stream would cut answers at the ends of windows: use documents, or none"
         )
+    return packing
+
+
+def _streams(settings: DataConfig, sources: Sequence[Source], whole: bool) -> bool:
+    """Return whether the data is streamed, which data in memory (`whole`) never is."""
+    streaming = _must_stream(sources) if settings.streaming is None else settings.streaming
     if streaming and whole:
         raise UsageError(
             "--streaming needs --data PATH: built-in data and records in memory are there as a whole"
         )
-    return dataclasses.replace(settings, packing=packing), streaming
+    return streaming
 
 
 def steps_of(dataset: TokenDataset | StreamingDataset, config: TrainConfig) -> int:
@@ -177,9 +181,10 @@ def steps_of(dataset: TokenDataset | StreamingDataset, config: TrainConfig) -> i
 
 @dataclasses.dataclass
 class _Opening:
-    """The arguments of open_data, checked, on the way to a dataset."""
+    """The arguments of open_data, checked, and the packing that they amount to."""
 
     settings: DataConfig
+    packing: str
     sources: list[Source]
     evaluated: list[Source]
     columns: Mapping[str, str]
@@ -197,14 +202,14 @@ class _Opening:
         return dict(
             batch_size=self.config.batch_size,
             seed=self.config.seed,
-            packing=self.settings.packing,
+            packing=self.packing,
             rank=self.rank,
             world_size=self.world_size,
         )
 
     def records(self, sources: Sequence[Source]) -> bool | None:
         """Return whether all documents of these sources must be records, or texts; None if there are both."""
-        if self.settings.packing == "stream":
+        if self.packing == "stream":
             return False
         kinds = {not source.is_text for source in sources}
         return kinds.pop() if len(kinds) == 1 else None

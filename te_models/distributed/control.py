@@ -17,17 +17,16 @@ Json = TypeVar("Json")  # a value that JSON has; tuples arrive as lists
 
 
 class Ranks:
-    """Rank `rank` of `world` processes. Without a group there is one process, and nothing is ever sent."""
+    """Rank `rank` of `world` processes. Without a group there is one process, and nothing is ever sent.
+
+    `first` is True on the process that logs, prints and publishes checkpoints.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world = dist.get_world_size(group) if group is not None else 1
-
-    @property
-    def first(self) -> bool:
-        """True on the process that logs, prints and publishes checkpoints."""
-        return self.rank == 0
+        self.first = self.rank == 0
 
     def gather(self, value: Json) -> list[Json]:
         """Return the JSON values of all ranks in rank order, on every rank."""

@@ -15,7 +15,7 @@ from te_models.config.training import DIVISIONS, TrainConfig
 from te_models.device.choice import choose_device
 from te_models.distributed.control import Ranks
 from te_models.distributed.environment import check_place, number
-from te_models.errors import LostPeer, UsageError, refuse
+from te_models.errors import LostPeer, UsageError
 from te_models.files.atomic import first_line
 from te_models.files.formats import Fields
 from te_models.training.parallel import Parallel
@@ -29,12 +29,15 @@ def restarts() -> int:
 
 
 @contextlib.contextmanager
-def parallel(config: TrainConfig, device: torch.device | str | None = None) -> Iterator[Parallel]:
+def parallel(
+    config: TrainConfig, device: torch.device | str | None = None, *, frozen: bool = False
+) -> Iterator[Parallel]:
     """Join the processes that torchrun started, for the duration of a run.
 
     Args:
         config: `parallel` and the fields after it are used.
         device: "cpu" trains on CPUs, over gloo, even where there are GPUs; None: this process's own GPU, if any.
+        frozen: whether the run trains adapters of a model whose own weights stay as they are.
 
     Yields:
         the run's Parallel: `build` for CausalLM, `data_rank` and `data_world` for open_data, itself for the Trainer.
@@ -46,7 +49,8 @@ def parallel(config: TrainConfig, device: torch.device | str | None = None) -> I
     config = choose_parallel(config)
     check_launch(config)
     if config.parallel == "none":
-        yield Parallel(config=config, device=None if device is None else choose_device(device))
+        alone = None if device is None else choose_device(device)
+        yield Parallel(config=config, device=alone, frozen=frozen)
         return
     own = choose_device(device)
     check_place(gpus=torch.cuda.device_count() if own.type == "cuda" else 0)
@@ -61,7 +65,14 @@ def parallel(config: TrainConfig, device: torch.device | str | None = None) -> I
         store = dist.PrefixStore(f"start-{restarts()}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
         control: Any = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
-        yield Parallel(config.parallel, Ranks(control), own, config=config, **meshes(config, own))
+        yield Parallel(
+            kind=config.parallel,
+            ranks=Ranks(control),
+            device=own,
+            config=config,
+            frozen=frozen,
+            **meshes(config, own),
+        )
     except RuntimeError as error:
         if lost_peer(error):
             reason = first_line(error)[:160]
@@ -97,35 +108,50 @@ def choose_parallel(config: TrainConfig, recorded: bool = False, lora: bool = Fa
 
 def check_launch(config: TrainConfig) -> None:
     """Raise a UsageError if the options do not fit each other or the way the program was started."""
-    refuse(_launch_mistakes(config, number("WORLD_SIZE", 0)))
-
-
-def _launch_mistakes(config: TrainConfig, world: int) -> Iterator[str]:
-    size, kind = config.tensor_parallel_size, config.parallel
+    kind = config.parallel
+    world = number("WORLD_SIZE", 0)
+    tensor = config.tensor_parallel_size
+    experts = config.expert_parallel_size
     if kind == "none" and world > 1:
-        yield f"torchrun started {world} processes: add --parallel ddp, fsdp, tp, fsdp+tp or fsdp+ep"
+        raise UsageError(
+            f"torchrun started {world} processes: add --parallel ddp, fsdp, tp, fsdp+tp or fsdp+ep"
+        )
     if kind != "none" and not world:
-        yield f"--parallel {kind} is for several processes: start it as torchrun --nproc-per-node N -m te_models ..."
-    if kind == "fsdp+tp" and (size < 2 or world % size):
-        yield f"--parallel fsdp+tp on {world} processes needs --tensor-parallel-size, a divisor of {world} > 1"
-    if (experts := config.expert_parallel_size) and (
-        kind != "fsdp+ep" or world % experts or experts < 2
-    ):
-        yield f"--expert-parallel-size {experts} is for --parallel fsdp+ep, and a divisor of its {world} processes > 1"
+        raise UsageError(
+            f"--parallel {kind} is for several processes: start it as torchrun --nproc-per-node N -m te_models ..."
+        )
+    if kind == "fsdp+tp" and (tensor < 2 or world % tensor):
+        raise UsageError(
+            f"--parallel fsdp+tp on {world} processes needs --tensor-parallel-size, a divisor of {world} > 1"
+        )
+    if experts and (kind != "fsdp+ep" or world % experts or experts < 2):
+        raise UsageError(
+            f"--expert-parallel-size {experts} is for --parallel fsdp+ep, and a divisor of its {world} processes > 1"
+        )
     if config.fp8_dispatch and kind != "fsdp+ep":
-        yield "--fp8-dispatch sends tokens to the experts of other processes: it is only for --parallel fsdp+ep"
+        raise UsageError(
+            "--fp8-dispatch sends tokens to the experts of other processes: it is only for --parallel fsdp+ep"
+        )
     if kind in ("tp", "fsdp+tp", "fsdp+ep") and config.optimizer != "adamw":
-        only = "which only adamw supports: leave out --optimizer, or choose --parallel fsdp or ddp"
-        yield f"--parallel {kind} splits each layer, {only}"
+        raise UsageError(
+            f"--parallel {kind} splits each layer, which only adamw supports: leave out --optimizer, or choose "
+            "--parallel fsdp or ddp"
+        )
     if kind == "fsdp" and config.optimizer == "te-adam":
-        yield "te-adam updates only whole parameters: with --parallel fsdp choose another --optimizer"
+        raise UsageError(
+            "te-adam updates only whole parameters: with --parallel fsdp choose another --optimizer"
+        )
     if kind in ("fsdp", "tp", "fsdp+tp", "fsdp+ep") and config.optimizer_offload:
-        advice = "leave out --optimizer-offload, or choose --parallel ddp"
-        yield f"--parallel {kind} stores the optimizer's state on the device: {advice}"
+        raise UsageError(
+            f"--parallel {kind} stores the optimizer's state on the device: leave out --optimizer-offload, or choose "
+            "--parallel ddp"
+        )
     if config.sequence_parallel and kind not in ("tp", "fsdp+tp"):
-        yield "--sequence-parallel is only for --parallel tp and fsdp+tp"
-    if size and kind != "fsdp+tp":
-        yield "--tensor-parallel-size is only for --parallel fsdp+tp; tp uses all processes"
+        raise UsageError("--sequence-parallel is only for --parallel tp and fsdp+tp")
+    if tensor and kind != "fsdp+tp":
+        raise UsageError(
+            "--tensor-parallel-size is only for --parallel fsdp+tp; tp uses all processes"
+        )
 
 
 def meshes(config: TrainConfig, device: torch.device) -> Fields:

@@ -17,7 +17,7 @@ PROJECT = "te-models"  # where Weights & Biases and trackio file the run
 
 
 @dataclass(frozen=True)
-class Run:
+class LoggedRun:
     """A run as loggers see it: its folder, an id that a resume does not change, and its settings."""
 
     folder: Path
@@ -30,32 +30,56 @@ class Run:
         return f"{self.folder.name}-{self.id}"
 
 
-class Logger(Callback):
-    """Sends the metrics of each step to a library: numbers by name, and the step."""
+@dataclass(frozen=True)
+class Logger:
+    """One library's record of a run: `send` takes numbers by name, and the step."""
 
-    def __init__(
-        self, send: Callable[[dict[str, float], int], None], close: Callable[[], None]
-    ) -> None:
-        self.send, self.close = send, close
+    send: Callable[[dict[str, float], int], None]
+    close: Callable[[], None]
+
+
+class Loggers(Callback):
+    """A callback that sends the numbers of each step to the libraries with these names.
+
+    Raises:
+        UsageError: an unknown name.
+        MissingPackage: a library cannot be imported.
+    """
+
+    def __init__(self, names: str) -> None:
+        self.names = split_names(names)
+        self.started: list[Logger] = []
+        for name in self.names:
+            check_known("logger", name, LOGGERS)
+            _library(name)
+
+    @contextlib.contextmanager
+    def open(self, run: LoggedRun) -> Iterator[None]:
+        """Start a record of the run in each library, and close it when the block ends for any reason."""
+        with contextlib.ExitStack() as stack:
+            for name in self.names:
+                logger = LOGGERS[name].start(run)
+                stack.callback(logger.close)
+                self.started.append(logger)
+            yield
 
     def on_step(self, trainer: Trainer, row: Row) -> None:
         """Send all numbers of the row."""
-        numbers = {
-            name: value
-            for name, value in row.items()
-            if isinstance(value, (int, float)) and name != "step"
-        }
-        self.send(numbers, row["step"])
+        numbers = {}
+        for name, value in row.items():
+            if isinstance(value, (int, float)) and name != "step":
+                numbers[name] = value
+        for logger in self.started:
+            logger.send(numbers, row["step"])
 
 
 def _library(name: str) -> Any:
     """Import the library of a logger."""
-    module, oldest, _ = LOGGERS[name]
-    with needs(f"--log {name}", name, oldest, name):
-        return importlib.import_module(module)
+    with needs(f"--log {name}", name, LOGGERS[name].oldest, name):
+        return importlib.import_module(LOGGERS[name].module)
 
 
-def _to_tensorboard(run: Run) -> Logger:
+def _to_tensorboard(run: LoggedRun) -> Logger:
     writer = _library("tensorboard").SummaryWriter(str(run.folder / "tensorboard"))
 
     def send(values: dict[str, float], step: int) -> None:
@@ -65,44 +89,36 @@ def _to_tensorboard(run: Run) -> Logger:
     return Logger(send, writer.close)
 
 
-def _to_wandb(run: Run) -> Logger:
-    named: dict[str, object] = dict(project=PROJECT, id=run.id, name=run.name, dir=str(run.folder))
-    own = _library("wandb").init(**named, config=dict(run.settings), resume="allow")
-    return Logger(lambda values, step: own.log(values, step=step), own.finish)
+def _to_wandb(run: LoggedRun) -> Logger:
+    record = _library("wandb").init(
+        project=PROJECT,
+        id=run.id,
+        name=run.name,
+        dir=str(run.folder),
+        config=dict(run.settings),
+        resume="allow",
+    )
+    return Logger(lambda values, step: record.log(values, step=step), record.finish)
 
 
-def _to_trackio(run: Run) -> Logger:
-    own = _library("trackio").init(
+def _to_trackio(run: LoggedRun) -> Logger:
+    record = _library("trackio").init(
         project=PROJECT, name=run.name, config=dict(run.settings), resume="allow"
     )
-    return Logger(lambda values, step: own.log(values, step=step), own.finish)
+    return Logger(lambda values, step: record.log(values, step=step), record.finish)
 
 
-LOGGERS: dict[
-    str, tuple[str, str, Callable[[Run], Logger]]
-] = {  # name -> module, oldest version, start of a run
-    "tensorboard": ("torch.utils.tensorboard", "2.15", _to_tensorboard),
-    "wandb": ("wandb", "0.17", _to_wandb),
-    "trackio": ("trackio", "0.2", _to_trackio),
+@dataclass(frozen=True)
+class Library:
+    """A library that records runs: its module, the oldest version that works, and the start of a record."""
+
+    module: str
+    oldest: str
+    start: Callable[[LoggedRun], Logger]
+
+
+LOGGERS = {
+    "tensorboard": Library("torch.utils.tensorboard", "2.15", _to_tensorboard),
+    "wandb": Library("wandb", "0.17", _to_wandb),
+    "trackio": Library("trackio", "0.2", _to_trackio),
 }
-
-
-def check_loggers(names: str) -> list[str]:
-    """Return the names in "name,name", whose libraries can be imported."""
-    wanted = split_names(names)
-    for name in wanted:
-        check_known("logger", name, LOGGERS)
-        _library(name)
-    return wanted
-
-
-@contextlib.contextmanager
-def open_loggers(names: list[str], run: Run) -> Iterator[list[Callback]]:
-    """Start these loggers, and close them when the run ends for any reason."""
-    with contextlib.ExitStack() as stack:
-        started: list[Callback] = []
-        for name in names:
-            logger = LOGGERS[name][2](run)
-            stack.callback(logger.close)
-            started.append(logger)
-        yield started

@@ -58,6 +58,11 @@ class Parallel:
         replicas: the ranks that have the same experts.
         config: the run's options; `parallel` and the fields after it are used.
         frozen: whether the model's weights are not trained (LoRA).
+        sharded: whether no process has a whole model, so that all of them must take part in whatever runs it.
+        uses_fsdp: whether FSDP2 shards the parameters.
+        retains_weights: whether the weights that the first micro-batch of a step quantized or gathered serve the
+            others too.
+        data_world: the number of shares of a batch.
     """
 
     kind: str = "none"
@@ -69,32 +74,22 @@ class Parallel:
     replicas: DeviceMesh | None = None
     config: TrainConfig = field(default_factory=TrainConfig)
     frozen: bool = False
+    sharded: bool = field(init=False)
+    uses_fsdp: bool = field(init=False)
+    retains_weights: bool = field(init=False)
+    data_world: int = field(init=False)
 
-    @property
-    def sharded(self) -> bool:
-        """True if no process has a whole model, so that all of them must take part in whatever runs it."""
-        return self.kind not in ("none", "ddp")
-
-    @property
-    def uses_fsdp(self) -> bool:
-        """True if FSDP2 shards the parameters."""
-        return self.kind.startswith("fsdp")
-
-    @property
-    def retains_weights(self) -> bool:
-        """True if the weights that the first micro-batch of a step quantized or gathered serve the others too."""
+    def __post_init__(self) -> None:
+        self.sharded = self.kind not in ("none", "ddp")
+        self.uses_fsdp = self.kind.startswith("fsdp")
         resident = not self.config.reshard_after_forward
-        return not self.sharded or (self.kind in ("fsdp", "fsdp+ep") and resident)
+        self.retains_weights = not self.sharded or (self.kind in ("fsdp", "fsdp+ep") and resident)
+        self.data_world = self.dp.size() if self.dp is not None else 1
 
     @property
     def data_rank(self) -> int:
         """The number of this process's share of every batch."""
         return self.dp.get_local_rank() if self.dp is not None else 0
-
-    @property
-    def data_world(self) -> int:
-        """The number of shares of a batch."""
-        return self.dp.size() if self.dp is not None else 1
 
     @property
     def data_group(self) -> dist.ProcessGroup:
@@ -195,6 +190,12 @@ class Parallel:
     def norm(self) -> Norm:
         """The function that computes the norm of all gradients."""
         return self._sharded_norm if self.sharded else gradient_norm
+
+    def prepare(self, model: CausalLM) -> None:
+        """Prepare a model for training in all processes: weights, sums of gradients, and statistics of routers."""
+        model.router_group = self.data_group if self.data_world > 1 else None
+        self.start_alike(model)
+        self.sum_gradients(model)
 
     def start_alike(self, model: CausalLM) -> None:
         """Give whole copies of a model the trained weights of the first process, as DistributedDataParallel does."""

@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-from te_models.config.model import ModelConfig, config_fields
-from te_models.config.presets import get_preset
-from te_models.config.recipe import FP8_WEIGHTS, RECIPE_FIELDS, Recipe, get_recipe
+from te_models.config.recipe import FP8_WEIGHTS
 from te_models.config.training import TrainConfig
 from te_models.device.choice import choose_device
 from te_models.distributed.environment import number
@@ -23,9 +21,8 @@ from te_models.fp8.primary_weights import SHARDED_SCHEMES, quantize_weights_alik
 from te_models.optim import resolve_options
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
 from te_models.planning.smallest_change import Change, smallest_change
-from te_models.saving.pretrained import read_shape
 from te_models.training.parallel import Parallel
-from te_models.training.resume import resumed_options, saved_choices, torch_dtype
+from te_models.training.run_model import ModelSource
 from te_models.training.settings import RunSettings, names_experts
 
 OFFLOADS = ("optimizer_offload", "activation_offload")
@@ -58,24 +55,29 @@ class MemoryCheck:
 
 
 def check_memory(
-    settings: RunSettings, config: TrainConfig, shared: Parallel, newest: Path | None
+    model: ModelSource, config: TrainConfig, processes: Parallel
 ) -> MemoryCheck | None:
     """Return the memory that a run needs and the memory available; None if the plan does not support this kind of run.
 
-    Recipe and kind of parallelism are resolved, not "auto"; `newest` is the checkpoint to resume from, if any.
+    The kind of parallelism in `config` is resolved, not "auto".
+
+    Raises:
+        UsageError: the run does not fit, and `config.memory_check` is on; the line has the smallest change that helps.
     """
-    if shared.tp is not None:
+    if processes.tp is not None:
         return None  # the plan knows no split layers
-    shape, recipe, options = _model(settings, newest)
-    device = torch.device(shared.device or choose_device(settings.build.get("device")))
-    own = resolve_options(config.optimizer, config.optimizer_options)
+    settings = model.settings
+    shape = model.shape
+    recipe = model.recipe
+    device = torch.device(processes.device or choose_device(settings.build.get("device")))
+    options = _build_options(model)
     options |= dict(
-        batch_size=config.batch_size if shared.uses_fsdp else shared.rows(config.batch_size),
-        gpus=shared.data_world if shared.uses_fsdp else 1,
+        batch_size=config.batch_size if processes.uses_fsdp else processes.rows(config.batch_size),
+        gpus=processes.data_world if processes.uses_fsdp else 1,
         seq_len=config.seq_len,
         gradient_accumulation=config.gradient_accumulation,
         optimizer=config.optimizer,
-        optimizer_options=own,
+        optimizer_options=resolve_options(config.optimizer, config.optimizer_options),
         optimizer_offload=config.optimizer_offload,
         lora_rank=0 if settings.lora is None else settings.lora.rank,
         lora_experts=settings.lora is not None and any(map(names_experts, settings.lora.targets)),
@@ -93,7 +95,8 @@ def check_memory(
             f"recipe_schedule={config.recipe_schedule!r}: FP8 weights have the format of one recipe: leave out "
             "recipe_schedule, or fp8_params"
         )
-    recipe = max(used, key=lambda one: plan_memory(shape, one, **options).peak.total)
+    if len(used) > 1:
+        recipe = max(used, key=lambda one: plan_memory(shape, one, **options).peak.total)
     host = available_memory(torch.device("cpu")) // max(1, number("LOCAL_WORLD_SIZE", 1))
 
     def plan(**changes: Any) -> MemoryPlan:
@@ -112,9 +115,16 @@ def check_memory(
             f"{_gib(host)} free: leave it out, or use a smaller batch or model (--no-memory-check tries it)"
         )
     elif check.needed > check.available and config.memory_check:
-        problem = _Refusal(
-            check, plan, options, settings, config, shared, newest is not None
-        ).line()
+        refusal = _Refusal(
+            check=check,
+            plan=plan,
+            options=options,
+            settings=settings,
+            config=config,
+            processes=processes,
+            resumed=model.checkpoint is not None,
+        )
+        problem = refusal.line()
     if problem and config.memory_check:
         raise UsageError(problem)
     return check
@@ -158,28 +168,18 @@ def check_disk(folder: Path, size: int, kept: int) -> None:
         )
 
 
-def _model(settings: RunSettings, newest: Path | None) -> tuple[ModelConfig, Recipe, Fields]:
-    """Return shape, recipe and other keywords of plan_memory."""
-    build: Fields = {**settings.build, "recipe": settings.recipe}
-    if newest is not None:
-        build = resumed_options(settings, saved_choices(newest))
-    fields = {name: value for name, value in build.items() if name in config_fields()}
-    dtype, fp8_params = torch.bfloat16, False
-    if settings.preset is not None:
-        shape = get_preset(settings.preset, **fields)
-    else:
-        trained = newest if settings.lora is None else None  # a checkpoint of adapters has no model
-        saved = read_shape(trained or settings.model or "", {} if trained else fields)
-        shape, dtype = saved.config, saved.dtype
-    recipe = get_recipe(
-        build["recipe"], **{name: build[name] for name in RECIPE_FIELDS if name in build}
+def _build_options(model: ModelSource) -> Fields:
+    """Return the keywords of plan_memory that the model is built with."""
+    options: Fields = dict(
+        activation_checkpointing="none",
+        activation_offload=False,
+        fp8_params=False,
+        dtype_bytes=model.dtype.itemsize,
     )
-    names = ("activation_checkpointing", "activation_offload", "fp8_params", "compile")
-    own = {name: build[name] for name in names if build.get(name) is not None}
-    defaults: dict[str, object] = dict(
-        activation_checkpointing="none", activation_offload=False, fp8_params=fp8_params
-    )
-    return shape, recipe, {**defaults, **own, "dtype_bytes": torch_dtype(build, dtype).itemsize}
+    for name in ("activation_checkpointing", "activation_offload", "fp8_params", "compile"):
+        if model.options.get(name) is not None:
+            options[name] = model.options[name]
+    return options
 
 
 @dataclass(frozen=True)
@@ -191,22 +191,20 @@ class _Refusal:
     options: Fields
     settings: RunSettings
     config: TrainConfig
-    shared: Parallel
+    processes: Parallel
     resumed: bool
 
     def line(self) -> str:
         """Return the line."""
-        line, anyway = (
-            f"this run does not fit: it needs {self.check}",
-            "(--no-memory-check tries it)",
-        )
-        fixed, processes = (
-            self._fixed(self.shared.uses_fsdp),
-            1 if self.shared.uses_fsdp else self.shared.data_world,
-        )
-        if change := self._change(self.plan, self.options, fixed, processes):
+        line = f"this run does not fit: it needs {self.check}"
+        anyway = "(--no-memory-check tries it)"
+        fixed = self._fixed(self.processes.uses_fsdp)
+        copies = 1 if self.processes.uses_fsdp else self.processes.data_world
+        change = self._change(self.plan, self.options, fixed, copies)
+        if change is not None:
             return f"{line}: add {change}, which needs {_gib(change.peak)} {anyway}"
-        if advice := self._more_gpus():
+        advice = self._more_gpus()
+        if advice is not None:
             return f"{line}: {advice} {anyway}"
         return f"{line}: no option of this run makes it fit; choose a smaller model, or more GPUs {anyway}"
 
@@ -223,8 +221,10 @@ class _Refusal:
 
     def _fixed(self, fsdp: bool) -> set[str]:
         """Return the keywords of plan_memory that this run cannot change, under FSDP2 or without."""
-        scheme, te_adam = self.check.plan.recipe.scheme, self.config.optimizer == "te-adam"
-        lora, fixed = self.settings.lora is not None, set[str]()
+        scheme = self.check.plan.recipe.scheme
+        te_adam = self.config.optimizer == "te-adam"
+        lora = self.settings.lora is not None
+        fixed: set[str] = set()
         if self.resumed:
             fixed |= {"batch_size", "seq_len", "optimizer", "fp8_params", "lora_rank"}
         if self.check.device.type != "cuda":
@@ -233,7 +233,7 @@ class _Refusal:
             fixed.add("optimizer_offload")
         if fsdp or self.settings.command != "finetune":
             fixed.add("lora_rank")  # adapters need the whole model on each process
-        replicated = not fsdp and self.shared.ranks.world > 1 and not lora
+        replicated = not fsdp and self.processes.ranks.world > 1 and not lora
         if scheme not in (SHARDED_SCHEMES if fsdp else FP8_WEIGHTS) or te_adam or replicated:
             fixed.add("fp8_params")
         return fixed
@@ -245,7 +245,7 @@ class _Refusal:
             or self.config.optimizer_offload
             or self.settings.lora is not None
         )
-        if single or self.shared.ranks.world > 1 or self.check.device.type != "cuda":
+        if single or self.processes.ranks.world > 1 or self.check.device.type != "cuda":
             return None
         for gpus in GPUS:
             batch = max(gpus, self.options["batch_size"] // gpus * gpus)

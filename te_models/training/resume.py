@@ -9,7 +9,7 @@ import torch
 from te_models.causal_lm import CausalLM
 from te_models.config.model import config_fields
 from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe, get_recipe
-from te_models.errors import CheckpointError, UsageError, plural
+from te_models.errors import CheckpointError, UsageError
 from te_models.files.atomic import readable
 from te_models.files.formats import Document, Fields
 from te_models.interop.origin import DTYPES, read_own_config
@@ -17,7 +17,7 @@ from te_models.saving.adapters import BASE_CONFIG
 from te_models.saving.folder import load_folder
 from te_models.saving.restore import read_recipe
 from te_models.saving.run_folder import Checkpoints, offering_older
-from te_models.training.settings import LoraSettings, RunSettings
+from te_models.training.settings import RunSettings
 
 RUN_CHOICES = ("engine", "fp8_params", "activation_checkpointing", "activation_offload")
 DTYPE = "dtype"  # recorded beside them, by name
@@ -112,30 +112,19 @@ def saved_choices(newest: Path) -> Fields:
     return {"recipe": read_recipe(saved), "fp8_params": fp8_params, **shape, **run, **dtype}
 
 
-def starting_step(
-    folder: Path, resume: bool, steps: int, lora: LoraSettings | None, merge_again: bool
-) -> int:
-    """Return the step of the checkpoint to resume from, 0 for a new run.
+def check_unfinished(settings: RunSettings, folder: Path, step: int, steps: int) -> None:
+    """Raise UsageError if a run that continues after `step` has nothing left to do.
 
-    A run of all `steps` resumes if a file is missing that its end writes, or with `merge_again`.
+    A run of all `steps` continues if a file is missing that its end writes, or if the user names another merge_dtype.
     """
-    newest = Checkpoints(folder / "checkpoints").latest()
-    if newest is None:
-        return 0
-    step = int(newest.name.removeprefix("step-"))
-    names = (
-        ["loss.png"]
-        + ["adapter"] * (lora is not None)
-        + ["merged"] * (lora is not None and lora.merge)
-    )
-    unfinished = merge_again or any(not os.path.lexists(folder / name) for name in names)
-    over = step > steps or (step == steps and not unfinished)
-    if not resume:
-        raise UsageError(
-            f"{folder} already holds a run of {plural(step, 'step')}: add --resume or give another --out"
-        )
-    if over:
+    files = ["loss.png"]
+    if settings.lora is not None:
+        files.append("adapter")
+        if settings.lora.merge:
+            files.append("merged")
+    missing = any(not os.path.lexists(folder / name) for name in files)
+    unfinished = missing or "merge_dtype" in settings.given
+    if step > steps or (step == steps and not unfinished):
         raise UsageError(
             f"{folder} has already reached step {step}: give more than --steps {steps}"
         )
-    return step

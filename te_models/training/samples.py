@@ -1,6 +1,7 @@
 """Samples of a run: prompts from its evaluation data, and the model's answers to them before and after training."""
 
 import contextlib
+import functools
 import itertools
 import math
 import time
@@ -12,11 +13,15 @@ from rich.text import Text
 from torch import Tensor
 
 from te_models.causal_lm import CausalLM
+from te_models.config.training import TrainConfig
 from te_models.data.tokenizer import Tokenizer, text_after
 from te_models.generation.options import GenerationOptions
 from te_models.generation.text import stream_text
 from te_models.model.targets import IGNORED
-from te_models.training.evaluation import Batch
+from te_models.training.evaluation import Batch, evaluate
+from te_models.training.parallel import Parallel
+from te_models.training.run_data import RunData
+from te_models.training.settings import SETTINGS, RunSettings
 
 SAMPLES = 3
 SHARE = 0.1  # of a run's time that samples take, before and after together, unless their length was asked for
@@ -111,11 +116,11 @@ class Sampler:
         prompts: what they answer.
         tokens: maximum number of tokens of each.
         options: of generation.
-        agree: makes the answer to a question of all processes the first one's. Those of a sharded model answer
+        agree: returns the first process's answer to a question of all processes. Those of a sharded model answer
             together, and would otherwise stop at different tokens.
+        bounded: whether the samples of a run may take only SHARE of its time.
     """
 
-    bounded = False  # whether the samples of a run may take only a share of its time
     cut = False  # whether an answer was cut or left out
 
     def __init__(
@@ -126,10 +131,15 @@ class Sampler:
         tokens: int,
         options: GenerationOptions,
         agree: Callable[[bool], bool] = bool,
+        bounded: bool = False,
     ) -> None:
-        self.model, self.tokenizer, self.tokens, self.options = model, tokenizer, tokens, options
+        self.model = model
+        self.tokenizer = tokenizer
         self.prompts = list(prompts)
+        self.tokens = tokens
+        self.options = options
         self.agree = agree
+        self.bounded = bounded
         self.before: list[str] = []
         self._share_ends = self._end = math.inf  # times: of the present answer, and of all
         self._late = False  # whether the present answer was cut
@@ -140,7 +150,8 @@ class Sampler:
         if options["do_sample"]:
             options["temperature"] = 0.8
         room = self.model.config.longest_sequence - len(prompt.ids)
-        length, self._late = 0, False
+        length = 0
+        self._late = False
         pieces = stream_text(
             self.model, self.tokenizer, prompt.ids, min(self.tokens, room), **options
         )
@@ -174,12 +185,32 @@ class Sampler:
                 return
             yield prompt, itertools.chain(begun, pieces)
 
+    def note_before_training(self, console: Console, batch: Batch, config: TrainConfig) -> None:
+        """Note the answers before the first step, in a share of the time that the run is expected to take.
+
+        A step takes about three times as long as a forward pass of the evaluation batch `batch`.
+        """
+        with console.status("answering prompts of the evaluation data before the first step"):
+            seconds = math.inf
+            if self.bounded:
+                begun = time.monotonic()
+                evaluate(self.model, [batch])
+                forward = time.monotonic() - begun
+                expected = 3 * forward * config.steps * config.gradient_accumulation
+                seconds = SHARE / 2 * expected
+            self.note_before(seconds)
+
+    def show_after_training(self, console: Console, seconds: float) -> None:
+        """Print the answers of the model that has been trained for so many seconds."""
+        share = SHARE / 2 if self.before else SHARE
+        self.show(console, share * seconds if self.bounded else math.inf)
+
     def note_before(self, seconds: float = math.inf) -> None:
         """Note the answers of the model as it is now, within `seconds`, to be shown beside the later ones."""
         self.before = ["".join(pieces) for _, pieces in self.answers(seconds)]
 
     def show(self, console: Console, seconds: float = math.inf) -> None:
-        """Print each prompt with the earlier answer and that in the data, and stream the present answer.
+        """Print each prompt with the earlier answer and the one in the data, and stream the present answer.
 
         The answers take at most `seconds` together.
         """
@@ -210,6 +241,36 @@ class Sampler:
                 bound += ", too little for an answer here"
             option = f"--sample-tokens {self.tokens} writes all {len(self.prompts)} whole"
             console.print(Text(f"{bound}: {option}", "dim"))
+
+
+def run_sampler(
+    settings: RunSettings, model: CausalLM, data: RunData, processes: Parallel
+) -> Sampler | None:
+    """Return the sampler of a run; None if it prints no samples or this process has no part in them.
+
+    With a sharded model all processes take part, with whole copies the first.
+    """
+    tokens = settings.sample_tokens
+    if not tokens or not (processes.sharded or processes.ranks.first):
+        return None
+    longest = model.config.longest_sequence
+    prompts = held_out_prompts(
+        data.eval_batches, data.tokenizer, longest - min(tokens, longest // 4)
+    )
+    options: GenerationOptions = {"seed": processes.config.seed}
+    agree: Callable[[bool], bool] = bool
+    if processes.sharded:
+        options["cuda_graph"] = False  # collectives are not captured
+        first_prompts = processes.ranks.from_first(lambda: prompts)
+        prompts = [Prompt(tuple(ids), tuple(reference)) for ids, reference in first_prompts]
+        agree = functools.partial(_first_answer, processes)
+    chosen = "sample_tokens" in settings.given or tokens != SETTINGS["sample_tokens"].default
+    return Sampler(model, data.tokenizer, prompts, tokens, options, agree=agree, bounded=not chosen)
+
+
+def _first_answer(processes: Parallel, answer: bool) -> bool:
+    """Return the answer of the first process, on every process."""
+    return processes.ranks.gather(answer)[0]
 
 
 def _block(console: Console, title: str, text: str, style: str) -> None:

@@ -8,7 +8,7 @@ makes the tree of them; there `recipe` is a name, a path or a table of a recipe'
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from te_models.config.shipped import no_weights
 from te_models.config.toml import read_toml
 from te_models.config.training import DIVISIONS, EVALUATION, TRAINING, TrainConfig
 from te_models.config.yaml_file import SUFFIXES, read_yaml
-from te_models.errors import ConfigError, UsageError, check_known, refuse, unknown
+from te_models.errors import ConfigError, UsageError, check_known, unknown
 from te_models.files.atomic import explained
 
 RUN_FILE = "run.toml"
@@ -297,7 +297,7 @@ def run_settings(
     twice = "steps" in given and given.get("epochs")
     if twice:
         raise UsageError("--steps and --epochs say the same in two ways: give one of them")
-    refuse(_start_mistakes(command, flat))
+    _check_start(command, flat)
     recipe = flat.pop("recipe", "auto")
     lora = _lora(flat)
     defaults = {"learning_rate": LEARNING_RATE["lora" if lora else command], "parallel": "auto"}
@@ -318,22 +318,24 @@ def run_settings(
     )
 
 
-def _start_mistakes(command: str, flat: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with what a command starts from: a preset, or a model."""
-    preset, model = flat.get("preset"), flat.get("model")
+def _check_start(command: str, flat: Mapping[str, Any]) -> None:
+    """Raise UsageError unless `pretrain` starts from a preset, and `finetune` from a model."""
+    preset = flat.get("preset")
+    model = flat.get("model")
     if command == "pretrain" and (model is not None or preset is None):
-        yield "pretrain starts from random weights: give --preset NAME (to start from a model: finetune --model)"
-    if command == "finetune" and preset is not None:
-        known = preset in PRESETS
-        yield (
-            no_weights(preset)
-            if known
-            else str(unknown("preset", preset, PRESETS, "`te-models list`"))
+        raise UsageError(
+            "pretrain starts from random weights: give --preset NAME (to start from a model: finetune --model)"
         )
-    if command == "finetune" and model is None:
-        yield "give --model: a folder, a name on the Hugging Face hub, or a model that ships with te-models"
     if command == "pretrain" and flat.get("lora") is not None:
-        yield "--lora adapts a model that has weights: use finetune --model"
+        raise UsageError("--lora adapts a model that has weights: use finetune --model")
+    if command == "finetune" and preset is not None:
+        if preset in PRESETS:
+            raise UsageError(no_weights(preset))
+        raise unknown("preset", preset, PRESETS, "`te-models list`")
+    if command == "finetune" and model is None:
+        raise UsageError(
+            "give --model: a folder, a name on the Hugging Face hub, or a model that ships with te-models"
+        )
 
 
 def resumed_settings(

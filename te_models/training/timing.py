@@ -41,9 +41,8 @@ def copy_to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     return host, ready
 
 
-Row = dict[
-    str, Any
-]  # of metrics.jsonl: step, loss, grad_norm, learning_rate, tokens_per_second, perhaps eval_loss
+# A line of metrics.jsonl: step, loss, grad_norm, learning_rate, tokens_per_second, perhaps eval_loss.
+Row = dict[str, Any]
 
 
 @dataclass
@@ -52,7 +51,7 @@ class QueuedStep:
 
     `values` are loss, gradient norm, the numbers of processes that were asked to stop and that want a checkpoint, and
     RoutingReport.metrics with experts; the host may read them once `ready` is reached. `begun` is the state before the
-    step. `end` follows the optimizer's update; `row` then has the values.
+    step. `end` follows the optimizer's update; `row` then has the metrics, by name.
     """
 
     step: int
@@ -61,5 +60,6 @@ class QueuedStep:
     values: Tensor
     ready: torch.cuda.Event | None
     begun: StepStart
+    learning_rate: float
     end: Timestamp = 0.0
     row: Row = field(default_factory=dict)

@@ -163,9 +163,7 @@ class Trainer(NamedFields):
         # All processes evaluate, or none does, as with data that was opened with eval_split=0.
         self.evaluates = any(parallel.ranks.gather(len(self.evaluation)))
         weigh_losses(self.model, config)
-        self.model.router_group = parallel.data_group if parallel.data_world > 1 else None
-        parallel.start_alike(self.model)
-        parallel.sum_gradients(self.model)
+        parallel.prepare(self.model)
         self.gradients = parallel.gradients(self.model, config.gradient_accumulation)
         self.optimizer = build_optimizer(
             config.optimizer,
@@ -410,12 +408,13 @@ class Trainer(NamedFields):
             values=host_values,
             ready=ready,
             begun=begun,
+            learning_rate=config.learning_rate_at(step),
         )
         if before is not None:
             self._check(before)
         if not self.ahead:
             self._check(queued)
-        self.optimizer.set_learning_rate(config.learning_rate_at(step))
+        self.optimizer.set_learning_rate(queued.learning_rate)
         self.checkpoints.copied()  # a save in the background may still read what the update overwrites
         if self.ahead and isinstance(self.optimizer, MasterWeights):
             self.optimizer.skip_if(~(loss + norm).isfinite())
@@ -450,7 +449,7 @@ class Trainer(NamedFields):
             "step": queued.step,
             "loss": loss,
             "grad_norm": norm,
-            "learning_rate": self.config.learning_rate_at(queued.step),
+            "learning_rate": queued.learning_rate,
             **router_row(routed),
             **self.schedule.row(queued.step),
         }

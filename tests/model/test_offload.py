@@ -33,6 +33,7 @@ from te_models.planning.memory_estimate import saved_bytes
 from te_models.planning.memory_plan import plan_memory
 from te_models.planning.operations import Training
 from te_models.training.parallel import Parallel
+from te_models.training.run_model import new_model
 from te_models.training.settings import RunSettings
 from te_models.training.trainer import Result
 
@@ -426,7 +427,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     models: list[CausalLM] = []
 
     def build(settings: RunSettings, resume: bool) -> Result:
-        models.append(te_models.training.finetune._build(settings, Parallel(), None))
+        models.append(new_model(settings).build(Parallel()))
         return Result()
 
     monkeypatch.setattr(te_models.training.finetune, "finetune", build)

@@ -12,7 +12,7 @@ from tiny_runs import PRETRAIN
 
 from te_models.cli import main
 from te_models.errors import MissingPackage, UsageError
-from te_models.training.loggers import LOGGERS, check_loggers
+from te_models.training.loggers import LOGGERS, Loggers
 from te_models.training.metrics import read_metrics
 from te_models.training.run_file import read_record
 
@@ -66,19 +66,32 @@ def test_a_run_is_one_run_there_over_a_resume(
     assert library != "wandb" or started[0]["id"] == started[1]["id"]
 
 
+def test_no_record_is_begun_of_a_run_that_is_refused(
+    texts: None, pretend: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The Trainer refuses before any record exists, though the loggers are among its callbacks."""
+    started: list[dict[str, Any]] = []
+    pretend("wandb", "9.0")
+    library = SimpleNamespace(init=lambda **options: started.append(options))
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    assert main([*RUN, "--log", "wandb", "--balance-loss", "0.1"]) == 2
+    assert "balance_loss and z_loss are for experts" in capsys.readouterr().err
+    assert started == []
+
+
 @pytest.mark.parametrize("name", LOGGERS)
 def test_a_missing_library_is_one_line_before_anything_is_done(
     name: str, texts: None, pretend: Any, capsys: pytest.CaptureFixture
 ) -> None:
     pretend(name, None)
     with pytest.raises(MissingPackage):
-        check_loggers(name)
+        Loggers(name)
     assert main([*RUN, "--log", name]) == 2
     line = rf"te-models: --log {name} needs {name} [\d.]+ or newer: pip install -U 'te-models\[{name}\]'\n"
     assert re.fullmatch(line, capsys.readouterr().err) and not Path("run").exists()
 
 
 def test_names_are_checked() -> None:
-    assert check_loggers("") == check_loggers(" , ") == []
+    assert Loggers("").names == Loggers(" , ").names == []
     with pytest.raises(UsageError, match="unknown logger 'tensorbord': did you mean 'tensorboard'"):
-        check_loggers("tensorbord")
+        Loggers("tensorbord")

@@ -17,9 +17,10 @@ from te_models.config.training import TrainConfig
 from te_models.errors import UsageError
 from te_models.planning.memory_plan import plan_memory
 from te_models.saving.pretrained import read_shape
-from te_models.training import preflight
+from te_models.training import preflight, run_model
 from te_models.training.parallel import Parallel
 from te_models.training.preflight import available_memory, check_memory
+from te_models.training.run_model import new_model, resumed_model
 from te_models.training.settings import LoraSettings, RunSettings, run_settings
 
 
@@ -30,7 +31,7 @@ def settings(**given: Any) -> RunSettings:
 
 
 def check(own: RunSettings) -> Any:
-    return check_memory(own, own.train, Parallel(config=own.train), None)
+    return check_memory(new_model(own), own.train, Parallel(config=own.train))
 
 
 @pytest.fixture
@@ -113,25 +114,26 @@ def test_what_a_refusal_suggests_can_be_done(
 ) -> None:
     """On GPUs: with the flags of the line the run fits, and nothing that it would refuse is among them."""
     gpu_with(monkeypatch, gib)
-    monkeypatch.setattr(preflight, "saved_choices", lambda newest: {})
+    monkeypatch.setattr(run_model, "saved_choices", lambda checkpoint: {})
     monkeypatch.setattr(
-        preflight,
+        run_model,
         "resumed_options",
         lambda settings, saved: {**settings.build, "recipe": "current"},
     )
-    world, newest = options.get("world", 1), tmp_path if options.get("resumed") else None
+    world = options.get("world", 1)
     own = run_settings("pretrain", {"recipe": "current", **GATED_8B, **given})
-    if newest is not None:
-        monkeypatch.setattr(
-            preflight, "read_shape", lambda folder, fields: read_shape("gated-nano", {})
-        )
+    if options.get("resumed"):
+        monkeypatch.setattr(run_model, "read_shape", lambda folder: read_shape("gated-nano", {}))
+        model = resumed_model(own, tmp_path)
+    else:
+        model = new_model(own)
     mesh: Any = type("Mesh", (), dict(size=lambda self: world))()
     shared = Parallel(
         config=own.train, kind=options.get("kind", "none"), dp=mesh if world > 1 else None
     )
     shared.ranks.world = world
     with pytest.raises(UsageError, match="does not fit") as refused:
-        check_memory(own, own.train, shared, newest)
+        check_memory(model, own.train, shared)
     flags = re.findall(r"(?:add|, and add) (.*?)(?:, which| \(--no)", str(refused.value))
     line = " ".join(flags)
     assert bool(flags) != ("no option" in str(refused.value)) or "start it on" in str(refused.value)
@@ -255,4 +257,4 @@ def test_memory_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_split_layers_are_not_planned(there: Any) -> None:
     there(0.001)
     shared = Parallel(config=TrainConfig(), tp=torch.empty(0))  # any mesh
-    assert check_memory(settings(), TrainConfig(), shared, None) is None
+    assert check_memory(new_model(settings()), TrainConfig(), shared) is None

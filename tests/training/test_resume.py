@@ -366,3 +366,17 @@ def test_a_resumed_run_trains_the_parameters_that_it_trained(
     assert "\n" not in str(error.value)
     after = resumed.model.parameters()
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+
+def test_a_folder_with_a_run_is_refused_before_data_is_read(
+    texts: None, capsys: pytest.CaptureFixture
+) -> None:
+    command = [*PRETRAIN, "--recipe", "bf16", "--out", "run"]
+    assert main([*command, "--steps", "1"]) == 0
+    shutil.rmtree("texts")
+    capsys.readouterr()
+    assert main([*command, "--steps", "2"]) == 2
+    error = capsys.readouterr().err
+    assert error == (
+        "te-models: run already holds a run of 1 step: add --resume or give another --out\n"
+    )

@@ -73,7 +73,7 @@ def test_the_walk_of_finetune(texts: None) -> None:
     own = [call for call in calls if call[0].split("/")[0] in ("cli", "training", "data")]
     text = PAGE.read_text()
     (stated,) = re.findall(r"at most (\d+) calls between files", text)
-    assert len(own) <= int(stated)
+    assert len(own) <= int(stated), len(own)
     (walk,) = re.findall(r"<!-- walk: fine-tuning -->(.*?)<!-- end walk -->", text, re.DOTALL)
     listed = re.findall(r"\]\(../../te_models/([\w/.]+)\)", walk)
     entered = list(dict.fromkeys(called for _, _, called, _ in calls))

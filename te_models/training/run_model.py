@@ -1,0 +1,242 @@
+"""The model of a run: what is known of it before any weight is read, and how it is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from te_models.causal_lm import CausalLM
+from te_models.config.model import ModelConfig, config_fields
+from te_models.config.presets import get_preset
+from te_models.config.recipe import AUTO, RECIPE_FIELDS, Recipe, get_recipe
+from te_models.data.tokenizer import Tokenizer
+from te_models.errors import UsageError, plural
+from te_models.files.formats import Document, Fields
+from te_models.model.recipe_fit import auto_recipe
+from te_models.saving.checkpoint_choice import step_of
+from te_models.saving.pretrained import read_shape, refuse_adapters
+from te_models.saving.run_folder import Checkpoints
+from te_models.training.launch import restarts
+from te_models.training.parallel import Parallel
+from te_models.training.resume import (
+    resumed_options,
+    run_folder,
+    saved_choices,
+    scheduled_recipes,
+    torch_dtype,
+)
+from te_models.training.settings import RunSettings, resolved_path
+
+if TYPE_CHECKING:
+    from te_models.training.lora_run import LoraRun
+
+FROM_FP16 = (
+    "the model is in float16 and trained in bfloat16, since most FP16 gradients underflow without loss scaling; "
+    "--dtype float32 keeps every bit of its weights"
+)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """The model that a run trains, before it is built.
+
+    Attributes:
+        settings: of the run; those of a new run name its dtype and its recipe, which may have been "auto".
+        shape: the model's config.
+        dtype: of its parameters.
+        recipe: under which it is built; later ones of a schedule follow during the run.
+        options: keywords of CausalLM.
+        checkpoint: from which the run continues; None: it is new.
+        notes: lines about what was chosen for the user.
+    """
+
+    settings: RunSettings
+    shape: ModelConfig
+    dtype: torch.dtype
+    recipe: Recipe
+    options: Fields
+    checkpoint: Path | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def steps_taken(self) -> int:
+        """The number of steps before this run."""
+        return 0 if self.checkpoint is None else step_of(self.checkpoint)
+
+    def with_steps(self, steps: int) -> ModelSource:
+        """Return the source of a run of so many steps, in place of epochs."""
+        train = dataclasses.replace(self.settings.train, steps=steps)
+        return dataclasses.replace(self, settings=dataclasses.replace(self.settings, train=train))
+
+    def with_rows_for(self, tokenizer: Tokenizer) -> ModelSource:
+        """Return the source of a model whose embedding has a row for each special token that the run adds."""
+        added = self.settings.data.special_tokens
+        if (
+            not added
+            or self.checkpoint is not None
+            or tokenizer.vocab_size <= self.shape.vocab_size
+        ):
+            return self
+        if self.settings.lora is not None:
+            warnings.warn(
+                f"--lora does not train the embedding: the rows of --special-tokens {added} stay at the mean of the "
+                "others",
+                stacklevel=2,
+            )
+        rows: Fields = {"vocab_size": tokenizer.vocab_size}
+        build = {**self.settings.build, **rows}
+        return dataclasses.replace(
+            self,
+            settings=dataclasses.replace(self.settings, build=build),
+            shape=dataclasses.replace(self.shape, vocab_size=tokenizer.vocab_size),
+            options={**self.options, **rows},
+        )
+
+    def build(self, processes: Parallel) -> CausalLM:
+        """Return the model, split over the processes: a new one, a loaded one, or the one in the checkpoint.
+
+        The weights of a preset are random, also where the run continues: the Trainer restores them.
+        """
+        settings = self.settings
+        options = dict(self.options)
+        if settings.preset is not None:
+            return CausalLM.from_preset(settings.preset, build=processes.build, **options)
+        if self.checkpoint is not None and settings.lora is None:
+            for name in config_fields():
+                options.pop(name, None)  # the checkpoint has them
+            return CausalLM.from_pretrained(self.checkpoint, build=processes.build, **options)
+        assert settings.model is not None
+        model = CausalLM.from_pretrained(settings.model, build=processes.build, **options)
+        refuse_adapters(model)
+        return model
+
+    def first_recipe(self, model: CausalLM) -> Recipe:
+        """Return the recipe of the run's first step, which a model that continues under a schedule may have left."""
+        if self.settings.train.recipe_schedule and self.settings.recipe != AUTO:
+            return scheduled_recipes(self.settings)[0]
+        return model.recipe
+
+
+def find_model(
+    settings: RunSettings, processes: Parallel, resume: bool
+) -> tuple[ModelSource, Path]:
+    """Return the model of a run and the run's folder, which the first process chooses for all.
+
+    With `resume` the run continues from the newest checkpoint in its folder; so does one that torchrun has restarted.
+
+    Raises:
+        UsageError: a new run would take the place of another, or there is nothing to resume.
+    """
+    restarted = restarts() > 0
+    if resume:
+        folder = _agreed_folder(settings, processes, restarted)
+        checkpoint = Checkpoints(folder / "checkpoints").to_resume()
+        return resumed_model(settings, checkpoint), folder
+    source = new_model(settings)
+    folder = _agreed_folder(source.settings, processes, restarted)
+    latest = Checkpoints(folder / "checkpoints").latest()
+    if latest is None:
+        return source, folder
+    if not restarted:
+        raise UsageError(
+            f"{folder} already holds a run of {plural(step_of(latest), 'step')}: add --resume or give another --out"
+        )
+    resumed = resumed_model(source.settings, latest)
+    return dataclasses.replace(resumed, notes=source.notes), folder
+
+
+def _agreed_folder(settings: RunSettings, processes: Parallel, restarted: bool) -> Path:
+    name = processes.ranks.from_first(lambda: str(run_folder(settings, restarted)), UsageError)
+    return Path(name)
+
+
+def new_model(settings: RunSettings) -> ModelSource:
+    """Return the model of a new run.
+
+    The recipe "auto" becomes the saved model's own, or one that suits the shape. A model in FP16 is trained in BF16.
+    """
+    notes = []
+    recipe: str | Recipe | None
+    if settings.preset is not None:
+        shape = get_preset(settings.preset, **_config_options(settings.build))
+        recipe = None
+        dtype = torch.bfloat16
+    else:
+        saved = read_shape(settings.model or "", _config_options(settings.build))
+        shape = saved.config
+        recipe = saved.recipe
+        dtype = saved.dtype
+        if "dtype" not in settings.build and dtype == torch.float16:
+            dtype = torch.bfloat16
+            notes.append(FROM_FP16)
+    dtype = torch_dtype(settings.build, dtype)
+    build: Fields = {**settings.build, "dtype": str(dtype).removeprefix("torch.")}
+    if settings.recipe != AUTO:
+        recipe = settings.recipe
+    else:
+        reason = "the model's own"
+        if recipe is None:
+            names = ("engine", "device", "fp8_params", *RECIPE_FIELDS)
+            chosen: Fields = {name: build[name] for name in names if name in build}
+            recipe, reason = auto_recipe(shape, dtype=dtype, **chosen)
+        notes.append(f"recipe auto: {recipe.name} ({reason})")
+    return ModelSource(
+        settings=dataclasses.replace(settings, build=build, recipe=recipe),
+        shape=shape,
+        dtype=dtype,
+        recipe=get_recipe(recipe, **_recipe_options(build)),
+        options={**build, "recipe": recipe, "dtype": dtype},
+        notes=tuple(notes),
+    )
+
+
+def resumed_model(settings: RunSettings, checkpoint: Path) -> ModelSource:
+    """Return the model of a run that continues from a checkpoint: its choices, changed where the user gave others."""
+    options = resumed_options(settings, saved_choices(checkpoint))
+    dtype = torch.bfloat16
+    if settings.preset is not None:
+        shape = get_preset(settings.preset, **_config_options(options))
+    else:
+        # A checkpoint of adapters has no model.
+        if settings.lora is None:
+            saved = read_shape(checkpoint)
+        else:
+            saved = read_shape(settings.model or "", _config_options(options))
+        shape = saved.config
+        dtype = saved.dtype
+    dtype = torch_dtype(options, dtype)
+    if "dtype" in options:
+        options["dtype"] = dtype
+    return ModelSource(
+        settings=settings,
+        shape=shape,
+        dtype=dtype,
+        recipe=get_recipe(options["recipe"], **_recipe_options(options)),
+        options=options,
+        checkpoint=checkpoint,
+    )
+
+
+def add_adapters(settings: RunSettings, model: CausalLM) -> LoraRun | None:
+    """Freeze the model and add the adapters that the settings ask for, if any."""
+    if settings.lora is None:
+        return None
+    from te_models.training.lora_run import LoraRun  # noqa: PLC0415  needs peft
+
+    torch.manual_seed(settings.train.seed)
+    return LoraRun(model, settings.lora, resolved_path(settings.model))
+
+
+def _config_options(options: Document) -> Fields:
+    """Return the fields of the config among keywords of CausalLM."""
+    return {name: value for name, value in options.items() if name in config_fields()}
+
+
+def _recipe_options(options: Document) -> Fields:
+    """Return the fields of the recipe among keywords of CausalLM."""
+    return {name: value for name, value in options.items() if name in RECIPE_FIELDS}
