@@ -49,7 +49,7 @@ def reference(a: list[float], b: list[float], floors: tuple[int, int], promote: 
 
 
 def hopper_matmul(a: Tensor, b: Tensor, floors: tuple[int, int], promote: bool) -> Tensor:
-    return tensor_core.hopper_matmul(Factor.of(a, floors[0]), Factor.of(b, floors[1]), promote)
+    return tensor_core.tensor_core_matmul(Factor.of(a, floors[0]), Factor.of(b, floors[1]), promote)
 
 
 def values(shape: tuple[int, int], name: str, spread: float, seed: int) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from te_models.device.host import on_host
-from te_models.engine.emulated.gemm import finish, is_exact
+from te_models.engine.emulated.gemm import finish, is_exact, tensor_core
 from te_models.engine.emulated.short_rows import enough_rows, multiply
 from te_models.engine.emulated.tensor_core import HostFactor, row_product
 from te_models.numerics.formats import FP8_MAX, TORCH_FP8
@@ -109,6 +109,7 @@ def _exact(data: Tensor, weight: Float8TensorStorage, split_accumulator: bool) -
                     HostFactor(table.values[numbers], table.exponents[numbers]),
                     right,
                     split_accumulator,
+                    tensor_core(),
                 )
     return torch.from_numpy(out)
 

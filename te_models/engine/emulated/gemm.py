@@ -1,7 +1,8 @@
 """Products of quantized matrices, computed in one of three ways:
 
 * on a GPU with FP8 units, per-tensor schemes use those (torch._scaled_mm), as Transformer Engine does;
-* up to `exact_gemm`'s limit, per-tensor and block schemes are computed as Hopper's tensor cores do, bit for bit;
+* up to `exact_gemm`'s limit, per-tensor and block schemes are computed as Hopper's tensor cores do, bit for bit, or, as
+  `exact_gemm` asks, as Ada's do;
 * anything else is an FP32 product of the same values, which differs from a GPU's in the order and width of the sum.
 """
 
@@ -14,7 +15,15 @@ import torch
 from torch import Tensor
 
 from te_models.engine.emulated.short_rows import are_short, full_rows, multiply
-from te_models.engine.emulated.tensor_core import PROMOTION_K, Factor, hopper_matmul
+from te_models.engine.emulated.tensor_core import (
+    HOPPER,
+    PROMOTION_K,
+    TENSOR_CORES,
+    Factor,
+    TensorCore,
+    tensor_core_matmul,
+)
+from te_models.errors import check_known
 from te_models.numerics import fused
 from te_models.numerics.tensors import (
     Float8TensorStorage,
@@ -28,18 +37,36 @@ from te_models.numerics.tensors import (
 _EXACT_PRODUCTS: ContextVar[float] = ContextVar("exact_products", default=2**20)
 
 
+_TENSOR_CORE: ContextVar[TensorCore] = ContextVar("tensor_core", default=HOPPER)
+
+
 @contextlib.contextmanager
-def exact_gemm(products: float = float("inf")) -> Iterator[None]:
-    """Compute every GEMM of up to `products` = M*N*K as Hopper's tensor cores do; 0 for none.
+def exact_gemm(products: float = float("inf"), gpu: str = "hopper") -> Iterator[None]:
+    """Compute every GEMM of up to `products` = M*N*K as a GPU's tensor cores do; 0 for none.
 
     This applies to the thread, and to the backward of the operations inside. It costs about 1.5 ns per product on a CPU
     core: 0.2 s for 512 x 512 x 512.
+
+    Args:
+        products: the largest M*N*K.
+        gpu: "hopper", of H100 and H200, or "ada", of cards such as RTX 4090 and L4, for per-tensor recipes.
+
+    Raises:
+        UsageError: there is no such GPU here; the message names those that there are.
     """
-    token = _EXACT_PRODUCTS.set(products)
+    check_known("gpu", gpu, TENSOR_CORES)
+    limit = _EXACT_PRODUCTS.set(products)
+    core = _TENSOR_CORE.set(TENSOR_CORES[gpu])
     try:
         yield
     finally:
-        _EXACT_PRODUCTS.reset(token)
+        _EXACT_PRODUCTS.reset(limit)
+        _TENSOR_CORE.reset(core)
+
+
+def tensor_core() -> TensorCore:
+    """Return the tensor core that exact products are computed on."""
+    return _TENSOR_CORE.get()
 
 
 def gemm(
@@ -143,11 +170,14 @@ def _exact(a: FP8Matrix, b: FP8Matrix, right: Factor, split_accumulator: bool) -
     """Return FP32 [M, N], scales included; `right` is made of b. Block scales are applied per 128 elements of K."""
     left = Factor.of(a.data.float(), a.floor)
     if a.per_tensor:
-        return hopper_matmul(left, right, split_accumulator) * (a.scale * b.scale)
+        product = tensor_core_matmul(left, right, split_accumulator, tensor_core())
+        return product * (a.scale * b.scale)
     total = a.scale.new_zeros(len(a.data), len(b.data))
     for block, start in enumerate(range(0, a.data.shape[1], PROMOTION_K)):
         part = slice(start, start + PROMOTION_K)
-        product = hopper_matmul(left.of_columns(part), right.of_columns(part), False)
+        product = tensor_core_matmul(
+            left.of_columns(part), right.of_columns(part), False, tensor_core()
+        )
         total += product * (a.scale[:, block, None] * b.scale[None, :, block])
     return total
 

@@ -1,14 +1,20 @@
-"""FP8 matrix products as Hopper's tensor cores compute them, bit for bit.
+"""FP8 matrix products as the tensor cores of Hopper or Ada compute them, bit for bit.
 
-A tensor core adds 32 products and its accumulator at a time, and not in FP32: every term is aligned to the largest
-exponent among them and cut off (not rounded) 13 bits below it, the cut terms are added exactly, and the sum is cut to
-13 fraction bits. Without split accumulation the accumulator stays in that form over the whole of K; with it, or with
-block scales, it is added to an FP32 accumulator after every 128 elements of K.
+A tensor core of Hopper adds 32 products and its accumulator at a time, and not in FP32: every term is aligned to the
+largest exponent among them and cut off (not rounded) 13 bits below it, the cut terms are added exactly, and the sum is
+cut to 13 fraction bits. Without split accumulation the accumulator stays in that form over the whole of K; with it, or
+with block scales, it is added to an FP32 accumulator after every 128 elements of K.
 
 The widths are those that reproduce every bit of the products of an H200 (the vectors in tests/golden: forward, input
 and weight gradients of the per-tensor and block recipes, E4M3 and E5M2); a plain FP32 product differs from them in the
 last BF16 bit of 1 to 3 % of the elements. The form of the arithmetic is that found by probing for earlier formats (Fasi
-et al. 2021, "Numerical behavior of NVIDIA tensor cores"; Khattak and Mikaitis 2025, arXiv 2512.07004).
+et al. 2021, "Numerical behavior of NVIDIA tensor cores"; Khattak and Mikaitis 2025, arXiv 2512.07004). Ada's adds 16
+products at a time, and is otherwise the same; here no Ada card was measured, but the package mmaemu, whose model of an
+RTX 4060 equals that card's bits, gives the same (tests/engine/test_tensor_core_oracle.py).
+
+Where a result has few elements and K is long, cuBLAS splits K over several blocks of threads: each adds a run of tiles
+of 128 as above, and the partial sums are added in FP32, in order. The number of runs is a choice of cuBLAS, which
+depends on the card, the shape and the workspace; `splits` takes it.
 
 The cost is proportional to M*N*K elementwise operations, about 1.5 ns each on a CPU core, so this is for small products
 and exact comparisons, not training at size.
@@ -24,10 +30,8 @@ from torch import Tensor
 
 Array: TypeAlias = np.ndarray  # of any shape and dtype
 
-INSTRUCTION_K = 32  # products added at a time: one wgmma of 8-bit operands
-PROMOTION_K = (
-    128  # elements of K between additions to the FP32 accumulator under split accumulation
-)
+INSTRUCTION_K = 32  # products that Hopper adds at a time: one wgmma of 8-bit operands
+PROMOTION_K = 128  # elements of K between additions to the FP32 accumulator, and of a tile
 FRACTION_BITS = 13
 _CUT = ~(
     (1 << (23 - FRACTION_BITS)) - 1
@@ -44,8 +48,18 @@ _LOWEST = -100 * _ONE  # of a largest term; nothing that counts is smaller
 _INFINITE = 63 * _ONE  # that of infinity and NaN, of which two can still be added
 
 
+class TensorCore(NamedTuple):
+    """The kind of a tensor core: the number of products that it adds at a time."""
+
+    instruction_k: int
+
+
+TENSOR_CORES = {"hopper": TensorCore(INSTRUCTION_K), "ada": TensorCore(16)}
+HOPPER = TENSOR_CORES["hopper"]
+
+
 class Factor(NamedTuple):
-    """A matrix for `hopper_matmul`: FP32 `values` and int32 `exponents`, both [K, R], K padded to instructions."""
+    """A matrix for `tensor_core_matmul`: FP32 `values` and int32 `exponents`, both [K, R], K padded to instructions."""
 
     values: Tensor
     exponents: Tensor
@@ -69,13 +83,39 @@ class Factor(NamedTuple):
         return Factor(self.values[part], self.exponents[part])
 
 
-def hopper_matmul(a: Factor, b: Factor, promote: bool) -> Tensor:
-    """Multiply a [M, K] by b [N, K] transposed: FP32 [M, N]. `promote` is split accumulation."""
+def tensor_core_matmul(
+    a: Factor, b: Factor, promote: bool, core: TensorCore = HOPPER, splits: int = 1
+) -> Tensor:
+    """Multiply a [M, K] by b [N, K] transposed: FP32 [M, N].
+
+    Args:
+        a: the left factor.
+        b: the right factor.
+        promote: split accumulation: add to an FP32 accumulator after every 128 elements of K.
+        core: the tensor core that computes it.
+        splits: number of runs of 128-wide tiles of K, each summed by itself; the last may be shorter, or empty.
+    """
+    tiles = -(-len(a.values) // PROMOTION_K)
+    run = -(-tiles // splits) * PROMOTION_K
+    if splits > 1 and tiles > 1:
+        parts = [slice(start, start + run) for start in range(0, len(a.values), run)]
+    else:
+        parts = [slice(None)]
+    total = None
+    for part in parts:
+        partial = _matmul(a.of_columns(part), b.of_columns(part), promote, core)
+        total = partial if total is None else total + partial
+    return total if total is not None else _matmul(a, b, promote, core)
+
+
+def _matmul(a: Factor, b: Factor, promote: bool, core: TensorCore) -> Tensor:
+    """Multiply without splitting K, some rows at a time."""
     rows = a.values.shape[1]
     columns = b.values.shape[1]
     step = max(1, _OUTPUTS // max(1, columns))
     parts = [
-        _tile(a.of_rows(slice(start, start + step)), b, promote) for start in range(0, rows, step)
+        _tile(a.of_rows(slice(start, start + step)), b, promote, core)
+        for start in range(0, rows, step)
     ]
     return torch.cat(parts) if parts else a.values.new_zeros(0, columns)
 
@@ -93,19 +133,18 @@ class HostFactor(NamedTuple):
         return cls(values.numpy(), (exponents >> 23).clamp_(min=_NOTHING).to(torch.int8).numpy())
 
 
-def row_product(a: HostFactor, b: HostFactor, promote: bool) -> Array:
-    """Return `hopper_matmul` of a single row a [K, 1] and b [K, N], FP32 [N], in a third of the time on a CPU."""
+def row_product(a: HostFactor, b: HostFactor, promote: bool, core: TensorCore = HOPPER) -> Array:
+    """Return the product of a single row a [K, 1] and b [K, N], FP32 [N], in a third of the time on a CPU."""
     columns = b.values.shape[1]
-    tops = (a.exponents + b.exponents).reshape(-1, INSTRUCTION_K, columns).max(1).astype(np.int32)
+    width = core.instruction_k
+    tops = (a.exponents + b.exponents).reshape(-1, width, columns).max(1).astype(np.int32)
     tops = np.maximum(tops * _ONE, _LOWEST) + _BIAS
-    terms = np.empty(
-        (INSTRUCTION_K + 1, columns), np.float32
-    )  # one instruction's, which stay in a cache
+    terms = np.empty((width + 1, columns), np.float32)  # one instruction's, which stay in a cache
     products, accumulator = terms[:-1], terms[-1]
     total, sums, unit = np.zeros((3, columns), np.float32)
     accumulator[:] = 0.0
     bits, unit_bits = accumulator.view(np.int32), unit.view(np.int32)
-    factors = (values.reshape(len(tops), INSTRUCTION_K, -1) for values in (a.values, b.values))
+    factors = (values.reshape(len(tops), width, -1) for values in (a.values, b.values))
     for done, (left, right, top) in enumerate(zip(*factors, tops, strict=True), 1):
         np.multiply(left, right, out=products)
         np.bitwise_and(bits, _EXPONENT_BITS, out=unit_bits)
@@ -115,49 +154,48 @@ def row_product(a: HostFactor, b: HostFactor, promote: bool) -> Array:
         np.add.reduce(np.trunc(terms, out=terms), out=sums)  # exact in any order
         np.multiply(sums, unit, out=accumulator)
         bits &= _CUT
-        if promote and done % (PROMOTION_K // INSTRUCTION_K) == 0:
+        if promote and done % (PROMOTION_K // width) == 0:
             total += accumulator
             accumulator[:] = 0.0
     return total + accumulator
 
 
-def _tile(a: Factor, b: Factor, promote: bool) -> Tensor:
+def _tile(a: Factor, b: Factor, promote: bool, core: TensorCore) -> Tensor:
     total = a.values.new_zeros(a.values.shape[1], b.values.shape[1])
     accumulator = torch.zeros_like(total)
-    step = INSTRUCTION_K * max(1, _PRODUCTS // (INSTRUCTION_K * max(1, total.numel())))
+    width = core.instruction_k
+    step = width * max(1, _PRODUCTS // (width * max(1, total.numel())))
     done = 0
     for start in range(0, len(a.values), step):
         part = slice(start, start + step)
-        for terms, top in zip(*_instructions(a.of_columns(part), b.of_columns(part)), strict=True):
+        terms_of, tops_of = _instructions(a.of_columns(part), b.of_columns(part), width)
+        for terms, top in zip(terms_of, tops_of, strict=True):
             accumulator = _add_products(accumulator, terms, top)
-            done += INSTRUCTION_K
+            done += width
             if promote and done % PROMOTION_K == 0:
                 total = total + accumulator
                 accumulator = torch.zeros_like(accumulator)
     return total + accumulator
 
 
-def _instructions(a: Factor, b: Factor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return for each instruction its products [33, M, N], the last for the accumulator, and their largest biased
-    exponents [M, N]."""
-    (left, left_exponents), (right, right_exponents) = (
-        (t.unflatten(0, (-1, INSTRUCTION_K)) for t in factor) for factor in (a, b)
-    )
-    tops = (
-        (left_exponents[..., None] + right_exponents[:, :, None])
-        .amax(1)
-        .clamp_(min=_LOWEST)
-        .add_(_BIAS)
-    )
-    terms = left.new_empty(len(left), INSTRUCTION_K + 1, left.shape[2], right.shape[2])
-    torch.mul(left[..., None], right[:, :, None], out=terms[:, :INSTRUCTION_K])
+def _instructions(
+    a: Factor, b: Factor, width: int
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return for each instruction its products [width + 1, M, N], the last for the accumulator, and their largest
+    biased exponents [M, N]."""
+    left, left_exponents = (t.unflatten(0, (-1, width)) for t in a)
+    right, right_exponents = (t.unflatten(0, (-1, width)) for t in b)
+    tops = (left_exponents[..., None] + right_exponents[:, :, None]).amax(1)
+    tops = tops.clamp_(min=_LOWEST).add_(_BIAS)
+    terms = left.new_empty(len(left), width + 1, left.shape[2], right.shape[2])
+    torch.mul(left[..., None], right[:, :, None], out=terms[:, :width])
     return terms.unbind(), tops.unbind()
 
 
 def _add_products(accumulator: Tensor, terms: Tensor, top: Tensor) -> Tensor:
     """Run one instruction, overwriting `terms`.
 
-    The sum of 33 cut terms has at most 21 bits, so that adding them in FP32 is exact in any order.
+    The sum of the cut terms, 33 on Hopper, has at most 21 bits, so that adding them in FP32 is exact in any order.
     """
     terms[-1] = accumulator
     top = torch.maximum(accumulator.view(torch.int32) & _EXPONENT_BITS, top)
