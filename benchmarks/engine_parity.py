@@ -27,8 +27,8 @@ from te_models.data.tokenizer import load_tokenizer
 from te_models.fp8.scaling_state import fp8_state, load_fp8_state
 from te_models.kernels import sdpa
 from te_models.optim import build_optimizer
+from te_models.saving.load_model import load_weights
 from te_models.saving.pretrained import weights
-from te_models.saving.restore import load_weights
 
 SHAPE = dict(
     hidden_size=512,

@@ -32,7 +32,7 @@ from te_models.errors import DataError, TeModelsError
 from te_models.files.formats import flatten_state
 from te_models.fp8.scaling_state import fp8_state
 from te_models.planning.memory_plan import plan_memory
-from te_models.saving.restore import load_te_checkpoint
+from te_models.saving.load_model import load_te_checkpoint
 from te_models.training.run_file import read_record
 from te_models.training.settings import RUN_FILE, run_settings
 from te_models.training.trainer import Trainer

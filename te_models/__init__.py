@@ -28,7 +28,7 @@ if _TYPE_CHECKING:
     from te_models.huggingface.config import TEModelsConfig
     from te_models.huggingface.modeling import TEModelsForCausalLM
     from te_models.model.user_modules import checkpoint, fp8_state, load_fp8_state
-    from te_models.saving.restore import load_te_checkpoint
+    from te_models.saving.load_model import load_te_checkpoint
     from te_models.serving.parity import parity
     from te_models.training.callback import Callback
     from te_models.training.cuda_graph import GraphedStep
@@ -52,7 +52,7 @@ _NAMES = {  # module below te_models -> its public names
     "huggingface.config": "TEModelsConfig",
     "huggingface.modeling": "TEModelsForCausalLM",
     "model.user_modules": "checkpoint fp8_state load_fp8_state",
-    "saving.restore": "load_te_checkpoint",
+    "saving.load_model": "load_te_checkpoint",
     "serving.parity": "parity",
     "training.cuda_graph": "GraphedStep",
     "training.launch": "parallel",

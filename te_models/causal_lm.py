@@ -27,7 +27,7 @@ from te_models.interop.origin import Origin
 from te_models.kernels.sdpa import attention_kernel
 from te_models.model.calibration import calibrate
 from te_models.model.decoder import Decoder
-from te_models.model.dynamic import dynamic
+from te_models.model.graph_obstacle import graph_obstacle
 from te_models.model.options import BuildOptions, LoadOptions, ModelOptions, PushOptions
 from te_models.model.part import BlockPart
 from te_models.planning.memory_plan import MemoryPlan, plan_memory
@@ -170,7 +170,7 @@ class CausalLM(Decoder):
         for spec, part in {part.spec: part for part in parts}.items():
             if remark := part.remark(computing_device(self.device), self.dtype):
                 notes.append(f"{spec.title}: {remark}")
-        if self.engine == "native" and (reason := dynamic(self)):
+        if self.engine == "native" and (reason := graph_obstacle(self)):
             notes.append(f"no CUDA graph of a step: {reason}")
         return PrecisionPlan(title, tuple(rows), tuple(notes))
 

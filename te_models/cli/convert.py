@@ -44,8 +44,8 @@ def convert(
     """
     from te_models.interop.origin import DTYPES  # noqa: PLC0415
     from te_models.interop.te_checkpoint import read_te_checkpoint  # noqa: PLC0415
+    from te_models.saving.load_model import load_te_checkpoint  # noqa: PLC0415
     from te_models.saving.pretrained import FORMATS  # noqa: PLC0415
-    from te_models.saving.restore import load_te_checkpoint  # noqa: PLC0415
 
     check_known("format", format, FORMATS)
     if dtype is not None:

@@ -192,7 +192,7 @@ class PartSpec(ABC):
         return ()
 
     @property
-    def dynamic(self) -> str:
+    def graph_obstacle(self) -> str:
         """Return why no CUDA graph can contain it; "" if one can."""
         return ""
 

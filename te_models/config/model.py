@@ -108,9 +108,9 @@ class ModelConfig(ModelFields):
         return distinct(part for layer in self.layers for part in layer.parts)
 
     @property
-    def dynamic(self) -> str:
+    def graph_obstacle(self) -> str:
         """Why no CUDA graph can contain a pass; "" if one can."""
-        return next((part.dynamic for part in self.parts if part.dynamic), "")
+        return next((part.graph_obstacle for part in self.parts if part.graph_obstacle), "")
 
     @property
     def head(self) -> LinearSpec:

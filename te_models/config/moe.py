@@ -146,7 +146,7 @@ class MoESpec(FeedforwardSpec):
         return tuple(name for name, given in found.items() if given)
 
     @property
-    def dynamic(self) -> str:
+    def graph_obstacle(self) -> str:
         return "how many rows each expert gets depends on the tokens, and the host has to know it"
 
     @property

@@ -15,7 +15,7 @@ from typing import IO, NamedTuple
 
 from te_models.data.json_files import read_file, read_json_object
 from te_models.errors import DataError, UsageError
-from te_models.files.atomic import explained
+from te_models.files.atomic import reraising
 from te_models.files.formats import Document, Value
 
 SECONDS = 10
@@ -135,7 +135,7 @@ class _Process:
     def ask(self, request: Document) -> Value:
         """Return the answer to a request; the process ends if it takes too long."""
         plain = "messages and variables of a chat template must be plain JSON values"
-        with explained(plain, TypeError, ValueError, RecursionError, error=UsageError):
+        with reraising(plain, TypeError, ValueError, RecursionError, error=UsageError):
             line = json.dumps({**request, "seconds": SECONDS}).encode() + b"\n"
         stdin = self.popen.stdin
         stdout = self.popen.stdout

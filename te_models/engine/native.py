@@ -52,6 +52,7 @@ from te_models.device.autograd import Context
 from te_models.engine import native_experts
 from te_models.engine.native_observers import observe_quantizer, set_observers
 from te_models.kernels.early_save import save_early, save_input, saved_input
+from te_models.kernels.handover import CastScale
 from te_models.kernels.handover_triton import FP8Data
 
 __version__ = version("transformer-engine")
@@ -189,15 +190,19 @@ def drop_cached_weights(module: Linear) -> None:
     module._fp8_workspaces.clear()
 
 
-class Target(NamedTuple):
-    """The destination of a kernel that writes FP8 for a te.Linear, as its own quantizer would."""
+class QuantizerTarget(NamedTuple):
+    """Where a kernel writes FP8 for a te.Linear, as its own quantizer would (te_models.kernels.handover.CastTarget)."""
 
     quantizer: Float8Quantizer
 
     @property
-    def place(self) -> tuple[Tensor, Tensor, bool]:
-        """The delayed scale and the amax to raise, FP32 [1] each, and whether the format is E5M2."""
-        return self.quantizer.scale, self.quantizer.amax, self.quantizer.dtype == DType.kFloat8E5M2
+    def cast_scale(self) -> CastScale:
+        """The quantizer's own scale and amax."""
+        return CastScale(
+            scale=self.quantizer.scale,
+            amax=self.quantizer.amax,
+            e5m2=self.quantizer.dtype == DType.kFloat8E5M2,
+        )
 
     def tensor(self, fp8: FP8Data, dtype: torch.dtype) -> Tensor:
         """Return Transformer Engine's tensor of FP8 data [N, K], with the nominal `dtype`."""
@@ -234,10 +239,10 @@ def _quantizer(linear: Module | None, direction: str, operand: int = 0) -> Quant
     return quantizer
 
 
-def _target(quantizer: Quantizer | None) -> Target | None:
+def _target(quantizer: Quantizer | None) -> QuantizerTarget | None:
     """Return the target of our own kernels: only for delayed scaling, whose scale is known before the values."""
     return (
-        Target(quantizer)
+        QuantizerTarget(quantizer)
         if isinstance(quantizer, Float8Quantizer) and quantizer.columnwise_usage
         else None
     )
@@ -245,7 +250,7 @@ def _target(quantizer: Quantizer | None) -> Target | None:
 
 def _targets(
     producer: Module | None, consumer: Module | None
-) -> tuple[Target | None, Target | None]:
+) -> tuple[QuantizerTarget | None, QuantizerTarget | None]:
     """See te_models.kernels.handover.targets."""
     if not torch.is_grad_enabled():
         return None, None
@@ -272,7 +277,7 @@ class _Norm(torch.autograd.Function):
         ctx.both = delta is not None
         if (target := _target(quantizer)) is not None:
             norm = (weight, module.eps, ctx.zero_centered)
-            fp8, total, inverse = handover_triton.norm(x, delta, *norm, *target.place)
+            fp8, total, inverse = handover_triton.norm(x, delta, *norm, *target.cast_scale)
             y = target.tensor(fp8, x.dtype)
         else:
             total = (x if delta is None else x + delta).contiguous()  # rmsnorm_fwd reads no strides
@@ -310,7 +315,7 @@ class _Activation(torch.autograd.Function):
     def forward(
         ctx: Context,
         gate_up: Tensor,
-        gradient: Target | None,
+        gradient: QuantizerTarget | None,
         quantizer: Quantizer | None,
         kind: tuple[str, bool],
     ) -> Tensor:
@@ -319,7 +324,7 @@ class _Activation(torch.autograd.Function):
         ctx.kind = kind
         save_input(ctx, gate_up, recompute=lambda: _activation_for_backward(quantizer, kind))
         if (target := _target(quantizer)) is not None:
-            fp8 = handover_triton.activate(gate_up, *target.place, *kind)
+            fp8 = handover_triton.activate(gate_up, *target.cast_scale, *kind)
             return target.tensor(fp8, gate_up.dtype)
         return ACTIVATIONS[kind][0](gate_up, quantizer)
 
@@ -330,7 +335,9 @@ class _Activation(torch.autograd.Function):
         gate_up = saved_input(ctx)
         dy = dy.contiguous()
         if ctx.gradient is not None:
-            fp8 = handover_triton.activate_backward(dy, gate_up, *ctx.gradient.place, *ctx.kind)
+            fp8 = handover_triton.activate_backward(
+                dy, gate_up, *ctx.gradient.cast_scale, *ctx.kind
+            )
             return ctx.gradient.tensor(fp8, gate_up.dtype), None, None, None
         return ACTIVATIONS[ctx.kind][1](dy, gate_up, None), None, None, None
 
@@ -342,12 +349,15 @@ def _activation_for_backward(
     target = _target(quantizer)
     if target is None:
         return lambda gate_up: ACTIVATIONS[kind][0](gate_up, quantizer)
-    scale = target.place[0].clone()
-    unread = torch.empty_like(target.place[1])
+    present = target.cast_scale
+    repeated = CastScale(
+        scale=present.scale.clone(),
+        amax=torch.empty_like(present.amax),  # which nothing reads
+        e5m2=present.e5m2,
+    )
 
     def again(gate_up: Tensor) -> Tensor:
-        place = (scale, unread, target.place[2])
-        fp8 = handover_triton.activate(gate_up, *place, *kind, rowwise=False)
+        fp8 = handover_triton.activate(gate_up, *repeated, *kind, rowwise=False)
         return target.tensor(fp8, gate_up.dtype)
 
     return again
@@ -413,7 +423,7 @@ def _cast_weight(module: Linear) -> Float8Tensor | None:
     if target is None or module.is_fsdp2:  # FSDP2 gathers and casts again in backward
         return None
     return target.tensor(
-        handover_triton.cast(module.weight.detach(), *target.place), module.weight.dtype
+        handover_triton.cast(module.weight.detach(), *target.cast_scale), module.weight.dtype
     )
 
 

@@ -31,7 +31,7 @@ def first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def explained(
+def reraising(
     place: str | Path,
     *kinds: type[Exception],
     error: type[Exception] = CheckpointError,

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from te_models.errors import CheckpointError, TeModelsError, UsageError
-from te_models.files.atomic import explained, first_line
+from te_models.files.atomic import first_line, reraising
 
 Value = Any  # of JSON, or of nested state
 Document = Mapping[str, Value]  # a JSON object
@@ -157,7 +157,7 @@ def render_json(value: Value, name: str) -> bytes:
         UsageError: it has NaN, infinities, tuples, keys that are not strings or other types, or is too large.
     """
     wrong, advice = (TypeError, ValueError, RecursionError), "; flatten_state makes it so"
-    with explained(f"{name} is not plain JSON", *wrong, error=UsageError, advice=advice):
+    with reraising(f"{name} is not plain JSON", *wrong, error=UsageError, advice=advice):
         text = json.dumps(value, indent=2, allow_nan=False).encode()
     limit = json_limit(name if name.endswith(".json") else f"{name}.json")
     if len(text) > limit:
@@ -280,7 +280,7 @@ def unflatten_state(tensors: Mapping[str, Tensor], document: Value) -> Value:
             return float(value)
         raise CheckpointError(f"there is no {tag} {str(value)[:40]!r}")
 
-    with explained("the saved state is damaged", TypeError, ValueError, RecursionError):
+    with reraising("the saved state is damaged", TypeError, ValueError, RecursionError):
         state = decode(document)
     if unused:
         raise CheckpointError(f"the saved state does not refer to {list_some(sorted(unused))}")

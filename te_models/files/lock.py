@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from te_models.errors import OutputInUse, SaveError, UsageError
-from te_models.files.atomic import explained
+from te_models.files.atomic import reraising
 
 LOCK = ".lock"
 
@@ -37,7 +37,7 @@ def locked(folder: Path) -> Iterator[None]:
             "%s: %s ended without releasing it; taking it over", path, before
         )
     try:
-        with explained(path, OSError, error=SaveError):
+        with reraising(path, OSError, error=SaveError):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(own).encode(), 0)
         yield

@@ -60,7 +60,7 @@ class SafetensorsFile:
     def __init__(self, path: Path, links: bool = True, mapped: bool = False) -> None:
         self.path = path
         descriptor, self._status = open_regular(path, links=links)
-        with open(descriptor, "rb") as file, self._explained():
+        with open(descriptor, "rb") as file, self._reraising():
             self._prefix = file.read(8)
             length = int.from_bytes(self._prefix, "little")
             if length > MAX_HEADER_BYTES:
@@ -81,14 +81,14 @@ class SafetensorsFile:
     def __exit__(self, kind: type[BaseException] | None, *others: object) -> None:
         self._file.__exit__(None, None, None)
         if kind is None:
-            with self._explained():
+            with self._reraising():
                 status = os.stat(self.path)
             if _version(status) != _version(self._status):
                 raise CheckpointError(f"{self.path} changed while it was read")
 
     def read(self, name: str) -> Tensor:
         """Return the tensor of this name."""
-        with self._explained():
+        with self._reraising():
             tensor = self._file.get_tensor(name)
             if (
                 tensor.dtype == torch.bool
@@ -112,7 +112,7 @@ class SafetensorsFile:
         return found
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _reraising(self) -> Iterator[None]:
         """Turn every error of the library, of PyTorch and of the file system into one line."""
         try:
             yield

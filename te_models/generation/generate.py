@@ -23,7 +23,7 @@ from te_models.generation.decode_loop import cached_tokens, recomputed_tokens
 from te_models.generation.options import GenerationOptions, Settings, complete
 from te_models.generation.sampling import sample
 from te_models.model.decoder import Decoder
-from te_models.model.dynamic import dynamic
+from te_models.model.graph_obstacle import graph_obstacle
 
 Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]]
 MAX_NEW_TOKENS = Setting(
@@ -197,7 +197,7 @@ def _check_room(model: Decoder, length: int, max_new_tokens: int) -> None:
 def _with_graph(model: Decoder, settings: Settings) -> bool:
     """Return whether the steps are to be captured in a CUDA graph."""
     on_cuda = model.device.type == "cuda"
-    reason = dynamic(model)
+    reason = graph_obstacle(model)
     mistakes = {
         f"cuda_graph=True needs a CUDA device and the model is on {model.device}: leave it at 'auto'": not on_cuda,
         f"cuda_graph=True is not possible: {reason}; leave it at 'auto'": reason,

@@ -19,8 +19,8 @@ from te_models.fp8.primary_weights import plain
 from te_models.huggingface.adapters import is_adapted
 from te_models.interop.hf_families import BESIDE_TEXT, without_others
 from te_models.saving.folder import MANIFEST, save_folder
+from te_models.saving.load_model import WRAPPED
 from te_models.saving.pretrained import model_content, read_tokenizer
-from te_models.saving.restore import WRAPPED
 
 # Prefixes of the names of a text model inside a multimodal one.
 MULTIMODAL = "model.language_model."

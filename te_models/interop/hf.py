@@ -20,7 +20,7 @@ from torch import Tensor
 
 from te_models.config.model import ModelConfig
 from te_models.errors import CheckpointError
-from te_models.files.atomic import explained
+from te_models.files.atomic import reraising
 from te_models.files.formats import Document, Fields, as_object, list_some, parse_index, read_json
 from te_models.files.tensors import SafetensorsFile, check_finite
 from te_models.interop.hf_families import Family, family_of
@@ -88,7 +88,7 @@ def describe(
     file = folder / "config.json"
     document = {key: value for key, value in documents["config"].items() if key not in CONFIG_KEYS}
     damage = (AttributeError, LookupError, ArithmeticError, TypeError, ValueError)
-    with explained(file, *damage):
+    with reraising(file, *damage):
         family = family_of(document)
         text = family.text(document)
     if tensors is not None:
@@ -97,7 +97,7 @@ def describe(
         if family.stacked == INPUTS_FIRST and not family.inputs_first:
             order = stack_order(tensors, text["hidden_size"])
             family = dataclasses.replace(family, stacked=order)
-    with explained(file, *damage):
+    with reraising(file, *damage):
         config = family.read(document)
     name = _dtype_name(document, text)
     dtype = stored_dtype(tensors) if name is None else saved_dtype(file, name)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from te_models.files.atomic import explained
+from te_models.files.atomic import reraising
 from te_models.files.formats import Document, Fields, read_json
 from te_models.interop.origin import TRAINED, Origin
 from te_models.model.decoder import Decoder
@@ -81,7 +81,7 @@ def model_card(
     if importlib.util.find_spec("huggingface_hub") is None:
         return None
     facts = _facts(model, origin)
-    with explained(f"{origin.adapters or origin.folder}/{TRAINED}.json", *DAMAGE):
+    with reraising(f"{origin.adapters or origin.folder}/{TRAINED}.json", *DAMAGE):
         body = _BODY.format(
             mark=MARK,
             title=name.rpartition("/")[2],

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from te_models.config.recipe import SCHEMES, Recipe, get_recipe
 from te_models.errors import CheckpointError
-from te_models.files.atomic import CHUNK_BYTES, explained
+from te_models.files.atomic import CHUNK_BYTES, reraising
 from te_models.files.formats import Fields, list_some, open_regular
 from te_models.files.tensors import SafetensorsFile, check_finite, read_safetensors
 from te_models.fp8.extra_state import EXTRA, read_extra_tensor
@@ -64,7 +64,7 @@ class TECheckpoint:
             num_layers_at_start_in_bf16=min(inside),
             num_layers_at_end_in_bf16=layers - 1 - max(inside),
         )
-        with explained(
+        with reraising(
             "the checkpoint's FP8 state is of a recipe that cannot be", TypeError, ValueError
         ):
             return get_recipe("delayed", **self.fields, **edges, lm_head=head)
@@ -137,7 +137,7 @@ def _read_pt(file: Path) -> Fields:
     place = f"{file} is damaged, or holds more than tensors, which is not run"
     advice = "; save the model's state_dict() alone, with weights that are not in FP8"
     # The loader's errors have no common base but Exception.
-    with explained(place, Exception, advice=advice), open(descriptor, "rb") as opened:
+    with reraising(place, Exception, advice=advice), open(descriptor, "rb") as opened:
         _check_archive(opened, status.st_size)
         opened.seek(0)
         content = torch.load(opened, map_location="cpu", weights_only=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from te_models.errors import CheckpointError, require
-from te_models.files.atomic import explained
+from te_models.files.atomic import reraising
 from te_models.files.formats import Fields
 
 MAX_BYTES = 64 * 2**20
@@ -109,7 +109,7 @@ def read_extra_state(payload: Tensor | bytes) -> Fields:
             f"the extra state has {len(payload)} bytes, more than the limit of {MAX_BYTES}"
         )
     wrong = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, struct.error)
-    with explained("the extra state is refused", *wrong):
+    with reraising("the extra state is refused", *wrong):
         state = _interpret(io.BytesIO(payload), _STATE_GLOBALS)
         return _checked(state) if state is not None else {}
 

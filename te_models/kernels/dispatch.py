@@ -58,7 +58,7 @@ class Kernels:
     counts_on_device: Callable[[nn.Module, EngineRecipe | None], bool] = handover.counts_on_device
     experts: Callable[..., Tensor] | None = None  # both projections and what is between and around
     experts_join: Callable[..., bool] = handover.experts_join
-    targets: Callable[[nn.Module | None, nn.Module | None], handover.Targets] = handover.targets
+    targets: Callable[[nn.Module | None, nn.Module | None], handover.CastTargets] = handover.targets
     attention: gated_attention.Operations | None = (
         None  # None: attention is composed of the operations above
     )

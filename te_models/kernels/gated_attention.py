@@ -26,7 +26,7 @@ from torch import Tensor
 from te_models.config.attention import AttentionSpec, Heads
 from te_models.config.layer import first_rows
 from te_models.device.autograd import Context
-from te_models.kernels.handover import Target, Targets
+from te_models.kernels.handover import CastTarget, CastTargets
 from te_models.kernels.sdpa import suits_cudnn
 
 if TYPE_CHECKING:
@@ -103,16 +103,16 @@ class Operations(NamedTuple):
 class FP8Operations(NamedTuple):
     """The last operations of forward and backward, which write FP8 [N, K] and transposed [K, N] from column `first` on.
 
-    Tensors as above; `place` is a target's (engine.native.Target). `new` makes the FP8Data to write to.
+    Tensors as above; `new` makes the FP8Data to write to.
     """
 
     new: Callable[[int, int, torch.device], FP8Data]
-    gate: Callable[..., None]  # (out, place, first, x, logits or None, softplus)
-    rotate: Callable[..., None]  # (out, place, first, x, rotation, inverse)
+    gate: Callable[..., None]  # (out, cast_scale, first, x, logits or None, softplus)
+    rotate: Callable[..., None]  # (out, cast_scale, first, x, rotation, inverse)
     norm_backward: Callable[
         ..., Tensor
-    ]  # (out, place, first, dy, x, norm, rotation): for the weight
-    gate_backward: Callable[..., Tensor]  # (out, place, first, dy, x, logits, softplus): for x
+    ]  # (out, cast_scale, first, dy, x, norm, rotation): for the weight
+    gate_backward: Callable[..., Tensor]  # (out, cast_scale, first, dy, x, logits, softplus): for x
 
 
 def rotate(x: Tensor, out: Tensor, rotation: Rotation, inverse: bool) -> None:
@@ -213,7 +213,7 @@ class Setting:
     softplus: bool = False  # the gate is a softplus rather than a sigmoid
     spans: Spans | None = None
     ops: Operations = PLAIN
-    targets: Targets = (None, None)
+    targets: CastTargets = (None, None)
 
     def norm(self, weight: Tensor | None) -> Norm | None:
         """Return the norm with this weight."""
@@ -257,7 +257,7 @@ class _AttentionCore(torch.autograd.Function):
         mixed = out.transpose(1, 2)  # [B, S, A, H]
         if target is not None and ops.fp8 is not None:
             fp8 = ops.fp8.new(rows, heads.query * heads.dim, qkvg.device)
-            ops.fp8.gate(fp8, target.place, 0, mixed, logits, setting.softplus)
+            ops.fp8.gate(fp8, target.cast_scale, 0, mixed, logits, setting.softplus)
             return target.tensor(fp8, qkvg.dtype)
         gated = mixed if logits is None else ops.gate(mixed, logits, setting.softplus)
         return gated.reshape(rows, -1)
@@ -296,7 +296,7 @@ class _AttentionCore(torch.autograd.Function):
         return into.whole(), q_slope, k_slope, dsinks, None
 
 
-def _targets(qkvg: Tensor, q_weight: Tensor | None, setting: Setting) -> Targets:
+def _targets(qkvg: Tensor, q_weight: Tensor | None, setting: Setting) -> CastTargets:
     """Return those of the setting's targets that the kernels can write.
 
     FP8 is written for all rows and columns. The gradients of a headwise gate and of a norm of all heads would need sums
@@ -362,7 +362,9 @@ class _PlainGradient:
 class _FP8Gradient:
     """The same as FP8 for qkvg_proj, data and transposed copy at once."""
 
-    def __init__(self, qkvg: Tensor, setting: Setting, target: Target, fp8: FP8Operations) -> None:
+    def __init__(
+        self, qkvg: Tensor, setting: Setting, target: CastTarget, fp8: FP8Operations
+    ) -> None:
         self.ops = fp8
         self.softplus = setting.softplus
         self.target = target
@@ -373,14 +375,14 @@ class _FP8Gradient:
 
     def gate(self, dy: Tensor, mixed: Tensor, logits: Tensor) -> Tensor:
         """As _PlainGradient.gate."""
-        at = (self.out, self.target.place, self.starts[3])
+        at = (self.out, self.target.cast_scale, self.starts[3])
         return self.ops.gate_backward(*at, dy, mixed, logits, self.softplus)
 
     def heads(
         self, section: int, slope: Tensor, x: Tensor, norm: Norm | None, rotation: Rotation | None
     ) -> Tensor | None:
         """As _PlainGradient.heads."""
-        at = (self.out, self.target.place, self.starts[section])
+        at = (self.out, self.target.cast_scale, self.starts[section])
         if norm is not None:
             dweight = self.ops.norm_backward(*at, slope, x, norm, rotation)
             return dweight.to(norm.weight.dtype)

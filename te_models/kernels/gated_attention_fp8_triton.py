@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from te_models.kernels.gated_attention import FP8Operations, Norm, Rotation
-from te_models.kernels.handover import Place
+from te_models.kernels.handover import CastScale
 from te_models.kernels.handover_triton import (
     BAND,
     FP8Data,
@@ -355,9 +355,9 @@ def _gate_backward_fp8_kernel(
     note_inverse(s, scale_inv)
 
 
-def _of(out: FP8Data, place: Place) -> tuple[Tensor, ...]:
+def _destination(out: FP8Data, cast_scale: CastScale) -> tuple[Tensor, ...]:
     """Return a kernel's arguments for its output."""
-    return out.data, out.transposed, *place[:2], out.scale_inv
+    return out.data, out.transposed, cast_scale.scale, cast_scale.amax, out.scale_inv
 
 
 def _even(seq: int, *tensors: Tensor) -> int | None:
@@ -366,35 +366,40 @@ def _even(seq: int, *tensors: Tensor) -> int | None:
 
 
 def gate_fp8(
-    out: FP8Data, place: Place, first: int, x: Tensor, logits: Tensor | None, softplus: bool
+    out: FP8Data,
+    cast_scale: CastScale,
+    first: int,
+    x: Tensor,
+    logits: Tensor | None,
+    softplus: bool,
 ) -> None:
     """Write gated_attention.gate, or x itself where there are no logits, as FP8 into `out`."""
     batch, seq, heads, dim = x.shape
     gate = x if logits is None else logits
     _gate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
-        x, gate, *_of(out, place), *x.stride()[:3], *gate.stride()[:3],
+        x, gate, *_destination(out, cast_scale), *x.stride()[:3], *gate.stride()[:3],
         batch * seq, _even(seq, x, gate), heads, out.transposed.shape[0], first,
         gated=logits is not None, softplus=softplus, dim=dim, width=width_of(dim), block=TOKENS, BAND=BAND,
-        E5M2=place[2], num_warps=4,
+        E5M2=cast_scale.e5m2, num_warps=4,
     )  # fmt: skip
 
 
 def rotate_fp8(
-    out: FP8Data, place: Place, first: int, x: Tensor, rotation: Rotation, inverse: bool
+    out: FP8Data, cast_scale: CastScale, first: int, x: Tensor, rotation: Rotation, inverse: bool
 ) -> None:
     """Write gated_attention.rotate as FP8 into `out`."""
     batch, seq, heads, dim = x.shape
     tables, table_strides = rotation_tables(rotation)
     _rotate_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * triton.cdiv(heads, TURNED),)](
-        x, *tables, *_of(out, place), *x.stride()[:3], *table_strides,
+        x, *tables, *_destination(out, cast_scale), *x.stride()[:3], *table_strides,
         batch * seq, seq, heads, out.transposed.shape[0], first, -1.0 if inverse else 1.0,
-        **head_tiles(dim, rotation), block=TOKENS, turned=TURNED, BAND=BAND, E5M2=place[2], num_warps=4,
+        **head_tiles(dim, rotation), block=TOKENS, turned=TURNED, BAND=BAND, E5M2=cast_scale.e5m2, num_warps=4,
     )  # fmt: skip
 
 
 def norm_backward_fp8(
     out: FP8Data,
-    place: Place,
+    cast_scale: CastScale,
     first: int,
     dy: Tensor,
     x: Tensor,
@@ -411,17 +416,18 @@ def norm_backward_fp8(
     programs = triton.cdiv(batch * seq, tokens) * triton.cdiv(heads, TURNED)
     parts = torch.empty(programs, dim, dtype=torch.float32, device=x.device)
     _norm_backward_fp8_kernel[(programs,)](
-        dy, x, parts, *tables, norm.weight, *_of(out, place), *dy.stride()[:3], *x.stride()[:3], *table_strides,
+        dy, x, parts, *tables, norm.weight, *_destination(out, cast_scale),
+        *dy.stride()[:3], *x.stride()[:3], *table_strides,
         batch * seq, seq, heads, out.transposed.shape[0], first, norm.eps,
         **head_tiles(dim, rotation), zero_centered=norm.zero_centered, block=tokens, turned=TURNED, BAND=BAND,
-        E5M2=place[2], num_warps=4,
+        E5M2=cast_scale.e5m2, num_warps=4,
     )  # fmt: skip
     return parts.sum(0)
 
 
 def gate_backward_fp8(
     out: FP8Data,
-    place: Place,
+    cast_scale: CastScale,
     first: int,
     dy: Tensor,
     x: Tensor,
@@ -433,9 +439,9 @@ def gate_backward_fp8(
     dx = torch.empty(batch, seq, heads, dim, dtype=x.dtype, device=x.device)
     strides = [stride for tensor in (dy, x, logits, dx) for stride in tensor.stride()[:3]]
     _gate_backward_fp8_kernel[(triton.cdiv(batch * seq, TOKENS) * heads,)](
-        dy, x, logits, dx, *_of(out, place), *strides, batch * seq, _even(seq, dy, x, logits, dx), heads,
+        dy, x, logits, dx, *_destination(out, cast_scale), *strides, batch * seq, _even(seq, dy, x, logits, dx), heads,
         out.transposed.shape[0], first,
-        softplus=softplus, dim=dim, width=width_of(dim), block=TOKENS, BAND=BAND, E5M2=place[2], num_warps=4,
+        softplus=softplus, dim=dim, width=width_of(dim), block=TOKENS, BAND=BAND, E5M2=cast_scale.e5m2, num_warps=4,
     )  # fmt: skip
     return dx
 

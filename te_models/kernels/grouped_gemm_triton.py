@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from te_models.kernels.groups import LINE, Groups
 
 
-class Operand(NamedTuple):
+class ExpertMatrices(NamedTuple):
     """A matrix per expert, BF16, or FP8 with its factors from data to values, FP32 [E].
 
     `data` holds them one below the other; with `places`, int64 [E], it is one of them, and matrix e begins places[e]
@@ -247,7 +247,7 @@ def _sums_kernel(x, first, out, width, HIGH: tl.constexpr, WIDE: tl.constexpr):
 
 
 def rows_times(
-    a: Operand, b: Operand, groups: Groups, width: int, bias: Tensor | None = None, *,
+    a: ExpertMatrices, b: ExpertMatrices, groups: Groups, width: int, bias: Tensor | None = None, *,
     down: bool, precise: bool, dtype: torch.dtype, source: Tensor | None = None, tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
     """Return each expert's rows of a [R, D] times its matrix of b, plus its row of `bias` [E, width]: [R, width].
@@ -295,7 +295,7 @@ def rows_times(
 
 
 def weights_from(
-    a: Operand, b: Operand, groups: Groups, height: int, width: int, *,
+    a: ExpertMatrices, b: ExpertMatrices, groups: Groups, height: int, width: int, *,
     precise: bool, dtype: torch.dtype, source: Tensor | None = None, tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
     """Return each expert's rows of a [R, height], transposed, times those of b [R, width]: [E, height, width].
@@ -344,13 +344,13 @@ def sums_of_rows(x: Tensor, groups: Groups) -> Tensor:
     return out
 
 
-def _tiles(a: Operand, precise: bool) -> Tiles:
+def _tiles(a: ExpertMatrices, precise: bool) -> Tiles:
     if a.scale_inv is None:
         return BF16
     return PRECISE if precise else FP8
 
 
-def _tiles_of_rows(a: Operand, width: int, precise: bool) -> Tiles:
+def _tiles_of_rows(a: ExpertMatrices, width: int, precise: bool) -> Tiles:
     """Return the tile of `rows_times`.
 
     The copy engine is slower than pointers where rows of a tile do not begin at whole lines of memory, or where the
@@ -365,7 +365,7 @@ def _tiles_of_rows(a: Operand, width: int, precise: bool) -> Tiles:
     return tiles._replace(tma=False)
 
 
-def _options(tiles: Tiles, a: Operand, precise: bool) -> dict[str, Any]:
+def _options(tiles: Tiles, a: ExpertMatrices, precise: bool) -> dict[str, Any]:
     return dict(
         HIGH=tiles.height, WIDE=tiles.width, DEEP=tiles.depth, ABREAST=ABREAST, num_stages=tiles.stages,
         num_warps=tiles.warps, PRECISE=precise and a.scale_inv is not None,

@@ -24,7 +24,12 @@ from te_models.kernels.expert_cast_triton import (
     transposed,
 )
 from te_models.kernels.expert_rows import Route
-from te_models.kernels.grouped_gemm_triton import Operand, rows_times, sums_of_rows, weights_from
+from te_models.kernels.grouped_gemm_triton import (
+    ExpertMatrices,
+    rows_times,
+    sums_of_rows,
+    weights_from,
+)
 from te_models.kernels.groups import Groups
 
 E4M3 = torch.float8_e4m3fn
@@ -163,9 +168,16 @@ class _BF16(torch.autograd.Function):
         ctx.at = at
         x = x.contiguous()
         ctx.save_for_backward(x if ctx.needs_input_grad[4] else None, *weights)
-        b = Operand(weights[0], places=at.apart)
+        b = ExpertMatrices(weights[0], places=at.apart)
         return rows_times(
-            Operand(x), b, groups, len(weights[0]), bias, down=False, precise=False, dtype=x.dtype
+            ExpertMatrices(x),
+            b,
+            groups,
+            len(weights[0]),
+            bias,
+            down=False,
+            precise=False,
+            dtype=x.dtype,
         )
 
     @staticmethod
@@ -174,8 +186,8 @@ class _BF16(torch.autograd.Function):
         (x, *weights) = ctx.saved_tensors
         height, width = weights[0].shape
         how = dict(precise=False, dtype=dy.dtype)
-        a = Operand(dy)
-        b = Operand(weights[0], places=ctx.at.now(weights).apart)
+        a = ExpertMatrices(dy)
+        b = ExpertMatrices(weights[0], places=ctx.at.now(weights).apart)
         dx = (
             rows_times(a, b, ctx.groups, width, down=True, **how)
             if ctx.needs_input_grad[0]
@@ -189,7 +201,7 @@ class _BF16(torch.autograd.Function):
             db,
             None,
             None,
-            *weights_from(a, Operand(x), ctx.groups, height, width, **how).unbind(),
+            *weights_from(a, ExpertMatrices(x), ctx.groups, height, width, **how).unbind(),
         )
 
 
@@ -222,8 +234,8 @@ class _FP8(torch.autograd.Function):
             kept, given.scale_inv, given.scale, token, row, turned, own.scale_inv, *again
         )
         data, places = (own.data[0], at.places) if isinstance(own, Stored) else (own.data, None)
-        a = Operand(given.data.view(E4M3), given.scale_inv)
-        b = Operand(data.view(E4M3), own.scale_inv, places)
+        a = ExpertMatrices(given.data.view(E4M3), given.scale_inv)
+        b = ExpertMatrices(data.view(E4M3), own.scale_inv, places)
         width = len(weights[0] if weights else data)
         return rows_times(
             a, b, groups, width, bias, down=False, precise=casts.output, dtype=x.dtype
@@ -244,8 +256,8 @@ class _FP8(torch.autograd.Function):
                 turned = cast_transposed(matrices_of(weights, ctx.at.again(weights)), E4M3, scale)
             elif ctx.stored:
                 turned = transposed(ctx.stored[0], ctx.at.again(ctx.stored))
-            a = Operand(given.data.view(casts.gradient), given.scale_inv)
-            b = Operand(turned.view(E4M3), weights_scale)
+            a = ExpertMatrices(given.data.view(casts.gradient), given.scale_inv)
+            b = ExpertMatrices(turned.view(E4M3), weights_scale)
             dx = rows_times(
                 a, b, groups, ctx.inputs, down=False, precise=casts.input_gradient, dtype=dy.dtype
             )
@@ -261,8 +273,8 @@ class _FP8(torch.autograd.Function):
                 if token is None
                 else cast_transposed(Matrices(x, groups, source=token), E4M3, x_scale)
             )
-            a = Operand(dy_turned.view(casts.gradient), dy_scale)
-            b = Operand(x.view(E4M3), x_inverse)
+            a = ExpertMatrices(dy_turned.view(casts.gradient), dy_scale)
+            b = ExpertMatrices(x.view(E4M3), x_inverse)
             how = dict(precise=casts.weight_gradient, dtype=dy.dtype)
             of_weights = weights_from(a, b, groups, dy.shape[1], ctx.inputs, **how).unbind()
         if casts.after is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -146,22 +146,30 @@ def experts_join(*modules: nn.Module) -> bool:
     return False
 
 
-Place = tuple[
-    Tensor, Tensor, bool
-]  # a delayed scale and the amax to raise, FP32 [1] each; whether it is E5M2
+class CastScale(NamedTuple):
+    """The scale of a cast under delayed scaling, which `amax` follows: FP32 [1] each, on the device."""
+
+    scale: Tensor
+    amax: Tensor  # raised to the largest magnitude of the tensor
+    e5m2: bool  # the format: E5M2, else E4M3
 
 
-class Target(Protocol):
-    """Where a kernel may write FP8 for a te.Linear (te_models.engine.native.Target)."""
+class CastTarget(Protocol):
+    """Where a kernel may write FP8 for a te.Linear (te_models.engine.native.QuantizerTarget)."""
 
     @property
-    def place(self) -> Place: ...
-    def tensor(self, fp8: FP8Data, dtype: torch.dtype) -> Tensor: ...
+    def cast_scale(self) -> CastScale:
+        """The scale to cast with."""
+        ...
+
+    def tensor(self, fp8: FP8Data, dtype: torch.dtype) -> Tensor:
+        """Return FP8 data [N, K] as a tensor that the te.Linear takes, with the nominal `dtype`."""
+        ...
 
 
-Targets = tuple[Target | None, Target | None]
+CastTargets = tuple[CastTarget | None, CastTarget | None]
 
 
-def targets(producer: nn.Module | None, consumer: nn.Module | None) -> Targets:
+def targets(producer: nn.Module | None, consumer: nn.Module | None) -> CastTargets:
     """Return where attention may write FP8: the gradient for `producer` and the input for `consumer`, or None."""
     return None, None

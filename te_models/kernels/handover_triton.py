@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_models.kernels.handover import Place
+from te_models.kernels.handover import CastScale
 from te_models.numerics.fp8_triton import encode_fp8
 
 # Rows and columns of a tile, for four warps, and rows of tiles per band. Programs go down a band before they go right,
@@ -359,19 +359,18 @@ def _by_tiles(
     inputs: tuple[Tensor, ...],
     rows: int,
     columns: int,
-    place: Place,
+    cast_scale: CastScale,
     out: FP8Data,
     **options: bool | str | None,
 ) -> FP8Data:
-    """Launch a kernel that writes `out`, one program per tile of [rows, columns]; `place`: scale, amax, E5M2.
+    """Launch a kernel that writes `out`, one program per tile of [rows, columns].
 
     The kernels read rows one after the other, so inputs of any other strides are copied first.
     """
-    scale, amax, e5m2 = place
     inputs = tuple(tensor.contiguous() for tensor in inputs)
     kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS),)](
-        *inputs, out.data, out.transposed, scale, amax, out.scale_inv, rows, columns,
-        **options, E5M2=e5m2, ROWS=ROWS, COLUMNS=COLUMNS, BAND=BAND, num_warps=4,
+        *inputs, out.data, out.transposed, cast_scale.scale, cast_scale.amax, out.scale_inv, rows, columns,
+        **options, E5M2=cast_scale.e5m2, ROWS=ROWS, COLUMNS=COLUMNS, BAND=BAND, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -380,8 +379,10 @@ def cast(x: Tensor, scale: Tensor, amax: Tensor, e5m2: bool) -> FP8Data:
     """Cast x [N, K], of any float dtype: data [N, K], the bits of Transformer Engine's cast."""
     rows, columns = x.shape
     out = new_fp8(rows, columns, x.device)
-    place = (scale, amax, e5m2)
-    return _by_tiles(_cast_kernel, (x,), rows, columns, place, out, ACTIVATION=None, GATED=False)
+    cast_scale = CastScale(scale, amax, e5m2)
+    return _by_tiles(
+        _cast_kernel, (x,), rows, columns, cast_scale, out, ACTIVATION=None, GATED=False
+    )
 
 
 def activate(
@@ -401,9 +402,9 @@ def activate(
     if gated:
         columns //= 2
     out = new_fp8(rows, columns, gate_up.device, rowwise)
-    place = (scale, amax, e5m2)
+    cast_scale = CastScale(scale, amax, e5m2)
     return _by_tiles(
-        _cast_kernel, (gate_up,), rows, columns, place, out, ACTIVATION=activation, GATED=gated
+        _cast_kernel, (gate_up,), rows, columns, cast_scale, out, ACTIVATION=activation, GATED=gated
     )
 
 
@@ -419,9 +420,9 @@ def activate_backward(
     """Compute the gradient of gate_up for dy [N, F] of `activate`'s output: data of the shape of gate_up."""
     rows, columns = dy.shape
     out = new_fp8(rows, gate_up.shape[1], dy.device)
-    place = (scale, amax, e5m2)
+    cast_scale = CastScale(scale, amax, e5m2)
     kernel = _gated_slope_kernel if gated else _slope_kernel
-    return _by_tiles(kernel, (dy, gate_up), rows, columns, place, out, ACTIVATION=activation)
+    return _by_tiles(kernel, (dy, gate_up), rows, columns, cast_scale, out, ACTIVATION=activation)
 
 
 def norm(

@@ -28,7 +28,7 @@ from te_models.kernels.expert_cast_triton import (
 from te_models.kernels.expert_hidden_triton import Activation, Gradients, gradients, hidden
 from te_models.kernels.expert_rows import Route
 from te_models.kernels.expert_rows_triton import dots, total
-from te_models.kernels.grouped_gemm_triton import Operand, rows_times, weights_from
+from te_models.kernels.grouped_gemm_triton import ExpertMatrices, rows_times, weights_from
 from te_models.kernels.grouped_linear_triton import E4M3, Casts, Locations, Stored, matrices_of
 from te_models.kernels.groups import Groups
 
@@ -87,21 +87,21 @@ def _kept(projection: Projection) -> list[Tensor | None]:
     return [own.scale_inv, None, own.scale, *projection.weights]
 
 
-def _forward_operand(projection: Projection) -> Operand:
+def _forward_operand(projection: Projection) -> ExpertMatrices:
     own = projection.own
     if isinstance(own, Stored):
-        return Operand(own.data[0].view(E4M3), own.scale_inv, projection.at.places)
-    return Operand(own.data.view(E4M3), own.scale_inv)
+        return ExpertMatrices(own.data[0].view(E4M3), own.scale_inv, projection.at.places)
+    return ExpertMatrices(own.data.view(E4M3), own.scale_inv)
 
 
-def _backward_operand(half: _Half, kept: Sequence[Tensor]) -> Operand:
+def _backward_operand(half: _Half, kept: Sequence[Tensor]) -> ExpertMatrices:
     """Return the transposed weights, made anew where none are there: all layers' would take half of BF16 weights."""
     scale_inv, turned, scale, *weights = kept
     if half.stored:
         turned = transposed(half.stored[0], half.at.again(half.stored))
     elif turned is None:
         turned = cast_transposed(matrices_of(weights, half.at.again(weights)), E4M3, scale)
-    return Operand(turned.view(E4M3), scale_inv)
+    return ExpertMatrices(turned.view(E4M3), scale_inv)
 
 
 class Passed(Generic[T]):
@@ -148,7 +148,7 @@ class _Up(torch.autograd.Function):
         ctx.passed = passed
         ctx.half = _half(up, trained)
         ctx.save_for_backward(kept, of_x.scale_inv, of_x.scale, token, row, *_kept(up))
-        a = Operand(of_x.data.view(E4M3), of_x.scale_inv)
+        a = ExpertMatrices(of_x.data.view(E4M3), of_x.scale_inv)
         options = dict(down=False, precise=up.casts.output, dtype=x.dtype)
         return rows_times(a, _forward_operand(up), groups, up.outputs, bias, **options)
 
@@ -163,7 +163,7 @@ class _Up(torch.autograd.Function):
         slopes = found.of_gate_up
         dx = None
         if ctx.needs_input_grad[0]:
-            a = Operand(slopes.data.view(casts.gradient), slopes.scale_inv)
+            a = ExpertMatrices(slopes.data.view(casts.gradient), slopes.scale_inv)
             b = _backward_operand(half, kept)
             how: dict[str, Any] = dict(down=False, precise=casts.input_gradient, dtype=dtype)
             dx = rows_times(a, b, groups, half.inputs, **how)
@@ -178,8 +178,8 @@ class _Up(torch.autograd.Function):
             if token is not None:
                 turned = cast_transposed(Matrices(x, groups, source=token), E4M3, x_scale)
             assert of_rows is not None
-            a = Operand(of_rows.view(casts.gradient), inverse)
-            b = Operand(turned.view(E4M3), x_inverse)
+            a = ExpertMatrices(of_rows.view(casts.gradient), inverse)
+            b = ExpertMatrices(turned.view(E4M3), x_inverse)
             how = dict(precise=casts.weight_gradient, dtype=dtype)
             of_weights = weights_from(a, b, groups, half.outputs, half.inputs, **how).unbind()
         if casts.after is not None:
@@ -197,7 +197,7 @@ class _Down(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         groups, route, activation, up, down = how
         of_hidden = hidden(gate_up, groups, activation, down.casts.of_x)
-        a = Operand(of_hidden.data.view(E4M3), of_hidden.scale_inv)
+        a = ExpertMatrices(of_hidden.data.view(E4M3), of_hidden.scale_inv)
         options = dict(down=False, precise=down.casts.output, dtype=gate_up.dtype)
         out = rows_times(a, _forward_operand(down), groups, down.outputs, bias, **options)
         ctx.groups = groups
@@ -238,7 +238,7 @@ class _Down(torch.autograd.Function):
             sums = room_for_sums(groups, dy.shape[1], dy.device)
         slopes = cast(given, casts.gradient, casts.of_dy, turn=half.trained, amax=known, sums=sums)
         of_bias = None if sums is None else total_sums(sums, groups, dtype)
-        a = Operand(slopes.data.view(casts.gradient), slopes.scale_inv)
+        a = ExpertMatrices(slopes.data.view(casts.gradient), slopes.scale_inv)
         of_rows, inverse = slopes.transposed, slopes.scale_inv
         del slopes
         b = _backward_operand(half, kept)
@@ -253,8 +253,8 @@ class _Down(torch.autograd.Function):
         of_weights: Sequence[Tensor | None] = [None] * half.count
         if half.trained:
             assert of_rows is not None and found.hidden is not None
-            a = Operand(of_rows.view(casts.gradient), inverse)
-            b = Operand(found.hidden.view(E4M3), h_inverse)
+            a = ExpertMatrices(of_rows.view(casts.gradient), inverse)
+            b = ExpertMatrices(found.hidden.view(E4M3), h_inverse)
             how = dict(precise=casts.weight_gradient, dtype=dtype)
             of_weights = weights_from(a, b, groups, half.outputs, half.inputs, **how).unbind()
         passed = ctx.passed.put(found._replace(hidden=None), gate_up)

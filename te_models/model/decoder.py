@@ -47,7 +47,7 @@ from te_models.model.inputs import (
 )
 from te_models.model.kv_cache import Cache, DecodingCache
 from te_models.model.offload import HostMemory, Offload
-from te_models.model.output import Output, Wanted, with_routing
+from te_models.model.output import Output, OutputRequest, with_routing
 from te_models.model.part import new_states
 from te_models.model.recipe_fit import auto_recipe, check_layers, check_sizes, say
 from te_models.model.recompute import Recompute, refuse_foreign_recompute
@@ -366,16 +366,16 @@ class Decoder(nn.Module):
         unknown = None
         if labels is not None and input_ids is not None and tokens.device.type != "cpu":
             tokens, unknown = known_ids(tokens, self.config.vocab_size)
-        wanted = Wanted(labels, attention_mask, document_ids, return_logits, logits_to_keep)
+        request = OutputRequest(labels, attention_mask, document_ids, return_logits, logits_to_keep)
         with self.te.row_padding(self, tokens, self.recipe.row_alignment) as alignment:
-            context = self._context(tokens, wanted, cache, is_first_microbatch, alignment)
+            context = self._context(tokens, request, cache, is_first_microbatch, alignment)
             with forward_pass(self, self.te, self.recipe, self.te_recipe, self._table):
                 evaluated = not self.training
                 losses = None if evaluated else self.router_losses
-                decoded = self._decode(tokens, context, wanted)
+                decoded = self._decode(tokens, context, request)
                 if decoded.loss is not None and unknown is not None:
                     decoded = decoded._replace(loss=nan_if(decoded.loss, unknown))
-                output = with_routing(decoded, wanted, context.routing, losses, self.router_group)
+                output = with_routing(decoded, request, context.routing, losses, self.router_group)
         if self.recipe.stateful and evaluated:
             preserve_scales_in_backward(self, output.tensors)
         return output
@@ -389,7 +389,7 @@ class Decoder(nn.Module):
     def _context(
         self,
         tokens: Tensor,
-        wanted: Wanted,
+        request: OutputRequest,
         cache: Cache | None,
         first_microbatch: bool | None,
         alignment: int,
@@ -410,7 +410,7 @@ class Decoder(nn.Module):
             for name in self.precision.others
         }
         autocasts = Autocasts(self.te, self.te_recipe, self.amax_group, others)
-        visible = (cache, wanted.attention_mask, wanted.document_ids)
+        visible = (cache, request.attention_mask, request.document_ids)
         passed = (
             recompute,
             self.kernels,
@@ -421,7 +421,7 @@ class Decoder(nn.Module):
         )
         return forward_context(self.specs, tokens, *visible, *passed)
 
-    def _decode(self, tokens: Tensor, context: ForwardContext, wanted: Wanted) -> Output:
+    def _decode(self, tokens: Tensor, context: ForwardContext, request: OutputRequest) -> Output:
         """Pass ids [B, S] or vectors [B, S, D] through all blocks and the head."""
         fp8 = self.fp8_layers
         x = self.tp.scatter(self._padded(self._embedded(tokens, context), context))
@@ -433,9 +433,9 @@ class Decoder(nn.Module):
         ):
             x = self._run(fp8, x, context)
             if self.recipe.head_in_fp8:
-                return self._output(x, context, wanted)
+                return self._output(x, context, request)
         x = self._run(range(fp8.stop, len(self.layers)), x, context)
-        return self._output(x, context, wanted)
+        return self._output(x, context, request)
 
     def _embedded(self, tokens: Tensor, context: ForwardContext) -> Tensor:
         """Return ids [B, S] or vectors [B, S, D] as [B*S, D], zero at padding."""
@@ -452,26 +452,26 @@ class Decoder(nn.Module):
             x = context.recompute.run_block(self.layers[layer], layer, x, context)
         return x
 
-    def _output(self, x: Tensor, context: ForwardContext, wanted: Wanted) -> Output:
+    def _output(self, x: Tensor, context: ForwardContext, request: OutputRequest) -> Output:
         """Return norm, head and loss of the last hidden states x [N, D]."""
         batch, seq = context.batch, context.seq
         h = self.tp.gather(self.tp.norm(self.norm, x, self.tp.scatters))  # the rows of all ranks
-        if wanted.labels is None:
-            count = seq if wanted.logits_to_keep is None else min(wanted.logits_to_keep, seq)
+        if request.labels is None:
+            count = seq if request.logits_to_keep is None else min(request.logits_to_keep, seq)
             logits = self._logits(self._newest(h, context, count), (batch, count), context)
             return Output(None, logits[: batch * count].unflatten(0, (batch, count)))
         size = self.config.vocab_size
         targets, invalid = next_token_targets(
-            wanted.labels, wanted.attention_mask, size, wanted.document_ids
+            request.labels, request.attention_mask, size, request.document_ids
         )
         plain = self.precision.head.recipe is None and isinstance(
             self.lm_head, self.te.Linear
         )  # neither FP8 nor adapted
-        if not wanted.return_logits and plain:
+        if not request.return_logits and plain:
             return Output(nan_if(self._fused_loss(h, targets), invalid), None)
         logits = self._logits(h, (batch, seq), context)[: batch * seq]
         loss = nan_if(self.kernels.cross_entropy(logits, targets), invalid)
-        return Output(loss, logits.unflatten(0, (batch, seq)) if wanted.return_logits else None)
+        return Output(loss, logits.unflatten(0, (batch, seq)) if request.return_logits else None)
 
     def _logits(self, h: Tensor, shape: tuple[int, int], context: ForwardContext) -> Tensor:
         """Return the logits [N, V] of h [N, D], whose first rows are B sequences of S tokens, `shape` (B, S)."""

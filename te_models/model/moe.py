@@ -91,7 +91,7 @@ class Experts(Feedforward[MoESpec]):
             sent = places(chosen, moe.num_experts, 1, True, kernels)
             return chosen, *self.ep.exchange(sent, context.alignment, kernels)
 
-        (chosen, where, exchange), first = context.recompute.kept(self.layer, route)
+        (chosen, where, exchange), first = context.recompute.decided_once(self.layer, route)
         routing = describe(
             logits, where.counts, context.routed, moe
         )  # a recompute has to save what the first pass did

@@ -10,7 +10,7 @@ from te_models.config.moe import MoEConfig
 from te_models.model.router import Routing, RoutingReport
 
 
-class Wanted(NamedTuple):
+class OutputRequest(NamedTuple):
     """The outputs that the arguments of Decoder.forward ask for."""
 
     labels: Tensor | None
@@ -45,7 +45,7 @@ _register_namedtuple(Output, serialized_type_name="te_models.Output")  # for tor
 
 def with_routing(
     output: Output,
-    wanted: Wanted,
+    request: OutputRequest,
     routing: Routing,
     moe: MoEConfig | None,
     group: ProcessGroup | None,
@@ -54,7 +54,7 @@ def with_routing(
 
     `group`: the processes that train together; the loss then has this process's part of the routers' losses.
     """
-    trains = moe is not None and wanted.labels is not None
+    trains = moe is not None and request.labels is not None
     report = routing.take(group if trains else None)
     if report is None or output.loss is None:
         return output

@@ -104,7 +104,7 @@ class QuantizedTensorStorage:
     _dtype: torch.dtype
     _shape: torch.Size
     _fp8_dtype: DType
-    _kept: dict[tuple[str, bool], object] | None = None
+    _cache: dict[tuple[str, bool], object] | None = None
 
     def __init__(
         self,
@@ -130,22 +130,22 @@ class QuantizedTensorStorage:
     def operand(self, columnwise: bool) -> Operand:
         """Return the rowwise or columnwise copy as a matrix `[M, K]`."""
 
-    def keep(self) -> None:
+    def start_caching(self) -> None:
         """Keep what products derive from the data from now on, for as long as this object lives and keeps its data."""
-        self._kept = {}
+        self._cache = {}
 
     @property
-    def keeps(self) -> bool:
+    def is_caching(self) -> bool:
         """True after `keep`."""
-        return self._kept is not None
+        return self._cache is not None
 
-    def kept(self, name: str, columnwise: bool, make: Callable[[], T]) -> T:
+    def cached(self, name: str, columnwise: bool, make: Callable[[], T]) -> T:
         """Return make(), which runs once for each name and copy if this storage keeps what it derives."""
-        if self._kept is None:
+        if self._cache is None:
             return make()
-        if (name, columnwise) not in self._kept:
-            self._kept[name, columnwise] = make()
-        return cast(T, self._kept[name, columnwise])
+        if (name, columnwise) not in self._cache:
+            self._cache[name, columnwise] = make()
+        return cast(T, self._cache[name, columnwise])
 
     def blocks(self, columnwise: bool) -> BlockScaled | None:
         """Return the rowwise or columnwise copy `[M, K]` with its block scales; None for other formats."""
@@ -205,7 +205,7 @@ class QuantizedTensorStorage:
 
     def set_data_tensors(self, tensors: tuple[Tensor | None, ...]) -> None:
         """Replace the tensors that hold the data."""
-        self._kept = None
+        self._cache = None
         self.__dict__.update(zip(self._tensors, tensors, strict=True))
 
     @classmethod

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from te_models.errors import DataError, SaveError
-from te_models.files.atomic import explained, replace_text
+from te_models.files.atomic import replace_text, reraising
 from te_models.files.formats import read_json
 from te_models.recorder.layout import FIELDS, INDEX, RecordedTensor
 
@@ -45,7 +45,7 @@ class RecordWriter:
             "fields": list(FIELDS),
             "tensors": [tensor.to_dict() for tensor in tensors],
         }
-        with explained(folder, OSError, error=SaveError):
+        with reraising(folder, OSError, error=SaveError):
             folder.mkdir(parents=True, exist_ok=True)
             self._take_over(folder / LAYOUT, json.dumps(layout, indent=1), after_step)
             self.file = self.path.open("ab", buffering=0)
@@ -61,7 +61,7 @@ class RecordWriter:
 
     def drop_after(self, step: int) -> None:
         """Drop the entries after `step`, and one that was cut short."""
-        with explained(self.path, OSError, error=SaveError):
+        with reraising(self.path, OSError, error=SaveError):
             entries = _read_entries(self.path, self.type)
             kept = int((entries["step"] <= step).sum())
             del entries
@@ -73,7 +73,7 @@ class RecordWriter:
         entry["step"] = step
         entry["values"] = values
         entry["codes"] = codes.view(np.uint64)
-        with explained(self.path, OSError, error=SaveError):
+        with reraising(self.path, OSError, error=SaveError):
             self.file.write(entry.tobytes())
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import te_models
 from te_models.errors import CheckpointError, UsageError
-from te_models.files.atomic import explained, first_line, readable, replacing_folder, write_file
+from te_models.files.atomic import first_line, readable, replacing_folder, reraising, write_file
 from te_models.files.formats import (
     Document,
     Fields,
@@ -190,7 +190,7 @@ def load_folder(
         raise CheckpointError(
             f"{folder} has no {MANIFEST}: it is incomplete, or was not saved by te-models"
         )
-    with explained(f"{folder} cannot be read", OSError):
+    with reraising(f"{folder} cannot be read", OSError):
         return _load(_read_manifest(folder), names, optional)
 
 
@@ -202,7 +202,7 @@ def read_listed(path: Path, names: Iterable[str]) -> dict[str, bytes]:
     Raises:
         CheckpointError: a file or the manifest is damaged, too large or not a regular file.
     """
-    with explained(f"{path} cannot be read", OSError):
+    with reraising(f"{path} cannot be read", OSError):
         listed = _read_manifest(path, links=True).files if os.path.lexists(path / MANIFEST) else {}
         present = [name for name in names if os.path.lexists(path / name)]
         source = _Source(path, {name: listed.get(name, _File()) for name in present}, links=True)

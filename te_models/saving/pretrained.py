@@ -35,7 +35,7 @@ from te_models.model.expert_parallel import stand_in
 from te_models.model.options import SKETCH
 from te_models.model.tensor_parallel import gather_state
 from te_models.saving.folder import MANIFEST, MAX_SHARD_BYTES, load_folder, read_listed, save_folder
-from te_models.saving.restore import load_weights, open_te_folder, opened, read_recipe
+from te_models.saving.load_model import load_weights, open_te_folder, opened, read_recipe
 from te_models.saving.run_folder import LATEST, Checkpoints, offering_older
 
 Model = TypeVar("Model", bound=Decoder)

@@ -25,7 +25,7 @@ from te_models.distributed.collectives import largest
 from te_models.distributed.control import Ranks
 from te_models.distributed.dtensor import local, shard_like, whole
 from te_models.errors import SaveError, UsageError
-from te_models.files.atomic import explained, first_line, replacing_folder
+from te_models.files.atomic import first_line, replacing_folder, reraising
 from te_models.files.formats import Document, Fields, Value
 from te_models.files.tensors import write_safetensors
 from te_models.fp8.scaling_state import fp8_state
@@ -232,7 +232,7 @@ def cut_optimizer_state(
         return shard_like(shard(own_names[index], value, model.config, model.tp), masters[index])
 
     own_names = kept(names)
-    with explained(
+    with reraising(
         "the optimizer's state is of other parameters",
         AttributeError,
         LookupError,

@@ -25,7 +25,7 @@ from te_models.config.training import TrainConfig
 from te_models.device.choice import computing_device
 from te_models.device.cuda_capture import capture, failed_capture
 from te_models.errors import UsageError, refuse
-from te_models.model.dynamic import dynamic
+from te_models.model.graph_obstacle import graph_obstacle
 from te_models.model.output import step_loss
 from te_models.model.recompute import may_draw
 from te_models.optim.gradients import Gradients
@@ -340,7 +340,7 @@ def obstacle(model: nn.Module) -> str | None:
         return "the model is wrapped (by LoRA or another module)"
     if (place := computing_device(model.device).type) != "cuda":
         return f"the model is on {place}"
-    if reason := dynamic(model):
+    if reason := graph_obstacle(model):
         return reason
     if model.activation_checkpointing != "none" and any(may_draw(block) for block in model.layers):
         return "activation checkpointing must restore the random state for a hook or a third-party module"

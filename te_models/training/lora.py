@@ -23,7 +23,7 @@ from torch import Tensor
 
 from te_models.causal_lm import CausalLM
 from te_models.errors import CheckpointError, UsageError, needs, refuse, unknown
-from te_models.files.atomic import explained
+from te_models.files.atomic import reraising
 from te_models.files.formats import read_json
 from te_models.files.tensors import check_finite, read_safetensors
 from te_models.fp8.primary_weights import plain
@@ -35,8 +35,8 @@ from te_models.interop.hub import local_folder
 from te_models.interop.origin import TOKEN_IDS, TRAINED
 from te_models.saving.adapters import BASE_CONFIG, GENERATION, trained_config
 from te_models.saving.folder import MANIFEST, Folder, load_folder, match, save_folder
+from te_models.saving.load_model import read_recipe
 from te_models.saving.pretrained import config_document, saved_folder
-from te_models.saving.restore import read_recipe
 from te_models.training.lora_config import check_fields, read_config, wanted_adapters, whole_modules
 from te_models.training.lora_layer import LoraExperts, LoraLinear
 from te_models.training.lora_targets import (
@@ -425,7 +425,7 @@ def _read_adapter(model: CausalLM, folder: Path, trainable: bool) -> _Adapter:
     headless = not any(
         name.startswith((f"{PREFIX}model.", f"{PREFIX}lm_head.")) for name in tensors
     )
-    with explained(path, UsageError):
+    with reraising(path, UsageError):
         wanted = wanted_adapters(config, modules, headless)
         whole = whole_modules(config, modules, model)
         fused = fuse(wanted.values(), modules)

@@ -9,7 +9,7 @@ from typing import Any
 
 from te_models.causal_lm import CausalLM
 from te_models.errors import CheckpointError, UsageError, needs, refuse, unknown
-from te_models.files.atomic import explained
+from te_models.files.atomic import reraising
 from te_models.interop.hf import Place
 from te_models.training.lora_targets import Modules, Wanted, module_of
 from te_models.training.settings import names_experts
@@ -186,13 +186,13 @@ def _is_target(config: LoraConfig, name: str) -> bool:
         config = dataclasses.replace(config, exclude_modules=None)
     if isinstance(config.target_modules, str):
         return _matches(config.target_modules, name)
-    with explained("a pattern of layers_pattern", re.error, error=UsageError):
+    with reraising("a pattern of layers_pattern", re.error, error=UsageError):
         return bool(check_target_module_exists(config, name))
 
 
 def _matches(pattern: str, name: str) -> bool:
     """Return whether a regular expression matches all of a name, as re.fullmatch does, in limited time."""
-    with explained(
+    with reraising(
         f"the regular expression {pattern[:80]!r}", re.error, regex.error, error=UsageError
     ):
         re.compile(pattern)
@@ -242,7 +242,7 @@ def read_config(path: Path, values: Any, modules: Modules) -> LoraConfig:
     """
     if not isinstance(values, dict) or not isinstance(values.get("peft_type"), str):
         raise CheckpointError(f"{path} is not the config of an adapter")
-    with explained(path, LookupError, TypeError, ValueError):
+    with reraising(path, LookupError, TypeError, ValueError):
         values = _without_missing(values, modules)
         check_fields(values, init=False)
         refuse(_value_mistakes(values))

@@ -23,8 +23,8 @@ from te_models.fp8.scaling_state import check_fp8_state
 from te_models.interop.origin import TOKEN_IDS
 from te_models.saving.adapters import facts_in, trained_config, trained_generation
 from te_models.saving.folder import load_folder, match
+from te_models.saving.load_model import TrainingState, read_recipe, training_document
 from te_models.saving.pretrained import ADAPTERS
-from te_models.saving.restore import TrainingState, read_recipe, training_document
 from te_models.saving.run_folder import offering_older
 from te_models.training.lora import AdaptedModel, adapter_content, add_lora, load_lora
 from te_models.training.resume import saved_choices
@@ -58,7 +58,7 @@ class SavedAdapters:
         return tensors, documents
 
     def read(self, folder: Path) -> TrainingState:
-        """Read and check a checkpoint of these adapters; see te_models.saving.restore.read_training_state.
+        """Read and check a checkpoint of these adapters; see te_models.saving.load_model.read_training_state.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or of other adapters.

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from te_models.errors import DataError, SaveError
-from te_models.files.atomic import explained
+from te_models.files.atomic import reraising
 from te_models.files.formats import open_regular, parse_json
-from te_models.training.restore import COUNT_LIMIT
+from te_models.training.check_state import COUNT_LIMIT
 from te_models.training.timing import Row
 
 MAX_LINE_BYTES = 2**16
@@ -32,7 +32,7 @@ class MetricsLog:
             [row for row in _read_rows(path) if row["step"] <= after_step] if path.exists() else []
         )
         fresh = path.with_suffix(".tmp")
-        with explained(path, OSError, error=SaveError):
+        with reraising(path, OSError, error=SaveError):
             fresh.write_text("".join(json.dumps(row) + "\n" for row in before))
             os.replace(fresh, path)
         self.file = path.open("a", buffering=1)
@@ -40,7 +40,7 @@ class MetricsLog:
     def write(self, row: Mapping[str, object]) -> None:
         """Append the metrics of one step, which include "step"."""
         if self.file is not None and self.path is not None:
-            with explained(self.path, OSError, error=SaveError):
+            with reraising(self.path, OSError, error=SaveError):
                 self.file.write(json.dumps(dict(row)) + "\n")
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from te_models.causal_lm import CausalLM
 from te_models.config.recipe import Recipe
 from te_models.config.training import TrainConfig
 from te_models.errors import UsageError
-from te_models.files.atomic import explained
+from te_models.files.atomic import reraising
 from te_models.training.resume import saved_choices
 
 
@@ -27,7 +27,7 @@ class RecipeSchedule:
                     f"{recipe.name!r} follows",
                     stacklevel=3,
                 )
-            with explained(
+            with reraising(
                 f"recipe_schedule={config.recipe_schedule!r}", UsageError, error=UsageError
             ):
                 model.check_change(recipe)

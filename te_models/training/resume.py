@@ -15,7 +15,7 @@ from te_models.files.formats import Document, Fields
 from te_models.interop.origin import DTYPES, read_own_config
 from te_models.saving.adapters import BASE_CONFIG
 from te_models.saving.folder import load_folder
-from te_models.saving.restore import read_recipe
+from te_models.saving.load_model import read_recipe
 from te_models.saving.run_folder import Checkpoints, offering_older
 from te_models.training.settings import RunSettings
 

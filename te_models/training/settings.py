@@ -38,7 +38,7 @@ from te_models.config.toml import read_toml
 from te_models.config.training import DIVISIONS, EVALUATION, TRAINING, TrainConfig
 from te_models.config.yaml_file import SUFFIXES, read_yaml
 from te_models.errors import ConfigError, UsageError, check_known, unknown
-from te_models.files.atomic import explained
+from te_models.files.atomic import reraising
 
 RUN_FILE = "run.toml"
 COMMANDS = ("pretrain", "finetune")
@@ -419,7 +419,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
                 continue  # in YAML, a name without a value
             if value == "" and TABLES[title][name].default is None:
                 continue  # as older files have what was not given
-            with explained(path, UsageError, error=ConfigError):
+            with reraising(path, UsageError, error=ConfigError):
                 TABLES[title][name].check(value)
             flat[name] = value
     return flat

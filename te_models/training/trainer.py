@@ -47,11 +47,20 @@ from te_models.optim import build_optimizer
 from te_models.optim.master import MasterWeights
 from te_models.optim.state_tensors import bytes_in
 from te_models.saving.adapters import facts_in
+from te_models.saving.load_model import read_training_state
 from te_models.saving.pretrained import model_content
-from te_models.saving.restore import read_training_state
 from te_models.saving.run_folder import Checkpoints
 from te_models.saving.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
 from te_models.training.callback import Callback
+from te_models.training.check_state import (
+    check_patience,
+    check_structure,
+    check_trained,
+    gradient_factor,
+    random_states,
+    read_random_states,
+    read_result,
+)
 from te_models.training.evaluation import (
     Batch,
     diagnosis,
@@ -71,15 +80,6 @@ from te_models.training.preflight import available_memory, check_disk
 from te_models.training.recipe_schedule import RecipeSchedule
 from te_models.training.report import progress as shown_progress
 from te_models.training.report import run_console
-from te_models.training.restore import (
-    check_patience,
-    check_structure,
-    check_trained,
-    gradient_factor,
-    random_states,
-    read_random_states,
-    read_result,
-)
 from te_models.training.result import Result
 from te_models.training.resume import run_choices
 from te_models.training.routers import over_micro_batches, router_row, weigh_losses

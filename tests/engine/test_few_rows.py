@@ -103,7 +103,7 @@ def test_weights_of_either_layout_give_the_same_bits(
         monkeypatch.setattr(few_rows, "enough_rows", plain if suits else lambda *args: 0)
         with te.exact_gemm(0), te.autocast(enabled=True, recipe=RECIPES[name]), short_rows(16):
             found += [linear(x, is_first_microbatch=first) for first in (True, False)]
-        columns = linear._fp8_workspaces["weight"]._kept[("columns", False)]
+        columns = linear._fp8_workspaces["weight"]._cache[("columns", False)]
         assert columns.is_contiguous() == (
             suits and enough_rows(1, 96, 64, torch.float32, True, torch.get_num_threads()) > 0
         )

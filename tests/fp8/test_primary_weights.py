@@ -29,8 +29,8 @@ from te_models.fp8.scaling_state import fp8_state
 from te_models.model.te_modules import Factory
 from te_models.optim import build_optimizer
 from te_models.saving.folder import load_folder, save_folder
+from te_models.saving.load_model import opened, restore_model
 from te_models.saving.pretrained import model_content
-from te_models.saving.restore import opened, restore_model
 
 RECIPES = ["delayed", "current", "blockwise", "mxfp8"]
 SHAPE = dict(

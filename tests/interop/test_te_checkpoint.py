@@ -19,7 +19,7 @@ from te_models.cli import main
 from te_models.errors import CheckpointError
 from te_models.fp8.scaling_state import fp8_state
 from te_models.interop.te_checkpoint import read_te_checkpoint
-from te_models.saving.restore import load_te_checkpoint
+from te_models.saving.load_model import load_te_checkpoint
 from tests.interop.test_te_extra_state import DelayedScaling, Format, payload, te  # noqa: F401 - a fixture
 
 OPTIONS: dict[str, Any] = dict(

@@ -24,6 +24,7 @@ from torch import Tensor
 from te_models.kernels import gated_attention_fp8_triton
 from te_models.kernels.gated_attention import PLAIN, Norm, Rotation, split_heads
 from te_models.kernels.gated_attention_triton import TRITON
+from te_models.kernels.handover import CastScale
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"
@@ -62,7 +63,7 @@ def assert_written_as_fp8(write: Callable[..., Any], wanted: Tensor, e5m2: bool)
     wanted, amax = wanted.reshape(rows, -1), torch.zeros(1)
     fp8 = TRITON.fp8.new(rows, wanted.shape[1] + 64, wanted.device)
     fp8.data.fill_(7), fp8.transposed.fill_(7)
-    returned = write(fp8, (torch.full((1,), 3.0), amax, e5m2), 32)
+    returned = write(fp8, CastScale(torch.full((1,), 3.0), amax, e5m2), 32)
     found = fp8.data[:, 32 : 32 + wanted.shape[1]].view(form).float()
     cast = (3 * wanted).to(form).float()
     assert (torch.cat((fp8.data[:, :32], fp8.data[:, 32 + wanted.shape[1] :]), 1) == 7).all()

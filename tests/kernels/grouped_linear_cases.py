@@ -15,7 +15,7 @@ from torch import Tensor
 from te_models.kernels import grouped_gemm_triton
 from te_models.kernels.expert_cast_triton import Delayed
 from te_models.kernels.expert_rows import Route, dispatch
-from te_models.kernels.grouped_gemm_triton import Operand, Tiles, rows_times, weights_from
+from te_models.kernels.grouped_gemm_triton import ExpertMatrices, Tiles, rows_times, weights_from
 from te_models.kernels.grouped_linear_triton import (
     E4M3,
     E5M2,
@@ -338,9 +338,13 @@ def test_products_read_in_both_ways(rows: list[int], inputs: int, outputs: int, 
     made, _ = weights_of(len(rows), inputs, outputs)
     w = torch.cat(made).detach()
     how = dict(precise=False, dtype=DTYPE, tiles=tiles)
-    y = rows_times(Operand(x.detach()), Operand(w), groups, outputs, down=False, **how)
-    dx = rows_times(Operand(dy), Operand(w), groups, inputs, down=True, **how)
-    dw = weights_from(Operand(dy), Operand(x.detach()), groups, outputs, inputs, **how)
+    y = rows_times(
+        ExpertMatrices(x.detach()), ExpertMatrices(w), groups, outputs, down=False, **how
+    )
+    dx = rows_times(ExpertMatrices(dy), ExpertMatrices(w), groups, inputs, down=True, **how)
+    dw = weights_from(
+        ExpertMatrices(dy), ExpertMatrices(x.detach()), groups, outputs, inputs, **how
+    )
     for (one, slope, out, of_x), weight, of_weight in zip(
         pieces(rows, x, dy, y, dx), made, dw, strict=True
     ):
@@ -361,15 +365,19 @@ def test_tokens_are_found_inside_the_product() -> None:
     ends = torch.tensor(rows).cumsum(0)
     source[ends[torch.tensor(rows) > 0] - 1] = 50
     given = torch.cat((tokens, tokens.new_zeros(1, inputs)))[source]
-    b = Operand(made[0].detach(), places=weights.at.places)
+    b = ExpertMatrices(made[0].detach(), places=weights.at.places)
     how = dict(precise=False, dtype=DTYPE)
     found, wanted = (
-        rows_times(Operand(a), b, groups, outputs, down=False, source=where, **how)[: sum(rows)]
+        rows_times(ExpertMatrices(a), b, groups, outputs, down=False, source=where, **how)[
+            : sum(rows)
+        ]
         for a, where in ((tokens, source), (given, None))
     )
     assert torch.equal(found, wanted) and found.any()
     found, wanted = (
-        weights_from(Operand(dy), Operand(a), groups, outputs, inputs, source=where, **how)
+        weights_from(
+            ExpertMatrices(dy), ExpertMatrices(a), groups, outputs, inputs, source=where, **how
+        )
         for a, where in ((tokens, source), (given, None))
     )
     if DEVICE.type == "cuda":

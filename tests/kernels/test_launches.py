@@ -9,6 +9,7 @@ import torch
 
 from te_models.config.attention import Heads
 from te_models.kernels.gated_attention import Norm, Rotation, split_heads
+from te_models.kernels.handover import CastScale
 
 triton = pytest.importorskip("triton", "3.6")
 pytestmark = pytest.mark.skipif(
@@ -81,11 +82,12 @@ def attend(batch: int, seq: int, heads: Heads) -> None:
     turned = [t.transpose(1, 2) for t in (q, k, v)]
     out, sums = Spans(first, first).forward(*turned)
     Spans(first, first).backward(out, *turned, out, sums)
-    fp8, place = TRITON.fp8.new(batch * seq, width, device), (one, one, True)
-    TRITON.fp8.rotate(fp8, place, 0, q, turn, True)
-    TRITON.fp8.norm_backward(fp8, place, 0, dy, q, norms[0], turn)
-    TRITON.fp8.gate(fp8, place, 0, k, None, False)
-    TRITON.fp8.gate_backward(fp8, place, 0, dy, q, gate, False)
+    fp8 = TRITON.fp8.new(batch * seq, width, device)
+    cast_scale = CastScale(scale=one, amax=one, e5m2=True)
+    TRITON.fp8.rotate(fp8, cast_scale, 0, q, turn, True)
+    TRITON.fp8.norm_backward(fp8, cast_scale, 0, dy, q, norms[0], turn)
+    TRITON.fp8.gate(fp8, cast_scale, 0, k, None, False)
+    TRITON.fp8.gate_backward(fp8, cast_scale, 0, dy, q, gate, False)
 
 
 @pytest.mark.parametrize(

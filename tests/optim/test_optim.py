@@ -27,7 +27,7 @@ from te_models.model.attention import GatedAttention
 from te_models.optim import OPTIMIZERS, build_optimizer, master, muon8bit, resolve_options
 from te_models.optim.groups import groups, parts
 from te_models.optim.muon8bit import dequantize, quantize
-from te_models.saving.restore import read_training_state
+from te_models.saving.load_model import read_training_state
 from te_models.training.metrics import read_metrics
 from te_models.training.trainer import Trainer
 

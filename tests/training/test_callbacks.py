@@ -13,8 +13,8 @@ from te_models import CausalLM, Trainer, load_tokenizer
 from te_models.errors import UsageError
 from te_models.fp8.scaling_state import fp8_state
 from te_models.saving.run_folder import Checkpoints
+from te_models.training.check_state import check_patience
 from te_models.training.metrics import read_metrics
-from te_models.training.restore import check_patience
 from te_models.training.trainer import Callback
 
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from te_models import CausalLM, TrainConfig, Trainer
 from te_models.config.model import ModelConfig
 from te_models.training import trainer as trainer_module
+from te_models.training.check_state import gradient_factor
 from te_models.training.launch import meshes
 from te_models.training.parallel import Parallel
-from te_models.training.restore import gradient_factor
 
 # Prompts alone are what is tried here.
 pytestmark = pytest.mark.filterwarnings("ignore:a batch of your own has no label that counts")

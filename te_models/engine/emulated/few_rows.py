@@ -73,7 +73,7 @@ def product(
         out = _exact(numbers, weight, split_accumulator)
     else:
         out = multiply(numbers.float(), _columns(weight))
-    inverse = weight.kept("inverse scale", False, lambda: np.float32(weight._scale_inv.item()))
+    inverse = weight.cached("inverse scale", False, lambda: np.float32(weight._scale_inv.item()))
     return finish(out.mul_(float(np.float32(1) / scale * inverse)), None, bias, dtype)
 
 
@@ -83,17 +83,17 @@ def _columns(weight: Float8TensorStorage) -> Tensor:
     def numbers() -> Tensor:
         columns = weight.operand(False).values.t()
         outputs, inputs = weight._matrix
-        suits = weight.keeps and enough_rows(
+        suits = weight.is_caching and enough_rows(
             1, inputs, outputs, columns.dtype, True, torch.get_num_threads()
         )
         return columns.contiguous() if suits else columns
 
-    return weight.kept("columns", False, numbers)
+    return weight.cached("columns", False, numbers)
 
 
 def _exact(data: Tensor, weight: Float8TensorStorage, split_accumulator: bool) -> Tensor:
     """Return the product without scales as tensor cores compute it; rows of zeros, the padding, give zeros."""
-    right = weight.kept("host factor", False, lambda: _host_factor(weight.fp8_matrix(False)))
+    right = weight.cached("host factor", False, lambda: _host_factor(weight.fp8_matrix(False)))
     table = _every_number(data.dtype)
     bits = data.view(torch.uint8).numpy()
     bits = (

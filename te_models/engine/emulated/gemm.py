@@ -87,11 +87,11 @@ def gemm(
     on_tensor_cores = per_tensor and _tensor_cores(a._scale_inv.device)
     if on_tensor_cores or is_exact(*a._matrix, b._matrix[columnwise[1]]):
         left = a.fp8_matrix(columnwise[0])
-        right = b.kept("fp8", columnwise[1], lambda: b.fp8_matrix(columnwise[1]))
+        right = b.cached("fp8", columnwise[1], lambda: b.fp8_matrix(columnwise[1]))
         if left is not None and right is not None:
             if on_tensor_cores:
                 return _on_tensor_cores(left, right, bias, dtype, split_accumulator)
-            factor = b.kept(
+            factor = b.cached(
                 "factor", columnwise[1], lambda: Factor.of(right.data.float(), right.floor)
             )
             out = _exact(
@@ -133,7 +133,7 @@ def _operands(
         y = Operand(right, None, narrow=True)
     else:
         x = a.operand(columnwise[0])
-        y = b.kept(
+        y = b.cached(
             "operand", columnwise[1], lambda: _narrowed(b.operand(columnwise[1]), bf16 and x.narrow)
         )
     return x.t if columnwise[0] else x, y if columnwise[1] else y.t

@@ -405,7 +405,7 @@ class Linear(TransformerEngineBaseModule):
         """
         weight, recipe = self._fp8_workspaces.get("weight"), self.fp8_meta.get("recipe")
         state = FP8GlobalStateManager.quantization_state
-        if weight is None or not weight.keeps or recipe is None:
+        if weight is None or not weight.is_caching or recipe is None:
             return None
         if not state.fp8_enabled or state.fp8_recipe is not recipe:
             return None

@@ -301,7 +301,7 @@ class TransformerEngineBaseModule(EmptyExtraState):
                 else primary.with_data_tensors(primary.get_data_tensors())
             )
             if not grad and weight.numel() <= KEPT_VALUES:
-                cached.keep()
+                cached.start_caching()
             self._fp8_workspaces[name] = cached
         return cached
 

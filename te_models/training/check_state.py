@@ -11,7 +11,7 @@ from torch import Tensor
 
 from te_models.distributed.control import Ranks
 from te_models.errors import CheckpointError, UsageError, plural
-from te_models.files.atomic import explained
+from te_models.files.atomic import reraising
 from te_models.training.parallel import Parallel
 from te_models.training.result import Result
 from te_models.training.run_file import read_record
@@ -25,7 +25,7 @@ def check_random_state(state: object, rank: int, generator: torch.Generator, nam
     It is a copy: PyTorch's setters read from the start of the storage, whatever the tensor's offset. `generator` is
     a generator of the device that nothing else uses; its state is set as a test. `name` names the state in errors.
     """
-    with explained(
+    with reraising(
         f"{name} is not a random state of a {generator.device.type} device", RuntimeError, TypeError
     ):
         if (

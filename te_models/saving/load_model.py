@@ -12,7 +12,7 @@ from te_models.config.model import ModelConfig
 from te_models.config.precision import precisions
 from te_models.config.recipe import Recipe, recipe_from_dict
 from te_models.errors import CheckpointError, ConfigError
-from te_models.files.atomic import explained, first_line
+from te_models.files.atomic import first_line, reraising
 from te_models.files.formats import Fields, unflatten_state
 from te_models.files.tensors import all_finite, check_finite
 from te_models.fp8.extra_state import EXTRA
@@ -63,7 +63,7 @@ class OwnFolder(Opened):
             return {}
         now = model.precision
         live = quantized_weights(model)
-        with explained(self.path / "recipe.json", ConfigError):
+        with reraising(self.path / "recipe.json", ConfigError):
             then = precisions(self.recipe, model.specs)
         alike = {
             name

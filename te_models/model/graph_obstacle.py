@@ -3,7 +3,7 @@
 from te_models.model.decoder import Decoder
 
 
-def dynamic(model: Decoder) -> str:
+def graph_obstacle(model: Decoder) -> str:
     """Return why no CUDA graph can contain a pass of `model`; "" if one can."""
     counts = model.kernels.counts_on_device
     experts = [name for name, linear in model.config.linears.items() if linear.experts]
@@ -11,4 +11,4 @@ def dynamic(model: Decoder) -> str:
         counts(model.get_submodule(name), model.precision.te_recipe_of(name)) for name in experts
     ):
         return ""
-    return model.config.dynamic
+    return model.config.graph_obstacle
