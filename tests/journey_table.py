@@ -208,7 +208,6 @@ ONE_GPU: dict[str, Journey] = {
     # Optimizers.
     "adamw8bit": train("--recipe delayed --optimizer adamw8bit", needs=("torchao",)),
     "adamwfp8": train("--recipe delayed --optimizer adamwfp8", needs=("torchao",)),
-    "te-adam": train("--recipe delayed --optimizer te-adam", native=True),
     "muon": train("--recipe delayed --optimizer muon"),
     "muon8bit": train("--recipe delayed --optimizer muon8bit"),
     "galore": train("--recipe delayed --optimizer galore"),

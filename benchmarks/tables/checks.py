@@ -242,11 +242,8 @@ def vllm_parity() -> str:
 @table
 def optimizer_bytes() -> str:
     """Bytes per parameter of every optimizer, from the table that the memory plan uses."""
-    rows = (
-        [f"`{name}`", o.description, str(o.master) if name != "te-adam" else "2"]
-        for name, o in OPTIMIZERS.items()
-    )
-    return markdown("optimizer | state | bytes per parameter of the master", rows)
+    rows = ([f"`{name}`", optimizer.description] for name, optimizer in OPTIMIZERS.items())
+    return markdown("optimizer | state", rows)
 
 
 @table

@@ -66,7 +66,7 @@ class TrainConfig(Settings):
         None, "Factor of the z-loss of experts' routers; default: the model's."
     )
     optimizer: str = _optimizer(
-        "adamw", "One of adamw, adamw8bit, adamwfp8, te-adam, muon, muon8bit or galore.", fixed=True
+        "adamw", "One of adamw, adamw8bit, adamwfp8, muon, muon8bit or galore.", fixed=True
     )
     optimizer_options: str | Mapping[str, object] = _optimizer(
         "", 'Written "name=value,name=value"; in Python also a dict. See docs/guide/optimizers.md.'

@@ -40,7 +40,6 @@ from transformer_engine.pytorch import (
     is_nvfp4_available,
 )
 from transformer_engine.pytorch.constants import TE_DType
-from transformer_engine.pytorch.optimizers import FusedAdam
 from transformer_engine.pytorch.quantization import (
     DelayedScalingRecipeState,
     FP8GlobalStateManager,
@@ -70,7 +69,6 @@ __all__ = [
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
-    "FusedAdam",
     "GroupedLinear",
     "LINEARS",
     "Linear",

@@ -1,6 +1,6 @@
 """Strict, bounded readers and exact writers of JSON and of nested state.
 
-Reading runs no code whatever a file holds, opens only regular files, bounds size and structure before parsing, and
+Reading runs no code whatever a file holds, opens only regular files, bounds the size before parsing, and
 either returns the value that was written or raises `CheckpointError` with one line. JSON keeps integers of any size and
 floats by their shortest form.
 """
@@ -25,14 +25,9 @@ Value = Any  # of JSON, or of nested state
 Document = Mapping[str, Value]  # a JSON object
 Fields = dict[str, Value]  # one that is being made or changed
 MIB = 2**20
-TEXT_BYTES = 4 * MIB  # a configuration file or a chat template; published ones have up to 1.2 MB
-# Files of published tokenizers have up to 34 MB; training.json has about 300 bytes per parameter tensor.
-_VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.json")
-JSON_BYTES = {"training.json": 16 * MIB, **dict.fromkeys(_VOCABULARIES, 64 * MIB)}
-_VOCABULARY_SUFFIXES = (".model", ".tiktoken", ".txt")  # of a tokenizer's files that are not JSON
-# Bounds the time and memory of parsing. Published tokenizers have 1.5 million values, other files up to 50,000.
-JSON_VALUES = dict.fromkeys(_VOCABULARIES, 4_000_000)
-MAX_JSON_VALUES = 200_000
+# A JSON file or a tokenizer's. Published tokenizers have up to 34 MB, and the index of a model with 50,000 tensors of
+# experts and their scales 9 MB.
+MAX_FILE_BYTES = 64 * MIB
 # Flags to open a file for reading. Windows lacks all but the last, without which it translates ends of lines.
 READ = os.O_RDONLY
 for _flag in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):
@@ -94,12 +89,7 @@ def read_bytes(path: Path, limit: int, links: bool = True) -> bytes:
 
 def read_json(path: Path) -> Value:
     """Parse a JSON file of bounded size, without duplicate keys, NaN or infinities; any other is a CheckpointError."""
-    return parse_json(read_bytes(path, json_limit(path.name)), path)
-
-
-def json_limit(file: str) -> int:
-    """Return the largest size in bytes of a JSON file, or of another file of a tokenizer, of this name."""
-    return 64 * MIB if file.endswith(_VOCABULARY_SUFFIXES) else JSON_BYTES.get(file, TEXT_BYTES)
+    return parse_json(read_bytes(path, MAX_FILE_BYTES), path)
 
 
 def parse_json(
@@ -108,11 +98,8 @@ def parse_json(
     """Parse strict JSON; `path` names it in errors. `finite=False` allows NaN and infinities, as Python writes them.
 
     Raises:
-        error: it is malformed, nested too deeply, or has more values than a file of this project or of Hugging Face.
+        error: it is malformed or nested too deeply.
     """
-    limit = JSON_VALUES.get(os.path.basename(path), MAX_JSON_VALUES)
-    if data.count(b",") + data.count(b"[") + data.count(b"{") > limit:
-        raise error(f"{path} has more than {limit} values")
     number = _finite if finite else None
     try:
         with collecting_later():
@@ -159,9 +146,10 @@ def render_json(value: Value, name: str) -> bytes:
     wrong, advice = (TypeError, ValueError, RecursionError), "; flatten_state makes it so"
     with reraising(f"{name} is not plain JSON", *wrong, error=UsageError, advice=advice):
         text = json.dumps(value, indent=2, allow_nan=False).encode()
-    limit = json_limit(name if name.endswith(".json") else f"{name}.json")
-    if len(text) > limit:
-        raise UsageError(f"{name} has {len(text)} bytes of JSON, more than the limit of {limit}")
+    if len(text) > MAX_FILE_BYTES:
+        raise UsageError(
+            f"{name} has {len(text)} bytes of JSON, more than the limit of {MAX_FILE_BYTES}"
+        )
     if json.loads(text) != value:
         raise UsageError(
             f"{name} has tuples or keys that are not strings; flatten_state makes plain JSON of it"

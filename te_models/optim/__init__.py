@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from te_models.config.data import split_names, split_pair
-from te_models.engine import engine_module
 from te_models.errors import UsageError, check_known, needs
 from te_models.optim.adamw import AdamW
 from te_models.optim.galore import GaLore
@@ -29,14 +28,11 @@ from te_models.optim.master import MasterWeights
 from te_models.optim.muon8bit import Muon8bit
 from te_models.optim.parameter_owners import Owners
 from te_models.optim.state_tensors import Group, Options, State, like
-from te_models.optim.te_adam import MOMENTS, TEAdam
 
-Optimizer = MasterWeights | TEAdam
 Groups = list[Group]
 Built = list[torch.optim.Optimizer]
-Build = Callable[
-    [float, Options, Groups], Built
-]  # of a learning rate, options and groups of parameters
+# A function of a learning rate, options and groups of parameters.
+Build = Callable[[float, Options, Groups], Built]
 
 # Options and their defaults; a tuple lists the choices, the default first. The betas are the usual ones for language
 # models (Touvron et al. 2023, arXiv 2307.09288).
@@ -112,17 +108,10 @@ class Choice:
     matrices: bool = False
 
 
-def _only_native(lr: float, options: Options, parameters: Groups) -> Built:
-    raise UsageError(
-        "optimizer 'te-adam' is Transformer Engine's and runs only on the native engine: use 'adamw8bit' or 'adamwfp8'"
-    )
-
-
 OPTIMIZERS: dict[str, Choice] = {
     "adamw": Choice(adamw, ADAM),
     "adamw8bit": Choice(partial(_lowbit, "adamw8bit"), LOWBIT),
     "adamwfp8": Choice(partial(_lowbit, "adamwfp8"), LOWBIT),
-    "te-adam": Choice(_only_native, dict(moments=tuple(MOMENTS), **ADAM)),
     "muon": Choice(_with_rest(partial(_muon, Muon)), MUON, matrices=True),
     "muon8bit": Choice(_with_rest(partial(_muon, Muon8bit)), MUON, matrices=True),
     "galore": Choice(_with_rest(_galore), GALORE, matrices=True),
@@ -139,12 +128,12 @@ def build_optimizer(
     owners: Callable[[list[nn.Parameter]], Owners] | None = None,
     gradients: Gradients | None = None,
     norm: Norm = gradient_norm,
-) -> Optimizer:
+) -> MasterWeights:
     """Return the optimizer called `name` over the model's trainable parameters.
 
     Args:
         name: one of OPTIMIZERS.
-        model: a CausalLM or any other module; "te-adam" needs a CausalLM on the native engine.
+        model: a CausalLM or any other module.
         lr: learning rate of every group.
         weight_decay: applied to matrices only (te_models.optim.groups).
         options: the optimizer's options, as a dict or as "name=value,name=value".
@@ -155,22 +144,11 @@ def build_optimizer(
     """
     values = resolve_options(name, options)
     choice = OPTIMIZERS[name]
-    kind = {"optimizer": name, **values}
-    found = groups(model, weight_decay, choice.matrices)
-    if (
-        name == "te-adam" and getattr(model, "engine", None) == "native"
-    ):  # CausalLM lies above this package
-        if offload:
-            raise UsageError(
-                "optimizer 'te-adam' stores its state on the GPU: use 'adamw' with optimizer_offload"
-            )
-        return TEAdam(engine_module("native"), kind, found, lr, values, gradients)
-    keep = not values.get("stochastic_rounding", False)
     return MasterWeights(
-        kind,
-        found,
+        {"optimizer": name, **values},
+        groups(model, weight_decay, choice.matrices),
         lambda groups: choice.build(lr, values, groups),
-        keep=keep,
+        keep=not values.get("stochastic_rounding", False),
         offload=offload,
         owners=owners,
         gradients=gradients,

@@ -45,10 +45,6 @@ def _adamw_blocks(p: Parameter, options: Options = DEFAULTS) -> float:
     return 2 * (1 + 4 / 256) if size >= 4096 and size % 256 == 0 else _adamw(p)
 
 
-def _te_adam(p: Parameter, options: Options = DEFAULTS) -> float:
-    return dict(bf16=2 + 2, fp8=1 + 2, fp32=4 + 4)[options.get("moments", "bf16")]
-
-
 def _rest(p: Parameter, options: Options) -> float:
     """Return the bytes of the optimizer of what is no hidden matrix."""
     return _adamw(p) if options.get("rest", "adamw") == "adamw" else _adamw_blocks(p)
@@ -71,7 +67,7 @@ def _galore(p: Parameter, options: Options = DEFAULTS) -> float:
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """Bytes per element: `state` of the optimizer, and `master` for the FP32 copy of a parameter that is not FP32.
+    """Bytes per element of the state of an optimizer. A parameter that is not FP32 also has an FP32 master.
 
     `elementwise`: under FSDP2 it updates shards; else each parameter has an owner with its whole master and state
     (te_models.optim.parameter_owners).
@@ -79,12 +75,11 @@ class OptimizerBytes:
 
     state: State
     description: str
-    master: int = 4
     elementwise: bool = False
 
     def of(self, parameters: list[Parameter], dtype_bytes: int, options: Options = DEFAULTS) -> int:
         """Return the bytes of state, and of the FP32 masters if there are any, of `parameters`."""
-        master = self.master if has_masters(options) and dtype_bytes < FP32 else 0
+        master = FP32 if has_masters(options) and dtype_bytes < FP32 else 0
         return round(sum(p.numel * (self.state(p, options) + master) for p in parameters))
 
     def per_gpu(
@@ -120,9 +115,6 @@ OPTIMIZERS: dict[str, OptimizerBytes] = {
         _adamw_blocks, "two 8-bit moments, one FP32 scale per 256 elements"
     ),
     "adamwfp8": OptimizerBytes(_adamw_blocks, "two FP8 moments, one FP32 scale per 256 elements"),
-    "te-adam": OptimizerBytes(
-        _te_adam, "two BF16 moments; masters as the 16 bits that BF16 lacks", master=2
-    ),
     "muon": OptimizerBytes(_muon(4), "FP32 momentum for matrices, AdamW for the rest"),
     "muon8bit": OptimizerBytes(
         _muon(1 + 4 / 128), "INT8 momentum, one FP32 scale per 128 elements; AdamW for the rest"

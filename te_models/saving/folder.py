@@ -28,10 +28,10 @@ import te_models
 from te_models.errors import CheckpointError, UsageError
 from te_models.files.atomic import first_line, readable, replacing_folder, reraising, write_file
 from te_models.files.formats import (
+    MAX_FILE_BYTES,
     Document,
     Fields,
     Value,
-    json_limit,
     list_some,
     parse_index,
     parse_json,
@@ -121,7 +121,7 @@ class _Source:
         """Return the content of a small listed file, which is what was saved: JSON, or bytes that are not `parsed`."""
         path = self.locate(file)
         sha256 = self.files[file].sha256
-        data = read_bytes(path, json_limit(file), links=self.links)
+        data = read_bytes(path, MAX_FILE_BYTES, links=self.links)
         if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
             raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one that was saved")
         return parse_json(data, path) if parsed else data

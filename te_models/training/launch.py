@@ -100,7 +100,7 @@ def choose_parallel(config: TrainConfig, recorded: bool = False, lora: bool = Fa
         )
     if config.parallel != "auto":
         return config
-    whole = lora or config.optimizer == "te-adam" or config.optimizer_offload
+    whole = lora or config.optimizer_offload
     return dataclasses.replace(
         config, parallel="none" if world <= 1 else "ddp" if whole else "fsdp"
     )
@@ -136,10 +136,6 @@ def check_launch(config: TrainConfig) -> None:
         raise UsageError(
             f"--parallel {kind} splits each layer, which only adamw supports: leave out --optimizer, or choose "
             "--parallel fsdp or ddp"
-        )
-    if kind == "fsdp" and config.optimizer == "te-adam":
-        raise UsageError(
-            "te-adam updates only whole parameters: with --parallel fsdp choose another --optimizer"
         )
     if kind in ("fsdp", "tp", "fsdp+tp", "fsdp+ep") and config.optimizer_offload:
         raise UsageError(

@@ -2,22 +2,22 @@
 
 from te_models.files.formats import Fields
 from te_models.model.decoder import Decoder
-from te_models.optim import Optimizer
+from te_models.optim.master import MasterWeights
 from te_models.saving.sharded import whole_optimizer_state
 
 
-def optimizer_names(optimizer: Optimizer, model: Decoder) -> list[str]:
+def optimizer_names(optimizer: MasterWeights, model: Decoder) -> list[str]:
     """Return the names of the whole model's parameters, in the order of the optimizer."""
     names = _own_names(optimizer, model)
     return [name for name, _ in model.ep.every(zip(names, names, strict=True), str)]
 
 
-def trained_names(optimizer: Optimizer, model: Decoder) -> list[str]:
+def trained_names(optimizer: MasterWeights, model: Decoder) -> list[str]:
     """Return the names of the whole model's parameters that a run trains, each once."""
     return list(dict.fromkeys(optimizer_names(optimizer, model)))
 
 
-def optimizer_state(optimizer: Optimizer, model: Decoder) -> Fields:
+def optimizer_state(optimizer: MasterWeights, model: Decoder) -> Fields:
     """Return the state of an optimizer with an entry per parameter of the whole model."""
     state = optimizer.state_dict()
     if model.ep.size == 1:
@@ -25,7 +25,7 @@ def optimizer_state(optimizer: Optimizer, model: Decoder) -> Fields:
     return whole_optimizer_state(state, model, _own_names(optimizer, model))
 
 
-def _own_names(optimizer: Optimizer, model: Decoder) -> list[str]:
+def _own_names(optimizer: MasterWeights, model: Decoder) -> list[str]:
     """Return the names of the optimizer's parameters, in its order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names[id(parameter)] for parameter in optimizer.parameters]

@@ -222,29 +222,24 @@ class _Refusal:
     def _fixed(self, fsdp: bool) -> set[str]:
         """Return the keywords of plan_memory that this run cannot change, under FSDP2 or without."""
         scheme = self.check.plan.recipe.scheme
-        te_adam = self.config.optimizer == "te-adam"
         lora = self.settings.lora is not None
         fixed: set[str] = set()
         if self.resumed:
             fixed |= {"batch_size", "seq_len", "optimizer", "fp8_params", "lora_rank"}
         if self.check.device.type != "cuda":
             fixed.update(OFFLOADS)
-        if fsdp or te_adam:
+        if fsdp:
             fixed.add("optimizer_offload")
         if fsdp or self.settings.command != "finetune":
             fixed.add("lora_rank")  # adapters need the whole model on each process
         replicated = not fsdp and self.processes.ranks.world > 1 and not lora
-        if scheme not in (SHARDED_SCHEMES if fsdp else FP8_WEIGHTS) or te_adam or replicated:
+        if scheme not in (SHARDED_SCHEMES if fsdp else FP8_WEIGHTS) or replicated:
             fixed.add("fp8_params")
         return fixed
 
     def _more_gpus(self) -> str | None:
         """Return how to start the run on several GPUs; None if it cannot be, or that does not help."""
-        single = (
-            self.config.optimizer == "te-adam"
-            or self.config.optimizer_offload
-            or self.settings.lora is not None
-        )
+        single = self.config.optimizer_offload or self.settings.lora is not None
         if single or self.processes.ranks.world > 1 or self.check.device.type != "cuda":
             return None
         for gpus in GPUS:

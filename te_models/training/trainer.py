@@ -44,7 +44,6 @@ from te_models.fp8.primary_weights import drop_initial_values
 from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import divide_gradient_amaxes
 from te_models.optim import build_optimizer
-from te_models.optim.master import MasterWeights
 from te_models.optim.state_tensors import bytes_in
 from te_models.saving.adapters import facts_in
 from te_models.saving.load_model import read_training_state
@@ -416,7 +415,7 @@ class Trainer(NamedFields):
             self._check(queued)
         self.optimizer.set_learning_rate(queued.learning_rate)
         self.checkpoints.copied()  # a save in the background may still read what the update overwrites
-        if self.ahead and isinstance(self.optimizer, MasterWeights):
+        if self.ahead:
             self.optimizer.skip_if(~(loss + norm).isfinite())
         self.begun = None
         self.updating = True
@@ -604,7 +603,6 @@ class Trainer(NamedFields):
         """Return this process's part of an optimizer's saved state: where FSDP2 shards it, the shards."""
         if not self.parallel.sharded or self.parallel.owners() is not None:
             return saved
-        assert isinstance(self.optimizer, MasterWeights)
         names = optimizer_names(self.optimizer, self.model)
         return cut_optimizer_state(saved, self.optimizer.masters, self.model, names)
 

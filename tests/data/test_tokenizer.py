@@ -289,7 +289,7 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     "eos as a number": (b'{"eos_token": 3}', "eos_token is 3: give the text"),
     "eos with a number inside": (b'{"eos_token": {"content": 3}}', "eos_token is 3: give the text"),
     "eos id as text": (b'{"eos_token_id": "2"}', 'eos_token_id is "2": give a whole number'),
-    "large": (b" " * (5 * 2**20), "tokenizer_config.json has 5242880 bytes, more than the limit"),
+    "large": (b" " * (2**26 + 1), "tokenizer_config.json has 67108865 bytes, more than the limit"),
 }
 
 

@@ -248,3 +248,18 @@ def test_parsing_searches_for_no_cycles(tmp_path: Path) -> None:
     finally:
         gc.callbacks.pop()
     assert len(searches) < 10 and gc.isenabled()
+
+
+def test_the_index_of_a_large_model_is_read(tmp_path: Path) -> None:
+    """One of experts with scales of their own has 90,000 tensors and more, in 9 MB and more."""
+    names = (
+        f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight{scale}"
+        for layer in range(61)
+        for expert in range(384)
+        for part in ("gate", "up", "down")
+        for scale in ("", "_scale_inv")
+    )
+    index = {"weight_map": dict.fromkeys(names, "model-00001-of-000163.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert (tmp_path / "model.safetensors.index.json").stat().st_size > 9e6
+    assert read_json(tmp_path / "model.safetensors.index.json") == index

@@ -46,7 +46,7 @@ TEXT = [
     Document(f"line {i}: the quick brown fox jumps over the lazy dog; {i * i}\n" * 3)
     for i in range(30)
 ]
-# Every optimizer, with options that matter for what is stored. te-adam needs a GPU: it has its own test.
+# Every optimizer, with options that matter for what is stored.
 CASES = [
     ("adamw", ""),
     ("adamw8bit", ""),
@@ -61,7 +61,7 @@ NAMES = [f"{name} {options}".strip() for name, options in CASES]
 
 
 def test_the_cases_are_all_optimizers() -> None:
-    assert {name for name, _ in CASES} | {"te-adam"} == set(OPTIMIZERS)
+    assert {name for name, _ in CASES} == set(OPTIMIZERS)
 
 
 @pytest.fixture(autouse=True)
@@ -370,7 +370,6 @@ def test_the_rest_has_its_own_learning_rate() -> None:
         ("galore", "rank=0", "rank=0 is out of range"),
         ("galore", {"rank": "many"}, "rank='many' is not a number"),
         ("muon", "rest=sgd", "choose one of adamw, adamw8bit, adamwfp8"),
-        ("te-adam", "", "only on the native engine"),
     ],
 )
 def test_mistakes_are_named(name: str, options: Any, message: str) -> None:
@@ -477,33 +476,3 @@ def test_quantization_is_within_half_a_step_of_each_block(shape: tuple[int, int]
     blocks = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % 128)).view(-1, 128)
     assert_same_bits("scales.squeeze(1)", scales.squeeze(1), blocks.abs().amax(1) / 127)
     assert not quantize(torch.zeros(5, 5))[0].any()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("moments", ["bf16", "fp8", "fp32"])
-def test_te_adam_keeps_exact_masters_and_resumes_in_every_bit(moments: str) -> None:
-    def run(steps: int, state: Any = None, weights: Any = None) -> tuple[Any, Any]:
-        torch.manual_seed(0)
-        model = CausalLM.from_preset("gated-nano", device="cuda", **SHAPE)
-        optimizer = build_optimizer("te-adam", model, 1e-4, 0.1, {"moments": moments})
-        if state is not None:
-            model.load_state_dict(weights, strict=False)
-            optimizer.load_state_dict(state)
-        for step in range(steps):
-            generator = torch.Generator("cuda").manual_seed(step + (0 if state is None else 2))
-            for p in model.parameters():
-                p.grad = torch.randn(p.shape, generator=generator, device="cuda").bfloat16()
-            optimizer.take_gradients(1.0)
-            optimizer.step()
-        return model, optimizer
-
-    whole, half = run(4), run(2)
-    weights = {name: p.detach() for name, p in half[0].named_parameters()}
-    resumed = run(2, half[1].state_dict(), weights)
-    for (name, p), q in zip(whole[0].named_parameters(), resumed[0].parameters(), strict=True):
-        assert_same_bits(name, p, q)
-    assert_same_state(whole[1].state_dict(), resumed[1].state_dict())
-    per_parameter = state_bytes(whole[1].state_dict()["state"]) / sum(
-        p.numel() for p in whole[0].parameters()
-    )
-    assert per_parameter == pytest.approx({"bf16": 6, "fp8": 5, "fp32": 10}[moments], rel=0.01)

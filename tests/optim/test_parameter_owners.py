@@ -263,7 +263,6 @@ def test_unsupported_optimizers_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     check_launch(TrainConfig(parallel="fsdp", optimizer="muon8bit"))
     for config, reason in (
         (TrainConfig(parallel="tp", optimizer="muon"), "which only adamw supports"),
-        (TrainConfig(parallel="fsdp", optimizer="te-adam"), "choose another --optimizer"),
         (
             TrainConfig(parallel="fsdp", optimizer="muon", optimizer_offload=True),
             "leave out --optimizer-offload",

@@ -18,7 +18,7 @@ from bits import assert_same_bits, assert_same_tensors
 from torch import Tensor
 
 from te_models.errors import CheckpointError
-from te_models.files.formats import TEXT_BYTES, read_json
+from te_models.files.formats import MAX_FILE_BYTES, read_json
 from te_models.files.tensors import MAX_HEADER_BYTES, read_safetensors
 from te_models.saving.folder import _digest as manifest_digest
 from te_models.saving.folder import load_folder, save_folder
@@ -163,7 +163,7 @@ class Subclass(torch.Tensor):
         ({}, {"config": {"x": (1, 2)}}, "flatten_state"),
         ({}, {"config": {1: 2}}, "flatten_state"),
         ({}, {"config": {"x": torch.float32}}, "flatten_state"),
-        ({}, {"config": "x" * TEXT_BYTES}, "more than the limit"),
+        ({}, {"config": "x" * MAX_FILE_BYTES}, "more than the limit"),
     ],
 )
 def test_values_that_would_not_round_trip_are_refused(
@@ -304,7 +304,7 @@ JSON: dict[str, bytes] = {
     "empty": b"",
     "deep list": b"[" * 1_000_000,
     "deep object": b'{"a":' * 1_000_000,
-    "over the limit": b" " * TEXT_BYTES + b"{}",
+    "over the limit": b" " * MAX_FILE_BYTES + b"{}",
     "NaN": b'{"x": NaN}',
     "infinity": b'{"x": -Infinity}',
     "overflowing float": b'{"x": 1e999}',

@@ -60,7 +60,6 @@ def test_a_start_that_does_not_fit_is_refused(
         ("auto", 0, False, {}, "none"),
         ("auto", 1, False, {}, "none"),
         ("auto", 4, False, {}, "fsdp"),
-        ("auto", 4, False, {"optimizer": "te-adam"}, "ddp"),
         ("auto", 4, False, {"optimizer_offload": True}, "ddp"),
         ("ddp", 4, False, {}, "ddp"),
         ("ddp", 4, True, {}, "ddp"),

@@ -92,7 +92,6 @@ FP8, OFFLOAD = "--fp8-params", "--optimizer-offload"
     ("given", "options", "gib", "never"),
     [
         (dict(recipe="nvfp4"), {}, 30, [FP8]),
-        (dict(optimizer="te-adam"), {}, 80, [FP8, OFFLOAD]),
         (dict(optimizer="adamw8bit", optimizer_options="stochastic_rounding=true"), {}, 60, [FP8]),
         (dict(optimizer_options="beta2=0.99"), {}, 60, []),
         (dict(batch_size=3), {}, 20, []),
