@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parent.parent / "te_models"
 ORDER = (  # packages and modules at the top, lowest first
     "errors", "config", "planning", "files", "distributed", "device", "numerics", "kernels", "recorder", "engine",
-    "fp8", "model", "interop", "saving", "optim", "data", "serving", "generation", "causal_lm", "huggingface",
-    "training", "inspect", "cli", "__main__",
+    "fp8", "model", "interop", "saving", "optim", "data", "serving", "generation", "causal_lm", "adapters",
+    "huggingface", "training", "inspect", "cli", "__main__",
 )  # fmt: skip
 # Packages that may import a library, and those that run without torch.
 ONLY_IN = {
@@ -19,7 +19,7 @@ ONLY_IN = {
     "transformer_engine_torch": {"engine"},
     "click": {"cli"},
     "jinja2": {"data"},
-    "peft": {"training"},
+    "peft": {"adapters", "training"},
     "huggingface_hub": {"interop"},
     "transformers": {"data", "huggingface", "inspect", "serving"},
     "vllm": {"serving"},

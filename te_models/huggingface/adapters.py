@@ -13,170 +13,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_models.adapters.parameters import AdaptedWeight, Shown, Stack
+from te_models.adapters.rows import AdaptedRows, Rows, base_of, fp8_enabled, padded_product
 from te_models.causal_lm import CausalLM
-from te_models.config.recipe import SCHEMES
-from te_models.engine import engine_module
 from te_models.errors import ConfigError, UsageError
 from te_models.files.formats import Document, list_some
-from te_models.fp8.primary_weights import plain
-from te_models.huggingface.expert_adapters import AdaptedWeight, Alias, Shown, Stack, write_rows
 from te_models.interop.hf import Place, expert_places, module_places
 from te_models.interop.hf_expert_families import dropped_by_peft
 from te_models.interop.hf_families import Family, family_for, family_of
 from te_models.kernels.elementwise import ScaledEmbedding
-from te_models.model.te_modules import pad_rows
 
-# FP8 products take multiples of this many rows under every recipe.
-ROWS = max(scheme.rows for scheme in SCHEMES.values())
 LINEARS_OF_MLP = re.compile(r"(gate|up|down)_proj|\bw[123]\b")  # as files of transformers name them
-
-
-class Rows(nn.Linear):
-    """Rows of a te.Linear under their name in transformers.
-
-    Args:
-        owner: the te.Linear; no submodule of this one, so that its parameters are not listed twice.
-        place: the rows.
-    """
-
-    def __init__(self, owner: nn.Module, place: Place) -> None:
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = place.shape
-        self.owner, self.place = (owner,), place
-        self.run: Callable[[Tensor], Tensor] | None = None  # in the pass under way
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[bad-override]  # a parameter of nn.Linear
-        """The rows of the weight [rows, in]; writing to its `data`, or another weight, writes them."""
-        return self._alias("weight")
-
-    @property
-    def bias(self) -> Tensor | None:  # type: ignore[bad-override]  # a parameter of nn.Linear
-        """The rows of the bias [rows], None without one; written as the weight is."""
-        (owner,) = self.owner
-        return self._alias("bias") if "bias" in owner._parameters else None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a weight or bias that peft assigns is written into the rows."""
-        if name in ("weight", "bias"):
-            self._write(name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def _alias(self, name: str) -> Tensor:
-        (owner,) = self.owner
-        values = self.place.save(plain(owner.get_parameter(name))).clone()
-
-        def write(new: Tensor) -> None:
-            values.copy_(new.as_subclass(Tensor))
-            write_rows(owner, name, self.place, values)
-
-        return Alias(values, lambda: values, write)
-
-    def _write(self, name: str, value: Tensor | None) -> None:
-        """Take a tensor in place of the weight or bias, unless it is that itself, or missing as there."""
-        (owner,) = self.owner
-        if value is not None and not isinstance(value, Alias):
-            write_rows(owner, name, self.place, value)
-
-    def columns(self) -> Tensor:
-        """Return which of the te.Linear's outputs the rows make, int64 [rows]."""
-        (owner,) = self.owner
-        weight = owner.get_parameter("weight")
-        return self.place.save(torch.arange(len(weight), device=weight.device))
-
-    def forward(self, input: Tensor, *args: object, **options: object) -> Tensor:
-        """Return the rows' output for input [..., in]: that of the te.Linear in the pass under way.
-
-        Outside of a pass it is the input times the weight.
-        """
-        return F.linear(input, self.weight, self.bias) if self.run is None else self.run(input)
-
-
-class DividedLinear(nn.Module):
-    """A te.Linear of which peft has adapted some rows, or may do so: the Rows of `names` below the module `part`."""
-
-    by_sequence = True
-
-    def __init__(self, base_layer: nn.Module, part: nn.Module, names: tuple[str, ...]) -> None:
-        super().__init__()
-        self.base_layer, self.part, self.names = base_layer, (part,), names
-        self.fp8_enabled = _fp8_enabled(type(base_layer))
-
-    def forward(self, x: Tensor, **options: object) -> Tensor:
-        """Map x [..., in] to [..., out], through peft's layers where they are.
-
-        A layer that gives its rows another input than x has them from a product of that input with the whole weight.
-        """
-        out = self._product(x, **options)
-        whole = out  # before any update
-        for name in self.names:
-            layer = self.part[0].get_submodule(name)
-            if isinstance(layer, Rows):
-                continue
-            rows = base_of(layer)
-            assert isinstance(rows, Rows)
-            columns = rows.columns()
-
-            def run(given: Tensor, columns: Tensor = columns) -> Tensor:
-                product = whole if given is x else self._product(given.to(x.dtype), **options)
-                return product.index_select(-1, columns)
-
-            rows.run = run
-            try:
-                out = out.index_copy(-1, columns, layer(x).to(out.dtype))
-            finally:
-                rows.run = None
-        return out
-
-    def _product(self, x: Tensor, **options: object) -> Tensor:
-        """Return the te.Linear of x [..., in], whose rows FP8 asks to be many enough."""
-        return padded_product(self.base_layer, x, self.fp8_enabled(), **options)
-
-    def merge(self, *args: object, **options: object) -> None:
-        """Do nothing: the layers of the rows merge into the te.Linear themselves; peft calls it."""
-
-    def get_base_layer(self) -> nn.Module:
-        """Return the te.Linear."""
-        return self.base_layer
-
-    def unload_and_optionally_merge_module(self, **options: object) -> nn.Module:
-        """Return the te.Linear, into which peft merges the adapters of its rows; peft calls it."""
-        return self.base_layer
-
-
-def padded_product(
-    linear: Callable[..., Tensor], x: Tensor, fp8: bool, **options: object
-) -> Tensor:
-    """Return linear(x) of x [..., in]; with `fp8` on rows of zeros up to the multiple that every recipe takes."""
-    if x.dim() == 2:
-        return linear(x, **options)
-    count = x.shape[:-1].numel()
-    rows = x.reshape(count, x.shape[-1])
-    if fp8 and count % ROWS:
-        rows = pad_rows(rows, -(-count // ROWS) * ROWS)
-    out = linear(rows, **options)
-    # Of a slice, since the output of an autograd.Function that is a view itself cannot be changed in place.
-    return out[:count].unflatten(0, x.shape[:-1])
-
-
-def base_of(layer: nn.Module) -> nn.Module:
-    """Return the module that a layer of peft, or several around each other, has inside."""
-    while True:
-        inside = layer._modules.get("base_layer", layer._modules.get("original_module"))
-        if inside is None:
-            return layer
-        layer = inside
-
-
-def _fp8_enabled(kind: type[nn.Module]) -> Callable[[], bool]:
-    """Return the function that says whether an autocast is open of the engine that a class is from."""
-    native = kind.__module__.startswith("transformer_engine.")
-    te = engine_module("native" if native else "emulated")
-    return te.FP8GlobalStateManager.is_fp8_enabled
 
 
 def _blank(
@@ -254,7 +103,7 @@ def _linear(kind: type[nn.Module]) -> type[nn.Module]:
     [B, S, in], which peft's layers pass on, are padded here.
     """
 
-    enabled = _fp8_enabled(kind)
+    enabled = fp8_enabled(kind)
 
     def bias(linear: nn.Module) -> Tensor | None:
         return linear._parameters.get("bias")
@@ -316,7 +165,7 @@ def show_linears(model: CausalLM) -> Placed:
         _sort(model.get_submodule(parent), names)
     _show_whole(model, model.lm_head)
     placed: Placed = {
-        ours: StandIn(functools.partial(DividedLinear, names=names), holders[ours])
+        ours: StandIn(functools.partial(AdaptedRows, names=names), holders[ours])
         for ours, names in found.items()
     }
     return placed | _show_parameters(model, places, family)
@@ -471,7 +320,7 @@ def place_adapters(model: CausalLM, placed: Placed, configs: Document) -> None:
         parent, _, leaf = ours.rpartition(".")
         part = model.get_submodule(parent)
         module = part.get_submodule(leaf)
-        if not isinstance(module, (DividedLinear, AdaptedWeight)):
+        if not isinstance(module, (AdaptedRows, AdaptedWeight)):
             holder = model.get_submodule(stand_in.holder)
             part.add_module(leaf, stand_in.make(module, holder))
     mark_adapters(model)
@@ -493,14 +342,21 @@ def names_in_files(model: CausalLM) -> dict[str, str]:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Return whether a module is a layer of peft."""
-    return type(module).__module__.startswith("peft.")
+    """Return whether a module is a layer of peft, or one of LoRA here."""
+    return type(module).__module__.startswith(("peft.", "te_models.adapters.layers"))
 
 
 def mark_adapters(model: CausalLM) -> None:
-    """Let peft's layers around linears get sequences [B, S, in]: some of its methods differ from one to the next."""
+    """Let LoRA be the layer of te-models, and others of peft get sequences [B, S, in], which some treat differently."""
+    if not any(is_adapted(module) for module in model.modules()):
+        return
+    from te_models.adapters.layers import LoraLinear, adopt  # noqa: PLC0415  needs peft
+
+    adopt(model)
     for module in model.modules():
-        if is_adapted(module) and isinstance(base_of(module), nn.Linear):
+        if isinstance(module, LoraLinear) or not is_adapted(module):
+            continue
+        if isinstance(base_of(module), nn.Linear):
             module.by_sequence = True  # type: ignore[bad-assignment]
 
 

@@ -9,59 +9,59 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import os
 import tempfile
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor
 
+from te_models.adapters.layers import LoraExperts, LoraLinear
+from te_models.adapters.rows import (
+    AdaptedRows,
+    Rows,
+    hide_rows,
+    place_rows,
+    show_rows,
+    without_layers,
+)
 from te_models.causal_lm import CausalLM
 from te_models.errors import CheckpointError, UsageError, needs, refuse, unknown
-from te_models.files.atomic import reraising
-from te_models.files.formats import read_json
-from te_models.files.tensors import check_finite, read_safetensors
-from te_models.fp8.primary_weights import plain
 from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import check_fp8_state
-from te_models.interop.hf_expert_families import dropped_by_peft
-from te_models.interop.hf_families import BESIDE_TEXT, without_others
 from te_models.interop.hub import local_folder
 from te_models.interop.origin import TOKEN_IDS, TRAINED
 from te_models.saving.adapters import BASE_CONFIG, GENERATION, trained_config
-from te_models.saving.folder import MANIFEST, Folder, load_folder, match, save_folder
+from te_models.saving.folder import MANIFEST, save_folder
 from te_models.saving.load_model import read_recipe
 from te_models.saving.pretrained import config_document, saved_folder
-from te_models.training.lora_config import check_fields, read_config, wanted_adapters, whole_modules
-from te_models.training.lora_layer import LoraExperts, LoraLinear
+from te_models.training.lora_config import check_fields, wanted_adapters, whole_modules
+from te_models.training.lora_files import (
+    SavedAdapter,
+    adapter_file,
+    adapters_in,
+    parameters_in,
+    ranks_of,
+    read_adapter,
+    their_targets,
+)
 from te_models.training.lora_targets import (
-    Fused,
-    Modules,
     Wanted,
     adaptable_modules,
     alpha_of,
-    fuse,
-    join,
+    layers_of,
     module_of,
-    share_a,
-    split,
 )
 
 with needs("te_models.training.lora", "peft", "0.19", "lora"):
     from peft import LoraConfig, LoraModel, PeftConfig, PeftModel, get_peft_model
-    from peft.utils import ModulesToSaveWrapper
 
 if TYPE_CHECKING:
     from te_models.huggingface.modeling import TEModelsForCausalLM
 
-WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of every name in an adapter's file
-MAGNITUDE = ".lora_magnitude_vector"  # the end of the name of the lengths that DoRA trains
 WITHOUT_EFFECT = (*TOKEN_IDS, "initializer_range")  # on the outputs of a model
 
 
@@ -73,15 +73,16 @@ class AdaptedModel(PeftModel):
         model: CausalLM,
         peft_config: PeftConfig,
         adapter_name: str = "default",
-        fused: Mapping[str, Fused] | None = None,
+        layers: Mapping[str, Wanted] | None = None,
         **options: Any,
     ) -> None:
-        """Freeze `model` and add adapters: `fused`, te.Linear -> adapter, or what `peft_config` targets."""
-        config, fused = _resolved(model, peft_config, fused)
+        """Freeze `model` and add adapters: `layers`, name -> adapter, or what `peft_config` targets."""
+        config, layers = _resolved(model, peft_config, layers)
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        rows = _show(model, layers)
         super().__init__(model, config, adapter_name, **options)
         self._trained_before = trained
-        _divide(self, adapter_name, config, fused)
+        place_rows(model, rows)
 
     def get_base_model(self) -> CausalLM:
         """Return the model inside, with the adapters in it."""
@@ -106,6 +107,7 @@ class AdaptedModel(PeftModel):
 
     def _thawed(self) -> CausalLM:
         model = self.get_base_model()
+        hide_rows(model)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in self._trained_before)
         return model
@@ -116,12 +118,14 @@ class AdaptedModel(PeftModel):
         peft_config: PeftConfig,
         low_cpu_mem_usage: bool = False,
         autocast_adapter_dtype: bool = True,
-        fused: Mapping[str, Fused] | None = None,
+        layers: Mapping[str, Wanted] | None = None,
     ) -> None:
         """Add another adapter, which starts at zero and is inactive until `set_adapter`."""
-        config, fused = _resolved(self.get_base_model(), peft_config, fused)
+        model = self.get_base_model()
+        config, layers = _resolved(model, peft_config, layers)
+        rows = _show(model, layers)
         super().add_adapter(adapter_name, config, low_cpu_mem_usage, autocast_adapter_dtype)
-        _divide(self, adapter_name, config, fused)
+        place_rows(model, rows)
 
     # The methods below leave out peft's options for reading and writing files, which is done here.
     def load_adapter(  # type: ignore[override]  # fewer options
@@ -133,12 +137,12 @@ class AdaptedModel(PeftModel):
             CheckpointError: the folder is damaged, does not fit the model, or has other modules or ranks than the
                 adapter of that name.
         """
-        adapter = _read_adapter(
+        adapter = read_adapter(
             self.get_base_model(), saved_folder(local_folder(model_id)), is_trainable
         )
         if adapter_name not in self.peft_config:
-            self.add_adapter(adapter_name, adapter.config, fused=adapter.fused)
-        elif adapter.fused != _adapters(self, adapter_name):
+            self.add_adapter(adapter_name, adapter.config, layers=adapter.layers)
+        elif ranks_of(adapter.layers) != ranks_of(adapters_in(self.get_base_model(), adapter_name)):
             raise CheckpointError(
                 f"{model_id} has other modules or ranks than adapter {adapter_name!r}: load it by another name"
             )
@@ -266,7 +270,7 @@ def _add_to_linears(model: TEModelsForCausalLM, config: LoraConfig) -> PeftModel
     for name, one in found.items():
         parts = [name] if name in modules.theirs else modules.parts_of(module_of(one.place))
         wanted |= dict.fromkeys(parts, one)
-    targets = _their_targets(wanted, modules, config.use_rslora)
+    targets = their_targets(wanted, modules, config.use_rslora)
     return get_peft_model(model, dataclasses.replace(config, **targets, task_type="CAUSAL_LM"))
 
 
@@ -298,12 +302,12 @@ def adapter_content(
     """
     name = adapter_name or adapted.active_adapter
     model = adapted.get_base_model()
-    tensors, config = _file_content(adapted, name)
+    own = adapted.peft_config[name]
+    assert isinstance(own, LoraConfig)
+    tensors, config = adapter_file(model, own, name)
     groups = {"adapter_model": tensors}
     if state := model.copied_fp8_state():
-        groups["fp8_state"] = {
-            name.replace(".base_layer.", "."): tensor for name, tensor in state.items()
-        }
+        groups["fp8_state"] = {without_layers(name): tensor for name, tensor in state.items()}
     documents: dict[str, object] = {"adapter_config": config, "recipe": model.recipe.to_dict()}
     origin = model.origin
     if of_run or (origin.shape is not None and origin.shape != model.config):
@@ -354,13 +358,13 @@ def load_lora(
     if not isinstance(model, CausalLM):
         raise UsageError(wrong)
     path = saved_folder(local_folder(folder))
-    adapter = _read_adapter(model, path, trainable)
+    adapter = read_adapter(model, path, trainable)
     _compare_shapes(model, path)
     state = adapter.saved.tensors.get("fp8_state", {})
     check_fp8_state(model, state)
     recipe = read_recipe(adapter.saved) if state else model.recipe
     model.take_fp8_state(state, recipe)
-    adapted = AdaptedModel(model, adapter.config, adapter_name, adapter.fused)
+    adapted = AdaptedModel(model, adapter.config, adapter_name, adapter.layers)
     _fill(adapted, adapter_name, adapter)
     return adapted if trainable else adapted.eval()
 
@@ -382,161 +386,35 @@ def _compare_shapes(model: CausalLM, folder: Path) -> None:
         )
 
 
-class _Adapter(NamedTuple):
-    """An adapter as read from a folder."""
-
-    saved: Folder
-    config: LoraConfig
-    fused: dict[str, Fused]  # te.Linear -> its adapter
-    values: dict[str, Tensor]  # of our parameters below the adapter
-
-
-def _read_adapter(model: CausalLM, folder: Path, trainable: bool) -> _Adapter:
-    """Read and check an adapter for `model`, which does not change."""
-    if folder.is_dir() and not (folder / WEIGHTS).exists() and list(folder.glob("*.bin")):
-        raise CheckpointError(
-            f"{folder} holds its adapters as a pickle, which can run code: save them as safetensors"
-        )
-    modules, path = adaptable_modules(model), folder / "adapter_config.json"
-    if folder.is_dir() and not path.exists() and (folder / "config.json").exists():
-        raise CheckpointError(
-            f"{folder} holds a whole model and no adapters: load it with CausalLM.from_pretrained"
-        )
-    if (folder / MANIFEST).exists():
-        saved = load_folder(
-            folder, ["adapter_config", "adapter_model"], optional=["fp8_state", "recipe"]
-        )
-    else:  # of peft itself
-        saved = Folder(
-            folder,
-            {"adapter_model": read_safetensors(folder / WEIGHTS)},
-            {"adapter_config": read_json(path)},
-        )
-    tensors = {
-        modules.as_stored(name): tensor for name, tensor in saved.tensors["adapter_model"].items()
-    }
-    others = [name for name in tensors if name.removeprefix(PREFIX).startswith(BESIDE_TEXT)]
-    if others:
-        warnings.warn(without_others(name.removeprefix(PREFIX) for name in others), stacklevel=3)
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in others}
-    modules = modules.as_in(name.removeprefix(PREFIX) for name in tensors)
-    config = read_config(path, saved.documents["adapter_config"], modules)
-    config.inference_mode = not trainable
-    headless = not any(
-        name.startswith((f"{PREFIX}model.", f"{PREFIX}lm_head.")) for name in tensors
-    )
-    with reraising(path, UsageError):
-        wanted = wanted_adapters(config, modules, headless)
-        whole = whole_modules(config, modules, model)
-        fused = fuse(wanted.values(), modules)
-    tensors = _without_head(model, tensors, folder)
-    match(_expected(model, wanted, whole, modules, config.use_dora), tensors, check_dtype=False)
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or tensor.itemsize == 1:
-            raise CheckpointError(
-                f"{folder}: {name} is {tensor.dtype}: save adapters in BF16, FP16 or FP32"
-            )
-    check_finite(tensors, folder)
-    pairs = {
-        one.place: (tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"])
-        for key, one in _keys(wanted, modules).items()
-    }
-    keys = {one.place: key for key, one in _keys(wanted, modules).items()}
-    values = {f"{ours}.weight": tensors[f"{PREFIX}{name}.weight"] for name, ours in whole.items()}
-    for module, one in fused.items():
-        theirs = modules.parts_of(module)
-        fused[module] = one = share_a(one, theirs, pairs)
-        mine = {place: pair for place, pair in pairs.items() if place.name == f"{module}.weight"}
-        values[f"{module}.lora_A"], values[f"{module}.lora_B"] = join(
-            one, modules.ours[module], mine
-        )
-        if config.use_dora:
-            lengths = {
-                place: tensors[f"{key}{MAGNITUDE}"] for place, key in keys.items() if place in mine
-            }
-            whole_length = torch.zeros(modules.ours[module].shape[0])
-            for place, values_of_rows in lengths.items():
-                place.load(whole_length, values_of_rows)
-            values[f"{module}.lora_magnitude"] = whole_length
-    return _Adapter(saved, config, fused, values)
-
-
-def _without_head(
-    model: CausalLM, tensors: Mapping[str, Tensor], folder: Path
-) -> dict[str, Tensor]:
-    """Return the tensors without the copy of the frozen head that peft saves with an adapter on it."""
-    left, name = dict(tensors), f"{PREFIX}lm_head.base_layer.weight"
-    if (head := left.pop(name, None)) is not None:
-        own = plain(model.lm_head.get_parameter("weight")).cpu()
-        if own.shape != head.shape or not torch.equal(head.to(own.dtype), own):
-            raise CheckpointError(
-                f"{folder}: {name} is not the model's head: load the model that the adapter was trained on"
-            )
-    return left
-
-
-def _keys(wanted: Mapping[str, Wanted], modules: Modules) -> dict[str, Wanted]:
-    """Return the name in an adapter's file, without ".lora_A.weight", of each adapter of transformers' modules.
-
-    peft wraps the module of a parameter, once for each of its parameters in their order: that of gate_up_proj is inside
-    that of down_proj.
-    """
-    found = {}
-    for name, one in wanted.items():
-        parent, _, leaf = name.rpartition(".")
-        inside = leaf == "gate_up_proj" and f"{parent}.down_proj" in wanted
-        own = (
-            name if module_of(one.place) not in modules.counts else parent + ".base_layer" * inside
-        )
-        found[f"{PREFIX}{own}"] = one
-    return found
-
-
-def _expected(
-    model: CausalLM,
-    wanted: Mapping[str, Wanted],
-    whole: Mapping[str, str],
-    modules: Modules,
-    dora: bool,
-) -> dict[str, Tensor]:
-    """Return the names and shapes in the file of an adapter, on the meta device."""
-    expected: dict[str, tuple[int, ...]] = {
-        f"{PREFIX}{name}.weight": (model.config.vocab_size, model.config.hidden_size)
-        for name in whole
-    }
-    for key, one in _keys(wanted, modules).items():
-        expected[f"{key}.lora_A.weight"], expected[f"{key}.lora_B.weight"] = modules.sizes(one)
-        if dora:
-            expected[f"{key}{MAGNITUDE}"] = (one.place.shape[0],)
-    return {name: torch.empty(shape, device="meta") for name, shape in expected.items()}
-
-
 def _resolved(
-    model: CausalLM, config: PeftConfig, fused: Mapping[str, Fused] | None
-) -> tuple[LoraConfig, Mapping[str, Fused]]:
-    """Return peft's config with the names of ours that it targets and their ranks, and te.Linear -> its adapter."""
+    model: CausalLM, config: PeftConfig, layers: Mapping[str, Wanted] | None
+) -> tuple[LoraConfig, Mapping[str, Wanted]]:
+    """Return peft's config with the layers that it targets and their ranks, by their names in the model, and these."""
     if model.tp.size > 1:
         raise UsageError(
             "LoRA on a tensor-parallel model is not supported: load it without tp_mesh"
         )
     config = copy.deepcopy(config)
-    check_fields(config.to_dict(), init=fused is None)
+    check_fields(config.to_dict(), init=layers is None)
     assert isinstance(config, LoraConfig)
     modules = adaptable_modules(model)
     whole = whole_modules(config, modules, model)
-    if fused is None:
-        fused = fuse(wanted_adapters(config, modules).values(), modules)
-    if model.ep.size > 1 and modules.counts.keys() & fused.keys():
+    if layers is None:
+        layers = layers_of(wanted_adapters(config, modules).values(), modules)
+    on_experts = bool(modules.counts.keys() & layers.keys())
+    if model.ep.size > 1 and on_experts:
         raise UsageError(
             "adapters on experts need all experts on each process: use --parallel fsdp, not fsdp+ep"
         )
+    if config.use_dora and on_experts:
+        raise UsageError("DoRA on experts is not supported: leave experts out of the targets")
     alphas = {
-        name: alpha_of(one.scaling, one.rank, config.use_rslora) for name, one in fused.items()
+        name: alpha_of(one.scaling, one.rank, config.use_rslora) for name, one in layers.items()
     }
-    config.target_modules, config.target_parameters = list(fused), None
+    config.target_modules, config.target_parameters = list(layers), None
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
     config.modules_to_save = list(whole.values()) or None
-    config.rank_pattern = {name: one.rank for name, one in fused.items() if one.rank != config.r}
+    config.rank_pattern = {name: one.rank for name, one in layers.items() if one.rank != config.r}
     config.alpha_pattern = {
         name: alpha for name, alpha in alphas.items() if alpha != config.lora_alpha
     }
@@ -545,133 +423,28 @@ def _resolved(
     # A task type would wrap the model in a class that passes it arguments that only models of transformers accept.
     config.task_type = None
     config._register_custom_module(
-        {model.te.Linear: LoraLinear, model.te.GroupedLinear: LoraExperts}
+        {
+            Rows: LoraLinear,
+            AdaptedRows: LoraLinear,
+            model.te.Linear: LoraLinear,
+            model.te.GroupedLinear: LoraExperts,
+        }
     )
-    return config, fused
+    return config, layers
 
 
-def _layers(adapted: AdaptedModel, adapter_name: str) -> dict[str, LoraLinear]:
-    """Return te.Linear -> its layer that has the adapter."""
-    modules = adapted.get_base_model().named_modules()
-    return {
-        name: m for name, m in modules if isinstance(m, LoraLinear) and adapter_name in m.lora_A
-    }
-
-
-def _adapters(adapted: AdaptedModel, adapter_name: str) -> dict[str, Fused]:
-    return {
-        name: layer.fused[adapter_name] for name, layer in _layers(adapted, adapter_name).items()
-    }
-
-
-def _divide(
-    adapted: AdaptedModel, adapter_name: str, config: LoraConfig, fused: Mapping[str, Fused]
-) -> None:
-    """Divide the new adapter of each te.Linear into its parts."""
-    for name, layer in _layers(adapted, adapter_name).items():
-        layer.fuse(adapter_name, fused[name], config.init_lora_weights)
-        if config.use_dora:
-            layer.add_magnitude(adapter_name)
-
-
-def _parameters(adapted: AdaptedModel, adapter_name: str) -> dict[str, Tensor]:
-    """Return the adapter's "<te.Linear>.lora_A" and ".lora_B", and the parameters of fully trained modules."""
-    found: dict[str, Tensor] = {}
-    for name, layer in _layers(adapted, adapter_name).items():
-        found[f"{name}.lora_A"] = layer.lora_A[adapter_name].get_parameter("weight")
-        found[f"{name}.lora_B"] = layer.lora_B[adapter_name].get_parameter("weight")
-        if adapter_name in layer.lora_magnitude:
-            found[f"{name}.lora_magnitude"] = layer.lora_magnitude[adapter_name]
-    for name, module in adapted.get_base_model().named_modules():
-        if isinstance(module, ModulesToSaveWrapper) and adapter_name in module.modules_to_save:
-            found[f"{name}.weight"] = module.modules_to_save[adapter_name].get_parameter("weight")
-    return found
+def _show(model: CausalLM, layers: Mapping[str, Wanted]) -> dict[str, list[str]]:
+    """Show peft the rows of te.Linears that get adapters of their own; return te.Linear -> their names."""
+    rows: dict[str, list[str]] = {}
+    for name, one in layers.items():
+        module = module_of(one.place)
+        if name != module:
+            rows.setdefault(module, []).append(name)
+            show_rows(model, name, module, one.place)
+    return rows
 
 
 @torch.no_grad()
-def _fill(adapted: AdaptedModel, adapter_name: str, adapter: _Adapter) -> None:
-    for name, parameter in _parameters(adapted, adapter_name).items():
+def _fill(adapted: AdaptedModel, adapter_name: str, adapter: SavedAdapter) -> None:
+    for name, parameter in parameters_in(adapted.get_base_model(), adapter_name).items():
         parameter.copy_(adapter.values[name])
-
-
-def _file_content(
-    adapted: AdaptedModel, adapter_name: str
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the config of an adapter as peft saves them for the model of transformers."""
-    modules, own = adaptable_modules(adapted.get_base_model()), adapted.peft_config[adapter_name]
-    assert isinstance(own, LoraConfig)
-    parameters = {name: p.detach() for name, p in _parameters(adapted, adapter_name).items()}
-    pairs, wanted = {}, {}
-    for module, fused in _adapters(adapted, adapter_name).items():
-        a, b = parameters[f"{module}.lora_A"], parameters[f"{module}.lora_B"]
-        for name, (one, *pair) in split(fused, modules.parts_of(module), a, b).items():
-            wanted[name], pairs[one.place] = one, pair
-    tensors: dict[str, Tensor] = {}
-    for key, one in _keys(wanted, modules).items():
-        tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = pairs[one.place]
-        magnitude = parameters.get(f"{module_of(one.place)}.lora_magnitude")
-        if magnitude is not None:
-            tensors[f"{key}{MAGNITUDE}"] = one.place.save(magnitude).clone()
-    whole = {
-        theirs: ours for theirs, ours in modules.whole.items() if f"{ours}.weight" in parameters
-    }
-    tensors |= {
-        f"{PREFIX}{theirs}.weight": parameters[f"{ours}.weight"].clone()
-        for theirs, ours in whole.items()
-    }
-    values: dict[str, Any] = {**own.to_dict(), "task_type": "CAUSAL_LM", "inference_mode": True}
-    values["init_lora_weights"] = True
-    values.pop("runtime_config", None)
-    if modules.counts.keys() & _adapters(adapted, adapter_name).keys():
-        values["lora_dropout"] = 0.0  # peft has none for experts, and only training uses it
-    if dropped := dropped_by_peft(
-        modules.architecture, (name for name in wanted if name not in modules.experts)
-    ):
-        warnings.warn(
-            f"{dropped}: load_lora reads them; for transformers merge them, or leave them out",
-            stacklevel=3,
-        )
-    values |= _their_targets(wanted, modules, own.use_rslora) | {
-        "modules_to_save": list(whole) or None
-    }
-    # Tensors have the names of files, which transformers renames as it reads them, and the config those of modules.
-    values["target_modules"] = [modules.in_transformers(name) for name in values["target_modules"]]
-    for field in ("rank_pattern", "alpha_pattern"):
-        patterns = values[field]
-        values[field] = {modules.in_transformers(name): patterns[name] for name in patterns}
-    return tensors, json.loads(json.dumps(values, default=list))  # peft has sets and enums there
-
-
-def _their_targets(wanted: Mapping[str, Wanted], modules: Modules, rslora: bool) -> dict[str, Any]:
-    """Return the shortest fields of LoraConfig that describe these adapters of transformers' modules."""
-
-    def targets(theirs: Iterable[str], parts: int) -> list[str]:
-        """Return the last `parts` of names that all are wanted, and others whole."""
-        ends: dict[str, list[str]] = {}
-        for name in theirs:
-            ends.setdefault(".".join(name.split(".")[-parts:]), []).append(name)
-        found: list[str] = []
-        for end, names in ends.items():
-            present = [name for name in names if name in wanted]
-            found += [end] if len(present) == len(names) else present
-        return found
-
-    named = {
-        f"{name}.weight" if name in modules.routers else name: one for name, one in wanted.items()
-    }
-    alphas = {name: alpha_of(one.scaling, one.rank, rslora) for name, one in named.items()}
-    rank = Counter(one.rank for one in wanted.values()).most_common(1)[0][0]
-    alpha = Counter(alphas.values()).most_common(1)[0][0]
-    linears = [name for name in modules.theirs if name not in modules.routers]
-    routers = [f"{name}.weight" for name in targets(sorted(modules.routers), 1)]
-    return {
-        "target_modules": targets(linears, 1),
-        "target_parameters": targets(modules.experts, 2) + routers or None,
-        "exclude_modules": None,
-        "layers_to_transform": None,
-        "layers_pattern": None,
-        "r": rank,
-        "lora_alpha": alpha,
-        "rank_pattern": {name: one.rank for name, one in named.items() if one.rank != rank},
-        "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
-    }

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_models.adapters.rows import without_layers
 from te_models.causal_lm import CausalLM
 from te_models.config.model import config_fields
 from te_models.config.recipe import AUTO, Recipe
@@ -31,7 +32,6 @@ from te_models.training.resume import saved_choices
 from te_models.training.settings import RUN_FILE, LoraSettings, read_run_file
 
 LIVE = "adapters"  # the group of tensors that are trained
-BASE = ".base_layer"  # of the name of a te.Linear with adapters
 Content = tuple[dict[str, dict[str, Tensor]], dict[str, object]]  # tensors by group, and documents
 
 
@@ -103,14 +103,12 @@ class SavedAdapters:
 
     def _live_names(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return saved FP8 state under the names of te.Linears with adapters."""
-        wrapped = {
-            name.removesuffix(BASE) for name, _ in self.model.named_modules() if name.endswith(BASE)
-        }
-        parts = {name: name.rsplit(".", 2) for name in state}
-        return {
-            ".".join((f"{owner}{BASE}" if owner in wrapped else owner, *rest)): state[name]
-            for name, (owner, *rest) in parts.items()
-        }
+        live = {without_layers(name): name for name, _ in self.model.named_modules()}
+        found = {}
+        for name, tensor in state.items():
+            owner, *rest = name.rsplit(".", 2)
+            found[".".join((live.get(owner, owner), *rest))] = tensor
+        return found
 
 
 class LoraRun(SavedAdapters):

@@ -1,16 +1,14 @@
 """The modules that an adapter names, and the rows of our fused weights that correspond to them.
 
 transformers has a linear for each of q, k, v, gate and up, and an adapter of peft names those. Here several of them are
-rows of one te.Linear. Their adapters become one adapter of it: the A's are stacked, and each B has its own rows and
-columns. An adapter of the whole te.Linear becomes one adapter for each of their linears, with the same A and its rows
-of B. Both conversions are exact. The experts of a layer are two parameters in transformers, each a te.GroupedLinear.
+rows of one te.Linear. In files an adapter of the whole te.Linear becomes one for each of their linears, with the same A
+and its rows of B, which is exact. The experts of a layer are two parameters in transformers, each a te.GroupedLinear.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -34,28 +32,6 @@ class Wanted:
     place: Place
     rank: int
     scaling: float
-
-
-@dataclass(frozen=True)
-class Fused:
-    """The adapter of one te.Linear [out, in]: the sum of `parts`, or none if it has all rows under all ranks."""
-
-    rank: int
-    scaling: float
-    parts: tuple[Wanted, ...]
-
-    def divided(self) -> Iterator[tuple[Wanted, slice]]:
-        """Yield each part with its ranks among those of the whole, one after the other."""
-        for part, end in zip(self.parts, accumulate(part.rank for part in self.parts), strict=True):
-            yield part, slice(end - part.rank, end)
-
-    def factors(self, rows: int) -> Tensor:
-        """Return FP32 [rows, rank]: the factor of each element of B, 0 outside the parts."""
-        factors = torch.zeros(rows, self.rank)
-        for part, ranks in self.divided():
-            values = torch.full((part.place.shape[0], part.rank), part.scaling / self.scaling)
-            part.place.load(factors[:, ranks], values)
-        return factors
 
 
 @dataclass(frozen=True)
@@ -157,6 +133,11 @@ class Modules:
         every = {**self.theirs, **self.experts}
         return {name: place for name, place in every.items() if module_of(place) == module}
 
+    def in_tree(self, place: Place) -> str:
+        """Return the name of rows in a CausalLM with adapters on them, which is transformers' without its root."""
+        (name,) = (name for name, found in self.theirs.items() if found == place)
+        return self.in_transformers(name).removeprefix(self.root)
+
     def sizes(self, one: Wanted) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the shapes of A and B in a file; those of experts are side by side (LoraExperts)."""
         ranks = one.rank * self.counts.get(module_of(one.place), 1)
@@ -226,8 +207,10 @@ def _in_one_piece(place: Place) -> Place:
     return dataclasses.replace(place, blocks=tuple(blocks))
 
 
-def fuse(wanted: Iterable[Wanted], modules: Modules) -> dict[str, Fused]:
-    """Return our te.Linear -> the adapter that is the sum of those of `wanted` in it.
+def layers_of(wanted: Iterable[Wanted], modules: Modules) -> dict[str, Wanted]:
+    """Return the name in a CausalLM of each layer that gets an adapter -> its adapter.
+
+    An adapter of all rows of a te.Linear, or of the experts of a te.GroupedLinear, is on that module itself.
 
     Raises:
         UsageError: `wanted` has an adapter of a whole fused linear and one of a part of it.
@@ -235,19 +218,17 @@ def fuse(wanted: Iterable[Wanted], modules: Modules) -> dict[str, Fused]:
     groups: dict[str, list[Wanted]] = {}
     for one in wanted:
         groups.setdefault(module_of(one.place), []).append(one)
-    return {
-        module: _fused(members, modules.ours[module], module) for module, members in groups.items()
-    }
-
-
-def _fused(members: Sequence[Wanted], whole: Place, module: str) -> Fused:
-    if members[0].place.shape == whole.shape and len(members) == 1:
-        return Fused(members[0].rank, members[0].scaling, ())
-    if any(member.place == whole for member in members):
-        raise UsageError(f"the targets have {module} and a part of it: choose one of the two")
-    parts = tuple(sorted(members, key=lambda member: member.place.blocks))
-    scaling = next((part.scaling for part in parts if part.scaling), 1.0)
-    return Fused(sum(part.rank for part in parts), scaling, parts)
+    layers: dict[str, Wanted] = {}
+    for module, members in groups.items():
+        whole = modules.ours[module]
+        if len(members) == 1 and members[0].place.shape == whole.shape:
+            layers[module] = dataclasses.replace(members[0], place=whole)
+            continue
+        if any(member.place == whole for member in members):
+            raise UsageError(f"the targets have {module} and a part of it: choose one of the two")
+        for member in members:
+            layers[modules.in_tree(member.place)] = member
+    return layers
 
 
 def alpha_of(scaling: float, rank: int, rslora: bool) -> float:
@@ -256,63 +237,41 @@ def alpha_of(scaling: float, rank: int, rslora: bool) -> float:
     return round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-12) else alpha
 
 
-def split(
-    fused: Fused, theirs: Mapping[str, Place], a: Tensor, b: Tensor
-) -> dict[str, tuple[Wanted, Tensor, Tensor]]:
-    """Return their name -> its rank and scaling, A and B, for the adapter `fused` of a te.Linear.
-
-    `theirs` are their names of its rows; `a` is [rank, in] and `b` [out, rank]. Experts' have E times as many ranks.
-    """
-    if not fused.parts:
-        return {
-            name: (
-                Wanted(place, fused.rank, fused.scaling),
-                a.clone(),
-                place.save(b).clone().contiguous(),
-            )
-            for name, place in theirs.items()
-        }
-    names = {place: name for name, place in theirs.items()}
-    return {
-        names[part.place]: (
-            part,
-            a[ranks].clone(),
-            part.place.save(b[:, ranks]).clone().contiguous(),
-        )
-        for part, ranks in fused.divided()
-    }
-
-
-def join(
-    fused: Fused, whole: Place, tensors: Mapping[Place, tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
-    """Return A [rank, in] and B [out, rank] of an adapter whose parts have these A and B; the inverse of `split`."""
-    if not fused.parts:
-        if whole in tensors:
-            return tensors[whole]
-        first = next(iter(tensors.values()))
-        b = torch.zeros(whole.shape[0], first[1].shape[1], dtype=first[1].dtype)
-        for place, (_, rows) in tensors.items():
-            place.load(b, rows)
-        return first[0], b
-    a = torch.cat([tensors[part.place][0] for part in fused.parts])
-    b = torch.zeros(whole.shape[0], fused.rank, dtype=a.dtype)
-    for part, ranks in fused.divided():
-        part.place.load(b[:, ranks], tensors[part.place][1])
-    return a, b
+def join(whole: Place, tensors: Mapping[Place, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return A [rank, in] and B [out, rank] of a whole te.Linear, all of whose rows have the same A."""
+    if whole in tensors:
+        return tensors[whole]
+    first = next(iter(tensors.values()))
+    b = torch.zeros(whole.shape[0], first[1].shape[1], dtype=first[1].dtype)
+    for place, (_, rows) in tensors.items():
+        place.load(b, rows)
+    return first[0], b
 
 
 def share_a(
-    fused: Fused, theirs: Mapping[str, Place], tensors: Mapping[Place, tuple[Tensor, Tensor]]
-) -> Fused:
-    """Return the adapter of the whole te.Linear if `fused` came from `split`: all its parts have the same A."""
-    parts = fused.parts
-    if not parts or {part.place for part in parts} != set(theirs.values()) or len(parts) == 1:
-        return fused
-    first = parts[0]
-    same = all(
-        (part.rank, part.scaling) == (first.rank, first.scaling)
-        and torch.equal(tensors[part.place][0], tensors[first.place][0])
-        for part in parts
-    )
-    return Fused(first.rank, first.scaling, ()) if same else fused
+    layers: Mapping[str, Wanted],
+    modules: Modules,
+    tensors: Mapping[Place, tuple[Tensor, Tensor]],
+) -> dict[str, Wanted]:
+    """Return the layers with those of a whole te.Linear in place of its parts, as files have it.
+
+    All rows of the te.Linear then have an adapter, with the same A.
+    """
+    parts: dict[str, list[str]] = {}
+    for name, one in layers.items():
+        if one.place != modules.ours[module_of(one.place)]:
+            parts.setdefault(module_of(one.place), []).append(name)
+    found = dict(layers)
+    for module, names in parts.items():
+        places = {layers[name].place for name in names}
+        first = layers[names[0]]
+        same = places == set(modules.parts_of(module).values()) and all(
+            (layers[name].rank, layers[name].scaling) == (first.rank, first.scaling)
+            and torch.equal(tensors[layers[name].place][0], tensors[first.place][0])
+            for name in names
+        )
+        if same:
+            for name in names:
+                del found[name]
+            found[module] = dataclasses.replace(first, place=modules.ours[module])
+    return found

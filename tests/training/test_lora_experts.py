@@ -31,9 +31,9 @@ pytest.importorskip("peft")
 
 from peft import PeftModel
 
+from te_models.adapters.layers import LoraExperts
 from te_models.huggingface.modeling import TEModelsForCausalLM
 from te_models.training.lora import add_lora, load_lora, save_lora
-from te_models.training.lora_layer import LoraExperts
 from te_models.training.lora_run import LoraRun, load_adapted
 from te_models.training.settings import LoraSettings
 

@@ -27,9 +27,9 @@ pytest.importorskip("peft")
 import peft
 from peft import LoraConfig, PeftModel
 
+from te_models.adapters.layers import LoraLinear
 from te_models.training.lora import AdaptedModel, add_lora, load_lora, save_lora
 from te_models.training.lora_config import _pattern_mistakes as pattern_mistakes
-from te_models.training.lora_layer import LoraLinear
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -167,10 +167,7 @@ def test_parts_of_a_fused_linear_train_as_in_transformers(
 ) -> None:
     judge = trained_by_transformers(base("qwen3"), tmp_path / "start", **TARGETS[targets])
     adapted = load_lora(ours(base("qwen3")), tmp_path / "start", trainable=True)
-    assert (
-        sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-        >= judge.get_nb_trainable_parameters()[0]
-    )
+    assert adapted.get_nb_trainable_parameters()[0] == judge.get_nb_trainable_parameters()[0]
     train(judge)
     train(adapted)
     judge.save_pretrained(tmp_path / "theirs")
@@ -184,9 +181,6 @@ def test_parts_of_a_fused_linear_train_as_in_transformers(
         torch.testing.assert_close(
             found[name], tensor, atol=2e-5, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
         )
-    for layer in (module for module in adapted.modules() if isinstance(module, LoraLinear)):
-        if "default" in layer.factors:
-            assert layer.lora_B["default"].weight[layer.factors["default"] == 0].abs().sum() == 0
 
 
 def test_values_of_a_new_adapter_depend_on_the_rank_of_its_part(
@@ -200,13 +194,10 @@ def test_values_of_a_new_adapter_depend_on_the_rank_of_its_part(
             target_modules=["q_proj", "k_proj", "v_proj"],
             init_lora_weights=init,
         )
-        weight = (
-            adapted.get_base_model()
-            .layers[0]
-            .self_attn.qkvg_proj.get_submodule(name)["default"]
-            .weight
-        )
-        assert weight[weight != 0].std().item() == pytest.approx(std, rel=0.05), init
+        attention = adapted.get_base_model().layers[0].self_attn
+        layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+        weight = torch.cat([layer.get_submodule(name)["default"].weight for layer in layers])
+        assert weight.std().item() == pytest.approx(std, rel=0.05), init
 
 
 def test_several_adapters_in_one_folder_beside_other_files(
@@ -506,8 +497,11 @@ def test_dora_is_merged_and_taken_away(base: Callable[[str], Path]) -> None:
     adapted.unmerge_adapter()
     adapted.add_adapter("other", LoraConfig(target_modules=["q_proj"], use_dora=True))
     adapted.merge_adapter(["default"])
-    with pytest.raises(UsageError, match="merge all adapters at once, or unmerge first"):
-        adapted.merge_adapter(["other"])
+    adapted.merge_adapter(["other"])
+    one_by_one = logits(adapted)
+    adapted.unmerge_adapter()
+    adapted.merge_adapter(["default", "other"])
+    assert torch.equal(logits(adapted), one_by_one), "each sum is made from the values before"
     adapted.unmerge_adapter()
     with adapted.disable_adapter():
         assert torch.equal(logits(adapted), before)

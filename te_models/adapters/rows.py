@@ -1,0 +1,274 @@
+"""The linears of transformers as rows of our fused te.Linears, of which q, k, v and the gate are one, for example.
+
+peft puts a layer of its own around each nn.Linear that an adapter targets, and names the adapter's tensors after it.
+Rows of a te.Linear are therefore an nn.Linear without parameters beside it (`Rows`). Nothing runs through them until an
+adapter is there; then `AdaptedRows` stands in the place of the te.Linear.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_models.adapters.low_rank import Part, add_updates
+from te_models.adapters.merged import forget_merges
+from te_models.adapters.parameters import Alias, write_rows
+from te_models.config.recipe import SCHEMES
+from te_models.engine import engine_module
+from te_models.fp8.primary_weights import plain
+from te_models.interop.hf import Place
+from te_models.model.te_modules import pad_rows
+
+# FP8 products take multiples of this many rows under every recipe.
+ROWS = max(scheme.rows for scheme in SCHEMES.values())
+
+
+class Rows(nn.Linear):
+    """Rows of a te.Linear under their name in transformers.
+
+    Args:
+        linear: the te.Linear; no submodule of this one, so that its parameters are not listed twice.
+        place: the rows.
+    """
+
+    def __init__(self, linear: nn.Module, place: Place) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = place.shape
+        self._linear, self.place = (linear,), place
+        self._columns: Tensor | None = None
+        self.run: Callable[[Tensor], Tensor] | None = None  # in the pass under way
+
+    @property
+    def linear(self) -> nn.Module:
+        """The te.Linear."""
+        return self._linear[0]
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[bad-override]  # a parameter of nn.Linear
+        """The rows of the weight [rows, in]; writing to its `data`, or another weight, writes them."""
+        return self._alias("weight")
+
+    @property
+    def bias(self) -> Tensor | None:  # type: ignore[bad-override]  # a parameter of nn.Linear
+        """The rows of the bias [rows], None without one; written as the weight is."""
+        return self._alias("bias") if "bias" in self.linear._parameters else None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a weight or bias that peft assigns is written into the rows."""
+        if name in ("weight", "bias"):
+            self._write(name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _alias(self, name: str) -> Tensor:
+        values = self.place.save(plain(self.linear.get_parameter(name))).clone()
+
+        def write(new: Tensor) -> None:
+            values.copy_(new.as_subclass(Tensor))
+            write_rows(self.linear, name, self.place, values)
+
+        return Alias(values, lambda: values, write)
+
+    def _write(self, name: str, value: Tensor | None) -> None:
+        """Take a tensor in place of the weight or bias, unless it is that itself, or missing as there."""
+        if value is not None and not isinstance(value, Alias):
+            write_rows(self.linear, name, self.place, value)
+
+    def columns(self) -> Tensor:
+        """Return which of the te.Linear's outputs the rows make, int64 [rows]."""
+        weight = self.linear.get_parameter("weight")
+        if self._columns is None or self._columns.device != weight.device:
+            self._columns = self.place.save(torch.arange(len(weight), device=weight.device))
+        return self._columns
+
+    def forward(self, input: Tensor, *args: object, **options: object) -> Tensor:
+        """Return the rows' output for input [..., in]: that of the te.Linear in the pass under way.
+
+        Outside of a pass it is the input times the weight.
+        """
+        return F.linear(input, self.weight, self.bias) if self.run is None else self.run(input)
+
+
+class AdaptedRows(nn.Module):
+    """A te.Linear of which rows have adapters, or may get some: the Rows of `names` below the module `part`."""
+
+    def __init__(self, base_layer: nn.Module, part: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.base_layer, self.part, self.names = base_layer, (part,), names
+        self.fp8_enabled = fp8_enabled(type(base_layer))
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of the te.Linear [out, in], as layers of peft have it."""
+        return self.base_layer.get_parameter("weight")
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias of the te.Linear [out]; None without one."""
+        return self.base_layer._parameters.get("bias")
+
+    def layers(self) -> list[nn.Module]:
+        """Return the layers of peft around Rows."""
+        modules = [self.part[0].get_submodule(name) for name in self.names]
+        return [module for module in modules if not isinstance(module, Rows)]
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether a layer takes sequences [B, S, in] rather than their tokens."""
+        return not all(getattr(layer, "low_rank", False) for layer in self.layers())
+
+    def forward(self, x: Tensor, **options: object) -> Tensor:
+        """Map x [..., in] to [..., out], with the updates of the adapters of its rows.
+
+        Low-rank updates of all rows are one product. Other layers of peft run themselves; one that gives its rows
+        another input than x has them from a product of that input with the whole weight.
+        """
+        layers: list[Any] = self.layers()
+
+        def product(x: Tensor) -> Tensor:
+            return padded_product(self.base_layer, x, self.fp8_enabled(), **options)
+
+        if all(getattr(layer, "low_rank", False) for layer in layers):
+            for layer in layers:
+                if layer.disable_adapters and layer.merged:
+                    layer.unmerge()
+            parts = [Part(layer, layer.get_base_layer().columns()) for layer in layers]
+            return add_updates(product(x), x, parts, product, self.bias)
+        whole = out = product(x)
+        for layer in layers:
+            rows = base_of(layer)
+            assert isinstance(rows, Rows)
+            columns = rows.columns()
+
+            def run(given: Tensor, columns: Tensor = columns) -> Tensor:
+                made = whole if given is x else product(given.to(x.dtype))
+                return made.index_select(-1, columns)
+
+            rows.run = run
+            try:
+                out = out.index_copy(-1, columns, layer(x).to(out.dtype))
+            finally:
+                rows.run = None
+        return out
+
+    def merge(self, *args: object, **options: object) -> None:
+        """Do nothing: the layers of the rows merge into the te.Linear themselves; peft calls it."""
+
+    def get_base_layer(self) -> nn.Module:
+        """Return the te.Linear."""
+        return self.base_layer
+
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool = False, adapter_names: list[str] | None = None
+    ) -> nn.Module:
+        """Return the te.Linear, into which the adapters of its rows are merged if they are to be; peft calls it."""
+        for name in self.names:
+            layer: Any = self.part[0].get_submodule(name)
+            if not hasattr(layer, "merged_weight"):
+                continue  # a layer of another method, which peft itself unloads
+            # All of them before the first is forgotten: each sum is made from the values before.
+            rows = layer.unload_and_optionally_merge_module(merge, safe_merge, adapter_names)
+            parent, _, leaf = name.rpartition(".")
+            self.part[0].get_submodule(parent).add_module(leaf, rows)
+        forget_merges(self.base_layer)
+        return self.base_layer
+
+
+def padded_product(
+    linear: Callable[..., Tensor], x: Tensor, fp8: bool, **options: object
+) -> Tensor:
+    """Return linear(x) of x [..., in]; with `fp8` on rows of zeros up to the multiple that every recipe takes."""
+    if x.dim() == 2:
+        return linear(x, **options)
+    count = x.shape[:-1].numel()
+    rows = x.reshape(count, x.shape[-1])
+    if fp8 and count % ROWS:
+        rows = pad_rows(rows, -(-count // ROWS) * ROWS)
+    out = linear(rows, **options)
+    # Of a slice, since the output of an autograd.Function that is a view itself cannot be changed in place.
+    return out[:count].unflatten(0, x.shape[:-1])
+
+
+def base_of(layer: nn.Module) -> nn.Module:
+    """Return the module that a layer of peft, or several around each other, has inside."""
+    while True:
+        inside = layer._modules.get("base_layer", layer._modules.get("original_module"))
+        if inside is None:
+            return layer
+        layer = inside
+
+
+def fp8_enabled(kind: type[nn.Module]) -> Callable[[], bool]:
+    """Return the function that says whether an autocast is open of the engine that a class is from."""
+    native = kind.__module__.startswith("transformer_engine.")
+    te = engine_module("native" if native else "emulated")
+    return te.FP8GlobalStateManager.is_fp8_enabled
+
+
+class Holder(nn.Module):
+    """A module of transformers that te-models lacks, such as a shared expert: it only holds Rows."""
+
+
+def show_rows(model: nn.Module, name: str, linear: str, place: Place) -> None:
+    """Add the rows `place` of a te.Linear to a model, unless they are there, with the modules between.
+
+    Both names are those in the model.
+    """
+    owner = base_of(model.get_submodule(linear))
+    *above, leaf = name.split(".")
+    holder = model
+    for step in above:
+        if not hasattr(holder, step):
+            holder.add_module(step, Holder())
+        holder = holder.get_submodule(step)
+    if hasattr(holder, leaf):
+        return
+    holder.add_module(leaf, Rows(owner, place))
+    # Directly behind the te.Linear: peft draws initial values in the order of the modules.
+    behind = False
+    for other, module in list(holder._modules.items()):
+        inside = None if module is None else base_of(module)
+        if behind and not (isinstance(inside, Rows) and inside.linear is owner):
+            holder._modules[other] = holder._modules.pop(other)
+        behind = behind or inside is owner
+
+
+def hide_rows(model: nn.Module) -> None:
+    """Take all Rows out of a model without adapters."""
+    shown = [name for name, module in model.named_modules() if isinstance(module, (Rows, Holder))]
+    for name in reversed(shown):
+        parent, _, leaf = name.rpartition(".")
+        del model.get_submodule(parent)._modules[leaf]
+
+
+def place_rows(model: nn.Module, rows: Mapping[str, Sequence[str]]) -> None:
+    """Put an AdaptedRows in the place of each te.Linear of which the Rows of these names have adapters."""
+    for linear, names in rows.items():
+        parent, _, place = linear.rpartition(".")
+        holder = model.get_submodule(parent)
+        module = holder.get_submodule(place)
+        while not isinstance(module, AdaptedRows) and "base_layer" in module._modules:
+            holder, place = module, "base_layer"  # a layer of peft for all rows
+            module = module.get_submodule(place)
+        if not isinstance(module, AdaptedRows):
+            module = AdaptedRows(module, model.get_submodule(_block_of(names[0])), ())
+            holder.add_module(place, module)
+        for name in names:
+            below = name.removeprefix(f"{_block_of(name)}.")
+            if below not in module.names:
+                module.names = (*module.names, below)
+
+
+def _block_of(name: str) -> str:
+    """Return the name of the block of a linear: "layers.0" of "layers.0.mlp.shared_expert.up_proj"."""
+    return ".".join(name.split(".")[:2])
+
+
+def without_layers(name: str) -> str:
+    """Return the name that a module or tensor has without layers of peft and AdaptedRows around it."""
+    return re.sub(r"(\.base_layer)+(?=\.|$)", "", name)

@@ -1,0 +1,313 @@
+"""The reader and the writer of files of adapters, which are peft's: with names and shapes of transformers' linears."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_models.adapters.layers import LoraLinear
+from te_models.adapters.rows import Rows, without_layers
+from te_models.causal_lm import CausalLM
+from te_models.errors import CheckpointError, UsageError, needs
+from te_models.files.atomic import reraising
+from te_models.files.formats import read_json
+from te_models.files.tensors import check_finite, read_safetensors
+from te_models.fp8.primary_weights import plain
+from te_models.interop.hf import Place
+from te_models.interop.hf_expert_families import dropped_by_peft
+from te_models.interop.hf_families import BESIDE_TEXT, without_others
+from te_models.saving.folder import MANIFEST, Folder, load_folder, match
+from te_models.training.lora_config import read_config, wanted_adapters, whole_modules
+from te_models.training.lora_targets import (
+    Modules,
+    Wanted,
+    adaptable_modules,
+    alpha_of,
+    join,
+    layers_of,
+    module_of,
+    share_a,
+)
+
+with needs("te_models.training.lora", "peft", "0.19", "lora"):
+    from peft import LoraConfig
+    from peft.utils import ModulesToSaveWrapper
+
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of every name in an adapter's file
+MAGNITUDE = ".lora_magnitude_vector"  # the end of the name of the lengths that DoRA trains
+
+
+class SavedAdapter(NamedTuple):
+    """An adapter as read from a folder."""
+
+    saved: Folder
+    config: LoraConfig
+    layers: dict[str, Wanted]  # by their names in a CausalLM with the adapter
+    values: dict[str, Tensor]  # of the parameters of the adapter, by `parameters_in`
+
+
+def read_adapter(model: CausalLM, folder: Path, trainable: bool) -> SavedAdapter:
+    """Read and check an adapter for `model`, which does not change."""
+    if folder.is_dir() and not (folder / WEIGHTS).exists() and list(folder.glob("*.bin")):
+        raise CheckpointError(
+            f"{folder} holds its adapters as a pickle, which can run code: save them as safetensors"
+        )
+    modules, path = adaptable_modules(model), folder / "adapter_config.json"
+    if folder.is_dir() and not path.exists() and (folder / "config.json").exists():
+        raise CheckpointError(
+            f"{folder} holds a whole model and no adapters: load it with CausalLM.from_pretrained"
+        )
+    if (folder / MANIFEST).exists():
+        saved = load_folder(
+            folder, ["adapter_config", "adapter_model"], optional=["fp8_state", "recipe"]
+        )
+    else:  # of peft itself
+        saved = Folder(
+            folder,
+            {"adapter_model": read_safetensors(folder / WEIGHTS)},
+            {"adapter_config": read_json(path)},
+        )
+    tensors = {
+        modules.as_stored(name): tensor for name, tensor in saved.tensors["adapter_model"].items()
+    }
+    others = [name for name in tensors if name.removeprefix(PREFIX).startswith(BESIDE_TEXT)]
+    if others:
+        warnings.warn(without_others(name.removeprefix(PREFIX) for name in others), stacklevel=3)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in others}
+    modules = modules.as_in(name.removeprefix(PREFIX) for name in tensors)
+    config = read_config(path, saved.documents["adapter_config"], modules)
+    config.inference_mode = not trainable
+    headless = not any(
+        name.startswith((f"{PREFIX}model.", f"{PREFIX}lm_head.")) for name in tensors
+    )
+    with reraising(path, UsageError):
+        wanted = wanted_adapters(config, modules, headless)
+        whole = whole_modules(config, modules, model)
+        layers = layers_of(wanted.values(), modules)
+    tensors = _without_head(model, tensors, folder)
+    match(_expected(model, wanted, whole, modules, config.use_dora), tensors, check_dtype=False)
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.itemsize == 1:
+            raise CheckpointError(
+                f"{folder}: {name} is {tensor.dtype}: save adapters in BF16, FP16 or FP32"
+            )
+    check_finite(tensors, folder)
+    pairs = {
+        one.place: (tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"])
+        for key, one in _keys(wanted, modules).items()
+    }
+    keys = {one.place: key for key, one in _keys(wanted, modules).items()}
+    values = {f"{ours}.weight": tensors[f"{PREFIX}{name}.weight"] for name, ours in whole.items()}
+    layers = share_a(layers, modules, pairs)
+    for name, one in layers.items():
+        module = module_of(one.place)
+        whole_module = one.place == modules.ours[module]
+        own = {
+            place: pair
+            for place, pair in pairs.items()
+            if place == one.place or (whole_module and module_of(place) == module)
+        }
+        values[f"{name}.lora_A"], values[f"{name}.lora_B"] = join(one.place, own)
+        if config.use_dora:
+            lengths = torch.zeros(one.place.shape[0])
+            for place in own:
+                of_rows = tensors[f"{keys[place]}{MAGNITUDE}"]
+                if place == one.place:
+                    lengths = of_rows
+                else:
+                    place.load(lengths, of_rows)
+            values[f"{name}.lora_magnitude"] = lengths
+    return SavedAdapter(saved, config, layers, values)
+
+
+def _without_head(
+    model: CausalLM, tensors: Mapping[str, Tensor], folder: Path
+) -> dict[str, Tensor]:
+    """Return the tensors without the copy of the frozen head that peft saves with an adapter on it."""
+    left, name = dict(tensors), f"{PREFIX}lm_head.base_layer.weight"
+    if (head := left.pop(name, None)) is not None:
+        own = plain(model.lm_head.get_parameter("weight")).cpu()
+        if own.shape != head.shape or not torch.equal(head.to(own.dtype), own):
+            raise CheckpointError(
+                f"{folder}: {name} is not the model's head: load the model that the adapter was trained on"
+            )
+    return left
+
+
+def _keys(wanted: Mapping[str, Wanted], modules: Modules) -> dict[str, Wanted]:
+    """Return the name in an adapter's file, without ".lora_A.weight", of each adapter of transformers' modules.
+
+    peft wraps the module of a parameter, once for each of its parameters in their order: that of gate_up_proj is inside
+    that of down_proj.
+    """
+    found = {}
+    for name, one in wanted.items():
+        parent, _, leaf = name.rpartition(".")
+        inside = leaf == "gate_up_proj" and f"{parent}.down_proj" in wanted
+        own = (
+            name if module_of(one.place) not in modules.counts else parent + ".base_layer" * inside
+        )
+        found[f"{PREFIX}{own}"] = one
+    return found
+
+
+def _expected(
+    model: CausalLM,
+    wanted: Mapping[str, Wanted],
+    whole: Mapping[str, str],
+    modules: Modules,
+    dora: bool,
+) -> dict[str, Tensor]:
+    """Return the names and shapes in the file of an adapter, on the meta device."""
+    expected: dict[str, tuple[int, ...]] = {
+        f"{PREFIX}{name}.weight": (model.config.vocab_size, model.config.hidden_size)
+        for name in whole
+    }
+    for key, one in _keys(wanted, modules).items():
+        expected[f"{key}.lora_A.weight"], expected[f"{key}.lora_B.weight"] = modules.sizes(one)
+        if dora:
+            expected[f"{key}{MAGNITUDE}"] = (one.place.shape[0],)
+    return {name: torch.empty(shape, device="meta") for name, shape in expected.items()}
+
+
+def layers_in(model: CausalLM, adapter_name: str) -> dict[str, LoraLinear]:
+    """Return the name of each layer that has the adapter -> the layer."""
+    layers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear) and adapter_name in module.lora_A:
+            layers[without_layers(name)] = module
+    return layers
+
+
+def adapters_in(model: CausalLM, adapter_name: str) -> dict[str, Wanted]:
+    """Return the name of each layer that has the adapter -> its rows, rank and scaling."""
+    modules = adaptable_modules(model)
+    found = {}
+    for name, layer in layers_in(model, adapter_name).items():
+        base = layer.get_base_layer()
+        place = base.place if isinstance(base, Rows) else modules.ours[name]
+        found[name] = Wanted(place, layer.r[adapter_name], layer.scaling[adapter_name])
+    return found
+
+
+def ranks_of(layers: Mapping[str, Wanted]) -> dict[str, tuple[int, float]]:
+    """Return the rank and the scaling of each layer, to be compared."""
+    return {name: (one.rank, round(one.scaling, 9)) for name, one in layers.items()}
+
+
+def parameters_in(model: CausalLM, adapter_name: str) -> dict[str, Tensor]:
+    """Return the adapter's "<te.Linear>.lora_A" and ".lora_B", and the parameters of fully trained modules."""
+    found: dict[str, Tensor] = {}
+    for name, layer in layers_in(model, adapter_name).items():
+        found[f"{name}.lora_A"] = layer.lora_A[adapter_name].get_parameter("weight")
+        found[f"{name}.lora_B"] = layer.lora_B[adapter_name].get_parameter("weight")
+        if adapter_name in layer.lora_magnitude_vector:
+            magnitude = layer.lora_magnitude_vector[adapter_name].get_parameter("weight")
+            found[f"{name}.lora_magnitude"] = magnitude
+    for name, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper) and adapter_name in module.modules_to_save:
+            found[f"{name}.weight"] = module.modules_to_save[adapter_name].get_parameter("weight")
+    return found
+
+
+def adapter_file(
+    model: CausalLM, own: LoraConfig, adapter_name: str
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and the config of an adapter, which has config `own`, as peft saves them in transformers."""
+    modules = adaptable_modules(model)
+    parameters = {name: p.detach() for name, p in parameters_in(model, adapter_name).items()}
+    layers = adapters_in(model, adapter_name)
+    names = {place: name for name, place in modules.theirs.items()}
+    wanted: dict[str, Wanted] = {}
+    pairs: dict[Place, tuple[Tensor, Tensor]] = {}
+    lengths: dict[Place, Tensor] = {}
+    for layer, one in layers.items():
+        a, b = parameters[f"{layer}.lora_A"], parameters[f"{layer}.lora_B"]
+        module = module_of(one.place)
+        whole_module = one.place == modules.ours[module]
+        theirs = modules.parts_of(module) if whole_module else {names[one.place]: one.place}
+        magnitude = parameters.get(f"{layer}.lora_magnitude")
+        for name, place in theirs.items():
+            wanted[name] = dataclasses.replace(one, place=place)
+            rows = place.save(b) if whole_module else b
+            pairs[place] = a.clone(), rows.clone().contiguous()
+            if magnitude is not None:
+                of_rows = place.save(magnitude) if whole_module else magnitude
+                lengths[place] = of_rows.clone()
+    tensors: dict[str, Tensor] = {}
+    for key, one in _keys(wanted, modules).items():
+        tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = pairs[one.place]
+        if one.place in lengths:
+            tensors[f"{key}{MAGNITUDE}"] = lengths[one.place]
+    whole = {
+        theirs: ours for theirs, ours in modules.whole.items() if f"{ours}.weight" in parameters
+    }
+    tensors |= {
+        f"{PREFIX}{theirs}.weight": parameters[f"{ours}.weight"].clone()
+        for theirs, ours in whole.items()
+    }
+    values: dict[str, Any] = {**own.to_dict(), "task_type": "CAUSAL_LM", "inference_mode": True}
+    values["init_lora_weights"] = True
+    values.pop("runtime_config", None)
+    if modules.counts.keys() & layers.keys():
+        values["lora_dropout"] = 0.0  # peft has none for experts, and only training uses it
+    if dropped := dropped_by_peft(
+        modules.architecture, (name for name in wanted if name not in modules.experts)
+    ):
+        warnings.warn(
+            f"{dropped}: load_lora reads them; for transformers merge them, or leave them out",
+            stacklevel=3,
+        )
+    values |= their_targets(wanted, modules, own.use_rslora) | {
+        "modules_to_save": list(whole) or None
+    }
+    # Tensors have the names of files, which transformers renames as it reads them, and the config those of modules.
+    values["target_modules"] = [modules.in_transformers(name) for name in values["target_modules"]]
+    for field in ("rank_pattern", "alpha_pattern"):
+        patterns = values[field]
+        values[field] = {modules.in_transformers(name): patterns[name] for name in patterns}
+    return tensors, json.loads(json.dumps(values, default=list))  # peft has sets and enums there
+
+
+def their_targets(wanted: Mapping[str, Wanted], modules: Modules, rslora: bool) -> dict[str, Any]:
+    """Return the shortest fields of LoraConfig that describe these adapters of transformers' modules."""
+
+    def targets(theirs: Iterable[str], parts: int) -> list[str]:
+        """Return the last `parts` of names that all are wanted, and others whole."""
+        ends: dict[str, list[str]] = {}
+        for name in theirs:
+            ends.setdefault(".".join(name.split(".")[-parts:]), []).append(name)
+        found: list[str] = []
+        for end, names in ends.items():
+            present = [name for name in names if name in wanted]
+            found += [end] if len(present) == len(names) else present
+        return found
+
+    named = {
+        f"{name}.weight" if name in modules.routers else name: one for name, one in wanted.items()
+    }
+    alphas = {name: alpha_of(one.scaling, one.rank, rslora) for name, one in named.items()}
+    rank = Counter(one.rank for one in wanted.values()).most_common(1)[0][0]
+    alpha = Counter(alphas.values()).most_common(1)[0][0]
+    linears = [name for name in modules.theirs if name not in modules.routers]
+    routers = [f"{name}.weight" for name in targets(sorted(modules.routers), 1)]
+    return {
+        "target_modules": targets(linears, 1),
+        "target_parameters": targets(modules.experts, 2) + routers or None,
+        "exclude_modules": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {name: one.rank for name, one in named.items() if one.rank != rank},
+        "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
+    }
