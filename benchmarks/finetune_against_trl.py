@@ -270,8 +270,8 @@ def stack(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 def our_weights(job: Job) -> dict[str, torch.Tensor]:
     """Return the weights that `ours` starts from, under the names of transformers."""
-    from te_models.interop.hf import tensor_places
     from te_models.interop.hf_families import family_for
+    from te_models.interop.tensor_places import tensor_places
     from te_models.saving.pretrained import weights
 
     torch.manual_seed(0)

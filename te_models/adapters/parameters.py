@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.fp8.primary_weights import plain, write_weight
-from te_models.interop.hf import Place
+from te_models.interop.tensor_places import Place
 from te_models.kernels.grouped_product import low_rank_product
 from te_models.kernels.groups import Groups
 

@@ -21,7 +21,7 @@ from te_models.adapters.parameters import Alias, write_rows
 from te_models.config.recipe import SCHEMES
 from te_models.engine import engine_module
 from te_models.fp8.primary_weights import plain
-from te_models.interop.hf import Place
+from te_models.interop.tensor_places import Place
 from te_models.model.te_modules import pad_rows
 
 # FP8 products take multiples of this many rows under every recipe.

@@ -20,9 +20,9 @@ from te_models.adapters.rows import AdaptedRows, Rows, base_of, fp8_enabled, pad
 from te_models.causal_lm import CausalLM
 from te_models.errors import ConfigError, UsageError
 from te_models.files.formats import Document, list_some
-from te_models.interop.hf import Place, expert_places, module_places
 from te_models.interop.hf_expert_families import dropped_by_peft
 from te_models.interop.hf_families import Family, family_for, family_of
+from te_models.interop.tensor_places import Place, expert_places, module_places
 from te_models.kernels.elementwise import ScaledEmbedding
 
 LINEARS_OF_MLP = re.compile(r"(gate|up|down)_proj|\bw[123]\b")  # as files of transformers name them

@@ -12,19 +12,13 @@ from te_models.errors import UsageError
 from te_models.files.atomic import replacing_folder, write_file
 from te_models.files.formats import Document, Fields, list_some, render_index, render_json
 from te_models.files.tensors import split_by_size, write_safetensors
-from te_models.interop.hf import (
-    INDEX,
-    WEIGHTS,
-    Place,
-    hugging_face_documents,
-    open_hugging_face,
-    tensor_places,
-)
+from te_models.interop.hf import INDEX, WEIGHTS, hugging_face_documents, open_hugging_face
 from te_models.interop.hf_families import Family, family_for, family_of
 from te_models.interop.model_card import CARD, model_card, user_card
 from te_models.interop.origin import Origin
 from te_models.interop.quantized import MODELOPT_FILE
 from te_models.interop.stacked_experts import stacked
+from te_models.interop.tensor_places import Place, tensor_places
 from te_models.model.decoder import Decoder
 
 CODE = (

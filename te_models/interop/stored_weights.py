@@ -8,7 +8,6 @@ under one scale per weight, the weight stays as the loader made it: quantized fr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +22,8 @@ from te_models.fp8.primary_weights import (
     set_scale,
 )
 from te_models.interop.quantized import StoredWeights
+from te_models.interop.tensor_places import Place
 from te_models.model.decoder import Decoder
-
-if TYPE_CHECKING:
-    from te_models.interop.hf import Place
 
 BLOCK = 128
 

@@ -23,12 +23,13 @@ from te_models.files.formats import Document, Fields, list_some
 from te_models.fp8.primary_weights import quantized_weights
 from te_models.fp8.region import saving
 from te_models.fp8.scaling_state import WIDTHS
-from te_models.interop.hf import HuggingFaceFolder, Place
+from te_models.interop.hf import HuggingFaceFolder
 from te_models.interop.hf_families import family_for, family_of
 from te_models.interop.hf_writing import write_hugging_face
 from te_models.interop.origin import Origin
 from te_models.interop.quantized import BLOCK, E4M3
 from te_models.interop.stored_weights import collapse, spread
+from te_models.interop.tensor_places import Place
 from te_models.model.decoder import Decoder
 from te_models.model.tensor_parallel import gather_state
 from te_models.saving.pretrained import read_tokenizer, refuse_adapters, weights

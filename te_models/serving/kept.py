@@ -11,14 +11,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from te_models.interop.hf import (
-    HuggingFaceFolder,
-    hugging_face_documents,
-    open_hugging_face,
-    tensor_places,
-)
+from te_models.interop.hf import HuggingFaceFolder, hugging_face_documents, open_hugging_face
 from te_models.interop.origin import Origin
 from te_models.interop.quantized import dequantize, read_scheme
+from te_models.interop.tensor_places import tensor_places
 from te_models.model.decoder import Decoder
 from te_models.serving.formats import Format, Parts
 

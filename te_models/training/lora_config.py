@@ -10,7 +10,7 @@ from typing import Any
 from te_models.causal_lm import CausalLM
 from te_models.errors import CheckpointError, UsageError, needs, refuse, unknown
 from te_models.files.atomic import reraising
-from te_models.interop.hf import Place
+from te_models.interop.tensor_places import Place
 from te_models.training.lora_targets import Modules, Wanted, module_of
 from te_models.training.settings import names_experts
 

@@ -21,9 +21,9 @@ from te_models.files.atomic import reraising
 from te_models.files.formats import read_json
 from te_models.files.tensors import check_finite, read_safetensors
 from te_models.fp8.primary_weights import plain
-from te_models.interop.hf import Place
 from te_models.interop.hf_expert_families import dropped_by_peft
 from te_models.interop.hf_families import BESIDE_TEXT, without_others
+from te_models.interop.tensor_places import Place
 from te_models.saving.folder import MANIFEST, Folder, load_folder, match
 from te_models.training.lora_config import read_config, wanted_adapters, whole_modules
 from te_models.training.lora_targets import (

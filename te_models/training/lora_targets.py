@@ -16,9 +16,9 @@ from torch import Tensor
 
 from te_models.causal_lm import CausalLM
 from te_models.errors import ConfigError, UsageError
-from te_models.interop.hf import Place, expert_places, tensor_places
 from te_models.interop.hf_families import family_for, family_of
 from te_models.interop.hf_family import ROOTS
+from te_models.interop.tensor_places import Place, expert_places, tensor_places
 from te_models.model.decoder import Decoder
 from te_models.model.options import SKETCH
 

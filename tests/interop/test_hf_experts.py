@@ -11,10 +11,10 @@ from hybrids import HYBRIDS
 from torch import Tensor
 
 from te_models import CausalLM
-from te_models.interop.hf import tensor_places
 from te_models.interop.hf_families import family_of
 from te_models.interop.hf_family import Family
 from te_models.interop.stacked_experts import experts_of
+from te_models.interop.tensor_places import tensor_places
 
 # The families whose loss transformers computes, with a case of each kind of choice.
 ROUTED = [

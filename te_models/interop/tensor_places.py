@@ -1,0 +1,145 @@
+"""Where the tensors of a Hugging Face model are in ours: rows of a parameter, by the tables of hf_places."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from te_models.config.model import ModelConfig
+from te_models.interop.hf_families import Family
+from te_models.interop.hf_places import TOP
+
+
+@dataclass(frozen=True)
+class Place:
+    """The rows of our parameter `name` that hold one tensor of theirs: (start, rows per group) of each block."""
+
+    name: str
+    blocks: tuple[tuple[int, int], ...]
+    groups: int
+    shape: tuple[int, ...]  # of their tensor
+    leading: bool = False  # whether that begins with a dimension of 1
+
+    @classmethod
+    def whole(cls, name: str, shape: Iterable[int]) -> Place:
+        """Return the place of a tensor that is all of our parameter `name`."""
+        rows, *others = shape
+        return cls(name, ((0, rows),), 1, (rows, *others))
+
+    def pieces(self, parameter: Tensor) -> list[Tensor]:
+        """Return views [groups, rows, ...] of each block of the parameter."""
+        return [
+            parameter[start : start + self.groups * rows].unflatten(0, (self.groups, rows))
+            for start, rows in self.blocks
+            if rows
+        ]
+
+    def load(self, parameter: Tensor, tensor: Tensor) -> None:
+        """Copy their tensor into its rows; the dtype is converted on the device."""
+        sizes = [rows for _, rows in self.blocks if rows]
+        tensor = tensor.squeeze(0) if self.leading else tensor
+        tensor = tensor.to(parameter.device).unflatten(0, (self.groups, sum(sizes)))
+        for piece, values in zip(self.pieces(parameter), tensor.split(sizes, dim=1), strict=True):
+            piece.copy_(values)
+
+    def save(self, parameter: Tensor) -> Tensor:
+        """Return their tensor: a view where it is one block."""
+        pieces = self.pieces(parameter)
+        rows = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).flatten(0, 1)
+        return rows[None] if self.leading else rows
+
+
+def tensor_places(
+    family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]
+) -> dict[str, Place]:
+    """Return their tensor's name -> its place in ours, in their order; `shapes` are those of our parameters."""
+    found: dict[str, Place] = {}
+
+    def place(
+        theirs: str,
+        module: str,
+        blocks: list[tuple[int, int]],
+        groups: int,
+        expert: str = "",
+        leading: bool = False,
+    ) -> None:
+        """Note the place of their weight and bias: these blocks of rows (none: all), which alternate `groups` times.
+
+        `module` may also be a parameter itself.
+        """
+        for kind in (".weight", ".bias", ""):
+            ours = f"{module}{kind}{expert}"
+            if ours in shapes:
+                ranges = blocks or [(0, shapes[ours][0])]
+                shape = (sum(rows for _, rows in ranges), *shapes[ours][1:])
+                pieces = tuple((at, n // groups) for at, n in ranges)
+                shape = (1, *shape) if leading else shape
+                found[f"{theirs}{kind}"] = Place(ours, pieces, groups, shape, leading)
+
+    for theirs, module in TOP.items():
+        if theirs != "lm_head":
+            last = module == "norm"
+            place(family.root + (family.norm if last else module), module, [], 1)
+        elif not config.tie_word_embeddings:
+            place(family.head, module, [], 1)
+    for depth, layer in enumerate(config.layers):
+        counts = layer.divided
+        for name, rows in family.layer.items():
+            linear = layer.linears.get(rows.module)
+            if rows.experts != bool(linear and linear.experts):
+                continue  # of a dense layer, or of one with experts
+            ranges = linear.row_ranges if rows.blocks and linear else {}
+            blocks = [ranges.get(block, (0, 0)) for block in rows.blocks]
+            if rows.blocks and not any(used for _, used in blocks):
+                continue  # a model without a gate, or a layer of another kind
+            groups = (
+                1 if rows.per is None else blocks[0][1] if rows.per == "row" else counts[rows.per]
+            )
+            for expert in range(linear.experts) if linear and linear.experts else ("",):
+                theirs, ours = (
+                    f"{family.root}layers.{depth}.{name.format(expert)}",
+                    f"layers.{depth}.{rows.module}",
+                )
+                place(theirs, ours, blocks, groups, str(expert), rows.leading)
+    return found
+
+
+def module_places(
+    family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]
+) -> dict[str, Place]:
+    """Return `tensor_places` by the names in the text model of transformers, "model.layers.0..." and "lm_head"."""
+    text = dataclasses.replace(family, root="model.", head="lm_head")
+    return {
+        text.in_transformers(name): place
+        for name, place in tensor_places(text, config, shapes).items()
+    }
+
+
+def expert_places(
+    root: str,
+    config: ModelConfig,
+    shapes: Mapping[str, torch.Size],
+    places: Mapping[str, Place],
+    mlp: str = "mlp",
+) -> dict[str, Place]:
+    """Return the experts' parameters of transformers, which have the same names in every family.
+
+    `shapes` are those of our parameters, and `mlp` is the family's name of the module around experts. The rows are in
+    the order of ours, or of one of `places` that fills all of an expert's weight.
+    """
+    entire = {
+        place.name: place for place in places.values() if place.shape == tuple(shapes[place.name])
+    }
+    found = {}
+    for name, linear in config.linears.items():
+        if linear.experts:
+            parent, _, leaf = name.rpartition(".")
+            theirs = f"{root}{parent.removesuffix('mlp')}{mlp}.experts.{leaf}"
+            first = f"{name}.weight0"
+            place = entire.get(first) or Place.whole(first, shapes[first])
+            found[theirs] = dataclasses.replace(place, name=f"{name}.weight")
+    return found
