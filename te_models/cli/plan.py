@@ -1,11 +1,16 @@
 """`te-models plan`: precision per layer, or the memory of training, before anything is allocated."""
 
+from __future__ import annotations
+
 import json
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from te_models.cli.options import (
+    SHAPE_NAMES,
     Command,
     build_model,
     is_given,
@@ -16,8 +21,15 @@ from te_models.cli.options import (
     setting_options,
     show,
 )
+from te_models.config.gpus import Gpu, get_gpu, suited, why_not
+from te_models.config.presets import get_preset
+from te_models.config.recipe import AUTO
 from te_models.config.settings import EVERYDAY
 from te_models.config.training import TrainConfig
+
+if TYPE_CHECKING:
+    from te_models.causal_lm import CausalLM
+    from te_models.planning.memory_plan import MemoryPlan
 
 TRAINING = (
     "batch_size",
@@ -50,13 +62,24 @@ ACTIVATIONS = ("activation_checkpointing", "activation_offload")
 @option(
     "--lora-experts", is_flag=True, group="With --memory", help="Count adapters on experts too."
 )
+@option(
+    "--gpu",
+    default=None,
+    metavar="NAME",
+    help="Plan for a GPU that need not be here, such as 'RTX 5090': which recipes run on it, and what fits.",
+)
 @setting_option(
     "expert_parallel_size",
     help="Show which experts each of this many processes would hold.",
     group=EVERYDAY,
 )
 def plan(
-    preset: str | None, model: str | None, memory: bool, as_json: bool, **options: Any
+    preset: str | None,
+    model: str | None,
+    memory: bool,
+    gpu: str | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Show the precision of each linear, or the memory of training.
 
@@ -70,14 +93,25 @@ def plan(
     training = {name: options.pop(name) for name in names}
     shared = TrainConfig(expert_parallel_size=options.pop("expert_parallel_size"))
     lora, own = training.pop("lora"), training.pop("optimizer_options")
-    if preset is not None:
+    if preset is not None or gpu is not None:
         options["device"] = options["device"] or "meta"
+    card = None
+    if gpu is not None:
+        card = get_gpu(gpu)
+        options["recipe"] = _recipe_there(card, preset, options)
+        options["engine"] = "emulated"  # which has every recipe on every machine
     built = build_model(preset, model, options, merge=True)
+    memory_plan = None
     if memory:
         from te_models.optim import resolve_options  # noqa: PLC0415  imports torch
 
         training["optimizer_options"] = resolve_options(training["optimizer"], own)
-        show(built.plan_memory(**training, lora_rank=lora), as_json)
+        memory_plan = built.plan_memory(**training, lora_rank=lora)
+    if card is not None:
+        _show_for_gpu(built, card, memory_plan, as_json)
+        return
+    if memory_plan is not None:
+        show(memory_plan, as_json)
         return
     from te_models.training.report import speed_rows  # noqa: PLC0415  imports torch
 
@@ -89,3 +123,37 @@ def plan(
         return
     show(precision, as_json=False)
     click.echo("\n" + "\n".join(f"{name}: {text}" for name, text in speed.items()))
+
+
+def _recipe_there(gpu: Gpu, preset: str | None, options: Mapping[str, Any]) -> Any:
+    """Return the recipe to plan with: the one that is asked for, else what a new model would have on that GPU."""
+    asked = options["recipe"]
+    if preset is None or asked not in (None, AUTO):
+        return asked
+    from te_models.model.recipe_fit import best_on  # noqa: PLC0415  imports torch
+
+    shape = {name: options[name] for name in SHAPE_NAMES if is_given(name)}
+    return best_on(gpu, get_preset(preset, **shape))[0].name
+
+
+def _show_for_gpu(model: CausalLM, gpu: Gpu, memory: MemoryPlan | None, as_json: bool) -> None:
+    """Print what a GPU that need not be here does with a model, then the plan of its precision or memory."""
+    from te_models.inspect.gpu_plan import plan_for_gpu  # noqa: PLC0415  imports torch
+
+    there = plan_for_gpu(gpu, model.config, memory)
+    if as_json:
+        name = "precision" if memory is None else "memory"
+        rest = model.plan().to_dict() if memory is None else memory.to_dict()
+        click.echo(json.dumps({**there.to_dict(), name: rest}, indent=1))
+        return
+    show(there, as_json=False)
+    if memory is not None:
+        show(memory, as_json=False)
+        return
+    precision = model.plan()
+    where = f"recipe {model.recipe.name} on {gpu.name}"
+    reason = why_not(suited(model.recipe, gpu), gpu.capability)
+    show(
+        replace(precision, title=f"{where}: {'does not run, ' + reason if reason else 'runs'}"),
+        False,
+    )

@@ -85,6 +85,7 @@ class Scheme:
     scattered_rows: int = (
         0  # of each rank under sequence parallelism, where quantized rows are sent; 0: `rows`
     )
+    capability: tuple[int, int] | None = (8, 9)  # the least that Transformer Engine runs it on
     available: str = "is_fp8_available"  # the engine's function that returns whether it runs here, else the reason
     stateful: bool = (
         False  # scales and amax histories persist over steps and belong in a checkpoint
@@ -94,7 +95,7 @@ class Scheme:
 
 
 SCHEMES: dict[str, Scheme] = {
-    "none": Scheme(rows=1, features=1, available="", forward="BF16"),
+    "none": Scheme(rows=1, features=1, capability=None, available="", forward="BF16"),
     "DelayedScaling": Scheme(
         dict(fp8_format="HYBRID", margin=0, amax_history_len=1024, amax_compute_algo="max", reduce_amax=True),
         stateful=True,
@@ -105,16 +106,16 @@ SCHEMES: dict[str, Scheme] = {
     "Float8BlockScaling": Scheme(
         dict(fp8_format="E4M3", use_f32_scales=False, x_block_scaling_dim=1, w_block_scaling_dim=2,
              grad_block_scaling_dim=1, backward_override="none"),
-        scattered_rows=128, available="is_fp8_block_scaling_available", layout=BLOCKS_OF_128,
+        scattered_rows=128, capability=(9, 0), available="is_fp8_block_scaling_available", layout=BLOCKS_OF_128,
     ),
     "MXFP8BlockScaling": Scheme(
         dict(fp8_format="E4M3", enable_2d_quantization=False, backward_override="none"),
-        rows=32, features=32, available="is_mxfp8_available", layout=MXFP8,
+        rows=32, features=32, capability=(10, 0), available="is_mxfp8_available", layout=MXFP8,
     ),
     "NVFP4BlockScaling": Scheme(
         dict(disable_rht=False, disable_stochastic_rounding=False, disable_2d_quantization=False,
              backward_override="none"),
-        rows=128, features=32, available="is_nvfp4_available", forward="E2M1", layout=NVFP4,
+        rows=128, features=32, capability=(10, 0), available="is_nvfp4_available", forward="E2M1", layout=NVFP4,
     ),
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ from types import ModuleType
 
 import torch
 
+from te_models.config.gpus import missing_switches
 from te_models.config.recipe import SCHEMES, Recipe
 from te_models.device.cudnn import load_torchs_cudnn
 from te_models.errors import UsageError, check_known
@@ -90,16 +91,8 @@ def _fails_here(recipe: Recipe) -> str:
     That is NVFP4 on compute capability 12, with the random Hadamard transform or with stochastic rounding (section 1.3
     of docs/internals/transformer_engine.md).
     """
-    needed = [
-        name
-        for name in ("disable_rht", "disable_stochastic_rounding")
-        if not recipe.fields.get(name)
-    ]
-    if (
-        recipe.scheme != "NVFP4BlockScaling"
-        or not needed
-        or torch.cuda.get_device_capability()[0] < 12
-    ):
+    needed = missing_switches(recipe, torch.cuda.get_device_capability())
+    if not needed:
         return ""
     return (
         "its kernels of the random Hadamard transform and of stochastic rounding fail on compute capability 12; give "

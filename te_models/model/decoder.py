@@ -49,7 +49,13 @@ from te_models.model.kv_cache import Cache, DecodingCache
 from te_models.model.offload import HostMemory, Offload
 from te_models.model.output import Output, OutputRequest, with_routing
 from te_models.model.part import new_states
-from te_models.model.recipe_fit import auto_recipe, check_layers, check_sizes, say
+from te_models.model.recipe_fit import (
+    auto_recipe,
+    check_layers,
+    check_sizes,
+    say,
+    suit_to_gpu,
+)
 from te_models.model.recompute import Recompute, refuse_foreign_recompute
 from te_models.model.targets import nan_if, next_token_targets
 from te_models.model.te_modules import Factory, own_weight, pad_rows
@@ -576,7 +582,7 @@ class Decoder(nn.Module):
     ) -> tuple[Recipe, str]:
         """Return the recipe that is asked for, and for "auto" the reason for the choice, which is logged; else ""."""
         if recipe != AUTO:
-            return get_recipe(recipe, **fields), ""
+            return suit_to_gpu(get_recipe(recipe, **fields), self.engine), ""
         how = dict(layers=self.specs, dtype=dtype, fp8_params=self.fp8_params)
         chosen, reason = auto_recipe(self.config, self.engine, device, **how, **fields)
         say(f"recipe auto: {chosen.name} ({reason})")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from te_models.config.gpus import Gpu, missing_switches, why_not
 from te_models.config.layer import LayerSpec
 from te_models.config.model import ModelConfig
 from te_models.config.precision import HEAD, precisions
@@ -85,6 +86,36 @@ def auto_recipe(
                 continue
             return recipe, f"{gpu}, hidden size {config.hidden_size}"
     return get_recipe("bf16", **fields), reason
+
+
+def suit_to_gpu(recipe: Recipe, engine: str) -> Recipe:
+    """Return a recipe as it runs on this GPU: NVFP4 loses what fails on compute capability 12, with a line.
+
+    Only the recipe itself changes, not those that its `precision` names.
+    """
+    if engine != "native":
+        return recipe
+    capability = torch.cuda.get_device_capability()
+    switches = missing_switches(recipe, capability)
+    if not switches:
+        return recipe
+    given = " and ".join(f"{name}=True" for name in switches)
+    version = f"{capability[0]}.{capability[1]}"
+    say(f"recipe {recipe.name}: {given} on compute capability {version}, where their kernels fail")
+    return recipe.replace(**dict.fromkeys(switches, True))
+
+
+def best_on(gpu: Gpu, config: ModelConfig) -> tuple[Recipe, str]:
+    """Return the recipe that "auto" stands for on a GPU that need not be here, and why in a few words."""
+    reason = _too_narrow(config)
+    if not reason:
+        for candidate in CANDIDATES:
+            recipe = get_recipe(candidate)
+            reason = why_not(recipe, gpu.capability)
+            if not reason:
+                return recipe, f"{gpu.name}, hidden size {config.hidden_size}"
+        reason = f"{gpu.name} has no FP8"
+    return get_recipe("bf16"), reason
 
 
 def _too_narrow(config: ModelConfig) -> str:
