@@ -225,6 +225,8 @@ def setting_option(name: str, **attributes: Any) -> Decorator:
         metavar=one.metavar or (f"[{'|'.join(map(str, one.choices))}]" if one.choices else None)
     )
     own |= {"callback": CALLBACKS[name]} if name in CALLBACKS else {}
+    if one.bare is not None:
+        own |= dict(is_flag=False, flag_value=one.bare, metavar=f"[{one.metavar}]")
     if kind in (tuple, dict):
         own |= dict(multiple=True, default=None, show_default=False)
     elif kind is bool:

@@ -44,6 +44,7 @@ class Setting:
         metavar: how the help writes its value; "": its type.
         shown: how the help writes its default; "": as it is.
         hidden: whether the help leaves it out.
+        bare: its value where its option is given without one; None: the option needs one.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Setting:
     metavar: str = ""
     shown: str = ""
     hidden: bool = False
+    bare: int | None = None
 
     @property
     def flag(self) -> str:

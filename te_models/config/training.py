@@ -16,6 +16,8 @@ SCHEDULES = ("cosine", "linear", "constant", "warmup-stable-decay")
 # How layers are divided, each by one kind of PARALLEL: another kind leaves them at their defaults.
 DIVISIONS = ("tensor_parallel_size", "expert_parallel_size", "fp8_dispatch", "sequence_parallel")
 REDUCE_DTYPES = ("float32", "bfloat16")
+ON_NAN = ("stop", "skip", "demote", "rewind")
+SPIKE_BOUND = 20.0  # where a guard that goes on is given no bound of its own
 # Headings of the help.
 TRAINING, OPTIMIZER = "Training", "Optimizer"
 EVALUATION, PROCESSES = "Evaluation and checkpoints", "Several processes"
@@ -108,6 +110,26 @@ class TrainConfig(Settings):
         "Steps between checkpoints; 0: only at the end. Default: about every 5 minutes.",
     )
     keep_last: int = _evaluation(2, "Number of checkpoints to keep.", least=1)
+    record: int = _evaluation(
+        0,
+        "Record amax, scale and error of every FP8 tensor in each N-th step; without N in each 50th. 0: never.",
+        metavar="N",
+        bare=50,
+    )
+    on_nan: str = _evaluation(
+        "stop",
+        "After a step whose loss or gradient is not finite, or a spike: stop; skip it; demote the layer that broke "
+        "it to BF16 and repeat it; or rewind to the last checkpoint and go on with later data.",
+        choices=ON_NAN,
+    )
+    spike_bound: float | None = _evaluation(
+        None,
+        "Deviations above the median of recent steps from which a loss or gradient norm is a spike; 0: never. "
+        "Default: 20, with --on-nan stop never.",
+    )
+    spike_window: int = _evaluation(
+        100, "Steps whose loss and gradient norm tell what a spike is.", least=20
+    )
     seed: int = setting(0, "Seed of weights, data order and sampling.", fixed=True)
     parallel: str = _processes(
         "none",
@@ -156,6 +178,13 @@ class TrainConfig(Settings):
             f"patience={self.patience} counts evaluations, and eval_every=0 makes none: give both"
         )
         refuse(mistakes | {counts: self.patience and not self.eval_every}, ConfigError)
+
+    @property
+    def spike_deviations(self) -> float:
+        """Deviations above the median from which a loss or a gradient norm is a spike; 0: none is."""
+        if self.spike_bound is not None:
+            return self.spike_bound
+        return 0.0 if self.on_nan == "stop" else SPIKE_BOUND
 
     @property
     def tokens_per_step(self) -> int:

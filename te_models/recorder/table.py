@@ -68,13 +68,17 @@ class Table:
         """Set the age of a tensor's scale in steps, [] if it is a tensor."""
         self.values[row, INDEX["scale_age"]] = age
 
+    def stop(self) -> None:
+        """Stop recording; the table keeps what it has."""
+        self.recording = False
+        self.flag.zero_()
+
     def end(self) -> tuple[Tensor, Tensor]:
         """Stop recording; return values and codes of all ranks, on the device.
 
         Several processes call this together.
         """
-        self.recording = False
-        self.flag.zero_()
+        self.stop()
         values = self.values.clone()
         codes = self.codes.clone()
         if self.distributed:

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TextIO
 
 from te_models.errors import DataError, SaveError
 from te_models.files.atomic import reraising
@@ -25,15 +26,24 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path | None, after_step: int = 0) -> None:
-        self.path, self.file = path, None
-        if path is None:
-            return
-        before = (
-            [row for row in _read_rows(path) if row["step"] <= after_step] if path.exists() else []
-        )
+        self.path = path
+        self.file: TextIO | None = None
+        if path is not None:
+            rows = _read_rows(path) if path.exists() else []
+            self._restart(path, [row for row in rows if row["step"] <= after_step])
+
+    def drop_after(self, step: int) -> None:
+        """Drop the rows of the steps after `step`, which the run takes once more, but not those about events."""
+        if self.path is not None:
+            rows = _read_rows(self.path)
+            self.close()
+            self._restart(self.path, [row for row in rows if row["step"] <= step or EVENT in row])
+
+    def _restart(self, path: Path, rows: list[Row]) -> None:
+        """Begin the file anew with these rows."""
         fresh = path.with_suffix(".tmp")
         with reraising(path, OSError, error=SaveError):
-            fresh.write_text("".join(json.dumps(row) + "\n" for row in before))
+            fresh.write_text("".join(json.dumps(row) + "\n" for row in rows))
             os.replace(fresh, path)
         self.file = path.open("a", buffering=1)
 

@@ -1,6 +1,7 @@
 """The recipe of each step of a run that changes it, such as `current` until 90 % of the steps, then `bf16`."""
 
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 from te_models.causal_lm import CausalLM
@@ -32,6 +33,26 @@ class RecipeSchedule:
             ):
                 model.check_change(recipe)
 
+    @property
+    def first(self) -> Recipe:
+        """The recipe of the run's first step."""
+        return self.recipes[0][1]
+
+    def demote(self, pattern: str, step: int) -> None:
+        """Let the te.Linears that a pattern names run in BF16 from `step` on, under every recipe of the run.
+
+        Raises:
+            UsageError: the model cannot change to that.
+        """
+        recipes = [(done, in_bf16(recipe, [pattern])) for done, recipe in self.recipes]
+        for _, recipe in recipes:
+            if recipe.quantized:
+                self.model.check_change(recipe)
+        demoted = in_bf16(self.model.recipe, [pattern])
+        self.model.check_change(demoted)
+        self.recipes = recipes
+        self._give(demoted)
+
     def at(self, step: int) -> Recipe:
         """Return the recipe of `step`, counted from 1."""
         return next(recipe for done, recipe in reversed(self.recipes) if step > done or not done)
@@ -46,12 +67,25 @@ class RecipeSchedule:
             self._give(self.at(step))
 
     def take(self, checkpoint: Path) -> None:
-        """Give the model the recipe that a checkpoint was saved under, if there is a schedule with it."""
+        """Give the model the recipe that a checkpoint was saved under, if there is a schedule with it.
+
+        Layers that a guard has moved to BF16 (`demote`) stay so.
+        """
         if len(self.recipes) > 1:
             saved: Recipe = saved_choices(checkpoint)["recipe"]
-            if any(saved.to_dict() == recipe.to_dict() for _, recipe in self.recipes):
-                self._give(saved)
+            for _, recipe in self.recipes:
+                demoted = [name for name in saved.precision if name not in recipe.precision]
+                if saved.to_dict() == in_bf16(recipe, demoted).to_dict():
+                    self.recipes = [(done, in_bf16(one, demoted)) for done, one in self.recipes]
+                    self._give(saved)
+                    return
 
     def _give(self, recipe: Recipe) -> None:
         if self.model.recipe.to_dict() != recipe.to_dict():
             self.model.set_recipe(recipe)
+
+
+def in_bf16(recipe: Recipe, patterns: Iterable[str]) -> Recipe:
+    """Return a recipe with the te.Linears that these patterns name in BF16."""
+    table = {**recipe.precision, **dict.fromkeys(patterns, "bf16")}
+    return recipe.replace(precision=table)

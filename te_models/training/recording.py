@@ -105,6 +105,10 @@ class Recorder:
                 for observer, age in zip(observers, ages, strict=True):
                     self.table.set_scale_age(observer.row, age)
 
+    def stop(self) -> None:
+        """Stop recording a step that will not be finished."""
+        self.table.stop()
+
     def next_micro_batch(self, first: bool) -> None:
         """Say that a micro-batch begins, the first of its step or another one, which counts no weight again."""
         self.table.first_micro_batch = first
@@ -132,15 +136,37 @@ class Recorder:
         return found
 
 
-def write(writer: RecordWriter, recorded: RecordedStep) -> None:
-    """Write the entry of a step once the host has it."""
-    recorded.wait()
-    writer.write(recorded.step, recorded.values.numpy(), recorded.codes.numpy())
+class RecordLog:
+    """The record of a run while it lasts; without a recorder, or on processes without a folder, it writes nothing.
 
+    Opening it drops the entries after `after_step`, as a resumed run needs. Closing it detaches the recorder.
+    """
 
-def open_writer(out: Path, recorder: Recorder, after_step: int) -> RecordWriter:
-    """Open the record of the run in a folder, of which the entries after `after_step` are dropped."""
-    return RecordWriter(out, recorder.tensors, after_step)
+    def __init__(self, recorder: Recorder | None, out: Path | None, after_step: int) -> None:
+        self.recorder = recorder
+        self.writer: RecordWriter | None = None
+        if recorder is not None and out is not None:
+            self.writer = RecordWriter(out, recorder.tensors, after_step)
+
+    def __enter__(self) -> RecordLog:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.recorder is not None:
+            self.recorder.detach()
+        if self.writer is not None:
+            self.writer.close()
+
+    def write(self, recorded: RecordedStep) -> None:
+        """Write the entry of a step once the host has it."""
+        if self.writer is not None:
+            recorded.wait()
+            self.writer.write(recorded.step, recorded.values.numpy(), recorded.codes.numpy())
+
+    def drop_after(self, step: int) -> None:
+        """Drop the entries after `step`, which the run takes once more."""
+        if self.writer is not None:
+            self.writer.drop_after(step)
 
 
 def quantizing_modules(model: CausalLM) -> Iterator[tuple[str, Any]]:

@@ -18,6 +18,7 @@ from te_models.config.recipe import Recipe
 from te_models.config.toml import read_toml, render_toml
 from te_models.data.dataset import TokenDataset
 from te_models.data.streaming import StreamingDataset
+from te_models.files.atomic import replace_text
 from te_models.model.targets import IGNORED
 from te_models.training.evaluation import Batch
 from te_models.training.parallel import Parallel
@@ -89,6 +90,14 @@ def run_document(
         },
     }
     return render_toml(sections, COMMENT.format(command=settings.command))
+
+
+def rewrite_recipe(path: Path, recipe: Recipe) -> None:
+    """Replace the recipe in a run.toml by another one; everything else stays."""
+    text = path.read_text()
+    comment = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]
+    sections = {**read_toml(path), "recipe": recipe.to_dict()}
+    replace_text(path, render_toml(sections, "\n".join(comment)))
 
 
 def read_record(folder: Path) -> Mapping[str, object]:

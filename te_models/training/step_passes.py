@@ -18,6 +18,7 @@ from te_models.optim.gradients import Gradients
 from te_models.training.cuda_graph import GraphedStep, step_obstacle
 from te_models.training.evaluation import Batch, count_targets, count_tokens, to_device
 from te_models.training.parallel import Parallel
+from te_models.training.recording import Recorder
 from te_models.training.routers import StepWeights
 
 log = logging.getLogger(__name__)
@@ -33,12 +34,18 @@ class StepPasses:
     """
 
     def __init__(
-        self, model: CausalLM, gradients: Gradients, parallel: Parallel, config: TrainConfig
+        self,
+        model: CausalLM,
+        gradients: Gradients,
+        parallel: Parallel,
+        config: TrainConfig,
+        recorder: Recorder | None = None,
     ) -> None:
         self.model = model
         self.gradients = gradients
         self.parallel = parallel
         self.config = config
+        self.recorder = recorder
         self.device = model.device
         self.train_model: Callable[..., Any] = model
         self.routed: list[Tensor] = []
@@ -52,8 +59,8 @@ class StepPasses:
         self._calibrate(first, self._weights(first))
         return chain(first, batches)
 
-    def run(self, micro_batches: list[Batch]) -> Tensor:
-        """Compute the gradients of the mean loss per counted token of the step.
+    def run(self, micro_batches: list[Batch], eager: bool = False) -> Tensor:
+        """Compute the gradients of the mean loss per counted token of the step; with `eager` without its graph.
 
         Return this process's part of the loss, a scalar on the device; `routed` has what the routers did.
         """
@@ -63,7 +70,9 @@ class StepPasses:
         self._calibrate(micro_batches, weights)
         self._follow_recipe()
         batches = [to_device(batch, self.device) for batch in micro_batches]
-        if self.graph is not None and self._fits(self.graph, batches):
+        if self.recorder is not None and not eager:
+            self.recorder.attach()  # a new recipe may have replaced the quantizers
+        if self.graph is not None and not eager and self._fits(self.graph, batches):
             loss = self.graph.step(batches, weights.predictions, weights.routers)
             self.routed += self.graph.routing
             return loss
@@ -124,6 +133,8 @@ class StepPasses:
         with experts.
         """
         config = self.config
+        if self.recorder is not None:
+            self.recorder.next_micro_batch(first)
         self.parallel.prepare_micro_batch(self.train_model, last=last)
         reuse = config.cache_fp8_weights and self.parallel.retains_weights
         cached = first if reuse and config.gradient_accumulation > 1 else None

@@ -1,14 +1,20 @@
 """Steps in the queue of a device: their times, and copies of their values to the host, without waiting for them."""
 
+from __future__ import annotations
+
 import time
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from te_models.training.evaluation import Batch
+from te_models.training.spikes import Bounds
 from te_models.training.step_start import StepStart
+
+if TYPE_CHECKING:
+    from te_models.training.recording import RecordedStep
 
 Timestamp = torch.cuda.Event | float  # on a CUDA device an event in its queue, elsewhere seconds
 
@@ -51,7 +57,8 @@ class QueuedStep:
 
     `values` are loss, gradient norm, the numbers of processes that were asked to stop and that want a checkpoint, and
     RoutingReport.metrics with experts; the host may read them once `ready` is reached. `begun` is the state before the
-    step. `end` follows the optimizer's update; `row` then has the metrics, by name.
+    step, `bounds` those of a loss and a gradient norm that are no spikes, and `recorded` the entry of a recorded step.
+    `end` follows the optimizer's update; `row` then has the metrics, by name.
     """
 
     step: int
@@ -63,3 +70,5 @@ class QueuedStep:
     learning_rate: float
     end: Timestamp = 0.0
     row: Row = field(default_factory=dict)
+    bounds: Bounds = field(default_factory=Bounds)
+    recorded: RecordedStep | None = None

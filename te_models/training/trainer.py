@@ -8,8 +8,6 @@ numbers) is in the checkpoint, so a resumed run continues with the same bits.
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
 import os
 import statistics
 import time
@@ -60,11 +58,7 @@ from te_models.training.check_state import (
     read_random_states,
     read_result,
 )
-from te_models.training.evaluation import (
-    Batch,
-    diagnosis,
-    evaluate,
-)
+from te_models.training.evaluation import Batch, evaluate
 from te_models.training.facts import facts_at_start, facts_now, resumed_facts
 from te_models.training.failed_run import (
     background_saves,
@@ -72,16 +66,19 @@ from te_models.training.failed_run import (
     broken_tensor,
     save_failed_run,
 )
+from te_models.training.guard import BadStep, Drawn, Guard
 from te_models.training.metrics import MetricsLog
 from te_models.training.optimizer_state import optimizer_names, optimizer_state, trained_names
 from te_models.training.parallel import Parallel, reshard
 from te_models.training.preflight import available_memory, check_disk
 from te_models.training.recipe_schedule import RecipeSchedule
+from te_models.training.recording import Recorder, RecordLog
 from te_models.training.report import progress as shown_progress
 from te_models.training.report import run_console
 from te_models.training.result import Result
 from te_models.training.resume import run_choices
 from te_models.training.routers import over_micro_batches, router_row, weigh_losses
+from te_models.training.run_file import rewrite_recipe
 from te_models.training.saved import saved_part
 from te_models.training.settings import RUN_FILE
 from te_models.training.step_passes import StepPasses
@@ -97,8 +94,6 @@ SAVE_RETRY_PAUSES = (1.0, 5.0)  # seconds before a failed save is tried again
 SAVE_PAUSE = 300.0  # seconds between checkpoints where save_every is not given
 # Of a run's time that these take at most: a large model on a slow disk saves more rarely.
 SAVE_SHARE = 0.05
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -176,7 +171,12 @@ class Trainer(NamedFields):
             norm=parallel.norm,
         )
         self.schedule = RecipeSchedule(self.model, self.recipe or self.model.recipe, config)
-        self.passes = StepPasses(self.model, self.gradients, parallel, config)
+        self.recorder: Recorder | None = None
+        if config.record:
+            self.recorder = Recorder(
+                self.model, parallel, config.record, config.gradient_accumulation
+            )
+        self.passes = StepPasses(self.model, self.gradients, parallel, config, self.recorder)
         # Read the loss of a step once the next one is queued: only if the device itself can skip a bad step's update.
         self.ahead = self.device.type == "cuda" and self.optimizer.can_skip
         self.speeds: deque[float] = deque(maxlen=RECENT)  # tokens per second of each step
@@ -189,6 +189,8 @@ class Trainer(NamedFields):
         }
         self.starts = StepStarts(self.model, self.data)
         self.begun: StepStart | None = None  # of the step that has begun and has changed no weight
+        self.drawn: Drawn | None = None  # the newest step
+        self.guard = Guard(self)
         self.updating = False  # whether the optimizer is changing the weights
         self.pending: QueuedStep | None = None  # the newest step, until its metrics are read
         self.save_due = False  # as of the last step that was read, where save_every is not given
@@ -264,6 +266,7 @@ class Trainer(NamedFields):
         with (
             exact,
             contextlib.closing(metrics),
+            RecordLog(self.recorder, self.out if first else None, self.result.step) as record,
             background_saves(self.checkpoints, self.best),
             stop_signals() as self.stop_requested,
             shown_progress(
@@ -279,6 +282,7 @@ class Trainer(NamedFields):
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
             self.saved_at = time.monotonic()
+            self.guard.begin(metrics, record)
             try:
                 for row in self.steps(batches):
                     metrics.write(row)
@@ -341,21 +345,32 @@ class Trainer(NamedFields):
         evaluation or a save.
         """
         step = self.result.step
-        while step < self.config.steps and not self.stopping:
-            step += 1
-            before = self.pending
-            self.pending = self._queue(step, batches, before)
-            if before is not None:
-                yield self._finish(before)
-            due = self._due(self.config.eval_every, step) or self._save_due(step)
-            if not self.ahead or step == self.config.steps or due:
-                yield self.finish_pending()
-        if self.pending is not None:
-            yield self.finish_pending()
+        while self.pending is not None or (step < self.config.steps and not self.stopping):
+            try:
+                if step == self.config.steps or self.stopping:
+                    yield self.finish_pending()
+                    continue
+                step += 1
+                before = self.pending
+                self.pending = self._queue(step, batches, before)
+                if before is not None:
+                    yield self._finish(before)
+                due = self._due(self.config.eval_every, step) or self._save_due(step)
+                if not self.ahead or step == self.config.steps or due:
+                    yield self.finish_pending()
+            except BadStep as bad:
+                step = self.guard.act(bad, self.drawn)
 
     def step(self, batches: Iterator[Batch]) -> Row:
-        """Take the next optimizer step on micro-batches from `batches`; return its metrics."""
-        return self._finish(self._queue(self.result.step + 1, batches, None))
+        """Take the next optimizer step on micro-batches from `batches`; return its metrics.
+
+        Raises:
+            Diverged: its loss or gradient norm is not finite, or a spike, whatever `on_nan` says.
+        """
+        try:
+            return self._finish(self._queue(self.result.step + 1, batches, None))
+        except BadStep as bad:
+            raise self.guard.stopped(bad) from None
 
     def finish_pending(self) -> Row:
         """Return the metrics of the newest step, after which nothing is queued."""
@@ -385,11 +400,14 @@ class Trainer(NamedFields):
         """Queue one optimizer step. Step `before` is checked in between; without `ahead` this step is too."""
         config = self.config
         start = timestamp(self.device) if before is None else before.end
-        begun = self.starts.take()
-        self.begun = begun
-        micro_batches = [next(batches) for _ in range(config.gradient_accumulation)]
+        drawn = self._draw(batches)
         self.schedule.follow(step)
-        loss = self._forward_backward(micro_batches)
+        recorder = (
+            self.recorder if self.recorder is not None and self.recorder.is_due(step) else None
+        )
+        if recorder is not None:
+            recorder.begin()
+        loss = self._forward_backward(drawn.micro_batches)
         router_losses, shares = over_micro_batches(self.passes.routed, loss)
         sums = self.parallel.sum_and_any(
             torch.cat([loss[None], router_losses]), self.stop_requested() != 0, self._wants_save()
@@ -403,33 +421,51 @@ class Trainer(NamedFields):
         queued = QueuedStep(
             step=step,
             start=start,
-            micro_batches=micro_batches,
+            micro_batches=drawn.micro_batches,
             values=host_values,
             ready=ready,
-            begun=begun,
+            begun=drawn.begun,
             learning_rate=config.learning_rate_at(step),
         )
         if before is not None:
             self._check(before)
+        queued.bounds = self.guard.bounds()
         if not self.ahead:
             self._check(queued)
         self.optimizer.set_learning_rate(queued.learning_rate)
         self.checkpoints.copied()  # a save in the background may still read what the update overwrites
         if self.ahead:
-            self.optimizer.skip_if(~(loss + norm).isfinite())
+            self.optimizer.skip_if(self.guard.is_bad(loss, norm, queued.bounds))
         self.begun = None
         self.updating = True
         self.optimizer.step()
         self.updating = False
+        if recorder is not None:
+            queued.recorded = recorder.end(step)
         queued.end = timestamp(self.device)
         return queued
+
+    def _draw(self, batches: Iterator[Batch]) -> Drawn:
+        """Return the micro-batches of the next step: new ones, or those of a step that is repeated."""
+        begun = self.starts.take()
+        returned = self.guard.returned.pop(0) if self.guard.returned else None
+        if returned is not None:
+            begun = replace(begun, data=returned.begun.data)
+        self.begun = begun
+        if returned is None:
+            count = self.config.gradient_accumulation
+            micro_batches = [next(batches) for _ in range(count)]
+        else:
+            micro_batches = returned.micro_batches
+        self.drawn = Drawn(begun, micro_batches)
+        return self.drawn
 
     def _forward_backward(self, micro_batches: list[Batch]) -> Tensor:
         """Compute the gradients of a step; return this process's part of its loss. A subclass may weigh it."""
         return self.passes.run(micro_batches)
 
     def _check(self, queued: QueuedStep) -> None:
-        """Wait for a step's values; raise if they are not finite, and note whether a process was asked to stop."""
+        """Wait for a step's values; raise BadStep if the guard says so. Note whether a process was asked to stop."""
         if queued.row:
             return
         if queued.ready is not None:
@@ -437,13 +473,7 @@ class Trainer(NamedFields):
         loss, norm, stops, saves, *routed = queued.values.tolist()
         self.stopping = self.stopping or bool(stops)
         self.save_due = self.save_due or bool(saves)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            self.begun = queued.begun
-            raise Diverged(
-                diagnosis(
-                    self.model, self.parallel.ranks, queued.step, loss, norm, queued.micro_batches
-                )
-            )
+        self.guard.judge(queued, loss, norm)
         queued.row = {
             "step": queued.step,
             "loss": loss,
@@ -468,6 +498,8 @@ class Trainer(NamedFields):
         if self.device.type == "cuda":
             result.peak_memory = torch.cuda.max_memory_allocated(self.device)
         row["tokens_per_second"] = self.speeds[-1]
+        if queued.recorded is not None:
+            self.guard.record(queued.recorded)
         due = self._due(self.config.eval_every, step) or step == self.config.steps
         if due and self.evaluates:
             result.eval_loss = self._evaluate()
@@ -568,7 +600,19 @@ class Trainer(NamedFields):
         Raises:
             ValueError: there is none, or it is of another model or optimizer.
         """
-        checkpoint = self.checkpoints.to_resume()
+        self._load(self.checkpoints.to_resume(), with_data=True)
+
+    def last_checkpoint(self) -> int:
+        """Return the step of the newest checkpoint, once a save under way is done."""
+        self.checkpoints.wait()
+        return int(self.checkpoints.to_resume().name.removeprefix("step-"))
+
+    def rewind(self) -> int:
+        """Load the newest checkpoint into the run in progress, but for the place in the data; return its step."""
+        self._load(self.checkpoints.to_resume(), with_data=False)
+        return self.result.step
+
+    def _load(self, checkpoint: Path, with_data: bool) -> None:
         self.schedule.take(checkpoint)
         if self.saved is None:
             training = read_training_state(self.model, checkpoint)
@@ -586,8 +630,9 @@ class Trainer(NamedFields):
         factor = gradient_factor(state, self.out, self.parallel)
         check_patience(result, self.config.patience)
         check_structure(state["dataset"], self.data.state_dict(), "dataset")
-        # The last that may refuse, before it changes anything.
-        self.data.load_state_dict(state["dataset"])
+        if with_data:
+            # The last that may refuse, before it changes anything.
+            self.data.load_state_dict(state["dataset"])
         training.write()
         if factor != 1:
             divide_gradient_amaxes(self.model, factor)
@@ -598,6 +643,12 @@ class Trainer(NamedFields):
             torch.cuda.set_rng_state(cuda_random, self.device)
         self.result = replace(result, stopped_early=False, signal=0)
         self.facts = resumed_facts(self.facts, facts_in(checkpoint))
+
+    def keep_recipe(self) -> None:
+        """Write the recipe of the run's first step into run.toml, once layers of it stay in BF16."""
+        path = self.out / RUN_FILE
+        if self.parallel.ranks.first and path.is_file():
+            rewrite_recipe(path, self.schedule.first)
 
     def _own_optimizer_state(self, saved: Fields) -> Fields:
         """Return this process's part of an optimizer's saved state: where FSDP2 shards it, the shards."""

@@ -1,0 +1,139 @@
+"""The search for the tensor that broke a step, in a second run of its forward and backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_models.causal_lm import CausalLM
+from te_models.distributed.control import Ranks
+from te_models.distributed.dtensor import local
+from te_models.fp8.scaling_state import gemms_of
+from te_models.recorder.layout import OPERANDS, RecordedTensor
+from te_models.recorder.quantized import is_quantized
+from te_models.training.recording import experts_of, linear_name, quantizing_modules
+
+OUTPUT = "output"  # beside OPERANDS: the product of finite operands
+
+
+class BadTensors:
+    """Watches the te.Linears of a model, and notes the first tensor with a NaN or an infinity.
+
+    Each te.Linear's input and weight, its product, and the gradient of its output are looked at in the order in which
+    they are computed, before and after a cast. The host waits for each.
+    """
+
+    def __init__(self, model: CausalLM) -> None:
+        self.model = model
+        self.first: RecordedTensor | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what runs inside."""
+        te = self.model.te
+        with ExitStack() as stack:
+            for name, module in quantizing_modules(self.model):
+                before, after = self._hooks(name, module)
+                stack.enter_context(module.register_forward_pre_hook(before))
+                stack.enter_context(module.register_forward_hook(after))
+                te.set_observers(module, self._observers(name, module))
+                stack.callback(te.set_observers, module, None)
+            yield
+
+    def _note(self, tensor: RecordedTensor, *values: object) -> None:
+        """Note a tensor if it is the first whose values are not all finite."""
+        if self.first is None and not all(map(finite, values)):
+            self.first = tensor
+
+    def _observers(self, name: str, module: nn.Module) -> list[Any]:
+        """Return a function for each operand of each GEMM, to call with both sides of its casts."""
+
+        def observer(tensor: RecordedTensor) -> Callable[..., None]:
+            return lambda source, quantized, scale=None: self._note(tensor, source, quantized)
+
+        return [
+            tuple(observer(RecordedTensor(linear_name(name), o, expert)) for o in OPERANDS)
+            for expert in experts_of(self.model, name, module)
+        ]
+
+    def _hooks(
+        self, name: str, module: nn.Module
+    ) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Return hooks for before and after a te module's forward pass."""
+        experts = experts_of(self.model, name, module)
+
+        def named(operand: str, expert: int | None) -> RecordedTensor:
+            return RecordedTensor(linear_name(name), operand, expert)
+
+        def by_expert(value: Tensor, rows: list[int] | None) -> list[Any]:
+            return [value] if rows is None else list(value.split(rows))
+
+        def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if self.first is not None or in_backward():
+                return
+            parts = by_expert(inputs[0], rows_of(inputs))
+            for expert, x in zip(experts, parts, strict=True):
+                self._note(named("input", expert), x)
+            for expert, weight in zip(experts, weights_of(module), strict=True):
+                self._note(named("weight", expert), weight)
+
+        def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            if self.first is not None or in_backward():
+                return
+            result = output[0] if isinstance(output, tuple) else output
+            rows = rows_of(inputs)
+            for expert, y in zip(experts, by_expert(result, rows), strict=True):
+                self._note(named(OUTPUT, expert), y)
+            if result.requires_grad:
+                result.register_hook(lambda gradient: at_gradient(gradient, rows))
+
+        def at_gradient(gradient: Tensor, rows: list[int] | None) -> None:
+            if self.first is None:
+                flat = gradient.reshape(-1, gradient.shape[-1]) if rows else gradient
+                for expert, dy in zip(experts, by_expert(flat, rows), strict=True):
+                    self._note(named("grad_output", expert), dy)
+
+        return before, after
+
+
+def finite(value: object) -> bool:
+    """Return whether all values of a tensor, perhaps a quantized one, are finite; True for None."""
+    if value is None:
+        return True
+    if is_quantized(value):
+        value = value.dequantize(dtype=torch.float32)  # type: ignore[attr-defined]
+    assert isinstance(value, Tensor)
+    return bool(value.isfinite().all())
+
+
+def rows_of(inputs: tuple[Any, ...]) -> list[int] | None:
+    """Return the rows of each expert among the arguments of a te.GroupedLinear; None for a te.Linear."""
+    if len(inputs) < 2 or isinstance(inputs[1], bool | type(None)):
+        return None
+    rows = inputs[1]
+    return rows.tolist() if isinstance(rows, Tensor) else list(rows)
+
+
+def weights_of(module: Any) -> list[Tensor]:
+    """Return this rank's part of the weight of each GEMM of a te module."""
+    if hasattr(module, "weight"):
+        return [local(module.weight)]
+    return [local(getattr(module, f"weight{gemm}")) for gemm in range(gemms_of(module))]
+
+
+def in_backward() -> bool:
+    """Return whether autograd's backward pass runs, in which a forward pass is a recompute."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def first_of_all(own: RecordedTensor | None, ranks: Ranks) -> RecordedTensor | None:
+    """Return the first bad tensor of the lowest rank that has one; all ranks call it."""
+    named: list[Any] = [] if own is None else [own.linear, own.operand, own.expert]
+    for name in ranks.gather(named):
+        if name:
+            return RecordedTensor(*name)
+    return None

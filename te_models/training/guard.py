@@ -1,0 +1,389 @@
+"""The guard of a run: what happens after a step whose loss or gradient is not finite, or far above those before it.
+
+Such a step changes no weight: on a CPU it ends before the update, on a GPU the update skips itself. The guard gives the
+model the scales from before the step, runs the step once more to name the tensor that broke it, and then stops, skips
+the step's data, moves the layer to BF16 and repeats the step, or goes back to the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor
+
+from te_models.errors import Diverged, UsageError
+from te_models.recorder.layout import INDEX, RecordedTensor
+from te_models.training.bad_tensor import OUTPUT, BadTensors, first_of_all
+from te_models.training.evaluation import Batch, diagnosis
+from te_models.training.metrics import MetricsLog, read_metrics
+from te_models.training.recording import RecordedStep, Recorder, RecordLog
+from te_models.training.spikes import Bounds, SpikeBounds
+from te_models.training.step_start import StepStart
+from te_models.training.timing import QueuedStep, Row
+
+if TYPE_CHECKING:
+    from te_models.training.trainer import Trainer
+
+NONFINITE, SPIKE = "nonfinite", "spike"
+MOST_IN_A_ROW = 10  # bad steps without a good one between them that end a run under any policy
+MOST_RETURNS = 3  # to one state, under "rewind"
+
+log = logging.getLogger(__name__)
+
+
+class BadStep(Diverged):
+    """Raised within the loop for a step that must not count; the guard decides what follows."""
+
+    def __init__(self, queued: QueuedStep, event: str, loss: float, grad_norm: float) -> None:
+        super().__init__(f"step {queued.step}: the loss is {loss}, the gradient norm {grad_norm}")
+        self.queued = queued
+        self.event = event
+        self.loss = loss
+        self.grad_norm = grad_norm
+
+    @property
+    def step(self) -> int:
+        """The number of the step."""
+        return self.queued.step
+
+    @property
+    def bound(self) -> float | None:
+        """The bound that a spike exceeded."""
+        if self.event != SPIKE:
+            return None
+        bounds = self.queued.bounds
+        return bounds.loss if self.loss > bounds.loss else bounds.grad_norm
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The micro-batches of a step that is to be run again, with the state in which it began."""
+
+    begun: StepStart
+    micro_batches: list[Batch]
+
+
+class Guard:
+    """Judges the steps of a run, and acts on bad ones.
+
+    Attributes:
+        metrics, record_log: where it writes what it did, while the run lasts.
+        returned: micro-batches that were drawn and are to be used by the next steps, oldest first.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        config = trainer.config
+        self.policy = config.on_nan
+        self.spikes = SpikeBounds(config.spike_deviations, config.spike_window)
+        self.metrics: MetricsLog | None = None
+        self.record_log: RecordLog | None = None
+        self.returned: list[Drawn] = []
+        self.in_a_row = 0
+        self.returns: dict[int, int] = {}  # to each step, under "rewind"
+
+    def begin(self, metrics: MetricsLog, record: RecordLog) -> None:
+        """Prepare for a run: one that is resumed knows the steps before it from its metrics."""
+        trainer = self.trainer
+        self.metrics = metrics
+        self.record_log = record
+        if self.spikes.deviations:
+            self.spikes.replace(trainer.parallel.ranks.from_first(self._recent))
+        # The first state to go back to.
+        if self.policy == "rewind" and trainer.checkpoints.latest() is None:
+            trainer.save()
+
+    def _recent(self) -> list[list[float]]:
+        """Return loss and gradient norm of the last steps in metrics.jsonl, on the process that has it."""
+        path = None if self.metrics is None else self.metrics.path
+        if path is None or not self.trainer.result.step:
+            return []
+        rows = read_metrics(path)[-self.trainer.config.spike_window :]
+        return [[row["loss"], row["grad_norm"]] for row in rows if "grad_norm" in row]
+
+    def record(self, recorded: RecordedStep) -> None:
+        """Write the entry of a recorded step."""
+        if self.record_log is not None:
+            self.record_log.write(recorded)
+
+    def bounds(self) -> Bounds:
+        """Return the bounds of the next step's loss and gradient norm."""
+        return self.spikes.bounds()
+
+    @staticmethod
+    def is_bad(loss: Tensor, grad_norm: Tensor, bounds: Bounds) -> Tensor:
+        """Return whether a step must not update the weights, a bool scalar on the device."""
+        bad = ~(loss + grad_norm).isfinite()
+        if math.isfinite(bounds.loss):
+            bad = bad | (loss > bounds.loss) | (grad_norm > bounds.grad_norm)
+        return bad
+
+    def judge(self, queued: QueuedStep, loss: float, grad_norm: float) -> None:
+        """Let a good step count; raise BadStep for a bad one."""
+        bounds = queued.bounds
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise BadStep(queued, NONFINITE, loss, grad_norm)
+        if loss > bounds.loss or grad_norm > bounds.grad_norm:
+            raise BadStep(queued, SPIKE, loss, grad_norm)
+        self.spikes.add(loss, grad_norm)
+        self.in_a_row = 0
+
+    def act(self, bad: BadStep, drawn: Drawn | None) -> int:
+        """Do what the policy says about a bad step; return the number of the step after which the run goes on.
+
+        `drawn` is the step that was drawn last: the bad one, or on a GPU the next one. All processes call this.
+
+        Raises:
+            Diverged: the run ends.
+        """
+        trainer = self.trainer
+        begun = bad.queued.begun
+        random = random_state(trainer.device)
+        later = None if drawn is None or drawn.begun is begun else drawn
+        trainer.pending = None
+        trainer.begun = begun
+        if self.policy == "stop":
+            self._stop(bad)
+        self._forget(begun)
+        tensor, reproduced = self._search(bad)
+        self._forget(begun)
+        self.in_a_row += 1
+        if self.in_a_row > MOST_IN_A_ROW:
+            self._give_up(bad, tensor, reproduced, f"{MOST_IN_A_ROW} other bad steps in a row")
+        if self.policy == "demote":
+            self._demote(bad, tensor, reproduced)
+            self.returned = [Drawn(begun, bad.queued.micro_batches)]
+            self.returned += [] if later is None else [later]
+            set_random_state((begun.random, begun.cuda_random), trainer.device)
+            return bad.step - 1
+        self.returned = [] if later is None else [later]
+        if self.policy == "rewind":
+            return self._rewind(bad, tensor, reproduced)
+        self._report(bad, "skip", tensor, reproduced, "its data is skipped")
+        if later is not None:
+            random = (later.begun.random, later.begun.cuda_random)
+        set_random_state(random, trainer.device)
+        trainer.begun = None if later is None else later.begun
+        trainer.result.step = bad.step
+        return bad.step
+
+    def stopped(self, bad: BadStep) -> Diverged:
+        """Return the error of a run that a bad step ends, which names what broke it; the event is written."""
+        trainer = self.trainer
+        begun = bad.queued.begun
+        trainer.starts.put_back(begun)
+        if bad.event == NONFINITE:
+            line = diagnosis(
+                trainer.model,
+                trainer.parallel.ranks,
+                bad.step,
+                bad.loss,
+                bad.grad_norm,
+                bad.queued.micro_batches,
+            )
+        else:
+            line = f"{self._spike(bad)}. The weights are those of the step before"
+        tensor, reproduced = self._search(bad)
+        self._forget(begun)
+        self._report(bad, "stop", tensor, reproduced, "the run ends")
+        if tensor is None:
+            return Diverged(line)
+        return Diverged(f"{line}; the first bad tensor of its te.Linears is {tensor.name}")
+
+    def _stop(self, bad: BadStep) -> None:
+        raise self.stopped(bad) from None
+
+    def _forget(self, begun: StepStart) -> None:
+        """Give the model the scales from before a step, and drop its gradients."""
+        trainer = self.trainer
+        trainer.starts.put_back(begun)
+        for parameter in trainer.model.parameters():
+            trainer.gradients.drop(parameter)
+            parameter.grad = None
+
+    def _search(self, bad: BadStep) -> tuple[RecordedTensor | None, bool]:
+        """Run a bad step once more; return the tensor that broke it, and whether the step was bad again."""
+        trainer = self.trainer
+        queued = bad.queued
+        set_random_state((queued.begun.random, queued.begun.cuda_random), trainer.device)
+        if trainer.recorder is not None:
+            trainer.recorder.stop()
+        if bad.event == SPIKE:
+            return self._least_exact(queued), True
+        watched = BadTensors(trainer.model)
+        with watched.watching():
+            loss = trainer.passes.run(queued.micro_batches, eager=True)
+        norm = trainer.optimizer.take_gradients(trainer.config.clip_grad_norm)
+        again = not bool((loss + norm).isfinite())
+        ranks = trainer.parallel.ranks
+        return first_of_all(watched.first, ranks), any(ranks.gather(again))
+
+    def _least_exact(self, queued: QueuedStep) -> RecordedTensor | None:
+        """Return the tensor of a spike that a cast changed most: by saturation, else by its noise over its signal."""
+        trainer = self.trainer
+        recorder = Recorder(trainer.model, trainer.parallel, every=0)
+        recorder.begin()
+        trainer.passes.run(queued.micro_batches, eager=True)
+        entry = recorder.end(queued.step)
+        entry.wait()
+        recorder.detach()
+        values = entry.values
+        elements = values[:, INDEX["elements"]]
+        if not bool((elements > 0).any()):
+            return None
+        saturated = values[:, INDEX["saturated"]] / elements.clamp(min=1)
+        if bool((saturated > 0).any()):
+            return recorder.tensors[int(saturated.argmax())]
+        noise = values[:, INDEX["noise"]] / values[:, INDEX["signal"]].clamp(min=1e-300)
+        return recorder.tensors[int(noise.argmax())]
+
+    def _demote(self, bad: BadStep, tensor: RecordedTensor | None, reproduced: bool) -> None:
+        """Move the layer of a tensor to BF16 for the rest of the run; raise Diverged if that cannot help."""
+        trainer = self.trainer
+        model = trainer.model
+        reason = ""
+        pattern = "" if tensor is None else demoted_pattern(tensor)
+        if tensor is None:
+            reason = "no tensor of a te.Linear was found that broke it"
+        elif not is_quantized_layer(trainer, pattern):
+            reason = f"{pattern} runs in BF16 already"
+        else:
+            try:
+                trainer.schedule.demote(pattern, bad.step)
+            except (UsageError, ValueError) as error:
+                reason = f"{pattern} cannot run in BF16: {error}"
+        if reason:
+            self._report(bad, "stop", tensor, reproduced, reason)
+            raise Diverged(f"{self._line(bad, tensor)}; on_nan='demote' cannot help: {reason}")
+        outcome = f"{pattern} runs in BF16 from here on, and the step is repeated"
+        self._report(bad, "demote", tensor, reproduced, outcome, demoted=pattern)
+        trainer.keep_recipe()
+        assert model.recipe.precision[pattern] == "bf16"
+
+    def _rewind(self, bad: BadStep, tensor: RecordedTensor | None, reproduced: bool) -> int:
+        """Restore the last checkpoint without its place in the data; return its step."""
+        trainer = self.trainer
+        later = self.returned
+        trainer.begun = None if not later else later[0].begun
+        target = trainer.last_checkpoint()
+        if self.returns.get(target, 0) == MOST_RETURNS:
+            reason = f"{MOST_RETURNS} returns to step {target}"
+            self._give_up(bad, tensor, reproduced, reason)
+        self.returns[target] = self.returns.get(target, 0) + 1
+        step = trainer.rewind()
+        if self.metrics is not None:
+            self.metrics.drop_after(step)
+        if self.record_log is not None:
+            self.record_log.drop_after(step)
+        outcome = f"the run goes back to step {step} and on with the data that follows"
+        self._report(bad, "rewind", tensor, reproduced, outcome, to=step)
+        return step
+
+    def _give_up(
+        self, bad: BadStep, tensor: RecordedTensor | None, reproduced: bool, reason: str
+    ) -> NoReturn:
+        """End the run, whose policy does not help."""
+        self.trainer.begun = bad.queued.begun
+        self._report(bad, "stop", tensor, reproduced, f"the run ends after {reason}")
+        raise Diverged(f"{self._line(bad, tensor)}; the run ends after {reason}")
+
+    def _report(
+        self,
+        bad: BadStep,
+        action: str,
+        tensor: RecordedTensor | None,
+        reproduced: bool,
+        outcome: str,
+        **more: object,
+    ) -> None:
+        """Write the event to metrics.jsonl, and a line to the log."""
+        line = f"{self._line(bad, tensor)}: {outcome}"
+        if not reproduced:
+            line += "; a second run of the step was finite, as after a fault of the hardware"
+        row: Row = {
+            "step": bad.step,
+            "event": bad.event,
+            "action": action,
+            "loss": finite_or_none(bad.loss),
+            "grad_norm": finite_or_none(bad.grad_norm),
+            "bound": bad.bound,
+            "tensor": None,
+            "linear": None,
+            "layer": None,
+            "operand": None,
+            "expert": None,
+        }
+        if tensor is not None:
+            entry = tensor.to_dict()
+            row |= {**entry, "tensor": entry["name"]}
+            del row["name"]
+        row |= {"reproduced": reproduced, **more, "message": line}
+        if self.metrics is not None:
+            self.metrics.write(row)
+        if self.trainer.parallel.ranks.first:
+            log.warning("%s", line)
+
+    def _line(self, bad: BadStep, tensor: RecordedTensor | None) -> str:
+        """Describe a bad step, and the tensor that broke it."""
+        if bad.event == SPIKE:
+            place = "" if tensor is None else f"; the least exact tensor is {tensor.name}"
+            return f"{self._spike(bad)}{place}"
+        value = "loss" if not math.isfinite(bad.loss) else "gradient norm"
+        number = bad.loss if not math.isfinite(bad.loss) else bad.grad_norm
+        place = ""
+        if tensor is not None and tensor.operand == OUTPUT:
+            place = f"; the first bad tensor is the product of {tensor.linear}"
+        elif tensor is not None:
+            place = f"; the first bad tensor is {tensor.name}"
+        return f"step {bad.step}: the {value} is {number}{place}"
+
+    def _spike(self, bad: BadStep) -> str:
+        bounds = bad.queued.bounds
+        by_loss = bad.loss > bounds.loss
+        value = "loss" if by_loss else "gradient norm"
+        number = bad.loss if by_loss else bad.grad_norm
+        return (
+            f"step {bad.step}: the {value} of {number:.4g} is above {bad.bound:.4g}, "
+            f"{self.spikes.deviations:g} deviations over the median of the steps before"
+        )
+
+
+def demoted_pattern(tensor: RecordedTensor) -> str:
+    """Return the pattern of a recipe's table `precision` for the layer of a tensor, or for its te.Linear outside."""
+    return tensor.linear if tensor.layer is None else f"layers.{tensor.layer}.*"
+
+
+def is_quantized_layer(trainer: Trainer, pattern: str) -> bool:
+    """Return whether any te.Linear that a pattern names runs below BF16."""
+    model = trainer.model
+    prefix = pattern.removesuffix("*")
+    for name, module in model.named_modules():
+        named = isinstance(module, model.te.LINEARS) and name.startswith(prefix)
+        if named and model.precision.recipe_of(name) is not None:
+            return True
+    return False
+
+
+RandomState = tuple[Tensor, Tensor | None]
+
+
+def random_state(device: torch.device) -> RandomState:
+    """Return the state of the random numbers of this process."""
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), cuda
+
+
+def set_random_state(state: RandomState, device: torch.device) -> None:
+    """Restore the random numbers of this process."""
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
+
+
+def finite_or_none(value: float) -> float | None:
+    """Return a number as JSON can write it."""
+    return value if math.isfinite(value) else None
