@@ -18,7 +18,7 @@ from torch import Tensor
 from te_models.errors import Diverged, UsageError
 from te_models.recorder.layout import INDEX, RecordedTensor
 from te_models.training.bad_tensor import OUTPUT, BadTensors, first_of_all
-from te_models.training.evaluation import Batch, diagnosis
+from te_models.training.evaluation import KEPT, Batch, diagnosis
 from te_models.training.metrics import MetricsLog, read_metrics
 from te_models.training.recording import RecordedStep, Recorder, RecordLog
 from te_models.training.spikes import Bounds, SpikeBounds
@@ -186,13 +186,12 @@ class Guard:
                 bad.queued.micro_batches,
             )
         else:
-            line = f"{self._spike(bad)}. The weights are those of the step before"
+            line = f"{self._spike(bad)}. {KEPT}"
         tensor, reproduced = self._search(bad)
         self._forget(begun)
         self._report(bad, "stop", tensor, reproduced, "the run ends")
-        if tensor is None:
-            return Diverged(line)
-        return Diverged(f"{line}; the first bad tensor of its te.Linears is {tensor.name}")
+        place = self._place(bad, tensor)
+        return Diverged(line.replace(f". {KEPT}", f"{place}. {KEPT}", 1))
 
     def _stop(self, bad: BadStep) -> None:
         raise self.stopped(bad) from None
@@ -329,17 +328,23 @@ class Guard:
 
     def _line(self, bad: BadStep, tensor: RecordedTensor | None) -> str:
         """Describe a bad step, and the tensor that broke it."""
+        place = self._place(bad, tensor)
         if bad.event == SPIKE:
-            place = "" if tensor is None else f"; the least exact tensor is {tensor.name}"
             return f"{self._spike(bad)}{place}"
         value = "loss" if not math.isfinite(bad.loss) else "gradient norm"
         number = bad.loss if not math.isfinite(bad.loss) else bad.grad_norm
-        place = ""
-        if tensor is not None and tensor.operand == OUTPUT:
-            place = f"; the first bad tensor is the product of {tensor.linear}"
-        elif tensor is not None:
-            place = f"; the first bad tensor is {tensor.name}"
         return f"step {bad.step}: the {value} is {number}{place}"
+
+    @staticmethod
+    def _place(bad: BadStep, tensor: RecordedTensor | None) -> str:
+        """Return the words that name the tensor that broke a step; none if there is none."""
+        if tensor is None:
+            return ""
+        if bad.event == SPIKE:
+            return f"; the least exact tensor is {tensor.name}"
+        if tensor.operand == OUTPUT:
+            return f"; the first bad tensor is the product of {tensor.linear}"
+        return f"; the first bad tensor is {tensor.name}"
 
     def _spike(self, bad: BadStep) -> str:
         bounds = bad.queued.bounds
