@@ -74,7 +74,8 @@ def chat(
     from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415
     from te_models.generation.conversation import Conversation  # noqa: PLC0415
 
-    sampling, variables = take_sampling(options), dict(_variable(text) for text in template_option)
+    sampling = take_sampling(options)
+    variables = dict(_variable(text) for text in template_option)
     words = load_tokenizer(tokenizer or model)
     if chat_template is not None:
         use_template(words, chat_template)
@@ -96,7 +97,8 @@ class Session:
     """The loop of a chat: read a line, run a command or print an answer, until the input ends."""
 
     def __init__(self, talk: Conversation, sampling: dict[str, Any]) -> None:
-        self.talk, self.sampling = talk, sampling
+        self.talk = talk
+        self.sampling = sampling
 
     def run(self) -> None:
         """Answer lines of standard input until its end or /exit; a second Ctrl-C in a row leaves too."""
@@ -146,7 +148,8 @@ class Session:
 
     def obey(self, command: str, argument: str) -> bool:
         """Run a command; return False for one that ends the chat."""
-        talk, argument = self.talk, argument.strip()
+        talk = self.talk
+        argument = argument.strip()
         if command in ("/exit", "/quit", "/bye"):
             return False
         if command == "/help":
@@ -185,7 +188,8 @@ class Session:
 
 def _read_line() -> str:
     """Return the next message; a line that ends with a backslash continues on the next."""
-    terminal, lines = sys.stdin.isatty(), []
+    terminal = sys.stdin.isatty()
+    lines = []
     while True:
         line = input("... " if lines else "> ") if terminal else input_line()
         if line is None:

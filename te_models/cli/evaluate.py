@@ -98,7 +98,8 @@ def evaluate(
     from te_models.data.tokenizer import load_tokenizer  # noqa: PLC0415  imports torch
     from te_models.inspect.evaluate import evaluate_recipes  # noqa: PLC0415
 
-    words, score = load_tokenizer(tokenizer or model), None
+    words = load_tokenizer(tokenizer or model)
+    score = None
     if chat_template is not None:
         use_template(words, chat_template)
     if tasks is not None:

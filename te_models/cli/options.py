@@ -133,7 +133,8 @@ def _group(parameter: click.Parameter) -> str:
 def _missing(parameter: click.Parameter | None) -> str:
     """Return what to give for a required option that is not given: its help says what that is."""
     assert isinstance(parameter, click.Option) and parameter.help is not None
-    flag, kind = parameter.opts[0], str(parameter.metavar)
+    flag = parameter.opts[0]
+    kind = str(parameter.metavar)
     about = parameter.help.split(": ")[0].rstrip(".")
     return f"give {flag} {kind}, such as {flag} {EXAMPLES[kind]}: {about[:1].lower()}{about[1:]}"
 
@@ -155,14 +156,16 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _memory_advice(ctx: click.Context) -> str:
     """Return the command that shows the memory of this run, and the options that lower it."""
-    names, group = [parameter.name for parameter in ctx.command.params], ctx.find_root().command
+    names = [parameter.name for parameter in ctx.command.params]
+    group = ctx.find_root().command
     if (
         "steps" not in names
         or "gradient_accumulation" not in names
         or not isinstance(group, click.Group)
     ):
         return "use a smaller model or batch, shorter sequences, or --fp8-params"
-    given, plans = [], {parameter.name for parameter in group.commands["plan"].params}
+    given = []
+    plans = {parameter.name for parameter in group.commands["plan"].params}
     for parameter in ctx.command.params:
         value = ctx.params.get(parameter.name or "")
         if parameter.name not in plans or value is None or not is_given(parameter.name):
@@ -216,7 +219,8 @@ def setting_option(name: str, **attributes: Any) -> Decorator:
 
     Values out of range are refused where the setting is used, in the same words as those of run.toml.
     """
-    one, kind = SETTINGS[name], SETTINGS[name].kinds[0]
+    one = SETTINGS[name]
+    kind = SETTINGS[name].kinds[0]
     shown: bool | str = one.shown or one.default not in (None, "", ())
     own: dict[str, Any] = dict(
         help=one.help, group=one.group, default=one.default, show_default=shown

@@ -92,7 +92,8 @@ def plan(
         )
     training = {name: options.pop(name) for name in names}
     shared = TrainConfig(expert_parallel_size=options.pop("expert_parallel_size"))
-    lora, own = training.pop("lora"), training.pop("optimizer_options")
+    lora = training.pop("lora")
+    own = training.pop("optimizer_options")
     if preset is not None or gpu is not None:
         options["device"] = options["device"] or "meta"
     card = None
@@ -115,7 +116,8 @@ def plan(
         return
     from te_models.training.report import speed_rows  # noqa: PLC0415  imports torch
 
-    precision, speed = built.plan(), speed_rows(built, shared)
+    precision = built.plan()
+    speed = speed_rows(built, shared)
     if as_json:
         step = dict(layer="step", gemm=None, precision=None, engine=built.engine)
         rows = [{**step, "module": name, "reason": text} for name, text in speed.items()]

@@ -84,7 +84,8 @@ def run_training(
     is_folder = file is not None and Path(file).is_dir()
     is_run = is_folder and Path(str(file), "run.toml").exists()
     unexpected = file is not None and not Path(file).exists()
-    out, model = given.get("out"), given.get("model")
+    out = given.get("out")
+    model = given.get("model")
     over = (
         out is not None and model is not None and os.path.realpath(out) == os.path.realpath(model)
     )

@@ -21,7 +21,8 @@ from te_models.files.formats import Document, Value
 SECONDS = 10
 BESIDE = "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"  # a folder beside it, of further templates by name
-DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
+DEFAULT = "default"
+TOOL_USE = "tool_use"  # names of templates
 PACKAGES = Path(__file__).resolve().parents[2]  # the folder of the package te_models
 
 # For models without a chat template: readable by any tokenizer, since all but the end-of-text token is plain text.

@@ -169,8 +169,8 @@ def _cut(document: Document, eval_fraction: float) -> tuple[list[Document], list
             "the only document cannot be cut into training and evaluation: give more documents, or one with more "
             "lines, or --eval-data"
         )
-    halves = (document.text[:at], document.text[at:])
-    first, last = (Document(half, name=document.name, source=document.source) for half in halves)
+    first = Document(document.text[:at], name=document.name, source=document.source)
+    last = Document(document.text[at:], name=document.name, source=document.source)
     return [first], [last]
 
 

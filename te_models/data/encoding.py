@@ -233,7 +233,8 @@ def fit_records(
             keep[i] = False
             continue
         if not len(answers):
-            keep[i], unanswered = False, unanswered + 1
+            keep[i] = False
+            unanswered = unanswered + 1
             continue
         longest = max(longest, length) if over > 0 else longest
         begins = bos is not None and encoded.tokens[start] == bos
@@ -245,9 +246,12 @@ def fit_records(
         ):
             if begins:
                 encoded.tokens[start + over] = encoded.tokens[start]
-            starts[i], lengths[i], cut = start + over, seq_len, cut + 1
+            starts[i] = start + over
+            lengths[i] = seq_len
+            cut = cut + 1
         elif over > 0:
-            keep[i], too_long = False, too_long + 1
+            keep[i] = False
+            too_long = too_long + 1
     fitted = replace(encoded, starts=starts, lengths=lengths)
     kept = np.flatnonzero(keep)
     return (

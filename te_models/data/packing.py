@@ -17,11 +17,10 @@ from te_models.errors import UsageError, check_known
 from te_models.model.targets import IGNORED, PAD_DOCUMENT
 
 GROUP = 4096  # records that are packed together: the fuller windows, the larger
-TARGET, FIRST, PADDING = (
-    1,
-    2,
-    4,
-)  # flags of a token: the loss counts its prediction; it begins a document; it is none
+# Flags of a token.
+TARGET = 1  # the loss counts its prediction
+FIRST = 2  # it begins a document
+PADDING = 4
 
 Window = dict[str, NDArray[np.int64]]
 Marked = tuple[

@@ -247,11 +247,9 @@ class _Opening:
                 aside = in_evaluation(documents, self._eval_split(EVAL_SPLIT), self.config.seed)
             except DataError as error:  # of the records that are left
                 raise DataError("; ".join([str(error), *left_out])) from None
-            encoded, evaluated, weights = (
-                encoded.select(~aside),
-                encoded.select(aside),
-                weights[~aside],
-            )
+            evaluated = encoded.select(aside)
+            encoded = encoded.select(~aside)
+            weights = weights[~aside]
         dataset = TokenDataset(
             encoded,
             self.tokenizer,

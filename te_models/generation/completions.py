@@ -81,7 +81,9 @@ class Completions:
     """
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, name: str) -> None:
-        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.model = model
+        self.tokenizer = tokenizer
+        self.name = name
         self.created = int(time.time())
         self._busy = threading.Lock()
 
@@ -191,7 +193,9 @@ class Completions:
     def whole(self, request: Request) -> Fields:
         """Return the answer as one of OpenAI's objects."""
         count = len(request.prompts) * request.choices
-        texts, reasons, usage = [""] * count, [""] * count, {}
+        texts = [""] * count
+        reasons = [""] * count
+        usage = {}
         for piece in self.pieces(request):
             usage = piece.get("usage", {})
             for choice in piece["choices"]:
@@ -284,7 +288,8 @@ def _message(message: object, number: int) -> dict[str, str]:
     """Return a message as chat templates take it: role and text."""
     if not isinstance(message, Mapping):
         raise UsageError(f"messages[{number}] is no object: give one with role and content")
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
+    content = message.get("content")
     if not isinstance(role, str):
         raise UsageError(f"messages[{number}] has no role: give system, user or assistant")
     if isinstance(content, list):

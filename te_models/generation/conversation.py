@@ -38,7 +38,9 @@ class Conversation:
         variables: Mapping[str, Any] | None = None,
     ) -> None:
         tokenizer.chat_template()
-        self.model, self.tokenizer, self.variables = model, tokenizer, dict(variables or {})
+        self.model = model
+        self.tokenizer = tokenizer
+        self.variables = dict(variables or {})
         self.messages: list[dict[str, str]] = []
         self.forgotten = 0
         self.system = system
@@ -106,8 +108,10 @@ class Conversation:
     def _prompt(self, max_new_tokens: int) -> tuple[list[int], int]:
         """Return the ids of the conversation, without the oldest turns if needed, and the room for its answer."""
         limit = self.model.config.longest_sequence
-        before, turns = self.messages[: len(self.messages) - len(self.turns())], self.turns()
-        wanted, first = min(max_new_tokens, limit // LEAST_ROOM), 0
+        before = self.messages[: len(self.messages) - len(self.turns())]
+        turns = self.turns()
+        wanted = min(max_new_tokens, limit // LEAST_ROOM)
+        first = 0
         while True:
             ids = self.tokenizer.apply_chat_template([*before, *turns[first:]], **self.variables)
             room = limit - len(ids)

@@ -43,7 +43,8 @@ def cached_tokens(
     change before the last token, since an FP8 recipe reuses their quantized values.
     """
     loop = DecodeLoop(model, ids, mask, count, pick, generator, graph)
-    ahead, launched = int(ids.is_cuda), 0
+    ahead = int(ids.is_cuda)
+    launched = 0
     try:
         for step in range(count):
             while launched < min(count, step + 1 + ahead):
@@ -87,13 +88,11 @@ class DecodeLoop:
         graph: bool,
     ) -> None:
         batch, length = ids.shape
-        self.model, self.ids, self.mask, self.pick, self.generator = (
-            model,
-            ids,
-            mask,
-            pick,
-            generator,
-        )
+        self.model = model
+        self.ids = ids
+        self.mask = mask
+        self.pick = pick
+        self.generator = generator
         self.cache = model.new_cache(batch, length + count)
         log.info("%r", self.cache)
         self.newest = ids.new_zeros(batch, 1)
@@ -163,7 +162,8 @@ class DecodeLoop:
             if not failed_capture(error):
                 raise
             log.warning("generation goes on without its CUDA graph: %s", str(error).splitlines()[0])
-            self.graph, self.cache.length = None, length
+            self.graph = None
+            self.cache.length = length
             self.step()
             return
         self.graph.replay()

@@ -136,7 +136,8 @@ def batch_of(
     ids = prompts.to(model.device)
     if not ids.numel() or (attention_mask is not None and not bool(attention_mask.any(-1).all())):
         raise UsageError("the prompt is empty: give at least one token")
-    size, (low, high) = model.config.vocab_size, map(int, ids.aminmax())
+    size = model.config.vocab_size
+    low, high = map(int, ids.aminmax())
     wrong = low if low < 0 else high
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask
     if low < 0 or high >= size:

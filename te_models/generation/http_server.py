@@ -24,7 +24,8 @@ from te_models.files.formats import Fields, parse_json
 from te_models.generation.completions import Completions, UnknownModel
 from te_models.model.decoder import Decoder
 
-HOST, PORT = "127.0.0.1", 8000
+HOST = "127.0.0.1"
+PORT = 8000
 MAX_BODY = 2**24  # bytes of a request
 ROUTES = {"/v1/chat/completions": True, "/v1/completions": False}  # path -> whether it is a chat
 
@@ -51,7 +52,8 @@ class Server(ThreadingHTTPServer):
         port: int = PORT,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.completions, self.note = completions, note
+        self.completions = completions
+        self.note = note
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:

@@ -46,9 +46,11 @@ def stream_text(
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     options.setdefault("eos_token_id", sorted({*stop_ids(model, "config"), *own}))
     settings = complete(options)
-    stops, endings = set(stop_ids(model, settings.eos_token_id)), settings.endings
+    stops = set(stop_ids(model, settings.eos_token_id))
+    endings = settings.endings
     made: list[int] = []
-    text, sent = "", 0
+    text = ""
+    sent = 0
     for tokens in stream(model, [ids], max_new_tokens, tokenizer=tokenizer, **options):
         outcome.tokens += 1
         if int(tokens[0]) in stops:

@@ -207,7 +207,8 @@ def _prepared(
         step()  # compiling and autotuning need memory of their own
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        before, step = 0, build()
+        before = 0
+        step = build()
     for _ in range(warm_up):
         result.loss = step().item()
     if device.type == "cuda":

@@ -46,7 +46,8 @@ def bench_table(result: Fields) -> Table:
 
 def _conditions(result: Document) -> str:
     """Return the size of a step and what it ran on."""
-    settings, environment = result["settings"], result["environment"]
+    settings = result["settings"]
+    environment = result["environment"]
     place = environment.get("gpu", "CPU: the emulated engine's numbers, not a GPU's speed")
     return f"batch {settings['batch_size']} x {settings['seq_len']} tokens, {place}"
 

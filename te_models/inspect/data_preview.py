@@ -26,7 +26,9 @@ from te_models.errors import DataError, UsageError, plural
 from te_models.files.formats import Fields
 from te_models.planning.printable import Printable
 
-LEARNED, READ, CUT = "learned", "read", "cut"  # what becomes of a part of a record
+LEARNED = "learned"
+READ = "read"
+CUT = "cut"  # what becomes of a part of a record
 STYLES = {LEARNED: "bold green", READ: "dim", CUT: "red strike"}
 MARKS = {
     LEARNED: ("\u27e6", "\u27e7"),

@@ -178,7 +178,11 @@ def evaluate_recipes(
     bad = BadRecords(skip=on_bad_record == "skip")
     # Without data, to find scales on.
     documents = read_documents(data or PYTHON_DOCSTRINGS, columns, bad)
-    losses, scores, batches, remarks, text_bytes = [], [], [], [], 0
+    losses = []
+    scores = []
+    batches = []
+    remarks = []
+    text_bytes = 0
     for name in recipes:
         progress(f"loading the model under {name or 'its own recipe'}")
         try:

@@ -32,10 +32,11 @@ class TorchBlock(nn.Module):
         layer = config.layers[0]
         assert isinstance(layer.mixer, AttentionSpec)
         self.heads = layer.mixer.heads
-        self.qkvg_proj, self.o_proj, self.gate_up_proj, self.down_proj = (
-            nn.Linear(linear.inputs, linear.outputs, bias=False, **factory)
-            for linear in layer.linears.values()
-        )
+        qkvg, o, gate_up, down = layer.linears.values()
+        self.qkvg_proj = nn.Linear(qkvg.inputs, qkvg.outputs, bias=False, **factory)
+        self.o_proj = nn.Linear(o.inputs, o.outputs, bias=False, **factory)
+        self.gate_up_proj = nn.Linear(gate_up.inputs, gate_up.outputs, bias=False, **factory)
+        self.down_proj = nn.Linear(down.inputs, down.outputs, bias=False, **factory)
         d = config.hidden_size
         self.norms = nn.ModuleList(nn.RMSNorm(d, config.rms_norm_eps, **factory) for _ in range(2))
 
@@ -44,7 +45,8 @@ class TorchBlock(nn.Module):
         q, k, v, gate = split_heads(
             self.heads, self.qkvg_proj(self.norms[0](x)).flatten(0, 1), len(x)
         )
-        q, k = elementwise.rope(q, cos, sin), elementwise.rope(k, cos, sin)
+        q = elementwise.rope(q, cos, sin)
+        k = elementwise.rope(k, cos, sin)
         out = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(
             1, 2
         )
@@ -65,7 +67,8 @@ class Peer(nn.Module):
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, **factory)
-        self.blocks, self.call = nn.ModuleList(blocks), call
+        self.blocks = nn.ModuleList(blocks)
+        self.call = call
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, **factory)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **factory)
 

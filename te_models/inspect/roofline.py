@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from te_models.config.attention import Heads, SoftmaxAttentionSpec
 from te_models.config.deltanet import DeltaNetConfig, DeltaNetSpec
@@ -90,7 +91,11 @@ def roofline(
     measure_recurrence = functools.cache(functools.partial(_recurrence, **shape))
     head = 3 * _gemm(tokens, config.hidden_size, config.vocab_size, False, device)
     ms_per_flop = head / (6.0 * tokens * config.hidden_size * config.vocab_size)
-    gemm, attention, recurrence, other, moved = head, 0.0, 0.0, 0.0, 0
+    gemm = head
+    attention = 0.0
+    recurrence = 0.0
+    other = 0.0
+    moved = 0
     for depth, layer in enumerate(config.layers):
         for rows, i, o, fp8 in products(layer, depth, tokens, precision):
             # fprop, dgrad and wgrad: the same product with its dimensions exchanged.
@@ -125,10 +130,13 @@ def _copy_rate(device: torch.device) -> float:
 
 
 def _gemm(m: int, k: int, n: int, fp8: bool, device: torch.device) -> float:
-    a, b = (torch.randn(size, k, device=device, dtype=torch.bfloat16) for size in (m, n))
+    a = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+    b = torch.randn(n, k, device=device, dtype=torch.bfloat16)
     if not fp8:
         return _milliseconds(lambda: a @ b.t())
-    (a8, b8), one = (t.to(torch.float8_e4m3fn) for t in (a, b)), torch.ones((), device=device)
+    a8 = a.to(torch.float8_e4m3fn)
+    b8 = b.to(torch.float8_e4m3fn)
+    one = torch.ones((), device=device)
     return _milliseconds(
         lambda: torch._scaled_mm(
             a8, b8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
@@ -137,30 +145,31 @@ def _gemm(m: int, k: int, n: int, fp8: bool, device: torch.device) -> float:
 
 
 def _attention(heads: Heads, batch: int, seq: int, device: torch.device) -> float:
-    q, k, v = (
-        torch.randn(batch, seq, count, heads.dim, device=device, dtype=torch.bfloat16).transpose(
-            1, 2
-        )
-        for count in (heads.query, heads.key, heads.key)
-    )
-    leaves = [t.requires_grad_() for t in (q, k, v)]
+    leaves = []
+    for count in (heads.query, heads.key, heads.key):
+        rows = torch.randn(batch, seq, count, heads.dim, device=device, dtype=torch.bfloat16)
+        leaves.append(rows.transpose(1, 2).requires_grad_())  # [B, H, S, head_dim]
+    q = leaves[0]
     slope = torch.randn_like(q)
     return _milliseconds(lambda: torch.autograd.grad(causal_attention(*leaves), leaves, slope))
 
 
 def _recurrence(sizes: DeltaNetConfig, batch: int, seq: int, device: torch.device) -> float:
-    keys, values = (
-        (sizes.num_key_heads, sizes.key_head_dim),
-        (sizes.num_value_heads, sizes.value_head_dim),
-    )
-    q, k, v = (
-        torch.randn(batch, seq, *shape, device=device, dtype=torch.bfloat16).requires_grad_()
-        for shape in (keys, keys, values)
-    )
+    keys = (sizes.num_key_heads, sizes.key_head_dim)
+    values = (sizes.num_value_heads, sizes.value_head_dim)
+    q = _leaf(batch, seq, *keys, device=device)
+    k = _leaf(batch, seq, *keys, device=device)
+    v = _leaf(batch, seq, *values, device=device)
     rate = torch.rand(batch, seq, sizes.num_value_heads, device=device)
-    g, beta = (-rate).requires_grad_(), rate.clone().requires_grad_()
-    leaves, slope = (q, k, v, g, beta), torch.randn_like(v)
+    g = (-rate).requires_grad_()
+    beta = rate.clone().requires_grad_()
+    leaves = (q, k, v, g, beta)
+    slope = torch.randn_like(v)
     return _milliseconds(lambda: torch.autograd.grad(delta_rule(*leaves)[0], leaves, slope))
+
+
+def _leaf(*shape: int, device: torch.device) -> Tensor:
+    return torch.randn(*shape, device=device, dtype=torch.bfloat16).requires_grad_()
 
 
 def _milliseconds(run: Callable[[], object]) -> float:
@@ -171,7 +180,8 @@ def _milliseconds(run: Callable[[], object]) -> float:
 
 def timed(run: Callable[[], object]) -> float:
     """Return the milliseconds of one call on the current CUDA device, from CUDA events."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     start.record()
     run()
     end.record()

@@ -36,7 +36,9 @@ ROUNDS = 20
 
 # Rates of one H200 with Transformer Engine 2.20.2: GEMMs of 16,384 rows (the middle of the range) in FLOP/s, and a
 # device copy in bytes/s. Small GEMMs are slower, so an estimate from these rates is an upper bound.
-H200_BF16, H200_FP8, H200_COPY = 720e12, 1250e12, 4.15e12
+H200_BF16 = 720e12
+H200_FP8 = 1250e12
+H200_COPY = 4.15e12
 # Seconds per linear (BF16, forward and backward) below which kernel launches cancelled the gain of FP8 on that GPU:
 # gated-124m with 0.6 ms and gated-350m with 0.9 ms gained nothing, gated-1b with 1.9 ms gained 1.25x.
 LAUNCH_BOUND = 1e-3
@@ -114,10 +116,8 @@ class Verification(Printable):
 
     def verdict(self) -> list[str]:
         """Return the conclusions, one sentence each."""
-        fp8, bf16 = (
-            sum(gemm.in_fp8 for gemm in self.gemms),
-            sum(gemm.in_bf16 for gemm in self.gemms),
-        )
+        fp8 = sum(gemm.in_fp8 for gemm in self.gemms)
+        bf16 = sum(gemm.in_bf16 for gemm in self.gemms)
         if not fp8:
             return [
                 f"All {bf16} linears run in BF16: recipe {self.recipe.name!r} quantizes nothing. "
@@ -132,14 +132,14 @@ class Verification(Printable):
         return [ran, *self._measured(), *self._estimate()]
 
     def _measured(self) -> list[str]:
-        times = [
-            (gemm.milliseconds["bf16"] * gemm.in_fp8, gemm.milliseconds["recipe"] * gemm.in_fp8)
-            for gemm in self.gemms
-            if gemm.in_fp8 and gemm.milliseconds is not None
-        ]
-        if not times:
+        before = 0.0
+        after = 0.0
+        for gemm in self.gemms:
+            if gemm.in_fp8 and gemm.milliseconds is not None:
+                before += gemm.in_fp8 * gemm.milliseconds["bf16"]
+                after += gemm.in_fp8 * gemm.milliseconds["recipe"]
+        if not before:
             return ["Nothing was timed: the emulated engine has the numbers of FP8, not its speed."]
-        before, after = (sum(column) for column in zip(*times, strict=True))
         said = f"These linears take {before:.2f} ms per step in BF16 and {after:.2f} ms under {self.recipe.name!r}"
         if after < before:
             return [f"{said}: {before / after:.2f}x as fast."]
@@ -152,9 +152,14 @@ class Verification(Printable):
             return []  # a measurement is better
         if self.recipe.scheme in ("MXFP8BlockScaling", "NVFP4BlockScaling"):
             return [f"No estimate of its speed: it needs {self.recipe.hardware}."]
-        seconds = [[gemm.in_fp8 * time for time in gemm.h200_seconds()] for gemm in fp8]
-        before, after = (sum(column) for column in zip(*seconds, strict=True))
-        each, rows = before / sum(gemm.in_fp8 for gemm in fp8), fp8[0].rows
+        before = 0.0
+        after = 0.0
+        for gemm in fp8:
+            in_bf16, in_recipe = gemm.h200_seconds()
+            before += gemm.in_fp8 * in_bf16
+            after += gemm.in_fp8 * in_recipe
+        each = before / sum(gemm.in_fp8 for gemm in fp8)
+        rows = fp8[0].rows
         if each < LAUNCH_BOUND:
             took = f"{each * 1e3:.1g}" if each >= 1e-6 else "less than 0.001"
             return [
@@ -321,9 +326,11 @@ def _verified(
     model: CausalLM, name: str, linear: Any, inputs: tuple[Any, ...], dy: Tensor, counts: list[int]
 ) -> Verified:
     """Verify one linear on its recorded arguments and output gradient."""
-    te, copy = model.te, _copy(model, linear)
+    te = model.te
+    copy = _copy(model, linear)
     own = next(own for own, module in model.named_modules() if module is linear)
-    recipe, used = model.precision.te_recipe_of(own), model.precision.recipe_of(own) or model.recipe
+    recipe = model.precision.te_recipe_of(own)
+    used = model.precision.recipe_of(own) or model.recipe
     try:
         bf16 = _trial(te, copy, inputs, dy, None)
         trial = [_trial(te, copy, inputs, dy, recipe) for _ in range(WARM_UP)][-1]
@@ -363,7 +370,8 @@ def _verified(
 
 def _copy(model: CausalLM, linear: Any) -> nn.Module:
     """Return a linear with the same parameters and its own FP8 state."""
-    own, te = dict(linear.named_parameters()), model.te
+    own = dict(linear.named_parameters())
+    te = model.te
     bias = any(name.startswith("bias") for name in own)
     make = te.Linear
     if isinstance(linear, te.GroupedLinear):
@@ -412,6 +420,7 @@ def _milliseconds(variants: dict[str, Callable[[], object]]) -> dict[str, float]
 
 def sqnr_db(reference: Tensor, got: Tensor) -> float:
     """Return the signal-to-quantization-noise ratio of `got` in dB; infinite if the two are equal."""
-    reference, got = reference.double(), got.double()
+    reference = reference.double()
+    got = got.double()
     noise = (reference - got).norm()
     return math.inf if noise == 0 else (20 * torch.log10(reference.norm() / noise)).item()

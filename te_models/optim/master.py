@@ -71,7 +71,9 @@ class MasterWeights:
         norm: Norm = gradient_norm,
     ) -> None:
         parts: list[Part] = [part for group in groups for part in group["params"]]
-        self.kind, self.gradients, self.norm = kind, gradients or Gradients(), norm
+        self.kind = kind
+        self.gradients = gradients or Gradients()
+        self.norm = norm
         self.parameters: list[nn.Parameter] = list(
             {id(p.parameter): p.parameter for p in parts}.values()
         )

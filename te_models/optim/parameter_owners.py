@@ -46,7 +46,8 @@ class Owners:
     ) -> None:
         self.group = group
         self.ranks = ranks
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
         self.device = local(parameters[0]).device
         owners = share_out([parameter.numel() for parameter in parameters], self.world)
         self._owner = {

@@ -10,10 +10,10 @@ reduces the sums over the processes.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from te_models.causal_lm import CausalLM
 from te_models.config.training import TrainConfig
 from te_models.device.choice import computing_device
 from te_models.device.cuda_capture import capture, failed_capture
-from te_models.errors import UsageError, refuse
+from te_models.errors import UsageError
 from te_models.model.graph_obstacle import graph_obstacle
 from te_models.model.output import step_loss
 from te_models.model.recompute import may_draw
@@ -35,16 +35,33 @@ from te_models.training.parallel import restore_unreduced_gradients, unreduced_g
 WARM_UP = 3
 ATTEMPTS = 3  # failed captures, one per step, after which all further steps run eagerly
 
-# Runs a micro-batch forward and backward: of (model's tensors, factor of the loss, factor of the routers' losses,
-# whether it is the first of the step, whether it is the last) to (its part of the step's loss, RoutingReport.metrics of
-# a model with experts).
-MicroBatch = Callable[
-    [Mapping[str, Tensor], Tensor, Tensor, bool, bool], tuple[Tensor, Tensor | None]
-]
-# Whether a micro-batch is the first of its step, and whether it is the last.
-Kind = tuple[bool, bool]
-
 log = logging.getLogger(__name__)
+
+
+class MicroBatch(Protocol):
+    """A function that runs forward and backward of a micro-batch."""
+
+    def __call__(
+        self,
+        batch: Mapping[str, Tensor],
+        weight: Tensor,
+        router_weight: Tensor,
+        /,
+        first: bool,
+        last: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return its part of the step's loss, and RoutingReport.metrics of a model with experts.
+
+        `weight` is the factor of its loss and `router_weight` of the losses of its routers, FP32 scalars.
+        """
+        ...
+
+
+class Kind(NamedTuple):
+    """The place of a micro-batch in its step, which decides what Python does in it."""
+
+    first: bool
+    last: bool
 
 
 @dataclass
@@ -89,14 +106,18 @@ class GraphedStep:
         micro_batch: MicroBatch | None = None,
         gradients: Gradients | None = None,
     ) -> None:
-        if reason := obstacle(model):
+        reason = obstacle(model)
+        if reason is not None:
             raise UsageError(f"no CUDA graph of this model: {reason}")
-        self.model, self.recipe, self.calibrate = model, model.recipe, calibrate
+        self.model = model
+        self.recipe = model.recipe
+        self.calibrate = calibrate
         self.micro_batch = micro_batch or self._micro_batch
         self.gradients = gradients or Gradients()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.shared = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self.calls = self.failures = 0
+        self.fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self.calls = 0
+        self.failures = 0
         self.disturbed = False  # whether a capture has failed in this step
         self.warm = 0  # micro-batches that have run eagerly
         self.graphs: dict[Kind, Graph] = {}
@@ -138,9 +159,10 @@ class GraphedStep:
             router_weights: factors of the routers' losses in place of `weights`; None: `weights`.
         """
         router_weights = weights if router_weights is None else router_weights
-        for batch in micro_batches:
-            refuse(self._mistakes(batch, self.inputs or micro_batches[0]))
-        for module in self.shared:
+        misfit = self.misfit(micro_batches)
+        if misfit:
+            raise UsageError(misfit)
+        for module in self.fsdp_modules:
             module.reshard()  # evaluation leaves weights gathered, and a graph captured then would never gather them
         self._drop_gradients()
         if not self.calls and self.calibrate:
@@ -152,7 +174,9 @@ class GraphedStep:
         self.calls += 1
         self.disturbed = False
         last = len(micro_batches) - 1
-        kinds = [(number == 0, number == last) for number in range(len(micro_batches))]
+        kinds = [
+            Kind(first=number == 0, last=number == last) for number in range(len(micro_batches))
+        ]
         self.routing = []
         if all(kind in self.graphs for kind in kinds):
             total = self._micro_batches(kinds, micro_batches, weights, router_weights, self._replay)
@@ -172,12 +196,12 @@ class GraphedStep:
     @property
     def graph(self) -> Any:
         """The torch.cuda.CUDAGraph of the step's last micro-batch; None before the capture."""
-        newest = next(reversed(self.graphs.values()), None)
-        return None if newest is None else newest.replayed
+        last = next(reversed(self.graphs.values()), None)
+        return None if last is None else last.replayed
 
     @property
     def captured(self) -> bool:
-        """Whether the step runs as CUDA graphs by now."""
+        """True once the step runs as CUDA graphs."""
         return bool(self.graphs)
 
     def close(self) -> None:
@@ -191,9 +215,22 @@ class GraphedStep:
 
     def misfit(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> str:
         """Return why a step of these micro-batches cannot be a graph; empty if it can."""
+        if self.model.recipe is not self.recipe:
+            return "the model's recipe has changed: make a new GraphedStep"
+        if not self.model.training or not torch.is_grad_enabled():
+            return "a GraphedStep trains: call model.train() before it, and evaluate with the model itself"
+        before = self.inputs or micro_batches[0]
         for batch in micro_batches:
-            for mistake in self._mistakes(batch, self.inputs or micro_batches[0]):
-                return mistake
+            if "attention_mask" in batch:
+                return "a CUDA graph cannot test attention_mask for padding: pack documents (document_ids) instead"
+            for name in dict.fromkeys((*before, *batch)):
+                shape = _shape(batch, name)
+                first = _shape(before, name)
+                if shape != first:
+                    return (
+                        f"{name} has shape {shape}, in the first call {first}: a CUDA graph has one shape, so make a "
+                        "GraphedStep for each"
+                    )
         return ""
 
     def _micro_batches(
@@ -227,7 +264,7 @@ class GraphedStep:
         # Graphs that are replayed in the order of their capture may share memory.
         others = list(self.graphs.values())
         pool = {"pool": others[0].replayed.pool()} if others else {}
-        if kind == (True, False):
+        if kind.first and not kind.last:
             # Whoever drops cached FP8 weights frees their memory, so a graph has to write to weights of its own.
             for module in self.model.modules():
                 if isinstance(module, self.model.te.LINEARS):
@@ -235,7 +272,7 @@ class GraphedStep:
         before = unreduced_gradients(self.model)
         try:
             with (
-                NoHostCopies() if self.shared else nullcontext(),
+                NoHostCopies() if self.fsdp_modules else nullcontext(),
                 capture(graph, self.stream, **pool),
             ):
                 loss, routing = self._run(kind)
@@ -280,7 +317,9 @@ class GraphedStep:
 
     def _run(self, kind: Kind) -> tuple[Tensor, Tensor | None]:
         """Run forward and backward eagerly; what is inside a capture is recorded."""
-        return self.micro_batch(self.inputs, self.weight, self.router_weight, *kind)
+        return self.micro_batch(
+            self.inputs, self.weight, self.router_weight, first=kind.first, last=kind.last
+        )
 
     def _micro_batch(
         self,
@@ -318,29 +357,20 @@ class GraphedStep:
         for buffer, value in ((self.weight, weight), (self.router_weight, router_weight)):
             buffer.copy_(value) if isinstance(value, Tensor) else buffer.fill_(value)
 
-    def _mistakes(self, batch: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Iterator[str]:
-        if self.model.recipe is not self.recipe:
-            yield "the model's recipe has changed: make a new GraphedStep"
-        if not self.model.training or not torch.is_grad_enabled():
-            yield "a GraphedStep trains: call model.train() before it, and evaluate with the model itself"
-        if "attention_mask" in batch:
-            yield "a CUDA graph cannot test attention_mask for padding: pack documents (document_ids) instead"
-        for name in dict.fromkeys((*before, *batch)):
-            now, first = (
-                [*tensors[name].shape] if name in tensors else None for tensors in (batch, before)
-            )
-            if now != first:
-                advice = "a CUDA graph has one shape, so make a GraphedStep for each"
-                yield f"{name} has shape {now}, in the first call {first}: {advice}"
+
+def _shape(batch: Mapping[str, Tensor], name: str) -> list[int] | None:
+    return [*batch[name].shape] if name in batch else None
 
 
 def obstacle(model: nn.Module) -> str | None:
     """Return why this model's step cannot be captured in a CUDA graph; None if it can."""
     if not isinstance(model, CausalLM):
         return "the model is wrapped (by LoRA or another module)"
-    if (place := computing_device(model.device).type) != "cuda":
-        return f"the model is on {place}"
-    if reason := graph_obstacle(model):
+    device = computing_device(model.device).type
+    if device != "cuda":
+        return f"the model is on {device}"
+    reason = graph_obstacle(model)
+    if reason:
         return reason
     if model.activation_checkpointing != "none" and any(may_draw(block) for block in model.layers):
         return "activation checkpointing must restore the random state for a hook or a third-party module"

@@ -25,7 +25,8 @@ def count_targets(batch: Batch) -> int:
 
 def count_tokens(batch: Batch) -> int:
     """Return the number of tokens that reach experts: all but padding."""
-    documents, mask = batch.get("document_ids"), batch.get("attention_mask")
+    documents = batch.get("document_ids")
+    mask = batch.get("attention_mask")
     if documents is not None:
         return int((documents >= 0).sum())
     return batch["labels"].numel() if mask is None else int((mask != 0).sum())
@@ -113,7 +114,8 @@ def diagnosis(
     place = (
         f"the first layer with such values is {where}" if where else "every forward value is finite"
     )
-    advice, recipe = "try a lower --learning-rate", model.recipe
+    advice = "try a lower --learning-rate"
+    recipe = model.recipe
     if recipe.quantized:
         advice += (
             f", --recipe {'bf16' if recipe.name == 'current' else 'current'}, or more BF16 layers"

@@ -75,7 +75,8 @@ def save_failed_run(trainer: Trainer, error: Exception, metrics: MetricsLog) -> 
             metrics.write(trainer.finish_pending())
     with contextlib.suppress(SaveError):  # logged when it happened
         trainer.checkpoints.wait()
-    step, newest = trainer.result.step, trainer.checkpoints.latest()
+    step = trainer.result.step
+    newest = trainer.checkpoints.latest()
     if not step:
         return
     outcome = f"step {step} is saved in {trainer.out}, and --resume continues from it"

@@ -39,7 +39,8 @@ def save_adapters(
     `content` is what `adapters.content(live=False)` returned, which several processes may have to call; `batches` are
     those that the run evaluates on, of this process. Return what was written and where, and the merged model's loss.
     """
-    model, lora = adapters.model, adapters.settings
+    model = adapters.model
+    lora = adapters.settings
     tensors, documents = content
     documents = {**documents, "run": run_choices(model), **words.files()}
     facts = as_facts(documents.get(TRAINED), folder / "adapter")
@@ -80,7 +81,8 @@ def merged_loss(loss: float, trained: float, before: float, dtype: str) -> str:
     The gain is `before` - `trained`, the losses of the model without and with adapters.
     """
     said = f"{loss:.4f} in {dtype}, {trained:.4f} with adapters"
-    gain, lost = before - trained, loss - trained
+    gain = before - trained
+    lost = loss - trained
     if not (gain >= LEAST_GAIN and lost >= LEAST_SHARE * gain):
         return said
     said += f": updates vanish in the rounding of the weights, and {100 * lost / gain:.0f} % of the gain with them"

@@ -314,7 +314,8 @@ def shard(model: CausalLM, parallel: Parallel) -> None:
             if isinstance(module, FSDPModule) and module is not block
         ]
         if config.prefetch_blocks:
-            after, before = blocks[number + 1 :], blocks[:number][::-1]
+            after = blocks[number + 1 :]
+            before = blocks[:number][::-1]
             block.set_modules_to_forward_prefetch(inside + after[: config.prefetch_blocks])
             block.set_modules_to_backward_prefetch(inside[::-1] + before[: config.prefetch_blocks])
     assert parallel.device is not None

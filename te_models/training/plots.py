@@ -12,14 +12,12 @@ from numpy.typing import NDArray
 from te_models.errors import MissingPackage, needs
 from te_models.training.timing import Row
 
-INK, MUTED, TRAIN, EVAL, RATE, SPEED = (
-    "#111827",
-    "#4b5563",
-    "#2563eb",
-    "#d9480f",
-    "#7c3aed",
-    "#0f766e",
-)
+INK = "#111827"
+MUTED = "#4b5563"
+TRAIN = "#2563eb"
+EVAL = "#d9480f"
+RATE = "#7c3aed"
+SPEED = "#0f766e"
 
 
 def plot_run(
@@ -42,7 +40,8 @@ def plot_run(
     figure.get_layout_engine().set(h_pad=0.08, w_pad=0.1, hspace=0.04)
     grid = figure.add_gridspec(2, 2, height_ratios=(2.6, 1))
     top = figure.add_subplot(grid[0, :])
-    rate, speed = (figure.add_subplot(grid[1, column]) for column in range(2))
+    rate = figure.add_subplot(grid[1, 0])
+    speed = figure.add_subplot(grid[1, 1])
     top.set_title(title, loc="left", fontsize=13, fontweight="bold", color=INK, pad=30)
     top.annotate(
         subtitle,
@@ -164,7 +163,8 @@ def _draw_loss(
             bbox=dict(boxstyle="round,pad=0.15", facecolor="white", alpha=0.8, edgecolor="none"),
         )
     seen = np.concatenate([smoothed, evaluated, np.quantile(loss, [0.01, 0.99])])
-    low, high = float(seen.min()), float(seen.max())
+    low = float(seen.min())
+    high = float(seen.max())
     if low > 0 and high > 2.5 * low:
         axes.set_yscale("log")
         axes.set_ylim(low / 1.06, high * 1.08)
@@ -237,7 +237,11 @@ def smooth(values: Sequence[float], width: float | None = None) -> NDArray[np.fl
     def moment(power: int, of: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.convolve(of, (kernel * offsets**power)[::-1])[reach : reach + len(of)]
 
-    s0, s1, s2 = (moment(power, np.ones_like(y)) for power in range(3))
-    t0, t1 = (moment(power, y) for power in range(2))
+    ones = np.ones_like(y)
+    s0 = moment(0, ones)
+    s1 = moment(1, ones)
+    s2 = moment(2, ones)
+    t0 = moment(0, y)
+    t1 = moment(1, y)
     spread = s0 * s2 - s1**2
     return np.where(spread > 1e-9, s2 * t0 - s1 * t1, t0) / np.where(spread > 1e-9, spread, s0)

@@ -129,7 +129,8 @@ def _linears(model: CausalLM) -> str:
 
 def _parameters(model: CausalLM) -> str:
     """Return the number of parameters and, if only some are trained, of those."""
-    all, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
+    all = model.num_parameters()
+    trained = model.num_parameters(only_trainable=True)
     part = f", {trained:,} of them trained" if trained < all else ""
     return f"{all:,} in {str(model.dtype).removeprefix('torch.')}{part}"
 
@@ -161,7 +162,8 @@ def progress(console: Console, config: TrainConfig, start: int) -> Iterator[Call
         TimeRemainingColumn(),
     )
     time_left = TimeLeft(config, start)
-    every, printed = max(1, math.ceil((config.steps - start) / LINES)), time.monotonic()
+    every = max(1, math.ceil((config.steps - start) / LINES))
+    printed = time.monotonic()
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("train", total=config.steps, completed=start, loss="-", speed="-")
 
@@ -194,22 +196,27 @@ class TimeLeft:
     The first steps compile kernels, and the one after three eager steps captures a CUDA graph.
     """
 
-    SKIPPED, MEASURED = 4, 6  # steps
+    SKIPPED = 4  # steps
+    MEASURED = 6  # steps
 
     def __init__(self, config: TrainConfig, start: int) -> None:
-        self.config, self.start = config, start
+        self.config = config
+        self.start = start
         self.seconds: list[float] = []
 
     def line(self, row: Row) -> str:
         """Record the metrics of a step; return the line to print after it, or ""."""
-        config, step, due = self.config, row["step"], self.start + self.SKIPPED + self.MEASURED
+        config = self.config
+        step = row["step"]
+        due = self.start + self.SKIPPED + self.MEASURED
         if step > due or config.steps <= due:  # nothing is left to estimate
             return ""
         if step > self.start + self.SKIPPED:
             self.seconds.append(config.tokens_per_step / row["tokens_per_second"])
         if step < due:
             return ""
-        each, left = statistics.median(self.seconds), config.steps - step
+        each = statistics.median(self.seconds)
+        left = config.steps - step
         every = config.eval_every or config.steps
         evaluations = config.steps // every - step // every + bool(config.steps % every)
         # an evaluation is only a forward, about a third of a step without accumulation
@@ -306,7 +313,8 @@ def draw_run(
 
     `recipe` is the present one, for runs whose metrics name none, and `about` is what else there is to say of the run.
     """
-    path, rows = folder / "loss.png", read_metrics(folder / "metrics.jsonl")
+    path = folder / "loss.png"
+    rows = read_metrics(folder / "metrics.jsonl")
     if not rows:
         return "not drawn: no step was taken"
     names = data or ("Python's documentation and sources",)
@@ -371,7 +379,8 @@ def print_next(
         title.append(f", with {reason}", "not bold")
     console.print(title, soft_wrap=True)
     for command, purpose in commands:
-        line, comment = f"  {shlex.join(command)}", f"# {purpose}"
+        line = f"  {shlex.join(command)}"
+        comment = f"# {purpose}"
         if len(line) + 2 + len(comment) <= console.width or not console.is_terminal:
             console.print(line, Text(f"  {comment}", "dim"), soft_wrap=True, sep="")
             continue

@@ -38,7 +38,8 @@ def run_folder(settings: RunSettings, restarted: bool = False) -> Path:
     for number in itertools.count(2):
         if Checkpoints(candidate / "checkpoints").latest() is None:
             break
-        last, candidate = candidate, folder.with_name(f"{folder.name}-{number}")
+        last = candidate
+        candidate = folder.with_name(f"{folder.name}-{number}")
     return last if restarted else candidate
 
 
@@ -93,7 +94,8 @@ def saved_choices(newest: Path) -> Fields:
         readable(newest).glob("fp8_weights*")
     )  # checkpoints before "run" was part of them
     trained = saved.documents.get(BASE_CONFIG)  # older checkpoints of adapters have neither
-    config, run = saved.documents.get("config", {}), saved.documents.get("run", {})
+    config = saved.documents.get("config", {})
+    run = saved.documents.get("run", {})
     if (
         not isinstance(run, dict)
         or not run.keys() <= {*RUN_CHOICES, DTYPE}

@@ -21,7 +21,9 @@ class StepWeights(NamedTuple):
 
 def weigh_losses(model: CausalLM, config: TrainConfig) -> None:
     """Give the routers' losses the factors of the run; None leaves the model's."""
-    balance, z, moe = config.balance_loss, config.z_loss, model.config.moe
+    balance = config.balance_loss
+    z = config.z_loss
+    moe = model.config.moe
     if balance is None and z is None:
         return
     if moe is None:

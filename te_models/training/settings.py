@@ -48,7 +48,9 @@ MERGE_DTYPES = ("bfloat16", "float16", "float32")
 TRAINING_DTYPES = ("bfloat16", "float32")
 LEARNING_RATE = {"pretrain": 1e-3, "finetune": 2e-5, "lora": 2e-4}
 # Headings of the help.
-MODEL, LORA, SHAPE = "Model", "LoRA", "Model shape"
+MODEL = "Model"
+LORA = "LoRA"
+SHAPE = "Model shape"
 RECIPE_HELP = (
     f"{', '.join(list_recipes())}, or a TOML file. Default, auto: the recipe of a saved model; for a new one FP8 where "
     "that saves time (mxfp8 on Blackwell, current on Hopper and Ada, from a hidden size of 2048), else bf16."
@@ -457,10 +459,8 @@ def changed_settings(
     changed: dict[str, tuple[object, object]] = {}
     for name in given.keys() - {"out"}:
         one = SETTINGS[name]
-        before, now = (
-            then.get(name, one.default),
-            resolved_path(given[name]) if one.path else given[name],
-        )
+        before = then.get(name, one.default)
+        now = resolved_path(given[name]) if one.path else given[name]
         if before == now:
             continue
         without = name in TABLES["lora"] and not then.get("lora")

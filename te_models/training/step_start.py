@@ -37,7 +37,8 @@ class StepStarts:
     """Takes the state at the start of each step, and gives the model that of one of the last two."""
 
     def __init__(self, model: CausalLM, data: Data) -> None:
-        self.model, self.data = model, data
+        self.model = model
+        self.data = data
         self.copies = Fp8StateCopies(model)
         # Two: with results read a step late, the next step has begun when one is found to have failed.
         self._memory: list[Copies] = [{}, {}]

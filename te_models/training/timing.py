@@ -41,7 +41,8 @@ def copy_to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """Start a copy to the host; return it and the event that completes it, None if it is complete."""
     if not values.is_cuda:
         return values, None
-    host, ready = torch.empty_like(values, device="cpu", pin_memory=True), torch.cuda.Event()
+    host = torch.empty_like(values, device="cpu", pin_memory=True)
+    ready = torch.cuda.Event()
     host.copy_(values, non_blocking=True)
     ready.record()
     return host, ready
