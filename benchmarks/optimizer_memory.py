@@ -2,7 +2,7 @@
 
     python benchmarks/optimizer_memory.py [--out RESULT.json]
 
-Bytes are those of the tensors that exist after one step at full size (gated-350m with 18 layers), a step without its
+Bytes are those of the tensors that exist after one step at full size (the run d20-e3-full), a step without its
 arithmetic: the bytes stored do not depend on the values. Times are those of a step at full size on a GPU. On a CPU,
 where orthogonalizing 282M parameters takes minutes, they are of one layer with a quarter of the width, in processor
 seconds of one thread, so that other processes do not count; torchao's, which would be compiled first, are left out. All
@@ -26,12 +26,13 @@ from rich.table import Table
 from te_models import CausalLM
 from te_models.inspect.environment import environment
 from te_models.optim import build_optimizer, muon8bit
-from te_models.optim.state_tensors import pack, state_bytes
+from te_models.optim.state_tensors import bytes_in, pack
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 clock = time.perf_counter if DEVICE == "cuda" else time.process_time
-FULL: dict[str, Any] = dict(num_hidden_layers=18)
+FULL: dict[str, Any] = dict(preset="d20-e3-full")
 SMALL: dict[str, Any] = dict(
+    preset="gated-350m",
     num_hidden_layers=1,
     hidden_size=256,
     intermediate_size=704,
@@ -57,9 +58,11 @@ def is_timed(name: str, other: str) -> bool:
 
 
 def build(shape: dict[str, Any]) -> CausalLM:
-    """gated-350m in BF16 with these fields changed."""
+    """Return a model in BF16: a preset, with fields changed."""
+    fields = dict(shape)
+    preset = fields.pop("preset")
     torch.manual_seed(0)
-    return CausalLM.from_preset("gated-350m", device=DEVICE, **shape)
+    return CausalLM.from_preset(preset, **fields, device=DEVICE)
 
 
 def give_gradients(model: CausalLM, gradients: list[torch.Tensor]) -> None:
@@ -88,10 +91,9 @@ def measure_bytes(
     saved, first = optimizer.state_dict(), optimizer.optimizers[0]
     own = sum(p.numel() for group in first.param_groups for p in group["params"])
     return {
-        "masters_bytes": state_bytes(saved["masters"]),
-        "state_bytes": state_bytes(saved["state"]),
-        "bytes_per_parameter_of_its_own": state_bytes([_plain(s) for s in first.state.values()])
-        / own,
+        "masters_bytes": bytes_in(saved["masters"]),
+        "state_bytes": bytes_in(saved["state"]),
+        "bytes_per_parameter_of_its_own": bytes_in([_plain(s) for s in first.state.values()]) / own,
     }
 
 
@@ -186,7 +188,7 @@ def main() -> None:
     torch.set_num_threads(1)
     seconds = measure_seconds(FULL if DEVICE == "cuda" else SMALL, rounds=3)
     model = build(FULL)
-    weights = state_bytes([p.detach() for p in model.parameters()])
+    weights = bytes_in([p.detach() for p in model.parameters()])
     gradients = [torch.randn_like(p) for p in model.parameters()]
     result: dict[str, Any] = {
         "environment": environment(),

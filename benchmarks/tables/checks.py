@@ -8,7 +8,10 @@ from typing import Any
 
 from benchmarks.planned_memory import planned_and_measured
 from benchmarks.tables.text import GIB, load, markdown, measured_on, prose, table
+from te_models.config.presets import get_preset
+from te_models.config.recipe import get_recipe
 from te_models.interop.hf_families import FAMILIES
+from te_models.planning.memory_plan import plan_memory
 from te_models.planning.parameter_bytes import OPTIMIZERS
 
 
@@ -260,6 +263,40 @@ def optimizer_memory() -> str:
     header = "optimizer | masters | state | state, bytes per parameter | total with weights and gradients | saved"
     about = f"{result['parameters']:,} parameters with BF16 weights and gradients, on a CPU."
     return f"{about}\n\n{markdown(header, rows)}"
+
+
+# GB that the report of this run gives for each part of a step of 4 sequences, with FP32 everywhere.
+REPORTED = {"weights": "1.1", "optimizer": "2.2", "gradients": "1.1", "activations": "4 to 8"}
+PLANS: dict[str, dict[str, Any]] = {
+    "FP32, `adamw`": dict(recipe="bf16", dtype_bytes=4, optimizer="adamw"),
+    "BF16, `adamw`": dict(recipe="bf16", optimizer="adamw"),
+    "BF16, `muon8bit`": dict(
+        recipe="bf16", optimizer="muon8bit", optimizer_options={"rest": "adamw8bit"}
+    ),
+    "`delayed`, `muon8bit`": dict(
+        recipe="delayed", optimizer="muon8bit", optimizer_options={"rest": "adamw8bit"}
+    ),
+}
+
+
+@table
+def memory_breakdown() -> str:
+    """Memory of the run d20-e3-full beside the breakdown in its report."""
+    config = get_preset("d20-e3-full")
+    plans = []
+    for options in PLANS.values():
+        rest = dict(options)
+        recipe = get_recipe(rest.pop("recipe"))
+        plans.append(plan_memory(config, recipe, batch_size=4, seq_len=2048, **rest).peak)
+    rows = []
+    names = ("weights", "fp8_weight_copies", "optimizer", "gradients", "activations", "logits",
+             "activation_gradients", "workspace")  # fmt: skip
+    for name in names:
+        sizes = [f"{peak.parts()[name] / 1e9:.2f}" for peak in plans]
+        label = name.replace("_", " ").replace("fp8", "FP8")
+        rows.append([label, REPORTED.get(name, ""), *sizes])
+    rows.append(["**peak**", "20 to 30", *(f"**{peak.total / 1e9:.1f}**" for peak in plans)])
+    return markdown(" | ".join(["GB", "report, FP32", *PLANS]), rows)
 
 
 @table

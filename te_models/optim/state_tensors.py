@@ -69,9 +69,11 @@ def scalar() -> Tensor:
 
 
 def bytes_in(value: Any) -> int:
-    """Return the bytes of the tensors in a value of a state, or in a template of one."""
+    """Return the bytes of the tensors in a value of a state, in a template of one, or in a list of these."""
     if isinstance(value, dict):
         return sum(bytes_in(member) for member in value.values())
+    if isinstance(value, list):
+        return sum(bytes_in(member) for member in value)
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 
