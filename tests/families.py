@@ -642,6 +642,83 @@ FAMILY_CASES |= {
 }
 for case in FAMILY_CASES["ernie4_5_moe"].values():
     case["moe_k"] = case.pop("num_experts_per_tok")
+_GEMMA4 = dict(
+    hidden_size_per_layer_input=0,
+    head_dim=8,
+    global_head_dim=16,
+    sliding_window=6,
+    num_hidden_layers=3,
+)
+_GEMMA4 |= dict(layer_types=[SLIDING, SLIDING, FULL])
+FAMILY_CASES["gemma4_text"] = {
+    name: {**_GEMMA4, **case}
+    for name, case in dict(
+        plain={},
+        odd=dict(
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            head_dim=10,
+            global_head_dim=6,
+            hidden_size=30,
+        ),
+        one=dict(attention_k_eq_v=True, num_global_key_value_heads=1, tie_word_embeddings=False),
+        shared=dict(attention_k_eq_v=True, attention_bias=True),
+        unused=dict(num_global_key_value_heads=1),
+        untied=dict(tie_word_embeddings=False, final_logit_softcapping=2.0),
+        wide=dict(
+            head_dim=16,
+            global_head_dim=512,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            tie_word_embeddings=False,
+        ),
+        same=dict(global_head_dim=8, layer_types=[FULL, SLIDING, SLIDING]),
+        full=dict(layer_types=[FULL] * 3, attention_k_eq_v=True),
+        single=dict(num_hidden_layers=1, layer_types=[FULL]),
+        ropes=dict(rope_parameters=dict(full_attention=LINEAR, sliding_attention=LLAMA3)),
+        share=dict(
+            rope_parameters=dict(
+                full_attention=dict(
+                    rope_type="proportional",
+                    partial_rotary_factor=0.6,
+                    rope_theta=500.0,
+                    factor=2.0,
+                ),
+                sliding_attention=DEFAULT,
+            ),
+            hidden_activation="silu",
+        ),
+    ).items()
+}
+FAMILY_CASES["gemma4_unified_text"] = {
+    name: {key: value for key, value in case.items() if key != "hidden_size_per_layer_input"}
+    for name, case in FAMILY_CASES["gemma4_text"].items()
+}
+FAMILY_CASES["hunyuan_v1_dense"] = {
+    **_shapes(*EIGHT),
+    "biases": dict(attention_bias=True, head_dim=16),
+    "alpha": dict(
+        rope_parameters=dict(rope_type="dynamic", factor=1.0, alpha=50.0, rope_theta=1000.0)
+    ),
+}
+FAMILY_CASES["hunyuan_v1_moe"] = {
+    name: {key: value for key, value in case.items() if key != "num_experts_per_tok"}
+    | {"moe_topk": case["num_experts_per_tok"]}
+    for name, case in _experts(
+        dict(head_dim=16),
+        "num_experts",
+        "one-key",
+        "all-keys",
+        "tied",
+        "untied",
+        "linear",
+        "yarn",
+        "gelu",
+        biases=dict(attention_bias=True),
+        alpha=FAMILY_CASES["hunyuan_v1_dense"]["alpha"],
+    ).items()
+}
+FAMILY_CASES["hunyuan_v1_moe"]["list"] = dict(num_experts=4, moe_topk=[2, 2, 2], head_dim=16)
 FAMILY_CASES["glm4_moe_lite"] = {
     name: {key: value for key, value in case.items() if key != "first_k_dense_replace"} | more
     for name, case in _LATENT.items()

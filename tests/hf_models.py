@@ -207,6 +207,8 @@ def randomize(model: torch.nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith(("correction_bias", "expert_bias")):
             buffer.normal_(0, 0.3)
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.3, 1.3)
 
 
 def load(folder: Path, **options: Any) -> CausalLM:

@@ -23,20 +23,42 @@ from te_models.config.layer import (
     Tape,
 )
 from te_models.config.rope import Rope
+from te_models.config.settings import Settings, count
 
 # Head dimensions for which cuDNN's causal attention is the fastest kernel, forward and backward: on an H100 or H200 by
 # benchmarks/attention_kernels.py, and on GPUs that were not measured.
 CUDNN_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 CUDNN_DIMS_ANYWHERE = (64, 128)
+# The widest heads of FlashAttention and cuDNN, and of kernels/span_attention_triton.py.
+WIDEST_FLASH = 256
+WIDEST_SPANS = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSizes(Settings):
+    """Number and width of the heads of one kind of layer, under the names of ModelConfig.
+
+    Raises:
+        ConfigError: a size is no positive whole number.
+    """
+
+    prefix = "sliding_heads."
+    num_attention_heads: int = count(dataclasses.MISSING, "Number of query heads.")
+    num_key_value_heads: int = count(dataclasses.MISSING, "Number of key and value heads.")
+    head_dim: int = count(dataclasses.MISSING, "Channels per head.")
 
 
 class Heads(NamedTuple):
-    """The division of the output of qkvg_proj: [q: query*dim | k: key*dim | v: key*dim | gate]."""
+    """The division of the output of qkvg_proj: [q: query*dim | k: key*dim | v: key*dim | gate].
+
+    With `keys_as_values` it has no v.
+    """
 
     query: int
     key: int
     dim: int
     gate: str  # "elementwise", "headwise" or "none", as ModelConfig.attention_gate
+    keys_as_values: bool = False
 
     @property
     def q_size(self) -> int:
@@ -53,11 +75,12 @@ class Heads(NamedTuple):
         """The output rows of qkvg_proj."""
         used = {"elementwise": self.q_size, "headwise": self.query, "none": 0}[self.gate]
         headwise = self.gate == "headwise"
+        values = 0 if self.keys_as_values else self.kv_size
         stored = -(-used // FEATURE_ALIGNMENT) * FEATURE_ALIGNMENT if headwise else used
         return (
             Section("q", self.q_size, self.q_size),
             Section("k", self.kv_size, self.kv_size),
-            Section("v", self.kv_size, self.kv_size),
+            Section("v", values, values),
             Section("g", used, stored, "gate" if headwise else "hidden"),
         )
 
@@ -81,6 +104,11 @@ class SoftmaxAttentionSpec(MixerSpec):
     window: int | None = None  # keys that a query sees, itself included; None: all before it
     rope: Rope | None = None  # None: queries and keys are not rotated
 
+    @property
+    def needs_spans(self) -> bool:
+        """Return whether no kernel of PyTorch's computes this attention fast, even of all keys before a query."""
+        return self.sinks or self.softcap is not None or self.heads.dim > WIDEST_FLASH
+
     name: ClassVar[str] = "self_attn"
     title: ClassVar[str] = "attention"
     keeps = "keys and values"
@@ -97,6 +125,9 @@ class AttentionSpec(SoftmaxAttentionSpec):
 
     gate_activation: str = "sigmoid"
     qk_norm: str = "none"  # "head", "all_heads" or "none"
+    norm_weights: bool = True
+    norm_after_rope: bool = False
+    value_norm: bool = False
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -110,6 +141,8 @@ class AttentionSpec(SoftmaxAttentionSpec):
     def vectors(self) -> Mapping[str, int]:
         """The sinks, and the norms of queries and keys."""
         found = {"sinks": self.heads.query} if self.sinks else {}
+        if not self.norm_weights:
+            return found
         if self.qk_norm == "head":
             return found | {"q_norm": self.heads.dim, "k_norm": self.heads.dim}
         if self.qk_norm == "all_heads":
@@ -128,7 +161,15 @@ class AttentionSpec(SoftmaxAttentionSpec):
         """The fields whose values the fused attention kernels do not compute (te_models.kernels.gated_attention)."""
         # The scale of a query is a factor of its rotary table, which a part of the channels does not read.
         partial = self.rope is not None and self.rope.size != self.heads.dim
-        return ("query_scale_beta",) if partial and self.query_scale is not None else ()
+        found = {
+            "query_scale_beta": partial and self.query_scale is not None,
+            "head_dim": self.heads.dim > WIDEST_FLASH,
+            "keys_as_values": self.heads.keys_as_values,
+            "qk_norm_weights": self.qk_norm != "none" and not self.norm_weights,
+            "qk_norm_after_rope": self.qk_norm != "none" and self.norm_after_rope,
+            "value_norm": self.value_norm,
+        }
+        return tuple(name for name, given in found.items() if given)
 
     @property
     def features(self) -> Mapping[str, int]:
@@ -191,13 +232,13 @@ class AttentionSpec(SoftmaxAttentionSpec):
     def fuses(self, tape: Tape) -> bool:
         """Return whether attention, RoPE and gate are one operation, as kernels/gated_attention.py decides on GPUs."""
         cudnn = self.heads.dim in CUDNN_DIMS and tape.seq_len >= 128 and tape.element == 2
-        in_spans = self.slides(tape) or self.sinks or self.softcap is not None
+        in_spans = self.slides(tape) or self.needs_spans
         kernel = self._spans(tape) if in_spans else tape.fused and cudnn
         return kernel and not self.obstacles
 
     def _spans(self, tape: Tape) -> bool:
         """Return whether windows are spans of keys, for kernels/span_attention_triton.py, rather than masks."""
-        return tape.fused and tape.element == 2 and self.heads.dim <= 256
+        return tape.fused and tape.element == 2 and self.heads.dim <= WIDEST_SPANS
 
     def _composes(self, tape: Tape) -> bool:
         """Return whether attention is kernels/composed_attention.py."""
@@ -243,6 +284,9 @@ class AttentionSpec(SoftmaxAttentionSpec):
             normed = heads.query + heads.key if self.qk_norm == "head" else 2
             saved = q + kv + tape.tokens * normed * FP32
             split.append(Step("q_norm, k_norm", saved, consumes=q + kv, produces=q + kv))
+        if self.value_norm:
+            saved = kv + tape.tokens * heads.key * FP32
+            split.append(Step("v_norm", saved, consumes=kv, produces=kv))
         if (
             self.rope is not None
         ):  # linear in its input: saves only the tables, which all layers share

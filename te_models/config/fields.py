@@ -9,6 +9,7 @@ import dataclasses
 import functools
 from dataclasses import MISSING, dataclass
 
+from te_models.config.attention import HeadSizes
 from te_models.config.deltanet import DeltaNetConfig
 from te_models.config.kinds import MIXERS, MLPS
 from te_models.config.latent import LatentConfig
@@ -72,6 +73,13 @@ class ModelFields(Settings):
     short_conv: ShortConvConfig | None = setting(
         None, "Sizes of the conv layers, gated short convolutions (LFM2)."
     )
+    sliding_heads: HeadSizes | None = setting(
+        None, "Heads of the layers with a window, where they differ (Gemma 4)."
+    )
+    keys_as_values: bool = setting(
+        False,
+        "Layers without a window have no projection of values: keys before norm and RoPE are those (Gemma 4).",
+    )
     attention_gate: str = setting(
         "elementwise",
         "Gate of the attention output: elementwise, headwise or none.",
@@ -104,6 +112,13 @@ class ModelFields(Settings):
         "Scope of qk_norm: each head, or all_heads together (OLMo 2).",
         choices=("head", "all_heads"),
     )
+    qk_norm_weights: bool = setting(
+        True, "Norms of q and k have weights; without, they only divide by the root mean square."
+    )
+    qk_norm_after_rope: bool = setting(
+        False, "Norms of q and k come after RoPE instead of before (Hunyuan)."
+    )
+    value_norm: bool = setting(False, "RMSNorm without weights on each head of v (Gemma 4).")
     norm_position: str = setting(
         "pre",
         "RMSNorm of attention and MLP: pre (their input), post (their output) or both.",
@@ -124,6 +139,10 @@ class ModelFields(Settings):
         choices=MLPS,
     )
     embedding_multiplier: float = positive(1.0, "Factor on the embeddings (Granite, Gemma).")
+    layer_scale: bool = setting(
+        False,
+        "Multiply the output of each layer by a stored number, which is not trained (Gemma 4).",
+    )
     residual_multiplier: float = positive(
         1.0, "Factor on the outputs of attention and MLP before the residual addition (Granite)."
     )
@@ -152,8 +171,11 @@ class ModelFields(Settings):
     @functools.cached_property
     def window_rope(self) -> Rope:
         """The rotary embedding of layers with a window."""
+        dim = self.head_dim if self.sliding_heads is None else self.sliding_heads.head_dim
         if self.sliding_rope is None:
-            return self.rope
+            return dataclasses.replace(self.rope, head_dim=dim)
         scaling = dict(self.sliding_rope)
         theta, share = scaling.pop("rope_theta"), scaling.pop("partial_rotary_factor", 1.0)
-        return dataclasses.replace(self.rope, theta=theta, share=share, stretching=frozen(scaling))
+        return dataclasses.replace(
+            self.rope, theta=theta, head_dim=dim, share=share, stretching=frozen(scaling)
+        )

@@ -291,11 +291,13 @@ class LayerSpec:
 
     Attributes:
         norm_position: "pre", "post" or "both", as in ModelConfig.
+        scaled: whether the output of the block is multiplied by a stored number.
     """
 
     mixer: MixerSpec
     mlp: FeedforwardSpec
     norm_position: str = "pre"
+    scaled: bool = False
 
     @property
     def parts(self) -> tuple[PartSpec, PartSpec]:
@@ -334,6 +336,7 @@ class LayerSpec:
         return (
             sum(part.num_parameters for part in self.parts)
             + self.num_norms * self.mixer.hidden_size
+            + self.scaled
         )
 
     @property

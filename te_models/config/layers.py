@@ -26,7 +26,12 @@ def describe_layers(config: ModelFields) -> tuple[LayerSpec, ...]:
     mixers = config.layer_types or (attention,) * count
     mlps = config.mlp_layer_types or ("dense" if config.moe is None else "sparse",) * count
     return tuple(
-        LayerSpec(MIXERS[mixer](config, layer), MLPS[mlp](config, layer), config.norm_position)
+        LayerSpec(
+            MIXERS[mixer](config, layer),
+            MLPS[mlp](config, layer),
+            config.norm_position,
+            config.layer_scale,
+        )
         for layer, (mixer, mlp) in enumerate(zip(mixers, mlps, strict=True))
     )
 
@@ -37,18 +42,23 @@ def attention(config: ModelFields, layer: int) -> AttentionSpec:
     window = config.sliding_window if slides else None
     rotates = config.no_rope_layers is None or bool(config.no_rope_layers[layer])
     rope = config.rope if window is None else config.window_rope
+    sizes = config if window is None or config.sliding_heads is None else config.sliding_heads
     return AttentionSpec(
         hidden_size=config.hidden_size,
         heads=Heads(
-            query=config.num_attention_heads,
-            key=config.num_key_value_heads,
-            dim=config.head_dim,
+            query=sizes.num_attention_heads,
+            key=sizes.num_key_value_heads,
+            dim=sizes.head_dim,
             gate=config.attention_gate,
+            keys_as_values=config.keys_as_values and window is None,
         ),
         gate_activation=config.attention_gate_activation,
         bias=config.attention_bias,
         output_bias=config.attention_output_bias,
         qk_norm=config.qk_norm_scope if config.qk_norm else "none",
+        norm_weights=config.qk_norm_weights,
+        norm_after_rope=config.qk_norm_after_rope,
+        value_norm=config.value_norm,
         multiplier=config.attention_multiplier,
         softcap=config.attn_logit_softcapping,
         sinks=config.attention_sinks,

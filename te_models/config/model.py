@@ -11,6 +11,7 @@ from dataclasses import FrozenInstanceError, dataclass, fields
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
+from te_models.config.attention import HeadSizes
 from te_models.config.fields import PER_LAYER, ModelFields
 from te_models.config.latent import LatentConfig
 from te_models.config.layer import LayerSpec, LinearSpec, PartSpec, Section, distinct, named_linears
@@ -28,6 +29,9 @@ MAX_PARAMETERS = 2**60  # PyTorch counts bytes in 64 bits
 NOT_LATENT = {
     "attention_gate": "none",
     "qk_norm": False,
+    "value_norm": False,
+    "sliding_heads": None,
+    "keys_as_values": False,
     "attention_sinks": False,
     "attn_logit_softcapping": None,
     "sliding_window": None,
@@ -69,10 +73,17 @@ class ModelConfig(ModelFields):
             object.__setattr__(self, "rope_scaling", checked_scaling(self.rope_scaling, pairs))
         if self.sliding_rope is not None:
             object.__setattr__(
-                self, "sliding_rope", checked_sliding_rope(self.sliding_rope, self.head_dim)
+                self,
+                "sliding_rope",
+                checked_sliding_rope(self.sliding_rope, self._sliding_head_dim),
             )
         if self.num_parameters > MAX_PARAMETERS:
             raise ConfigError("these sizes make more than 2**60 parameters: choose smaller ones")
+
+    @property
+    def _sliding_head_dim(self) -> int:
+        """Channels per head of layers with a window."""
+        return self.head_dim if self.sliding_heads is None else self.sliding_heads.head_dim
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set a field once. Other names are allowed: transformers.Trainer sets `use_cache` on any model's config."""
@@ -254,14 +265,37 @@ def _mistakes(config: ModelConfig) -> Iterator[str]:
     if config.head_dim % 2:
         yield f"head_dim={config.head_dim} is odd: rotary embeddings rotate pairs of channels"
     yield from rotary_mistakes(config.head_dim, config.partial_rotary_factor)
+    if config.sliding_heads is not None:
+        yield from _sliding_head_mistakes(config, config.sliding_heads)
     if config.sliding_rope is not None and config.sliding_window is None:
         yield "sliding_rope is the RoPE of layers with a window: give sliding_window"
     if (config.query_scale_beta is None) != (config.query_scale_length is None):
         yield "query_scale_beta and query_scale_length belong together: give both or neither"
     if config.qk_norm_scope != "head" and not config.qk_norm:
         yield f"qk_norm_scope={config.qk_norm_scope!r} norms nothing without qk_norm=True"
+    if not config.qk_norm and (config.qk_norm_after_rope or not config.qk_norm_weights):
+        yield "qk_norm_weights and qk_norm_after_rope belong to qk_norm: give qk_norm=True"
+    if config.qk_norm_scope != "head" and config.qk_norm_after_rope:
+        yield "qk_norm_after_rope norms each head: leave out qk_norm_scope"
+    if config.qk_norm_scope != "head" and not config.qk_norm_weights:
+        yield "qk_norm_weights=False norms each head: leave out qk_norm_scope"
     if gate != "sigmoid" and config.attention_gate == "none":
         yield f"attention_gate_activation={gate!r} without a gate: give attention_gate"
+
+
+def _sliding_head_mistakes(config: ModelConfig, sizes: HeadSizes) -> Iterator[str]:
+    """Yield lines about heads of layers with a window that do not fit."""
+    if config.sliding_window is None:
+        yield "sliding_heads are those of layers with a window: give sliding_window"
+    if sizes.num_attention_heads % sizes.num_key_value_heads:
+        yield (
+            f"sliding_heads.num_attention_heads={sizes.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads={sizes.num_key_value_heads}"
+        )
+    if sizes.head_dim % 2:
+        yield f"sliding_heads.head_dim={sizes.head_dim} is odd: rotary embeddings rotate pairs of channels"
+    if config.sliding_rope is None:
+        yield from rotary_mistakes(sizes.head_dim, config.partial_rotary_factor)
 
 
 def _latent_mistakes(config: ModelConfig, sizes: LatentConfig) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
+from te_models.config.attention import HeadSizes
 from te_models.config.deltanet import DeltaNetConfig
 from te_models.config.latent import LatentConfig
 from te_models.config.moe import MoEConfig
@@ -70,6 +71,8 @@ class ConfigOptions(TypedDict, total=False):
     linear_attention: DeltaNetConfig | None
     short_conv: ShortConvConfig | Mapping[str, int | bool] | None
     latent_attention: LatentConfig | Mapping[str, float | None] | None
+    sliding_heads: HeadSizes | Mapping[str, int] | None
+    keys_as_values: bool
     attention_gate: str
     attention_gate_activation: str
     attention_bias: bool
@@ -81,6 +84,9 @@ class ConfigOptions(TypedDict, total=False):
     query_scale_length: int | None
     qk_norm: bool
     qk_norm_scope: str
+    qk_norm_weights: bool
+    qk_norm_after_rope: bool
+    value_norm: bool
     norm_position: str
     zero_centered_norm: bool
     hidden_act: str
@@ -89,6 +95,7 @@ class ConfigOptions(TypedDict, total=False):
     moe: MoEConfig | Mapping[str, float | str] | None
     mlp_layer_types: tuple[str, ...] | None
     embedding_multiplier: float
+    layer_scale: bool
     residual_multiplier: float
     logits_scaling: float
     final_logit_softcapping: float | None

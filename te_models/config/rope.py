@@ -13,6 +13,8 @@ Items = tuple[tuple[str, Any], ...]
 # Kind of RoPE scaling -> (required, optional) fields beside `rope_type`; te_models.model.rope computes them.
 ROPE_SCALINGS = {
     "linear": (("factor",), ()),
+    # Of the share of channels, the rest of which keep the angle zero: pairs lie half a head apart all the same.
+    "proportional": ((), ("partial_rotary_factor", "factor")),
     "dynamic": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
     "yarn": (
@@ -114,7 +116,9 @@ def rotary_mistakes(head_dim: int, factor: float) -> Iterator[str]:
 def checked_sliding_rope(rope: Scaling, head_dim: int) -> Scaling:
     """Return `sliding_rope` with a base, if needed a share of rotated channels, and a row of ROPE_SCALINGS or none."""
     scaling = dict(rope)
-    own = {name: scaling.pop(name) for name in _SLIDING if name in scaling}
+    proportional = _kind(scaling) == "proportional"  # whose share belongs to the scaling
+    names = [name for name in _SLIDING if not (proportional and name == "partial_rotary_factor")]
+    own = {name: scaling.pop(name) for name in names if name in scaling}
     refuse(() if "rope_theta" in own else ["sliding_rope lacks rope_theta"], ConfigError)
     for name, value in own.items():
         _SLIDING[name].check(value)

@@ -6,6 +6,7 @@ from te_models.config.model import ModelConfig
 from te_models.interop import hf_experts as experts
 from te_models.interop import hf_parts as parts
 from te_models.interop import hf_places as places
+from te_models.interop import hf_rope_parts as ropes
 from te_models.interop.hf_family import LENGTHS, NO_DROPOUT, UNGATED, Family, whole_heads
 from te_models.interop.hf_hybrid_parts import LATENT, ROTATED_HEAD_DIM, WHOLE_HEAD_DIM
 from te_models.interop.hf_parts import Fields
@@ -24,7 +25,7 @@ _DEEPSEEK_KEYS = experts.IGNORED | {
 }
 _DEEPSEEK_V3: Fields = dict(
     architecture="DeepseekV3ForCausalLM", layer={**places.LATENT_LAYER, **places.GLM_EXPERTS},
-    parts=(parts.ROPE, LATENT, ACT, parts.biases(), experts.DEEPSEEK_EXPERTS), constants=UNGATED,
+    parts=(ropes.ROPE, LATENT, ACT, parts.biases(), experts.DEEPSEEK_EXPERTS), constants=UNGATED,
     defaults={**_SIZES, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "n_routed_experts": 256,
               "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
               "q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_group": 8, "topk_group": 4,
@@ -50,7 +51,7 @@ def _served_by_bias(config: ModelConfig) -> Fields:
 
 _SARVAM_MLA: Fields = {
     **_DEEPSEEK_V3,
-    "parts": (parts.DEEPSEEK_YARN_ROPE, LATENT, ROTATED_HEAD_DIM, ACT, parts.biases(), experts.DEEPSEEK_EXPERTS),
+    "parts": (ropes.DEEPSEEK_YARN_ROPE, LATENT, ROTATED_HEAD_DIM, ACT, parts.biases(), experts.DEEPSEEK_EXPERTS),
     "defaults": {**_DEEPSEEK_V3["defaults"], "n_routed_experts": 128, "q_lora_rank": None, "n_group": 1,
                  "topk_group": 1, "first_k_dense_replace": 1},
     "ignored": _DEEPSEEK_KEYS | {"q_head_dim"},
@@ -60,7 +61,7 @@ EXPERT_FAMILIES = (
     Family(
         model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM", models="Qwen3 with experts, such as 30B-A3B",
         layer={**places.NORMED_LAYER, **places.EXPERTS},
-        parts=(parts.ROPE, experts.ALL_SLIDE_BY_FLAG, ACT, parts.biases(), experts.QWEN3_EXPERTS),
+        parts=(ropes.ROPE, experts.ALL_SLIDE_BY_FLAG, ACT, parts.biases(), experts.QWEN3_EXPERTS),
         constants={**UNGATED, "qk_norm": True},
         defaults={**LENGTHS, "num_key_value_heads": 4, "head_dim": None, "num_experts": 128, "num_experts_per_tok": 8,
                   "moe_intermediate_size": 768, "norm_topk_prob": False, "router_aux_loss_coef": 0.001},
@@ -69,7 +70,7 @@ EXPERT_FAMILIES = (
     Family(
         model_type="qwen2_moe", architecture="Qwen2MoeForCausalLM", models="Qwen1.5-MoE, Qwen2-57B-A14B",
         layer={**places.LAYER, **places.QWEN2_EXPERTS}, constants=UNGATED,
-        parts=(parts.ROPE, parts.EVEN_SLIDE_BY_FLAG, ACT, experts.QKV_BIAS, experts.QWEN2_EXPERTS),
+        parts=(ropes.ROPE, ropes.EVEN_SLIDE_BY_FLAG, ACT, experts.QKV_BIAS, experts.QWEN2_EXPERTS),
         defaults={**LENGTHS, "num_key_value_heads": 16, "max_window_layers": 28, "num_experts": 60,
                   "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
                   "norm_topk_prob": False, "router_aux_loss_coef": 0.001, "qkv_bias": True},
@@ -79,7 +80,7 @@ EXPERT_FAMILIES = (
     Family(
         model_type="mixtral", architecture="MixtralForCausalLM", models="Mixtral 8x7B, 8x22B",
         layer={**{name: rows for name, rows in places.LAYER.items() if "mlp" not in name}, **places.MIXTRAL_EXPERTS},
-        parts=(parts.ROPE, parts.WINDOW, ACT, experts.MIXTRAL_EXPERTS), constants=UNGATED,
+        parts=(ropes.ROPE, ropes.WINDOW, ACT, experts.MIXTRAL_EXPERTS), constants=UNGATED,
         renamed={".block_sparse_moe.gate.": ".mlp.gate."},
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "bos_token_id": 1,
                   "eos_token_id": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001,
@@ -88,7 +89,7 @@ EXPERT_FAMILIES = (
     ),
     Family(
         model_type="olmoe", architecture="OlmoeForCausalLM", models="OLMoE",
-        layer={**places.NORMED_LAYER, **places.EXPERTS}, parts=(parts.ROPE, ACT, parts.biases(), experts.OLMOE_EXPERTS),
+        layer={**places.NORMED_LAYER, **places.EXPERTS}, parts=(ropes.ROPE, ACT, parts.biases(), experts.OLMOE_EXPERTS),
         constants={**UNGATED, "qk_norm": True, "qk_norm_scope": "all_heads"},
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "pad_token_id": 1, "eos_token_id": 50279,
                   "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
@@ -97,7 +98,7 @@ EXPERT_FAMILIES = (
     Family(
         model_type="glm4_moe", architecture="Glm4MoeForCausalLM", models="GLM-4.5, GLM-4.6, GLM-4.7",
         layer={**places.NORMED_LAYER, **places.GLM_EXPERTS},
-        parts=(parts.PARTIAL_ROPE, ACT, parts.biases(out=None), experts.QK_NORM, experts.DEEPSEEK_EXPERTS),
+        parts=(ropes.PARTIAL_ROPE, ACT, parts.biases(out=None), experts.QK_NORM, experts.DEEPSEEK_EXPERTS),
         constants=UNGATED, accepts=_sparse,
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": None, "rms_norm_eps": 1e-5,
                   "partial_rotary_factor": 0.5, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 1,
@@ -113,7 +114,7 @@ EXPERT_FAMILIES = (
     Family(
         model_type="mellum", architecture="MellumForCausalLM", models="Mellum 2 12B-A2.5B",
         layer={**places.NORMED_LAYER, **places.EXPERTS},
-        parts=(parts.MELLUM_ROPE, ACT, parts.biases(), experts.MELLUM_EXPERTS),
+        parts=(ropes.MELLUM_ROPE, ACT, parts.biases(), experts.MELLUM_EXPERTS),
         constants={**UNGATED, "qk_norm": True}, later=("mtp.",),
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 4, "head_dim": 128, "rms_norm_eps": 1e-6,
                   "sliding_window": 1024, "rope_theta": 500000.0, "rope_local_base_freq": 10000.0, "num_experts": 64,
@@ -127,7 +128,7 @@ EXPERT_FAMILIES = (
         model_type="minimax_m2", architecture="MiniMaxM2ForCausalLM", models="MiniMax-M2, M2.1, M2.5, M2.7",
         layer={**{name: rows for name, rows in places.NORMED_LAYER.items() if "mlp" not in name},
                **places.MINIMAX_EXPERTS},
-        parts=(parts.MINIMAX_ROPE, ACT, experts.MINIMAX_EXPERTS),
+        parts=(ropes.MINIMAX_ROPE, ACT, experts.MINIMAX_EXPERTS),
         constants={**UNGATED, "qk_norm": True, "qk_norm_scope": "all_heads"},
         renamed={".block_sparse_moe.": ".mlp."},
         defaults={"max_position_embeddings": 196608, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
@@ -140,7 +141,7 @@ EXPERT_FAMILIES = (
     Family(
         model_type="flex_olmo", architecture="FlexOlmoForCausalLM", models="FlexOlmo 7x7B",
         layer={**places.POST_NORMED_LAYER, **places.EXPERTS},
-        parts=(parts.ROPE, ACT, parts.biases(), experts.OLMOE_EXPERTS),
+        parts=(ropes.ROPE, ACT, parts.biases(), experts.OLMOE_EXPERTS),
         constants={**UNGATED, "qk_norm": True, "qk_norm_scope": "all_heads", "norm_position": "post"},
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "pad_token_id": 100277,
                   "eos_token_id": 100257, "rope_theta": 500000.0, "num_experts": 7, "num_experts_per_tok": 5,
@@ -150,7 +151,7 @@ EXPERT_FAMILIES = (
     Family(
         model_type="dots1", architecture="Dots1ForCausalLM", models="dots.llm1",
         layer={**places.NORMED_LAYER, **places.GLM_EXPERTS},
-        parts=(parts.ROPE, parts.DOTS_WINDOW, ACT, parts.biases(), experts.DEEPSEEK_EXPERTS),
+        parts=(ropes.ROPE, ropes.DOTS_WINDOW, ACT, parts.biases(), experts.DEEPSEEK_EXPERTS),
         constants={**UNGATED, "qk_norm": True}, accepts=_sparse,
         defaults={"max_position_embeddings": 2048, "num_key_value_heads": 32, "rms_norm_eps": 1e-6,
                   "sliding_window": 4096, "max_window_layers": 62, "first_k_dense_replace": 0,
@@ -160,7 +161,7 @@ EXPERT_FAMILIES = (
     Family(
         model_type="exaone_moe", architecture="ExaoneMoeForCausalLM", models="K-EXAONE 236B-A23B",
         layer={**places.NORMED_LAYER, **places.EXAONE_EXPERTS},
-        parts=(parts.ROPE, parts.EXAONE_WINDOW, ACT, experts.EXAONE_EXPERTS),
+        parts=(ropes.ROPE, ropes.EXAONE_WINDOW, ACT, experts.EXAONE_EXPERTS),
         constants={**UNGATED, "qk_norm": True}, later=("mtp.",),
         renamed={".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"},
         defaults={"max_position_embeddings": 2048, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "bos_token_id": 1,
@@ -174,7 +175,7 @@ EXPERT_FAMILIES = (
     Family(
         model_type="solar_open", architecture="SolarOpenForCausalLM", models="Solar Open 100B",
         layer={**places.LAYER, **places.GLM_EXPERTS},
-        parts=(parts.WHOLE_HEADS_ROPE, ACT, parts.biases(out=None), experts.SOLAR_EXPERTS, experts.NO_WIDTH),
+        parts=(ropes.WHOLE_HEADS_ROPE, ACT, parts.biases(out=None), experts.SOLAR_EXPERTS, experts.NO_WIDTH),
         constants=UNGATED,
         defaults={"intermediate_size": 0, "max_position_embeddings": 131072, "num_key_value_heads": 8,
                   "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "moe_intermediate_size": 1280,
@@ -183,9 +184,19 @@ EXPERT_FAMILIES = (
         only=NO_DROPOUT, ignored=experts.IGNORED, note="Llama's attention, GLM-4.5's experts in all layers",
     ),
     Family(
+        model_type="hunyuan_v1_moe", architecture="HunYuanMoEV1ForCausalLM", models="Hunyuan-A13B",
+        layer={**places.HUNYUAN_LAYER, **places.HUNYUAN_EXPERTS},
+        parts=(ropes.HUNYUAN_ROPE, ACT, parts.biases(), experts.HUNYUAN_EXPERTS),
+        constants={**UNGATED, "qk_norm": True, "qk_norm_after_rope": True}, accepts=_sparse,
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "pad_token_id": 0, "bos_token_id": 1,
+                  "eos_token_id": 2, "num_experts": 1, "moe_topk": 1},
+        only=NO_DROPOUT, ignored=experts.IGNORED | {"eod_token_id"},
+        note="norms of q and k after RoPE; experts and one for all tokens of the same width",
+    ),
+    Family(
         model_type="ernie4_5_moe", architecture="Ernie4_5_MoeForCausalLM", models="ERNIE 4.5 21B-A3B, 300B-A47B",
         layer={**places.LAYER, **places.ERNIE_EXPERTS},
-        parts=(parts.ROPE, ACT, experts.ERNIE_EXPERTS), constants={**UNGATED, "rope_interleaved": True},
+        parts=(ropes.ROPE, ACT, experts.ERNIE_EXPERTS), constants={**UNGATED, "rope_interleaved": True},
         accepts=_sparse, later=("model.mtp",),
         renamed={".mlp.moe_statics.": ".mlp.gate.moe_statics."},
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
@@ -206,7 +217,7 @@ EXPERT_FAMILIES = (
     Family(
         model_type="mistral4", architecture="Mistral4ForCausalLM", models="Mistral Small 4 (text)",
         layer={**places.LATENT_LAYER, **places.MISTRAL4_EXPERTS}, constants=UNGATED, stacked="outputs first",
-        parts=(parts.MISTRAL4_ROPE, LATENT, WHOLE_HEAD_DIM, ACT, parts.biases(), experts.MISTRAL4_EXPERTS),
+        parts=(ropes.MISTRAL4_ROPE, LATENT, WHOLE_HEAD_DIM, ACT, parts.biases(), experts.MISTRAL4_EXPERTS),
         defaults={**_SIZES, "max_position_embeddings": 1048576, "rms_norm_eps": 1e-6, "n_routed_experts": 128,
                   "num_experts_per_tok": 4, "moe_intermediate_size": 2048, "first_k_dense_replace": 0,
                   "q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "v_head_dim": 128, "n_group": 1,
@@ -218,7 +229,7 @@ EXPERT_FAMILIES = (
     ),
     Family(
         model_type="youtu", architecture="YoutuForCausalLM", models="Youtu-LLM 2B", layer=places.LATENT_LAYER,
-        parts=(parts.ROPE, LATENT, ACT, parts.biases(), parts.INITIAL_RANGE), constants=UNGATED,
+        parts=(ropes.ROPE, LATENT, ACT, parts.biases(), parts.INITIAL_RANGE), constants=UNGATED,
         accepts=lambda config: config.latent_attention is not None,
         defaults={"rope_interleave": True, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
                   "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
@@ -229,7 +240,7 @@ EXPERT_FAMILIES = (
     Family(
         model_type="deepseek_v2", architecture="DeepseekV2ForCausalLM", models="DeepSeek-V2, V2-Lite, V2.5",
         layer={**places.LATENT_LAYER, **places.DEEPSEEK_V2_EXPERTS}, constants=UNGATED,
-        parts=(parts.ROPE, LATENT, ACT, parts.biases(), experts.DEEPSEEK_V2_EXPERTS),
+        parts=(ropes.ROPE, LATENT, ACT, parts.biases(), experts.DEEPSEEK_V2_EXPERTS),
         defaults={**_SIZES, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "n_routed_experts": 64,
                   "num_experts_per_tok": None, "moe_intermediate_size": 1407, "first_k_dense_replace": 0,
                   "q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_shared_experts": 2,
@@ -241,7 +252,7 @@ EXPERT_FAMILIES = (
     Family(
         model_type="glm4_moe_lite", architecture="Glm4MoeLiteForCausalLM", models="GLM-4.7-Flash",
         layer={**places.LATENT_LAYER, **places.GLM_EXPERTS}, constants=UNGATED,
-        parts=(parts.WHOLE_HEADS_ROPE, LATENT, ACT, parts.biases(), experts.GLM_LITE_EXPERTS),
+        parts=(ropes.WHOLE_HEADS_ROPE, LATENT, ACT, parts.biases(), experts.GLM_LITE_EXPERTS),
         defaults={**_SIZES, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "n_routed_experts": 64,
                   "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "q_lora_rank": 768,
                   "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1, "topk_group": 1,
@@ -252,7 +263,7 @@ EXPERT_FAMILIES = (
         model_type="gpt_oss", architecture="GptOssForCausalLM", models="gpt-oss-20b, gpt-oss-120b",
         layer=places.GPT_OSS_LAYER, stacked="inputs first", inputs_first=True,
         constants={**UNGATED, "attention_sinks": True},
-        parts=(parts.GPT_OSS_ROPE, parts.SECOND_IS_FULL, parts.biases(), experts.GPT_OSS_EXPERTS),
+        parts=(ropes.GPT_OSS_ROPE, ropes.SECOND_IS_FULL, parts.biases(), experts.GPT_OSS_EXPERTS),
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
                   "rope_theta": 150000.0, "attention_bias": True, "sliding_window": 128, "num_local_experts": 128,
                   "num_experts_per_tok": 4, "router_aux_loss_coef": 0.001, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},

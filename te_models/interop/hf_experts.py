@@ -284,6 +284,31 @@ _ERNIE = experts(
     router_fp32=True,
     expert_bias=True,
 )
+_HUNYUAN = experts(
+    ALL_SPARSE,
+    {"num_experts_per_tok": "moe_topk", **_SAME_SIZE},
+    router_fp32=True,
+    router_aux_loss_coef=0.0,
+)
+
+
+def _read_hunyuan(theirs: Values) -> Fields:
+    """Read experts beside one for all tokens that is as wide; numbers may be given for each layer."""
+    found = dict(theirs)
+    for key in ("num_experts", "moe_topk"):
+        given = theirs.get(key, 1)
+        numbers = set(given) if isinstance(given, list) else {given}
+        if len(numbers) > 1:
+            raise ConfigError(f"{key} that differs between layers is not supported")
+        found[key] = numbers.pop()
+    moe = _HUNYUAN.read(found)["moe"]
+    moe["shared_expert_intermediate_size"] = moe["moe_intermediate_size"]
+    return {"moe": moe}
+
+
+HUNYUAN_EXPERTS = aliased(
+    Part(_HUNYUAN.keys, _read_hunyuan, _HUNYUAN.write), num_experts_per_tok="moe_topk"
+)
 ERNIE_EXPERTS = aliased(_ERNIE, num_experts_per_tok="moe_k")
 AFMOE_EXPERTS = experts(
     first_dense("num_dense_layers"),

@@ -13,6 +13,7 @@ from te_models.errors import ConfigError, unknown
 from te_models.interop import hf_experts as experts
 from te_models.interop import hf_parts as parts
 from te_models.interop import hf_places as places
+from te_models.interop import hf_rope_parts as ropes
 from te_models.interop.hf_expert_families import EXPERT_FAMILIES
 from te_models.interop.hf_family import (
     LENGTHS,
@@ -61,18 +62,18 @@ _GEMMA = {
 }  # fmt: skip
 _NO_BIAS = {"attention_bias": (False,)}
 _GLM: Fields = dict(
-    parts=(parts.PARTIAL_ROPE, ACT, parts.biases(out=None)), only=NO_DROPOUT,
+    parts=(ropes.PARTIAL_ROPE, ACT, parts.biases(out=None)), only=NO_DROPOUT,
     defaults={"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
               "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "pad_token_id": 151329,
               "eos_token_id": [151329, 151336, 151338], "attention_bias": True},
 )  # fmt: skip
 _MISTRAL: Fields = dict(
-    layer=places.LAYER, parts=(parts.ROPE, parts.WINDOW, ACT), constants=UNGATED, only=NO_DROPOUT,
+    layer=places.LAYER, parts=(ropes.ROPE, ropes.WINDOW, ACT), constants=UNGATED, only=NO_DROPOUT,
     defaults={**LENGTHS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1,
               "eos_token_id": 2, "sliding_window": 4096},
 )  # fmt: skip
 _MINISTRAL3: Fields = dict(
-    layer=places.LAYER, parts=(parts.QUERY_SCALE_ROPE, parts.WINDOW, ACT), constants=UNGATED, only=NO_DROPOUT,
+    layer=places.LAYER, parts=(ropes.QUERY_SCALE_ROPE, ropes.WINDOW, ACT), constants=UNGATED, only=NO_DROPOUT,
     defaults={"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
               "pad_token_id": 11, "bos_token_id": 1, "eos_token_id": 2},
 )  # fmt: skip
@@ -86,7 +87,7 @@ _QWEN_VL: Fields = dict(
     note="the text model of a folder whose other tensors are kept aside and written back",
 )  # fmt: skip
 _QWEN2_VL: Fields = dict(
-    layer=places.LAYER, parts=(WHOLE_MROPE, parts.WINDOW_BY_FLAG, ACT), flat=_VISION_KEYS, aside=("visual.",),
+    layer=places.LAYER, parts=(WHOLE_MROPE, ropes.WINDOW_BY_FLAG, ACT), flat=_VISION_KEYS, aside=("visual.",),
     constants={**UNGATED, "attention_bias": True},
     defaults={"max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "num_key_value_heads": 8,
               "rope_theta": 1000000.0, "max_window_layers": 80, "bos_token_id": 151643, "eos_token_id": 151645},
@@ -114,7 +115,7 @@ _MISTRAL3: Fields = dict(
 _CAUSAL = {"use_bidirectional_attention": (None, False)}
 _GEMMA3: Fields = dict(
     scaled_vectors=True, layer=places.both_normed(places.NORMED_LAYER, places.GEMMA_NORMS),
-    parts=(parts.GEMMA3_ROPE, GELU, parts.biases(), parts.QUERY_SCALAR, parts.EMBEDDING_ROOT,
+    parts=(ropes.GEMMA3_ROPE, GELU, parts.biases(), parts.QUERY_SCALAR, parts.EMBEDDING_ROOT,
            parts.same("final_logit_softcapping")),
     constants={**GEMMA, "qk_norm": True},
     defaults={**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
@@ -129,6 +130,31 @@ _GEMMA3_IMAGES: Fields = {
         "final_logit_softcapping": (None,),
     },  # which transformers leaves out here
 }
+_GEMMA4: Fields = dict(
+    scaled_vectors=True, layer=places.GEMMA4_LAYER,
+    parts=(ropes.GEMMA4_ROPE, ropes.GEMMA4_HEADS, GELU, parts.biases(), parts.EMBEDDING_ROOT,
+           parts.same("final_logit_softcapping")),
+    constants={**UNGATED, "norm_position": "both", "qk_norm": True, "value_norm": True, "layer_scale": True,
+               "attention_multiplier": 1.0},
+    defaults={"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "rms_norm_eps": 1e-6,
+              "max_position_embeddings": 131072, "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1,
+              "pad_token_id": 0, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 512,
+              "attention_k_eq_v": False, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
+              "hidden_size_per_layer_input": 256,
+              "rope_parameters": {
+                  "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25,
+                                     "rope_theta": 1000000.0},
+                  "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    only={**NO_DROPOUT, "use_bidirectional_attention": (None, "vision"), "enable_moe_block": (False, None),
+          "num_kv_shared_layers": (0, None), "hidden_size_per_layer_input": (0, None)},
+    ignored=frozenset(("hidden_act", "vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts",
+                       "top_k_experts", "moe_intermediate_size")),
+)  # fmt: skip
+_GEMMA4_UNIFIED: Fields = {
+    **_GEMMA4,
+    "defaults": {**_GEMMA4["defaults"], "max_position_embeddings": 262144, "sliding_window": 1024,
+                 "hidden_size_per_layer_input": 0},
+}  # fmt: skip
 _GATED_NEXT = {"attention_gate": "elementwise", "qk_norm": True, "zero_centered_norm": True}
 LFM2: Fields = dict(
     constants={**UNGATED, "qk_norm": True}, copied={"rms_norm_eps": "norm_eps"}, norm="embedding_norm",
@@ -157,7 +183,7 @@ _QWEN3_5_MOE: Fields = {
 FAMILIES = (
     Family(
         model_type="llama", architecture="LlamaForCausalLM", models="Llama 2, 3, 3.1, 3.2", layer=places.LAYER,
-        parts=(parts.ROPE, ACT, ALL_BIASES), constants=UNGATED, defaults=_LLAMA, accepts=whole_heads, only=NO_DROPOUT,
+        parts=(ropes.ROPE, ACT, ALL_BIASES), constants=UNGATED, defaults=_LLAMA, accepts=whole_heads, only=NO_DROPOUT,
     ),
     Family(
         model_type="mistral", architecture="MistralForCausalLM", models="Mistral, Ministral 8B of 2024", **_MISTRAL,
@@ -165,13 +191,13 @@ FAMILIES = (
     ),
     Family(
         model_type="qwen2", architecture="Qwen2ForCausalLM", models="Qwen2, Qwen2.5", layer=places.LAYER,
-        parts=(parts.ROPE, parts.WINDOW_BY_FLAG, ACT), constants={**UNGATED, "attention_bias": True},
+        parts=(ropes.ROPE, ropes.WINDOW_BY_FLAG, ACT), constants={**UNGATED, "attention_bias": True},
         defaults={**LENGTHS, "num_key_value_heads": 32, "max_window_layers": 28}, only=NO_DROPOUT,
         note="bias on q, k, v; sliding window per layer",
     ),
     Family(
         model_type="qwen3", architecture="Qwen3ForCausalLM", models="Qwen3, dense", layer=places.NORMED_LAYER,
-        parts=(parts.ROPE, parts.WINDOW_BY_FLAG, ACT, parts.biases()), constants={**UNGATED, "qk_norm": True},
+        parts=(ropes.ROPE, ropes.WINDOW_BY_FLAG, ACT, parts.biases()), constants={**UNGATED, "qk_norm": True},
         defaults={**LENGTHS, "num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28},
         only=NO_DROPOUT, note="RMSNorm on each head of q and k",
     ),
@@ -193,14 +219,14 @@ FAMILIES = (
     ),
     Family(
         model_type="smollm3", architecture="SmolLM3ForCausalLM", models="SmolLM3", layer=places.LAYER,
-        parts=(parts.ROPE, parts.NO_ROPE, parts.WINDOW_WITHOUT_ROPE, ACT, ALL_BIASES), constants=UNGATED,
+        parts=(ropes.ROPE, ropes.NO_ROPE, ropes.WINDOW_WITHOUT_ROPE, ACT, ALL_BIASES), constants=UNGATED,
         defaults={**LENGTHS, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2000000.0,
                   "no_rope_layer_interval": 4, "bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": 128004},
         only=NO_DROPOUT, note="layers without RoPE",
     ),
     Family(  # qiuzh20/gated_attention, whose published files say "qwen2"
         model_type="qwen3", architecture="Qwen3ForCausalLM", models="`QwQZh/gated_attention`",
-        layer=places.GATED_BY_GROUP, parts=(parts.ROPE, parts.GATE, ACT),
+        layer=places.GATED_BY_GROUP, parts=(ropes.ROPE, parts.GATE, ACT),
         defaults={**LENGTHS, "num_key_value_heads": 32, "head_dim": 128, "use_qk_norm": True},
         only={**NO_DROPOUT, **_NO_BIAS, "qkv_bias": (False,), "use_sliding_window": (False,)},
         ignored=frozenset(("auto_map", "sliding_window", "max_window_layers")),
@@ -233,7 +259,7 @@ FAMILIES = (
     Family(
         model_type="qwen3_next", architecture="Qwen3NextForCausalLM", models="Qwen3-Next",
         layer={**places.QWEN3_NEXT_LAYER, **places.QWEN2_EXPERTS}, constants=_GATED_NEXT,
-        parts=(parts.PARTIAL_ROPE, experts.NEXT_EXPERTS, HYBRID, ACT),
+        parts=(ropes.PARTIAL_ROPE, experts.NEXT_EXPERTS, HYBRID, ACT),
         defaults={**LENGTHS, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25,
                   "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True,
                   "shared_expert_intermediate_size": 512, "router_aux_loss_coef": 0.001},
@@ -243,7 +269,7 @@ FAMILIES = (
     ),
     Family(
         model_type="lfm2", architecture="Lfm2ForCausalLM", models="LFM2", layer=places.LFM2_LAYER, **LFM2,
-        parts=(parts.ROPE, LFM2_LAYERS, LFM2_TIED, LFM2_WIDTH),
+        parts=(ropes.ROPE, LFM2_LAYERS, LFM2_TIED, LFM2_WIDTH),
         defaults={**LFM2_SIZES, "intermediate_size": 12288, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
                   "block_auto_adjust_ff_dim": True},
         note="gated short convolutions in most layers",
@@ -251,7 +277,7 @@ FAMILIES = (
     Family(
         model_type="lfm2_moe", architecture="Lfm2MoeForCausalLM", models="LFM2 with experts, such as 8B-A1B",
         layer={**places.LFM2_LAYER, **places.LFM2_EXPERTS}, **LFM2,
-        parts=(parts.ROPE, LFM2_LAYERS, LFM2_TIED, experts.LFM2_EXPERTS),
+        parts=(ropes.ROPE, LFM2_LAYERS, LFM2_TIED, experts.LFM2_EXPERTS),
         defaults={**LFM2_SIZES, "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_dense_layers": 2,
                   "num_experts_per_tok": 4, "num_experts": 32, "use_expert_bias": True, "routed_scaling_factor": 1.0,
                   "norm_topk_prob": True},
@@ -260,7 +286,7 @@ FAMILIES = (
     ),
     Family(
         model_type="ministral", architecture="MinistralForCausalLM", models="Ministral", layer=places.LAYER,
-        parts=(parts.ROPE, parts.ALL_SLIDE, ACT), constants=UNGATED,
+        parts=(ropes.ROPE, ropes.ALL_SLIDE, ACT), constants=UNGATED,
         defaults={**LENGTHS, "max_position_embeddings": 131072, "num_key_value_heads": 8, "bos_token_id": 1,
                   "eos_token_id": 2, "sliding_window": 4096},
         only=NO_DROPOUT, note="sliding window per layer",
@@ -273,7 +299,7 @@ FAMILIES = (
     Family(models="Ministral 3 and Devstral 2, with images", text_type="ministral3", **_MINISTRAL3, **_MISTRAL3),
     Family(
         model_type="cwm", architecture="CwmForCausalLM", models="CWM", layer=places.LAYER,
-        parts=(parts.ROPE, parts.FIRST_OF_FOUR_IS_FULL, ACT), constants=UNGATED,
+        parts=(ropes.ROPE, ropes.FIRST_OF_FOUR_IS_FULL, ACT), constants=UNGATED,
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
                   "bos_token_id": 128000, "sliding_window": 8192, "eos_token_id": [128001, 128008, 128009],
                   "rope_theta": 1000000.0},
@@ -281,14 +307,14 @@ FAMILIES = (
     ),
     Family(
         model_type="internlm3", architecture="InternLM3ForCausalLM", models="InternLM3", layer=places.LAYER,
-        parts=(parts.ROPE, ACT, parts.INTERNLM_BIASES), constants=UNGATED,
+        parts=(ropes.ROPE, ACT, parts.INTERNLM_BIASES), constants=UNGATED,
         defaults={"max_position_embeddings": 32768, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5,
                   "pad_token_id": 2, "bos_token_id": 1, "eos_token_id": 2},
         accepts=_internlm, only=NO_DROPOUT, ignored=frozenset(("auto_map",)),
     ),
     Family(
         model_type="iquestcoder", architecture="IQuestCoderForCausalLM", models="IQuest-Coder V1", layer=places.LAYER,
-        parts=(parts.ROPE, ACT, ALL_BIASES), constants=UNGATED,
+        parts=(ropes.ROPE, ACT, ALL_BIASES), constants=UNGATED,
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
                   "bos_token_id": 1, "eos_token_id": 2},
         accepts=whole_heads, only={**NO_DROPOUT, "use_sliding_window": (False,), "clip_qkv": (None,)},
@@ -296,7 +322,7 @@ FAMILIES = (
     ),
     Family(
         model_type="seed_oss", architecture="SeedOssForCausalLM", models="Seed-OSS", layer=places.LAYER,
-        parts=(parts.ROPE, ACT, parts.biases(out="attention_out_bias", mlp="mlp_bias")), constants=UNGATED,
+        parts=(ropes.ROPE, ACT, parts.biases(out="attention_out_bias", mlp="mlp_bias")), constants=UNGATED,
         defaults={"max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
                   "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "attention_bias": True},
         ignored=frozenset(("attention_dropout", "residual_dropout")),
@@ -304,7 +330,7 @@ FAMILIES = (
     ),
     Family(
         model_type="phi3", architecture="Phi3ForCausalLM", models="Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
-        layer=places.PHI_LAYER, parts=(parts.SU_ROPE, parts.WINDOW, ACT), constants=UNGATED,
+        layer=places.PHI_LAYER, parts=(ropes.SU_ROPE, ropes.WINDOW, ACT), constants=UNGATED,
         defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
                   "bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000},
         accepts=_phi, only={**NO_DROPOUT, "resid_pdrop": (0.0,), "embd_pdrop": (0.0,), "attention_bias": (False,),
@@ -314,13 +340,13 @@ FAMILIES = (
     ),
     Family(
         model_type="granite", architecture="GraniteForCausalLM", models="Granite 3", layer=places.LAYER,
-        parts=(parts.ROPE, ACT, ALL_BIASES, parts.ATTENTION_MULTIPLIER, parts.MULTIPLIERS),
+        parts=(ropes.ROPE, ACT, ALL_BIASES, parts.ATTENTION_MULTIPLIER, parts.MULTIPLIERS),
         constants=UNGATED, defaults={**_LLAMA, "attention_multiplier": 1.0}, ignored=frozenset(("attention_dropout",)),
         note="four multipliers; its dropout is not applied in training",
     ),
     Family(
         model_type="granite_swa", architecture="GraniteSWAForCausalLM", models="Granite Swash 2B",
-        layer=places.SINKS_LAYER, parts=(parts.LAYER_THETAS, ACT, ALL_BIASES, parts.ATTENTION_MULTIPLIER,
+        layer=places.SINKS_LAYER, parts=(ropes.LAYER_THETAS, ACT, ALL_BIASES, parts.ATTENTION_MULTIPLIER,
                                          parts.MULTIPLIERS),
         constants={**UNGATED, "attention_sinks": True},
         defaults={"max_position_embeddings": 8192, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
@@ -331,7 +357,7 @@ FAMILIES = (
     Family(
         model_type="hyperclovax", architecture="HyperCLOVAXForCausalLM", models="HyperCLOVA X SEED Think 14B",
         layer=places.CLOVA_LAYER,
-        parts=(parts.ROPE, ACT, ALL_BIASES, parts.ATTENTION_MULTIPLIER,
+        parts=(ropes.ROPE, ACT, ALL_BIASES, parts.ATTENTION_MULTIPLIER,
                parts.same("embedding_multiplier", "residual_multiplier"), parts.LOGIT_FACTOR,
                parts.POST_NORMS_BY_FLAG),
         constants=UNGATED, defaults={**_LLAMA, "use_post_norm": True}, accepts=whole_heads, only=NO_DROPOUT,
@@ -339,28 +365,28 @@ FAMILIES = (
     ),
     Family(
         model_type="arcee", architecture="ArceeForCausalLM", models="AFM-4.5B", layer=places.UNGATED_MLP_LAYER,
-        parts=(parts.ROPE, ACT, ALL_BIASES), constants={**UNGATED, "mlp_gate": False},
+        parts=(ropes.ROPE, ACT, ALL_BIASES), constants={**UNGATED, "mlp_gate": False},
         defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 128000,
                   "eos_token_id": 128001, "hidden_act": "relu2"},
         accepts=whole_heads, only=NO_DROPOUT, note="MLP without a gate, ReLU squared",
     ),
     Family(
         model_type="olmo2", architecture="Olmo2ForCausalLM", models="OLMo 2", layer=places.POST_NORMED_LAYER,
-        parts=(parts.ROPE, ACT, parts.biases()), constants={**POST_NORM, "qk_norm_scope": "all_heads"},
+        parts=(ropes.ROPE, ACT, parts.biases()), constants={**POST_NORM, "qk_norm_scope": "all_heads"},
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "pad_token_id": 1, "eos_token_id": 50279},
         only={**NO_DROPOUT, "clip_qkv": (None,)},
         note="norms after attention and MLP, one norm over all heads of q and of k",
     ),
     Family(
         model_type="olmo3", architecture="Olmo3ForCausalLM", models="OLMo 3", layer=places.POST_NORMED_LAYER,
-        parts=(parts.OLMO3_ROPE, ACT, parts.biases()), constants={**POST_NORM, "qk_norm_scope": "all_heads"},
+        parts=(ropes.OLMO3_ROPE, ACT, parts.biases()), constants={**POST_NORM, "qk_norm_scope": "all_heads"},
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "pad_token_id": 1, "eos_token_id": 50279,
                   "rope_theta": 500000.0, "rope_local_base_freq": 500000.0, "sliding_window": 4096},
         only={**NO_DROPOUT, "clip_qkv": (None,)}, note="as OLMo 2; sliding window per layer, with a RoPE of its own",
     ),
     Family(
         model_type="exaone4", architecture="Exaone4ForCausalLM", models="EXAONE 4.0", layer=places.POST_NORMED_LAYER,
-        parts=(parts.ROPE, parts.EXAONE_WINDOW, ACT), constants=POST_NORM,
+        parts=(ropes.ROPE, ropes.EXAONE_WINDOW, ACT), constants=POST_NORM,
         defaults={"max_position_embeddings": 2048, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "bos_token_id": 0,
                   "eos_token_id": 2, "sliding_window": 4096, "sliding_window_pattern": 4},
         only=NO_DROPOUT, note="norms after attention and MLP; RoPE in layers with a sliding window only",
@@ -377,7 +403,7 @@ FAMILIES = (
     ),
     Family(
         model_type="ernie4_5", architecture="Ernie4_5ForCausalLM", models="ERNIE 4.5, dense", layer=places.LAYER,
-        parts=(parts.ROPE, ACT, parts.biases("use_bias", mlp="use_bias", qkv="use_bias")),
+        parts=(ropes.ROPE, ACT, parts.biases("use_bias", mlp="use_bias", qkv="use_bias")),
         constants={**UNGATED, "rope_interleaved": True},
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5,
                   "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 500000.0,
@@ -385,8 +411,17 @@ FAMILIES = (
         note="RoPE on neighboring channels",
     ),
     Family(
+        model_type="hunyuan_v1_dense", architecture="HunYuanDenseV1ForCausalLM",
+        models="Hunyuan 0.5B, 1.8B, 4B, 7B", layer=places.HUNYUAN_LAYER,
+        parts=(ropes.HUNYUAN_ROPE, ACT, parts.biases()),
+        constants={**UNGATED, "qk_norm": True, "qk_norm_after_rope": True},
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "pad_token_id": 0, "bos_token_id": 1,
+                  "eos_token_id": 2},
+        only=NO_DROPOUT, ignored=frozenset(("eod_token_id",)), note="norms of q and k after RoPE",
+    ),
+    Family(
         model_type="gemma", architecture="GemmaForCausalLM", models="Gemma 1", layer=places.LAYER,
-        parts=(parts.ROPE, parts.GEMMA_ACT, parts.biases(), parts.EMBEDDING_ROOT),
+        parts=(ropes.ROPE, parts.GEMMA_ACT, parts.biases(), parts.EMBEDDING_ROOT),
         constants={**UNGATED, "zero_centered_norm": True},
         scaled_vectors=True,
         defaults={"num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
@@ -398,7 +433,7 @@ FAMILIES = (
     Family(
         model_type="gemma2", architecture="Gemma2ForCausalLM", models="Gemma 2",
         layer=places.both_normed(places.LAYER, places.GEMMA_NORMS),
-        parts=(parts.ROPE, parts.SECOND_IS_FULL, GELU, parts.biases(), parts.QUERY_SCALAR, parts.EMBEDDING_ROOT,
+        parts=(ropes.ROPE, ropes.SECOND_IS_FULL, GELU, parts.biases(), parts.QUERY_SCALAR, parts.EMBEDDING_ROOT,
                parts.same("attn_logit_softcapping", "final_logit_softcapping")),
         constants=GEMMA, scaled_vectors=True,
         defaults={**_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
@@ -419,9 +454,32 @@ FAMILIES = (
         note="the text model of a folder whose other tensors are kept aside and written back",
     ),
     Family(
+        model_type="gemma4_text", architecture="Gemma4ForCausalLM", models="Gemma 4 (text)", **_GEMMA4,
+        note="heads of 512 channels in layers without a window, whose keys may be the values too; norms of q, k and v; "
+             "a stored factor per layer",
+    ),
+    Family(
+        model_type="gemma4", architecture="Gemma4ForConditionalGeneration", models="Gemma 4 31B",
+        **_GEMMA4, inner="text_config", root="model.language_model.",
+        aside=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
+        accepts=lambda config: False,
+        note="the text model of a folder whose other tensors are kept aside and written back",
+    ),
+    Family(
+        model_type="gemma4_unified_text", architecture="Gemma4UnifiedForCausalLM", models="Gemma 4 12B (text)",
+        **_GEMMA4_UNIFIED, note="as `gemma4_text`",
+    ),
+    Family(
+        model_type="gemma4_unified", architecture="Gemma4UnifiedForConditionalGeneration", models="Gemma 4 12B",
+        **_GEMMA4_UNIFIED, inner="text_config", root="model.language_model.",
+        aside=("model.vision_embedder.", "model.embed_vision.", "model.embed_audio."),
+        accepts=lambda config: False,
+        note="the text model of a folder whose other tensors are kept aside and written back",
+    ),
+    Family(
         model_type="afmoe", architecture="AfmoeForCausalLM", models="Trinity (AFMoE)",
         layer={**places.AFMOE_LAYER, **places.AFMOE_EXPERTS},
-        parts=(parts.ROPE, parts.AFMOE_WINDOW, ACT, experts.AFMOE_EXPERTS, parts.MUP),
+        parts=(ropes.ROPE, ropes.AFMOE_WINDOW, ACT, experts.AFMOE_EXPERTS, parts.MUP),
         constants={"attention_gate": "elementwise", "qk_norm": True, "norm_position": "both"},
         defaults={"max_position_embeddings": 16384, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 1024,
                   "num_dense_layers": 1, "num_experts": 64, "global_attn_every_n_layers": 4, "mup_enabled": False,
@@ -432,7 +490,7 @@ FAMILIES = (
     Family(
         model_type="laguna", architecture="LagunaForCausalLM", models="Laguna",
         layer={**places.LAGUNA_LAYER, **places.LAGUNA_EXPERTS},
-        parts=(parts.LAGUNA_ROPE, ACT, parts.LAGUNA, experts.LAGUNA_EXPERTS),
+        parts=(ropes.LAGUNA_ROPE, ACT, parts.LAGUNA, experts.LAGUNA_EXPERTS),
         renamed={".mlp.shared_expert.": ".mlp.shared_experts."},
         constants={"attention_gate_activation": "softplus", "qk_norm": True},
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,

@@ -5,8 +5,9 @@ from dataclasses import MISSING, dataclass, field, replace
 
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError
-from te_models.interop.hf_parts import Fields, Part, Values, unread_rope_fields
+from te_models.interop.hf_parts import Fields, Part, Values
 from te_models.interop.hf_places import Rows
+from te_models.interop.hf_rope_parts import unread_rope_fields
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,15 +10,8 @@ from te_models.config.latent import LatentConfig
 from te_models.config.model import ModelConfig
 from te_models.config.short_conv import ShortConvConfig
 from te_models.errors import ConfigError
-from te_models.interop.hf_parts import (
-    PARTIAL_ROPE,
-    ROPE,
-    Fields,
-    Part,
-    Values,
-    read_rope,
-    rope_parameters,
-)
+from te_models.interop.hf_parts import Fields, Part, Values
+from te_models.interop.hf_rope_parts import PARTIAL_ROPE, ROPE, read_rope, rope_parameters
 
 DELTANET_SIZES = tuple(field.name for field in dataclasses.fields(DeltaNetConfig))
 # All but norm_eps, which is the same in all models.

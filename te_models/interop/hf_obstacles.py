@@ -20,7 +20,6 @@ MODELS = {
         "embeddings of their own per layer, and several residual streams (AltUp)",
         "gemma3_text",
     ),
-    "hunyuan_v1_dense": ("norms of queries and keys after RoPE instead of before", "qwen3"),
     "minimax": ("experts behind lightning attention, a recurrence", "qwen3_next"),
     "olmo": (_NORM, "olmo2"),
     "phi": (_BESIDE, "phi3"),

@@ -44,6 +44,11 @@ LAYER = {
     "mlp.down_proj": Rows("mlp.down_proj"),
 }
 NORMED_LAYER = LAYER | _alike("self_attn.q_norm", "self_attn.k_norm")
+HUNYUAN_LAYER = {
+    **LAYER,
+    "self_attn.query_layernorm": Rows("self_attn.q_norm"),
+    "self_attn.key_layernorm": Rows("self_attn.k_norm"),
+}
 _NORM_AND_MLP = {name: rows for name, rows in LAYER.items() if name[:10] != "self_attn."}
 LATENT_LAYER = {
     **_NORM_AND_MLP,
@@ -76,6 +81,9 @@ def both_normed(layer: Mapping[str, Rows], names: tuple[str, str, str]) -> dict[
         **{name: rows for name, rows in layer.items() if name != "post_attention_layernorm"},
         **norms,
     }
+
+
+GEMMA4_LAYER = both_normed(NORMED_LAYER, GEMMA_NORMS) | _alike("layer_scalar")
 
 
 def _fused_layer(*fused: str) -> dict[str, Rows]:
@@ -144,6 +152,7 @@ MISTRAL4_EXPERTS = {
     **_FUSED_EXPERTS,
 }
 STACKED_EXPERTS = {"mlp.gate": Rows("mlp.router"), **_FUSED_EXPERTS}
+HUNYUAN_EXPERTS = _experts(_ONE_EXPERT, "mlp.gate.wg", shared="mlp.shared_mlp")
 ERNIE_EXPERTS = {
     **DEEPSEEK_V2_EXPERTS,
     "mlp.moe_statics.e_score_correction_bias": Rows("mlp.expert_bias", leading=True),

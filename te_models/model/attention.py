@@ -9,6 +9,7 @@ from te_models.config.attention import AttentionSpec
 from te_models.kernels.composed_attention import composed_attention
 from te_models.kernels.gated_attention import Rotation, Setting, attention_core, can_fuse
 from te_models.kernels.sdpa import causal_attention
+from te_models.kernels.unit_norm import unit_norm
 from te_models.model.forward_context import ForwardContext, Visible
 from te_models.model.kv_cache import KVState
 from te_models.model.part import Mixer
@@ -30,7 +31,8 @@ class GatedAttention(Mixer[AttentionSpec]):
         self.rows = into.rows
         self.qkvg_proj = factory.linear(into)
         self.o_proj = factory.linear(out)
-        if spec.qk_norm != "none":
+        self.eps = factory.eps
+        if spec.qk_norm != "none" and spec.norm_weights:
             self.q_norm = factory.norm(spec.vectors["q_norm"])
             self.k_norm = factory.norm(spec.vectors["k_norm"])
         self.sinks = factory.vector(spec.heads.query) if spec.sinks else None
@@ -118,6 +120,8 @@ class GatedAttention(Mixer[AttentionSpec]):
         spec = self.spec
         qkvg = qkvg[: context.batch * context.seq].view(context.batch, context.seq, -1)
         q, k, v, g = qkvg.split(self.rows, dim=-1)  # each [B, S, its rows]
+        if spec.heads.keys_as_values:
+            v = k
         if spec.copies_queries and torch.is_grad_enabled():
             v = v.contiguous()
             g = g.contiguous()  # so that backward keeps none of the memory of q and k
@@ -125,9 +129,10 @@ class GatedAttention(Mixer[AttentionSpec]):
             q = self.q_norm(q.contiguous())
             k = self.k_norm(k.contiguous())  # not saving all of qkvg
         q, k, v = (t.view(*t.shape[:2], -1, spec.heads.dim) for t in (q, k, v))
-        if spec.qk_norm == "head":
-            q = self.tp.norm(self.q_norm, q, partial=True)
-            k = self.tp.norm(self.k_norm, k, partial=True)
+        if spec.value_norm:
+            v = unit_norm(v, self.eps)
+        if not spec.norm_after_rope:
+            q, k = self._normed_heads(q, k)
         if (
             spec.rope is not None and spec.query_scale is not None
         ):  # which copies q: k would keep the memory of both
@@ -137,6 +142,8 @@ class GatedAttention(Mixer[AttentionSpec]):
             q, k = context.rotated(torch.cat((q, k), dim=2), spec.rope).split(
                 (q.shape[2], k.shape[2]), dim=2
             )
+        if spec.norm_after_rope:
+            q, k = self._normed_heads(q, k)
         if spec.query_scale is not None:
             q = q * context.query_scales[spec.query_scale][..., None, None]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, S, H]
@@ -145,6 +152,15 @@ class GatedAttention(Mixer[AttentionSpec]):
         out = self._attention(q, k, v, context.masks[spec.window]).transpose(1, 2).flatten(0, 1)
         out = self._gated(out, g.flatten(0, 1), context)  # [B*S, A*H]
         return out if context.real is None else out * context.real
+
+    def _normed_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return q [B, S, A, H] and k [B, S, K, H] with the norms of each head, if there are such."""
+        if self.spec.qk_norm != "head":
+            return q, k
+        if not self.spec.norm_weights:
+            return unit_norm(q, self.eps), unit_norm(k, self.eps)
+        q = self.tp.norm(self.q_norm, q, partial=True)
+        return q, self.tp.norm(self.k_norm, k, partial=True)
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Visible) -> Tensor:
         """Return attention; shapes as in te_models.kernels.sdpa.causal_attention."""

@@ -59,6 +59,9 @@ class Block(nn.Module):
         mlp = factory.inside(f"layers.{layer}.{spec.mlp.name}.")
         self.add_module(spec.mlp.name, MLPS[type(spec.mlp)](spec.mlp, layer, mlp))
         self.mlp_output_norm = factory.norm(width) if after else None
+        self.layer_scalar = None
+        if spec.scaled:
+            self.layer_scalar = factory.vector(1).requires_grad_(False)
 
     @property
     def mixer(self) -> Mixer:
@@ -76,7 +79,7 @@ class Block(nn.Module):
         for part in (self.mixer, self.feedforward):
             if owner == part.spec.name:
                 return part.initialize(rest, values, std, residual_std)
-        values.fill_(self.gain)
+        values.fill_(1.0 if name == "layer_scalar" else self.gain)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return the block applied to x [N, D]: [N, D]."""
@@ -93,7 +96,8 @@ class Block(nn.Module):
         h, x = self._normed(self.input_layernorm, x, None, mixer, context)
         delta = self._delta(self.attention_output_norm, mixer(h, context))
         hidden, x = context.recompute.run_mlp(self, mlp, self._mlp_hidden, x, delta, context)
-        return x + self._delta(self.mlp_output_norm, mlp.output(hidden, context))
+        x = x + self._delta(self.mlp_output_norm, mlp.output(hidden, context))
+        return x if self.layer_scalar is None else x * self.layer_scalar
 
     def _mlp_hidden(
         self, x: Tensor, delta: Tensor | None, context: ForwardContext

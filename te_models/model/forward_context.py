@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from te_models.config.attention import SoftmaxAttentionSpec
+from te_models.config.attention import WIDEST_SPANS, SoftmaxAttentionSpec
 from te_models.config.layer import LayerSpec, distinct
 from te_models.config.rope import Rope
 from te_models.fp8.region import Autocasts
@@ -224,12 +224,10 @@ def _mask(
     """Return which keys the queries of `spec` see in a pass without a cache."""
     # A span has one first key per query, which padding does not allow.
     spans = kernels.attention.spans if kernels.attention is not None else None
-    if padded is not None or dtype.itemsize != 2 or spec.heads.dim > 256:
+    if padded is not None or dtype.itemsize != 2 or spec.heads.dim > WIDEST_SPANS:
         spans = None
     slides = spec.window is not None and spec.window < seq
-    # Sinks and capped logits are no part of PyTorch's attention.
-    apart = spec.sinks or spec.softcap is not None
-    if spans is not None and (documents is not None or slides or apart):
+    if spans is not None and (documents is not None or slides or spec.needs_spans):
         return spans(seq, spec.window, documents, device)
     return attention_mask(seq, spec.window, padded, documents, device)
 

@@ -62,6 +62,15 @@ def _linear(rope: Rope, scaling: Scaling, frequency: Tensor, last: Tensor) -> tu
     return frequency / scaling["factor"], 1.0
 
 
+def _proportional(
+    rope: Rope, scaling: Scaling, frequency: Tensor, last: Tensor
+) -> tuple[Tensor, float]:
+    """Rotate the first pairs of channels only, by the frequencies that they have among all (Gemma 4)."""
+    rotated = int(scaling.get("partial_rotary_factor", 1.0) * rope.size // 2)
+    pair = torch.arange(rope.size // 2, device=frequency.device)
+    return torch.where(pair < rotated, frequency / scaling.get("factor", 1.0), 0.0), 1.0
+
+
 def _dynamic(rope: Rope, scaling: Scaling, frequency: Tensor, last: Tensor) -> tuple[Tensor, float]:
     """Let the base grow with the text once it is longer than max_position_embeddings (Emozilla 2023, "dynamic NTK")."""
     factor = scaling["factor"]
@@ -146,6 +155,7 @@ _kept = functools.lru_cache(maxsize=64)(_copied)
 
 SCALINGS: dict[str, Callable[[Rope, Scaling, Tensor, Tensor], tuple[Tensor, float]]] = {
     "linear": _linear,
+    "proportional": _proportional,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,

@@ -266,10 +266,11 @@ class Tape:
         self._part = f"layers.{depth}.{layer.mlp.name}."
         hidden, output = layer.mlp.halves(self)
         self._part = ""
+        scale = [Step("layer_scalar", produces=self.stream)] if layer.scaled else []
         return (
             self._into_residual(layer, "attention_output_norm", mixer),
             self._after_norm(layer, "post_attention_layernorm", hidden),
-            self._into_residual(layer, "mlp_output_norm", output),
+            self._into_residual(layer, "mlp_output_norm", output) + scale,
         )
 
     def _after_norm(self, layer: LayerSpec, name: str, steps: list[Step]) -> list[Step]:

@@ -31,6 +31,13 @@ OTHERS = [
     "glm4_moe-sparse",
     "afmoe-experts",
     "laguna-experts",
+    "gemma4_text-one",
+    "gemma4_text-shared",
+    "gemma4_text-wide",
+    "gemma4_text-share",
+    "hunyuan_v1_dense-alpha",
+    "hunyuan_v1_moe-biases",
+    "hunyuan_v1_moe-list",
     "dots1-groups",
     "dots1-window",
     "exaone_moe-groups",
@@ -180,4 +187,4 @@ def gradients_of(judge: Any, folder: Path, family: Family) -> dict[str, Tensor]:
 
 
 def test_cases_exist() -> None:
-    assert {*ROUTED, *OTHERS} <= CASES.keys() and {*FEW} <= HYBRIDS.keys()
+    assert {*ROUTED, *OTHERS} <= CASES.keys() and {*FEW} <= {*HYBRIDS, *RECURRENT}

@@ -36,7 +36,7 @@ def test_every_new_family_has_ten_shapes() -> None:
         "these have others in hf_models.py, and hybrids in hybrids.py"
     )
     others = {"mistral", "qwen2", "qwen3_5_text", "qwen3_5", "qwen3_5_moe", "te_models_decoder"}
-    others |= {"gemma3", "mistral3", "kimi_k2"}  # in test_hf_nested.py
+    others |= {"gemma3", "gemma4", "gemma4_unified", "mistral3", "kimi_k2"}  # in test_hf_nested.py
     others |= {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
     assert set(FAMILY_CASES) | others == {family.model_type for family in FAMILIES}
 
@@ -172,7 +172,7 @@ def test_a_model_is_that_of_transformers(
     numbers = [
         buffer.numel()
         for name, buffer in judge.named_buffers()
-        if name.endswith(("correction_bias", "expert_bias"))
+        if name.endswith(("correction_bias", "expert_bias", "layer_scalar"))
     ]
     assert model.config.num_parameters == sum(p.numel() for p in judge.parameters()) + sum(numbers)
     save_hf(model, tmp_path / "back", gated=case in GATED_CASES and case != "ungated")
@@ -195,6 +195,7 @@ TEXTS = [
     "qwen3_5_moe_text-one-key", "lfm2-one-key", "lfm2_moe-one-key",
     "granite_swa-no-rope", "hyperclovax-biases", "mellum-ropes", "minimax_m2-half",
     "flex_olmo-normed", "dots1-window", "exaone_moe-mixed", "solar_open-groups", "ernie4_5_moe-interval",
+    "hunyuan_v1_dense-one-key", "hunyuan_v1_moe-untied", "gemma4_text-one", "gemma4_text-wide",
     "sarvam_mla-mscale", "mistral4-mscale", "youtu-yarn", *HYBRIDS,
 ]  # fmt: skip
 

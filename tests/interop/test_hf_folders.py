@@ -44,8 +44,8 @@ from te_models.saving.pretrained import weights
         ),
         (
             "llama2",
-            dict(rope_parameters=dict(rope_type="proportional", factor=4.0)),
-            "'proportional' is not supp",
+            dict(rope_parameters=dict(rope_type="axial", factor=4.0)),
+            "'axial' is not supp",
         ),
         (
             "llama2",

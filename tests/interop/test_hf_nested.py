@@ -27,6 +27,8 @@ from te_models.interop.hf_families import family_of
 VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28,
               patch_size=14)  # fmt: skip
 MORE_VISION = {"Gemma3": {}, "Mistral3": dict(head_dim=16)}
+MORE_VISION["Gemma4"] = dict(num_key_value_heads=2, head_dim=16, position_embedding_size=8)
+MORE_VISION["Gemma4Unified"] = dict(mm_embed_dim=24, mm_posemb_size=8, patch_size=4)
 MORE_VISION["Qwen2VL"] = dict(depth=1, num_heads=2, embed_dim=32, hidden_size=48)
 MORE_VISION["Qwen2_5_VL"] = dict(
     depth=1, num_heads=2, out_hidden_size=48, fullatt_block_indexes=[0]
@@ -87,6 +89,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Qwen3VLMoe",
         dict(QWEN_VL, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20, mlp_only_layers=[1]),
         dict(tie_word_embeddings=False),
+    ),
+    "gemma4": (
+        "Gemma4",
+        {key: value for key, value in FAMILY_CASES["gemma4_text"]["one"].items() if key[:3] != "tie"},
+        dict(tie_word_embeddings=True, audio_config=None),
+    ),
+    "gemma4_unified": (
+        "Gemma4Unified",
+        dict(FAMILY_CASES["gemma4_unified_text"]["plain"]),
+        dict(tie_word_embeddings=True, audio_config=None),
     ),
     "qwen2_vl": ("Qwen2VL", QWEN2_VL, dict(tie_word_embeddings=True)),
     "qwen2_5_vl": ("Qwen2_5_VL", QWEN2_VL, dict(tie_word_embeddings=False)),
@@ -195,7 +207,6 @@ def test_experts_of_qwen3_vl_as_releases_have_them(tmp_path: Path) -> None:
         ("starcoder2", "LayerNorm", "llama"),
         ("olmo", "LayerNorm", "olmo2"),
         ("apertus", "xIELU", "arcee"),
-        ("hunyuan_v1_dense", "after RoPE", "qwen3"),
         ("gemma3n_text", "per layer", "gemma3_text"),
         ("minimax", "recurrence", "qwen3_next"),
         ("phimoe", "experts", "qwen3_moe"),

@@ -23,6 +23,7 @@ HEADS = dict.fromkeys((family.model_type for family in FAMILIES), 128)
 HEADS |= dict(
     llama=64, qwen2=64, granite=64, exaone4=64, phi3=96, qwen3_next=256, gemma2=256, gemma3_text=256
 )
+HEADS |= dict.fromkeys(("gemma4_text", "gemma4_unified_text"), 256)
 # Sizes of heads that other models have.
 OWN = {
     "stablelm": (80, "none"),
@@ -37,6 +38,10 @@ NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "kimi_k2": LATENT,
     "deepseek_v2": LATENT,
+    "sarvam_mla": LATENT,
+    "mistral4": LATENT,
+    "youtu": RANKS,
+    "gemma4_text": dict(hidden_size_per_layer_input=0),
     "glm4_moe_lite": {**RANKS, "q_lora_rank": 96, "mlp_layer_types": ["dense"] * LAYERS},
     "qwen3_next": dict(num_experts=0, layer_types=[FULL] * LAYERS),
     "afmoe": DENSE_AFMOE,
@@ -119,7 +124,16 @@ def step(model: CausalLM, documents: Tensor | None) -> Tensor:
 
 def test_every_family_is_a_case() -> None:
     assert len(CASES) == sum(not (family.code or family.inner) for family in FAMILIES) >= 24
-    assert {config_of(case).head_dim for case in (*CASES, *OWN)} == {64, 80, 96, 112, 128, 192, 256}
+    assert {config_of(case).head_dim for case in (*CASES, *OWN)} == {
+        64,
+        80,
+        96,
+        112,
+        128,
+        192,
+        256,
+        512,
+    }
 
 
 @pytest.mark.gpu

@@ -29,6 +29,7 @@ LONG = dict(
 # One row a case: the family, max_position_embeddings, rope_parameters, and what else differs from SIZES.
 CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "linear": ("llama", 96, dict(rope_type="linear", factor=4.0), {}),
+    "proportional": ("llama", 96, dict(rope_type="proportional", partial_rotary_factor=0.6, factor=2.0), {}),
     "dynamic": ("llama", ORIGINAL, dict(rope_type="dynamic", factor=4.0), {}),
     "dynamic-qwen3": ("qwen3", ORIGINAL, dict(rope_type="dynamic", factor=5.0), dict(head_dim=32)),
     "llama3": ("llama", 96, dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
@@ -220,7 +221,7 @@ def test_longest_rows(window: int, scaling: Any, longest: int) -> None:
 
 
 @pytest.mark.parametrize("scaling, message", [
-    (dict(rope_type="proportional", factor=4.0), "'proportional' is not supported"),
+    (dict(rope_type="axial", factor=4.0), "'axial' is not supported"),
     (dict(rope_type="dynamic", factor=4.0, alpha=2.0), "alpha=2.0 is not supported"),
     (dict(rope_type="yarn"), "lacks factor"),
     (dict(rope_type="yarn", factor=2.0, truncate="no"), "truncate='no'"),

@@ -29,6 +29,9 @@ DEFAULTS: dict[str, Any] = {
     "query_scale_length": None,
     "qk_norm": False,
     "qk_norm_scope": "head",  # or "all_heads"
+    "qk_norm_weights": True,
+    "qk_norm_after_rope": False,
+    "value_norm": False,  # of each head, without weights
     # Norms: before attention and MLP ("pre"), after ("post"), or "both"; gamma - 1 as the weight.
     "norm_position": "pre",
     "zero_centered_norm": False,

@@ -85,6 +85,12 @@ class TEModelsRMSNorm(nn.Module):
         )
 
 
+def unit_norm(x: Tensor, eps: float) -> Tensor:
+    """RMSNorm without weights over the last dimension of x, computed in FP32."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
 class RoPE:
     """The RoPE (Su et al. 2021, arXiv 2104.09864) of the layers with a window, or of the others.
 
@@ -96,7 +102,9 @@ class RoPE:
         options = config.options
         own = dict(options["sliding_rope"] or {}) if sliding else {}
         if own:
-            self.theta, share = own.pop("rope_theta"), own.pop("partial_rotary_factor", 1.0)
+            self.theta, share = own.pop("rope_theta"), 1.0
+            if own.get("rope_type") != "proportional":  # whose share belongs to the scaling
+                share = own.pop("partial_rotary_factor", 1.0)
         else:
             self.theta, share, own = (
                 options["rope_theta"],
@@ -108,6 +116,7 @@ class RoPE:
         self.trained = config.max_position_embeddings
         scalings = {
             "linear": self.linear,
+            "proportional": self.proportional,
             "dynamic": self.dynamic,
             "llama3": self.llama3,
             "yarn": self.yarn,
@@ -135,6 +144,12 @@ class RoPE:
     def linear(self, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
         """Position interpolation (Chen et al. 2023, arXiv 2306.15595)."""
         return frequency / self.scaling["factor"], 1.0
+
+    def proportional(self, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
+        """Only the first pairs of channels rotate, by the frequencies that they have among all."""
+        rotated = int(self.scaling.get("partial_rotary_factor", 1.0) * self.size // 2)
+        pair = torch.arange(self.size // 2, device=frequency.device)
+        return torch.where(pair < rotated, frequency / self.scaling.get("factor", 1.0), 0.0), 1.0
 
     def dynamic(self, frequency: Tensor, positions: Tensor) -> tuple[Tensor, float]:
         """A base that grows with a text longer than the trained context ("dynamic NTK")."""
@@ -294,7 +309,7 @@ class TEModelsAttention(nn.Module):
         )
         self.norms_all_heads = self.options["qk_norm"] and scope
         self.norms_each_head = self.options["qk_norm"] and not scope
-        if self.options["qk_norm"]:
+        if self.options["qk_norm"] and self.options["qk_norm_weights"]:
             self.q_norm = TEModelsRMSNorm(config, q if scope else size)
             self.k_norm = TEModelsRMSNorm(config, kv if scope else size)
         scale = self.options["attention_multiplier"]
@@ -319,10 +334,14 @@ class TEModelsAttention(nn.Module):
         if self.norms_all_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for t in (q, k, v))
-        if self.norms_each_head:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if self.options["value_norm"]:
+            v = unit_norm(v, self.config.rms_norm_eps)
+        if not self.options["qk_norm_after_rope"]:
+            q, k = self.normed(q, k)
         if self.config.has_rope(self.layer):
             q, k = (rotate(t, *rotary, self.options["rope_interleaved"]) for t in (q, k))
+        if self.options["qk_norm_after_rope"]:
+            q, k = self.normed(q, k)
         if query_scale is not None:
             q = q * query_scale
         if cache is not None:
@@ -335,6 +354,14 @@ class TEModelsAttention(nn.Module):
                 g[..., None] if g.shape[-1] == out.shape[-2] else g.unflatten(-1, out.shape[-2:])
             )
         return self.o_proj(out.flatten(-2))
+
+    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys with the norms of each head, if there are such."""
+        if not self.norms_each_head:
+            return q, k
+        if not self.options["qk_norm_weights"]:
+            return unit_norm(q, self.config.rms_norm_eps), unit_norm(k, self.config.rms_norm_eps)
+        return self.q_norm(q), self.k_norm(k)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """q [B, A, S, H], k and v [B, K, M, H] -> [B, A, S, H]; without a mask M = S and attention is causal."""
