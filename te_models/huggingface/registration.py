@@ -2,6 +2,11 @@
 
 The config class is registered when transformers' own table of configs is imported, or at once if it is; the model
 class when the first config is made, since its module needs most of transformers.
+
+Why an import hook: `import te_models` takes 0.15 s, and every command begins with it. transformers finds model types in
+its own table alone, without entry points (5.24), and importing that table takes 2 s beyond torch. So either each user
+writes a second import before `AutoModelForCausalLM.from_pretrained`, or the table is extended when somebody imports it.
+The hook finds one module, leaves `sys.meta_path` as soon as it has, and changes nothing of the search.
 """
 
 from __future__ import annotations
