@@ -27,7 +27,7 @@ from te_models.kernels.expert_blocks_triton import (
     cast_weight_blocks,
 )
 from te_models.kernels.expert_cast_triton import Matrices
-from te_models.kernels.grouped_gemm_triton import Operand, Tiles, rows_times, weights_from
+from te_models.kernels.grouped_gemm_triton import ExpertMatrices, Tiles, rows_times, weights_from
 from te_models.kernels.groups import Groups
 
 # experts, rows, the inputs and outputs of gate_up_proj, and the inputs of down_proj
@@ -89,18 +89,22 @@ def products(shape: str) -> dict[str, tuple[float, list[Tiles], Callable[[Tiles]
     groups = groups_of(experts, rows)
     rows = groups.most
     one = torch.ones(experts, device="cuda")
-    high = Operand(torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16))
-    slopes = Operand(torch.randn(rows, outputs, device="cuda", dtype=torch.bfloat16))
-    w = Operand(torch.randn(experts * outputs, inputs, device="cuda", dtype=torch.bfloat16))
-    tokens = Operand(torch.randn(rows // 8, inputs, device="cuda", dtype=torch.bfloat16))
+    high = ExpertMatrices(torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16))
+    slopes = ExpertMatrices(torch.randn(rows, outputs, device="cuda", dtype=torch.bfloat16))
+    w = ExpertMatrices(torch.randn(experts * outputs, inputs, device="cuda", dtype=torch.bfloat16))
+    tokens = ExpertMatrices(torch.randn(rows // 8, inputs, device="cuda", dtype=torch.bfloat16))
     source = torch.randint(0, rows // 8, (rows,), device="cuda")
     bf16: dict[str, Any] = dict(precise=False, dtype=torch.bfloat16)
     found: dict[str, tuple[float, list[Tiles], Callable[[Tiles], Tensor]]] = {}
 
-    def times(a: Operand, b: Operand, width: int, **how: Any) -> Callable[[Tiles], Tensor]:
+    def times(
+        a: ExpertMatrices, b: ExpertMatrices, width: int, **how: Any
+    ) -> Callable[[Tiles], Tensor]:
         return lambda tiles: rows_times(a, b, groups, width, tiles=tiles, **how)
 
-    def sums(a: Operand, b: Operand, *sizes: int, **how: Any) -> Callable[[Tiles], Tensor]:
+    def sums(
+        a: ExpertMatrices, b: ExpertMatrices, *sizes: int, **how: Any
+    ) -> Callable[[Tiles], Tensor]:
         return lambda tiles: weights_from(a, b, groups, *sizes, tiles=tiles, **how)
 
     flops = 2.0 * rows * inputs * outputs
@@ -111,9 +115,9 @@ def products(shape: str) -> dict[str, tuple[float, list[Tiles], Callable[[Tiles]
     found["bf16 dx"] = flops, BF16_TILES, times(slopes, w, inputs, down=True, **bf16)
     found["bf16 dw"] = flops, BF16_TILES[:1], sums(slopes, high, outputs, inputs, **bf16)
     for label, wide, out in (("", inputs, outputs), (" down", hidden, inputs)):
-        a = Operand(bytes_like(rows, wide), one)
-        b = Operand(bytes_like(experts * out, wide), one)
-        of_out, of_in = (Operand(bytes_like(n, groups.apart.most), one) for n in (out, wide))
+        a = ExpertMatrices(bytes_like(rows, wide), one)
+        b = ExpertMatrices(bytes_like(experts * out, wide), one)
+        of_out, of_in = (ExpertMatrices(bytes_like(n, groups.apart.most), one) for n in (out, wide))
         flops = 2.0 * rows * wide * out
         for precise in (False, True):
             tiles = PRECISE_TILES if precise else FP8_TILES

@@ -138,6 +138,54 @@ def test_a_description_of_a_layer_does_not_know_the_config_that_it_is_made_from(
     assert not left, f"these import each other: {sorted(left)}"
 
 
+def test_every_name_that_benchmarks_and_examples_import_exists() -> None:
+    """No test imports them all, and the type checker lets missing imports pass."""
+    missing = []
+    for folder in ("benchmarks", "examples"):
+        for path in sorted((ROOT.parent / folder).rglob("*.py")):
+            for node in _nodes(path):
+                module = node.module if isinstance(node, ast.ImportFrom) else None
+                if module is None or not module.startswith("te_models."):
+                    continue
+                owner = module.removeprefix("te_models.")
+                owner = owner if owner in FILES else f"{owner}.__init__"
+                for alias in node.names if isinstance(node, ast.ImportFrom) else []:
+                    whole = f"{module}.{alias.name}".removeprefix("te_models.")
+                    defined = _defined(FILES[owner]) if owner in FILES else set()
+                    if whole not in FILES and alias.name not in defined:
+                        missing.append(f"{path.name}:{node.lineno}: {module}.{alias.name}")
+    assert missing == []
+
+
+@functools.cache
+def _defined(path: Path) -> set[str]:
+    """Return the names that a module defines or imports."""
+    found = {node.id for node in _nodes(path) if isinstance(node, ast.Name)}
+    for node in _nodes(path):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
+# Names of Transformer Engine and of vLLM for a class that te-models has under the same name; the planned step and its
+# operation, as te_models.config sees them.
+NAMED_TWICE = {"GatedAttention", "MLP", "Recipe", "Tape"}
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """A reader who has learned a name should not meet it with another meaning."""
+    owners: dict[str, set[str]] = {}
+    for name, path in FILES.items():
+        for node in _nodes(path):
+            public = isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+            if public and node.col_offset == 0:
+                owners.setdefault(node.name, set()).add(name)
+    twice = {one: names for one, names in owners.items() if len(names) > 1}
+    assert twice.keys() - NAMED_TWICE == set(), twice
+
+
 def test_the_design_lists_the_packages_in_this_order() -> None:
     block = (ROOT.parent / "docs/internals/design.md").read_text().split("```\n")[1]
     assert [line.split()[0] for line in block.splitlines()] == [

@@ -15,7 +15,7 @@ import te_models
 from te_models import CausalLM, ModelConfig, TrainConfig, plan
 from te_models.config.data import DataConfig
 from te_models.errors import UsageError
-from te_models.generation.options import GenerationOptions, Settings
+from te_models.generation.options import GenerationOptions, GenerationSettings
 
 ROOT = Path(__file__).parent.parent
 PROMISED = {
@@ -134,7 +134,7 @@ def test_a_layer_that_only_transformer_engine_has_is_refused_in_a_line() -> None
 
 
 def test_options_are_the_fields_of_settings() -> None:
-    own = {field.name: field.type for field in fields(Settings)}
+    own = {field.name: field.type for field in fields(GenerationSettings)}
     assert {
         name: str(kind.__forward_arg__) for name, kind in GenerationOptions.__annotations__.items()
     } == own

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from te_models.adapters.low_rank import Part, add_updates
 from te_models.adapters.merged import MergedWeight, forget_merges, merged_weight
-from te_models.adapters.rows import Rows
+from te_models.adapters.rows import NamedRows
 from te_models.errors import needs
 from te_models.kernels.grouped_product import low_rank_product
 from te_models.kernels.groups import Groups
@@ -97,7 +97,7 @@ class LoraLinear(peft_layer.Linear):
 
     def _base_bias(self) -> Tensor | None:
         base = self.get_base_layer()
-        return base.bias if isinstance(base, Rows) else base._parameters.get("bias")
+        return base.bias if isinstance(base, NamedRows) else base._parameters.get("bias")
 
     def get_delta_weight(self, adapter: str, gemm: int = 0) -> Tensor:
         """Return the adapter's update of the weight, or of an expert's, FP32 [out, in]."""
@@ -126,12 +126,12 @@ class LoraLinear(peft_layer.Linear):
         """Return the weight without adapters, FP32 [out, in]."""
         whole = self.merged_weight().original()
         base = self.get_base_layer()
-        return base.place.save(whole) if isinstance(base, Rows) else whole
+        return base.place.save(whole) if isinstance(base, NamedRows) else whole
 
     def merged_weight(self) -> MergedWeight:
         """Return what puts adapters into the weight of the te.Linear, shared by all layers of its rows."""
         base = self.get_base_layer()
-        return merged_weight(base.linear if isinstance(base, Rows) else base)
+        return merged_weight(base.linear if isinstance(base, NamedRows) else base)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Add adapters (None: all active ones) to the weight, rounding once; `unmerge` restores the weight.
@@ -163,7 +163,7 @@ class LoraLinear(peft_layer.Linear):
     def add_to(self, values: Tensor, gemm: int, adapters: Sequence[str]) -> None:
         """Add the updates of `adapters` to the FP32 weight [out, in] of a GEMM; see MergedWeight."""
         base = self.get_base_layer()
-        place = base.place if isinstance(base, Rows) else None
+        place = base.place if isinstance(base, NamedRows) else None
         weight = values.clone() if place is None else place.save(values).clone()
         merged = weight
         for name in adapters:
@@ -184,7 +184,7 @@ class LoraLinear(peft_layer.Linear):
         elif self.merged:
             self.unmerge()
         base = self.get_base_layer()
-        if not isinstance(base, Rows):
+        if not isinstance(base, NamedRows):
             forget_merges(base)
         return base
 
@@ -198,7 +198,7 @@ def adopt(model: nn.Module) -> None:
         if type(module) not in (peft_layer.Linear, TeLinear) or module.merged:
             continue
         base = module.get_base_layer()
-        if not (isinstance(base, Rows) or hasattr(base, "fp8_meta")):
+        if not (isinstance(base, NamedRows) or hasattr(base, "fp8_meta")):
             continue
         adopted = LoraLinear.__new__(LoraLinear)
         adopted.__dict__.update(module.__dict__)

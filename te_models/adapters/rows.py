@@ -1,8 +1,8 @@
 """The linears of transformers as rows of our fused te.Linears, of which q, k, v and the gate are one, for example.
 
 peft puts a layer of its own around each nn.Linear that an adapter targets, and names the adapter's tensors after it.
-Rows of a te.Linear are therefore an nn.Linear without parameters beside it (`Rows`). Nothing runs through them until an
-adapter is there; then `AdaptedRows` stands in the place of the te.Linear.
+Rows of a te.Linear are therefore an nn.Linear without parameters beside it (`NamedRows`). Nothing runs through them
+until an adapter is there; then `AdaptedRows` stands in the place of the te.Linear.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from te_models.model.te_modules import pad_rows
 ROWS = max(scheme.rows for scheme in SCHEMES.values())
 
 
-class Rows(nn.Linear):
+class NamedRows(nn.Linear):
     """Rows of a te.Linear under their name in transformers.
 
     Args:
@@ -95,7 +95,7 @@ class Rows(nn.Linear):
 
 
 class AdaptedRows(nn.Module):
-    """A te.Linear of which rows have adapters, or may get some: the Rows of `names` below the module `part`."""
+    """A te.Linear of which rows have adapters, or may get some: the NamedRows of `names` below the module `part`."""
 
     def __init__(self, base_layer: nn.Module, part: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -113,9 +113,9 @@ class AdaptedRows(nn.Module):
         return self.base_layer._parameters.get("bias")
 
     def layers(self) -> list[nn.Module]:
-        """Return the layers of peft around Rows."""
+        """Return the layers of peft around NamedRows."""
         modules = [self.part[0].get_submodule(name) for name in self.names]
-        return [module for module in modules if not isinstance(module, Rows)]
+        return [module for module in modules if not isinstance(module, NamedRows)]
 
     @property
     def by_sequence(self) -> bool:
@@ -142,7 +142,7 @@ class AdaptedRows(nn.Module):
         whole = out = product(x)
         for layer in layers:
             rows = base_of(layer)
-            assert isinstance(rows, Rows)
+            assert isinstance(rows, NamedRows)
             columns = rows.columns()
 
             def run(given: Tensor, columns: Tensor = columns) -> Tensor:
@@ -211,7 +211,7 @@ def fp8_enabled(kind: type[nn.Module]) -> Callable[[], bool]:
 
 
 class Holder(nn.Module):
-    """A module of transformers that te-models lacks, such as a shared expert: it only holds Rows."""
+    """A module of transformers that te-models lacks, such as a shared expert: it only holds NamedRows."""
 
 
 def show_rows(model: nn.Module, name: str, linear: str, place: Place) -> None:
@@ -228,26 +228,28 @@ def show_rows(model: nn.Module, name: str, linear: str, place: Place) -> None:
         holder = holder.get_submodule(step)
     if hasattr(holder, leaf):
         return
-    holder.add_module(leaf, Rows(owner, place))
+    holder.add_module(leaf, NamedRows(owner, place))
     # Directly behind the te.Linear: peft draws initial values in the order of the modules.
     behind = False
     for other, module in list(holder._modules.items()):
         inside = None if module is None else base_of(module)
-        if behind and not (isinstance(inside, Rows) and inside.linear is owner):
+        if behind and not (isinstance(inside, NamedRows) and inside.linear is owner):
             holder._modules[other] = holder._modules.pop(other)
         behind = behind or inside is owner
 
 
 def hide_rows(model: nn.Module) -> None:
-    """Take all Rows out of a model without adapters."""
-    shown = [name for name, module in model.named_modules() if isinstance(module, (Rows, Holder))]
+    """Take all NamedRows out of a model without adapters."""
+    shown = [
+        name for name, module in model.named_modules() if isinstance(module, (NamedRows, Holder))
+    ]
     for name in reversed(shown):
         parent, _, leaf = name.rpartition(".")
         del model.get_submodule(parent)._modules[leaf]
 
 
 def place_rows(model: nn.Module, rows: Mapping[str, Sequence[str]]) -> None:
-    """Put an AdaptedRows in the place of each te.Linear of which the Rows of these names have adapters."""
+    """Put an AdaptedRows in the place of each te.Linear of which the NamedRows of these names have adapters."""
     for linear, names in rows.items():
         parent, _, place = linear.rpartition(".")
         holder = model.get_submodule(parent)

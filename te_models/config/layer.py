@@ -164,7 +164,7 @@ class Tape(Protocol):
         ...
 
 
-Value = TypeVar("Value", bound=Hashable)
+Item = TypeVar("Item", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -367,6 +367,6 @@ def named_linears(layers: tuple[LayerSpec, ...]) -> Iterator[tuple[str, LinearSp
             yield f"layers.{depth}.{name}", linear
 
 
-def distinct(values: Iterable[Value | None]) -> list[Value]:
+def distinct(values: Iterable[Item | None]) -> list[Item]:
     """Return the values without repetitions and without None, in order."""
     return [value for value in dict.fromkeys(values) if value is not None]

@@ -6,10 +6,10 @@ from te_models.config.fields import PER_LAYER
 from te_models.config.model import ModelConfig
 from te_models.errors import check_known
 
-Shape = dict[str, Any]  # fields of ModelConfig
+PresetFields = dict[str, Any]  # fields of ModelConfig
 
 
-def _llama3_scaling(factor: float) -> Shape:
+def _llama3_scaling(factor: float) -> PresetFields:
     """Return the RoPE scaling of Llama 3.1 and 3.2, which differ in the factor."""
     original = dict(
         low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
@@ -17,44 +17,44 @@ def _llama3_scaling(factor: float) -> Shape:
     return dict(rope_type="llama3", factor=factor, **original)
 
 
-_LLAMA3: Shape = dict(
+_LLAMA3: PresetFields = dict(
     vocab_size=128256, num_key_value_heads=8, max_position_embeddings=131072, rope_theta=500000.0,
     attention_gate="none", bos_token_id=128000, eos_token_id=128001,
 )  # fmt: skip
-_QWEN3: Shape = dict(
+_QWEN3: PresetFields = dict(
     vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rope_theta=1000000.0,
     rms_norm_eps=1e-6, attention_gate="none", qk_norm=True, bos_token_id=151643, eos_token_id=151645,
 )  # fmt: skip
-_MISTRAL: Shape = dict(
+_MISTRAL: PresetFields = dict(
     vocab_size=131072, num_attention_heads=32, num_key_value_heads=8, head_dim=128, attention_gate="none",
     bos_token_id=1, eos_token_id=2, pad_token_id=11,
 )  # fmt: skip
-_MINISTRAL3: Shape = dict(
+_MINISTRAL3: PresetFields = dict(
     **_MISTRAL, max_position_embeddings=262144, rope_theta=1000000.0, query_scale_beta=0.1, query_scale_length=16384,
     rope_scaling=dict(rope_type="yarn", factor=16.0, original_max_position_embeddings=16384, beta_fast=32.0,
                       beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
 )  # fmt: skip
-_GRANITE: Shape = dict(
+_GRANITE: PresetFields = dict(
     vocab_size=49155, num_hidden_layers=40, num_attention_heads=32, num_key_value_heads=8, attention_gate="none",
     max_position_embeddings=131072, embedding_multiplier=12.0, residual_multiplier=0.22, tie_word_embeddings=True,
     bos_token_id=0, eos_token_id=0, pad_token_id=0,
 )  # fmt: skip
-_OLMO: Shape = dict(
+_OLMO: PresetFields = dict(
     rms_norm_eps=1e-6, rope_theta=500000.0, attention_gate="none", norm_position="post", qk_norm=True,
     qk_norm_scope="all_heads", eos_token_id=100257, pad_token_id=100277,
 )  # fmt: skip
-_OLMO2: Shape = dict(**_OLMO, vocab_size=100352, max_position_embeddings=4096)
-_OLMO3: Shape = dict(
+_OLMO2: PresetFields = dict(**_OLMO, vocab_size=100352, max_position_embeddings=4096)
+_OLMO3: PresetFields = dict(
     **_OLMO, vocab_size=100278, max_position_embeddings=65536, sliding_window=4096,
     rope_scaling=dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=8192,
                       attention_factor=1.2079441541679836, beta_fast=32.0, beta_slow=1.0),
     sliding_rope=dict(rope_theta=500000.0),
 )  # fmt: skip
-_EXAONE4: Shape = dict(
+_EXAONE4: PresetFields = dict(
     vocab_size=102400, num_key_value_heads=8, rope_theta=1000000.0, rope_scaling=_llama3_scaling(16.0),
     attention_gate="none", norm_position="post", qk_norm=True, bos_token_id=1, eos_token_id=361, pad_token_id=0,
 )  # fmt: skip
-_GEMMA: Shape = dict(
+_GEMMA: PresetFields = dict(
     rms_norm_eps=1e-6, attention_gate="none", norm_position="both", zero_centered_norm=True,
     hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True, bos_token_id=2, eos_token_id=1, pad_token_id=0,
 )  # fmt: skip
@@ -67,14 +67,14 @@ def _shape(
     heads: int,
     kv_heads: int | None = None,
     **fields: Any,
-) -> Shape:
+) -> PresetFields:
     """Return a shape of these sizes and `fields`."""
     sizes = dict(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers)
     shared = {} if kv_heads is None else dict(num_key_value_heads=kv_heads)
     return {**sizes, **shared, "num_attention_heads": heads, **fields}
 
 
-def _layers(count: int, period: int, first: int = 0) -> Shape:
+def _layers(count: int, period: int, first: int = 0) -> PresetFields:
     """Return the kinds of `count` layers: every `period`-th, starting with number `first`, sees all keys."""
     kinds = (
         "full_attention" if layer % period == first else "sliding_attention"
@@ -83,7 +83,9 @@ def _layers(count: int, period: int, first: int = 0) -> Shape:
     return dict(num_hidden_layers=count, layer_types=tuple(kinds))
 
 
-def _gemma2(hidden: int, intermediate: int, layers: int, *heads: int, **fields: Any) -> Shape:
+def _gemma2(
+    hidden: int, intermediate: int, layers: int, *heads: int, **fields: Any
+) -> PresetFields:
     """Return the shape of a Gemma 2: every second layer sees all keys, and logits are capped."""
     caps = dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=4096)
     own = dict(
@@ -103,7 +105,7 @@ def _gemma2(hidden: int, intermediate: int, layers: int, *heads: int, **fields: 
 
 def _gemma3(
     hidden: int, intermediate: int, layers: int, *heads: int, stretch: float = 8.0, **fields: Any
-) -> Shape:
+) -> PresetFields:
     """Return the shape of a Gemma 3's text model: every sixth layer sees all keys, with its own RoPE."""
     stretched = None if stretch == 1 else dict(rope_type="linear", factor=stretch)
     rope = dict(rope_theta=1000000.0, rope_scaling=stretched, sliding_rope=dict(rope_theta=10000.0))
@@ -128,7 +130,7 @@ def _hybrid(
     kv_heads: int,
     value_heads: int = 16,
     **fields: Any,
-) -> Shape:
+) -> PresetFields:
     """Return the shape of a Qwen3.5's text model: three layers of linear attention, then one of gated attention."""
     own = dict(
         linear_attention=dict(num_key_heads=16, num_value_heads=value_heads, key_head_dim=128, value_head_dim=128),
@@ -140,7 +142,7 @@ def _hybrid(
     )
 
 
-def _hybrid_layers(layers: int) -> Shape:
+def _hybrid_layers(layers: int) -> PresetFields:
     """Return the fields that all hybrids share, whatever their sizes."""
     kinds = ("linear_attention",) * 3 + ("full_attention",)
     return dict(
@@ -150,7 +152,7 @@ def _hybrid_layers(layers: int) -> Shape:
 
 def _lfm2(
     hidden: int, intermediate: int, layers: int, attention: tuple[int, ...], **fields: Any
-) -> Shape:
+) -> PresetFields:
     """Return the shape of an LFM2: gated short convolutions, and attention in the layers `attention`."""
     kinds = ("full_attention" if layer in attention else "conv" for layer in range(layers))
     own = dict(
@@ -164,13 +166,13 @@ def _lfm2(
 _LFM2_ATTENTION = (2, 5, 8, 10, 12, 14)
 
 # QwQZh/gated_attention; the elementwise model pays for its gate with a narrower MLP.
-_QWEN_GATED: Shape = dict(
+_QWEN_GATED: PresetFields = dict(
     vocab_size=152064, hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
     head_dim=128, rms_norm_eps=1e-6, qk_norm=True, tie_word_embeddings=True, bos_token_id=151643, eos_token_id=151645,
 )  # fmt: skip
 
 # One row per model; fields left out have ModelConfig's defaults (elementwise gate, one KV head per query head).
-PRESETS: dict[str, Shape] = {
+PRESETS: dict[str, PresetFields] = {
     # Bytes as tokens (256 and three special ones, padded to the FP8 alignment): trains on two CPU cores in minutes.
     "gated-nano": _shape(192, 512, 6, 6, 2, vocab_size=288, max_position_embeddings=1024, tie_word_embeddings=True),
     "gated-hybrid-nano": _shape(

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type
 
 from te_models.errors import SAID, ConfigError, NamedFields, check_known, mistyped
 
-Value = (
+SettingValue = (
     object  # of a setting: a bool, number, text, several of them, table, group of settings or None
 )
 MOST = 2**63  # which no setting needs, and PyTorch's seeds do not reach
@@ -51,7 +51,7 @@ class Setting:
     help: str
     kinds: tuple[type, ...]
     members: type = str
-    default: Value = None
+    default: SettingValue = None
     field: str = ""
     group: str = EVERYDAY
     choices: Collection[str | int] = ()
@@ -88,7 +88,7 @@ class Setting:
             return f"{least}{'<' if self.above else '<='}x{above}"
         return f"x{'>' if self.above else '>='}{least}"
 
-    def wrong_type(self, value: Value) -> str:
+    def wrong_type(self, value: SettingValue) -> str:
         """Return what a value of this setting is, such as "a whole number", if this is none; else an empty text."""
         if any(self._is_one(value, kind) for kind in self.kinds):
             return ""
@@ -96,7 +96,7 @@ class Setting:
             return "a path, or a list of paths" if self.path else "a list"
         return SAID.get(self.kinds[0], "a table")
 
-    def _is_one(self, value: Value, kind: type) -> bool:
+    def _is_one(self, value: SettingValue, kind: type) -> bool:
         if kind is tuple:
             entries = (
                 value if isinstance(value, (list, tuple)) else [value] if self.path else [None]
@@ -112,7 +112,7 @@ class Setting:
             value, kind
         )
 
-    def check(self, value: Value) -> None:
+    def check(self, value: SettingValue) -> None:
         """Raise a ConfigError for a value of a wrong type or out of range."""
         renamed = (
             self.field and not self.name.endswith(f".{self.field}") and self.field != self.name
@@ -139,7 +139,7 @@ class Setting:
             else f"{least}, below {self.below}"
         )
 
-    def taken(self, value: Value) -> Value:
+    def taken(self, value: SettingValue) -> SettingValue:
         """Return a checked value as the dataclass has it: lists as tuples, the table of a group as the group."""
         self.check(value)
         if isinstance(value, list) and tuple in self.kinds:
@@ -149,7 +149,7 @@ class Setting:
         return value
 
 
-def setting(default: Value, text: str, hash: bool | None = None, **about: Any) -> Any:
+def setting(default: SettingValue, text: str, hash: bool | None = None, **about: Any) -> Any:
     """Return a dataclass field with this default and help text; `about` are other attributes of Setting."""
     return dataclasses.field(default=default, hash=hash, metadata={"help": text, "about": about})
 
@@ -201,14 +201,14 @@ def from_table(owner: type[Made], values: Mapping[str, Any], title: str) -> Made
     return owner(**values)
 
 
-def as_fields(owner: type[Settings], flat: Mapping[str, Value]) -> dict[str, Any]:
+def as_fields(owner: type[Settings], flat: Mapping[str, SettingValue]) -> dict[str, Any]:
     """Return the settings of `owner` in `flat`, name -> value, as keywords of its constructor."""
     return {one.field: flat[one.name] for one in settings_of(owner) if one.name in flat}
 
 
-def by_name(owner: Settings) -> dict[str, Value]:
+def by_name(owner: Settings) -> dict[str, SettingValue]:
     """Return name -> value of the settings of `owner`, as run.toml has them: texts that are one option as one text."""
-    found: dict[str, Value] = {}
+    found: dict[str, SettingValue] = {}
     for one in settings_of(type(owner)):
         value = vars(owner)[one.field]
         if isinstance(value, tuple):

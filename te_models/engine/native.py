@@ -126,7 +126,7 @@ def row_padding(model: torch.nn.Module, tokens: Tensor, multiple: int) -> Iterat
     yield multiple
 
 
-Quantizer = (
+PerTensorQuantizer = (
     Float8Quantizer | Float8CurrentScalingQuantizer
 )  # those of one scale per tensor, for which FP8 is handed over
 _LOCK = threading.RLock()  # Transformer Engine's FP8 state belongs to the process
@@ -216,7 +216,9 @@ class QuantizerTarget(NamedTuple):
         )
 
 
-def _quantizer(linear: Module | None, direction: str, operand: int = 0) -> Quantizer | None:
+def _quantizer(
+    linear: Module | None, direction: str, operand: int = 0
+) -> PerTensorQuantizer | None:
     """Return a te.Linear's quantizer of the input ("scaling_fwd"; operand 1: the weight) or of dy ("scaling_bwd").
 
     It shares the module's scale and amax. None where the module takes BF16, and for block scaling, which gains nothing.
@@ -237,7 +239,7 @@ def _quantizer(linear: Module | None, direction: str, operand: int = 0) -> Quant
     return quantizer
 
 
-def _target(quantizer: Quantizer | None) -> QuantizerTarget | None:
+def _target(quantizer: PerTensorQuantizer | None) -> QuantizerTarget | None:
     """Return the target of our own kernels: only for delayed scaling, whose scale is known before the values."""
     return (
         QuantizerTarget(quantizer)
@@ -268,7 +270,7 @@ class _Norm(torch.autograd.Function):
         delta: Tensor | None,
         weight: Tensor,
         module: RMSNorm,
-        quantizer: Quantizer | None,
+        quantizer: PerTensorQuantizer | None,
     ) -> tuple[Tensor, Tensor]:
         """Return (y [N, D], x + delta), from x and delta [N, D]."""
         ctx.zero_centered = module.zero_centered_gamma
@@ -314,7 +316,7 @@ class _Activation(torch.autograd.Function):
         ctx: Context,
         gate_up: Tensor,
         gradient: QuantizerTarget | None,
-        quantizer: Quantizer | None,
+        quantizer: PerTensorQuantizer | None,
         kind: tuple[str, bool],
     ) -> Tensor:
         """Return [N, F], from gate_up [N, 2F] or [N, F]."""
@@ -341,7 +343,7 @@ class _Activation(torch.autograd.Function):
 
 
 def _activation_for_backward(
-    quantizer: Quantizer | None, kind: tuple[str, bool]
+    quantizer: PerTensorQuantizer | None, kind: tuple[str, bool]
 ) -> Callable[[Tensor], Tensor]:
     """Return a function that recomputes the activation for te.Linear's backward: the present scale, no amax."""
     target = _target(quantizer)

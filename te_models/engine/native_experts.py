@@ -44,7 +44,7 @@ from te_models.kernels.grouped_linear_triton import (
     in_fp8,
 )
 from te_models.kernels.groups import Groups
-from te_models.kernels.joint_experts_triton import Experts, Projection, experts_in_fp8
+from te_models.kernels.joint_experts_triton import JointExperts, Projection, experts_in_fp8
 
 T = TypeVar("T")
 
@@ -303,7 +303,7 @@ def experts(
                 sizes = (module.in_features, module.out_features)
                 tensors = () if isinstance(own, Stored) else weights.tensors
                 sides.append(Projection(casts, own, weights.at, *sizes, tensors, _biases(module)))
-            return experts_in_fp8(x, gates, Experts(groups, route, activation, *sides))
+            return experts_in_fp8(x, gates, JointExperts(groups, route, activation, *sides))
 
     return call_inside([up, down], run, x, gates)
 

@@ -83,7 +83,7 @@ def _by_gemm(tensor: Tensor, rows: list[int] | None) -> Sequence[Tensor]:
     return (tensor,) if rows is None else tensor.split(rows)
 
 
-class Scaling(NamedTuple):
+class ModuleScaling(NamedTuple):
     """How a module is scaled: its recipe, the engine's object of it, and the processes that share its amaxes."""
 
     recipe: Recipe
@@ -118,7 +118,7 @@ class Measurement:
         self.starts.clear()
 
     @torch.no_grad()
-    def set_scales(self, how: Sequence[Scaling]) -> None:
+    def set_scales(self, how: Sequence[ModuleScaling]) -> None:
         """Give the modules the scales and histories that they would have after a step with these amaxes.
 
         `how` has a row per module. All processes that share amaxes call this.

@@ -20,7 +20,7 @@ from te_models.data.tokenizer import Tokenizer, text_after
 from te_models.errors import UsageError, refuse
 from te_models.fp8.region import evaluating
 from te_models.generation.decode_loop import cached_tokens, recomputed_tokens
-from te_models.generation.options import GenerationOptions, Settings, complete
+from te_models.generation.options import GenerationOptions, GenerationSettings, complete
 from te_models.generation.sampling import sample
 from te_models.model.decoder import Decoder
 from te_models.model.graph_obstacle import graph_obstacle
@@ -195,7 +195,7 @@ def _check_room(model: Decoder, length: int, max_new_tokens: int) -> None:
         )
 
 
-def _with_graph(model: Decoder, settings: Settings) -> bool:
+def _with_graph(model: Decoder, settings: GenerationSettings) -> bool:
     """Return whether the steps are to be captured in a CUDA graph."""
     on_cuda = model.device.type == "cuda"
     reason = graph_obstacle(model)

@@ -50,7 +50,7 @@ OF_TRANSFORMERS = frozenset(
 
 
 class GenerationOptions(TypedDict, total=False):
-    """Keywords of `CausalLM.generate`, `CausalLM.stream` and `stream_text`; `Settings` has the defaults.
+    """Keywords of `CausalLM.generate`, `CausalLM.stream` and `stream_text`; `GenerationSettings` has the defaults.
 
     do_sample: sample instead of taking the likeliest token; the next five options set how, and need it.
     temperature: divisor of the logits; 0 takes the likeliest token, as without do_sample.
@@ -77,7 +77,7 @@ class GenerationOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class GenerationSettings:
     """GenerationOptions with defaults for those that were not given.
 
     Raises:
@@ -134,14 +134,14 @@ class Settings:
         )
 
 
-def complete(options: GenerationOptions) -> Settings:
+def complete(options: GenerationOptions) -> GenerationSettings:
     """Return the options with defaults for those that were not given.
 
     Raises:
         UsageError: an unknown option (the message names the nearest) or a value out of range.
     """
     known = [
-        *(field.name for field in fields(Settings)),
+        *(field.name for field in fields(GenerationSettings)),
         "max_new_tokens",
         "attention_mask",
         "tokenizer",
@@ -152,4 +152,4 @@ def complete(options: GenerationOptions) -> Settings:
                 f"{name} is an option of transformers' generate: call that of TEModelsForCausalLM.wrap(model)"
             )
         check_known("option of generation", name, known)
-    return Settings(**options)
+    return GenerationSettings(**options)

@@ -2,8 +2,9 @@
 
 peft puts a layer of its own around each nn.Linear that an adapter targets, and names the adapter's tensors after it.
 Here q, k, v and the gate are rows of one te.Linear, as are gate and up. Rows of a te.Linear are therefore an nn.Linear
-without parameters beside it (`Rows`), and a te.Linear that is one linear of transformers is an nn.Linear by its class.
-Nothing runs through them until peft has adapted one. Layers of peft get sequences [B, S, in], as in transformers.
+without parameters beside it (`NamedRows`), and a te.Linear that is one linear of transformers is an nn.Linear by its
+class. Nothing runs through them until peft has adapted one. Layers of peft get sequences [B, S, in], as in
+transformers.
 """
 
 import functools
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.adapters.parameters import AdaptedWeight, Shown, Stack
-from te_models.adapters.rows import AdaptedRows, Rows, base_of, fp8_enabled, padded_product
+from te_models.adapters.rows import AdaptedRows, NamedRows, base_of, fp8_enabled, padded_product
 from te_models.causal_lm import CausalLM
 from te_models.errors import ConfigError, UsageError
 from te_models.files.formats import Document, list_some
@@ -160,7 +161,7 @@ def show_linears(model: CausalLM) -> Placed:
         found[ours] = (*found.get(ours, ()), below)
         holders[ours] = holder
         order.setdefault(holder, []).append(below.partition(".")[0])
-        _add(model.get_submodule(holder), below, functools.partial(Rows, linear, place))
+        _add(model.get_submodule(holder), below, functools.partial(NamedRows, linear, place))
     for parent, names in order.items():
         _sort(model.get_submodule(parent), names)
     _show_whole(model, model.lm_head)

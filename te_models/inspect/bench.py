@@ -23,7 +23,7 @@ from te_models.engine import get_engine
 from te_models.errors import check_known, unknown
 from te_models.files.formats import Fields
 from te_models.inspect.environment import environment
-from te_models.inspect.peers import PEERS, Step, peer_step, step_of
+from te_models.inspect.peers import PEERS, StepFunction, peer_step, step_of
 from te_models.inspect.roofline import Roofline, model_flops, roofline, timed
 from te_models.training.cuda_graph import GraphedStep
 
@@ -84,7 +84,7 @@ def parse(recipe: str) -> tuple[str, Fields]:
 
 def model_step(
     ids: torch.Tensor, config: ModelConfig, cuda_graph: bool = False, **options: Any
-) -> Step:
+) -> StepFunction:
     """Return a function that runs forward and backward of CausalLM(config, **options) on ids [B, S], for the loss.
 
     With `cuda_graph` the step is replayed as one CUDA graph.
@@ -103,9 +103,9 @@ def builders(
     peers: Sequence[str],
     ids: torch.Tensor,
     **options: object,
-) -> dict[str, Callable[[], Step]]:
+) -> dict[str, Callable[[], StepFunction]]:
     """Return name -> function that builds the step of that variant, peers first. `options` are those of CausalLM."""
-    made: dict[str, Callable[[], Step]] = {}
+    made: dict[str, Callable[[], StepFunction]] = {}
     for name in peers:
         if name not in PEERS:
             raise unknown("peer", name, [*PEERS, "none"])
@@ -164,7 +164,7 @@ def bench(
         0, config.vocab_size, (batch_size, seq_len), generator=torch.Generator().manual_seed(0)
     )
     ids = ids.to(device)
-    results: dict[Measured, Step] = {}
+    results: dict[Measured, StepFunction] = {}
     clock = timed if device.type == "cuda" else _wall
     # Every variant compiles the same functions for its own shapes.
     with torch._dynamo.config.patch(recompile_limit=64):
@@ -194,8 +194,8 @@ def bench(
 
 
 def _prepared(
-    build: Callable[[], Step], result: Measured, warm_up: int, device: torch.device
-) -> Step:
+    build: Callable[[], StepFunction], result: Measured, warm_up: int, device: torch.device
+) -> StepFunction:
     """Build, compile and warm up the step of a variant; record its peak memory and loss in `result`."""
     torch.manual_seed(0)
     gc.collect()
@@ -234,7 +234,7 @@ def _floor(
     return roofline(config, batch, seq, on_meta.precision.linears, device)
 
 
-def _wall(step: Step) -> float:
+def _wall(step: StepFunction) -> float:
     start = time.perf_counter()
     step().item()
     return 1e3 * (time.perf_counter() - start)

@@ -44,7 +44,7 @@ _BAR = 30  # characters
 
 
 @dataclass(frozen=True)
-class Part:
+class TextPart:
     """A piece of a record's text, and what becomes of it: LEARNED, READ or CUT."""
 
     text: str
@@ -52,7 +52,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Record:
+class PreviewRecord:
     """One record as a run learns it.
 
     Attributes:
@@ -64,7 +64,7 @@ class Record:
     """
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[TextPart, ...]
     tokens: int
     learned: int
     left_out: str = ""
@@ -107,7 +107,7 @@ class Preview(Printable):
 
     width: ClassVar[int] = 120
     lines: tuple[str, ...]
-    records: tuple[Record, ...]
+    records: tuple[PreviewRecord, ...]
     count: int
     seq_len: int
     tokens: int
@@ -283,7 +283,7 @@ def _record(
     cut: int,
     left_out: bool,
     seq_len: int,
-) -> Record:
+) -> PreviewRecord:
     """Return one record in parts; its first `cut` tokens are cut by --truncate."""
     start = int(encoded.starts[index])
     length = int(encoded.lengths[index])
@@ -299,7 +299,9 @@ def _record(
     elif left_out:
         reason = f"it is longer than --seq-len {seq_len}"
     parts = tuple(_parts(ids, kinds.tolist(), tokenizer))
-    return Record(document.name, parts, length, 0 if left_out else int(counted.sum()), reason)
+    return PreviewRecord(
+        document.name, parts, length, 0 if left_out else int(counted.sum()), reason
+    )
 
 
 def _counted(encoded: Encoded, index: int) -> np.ndarray:
@@ -313,7 +315,7 @@ def _counted(encoded: Encoded, index: int) -> np.ndarray:
     return counted
 
 
-def _parts(ids: Sequence[int], kinds: Sequence[str], tokenizer: Tokenizer) -> Iterator[Part]:
+def _parts(ids: Sequence[int], kinds: Sequence[str], tokenizer: Tokenizer) -> Iterator[TextPart]:
     """Yield the text of tokens in runs of one kind.
 
     A run is what it adds to the text of the tokens before it, since decoders like SentencePiece's drop the space at the
@@ -326,7 +328,7 @@ def _parts(ids: Sequence[int], kinds: Sequence[str], tokenizer: Tokenizer) -> It
         text = tokenizer.spell(ids[:at])
         common = len(_common_prefix(before, text))
         if text[common:]:
-            yield Part(text[common:], kind)
+            yield TextPart(text[common:], kind)
         before = text
 
 

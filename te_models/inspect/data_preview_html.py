@@ -3,7 +3,7 @@
 import html
 
 from te_models.errors import for_terminal
-from te_models.inspect.data_preview import CUT, LEARNED, READ, Preview, Record
+from te_models.inspect.data_preview import CUT, LEARNED, READ, Preview, PreviewRecord
 
 _STYLE = """\
 :root { color-scheme: light dark; --learned: #c9efd0; --cut: #f6cfcf; --soft: #667; --line: #ccd; --bar: #4a8f5c }
@@ -42,7 +42,7 @@ def preview_html(preview: Preview) -> str:
 """
 
 
-def _record(record: Record) -> str:
+def _record(record: PreviewRecord) -> str:
     kinds = {LEARNED: "learned", READ: "read", CUT: "cut"}
     parts = "".join(
         f'<span class="{kinds[part.kind]}">{_text(part.text)}</span>' for part in record.parts

@@ -21,7 +21,7 @@ from te_models.kernels.gated_attention import split_heads
 from te_models.kernels.sdpa import causal_attention
 from te_models.model.rope import rotary_tables
 
-Step = Callable[[], Tensor]
+StepFunction = Callable[[], Tensor]
 
 
 class TorchBlock(nn.Module):
@@ -209,7 +209,7 @@ def _need_cuda(device: torch.device, name: str) -> None:
         raise UsageError(f"peer {name!r} needs a CUDA device: choose --peers torch, or none")
 
 
-def step_of(model: nn.Module, loss_of: Callable[[], Tensor | None]) -> Step:
+def step_of(model: nn.Module, loss_of: Callable[[], Tensor | None]) -> StepFunction:
     """Return a function that computes the gradients of the loss that `loss_of` returns, and returns it."""
 
     def step() -> Tensor:
@@ -223,7 +223,7 @@ def step_of(model: nn.Module, loss_of: Callable[[], Tensor | None]) -> Step:
     return step
 
 
-def peer_step(peer: Peer, ids: Tensor) -> Step:
+def peer_step(peer: Peer, ids: Tensor) -> StepFunction:
     """Return a function that runs forward and backward of `peer` on ids [B, S]; it returns the loss."""
 
     def loss_of(logits: Tensor, targets: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from te_models.interop.quantized import (
     StoredWeights,
     dequantize,
     open_weights,
-    read_scheme,
+    read_storage,
 )
 from te_models.interop.stacked_experts import INPUTS_FIRST, experts_of, first_expert, stack_order
 from te_models.interop.stored_weights import keep_stored_weights
@@ -301,8 +301,8 @@ class HuggingFaceFolder(Opened):
                 name = self.stored.data.get(data, data)
                 if name in names:
                     values = file.read(data)
-                    if data in self.stored.data and self.stored.scheme is not None:
-                        values = dequantize(self.stored.scheme, values, self.stored.scales[name])
+                    if data in self.stored.data and self.stored.storage is not None:
+                        values = dequantize(self.stored.storage, values, self.stored.scales[name])
                     yield file, name, values
                 elif self.family.stacked and first_expert(data) in names:
                     for expert, values in experts_of(
@@ -324,7 +324,7 @@ class HuggingFaceFolder(Opened):
 
     def restore_fp8(self, model: Decoder) -> None:
         """Give FP8 weights the data and scales of the folder; see te_models.interop.stored_weights."""
-        if self.stored.scheme is not None:
+        if self.stored.storage is not None:
             keep_stored_weights(model, self.places, self.files, self.stored)
 
 
@@ -346,7 +346,7 @@ def open_hugging_face(folder: Path, documents: Document) -> Iterator[HuggingFace
                 )
             found |= file.tensors
         told = describe(folder, documents, found)
-        scheme = read_scheme(folder, documents["config"])
+        scheme = read_storage(folder, documents["config"])
         if told.family.stacked:
             found = _alone(folder, found, told.family.stacked)
         if scheme is MXFP4:

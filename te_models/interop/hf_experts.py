@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError, field_values
-from te_models.interop.hf_parts import Fields, Part, Values, renamed
+from te_models.interop.hf_parts import ConfigKeys, Fields, Values, renamed
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def experts(
     shared: str = "",
     without: Values | None = None,
     **constants: object,
-) -> Part:
+) -> ConfigKeys:
     """Return the part of a family with experts.
 
     Args:
@@ -153,17 +153,17 @@ def experts(
     known = dict.fromkeys(
         (number, *aliases, *keys.values(), *layout.keys, *([shared] if shared else []))
     )
-    return Part(tuple(known), read, write)
+    return ConfigKeys(tuple(known), read, write)
 
 
-def aliased(part: Part, **aliases: str) -> Part:
+def aliased(part: ConfigKeys, **aliases: str) -> ConfigKeys:
     """Return a part whose keys, alias=key, have other names that transformers reads as the same."""
 
     def read(theirs: Values) -> Fields:
         renamed = {aliases[name]: theirs[name] for name in aliases if name in theirs}
         return part.read({**theirs, **renamed})
 
-    return Part((*part.keys, *aliases), read, part.write)
+    return ConfigKeys((*part.keys, *aliases), read, part.write)
 
 
 _CHOSEN = {"num_experts_per_tok": "num_experts_per_tok"}
@@ -237,7 +237,7 @@ def _write_v2(config: ModelConfig) -> Fields:
     }
 
 
-DEEPSEEK_V2_EXPERTS = Part((*_V2_EXPERTS.keys, "topk_method"), _read_v2, _write_v2)
+DEEPSEEK_V2_EXPERTS = ConfigKeys((*_V2_EXPERTS.keys, "topk_method"), _read_v2, _write_v2)
 TYPES_OR_FIRST = Layout(
     ("mlp_layer_types", "first_k_dense_replace"), _types_or_first_dense, TYPES.write
 )
@@ -307,7 +307,7 @@ def _read_hunyuan(theirs: Values) -> Fields:
 
 
 HUNYUAN_EXPERTS = aliased(
-    Part(_HUNYUAN.keys, _read_hunyuan, _HUNYUAN.write), num_experts_per_tok="moe_topk"
+    ConfigKeys(_HUNYUAN.keys, _read_hunyuan, _HUNYUAN.write), num_experts_per_tok="moe_topk"
 )
 ERNIE_EXPERTS = aliased(_ERNIE, num_experts_per_tok="moe_k")
 AFMOE_EXPERTS = experts(
@@ -325,7 +325,7 @@ LAGUNA_EXPERTS = experts(
     **_SIGMOID,
 )
 # A family without dense layers need not give their width, which then means nothing.
-NO_WIDTH = Part(
+NO_WIDTH = ConfigKeys(
     (),
     lambda theirs: {
         "intermediate_size": theirs["intermediate_size"] or theirs["moe_intermediate_size"]
@@ -334,7 +334,7 @@ NO_WIDTH = Part(
 )
 QKV_BIAS = renamed(attention_bias="qkv_bias")
 QK_NORM = renamed(qk_norm="use_qk_norm")
-ALL_SLIDE_BY_FLAG = Part(
+ALL_SLIDE_BY_FLAG = ConfigKeys(
     ("sliding_window", "use_sliding_window", "max_window_layers"),
     lambda theirs: {
         "sliding_window": theirs.get("sliding_window") if theirs.get("use_sliding_window") else None

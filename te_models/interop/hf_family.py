@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass, field, replace
 
 from te_models.config.model import ModelConfig
 from te_models.errors import ConfigError
-from te_models.interop.hf_parts import Fields, Part, Values
+from te_models.interop.hf_parts import ConfigKeys, Fields, Values
 from te_models.interop.hf_places import Rows
 from te_models.interop.hf_rope_parts import unread_rope_fields
 
@@ -52,7 +52,7 @@ class Family:
     architecture: str
     models: str
     layer: Mapping[str, Rows]
-    parts: tuple[Part, ...]
+    parts: tuple[ConfigKeys, ...]
     constants: Values = field(default_factory=dict)
     defaults: Values = field(default_factory=dict)
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from te_models.config.latent import LatentConfig
 from te_models.config.model import ModelConfig
 from te_models.config.short_conv import ShortConvConfig
 from te_models.errors import ConfigError
-from te_models.interop.hf_parts import Fields, Part, Values
+from te_models.interop.hf_parts import ConfigKeys, Fields, Values
 from te_models.interop.hf_rope_parts import PARTIAL_ROPE, ROPE, read_rope, rope_parameters
 
 DELTANET_SIZES = tuple(field.name for field in dataclasses.fields(DeltaNetConfig))
@@ -65,17 +65,17 @@ def _read_whole_mrope(theirs: Values) -> Fields:
     return ROPE.read(_without_mrope(theirs))
 
 
-HYBRID = Part(
+HYBRID = ConfigKeys(
     ("layer_types", "full_attention_interval", *(_LINEAR + name for name in DELTANET_SIZES)),
     _read_hybrid,
     _write_hybrid,
 )
-MROPE = Part(
+MROPE = ConfigKeys(
     PARTIAL_ROPE.keys,
     lambda theirs: read_rope(_without_mrope(theirs)),
     lambda config: {"rope_parameters": rope_parameters(config.rope, partial=True)},
 )
-WHOLE_MROPE = Part(
+WHOLE_MROPE = ConfigKeys(
     ROPE.keys,
     _read_whole_mrope,
     lambda config: {"rope_parameters": rope_parameters(config.rope)},
@@ -128,12 +128,12 @@ def _read_adjusted_width(theirs: Values) -> Fields:
     return {"intermediate_size": size}
 
 
-LFM2_LAYERS = Part(
+LFM2_LAYERS = ConfigKeys(
     ("layer_types", "full_attn_idxs", "conv_L_cache", "conv_bias"),
     _read_convolutions,
     _write_convolutions,
 )
-LFM2_WIDTH = Part(
+LFM2_WIDTH = ConfigKeys(
     (
         "block_auto_adjust_ff_dim",
         "block_multiple_of",
@@ -144,21 +144,21 @@ LFM2_WIDTH = Part(
     lambda config: {"block_auto_adjust_ff_dim": False},
 )
 # An older key, which has priority in transformers.
-LFM2_TIED = Part(
+LFM2_TIED = ConfigKeys(
     ("tie_embedding",),
     lambda theirs: (
         {"tie_word_embeddings": theirs["tie_embedding"]} if "tie_embedding" in theirs else {}
     ),
     lambda config: {},
 )
-LATENT = Part((*LATENT_SIZES, "rope_interleave"), _read_latent, _write_latent)
+LATENT = ConfigKeys((*LATENT_SIZES, "rope_interleave"), _read_latent, _write_latent)
 # Files that state the width of a head otherwise, or not: our field is that of its rotated channels.
-ROTATED_HEAD_DIM = Part(
+ROTATED_HEAD_DIM = ConfigKeys(
     ("head_dim",),
     lambda theirs: {"head_dim": theirs["qk_rope_head_dim"]},
     lambda config: {"head_dim": config.head_dim},
 )
-WHOLE_HEAD_DIM = Part(
+WHOLE_HEAD_DIM = ConfigKeys(
     ROTATED_HEAD_DIM.keys,
     ROTATED_HEAD_DIM.read,
     lambda config: {"head_dim": config.latent_attention and config.latent_attention.qk_head_dim},

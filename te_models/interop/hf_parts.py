@@ -19,7 +19,7 @@ SeesAll = Callable[
 
 
 @dataclass(frozen=True)
-class Part:
+class ConfigKeys:
     """Keys of config.json that belong together, with a function to read them and one to write them."""
 
     keys: tuple[str, ...]
@@ -47,28 +47,28 @@ def _write_gate(config: ModelConfig) -> Fields:
     return {**flags, "use_qk_norm": config.qk_norm}
 
 
-def renamed(**keys: str) -> Part:
+def renamed(**keys: str) -> ConfigKeys:
     """Return the part of keys that say what our fields say, field -> key."""
 
     def write(config: ModelConfig) -> Fields:
         ours = config.to_dict()
         return {key: ours[name] for name, key in keys.items()}
 
-    return Part(
+    return ConfigKeys(
         tuple(dict.fromkeys(keys.values())),
         lambda theirs: {name: theirs[key] for name, key in keys.items() if key in theirs},
         write,
     )
 
 
-def same(*names: str) -> Part:
+def same(*names: str) -> ConfigKeys:
     """Return the part of keys that have the names of our fields."""
     return renamed(**dict(zip(names, names, strict=True)))
 
 
 def biases(
     out: str | None = "attention_bias", mlp: str | None = None, qkv: str = "attention_bias"
-) -> Part:
+) -> ConfigKeys:
     """Return the part of the keys that say which projections have a bias; None: there is none on those."""
     fields = {"attention_bias": qkv, "attention_output_bias": out, "mlp_bias": mlp}
     return renamed(**{ours: key for ours, key in fields.items() if key is not None})
@@ -87,14 +87,14 @@ ALIASES = {
 }  # other names of transformers for the same function
 
 
-def activation(key: str = "hidden_act", aliases: Mapping[str, str] = ALIASES) -> Part:
+def activation(key: str = "hidden_act", aliases: Mapping[str, str] = ALIASES) -> ConfigKeys:
     """Return the part of the key that names the MLP's activation."""
 
     def read(theirs: Values) -> Fields:
         name = theirs.get(key, "silu")
         return {"hidden_act": aliases.get(name, name)}
 
-    return Part((key,), read, lambda config: {key: config.hidden_act})
+    return ConfigKeys((key,), read, lambda config: {key: config.hidden_act})
 
 
 def _multiplier(theirs: Values, value: float) -> Fields:
@@ -135,22 +135,22 @@ def _write_laguna(config: ModelConfig) -> Fields:
 GEMMA_ACT = activation(
     aliases={**ALIASES, "gelu": "gelu_pytorch_tanh"}
 )  # which Gemma 1 calls "gelu"
-GATE = Part((*GATE_FLAGS.values(), "use_qk_norm"), _read_gate, _write_gate)
-MUP = Part(
+GATE = ConfigKeys((*GATE_FLAGS.values(), "use_qk_norm"), _read_gate, _write_gate)
+MUP = ConfigKeys(
     ("mup_enabled",),
     lambda theirs: {
         "embedding_multiplier": theirs["hidden_size"] ** 0.5 if theirs["mup_enabled"] else 1.0
     },
     lambda config: {"mup_enabled": config.embedding_multiplier != 1},
 )
-INTERNLM_BIASES = Part(
+INTERNLM_BIASES = ConfigKeys(
     ("attention_bias", "mlp_bias", "qkv_bias", "bias"),
     _read_internlm_biases,
     lambda config: {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias},
 )
-LAGUNA = Part(("gating", "num_attention_heads_per_layer"), _read_laguna, _write_laguna)
+LAGUNA = ConfigKeys(("gating", "num_attention_heads_per_layer"), _read_laguna, _write_laguna)
 # Where a file has none, transformers makes it of the width.
-INITIAL_RANGE = Part(
+INITIAL_RANGE = ConfigKeys(
     (),
     lambda theirs: {
         "initializer_range": theirs.get("initializer_range")
@@ -160,17 +160,17 @@ INITIAL_RANGE = Part(
 )
 MULTIPLIERS = same("embedding_multiplier", "residual_multiplier", "logits_scaling")
 # Multiplied, where ours divides.
-LOGIT_FACTOR = Part(
+LOGIT_FACTOR = ConfigKeys(
     ("logits_scaling",),
     lambda theirs: {"logits_scaling": 1 / theirs.get("logits_scaling", 1.0)},
     lambda config: {"logits_scaling": 1 / config.logits_scaling},
 )
-POST_NORMS_BY_FLAG = Part(
+POST_NORMS_BY_FLAG = ConfigKeys(
     ("use_post_norm",),
     lambda theirs: {"norm_position": "both" if theirs["use_post_norm"] else "pre"},
     lambda config: {"use_post_norm": config.norm_position == "both"},
 )
-ATTENTION_MULTIPLIER = Part(
+ATTENTION_MULTIPLIER = ConfigKeys(
     ("attention_multiplier",),
     lambda theirs: (
         _multiplier(theirs, theirs["attention_multiplier"])
@@ -179,13 +179,13 @@ ATTENTION_MULTIPLIER = Part(
     ),
     lambda config: {"attention_multiplier": _write_multiplier(config)},
 )
-QUERY_SCALAR = Part(
+QUERY_SCALAR = ConfigKeys(
     ("query_pre_attn_scalar",),
     lambda theirs: _multiplier(theirs, theirs["query_pre_attn_scalar"] ** -0.5),
     lambda config: {"query_pre_attn_scalar": round(_write_multiplier(config) ** -2)},
 )
 # Gemma scales embeddings by the root of their width, and has no key for it.
-EMBEDDING_ROOT = Part(
+EMBEDDING_ROOT = ConfigKeys(
     (), lambda theirs: {"embedding_multiplier": theirs["hidden_size"] ** 0.5}, lambda config: {}
 )
 # The options of remote_code/configuration_te_models.py; all other fields are keys of config.json.
@@ -216,4 +216,4 @@ def _write_own(config: ModelConfig) -> Fields:
     return {"auto_map": _AUTO_MAP, "decoder_options": options}
 
 
-OWN = Part(("decoder_options", "auto_map"), _read_own, _write_own)
+OWN = ConfigKeys(("decoder_options", "auto_map"), _read_own, _write_own)

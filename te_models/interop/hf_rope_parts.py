@@ -10,7 +10,7 @@ from te_models.config.attention import SoftmaxAttentionSpec, window
 from te_models.config.model import ModelConfig
 from te_models.config.rope import ROPE_SCALINGS, Rope
 from te_models.errors import ConfigError
-from te_models.interop.hf_parts import Fields, Part, SeesAll, Values, same
+from te_models.interop.hf_parts import ConfigKeys, Fields, SeesAll, Values, same
 
 
 def read_rope(theirs: Values) -> Fields:
@@ -230,7 +230,7 @@ def _write_types(config: ModelConfig) -> list[str]:
     ]
 
 
-def window_by_flag(full: SeesAll) -> Part:
+def window_by_flag(full: SeesAll) -> ConfigKeys:
     """Return the part of families with `use_sliding_window`, without which all layers see all keys."""
 
     def read(theirs: Values) -> Fields:
@@ -246,7 +246,7 @@ def window_by_flag(full: SeesAll) -> Part:
         window = config.sliding_window if slides else None
         return {"use_sliding_window": slides, "sliding_window": window, "layer_types": types}
 
-    return Part(
+    return ConfigKeys(
         ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"), read, write
     )
 
@@ -257,16 +257,16 @@ def _write_window(config: ModelConfig) -> Fields:
     return {"sliding_window": window, "layer_types": _write_types(config)}
 
 
-def window_by_layer(full: SeesAll, *keys: str) -> Part:
+def window_by_layer(full: SeesAll, *keys: str) -> ConfigKeys:
     """Return the part of families with `layer_types`, which follow from `full` where they are absent from `keys`."""
-    return Part(
+    return ConfigKeys(
         ("sliding_window", "layer_types", *keys),
         lambda theirs: _window(_types(theirs, full), theirs.get("sliding_window")),
         _write_window,
     )
 
 
-def window_with_rope(full: SeesAll, *keys: str, unless_none: bool = False) -> Part:
+def window_with_rope(full: SeesAll, *keys: str, unless_none: bool = False) -> ConfigKeys:
     """Return `window_by_layer` for families in which layers without a window have no RoPE.
 
     With `unless_none`, all layers of a model without any window have it.
@@ -285,10 +285,12 @@ def window_with_rope(full: SeesAll, *keys: str, unless_none: bool = False) -> Pa
             found |= {"sliding_window": None}
         return {**dict.fromkeys(keys), **found}
 
-    return Part(("sliding_window", "layer_types", *keys), read, write)
+    return ConfigKeys(("sliding_window", "layer_types", *keys), read, write)
 
 
-def rope_by_type(full: SeesAll, *keys: str, partial: bool = False, last: bool = False) -> Part:
+def rope_by_type(
+    full: SeesAll, *keys: str, partial: bool = False, last: bool = False
+) -> ConfigKeys:
     """Return the part of families whose layers with a window have their own RoPE.
 
     `rope_parameters` has one entry for each kind of layer. In older files `rope_theta` and `rope_scaling` are those of
@@ -329,7 +331,7 @@ def rope_by_type(full: SeesAll, *keys: str, partial: bool = False, last: bool = 
         "rope_parameters",
         "rope_local_base_freq",
     )
-    return Part((*known, *keys), read, write)
+    return ConfigKeys((*known, *keys), read, write)
 
 
 def _read_layer_thetas(theirs: Values) -> Fields:
@@ -514,17 +516,17 @@ def _read_gpt_oss_rope(theirs: Values) -> Fields:
 _ROPE_KEYS = (
     "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings",
 )  # fmt: skip
-ROPE = Part(_ROPE_KEYS, _read_whole_rope, _write_rope)
-PARTIAL_ROPE = Part(_ROPE_KEYS, read_rope, _write_partial_rope)
-WHOLE_HEADS_ROPE = Part(_ROPE_KEYS, _read_rope_of_whole_heads, _write_rope)
-SU_ROPE = Part(_ROPE_KEYS, _read_su_rope, _write_su_rope)
-GPT_OSS_ROPE = Part(
+ROPE = ConfigKeys(_ROPE_KEYS, _read_whole_rope, _write_rope)
+PARTIAL_ROPE = ConfigKeys(_ROPE_KEYS, read_rope, _write_partial_rope)
+WHOLE_HEADS_ROPE = ConfigKeys(_ROPE_KEYS, _read_rope_of_whole_heads, _write_rope)
+SU_ROPE = ConfigKeys(_ROPE_KEYS, _read_su_rope, _write_su_rope)
+GPT_OSS_ROPE = ConfigKeys(
     ROPE.keys, _read_gpt_oss_rope, lambda config: {"rope_parameters": rope_parameters(config.rope)}
 )
-QUERY_SCALE_ROPE = Part(ROPE.keys, _read_query_scale, _write_query_scale)
-HUNYUAN_ROPE = Part(ROPE.keys, _read_hunyuan_rope, _write_rope)
-MISTRAL4_ROPE = Part(ROPE.keys, _read_mistral4_rope, _write_mistral4_rope)
-DEEPSEEK_YARN_ROPE = Part(ROPE.keys, _read_deepseek_yarn, _write_rope)
+QUERY_SCALE_ROPE = ConfigKeys(ROPE.keys, _read_query_scale, _write_query_scale)
+HUNYUAN_ROPE = ConfigKeys(ROPE.keys, _read_hunyuan_rope, _write_rope)
+MISTRAL4_ROPE = ConfigKeys(ROPE.keys, _read_mistral4_rope, _write_mistral4_rope)
+DEEPSEEK_YARN_ROPE = ConfigKeys(ROPE.keys, _read_deepseek_yarn, _write_rope)
 WINDOW = same("sliding_window")
 WINDOW_BY_FLAG = window_by_flag(lambda theirs, layer: layer < theirs["max_window_layers"])
 EVEN_SLIDE_BY_FLAG = window_by_flag(
@@ -543,7 +545,7 @@ SECOND_IS_FULL = window_by_layer(_every(2, 1))
 OLMO3_ROPE = rope_by_type(_every(4, 3))
 GEMMA3_ROPE = rope_by_type(_by_pattern("sliding_window_pattern"), "sliding_window_pattern")
 GEMMA4_ROPE = rope_by_type(_every(6, 5), last=True)
-GEMMA4_HEADS = Part(
+GEMMA4_HEADS = ConfigKeys(
     ("num_attention_heads", "num_key_value_heads", "head_dim", "global_head_dim", "num_global_key_value_heads",
      "attention_k_eq_v", "per_layer_config"),
     _read_gemma4_heads,
@@ -557,8 +559,8 @@ EXAONE_WINDOW = window_with_rope(
 AFMOE_WINDOW = window_with_rope(
     _by_pattern("global_attn_every_n_layers"), "global_attn_every_n_layers"
 )
-NO_ROPE = Part(("no_rope_layers", "no_rope_layer_interval"), _read_no_rope, _write_no_rope)
-LAYER_THETAS = Part(
+NO_ROPE = ConfigKeys(("no_rope_layers", "no_rope_layer_interval"), _read_no_rope, _write_no_rope)
+LAYER_THETAS = ConfigKeys(
     (*_ROPE_KEYS, "sliding_window", "layer_types", "layer_rope_theta"),
     _read_layer_thetas,
     _write_layer_thetas,
@@ -573,7 +575,7 @@ def rotary_channels(theirs: Values) -> Values:
     return {**theirs, "partial_rotary_factor": size / theirs["head_dim"]}
 
 
-MINIMAX_ROPE = Part(
+MINIMAX_ROPE = ConfigKeys(
     (*_ROPE_KEYS, "rotary_dim"),
     lambda theirs: read_rope(rotary_channels(theirs)),
     _write_partial_rope,

@@ -1,8 +1,8 @@
-"""Quantized weights in Hugging Face folders: which scheme a config.json describes, its checks, and the values.
+"""Quantized weights in Hugging Face folders: how they are stored by their config.json, checks, and the values.
 
-A scheme says how a weight [out, in] is stored: E4M3 (or two E2M1 per byte) and one scale per block of elements. Four
-kinds of config are read: `fp8` (DeepSeek, Qwen, vLLM and transformers), `compressed-tensors` with floating-point
-weights, and ModelOpt's, in hf_quant_config.json or config.json. Sources: transformers 5.23
+A `WeightStorage` says how a weight [out, in] is stored: E4M3 (or two E2M1 per byte) and one scale per block of
+elements. Four kinds of config are read: `fp8` (DeepSeek, Qwen, vLLM and transformers), `compressed-tensors` with
+floating-point weights, and ModelOpt's, in hf_quant_config.json or config.json. Sources: transformers 5.23
 (quantizers/quantizer_finegrained_fp8.py), compressed-tensors 0.20 (compressors), vLLM
 (model_executor/layers/quantization/modelopt.py at 00155cde).
 """
@@ -34,7 +34,7 @@ CONFIG_KEYS = (
 
 
 @dataclass(frozen=True)
-class Scheme:
+class WeightStorage:
     """The storage of a quantized weight [out, in].
 
     Attributes:
@@ -73,12 +73,12 @@ class Scheme:
 
 
 BOTH = ("weight_scale_inv", "weight_scale")
-BLOCK = Scheme((128, 128), "block", scales=BOTH)
-TENSOR = Scheme((0, 0), "static", scales=BOTH)
-CHANNEL = Scheme((1, 0), "token")
-MXFP8 = Scheme((1, 32), "mxfp8", scale_dtypes=(torch.uint8,))
-NVFP4 = Scheme((1, 16), "nvfp4", data="weight_packed", scale_dtypes=(E4M3,))
-MXFP4 = Scheme(
+BLOCK = WeightStorage((128, 128), "block", scales=BOTH)
+TENSOR = WeightStorage((0, 0), "static", scales=BOTH)
+CHANNEL = WeightStorage((1, 0), "token")
+MXFP8 = WeightStorage((1, 32), "mxfp8", scale_dtypes=(torch.uint8,))
+NVFP4 = WeightStorage((1, 16), "nvfp4", data="weight_packed", scale_dtypes=(E4M3,))
+MXFP4 = WeightStorage(
     (1, 32), "none", data="blocks", scales=("scales",), scale_dtypes=(torch.uint8,)
 )  # of stacked experts
 GLOBAL_SCALE, INPUT_GLOBAL_SCALE = "weight_global_scale", "input_global_scale"
@@ -91,8 +91,8 @@ UNREAD = (
 )  # of a quantized cache of keys and values
 
 
-def read_scheme(folder: Path, config: Document) -> Scheme | None:
-    """Return the scheme of the quantized weights in a folder with this config.json; None if there are none.
+def read_storage(folder: Path, config: Document) -> WeightStorage | None:
+    """Return the storage of the quantized weights in a folder with this config.json; None if there are none.
 
     Raises:
         CheckpointError: the weights are quantized in another way; one line that names it.
@@ -105,8 +105,8 @@ def read_scheme(folder: Path, config: Document) -> Scheme | None:
             return None
         values = as_object(read_json(source), source).get("quantization")
         values = {**values, "quant_method": "modelopt"} if isinstance(values, dict) else values
-    readers = {"fp8": _fp8_scheme, "compressed-tensors": _compressed_scheme, "modelopt": _modelopt_scheme,
-               "mxfp4": _mxfp4_scheme}  # fmt: skip
+    readers = {"fp8": _fp8_storage, "compressed-tensors": _compressed_storage, "modelopt": _modelopt_storage,
+               "mxfp4": _mxfp4_storage}  # fmt: skip
     method = values.get("quant_method") if isinstance(values, dict) else None
     read = readers.get(method) if isinstance(method, str) else None
     problem = f"quantization_config={_shown(values)} is not supported: te-models reads {', '.join(readers)}"
@@ -148,29 +148,29 @@ def _block_size(value: Value) -> tuple[int, int]:
     return value[0], value[1]
 
 
-def _fp8_scheme(values: Document) -> Scheme:
+def _fp8_storage(values: Document) -> WeightStorage:
     known = ("quant_method", "activation_scheme", "weight_block_size", "ignored_layers", "modules_to_not_convert",
              "fmt", "scale_fmt", "dequantize", "expert_dtype", "kv_cache_scheme", "provider")  # fmt: skip
     _refuse_unknown(values, known)
     _require(values, "fmt", None, "e4m3", "float8_e4m3fn")
-    scheme = _require(values, "activation_scheme", "static", "dynamic", None)
+    activations = _require(values, "activation_scheme", "static", "dynamic", None)
     if (block := values.get("weight_block_size")) is not None:
         return dataclasses.replace(BLOCK, block=_block_size(block))
-    return dataclasses.replace(TENSOR, activations="static" if scheme == "static" else "token")
+    return dataclasses.replace(TENSOR, activations="static" if activations == "static" else "token")
 
 
-def _compressed_scheme(values: Document) -> Scheme:
+def _compressed_storage(values: Document) -> WeightStorage:
     known = ("quant_method", "format", "config_groups", "ignore", "quantization_status", "global_compression_ratio",
              "kv_cache_scheme", "version")  # fmt: skip
     _refuse_unknown(values, known)
     groups = values["config_groups"]
     require(isinstance(groups, dict) and bool(groups), "config_groups names no weights")
-    schemes = {_compressed_group(group, values.get("format")) for group in groups.values()}
-    require(len(schemes) == 1, "config_groups quantizes weights in several ways")
-    return schemes.pop()
+    storages = {_compressed_group(group, values.get("format")) for group in groups.values()}
+    require(len(storages) == 1, "config_groups quantizes weights in several ways")
+    return storages.pop()
 
 
-def _compressed_group(group: Document, format: object) -> Scheme:
+def _compressed_group(group: Document, format: object) -> WeightStorage:
     _refuse_unknown(group, ("targets", "weights", "input_activations", "format"))
     weights, inputs = group["weights"], group.get("input_activations")
     _require(weights, "type", "float")
@@ -179,10 +179,10 @@ def _compressed_group(group: Document, format: object) -> Scheme:
     format = group.get("format") or format
     activations = "none" if not inputs else "token" if inputs.get("dynamic") else "static"
     if format in ("nvfp4-pack-quantized", "mxfp8-quantized"):
-        bits, size, scheme = (4, 16, NVFP4) if format.startswith("nv") else (8, 32, MXFP8)
+        bits, size, storage = (4, 16, NVFP4) if format.startswith("nv") else (8, 32, MXFP8)
         _require(weights, "num_bits", bits)
         _require(weights, "group_size", size)
-        return scheme if inputs else dataclasses.replace(scheme, activations="none")
+        return storage if inputs else dataclasses.replace(storage, activations="none")
     require(
         format in ("float-quantized", "naive-quantized"), f"format={_shown(format)} is not known"
     )
@@ -195,22 +195,22 @@ def _compressed_group(group: Document, format: object) -> Scheme:
     return dataclasses.replace(TENSOR if strategy == "tensor" else CHANNEL, activations=activations)
 
 
-def _mxfp4_scheme(values: Document) -> Scheme:
+def _mxfp4_storage(values: Document) -> WeightStorage:
     _refuse_unknown(values, ("quant_method", "modules_to_not_convert", "dequantize"))
     return MXFP4
 
 
-def _modelopt_scheme(values: Document) -> Scheme:
+def _modelopt_storage(values: Document) -> WeightStorage:
     known = ("quant_method", "quant_algo", "kv_cache_quant_algo", "kv_cache_scheme", "exclude_modules", "ignore",
              "producer", "config_groups", "group_size", "quantized_layers")  # fmt: skip
     _refuse_unknown({k: v for k, v in values.items() if k != "quantized_layers"}, known)
     algorithm = str(values["quant_algo"]).upper()
-    schemes = {"FP8": TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL, "FP8_PB_WO": BLOCK}
+    algorithms = {"FP8": TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL, "FP8_PB_WO": BLOCK}
     require(
-        algorithm in schemes,
-        f"quant_algo={values['quant_algo']!r}, and te-models reads {', '.join(schemes)}",
+        algorithm in algorithms,
+        f"quant_algo={values['quant_algo']!r}, and te-models reads {', '.join(algorithms)}",
     )
-    return schemes[algorithm]
+    return algorithms[algorithm]
 
 
 @dataclass
@@ -218,38 +218,38 @@ class StoredWeights:
     """The tensors of a folder under the names and shapes of the model's weights, however they are stored.
 
     Attributes:
-        scheme: of the quantized weights; None if there are none.
+        storage: of the quantized weights; None if there are none.
         tensors: name -> tensor on the meta device; a quantized weight has its own name, its shape and dtype BF16.
         scales: name of a quantized weight -> its scales, FP32 [rows, columns of the grid].
         inputs: name of a quantized weight -> static scale of the linear's input, FP32 []; for NVFP4, the divisor.
         data: name of the stored data -> name of the weight.
     """
 
-    scheme: Scheme | None
+    storage: WeightStorage | None
     tensors: dict[str, Tensor]
     scales: dict[str, Tensor] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
     data: dict[str, str] = field(default_factory=dict)
 
 
-def dequantize(scheme: Scheme, data: Tensor, scales: Tensor) -> Tensor:
+def dequantize(storage: WeightStorage, data: Tensor, scales: Tensor) -> Tensor:
     """Return the FP32 values of a quantized weight: data times scale, rounded once.
 
     Args:
-        scheme: how it is stored.
+        storage: how it is stored.
         data: E4M3 [out, in], or uint8 [out, in / 2] with two E2M1 values per byte.
         scales: FP32, as StoredWeights has them.
     """
     raw = data.view(torch.uint8)
-    values = nvfp4.unpack(raw) if scheme.packed else casts.decode_fp8(raw, DType.kFloat8E4M3)
+    values = nvfp4.unpack(raw) if storage.packed else casts.decode_fp8(raw, DType.kFloat8E4M3)
     return scale_blocks_(
-        values.contiguous(), scales, scheme.steps((values.shape[0], values.shape[1]))
+        values.contiguous(), scales, storage.steps((values.shape[0], values.shape[1]))
     )
 
 
 def open_weights(
     folder: Path,
-    scheme: Scheme | None,
+    storage: WeightStorage | None,
     found: Mapping[str, Tensor],
     files: Iterable[SafetensorsFile],
 ) -> StoredWeights:
@@ -257,7 +257,7 @@ def open_weights(
 
     Args:
         folder: for errors.
-        scheme: from `read_scheme`.
+        storage: from `read_storage`.
         found: name -> tensor on the meta device of everything stored.
         files: the safetensors files.
 
@@ -265,14 +265,14 @@ def open_weights(
         CheckpointError: a quantized weight lacks its scales, or they have a wrong shape or dtype, or are negative or
             not finite.
     """
-    if scheme is None:
+    if storage is None:
         for name, tensor in found.items():
             if tensor.dtype in NARROW:
                 raise CheckpointError(
                     f"{folder}: {name} is FP8, and config.json has no quantization_config with scales"
                 )
         return StoredWeights(None, dict(found))
-    weights = _Weights(folder, scheme, found)
+    weights = _Weights(folder, storage, found)
     names = weights.wanted()
     return weights.checked(
         {name: file.read(name) for file in files for name in names & file.tensors.keys()}
@@ -282,10 +282,10 @@ def open_weights(
 class _Weights:
     """The quantized weights among the tensors of a folder, by their names and shapes."""
 
-    def __init__(self, folder: Path, scheme: Scheme, found: Mapping[str, Tensor]) -> None:
-        self.folder, self.scheme, self.found = folder, scheme, found
-        dtype = torch.uint8 if scheme.packed else E4M3
-        suffix = f".{scheme.data}"
+    def __init__(self, folder: Path, storage: WeightStorage, found: Mapping[str, Tensor]) -> None:
+        self.folder, self.storage, self.found = folder, storage, found
+        dtype = torch.uint8 if storage.packed else E4M3
+        suffix = f".{storage.data}"
         self.modules = [
             n.removesuffix(suffix)
             for n, t in found.items()
@@ -295,22 +295,22 @@ class _Weights:
 
     def _scale_name(self, module: str) -> str:
         """Return the name of the tensor with a weight's scales, whose shape and dtype are right."""
-        data = self.found[f"{module}.{self.scheme.data}"]
+        data = self.found[f"{module}.{self.storage.data}"]
         names = [
-            f"{module}.{name}" for name in self.scheme.scales if f"{module}.{name}" in self.found
+            f"{module}.{name}" for name in self.storage.scales if f"{module}.{name}" in self.found
         ]
         one = len(names) == 1 and data.dim() == 2 and bool(data.numel())
         self._must(
             one,
-            f"{module} is quantized {list(data.shape)} and has {len(names)} of {self.scheme.scales}",
+            f"{module} is quantized {list(data.shape)} and has {len(names)} of {self.storage.scales}",
         )
         scale, shape = self.found[names[0]], self.shape(module)
-        grid = self.scheme.grid(shape)
+        grid = self.storage.grid(shape)
         squeezed = [size for size in scale.shape if size != 1]
         fits = squeezed == [size for size in grid if size != 1] and scale.dim() <= 4
         wanted = f"and a weight {list(shape)} has scales {list(grid)}"
         self._must(fits, f"{names[0]} has shape {list(scale.shape)}, {wanted}")
-        known = scale.dtype in self.scheme.scale_dtypes
+        known = scale.dtype in self.storage.scale_dtypes
         self._must(known, f"{names[0]} is {scale.dtype}, which is no scale of this format")
         return names[0]
 
@@ -320,8 +320,8 @@ class _Weights:
 
     def shape(self, module: str) -> tuple[int, int]:
         """Return the shape of a weight."""
-        rows, columns = self.found[f"{module}.{self.scheme.data}"].shape
-        return rows, columns * (2 if self.scheme.packed else 1)
+        rows, columns = self.found[f"{module}.{self.storage.data}"].shape
+        return rows, columns * (2 if self.storage.packed else 1)
 
     def wanted(self) -> set[str]:
         """Return the names of the scales to read: of the weights, and static ones of their inputs."""
@@ -336,12 +336,12 @@ class _Weights:
 
     def checked(self, read: Mapping[str, Tensor]) -> StoredWeights:
         """Return the weights with their scales, once all of these are known to be numbers."""
-        stored = StoredWeights(self.scheme, dict(self.found))
+        stored = StoredWeights(self.storage, dict(self.found))
         for module in self.modules:
             weight, shape = f"{module}.weight", self.shape(module)
-            stored.data[f"{module}.{self.scheme.data}"] = weight
-            scales = self._numbers(self.scale_names[module], read).reshape(self.scheme.grid(shape))
-            if self.scheme.packed:
+            stored.data[f"{module}.{self.storage.data}"] = weight
+            scales = self._numbers(self.scale_names[module], read).reshape(self.storage.grid(shape))
+            if self.storage.packed:
                 name = f"{module}.{GLOBAL_SCALE}"
                 scales = self._finite(
                     name, scales / self._numbers(name, read, positive=True).reshape(())
@@ -353,8 +353,8 @@ class _Weights:
                         f"{module}.{name}", read, positive=True
                     ).reshape(())
             for name in (
-                self.scheme.data,
-                *self.scheme.scales,
+                self.storage.data,
+                *self.storage.scales,
                 *INPUT_SCALES,
                 GLOBAL_SCALE,
                 INPUT_GLOBAL_SCALE,

@@ -79,7 +79,7 @@ def keep_stored_weights(
     The model is already filled. `places` are the rows of their tensors by name, in these safetensors `files`, and
     `stored` the weights in them.
     """
-    if model.tp.size > 1 or stored.scheme is None or stored.scheme.packed:
+    if model.tp.size > 1 or stored.storage is None or stored.storage.packed:
         return
     live = {name: p for name, p in model.named_parameters() if quantized(p) is not None}
     members: dict[str, list[str]] = {}
@@ -90,7 +90,7 @@ def keep_stored_weights(
     for name, parts in members.items():
         recipe = model.precision.recipe_of(name)
         block = None if recipe is None else blocks_of(recipe)
-        if block is None or (block[1] and (stored.scheme.block[1] or block[1]) % block[1]):
+        if block is None or (block[1] and (stored.storage.block[1] or block[1]) % block[1]):
             continue  # theirs may be narrower than ours
         scales = _fused_scales(parts, places, stored, live[name].shape, block)
         if scales is not None:
@@ -110,14 +110,14 @@ def _fused_scales(
     block: tuple[int, int],
 ) -> Tensor | None:
     """Return the scales of one parameter in its own blocks; None if it cannot have the stored ones."""
-    if stored.scheme is None or not all(part in stored.scales for part in parts):
+    if stored.storage is None or not all(part in stored.scales for part in parts):
         return None
     rows, columns = shape
     grid = -(-columns // block[1]) if block[1] else None
     by_row, used = None, torch.zeros(rows, 1)
     for part in parts:
         own = (places[part].shape[0], places[part].shape[1])
-        values = spread(stored.scales[part], stored.scheme.steps(own), own, block[1])
+        values = spread(stored.scales[part], stored.storage.steps(own), own, block[1])
         if not block[1] and not bool((values == values[:1, :1]).all()):
             return None
         values = values if grid else values[:, :1]

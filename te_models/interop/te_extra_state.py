@@ -51,7 +51,7 @@ _OPCODES = {opcode.code: opcode for opcode in pickletools.opcodes}
 _FLOAT_STORAGE = "torch.FloatStorage"
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_VERSION = 1001
-Kind = TypeVar("Kind")
+Expected = TypeVar("Expected")
 Loaded = Any  # a value that the pickle made, of a type that is not known yet
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -256,7 +256,7 @@ def _operations(stream: io.BytesIO) -> Iterator[tuple[str, Loaded]]:
     raise ValueError(f"more than {MAX_OPCODES} opcodes")
 
 
-def _expect(kind: type[Kind], value: Loaded) -> Kind:
+def _expect(kind: type[Expected], value: Loaded) -> Expected:
     require(type(value) is kind, f"a {type(value).__name__} where a {kind.__name__} belongs")
     return value
 

@@ -38,7 +38,7 @@ class Kernels:
     softplus_gate: Callable[[Tensor, Tensor], Tensor] = elementwise.softplus_gate
     cross_entropy: Callable[[Tensor, Tensor], Tensor] = elementwise.cross_entropy
     embedding: Callable[[nn.Module, Tensor], Tensor] = elementwise.embedding
-    loss_and_gradient: lm_head.Kernel = lm_head.loss_and_gradient
+    loss_and_gradient: lm_head.LossKernel = lm_head.loss_and_gradient
     multiply: lm_head.Multiply | None = None
     norm: Callable[[nn.Module, Tensor, Tensor | None, nn.Module | None], tuple[Tensor, Tensor]] = (
         handover.norm

@@ -250,7 +250,7 @@ def hidden(
     return FP8Matrices(out, None, *factors.unbind())
 
 
-class Gradients(NamedTuple):
+class HiddenGradients(NamedTuple):
     """The operands of backward's products: FP8 of the gradient of gate_up, and the activation again, transposed.
 
     `hidden` uint8 is as FP8Matrices.transposed, or None; `sums` [E, 2F] are those of each
@@ -265,7 +265,7 @@ class Gradients(NamedTuple):
 def gradients(
     dy: Tensor, gate_up: Tensor, groups: Groups, activation: Activation, form: torch.dtype, delayed: Delayed | None,
     hidden_scale: Tensor | None, *, turn: bool, summed: bool,
-) -> Gradients:  # fmt: skip
+) -> HiddenGradients:  # fmt: skip
     """Return the gradient of gate_up [R, 2F] in the format `form`, for dy [R, F] of the activation.
 
     Args:
@@ -297,4 +297,4 @@ def gradients(
             E5M2=form == torch.float8_e5m2, **how,
         )  # fmt: skip
     total = None if sums is None else total_sums(sums, groups, dy.dtype)
-    return Gradients(FP8Matrices(out, transposed, *factors.unbind()), again, total)
+    return HiddenGradients(FP8Matrices(out, transposed, *factors.unbind()), again, total)

@@ -198,7 +198,7 @@ PLAIN = Operations(rotate, norm, norm_backward, copy, gate, gate_backward)
 
 
 @dataclass(frozen=True)
-class Setting:
+class AttentionSetting:
     """Options of attention_core; the tensors among them have no gradients."""
 
     batch: int
@@ -230,7 +230,7 @@ class _AttentionCore(torch.autograd.Function):
         q_weight: Tensor | None,
         k_weight: Tensor | None,
         sinks: Tensor | None,
-        setting: Setting,
+        setting: AttentionSetting,
     ) -> Tensor:
         """Return [B*S, A*H] of qkvg [N, Q]; without QK-norm, rotates q and k in place."""
         # The operations need contiguous channels. Detached: autograd refuses in-place changes to a view that another
@@ -266,7 +266,7 @@ class _AttentionCore(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of qkvg, made in one buffer, of the norms' weights and of the sinks."""
         dy = grads[0].contiguous()  # that of a sum, for example, is one number with strides of 0
-        setting: Setting = ctx.setting
+        setting: AttentionSetting = ctx.setting
         heads = setting.heads
         qkvg, q_weight, k_weight, sinks, out, *tensors = ctx.saved_tensors
         plain = iter(ctx.plain)
@@ -296,7 +296,7 @@ class _AttentionCore(torch.autograd.Function):
         return into.whole(), q_slope, k_slope, dsinks, None
 
 
-def _targets(qkvg: Tensor, q_weight: Tensor | None, setting: Setting) -> CastTargets:
+def _targets(qkvg: Tensor, q_weight: Tensor | None, setting: AttentionSetting) -> CastTargets:
     """Return those of the setting's targets that the kernels can write.
 
     FP8 is written for all rows and columns. The gradients of a headwise gate and of a norm of all heads would need sums
@@ -312,7 +312,11 @@ def _targets(qkvg: Tensor, q_weight: Tensor | None, setting: Setting) -> CastTar
 
 
 def _normed(
-    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, setting: Setting
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    setting: AttentionSetting,
 ) -> tuple[Tensor, Tensor]:
     """Return q and k after QK-norm and RoPE; without QK-norm, themselves, which are rotated already."""
     if (norm := setting.norm(q_weight)) is not None:
@@ -325,7 +329,7 @@ def _normed(
 class _PlainGradient:
     """The gradient of qkvg, in one buffer of its dtype, filled section by section."""
 
-    def __init__(self, qkvg: Tensor, setting: Setting) -> None:
+    def __init__(self, qkvg: Tensor, setting: AttentionSetting) -> None:
         self.ops = setting.ops
         self.softplus = setting.softplus
         filled = _has_filling(qkvg, setting.rows, setting.heads)
@@ -363,7 +367,7 @@ class _FP8Gradient:
     """The same as FP8 for qkvg_proj, data and transposed copy at once."""
 
     def __init__(
-        self, qkvg: Tensor, setting: Setting, target: CastTarget, fp8: FP8Operations
+        self, qkvg: Tensor, setting: AttentionSetting, target: CastTarget, fp8: FP8Operations
     ) -> None:
         self.ops = fp8
         self.softplus = setting.softplus
@@ -397,7 +401,7 @@ class _FP8Gradient:
         return self.target.tensor(self.out, self.dtype)
 
 
-def _gradient(qkvg: Tensor, setting: Setting) -> _PlainGradient | _FP8Gradient:
+def _gradient(qkvg: Tensor, setting: AttentionSetting) -> _PlainGradient | _FP8Gradient:
     """Return where backward writes the gradient of qkvg."""
     target, _ = setting.targets
     if target is None or setting.ops.fp8 is None:
@@ -411,7 +415,7 @@ def _has_filling(qkvg: Tensor, rows: int, heads: Heads) -> bool:
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, setting: Setting
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, setting: AttentionSetting
 ) -> tuple[Any, ...]:
     """Return the output of attention of [B, heads, S, H], in spans or causal, and what its backward needs."""
     if setting.spans is not None:
@@ -436,7 +440,7 @@ def _attention_backward(
     out: Tensor,
     kept: list[Any],
     sinks: Tensor | None,
-    setting: Setting,
+    setting: AttentionSetting,
 ) -> tuple[Any, ...]:
     """Return the gradients of q, k and v, and of sinks, None where there are none."""
     scale = setting.scale
@@ -461,7 +465,7 @@ def _attention_backward(
 
 def attention_core(
     qkvg: Tensor,
-    setting: Setting,
+    setting: AttentionSetting,
     *,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,

@@ -25,7 +25,7 @@ from te_models.kernels.expert_cast_triton import (
     total_sums,
     transposed,
 )
-from te_models.kernels.expert_hidden_triton import Activation, Gradients, gradients, hidden
+from te_models.kernels.expert_hidden_triton import Activation, HiddenGradients, gradients, hidden
 from te_models.kernels.expert_rows import Route
 from te_models.kernels.expert_rows_triton import dots, total
 from te_models.kernels.grouped_gemm_triton import ExpertMatrices, rows_times, weights_from
@@ -47,7 +47,7 @@ class Projection(NamedTuple):
     bias: Tensor | None = None  # [E, outputs]
 
 
-class Experts(NamedTuple):
+class JointExperts(NamedTuple):
     """The MLP of all experts. With `route` None the rows of the experts are given, and returned."""
 
     groups: Groups
@@ -131,7 +131,8 @@ class _Up(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, bias: Tensor | None, how: Experts, passed: Passed[Gradients], *weights: Tensor
+        ctx: Context, x: Tensor, bias: Tensor | None, how: JointExperts,
+        passed: Passed[HiddenGradients], *weights: Tensor
     ) -> Tensor:  # fmt: skip
         groups, route, _, up, _ = how
         trained = any(ctx.needs_input_grad[4:])
@@ -192,8 +193,8 @@ class _Down(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, gate_up: Tensor, gates: Tensor | None, bias: Tensor | None, how: Experts,
-        passed: Passed[Gradients], trained_up: bool, summed_up: bool, *weights: Tensor,
+        ctx: Context, gate_up: Tensor, gates: Tensor | None, bias: Tensor | None, how: JointExperts,
+        passed: Passed[HiddenGradients], trained_up: bool, summed_up: bool, *weights: Tensor,
     ) -> Tensor:  # fmt: skip
         groups, route, activation, up, down = how
         of_hidden = hidden(gate_up, groups, activation, down.casts.of_x)
@@ -263,12 +264,12 @@ class _Down(torch.autograd.Function):
         return passed, dgates, of_bias, None, None, None, None, *of_weights
 
 
-def experts_in_fp8(x: Tensor, gates: Tensor | None, how: Experts) -> Tensor:
+def experts_in_fp8(x: Tensor, gates: Tensor | None, how: JointExperts) -> Tensor:
     """Return the sum of the experts' outputs by `gates` FP32 [T, k], of tokens x [T, D]: [T, D].
 
     Without a route x are the experts' rows [R, D], `gates` is None, and so the result is [R, D].
     """
-    passed: Passed[Gradients] = Passed()
+    passed: Passed[HiddenGradients] = Passed()
     gate_up = _Up.apply(x, how.up.bias, how, passed, *how.up.weights)
     trained = any(weight.requires_grad for weight in how.up.weights)
     summed = how.up.bias is not None and how.up.bias.requires_grad

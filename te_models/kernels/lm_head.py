@@ -13,7 +13,7 @@ from te_models.device.cpu_matmul import add_product, matmul
 from te_models.kernels.elementwise import scaled_logits
 
 # loss_and_gradient's signature. It may write the gradient over the logits and return their memory.
-Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
+LossKernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 Multiply = Callable[[list[Tensor], Tensor], None]  # tensors by a scalar on their device, in place
 
 
@@ -27,7 +27,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         chunk: int,
-        kernel: Kernel,
+        kernel: LossKernel,
         multiply: Multiply | None,
     ) -> Tensor:
         """See linear_cross_entropy."""
@@ -93,7 +93,7 @@ def loss_and_gradient(
     return loss, ((logs.exp() - hit.float()) * (counted / count)[:, None]).to(logits.dtype)
 
 
-def with_scaled_logits(kernel: Kernel, divisor: float, cap: float | None) -> Kernel:
+def with_scaled_logits(kernel: LossKernel, divisor: float, cap: float | None) -> LossKernel:
     """Return `kernel` on scaled_logits(logits, divisor, cap), with the gradient for the logits themselves."""
     if divisor == 1 and cap is None:
         return kernel
@@ -118,7 +118,7 @@ def linear_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     chunk: int | None = None,
-    kernel: Kernel = loss_and_gradient,
+    kernel: LossKernel = loss_and_gradient,
     multiply: Multiply | None = None,
 ) -> Tensor:
     """Return the mean cross-entropy of the logits `x @ weight.T`, which exist for `chunk` rows at a time.

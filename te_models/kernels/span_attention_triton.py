@@ -18,22 +18,22 @@ from torch import Tensor
 from te_models.device.autograd import Context
 
 LOG2E = 1.4426950408889634
-Block = tuple[int, int, int, int]  # queries, keys, warps, stages
+BlockSize = tuple[int, int, int, int]  # queries, keys, warps, stages
 # Channels per head, at most -> the fastest block of those that benchmarks/span_attention.py tried on an H200. Those of
 # 512 were not timed: they are the largest that ptxas compiles without spills, in the shared memory of an Ada GPU.
-FORWARD: dict[int, Block] = {
+FORWARD: dict[int, BlockSize] = {
     64: (64, 64, 4, 3),
     128: (64, 64, 4, 3),
     256: (64, 32, 4, 1),
     512: (64, 16, 8, 1),
 }
-GRAD_QUERY: dict[int, Block] = {
+GRAD_QUERY: dict[int, BlockSize] = {
     64: (64, 64, 4, 2),
     128: (64, 64, 4, 2),
     256: (64, 32, 4, 1),
     512: (32, 16, 8, 1),
 }
-GRAD_KEY: dict[int, Block] = {
+GRAD_KEY: dict[int, BlockSize] = {
     64: (64, 64, 4, 2),
     128: (64, 64, 4, 2),
     256: (32, 32, 4, 1),
@@ -453,7 +453,7 @@ def _width(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
-def _options(blocks: dict[int, Block], dim: int) -> tuple[Block, dict[str, int]]:
+def _options(blocks: dict[int, BlockSize], dim: int) -> tuple[BlockSize, dict[str, int]]:
     """Return the block of heads of `dim` channels, and the keywords of a launch."""
     queries, keys, warps, stages = block = blocks[max(64, _width(dim))]
     names = dict(

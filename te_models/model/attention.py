@@ -7,7 +7,7 @@ from torch import Tensor
 
 from te_models.config.attention import AttentionSpec
 from te_models.kernels.composed_attention import composed_attention
-from te_models.kernels.gated_attention import Rotation, Setting, attention_core, can_fuse
+from te_models.kernels.gated_attention import AttentionSetting, Rotation, attention_core, can_fuse
 from te_models.kernels.sdpa import causal_attention
 from te_models.kernels.unit_norm import unit_norm
 from te_models.model.forward_context import ForwardContext, Visible
@@ -85,7 +85,7 @@ class GatedAttention(Mixer[AttentionSpec]):
             q_weight = self.tp.partial_weight(self.q_norm)
             k_weight = self.tp.partial_weight(self.k_norm)
             norms = dict(eps=self.q_norm.eps, zero_centered=self.q_norm.zero_centered_gamma)
-        setting = Setting(
+        setting = AttentionSetting(
             batch=context.batch,
             rows=context.batch * context.seq,
             heads=spec.heads,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from te_models.config.recipe import SCHEMES, get_recipe
 from te_models.errors import UsageError
-from te_models.fp8.calibration import Measurement, Scaling, unmeasured
+from te_models.fp8.calibration import Measurement, ModuleScaling, unmeasured
 from te_models.fp8.precision import model_precision
 from te_models.fp8.scaling_state import DelayedRecipe
 from te_models.model.decoder import Decoder
@@ -64,7 +64,7 @@ def _calibrate_inference(
     model: Decoder,
     batches: Sequence[Mapping[str, Tensor]],
     modules: Sequence[nn.Module],
-    delayed: Mapping[nn.Module, Scaling],
+    delayed: Mapping[nn.Module, ModuleScaling],
 ) -> None:
     """Measure the scales of inputs and weights alone; those of gradients stay at 1, which inference does not use."""
     found = Measurement(modules, model.device)
@@ -74,14 +74,16 @@ def _calibrate_inference(
     found.set_scales([delayed[module] for module in modules])
 
 
-def _delayed(model: Decoder) -> dict[nn.Module, Scaling]:
+def _delayed(model: Decoder) -> dict[nn.Module, ModuleScaling]:
     """Return how the te.Linear modules under delayed scaling are scaled."""
-    found: dict[nn.Module, Scaling] = {}
+    found: dict[nn.Module, ModuleScaling] = {}
     for name, module in model.named_modules():
         recipe = model.precision.recipe_of(name) if isinstance(module, model.te.LINEARS) else None
         if recipe is not None and SCHEMES[recipe.scheme].stateful:
             built = cast(DelayedRecipe, model.precision.te_recipe_of(name))
-            found[module] = Scaling(recipe, built, model.ep.amax_group(name, model.amax_group))
+            found[module] = ModuleScaling(
+                recipe, built, model.ep.amax_group(name, model.amax_group)
+            )
     return found
 
 

@@ -21,7 +21,7 @@ from te_models.errors import require
 from te_models.numerics import casts, fused
 from te_models.numerics.blocks import scale_blocks_, split_blocks
 from te_models.numerics.formats import FLT_MAX, DType
-from te_models.numerics.quantizers import Fields, Quantizer
+from te_models.numerics.quantizers import Quantizer, StorageFields
 from te_models.numerics.tensors import (
     BlockScaled,
     BlockStorage,
@@ -241,7 +241,7 @@ class NVFP4Quantizer(Quantizer):
         self.with_random_sign_mask = with_random_sign_mask
         self.generator = generator
 
-    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> Fields:
+    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> StorageFields:
         x = as_matrix(tensor)
         shape = tensor.shape
         copies = self._fused if fused.active(x) else self._plain
@@ -249,7 +249,7 @@ class NVFP4Quantizer(Quantizer):
         if len(shape) != 2:
             row = row.view(*shape[:-1], shape[-1] // 2) if rowwise else row
             column = column.view(*shape[:-2], shape[-2] // 2, shape[-1]) if columnwise else column
-        fields: Fields = {"fp4_dtype": self.dtype}
+        fields: StorageFields = {"fp4_dtype": self.dtype}
         if rowwise:
             fields |= {
                 "rowwise_data": row,

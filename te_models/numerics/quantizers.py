@@ -39,7 +39,7 @@ from te_models.numerics.tensors import (
     rows_last,
 )
 
-Fields = dict[str, Any]  # of a storage, without the leading underscore
+StorageFields = dict[str, Any]  # of a storage, without the leading underscore
 
 
 _RECORD_AMAX: ContextVar[bool] = ContextVar("record_amax", default=True)
@@ -157,7 +157,7 @@ class Quantizer:
             self.observer(tensor, made, self.known_scale)
         return made
 
-    def _fields(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> Fields:
+    def _fields(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> StorageFields:
         """Return the attributes of the storage for `tensor`."""
         if not self.is_quantizable(tensor):
             raise RuntimeError(
@@ -167,7 +167,7 @@ class Quantizer:
         return self._encode(_bare(tensor), rowwise, columnwise)
 
     @abstractmethod
-    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> Fields:
+    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> StorageFields:
         """Return the same for a contiguous tensor of a suitable shape, without its graph."""
 
 
@@ -187,7 +187,7 @@ class _PerTensorQuantizer(Quantizer):
     def _cast(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """Return FP8 data (uint8, shape of `tensor`) and the inverse scale `[1]`."""
 
-    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> Fields:
+    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> StorageFields:
         if not rowwise and columnwise and not self.internal:
             raise NotImplementedError(
                 f"{type(self).__name__} makes no columnwise-only tensor: set rowwise=True and drop it with update_usage"
@@ -310,11 +310,11 @@ class _BlockQuantizer(Quantizer):
         column = self._cast(x, (size, 1)) if columnwise else (x, x[:0, :0])
         return *row, *column
 
-    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> Fields:
+    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> StorageFields:
         row_data, row_scale, column_data, column_scale = self._copies(
             as_matrix(tensor), rowwise, columnwise
         )
-        fields: Fields = {"fp8_dtype": self.dtype}
+        fields: StorageFields = {"fp8_dtype": self.dtype}
         if rowwise:
             fields |= {"rowwise_data": like(row_data, tensor), "rowwise_scale_inv": row_scale}
         if columnwise:
@@ -368,7 +368,7 @@ class Float8BlockQuantizer(_BlockQuantizer):
         row_data, row_scale, column_data, column_scale = self._both(x, BLOCK, rowwise, columnwise)
         return row_data, pad_to(row_scale.t(), 1, 4), column_data, pad_to(column_scale, 1, 4)
 
-    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> Fields:
+    def _encode(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> StorageFields:
         fields = super()._encode(tensor, rowwise, columnwise) | {
             "is_2D_scaled": self.block_scaling_dim == 2
         }

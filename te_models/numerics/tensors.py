@@ -232,7 +232,7 @@ class QuantizedTensorStorage:
         return self
 
 
-Value = Tensor | QuantizedTensorStorage  # in high precision, or quantized
+MaybeQuantized = Tensor | QuantizedTensorStorage  # in high precision, or quantized
 
 
 class Float8TensorStorage(QuantizedTensorStorage):

@@ -22,7 +22,7 @@ DECAYING: tuple[Role, ...] = ("hidden", "gate", "head")
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class ParameterRows:
     """The rows [start, stop) of a parameter, all of them if `stop` is None."""
 
     parameter: nn.Parameter
@@ -35,13 +35,13 @@ class Part:
         return tensor if self.stop is None else tensor.detach()[self.start : self.stop]
 
 
-def parts(model: nn.Module) -> list[Part]:
+def parts(model: nn.Module) -> list[ParameterRows]:
     """Return all trainable parameters in the model's order, each row in one part, tied parameters once."""
     roles: dict[int, list[tuple[Role, int]]] = {}
     for module in model.modules():
         for parameter, rows in _structure(module):
             roles.setdefault(id(parameter), rows)
-    found: list[Part] = []
+    found: list[ParameterRows] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             rows = roles.get(
@@ -59,7 +59,7 @@ def groups(model: nn.Module, weight_decay: float, matrices: bool) -> list[Group]
     """
     found = parts(model)
     if not matrices:
-        whole = {id(part.parameter): Part(part.parameter, part.role) for part in found}
+        whole = {id(part.parameter): ParameterRows(part.parameter, part.role) for part in found}
         found = list(whole.values())
     hidden = [part for part in found if matrices and part.role == "hidden"]
     rest = [part for part in found if not matrices or part.role != "hidden"]
@@ -96,10 +96,11 @@ def _structure(module: nn.Module) -> Iterator[tuple[Tensor, list[tuple[Role, int
                 yield parameter, [("vector", len(parameter))]
 
 
-def _split(parameter: nn.Parameter, rows: list[tuple[Role, int]]) -> list[Part]:
+def _split(parameter: nn.Parameter, rows: list[tuple[Role, int]]) -> list[ParameterRows]:
     if len(rows) == 1:
-        return [Part(parameter, rows[0][0])]
+        return [ParameterRows(parameter, rows[0][0])]
     ends = list(accumulate(size for _, size in rows))
     return [
-        Part(parameter, role, end - size, end) for (role, size), end in zip(rows, ends, strict=True)
+        ParameterRows(parameter, role, end - size, end)
+        for (role, size), end in zip(rows, ends, strict=True)
     ]

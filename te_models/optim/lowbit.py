@@ -106,7 +106,7 @@ def _update(optimizer: LowBit, parameter: Tensor, group: Group, place: int) -> N
     state["step"] += 1
     number = int(state["step"])
     beta1, beta2 = group["betas"]
-    step = kernel.Step(
+    step = kernel.AdamWStep(
         number,
         _seed(number, place),
         float(group["lr"]),

@@ -141,7 +141,7 @@ def _tables(device: torch.device) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Step:
+class AdamWStep:
     """The numbers of one step of AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) on one tensor."""
 
     number: int  # from 1
@@ -154,7 +154,12 @@ class Step:
 
 
 def update(
-    parameter: Tensor, gradient: Tensor, first: Moment, second: Moment, step: Step, stochastic: bool
+    parameter: Tensor,
+    gradient: Tensor,
+    first: Moment,
+    second: Moment,
+    step: AdamWStep,
+    stochastic: bool,
 ) -> None:
     """Update a contiguous parameter and its moments in place, from a gradient of the same shape.
 

@@ -20,7 +20,7 @@ from te_models.errors import CheckpointError, UsageError
 from te_models.fp8.primary_weights import is_quantized, new_master, take_master
 from te_models.optim.adamw import AdamW, Update, has_kernel
 from te_models.optim.gradients import Gradients, Norm, chunks, clip_factor, gradient_norm, scale
-from te_models.optim.groups import Part
+from te_models.optim.groups import ParameterRows
 from te_models.optim.parameter_owners import Owners, placeholder
 from te_models.optim.state_tensors import (
     Group,
@@ -70,7 +70,7 @@ class MasterWeights:
         gradients: Gradients | None = None,
         norm: Norm = gradient_norm,
     ) -> None:
-        parts: list[Part] = [part for group in groups for part in group["params"]]
+        parts: list[ParameterRows] = [part for group in groups for part in group["params"]]
         self.kind = kind
         self.gradients = gradients or Gradients()
         self.norm = norm
@@ -89,7 +89,9 @@ class MasterWeights:
         ]
         masters = dict(zip(map(id, self.parameters), self.masters, strict=True))
         views = {part: part.of(masters[id(part.parameter)]) for part in parts}
-        self._views: dict[int, list[tuple[Part, Tensor]]] = {id(p): [] for p in self.parameters}
+        self._views: dict[int, list[tuple[ParameterRows, Tensor]]] = {
+            id(p): [] for p in self.parameters
+        }
         for part, view in views.items():
             self._views[id(part.parameter)].append((part, view))
         self.optimizers = build(

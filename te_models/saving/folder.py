@@ -48,7 +48,9 @@ from te_models.files.tensors import (
 )
 
 FORMAT_VERSION = 1
-Groups = Mapping[str, Mapping[str, Tensor]]  # file name without its suffix -> tensor name -> tensor
+TensorGroups = Mapping[
+    str, Mapping[str, Tensor]
+]  # file name without its suffix -> tensor name -> tensor
 MAX_SHARD_BYTES = 5 * 2**30
 MANIFEST = "manifest.json"
 INDEX = ".safetensors.index.json"
@@ -138,7 +140,7 @@ class Content:
 
 def save_folder(
     path: str | os.PathLike[str],
-    tensors: Groups,
+    tensors: TensorGroups,
     documents: Document,
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -238,7 +240,7 @@ def match(
         raise CheckpointError("the saved tensors do not fit; " + "; ".join(problems))
 
 
-def prepare(tensors: Groups, documents: Document) -> Content:
+def prepare(tensors: TensorGroups, documents: Document) -> Content:
     """Check the content to save, find tied tensors and render the documents; see `save_folder` for the arguments."""
     kept: dict[str, dict[str, Tensor]] = {}
     aliases: dict[str, dict[str, str]] = {}
@@ -398,7 +400,7 @@ def _read_groups(source: _Source, groups: Iterable[str]) -> dict[str, dict[str, 
 
 
 def _joined(
-    source: _Source, group: str, shards: Groups, weight_map: Mapping[str, str] | None
+    source: _Source, group: str, shards: TensorGroups, weight_map: Mapping[str, str] | None
 ) -> dict[str, Tensor]:
     """Return the tensors of a group from those of its files, which must agree with its index; ties included."""
     tensors = {name: tensor for members in shards.values() for name, tensor in members.items()}

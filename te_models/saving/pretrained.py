@@ -28,7 +28,7 @@ from te_models.interop.hf import hugging_face_documents, open_hugging_face, read
 from te_models.interop.hf_writing import VOCABULARIES, tokenizer_files, write_hugging_face
 from te_models.interop.hub import local_folder
 from te_models.interop.origin import MODEL_TYPE, TOKEN_IDS, TRAINED, Opened, Origin, read_own_config
-from te_models.interop.quantized import read_scheme
+from te_models.interop.quantized import read_storage
 from te_models.interop.te_checkpoint import te_files
 from te_models.model.decoder import Decoder
 from te_models.model.expert_parallel import stand_in
@@ -356,7 +356,7 @@ def adapter_folder(folder: str | Path) -> Path | None:
     return found if (found / ADAPTERS).is_file() and not (found / "config.json").exists() else None
 
 
-class Shape(NamedTuple):
+class SavedShape(NamedTuple):
     """Shape, saved recipe (None for a model of Hugging Face), dtype, and whether FP8 weights are saved."""
 
     config: ModelConfig
@@ -365,7 +365,7 @@ class Shape(NamedTuple):
     fp8_params: bool
 
 
-def read_shape(name: str | Path, overrides: Document | None = None) -> Shape:
+def read_shape(name: str | Path, overrides: Document | None = None) -> SavedShape:
     """Return the shape of the model that `from_pretrained(name)` loads; `overrides` are fields of the config.
 
     Raises:
@@ -376,15 +376,15 @@ def read_shape(name: str | Path, overrides: Document | None = None) -> Shape:
     with offering_older(folder):
         if documents is not None:
             told = read_description(folder, documents)
-            read_scheme(folder, documents["config"])
-            found = Shape(told.config, None, told.dtype, False)
+            read_storage(folder, documents["config"])
+            found = SavedShape(told.config, None, told.dtype, False)
         elif _is_te_folder(folder):
             source = open_te_folder(folder, read_json(folder / "config.json"))
-            found = Shape(source.config, source.recipe, source.dtype, False)
+            found = SavedShape(source.config, source.recipe, source.dtype, False)
         else:
             saved = load_folder(folder, ["config", "recipe"])
             config, dtype = read_own_config(folder / "config.json", saved.documents["config"])
-            found = Shape(
+            found = SavedShape(
                 config, read_recipe(saved), dtype, any(readable(folder).glob("fp8_weights*"))
             )
     return found._replace(config=_gated(found.config, overrides or {}))

@@ -20,7 +20,7 @@ from te_models.files.formats import Document, read_bytes
 from te_models.saving.folder import (
     MAX_SHARD_BYTES,
     Content,
-    Groups,
+    TensorGroups,
     load_folder,
     prepare,
     write_content,
@@ -66,7 +66,7 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        tensors: Groups,
+        tensors: TensorGroups,
         documents: Document,
         *,
         blocking: bool = True,
@@ -113,7 +113,7 @@ class Checkpoints:
         """Wait until the save under way, if any, no longer needs the tensors that it was given."""
         self._copied.wait()
 
-    def reserve(self, tensors: Groups, documents: Document) -> None:
+    def reserve(self, tensors: TensorGroups, documents: Document) -> None:
         """Allocate the host memory for background saves now, in a thread, so that the first one need not wait for it.
 
         It takes the arguments of `save`; values do not matter. Filling memory that was never written to costs more than
@@ -181,7 +181,7 @@ class Checkpoints:
         ]
 
     def _snapshot(
-        self, tensors: Groups, streams: Iterable[torch.cuda.Stream]
+        self, tensors: TensorGroups, streams: Iterable[torch.cuda.Stream]
     ) -> dict[str, dict[str, Tensor]]:
         """Copy tensors to reused host buffers, which are pinned where the source is on a CUDA device, on its stream."""
         if self._reserving is not None:

@@ -34,7 +34,7 @@ from te_models.model.expert_parallel import stand_in
 from te_models.model.tensor_parallel import gather_state, shard
 from te_models.saving.folder import (
     Content,
-    Groups,
+    TensorGroups,
     entry,
     finish_folder,
     prepare,
@@ -45,7 +45,7 @@ from te_models.saving.run_folder import MAX_FAILED_SAVES, Checkpoints
 
 _OPTIMIZER = re.compile(r"optimizer\.(masters|state)\.(\d+)")
 T = TypeVar("T")
-Plan = dict[
+FilePlan = dict[
     str, dict[str, int]
 ]  # group -> tensor name -> number of the file; process `number % world` writes it
 
@@ -76,7 +76,7 @@ class ShardedCheckpoints(Checkpoints):
     def save(
         self,
         step: int,
-        tensors: Groups,
+        tensors: TensorGroups,
         documents: Document,
         *,
         blocking: bool = True,
@@ -101,7 +101,7 @@ class ShardedCheckpoints(Checkpoints):
             self._note_failure(error)
         return path
 
-    def _save(self, path: Path, tensors: Groups, documents: Document) -> None:
+    def _save(self, path: Path, tensors: TensorGroups, documents: Document) -> None:
         content: list[Content] = []
 
         def plan() -> tuple[dict[str, dict[str, int]], object]:
@@ -137,9 +137,9 @@ class ShardedCheckpoints(Checkpoints):
 
             self.ranks.from_first(finish, SaveError)
 
-    def _assign_files(self, tensors: Groups, aliases: Document) -> Plan:
+    def _assign_files(self, tensors: TensorGroups, aliases: Document) -> FilePlan:
         """Assign the largest tensor first, each to the emptiest file, within the limit of a file's size."""
-        plan: Plan = {}
+        plan: FilePlan = {}
         for group, members in tensors.items():
             own = {
                 name: t.numel() * t.itemsize
@@ -164,7 +164,9 @@ class ShardedCheckpoints(Checkpoints):
         tensor = gather_state({name: tensor}, model.config, model.tp)[name]
         return model.ep.fetch(name, tensor, model.device)
 
-    def _write(self, folder: Path, plan: Plan, tensors: Groups, totals: dict[str, int]) -> Fields:
+    def _write(
+        self, folder: Path, plan: FilePlan, tensors: TensorGroups, totals: dict[str, int]
+    ) -> Fields:
         """Write this process's files, add each group's size to `totals`, return the manifest's entries of all files.
 
         The processes wait for each other's disks after each group, in the group of control messages: the next

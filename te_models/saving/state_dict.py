@@ -14,7 +14,7 @@ from te_models.fp8.scaling_state import gemms_of
 from te_models.model.decoder import Decoder
 from te_models.model.te_modules import own_weight
 
-State = dict[str, Any]  # of a module, by name: tensors, and what other programs put there
+StateDict = dict[str, Any]  # of a module, by name: tensors, and what other programs put there
 
 
 def save_tie_once(model: Decoder) -> None:
@@ -27,12 +27,12 @@ def save_tie_once(model: Decoder) -> None:
     model.register_load_state_dict_post_hook(_tie_again)
 
 
-def _leave_out_tie(model: nn.Module, state: State, prefix: str, metadata: object) -> None:
+def _leave_out_tie(model: nn.Module, state: StateDict, prefix: str, metadata: object) -> None:
     for inside in ("", "base_layer.", "original_module."):  # of peft's layer around it
         state.pop(f"{prefix}lm_head.{inside}weight", None)
 
 
-def _restore_tie(model: nn.Module, state: State, prefix: str, *others: object) -> None:
+def _restore_tie(model: nn.Module, state: StateDict, prefix: str, *others: object) -> None:
     if f"{prefix}embed_tokens.weight" in state:
         state[f"{prefix}lm_head.weight"] = state[f"{prefix}embed_tokens.weight"]
 
@@ -62,7 +62,7 @@ def keep_fp8_state(model: Decoder) -> None:
     model.register_load_state_dict_pre_hook(_read)
 
 
-def _write(model: Decoder, state: State, prefix: str, metadata: object) -> None:
+def _write(model: Decoder, state: StateDict, prefix: str, metadata: object) -> None:
     state.update(
         {prefix + name: value for name, value in extra_states(model.copied_fp8_state()).items()}
     )
@@ -71,7 +71,7 @@ def _write(model: Decoder, state: State, prefix: str, metadata: object) -> None:
             state[name] = plain(value)
 
 
-def _read(model: Decoder, state: State, prefix: str, *others: object) -> None:
+def _read(model: Decoder, state: StateDict, prefix: str, *others: object) -> None:
     """Read the FP8 state from a state_dict; an absent `_extra_state` counts as an empty one.
 
     safetensors, and so accelerate, saves no two tensors that share memory, as all empty ones do, and

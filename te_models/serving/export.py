@@ -37,9 +37,9 @@ from te_models.serving.formats import (
     E4M3_MAX,
     FORMATS,
     TINY,
-    Format,
-    Options,
+    ExportFormat,
     Parts,
+    WeightOptions,
     encode_blocks,
     static_scale,
 )
@@ -139,7 +139,7 @@ class _Writer:
         source: HuggingFaceFolder | None,
     ) -> None:
         self.model, self.name, self.format, self.source = model, format, FORMATS[format], source
-        self.modules = quantized_modules(model) if self.format.scheme else {}
+        self.modules = quantized_modules(model) if self.format.storage else {}
         self.weights: dict[str, str] = {}  # name of a weight to quantize -> name of its module
         for name in self.modules:
             linear = model.config.linears[name]
@@ -180,7 +180,7 @@ class _Writer:
 
     def _plain(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor of our parameter `name`, which is not quantized, in the dtype to write."""
-        exact = self.format.scheme is not None or name.endswith(
+        exact = self.format.storage is not None or name.endswith(
             ".expert_bias"
         )  # rounded, it chooses other experts
         return tensor if exact else tensor.to(torch.bfloat16)
@@ -188,7 +188,7 @@ class _Writer:
     def _config(self, config: Document) -> Fields:
         """Return the config.json of the folder, with what servers read of the model and transformers does not."""
         config = {**family_of(config).served(self.model.config), **config}
-        if self.format.scheme is None:
+        if self.format.storage is None:
             return {
                 key: "bfloat16" if key in ("dtype", "torch_dtype") else value
                 for key, value in config.items()
@@ -281,7 +281,7 @@ class _Writer:
                 }
         return encode_blocks(values, self._options(ours))
 
-    def _options(self, ours: str) -> Options:
+    def _options(self, ours: str) -> WeightOptions:
         """Return the options by which a weight's recipe quantizes it; those of the model's where it is in BF16."""
         recipe = self.model.precision.recipe_of(ours) or self.model.recipe
         fields = recipe.fields
@@ -291,7 +291,7 @@ class _Writer:
             "NVFP4BlockScaling": not fields.get("disable_2d_quantization"),
         }
         power_of_2 = blockwise and not fields["use_f32_scales"]
-        return Options(recipe.scheme, power_of_2, square.get(recipe.scheme, False))
+        return WeightOptions(recipe.scheme, power_of_2, square.get(recipe.scheme, False))
 
 
 def _rows(parts: Parts, place: Place) -> Parts:
@@ -309,7 +309,7 @@ def _rows(parts: Parts, place: Place) -> Parts:
 
 def _input_scales(
     model: Decoder,
-    format: Format,
+    format: ExportFormat,
     modules: Mapping[str, nn.Module],
     calibration: Tensor | Iterable[Tensor] | None,
     source: HuggingFaceFolder | None,

@@ -27,7 +27,7 @@ from te_models.interop.quantized import (
     MXFP8,
     NVFP4,
     TENSOR,
-    Scheme,
+    WeightStorage,
 )
 from te_models.numerics import casts
 from te_models.numerics.blocks import block_amax, cast_fp8_blocks, merge_blocks, split_blocks
@@ -46,7 +46,7 @@ Parts = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Options:
+class WeightOptions:
     """The way a recipe quantizes its weights, which the format of the same kind follows.
 
     Attributes:
@@ -61,31 +61,31 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Format:
+class ExportFormat:
     """One format of `CausalLM.export`.
 
     Attributes:
-        scheme: the storage of its weights; None for plain ones.
+        storage: of its weights; None for plain ones.
         config: the names of the modules that stay unquantized -> quantization_config.
         columns: the inputs of a linear must be a multiple of this.
         static: the name of the tensor with the static scale of the input of each linear; "" if there is none.
         encode: quantizes a weight row by row; None for blocks of several rows, which `encode_blocks` quantizes.
     """
 
-    scheme: Scheme | None
+    storage: WeightStorage | None
     config: Callable[[list[str]], Fields]
     columns: int = 1
     static: str = ""
-    encode: Callable[[Tensor, Options], Parts] | None = None
+    encode: Callable[[Tensor, WeightOptions], Parts] | None = None
 
 
-def encode_tensor(weight: Tensor, options: Options) -> Parts:
+def encode_tensor(weight: Tensor, options: WeightOptions) -> Parts:
     """Return E4M3 data of a weight [out, in] and its one scale, FP32 []."""
     scale = scale_of(casts.amax(weight))
     return {"weight": divided(weight, scale), "weight_scale": scale}
 
 
-def encode_channels(weight: Tensor, options: Options) -> Parts:
+def encode_channels(weight: Tensor, options: WeightOptions) -> Parts:
     """Return E4M3 data of a weight [out, in] and its scales, FP32 [out, 1]."""
     scale = scale_of(block_amax(weight, (1, weight.shape[1])))
     return {"weight": divided(weight, scale), "weight_scale": scale}
@@ -106,7 +106,7 @@ def divided(weight: Tensor, scale: Tensor) -> Tensor:
     return (weight.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
-def encode_blocks(weight: Tensor, options: Options) -> Parts:
+def encode_blocks(weight: Tensor, options: WeightOptions) -> Parts:
     """Return E4M3 data of a weight [out, in] and the inverse scales of its 128 x 128 blocks, FP32.
 
     transformers 5.23 derives the size of a block from the shapes, as rows / rows of scales. In a dimension that is not
@@ -126,7 +126,7 @@ def encode_blocks(weight: Tensor, options: Options) -> Parts:
     return {"weight": data.view(E4M3), "weight_scale_inv": scale.reciprocal()}
 
 
-def encode_mxfp8(weight: Tensor, options: Options) -> Parts:
+def encode_mxfp8(weight: Tensor, options: WeightOptions) -> Parts:
     """Return E4M3 data of a weight [out, in] and its scale bytes, uint8 [out, in / 32].
 
     An amax of 448 times a power of two gets the next larger scale from compressed-tensors, not from Transformer Engine.
@@ -147,7 +147,7 @@ def encode_mxfp8(weight: Tensor, options: Options) -> Parts:
     return {"weight": data.view(E4M3), "weight_scale": scale.contiguous()}
 
 
-def encode_nvfp4(weight: Tensor, options: Options, whole: Tensor | None = None) -> Parts:
+def encode_nvfp4(weight: Tensor, options: WeightOptions, whole: Tensor | None = None) -> Parts:
     """Return packed data of a weight [out, in], uint8 [out, in / 2], E4M3 scales [out, in / 16] and the divisor [1].
 
     `whole` is the divisor; None: that of the weight. compressed-tensors and Transformer Engine round where these
@@ -219,9 +219,9 @@ def _compressed_config(
 
 _GROUP_32 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 _GROUP_16 = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
-FORMATS: dict[str, Format] = {
-    "fp8-block": Format(BLOCK, _block_config),
-    "fp8-tensor": Format(
+FORMATS: dict[str, ExportFormat] = {
+    "fp8-block": ExportFormat(BLOCK, _block_config),
+    "fp8-tensor": ExportFormat(
         TENSOR,
         lambda ignored: {
             "quant_method": "fp8",
@@ -231,29 +231,29 @@ FORMATS: dict[str, Format] = {
         static="input_scale",
         encode=encode_tensor,
     ),
-    "fp8-channel": Format(
+    "fp8-channel": ExportFormat(
         CHANNEL,
         _compressed_config("float-quantized", {"strategy": "channel"}, {"strategy": "token"}),
         encode=encode_channels,
     ),
-    "mxfp8": Format(
+    "mxfp8": ExportFormat(
         MXFP8,
         _compressed_config("mxfp8-quantized", _GROUP_32, _GROUP_32),
         columns=32,
         encode=encode_mxfp8,
     ),
-    "nvfp4": Format(
+    "nvfp4": ExportFormat(
         NVFP4,
         _compressed_config("nvfp4-pack-quantized", _GROUP_16, {**_GROUP_16, "dynamic": "local"}),
         columns=16,
         static="input_global_scale",
         encode=encode_nvfp4,
     ),
-    "bf16": Format(None, lambda ignored: {}),
+    "bf16": ExportFormat(None, lambda ignored: {}),
 }
 
 
-def static_scale(format: Format, amax: float) -> Tensor:
+def static_scale(format: ExportFormat, amax: float) -> Tensor:
     """Return the stored scale of an input whose largest magnitude is `amax`."""
     if not 0 < amax < float("inf"):
         raise UsageError(

@@ -13,24 +13,24 @@ from torch import Tensor
 
 from te_models.interop.hf import HuggingFaceFolder, hugging_face_documents, open_hugging_face
 from te_models.interop.origin import Origin
-from te_models.interop.quantized import dequantize, read_scheme
+from te_models.interop.quantized import dequantize, read_storage
 from te_models.interop.tensor_places import tensor_places
 from te_models.model.decoder import Decoder
-from te_models.serving.formats import Format, Parts
+from te_models.serving.formats import ExportFormat, Parts
 
 
 @contextmanager
-def source_in(format: Format, origin: Origin) -> Iterator[HuggingFaceFolder | None]:
+def source_in(format: ExportFormat, origin: Origin) -> Iterator[HuggingFaceFolder | None]:
     """Open the folder that a model was read from, if its weights are stored in `format`; else give None."""
     documents = (
         None
-        if origin.folder is None or format.scheme is None
+        if origin.folder is None or format.storage is None
         else hugging_face_documents(origin.folder)
     )
     if (
         origin.folder is None
         or documents is None
-        or read_scheme(origin.folder, documents["config"]) != format.scheme
+        or read_storage(origin.folder, documents["config"]) != format.storage
     ):
         yield None
     else:
@@ -39,7 +39,7 @@ def source_in(format: Format, origin: Origin) -> Iterator[HuggingFaceFolder | No
 
 
 def stored_inputs(
-    folder: HuggingFaceFolder | None, model: Decoder, format: Format
+    folder: HuggingFaceFolder | None, model: Decoder, format: ExportFormat
 ) -> dict[str, Tensor]:
     """Return the static scale of the input of each of our modules, that of the largest input of its parts."""
     if folder is None:
@@ -67,7 +67,7 @@ def kept_parts(
 
     `values` are the weights [out, in] by their names, which servers fuse: one scale of all is one number.
     """
-    if folder is None or folder.stored.scheme is None:
+    if folder is None or folder.stored.storage is None:
         return list(made)
     found: list[Parts] = []
     for (name, weight), parts in zip(values.items(), made, strict=True):
@@ -75,8 +75,8 @@ def kept_parts(
         if name not in folder.stored.scales or not all(map(folder.has, stored.values())):
             return list(made)
         tensors = {part: folder.read(tensor) for part, tensor in stored.items()}
-        data = tensors[folder.stored.scheme.data]
-        own = dequantize(folder.stored.scheme, data, folder.stored.scales[name]).to(weight.dtype)
+        data = tensors[folder.stored.storage.data]
+        own = dequantize(folder.stored.storage, data, folder.stored.scales[name]).to(weight.dtype)
         shared = all(
             torch.equal(found[0][part], tensors[part])
             for part in parts

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from te_models.interop.hf import HuggingFaceFolder
-from te_models.interop.quantized import CHANNEL, GLOBAL_SCALE, MXFP8, NVFP4, Scheme, dequantize
+from te_models.interop.quantized import (
+    CHANNEL,
+    GLOBAL_SCALE,
+    MXFP8,
+    NVFP4,
+    WeightStorage,
+    dequantize,
+)
 from te_models.model.decoder import Decoder
 from te_models.numerics import casts
 from te_models.numerics.blocks import block_amax, merge_blocks, split_blocks
@@ -22,7 +29,7 @@ from te_models.numerics.formats import DType
 from te_models.saving.pretrained import open_model
 from te_models.serving.formats import (
     E4M3_MAX,
-    Options,
+    WeightOptions,
     encode_channels,
     encode_mxfp8,
     encode_nvfp4,
@@ -37,7 +44,7 @@ class ServedLinear(nn.Module):
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, scheme: Scheme, static: Tensor | None
+        self, weight: Tensor, bias: Tensor | None, scheme: WeightStorage, static: Tensor | None
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
@@ -81,7 +88,7 @@ def _static(x: Tensor, static: Tensor | None) -> Tensor:
 
 
 def _per_token(x: Tensor, static: Tensor | None) -> Tensor:
-    made = encode_channels(x, Options())
+    made = encode_channels(x, WeightOptions())
     return dequantize(CHANNEL, made["weight"], made["weight_scale"])
 
 
@@ -97,18 +104,18 @@ def _per_group(x: Tensor, static: Tensor | None) -> Tensor:
 
 
 def _mxfp8(x: Tensor, static: Tensor | None) -> Tensor:
-    made = encode_mxfp8(x, Options("MXFP8BlockScaling"))
+    made = encode_mxfp8(x, WeightOptions("MXFP8BlockScaling"))
     return dequantize(MXFP8, made["weight"], e8m0_to_float(made["weight_scale"]))
 
 
 def _nvfp4(x: Tensor, static: Tensor | None) -> Tensor:
-    made = encode_nvfp4(x, Options(), whole=static)
+    made = encode_nvfp4(x, WeightOptions(), whole=static)
     return dequantize(
         NVFP4, made["weight_packed"], made["weight_scale"].float() / made[GLOBAL_SCALE]
     )
 
 
-# Scheme.activations -> a function of x, FP32 [N, in], and the static scale, that returns the dequantized input.
+# WeightStorage.activations -> a function of x, FP32 [N, in], and the static scale, that returns the dequantized input.
 INPUTS = {
     "none": _as_it_is,
     "static": _static,
@@ -128,12 +135,12 @@ def read_served(folder: str | Path, device: torch.device | str) -> Decoder:
     """
     options = dict(recipe="bf16", engine="emulated", device=device, compile=False, fused=False)
     with open_model(Decoder, Path(folder), options) as (model, opened):
-        if isinstance(opened, HuggingFaceFolder) and opened.stored.scheme is not None:
-            _replace_linears(model, opened, opened.stored.scheme)
+        if isinstance(opened, HuggingFaceFolder) and opened.stored.storage is not None:
+            _replace_linears(model, opened, opened.stored.storage)
     return model.eval()
 
 
-def _replace_linears(model: Decoder, opened: HuggingFaceFolder, scheme: Scheme) -> None:
+def _replace_linears(model: Decoder, opened: HuggingFaceFolder, scheme: WeightStorage) -> None:
     """Replace the linears of quantized weights."""
     places = {name: place for name, place in opened.places.items() if name in opened.stored.scales}
     owners = {place.name for place in places.values()}

@@ -22,7 +22,7 @@ from torch import Tensor
 from te_models.adapters.layers import LoraExperts, LoraLinear
 from te_models.adapters.rows import (
     AdaptedRows,
-    Rows,
+    NamedRows,
     hide_rows,
     place_rows,
     show_rows,
@@ -424,7 +424,7 @@ def _resolved(
     config.task_type = None
     config._register_custom_module(
         {
-            Rows: LoraLinear,
+            NamedRows: LoraLinear,
             AdaptedRows: LoraLinear,
             model.te.Linear: LoraLinear,
             model.te.GroupedLinear: LoraExperts,

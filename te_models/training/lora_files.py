@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from te_models.adapters.layers import LoraLinear
-from te_models.adapters.rows import Rows, without_layers
+from te_models.adapters.rows import NamedRows, without_layers
 from te_models.causal_lm import CausalLM
 from te_models.errors import CheckpointError, UsageError, needs
 from te_models.files.atomic import reraising
@@ -194,7 +194,7 @@ def adapters_in(model: CausalLM, adapter_name: str) -> dict[str, Wanted]:
     found = {}
     for name, layer in layers_in(model, adapter_name).items():
         base = layer.get_base_layer()
-        place = base.place if isinstance(base, Rows) else modules.ours[name]
+        place = base.place if isinstance(base, NamedRows) else modules.ours[name]
         found[name] = Wanted(place, layer.r[adapter_name], layer.scaling[adapter_name])
     return found
 

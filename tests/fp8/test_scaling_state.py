@@ -10,7 +10,7 @@ import te_models.engine.emulated as emulated
 from te_models import CausalLM, get_recipe
 from te_models.config.recipe import Recipe
 from te_models.fp8 import calibration
-from te_models.fp8.calibration import Measurement, Scaling, unmeasured
+from te_models.fp8.calibration import Measurement, ModuleScaling, unmeasured
 from te_models.fp8.precision import take_scales
 from te_models.fp8.scaling_state import (
     convert_scales,
@@ -183,7 +183,7 @@ def measured(x: list[Tensor], weights: list[Tensor] | None = None) -> tuple[nn.M
     with found.running():
         for one in x:
             found.backward(linear(one).sum())
-    found.set_scales([Scaling(recipe, built, None)])
+    found.set_scales([ModuleScaling(recipe, built, None)])
     return linear, delayed_states(linear)[".scaling_fwd"]
 
 
@@ -236,7 +236,7 @@ def test_amaxes_of_other_processes_count_where_the_recipe_reduces_them(
     linear = emulated.Linear(32, 32, bias=False, device="cpu")
     found = Measurement([linear], torch.device("cpu"))
     found.amaxes[0][0, 0] = 0.5
-    found.set_scales([Scaling(recipe, recipe.build(emulated), None)])
+    found.set_scales([ModuleScaling(recipe, recipe.build(emulated), None)])
     expected = 1.5 if reduces else 0.5
     assert delayed_states(linear)[".scaling_fwd"].amax_history[-1, 0] == expected
 
@@ -249,5 +249,5 @@ def test_an_amax_of_the_step_in_progress_is_kept() -> None:
     state.amax_history[0, 0] = 4.0
     found = Measurement([linear], torch.device("cpu"))
     found.amaxes[0][0, 0] = 0.5
-    found.set_scales([Scaling(recipe, recipe.build(emulated), None)])
+    found.set_scales([ModuleScaling(recipe, recipe.build(emulated), None)])
     assert state.amax_history[-1, 0] == 4.0 and state.scale[0] == 112.0

@@ -19,7 +19,14 @@ from te_models.cli import main
 from te_models.data.tokenizer import ByteTokenizer
 from te_models.errors import CheckpointError
 from te_models.fp8.primary_weights import is_quantized, quantized_weights
-from te_models.interop.quantized import BLOCK, CHANNEL, NVFP4, Scheme, dequantize, read_scheme
+from te_models.interop.quantized import (
+    BLOCK,
+    CHANNEL,
+    NVFP4,
+    WeightStorage,
+    dequantize,
+    read_storage,
+)
 from te_models.optim import build_optimizer
 
 pytest.importorskip("compressed_tensors")
@@ -416,7 +423,7 @@ def test_a_block_larger_than_the_weight_takes_no_more_memory() -> None:
 
 
 @pytest.mark.parametrize("scheme", [CHANNEL, NVFP4], ids=["E4M3", "E2M1"])
-def test_every_code_under_every_scale(scheme: Scheme) -> None:
+def test_every_code_under_every_scale(scheme: WeightStorage) -> None:
     """From FP32's smallest subnormal to its largest number: the product in FP64, rounded to FP32."""
     exponents = torch.arange(-149, 128).double()
     scales = torch.cat(
@@ -464,7 +471,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_other_quantization_has_one_clear_line(case: str, tmp_path: Path) -> None:
     config, message = REFUSED[case]
     with pytest.raises(CheckpointError, match=message) as found:
-        read_scheme(tmp_path, dict(quantization_config=config))
+        read_storage(tmp_path, dict(quantization_config=config))
     text = str(found.value)
     assert "\n" not in text and len(text) < 400 and "take it out" not in text
 

@@ -27,7 +27,7 @@ from te_models.kernels.grouped_linear_triton import (
     in_fp8,
 )
 from te_models.kernels.groups import Groups
-from te_models.kernels.joint_experts_triton import Experts, Projection, experts_in_fp8
+from te_models.kernels.joint_experts_triton import JointExperts, Projection, experts_in_fp8
 
 # A tile may contain rows that are not stored, of which the interpreter warns where they are not finite.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
@@ -286,7 +286,7 @@ def test_the_bits_of_the_operations_one_by_one(case: Case) -> None:
             else:
                 kept = own.cast(cast_of.of_weights, turn=case.turned)
                 sides.append(Projection(cast_of, kept, own.at, *sizes, own.tensors, bias))
-        how = Experts(groups, route if case.routed else None, activation, *sides)
+        how = JointExperts(groups, route if case.routed else None, activation, *sides)
         return experts_in_fp8(x, gates if case.routed else None, how)
 
     leaves = [x, *([gates] if case.routed else []), *([] if case.frozen else trained)]

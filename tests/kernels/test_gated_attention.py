@@ -15,9 +15,9 @@ from te_models.kernels.dispatch import PLAIN as PLAIN_KERNELS
 from te_models.kernels.dispatch import get_kernels
 from te_models.kernels.gated_attention import (
     PLAIN,
+    AttentionSetting,
     Operations,
     Rotation,
-    Setting,
     attention_core,
     split_heads,
 )
@@ -49,10 +49,12 @@ def tables(dim: int, dtype: torch.dtype, per_row: bool) -> tuple[torch.Tensor, t
     return angle.cos(), angle.sin()
 
 
-def setting(batch: int, seq: int, heads: Heads, cos: Any, sin: Any, **options: Any) -> Setting:
+def setting(
+    batch: int, seq: int, heads: Heads, cos: Any, sin: Any, **options: Any
+) -> AttentionSetting:
     """A setting whose queries and keys turn by the same tables."""
     turn = None if cos is None else Rotation(cos, sin)
-    return Setting(batch, batch * seq, heads, turn, turn, **options)
+    return AttentionSetting(batch, batch * seq, heads, turn, turn, **options)
 
 
 def written_out(qkvg: torch.Tensor, cos: Any, sin: Any, heads: Heads) -> torch.Tensor:
@@ -205,7 +207,7 @@ def check(name: str, ops: Operations, dtype: torch.dtype) -> None:
         query_turn = Rotation(scales.expand(-1, kind.heads.dim), torch.zeros(SEQ, kind.heads.dim))
     elif turn is not None:
         query_turn = turn._replace(cos=turn.cos * scales, sin=turn.sin * scales)
-    own = Setting(
+    own = AttentionSetting(
         BATCH, BATCH * SEQ, kind.heads, query_turn, turn, eps=EPS, zero_centered=kind.zero_centered,
         scale=kind.scale, softplus=kind.softplus, ops=ops,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_models import CausalLM
 from te_models.kernels.elementwise import cross_entropy
-from te_models.kernels.lm_head import Kernel, linear_cross_entropy, loss_and_gradient
+from te_models.kernels.lm_head import LossKernel, linear_cross_entropy, loss_and_gradient
 
 DTYPES = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 2**-8}
 
@@ -145,7 +145,7 @@ def test_a_kernel_may_write_over_the_logits(chunk: int | None) -> None:
 
 
 @pytest.mark.parametrize("kernel", [loss_and_gradient, over_the_logits])
-def test_one_chunk_of_logits_exists_at_a_time(kernel: Kernel) -> None:
+def test_one_chunk_of_logits_exists_at_a_time(kernel: LossKernel) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
 
     def watched(logits: torch.Tensor, *arguments: Any) -> Any:

@@ -13,7 +13,7 @@ from te_models.cli.export import export
 from te_models.errors import UsageError
 from te_models.interop.quantized import GLOBAL_SCALE
 from te_models.serving.export import TOO_LARGE
-from te_models.serving.formats import FORMATS, Options, Parts, encode_blocks, static_scale
+from te_models.serving.formats import FORMATS, Parts, WeightOptions, encode_blocks, static_scale
 from te_models.serving.served import INPUTS
 
 TINY = 2.0**-126  # the smallest normal number
@@ -25,7 +25,7 @@ SCHEMES = {
     "nvfp4": ("none", "NVFP4BlockScaling"),
 }
 OPTIONS = [
-    (format, Options(scheme, power_of_2, square))
+    (format, WeightOptions(scheme, power_of_2, square))
     for format, schemes in SCHEMES.items()
     for scheme in schemes
     for power_of_2 in ([False, True] if scheme == "Float8BlockScaling" else [False])
@@ -65,7 +65,7 @@ def decoded(format: str, parts: Parts, shape: tuple[int, int]) -> Tensor:
     return data * scale
 
 
-def encode(format: str, weight: Tensor, options: Options) -> Parts:
+def encode(format: str, weight: Tensor, options: WeightOptions) -> Parts:
     function = FORMATS[format].encode
     return encode_blocks(weight, options) if function is None else function(weight, options)
 
@@ -79,7 +79,9 @@ def bound(format: str, x: Tensor, amax: float) -> Tensor:
 
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("format", "options"), OPTIONS, ids=str)
-def test_every_magnitude_comes_back(format: str, options: Options, source: torch.dtype) -> None:
+def test_every_magnitude_comes_back(
+    format: str, options: WeightOptions, source: torch.dtype
+) -> None:
     for amax in LARGEST:
         weight = (torch.outer(torch.tensor([1.0, 0.5, 1e-3, 0.0]), SHAPE).double() * amax).to(
             source
@@ -99,9 +101,9 @@ def test_every_magnitude_comes_back(format: str, options: Options, source: torch
 def test_blocks_of_other_magnitudes_are_left_alone(format: str) -> None:
     """A tensor whose blocks lie far apart: each is what it is alone, save NVFP4's, which share a scale."""
     weight = torch.cat([SHAPE.repeat(128, 1) * amax for amax in (1e-44, 1e-40, 1e-37, 1.0, 1e37)])
-    found = decoded(format, encode(format, weight, Options()), (640, 128))
+    found = decoded(format, encode(format, weight, WeightOptions()), (640, 128))
     for part, whole in zip(weight.split(128), found.split(128), strict=True):
-        alone = decoded(format, encode(format, part, Options()), (128, 128))
+        alone = decoded(format, encode(format, part, WeightOptions()), (128, 128))
         if format == "nvfp4":
             assert (whole.abs() <= part.abs().amax() * (1 + 1 / 16) + 1e37 / 2688 * 2.0**-9).all()
         else:
@@ -150,11 +152,11 @@ def test_a_weight_that_no_format_holds_is_refused(value: float, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "options", [Options(), Options("Float8BlockScaling", power_of_2=True)], ids=str
+    "options", [WeightOptions(), WeightOptions("Float8BlockScaling", power_of_2=True)], ids=str
 )
 @pytest.mark.parametrize("shape", [(200, 256), (256, 200), (200, 200), (100, 256), (256, 256)])
 def test_blocks_of_a_size_that_is_no_multiple_of_128(
-    shape: tuple[int, int], options: Options
+    shape: tuple[int, int], options: WeightOptions
 ) -> None:
     """Blocks along a dimension that is not a multiple share the scale of the largest; others have their own."""
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -179,9 +181,9 @@ def test_blocks_of_a_size_that_is_no_multiple_of_128(
 )
 def test_rows_that_fill_no_block_have_no_padding(format: str, scheme: str) -> None:
     weight = torch.randn(37, 64, generator=torch.Generator().manual_seed(0))
-    parts = encode(format, weight, Options(scheme))
+    parts = encode(format, weight, WeightOptions(scheme))
     assert all(len(tensor) == 37 for tensor in parts.values() if tensor.dim() > 1)
-    padded = encode(format, torch.cat([weight, torch.zeros(27, 64)]), Options(scheme))
+    padded = encode(format, torch.cat([weight, torch.zeros(27, 64)]), WeightOptions(scheme))
     assert torch.equal(decoded(format, parts, (37, 64)), decoded(format, padded, (64, 64))[:37])
 
 
@@ -191,7 +193,7 @@ def test_a_block_scale_of_nvfp4_that_rounds_to_zero_is_an_eighth() -> None:
     weight[:, 16:32] *= 2.0**-17  # 2^-17 / 6 * 2688 = 2^-8.2, which E4M3 holds
     weight[:, 32:48] *= 2.0**-20  # 2^-11.2, less than half of its smallest number
     weight[:, 48:] = 0
-    parts = encode("nvfp4", weight, Options())
+    parts = encode("nvfp4", weight, WeightOptions())
     assert parts["weight_scale"].float().tolist() == [[448.0, 2.0**-8, 0.125, 0.125]]
     assert (decoded("nvfp4", parts, (1, 64))[:, 32:] == 0).all()
 
@@ -205,4 +207,4 @@ def test_every_format_is_named_to_the_user_and_can_be_served_here() -> None:
             CausalLM.export.__doc__
         )
         assert f"\n| `{name}` | `weight" in guide, "the table of formats in detail"
-        assert format.scheme is None or format.scheme.activations in INPUTS
+        assert format.storage is None or format.storage.activations in INPUTS

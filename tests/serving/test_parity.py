@@ -14,7 +14,7 @@ from te_models import CausalLM, ModelConfig
 from te_models.cli import main
 from te_models.config.moe import MoEConfig
 from te_models.errors import UsageError
-from te_models.interop.quantized import BLOCK, CHANNEL, MXFP8, NVFP4, Scheme
+from te_models.interop.quantized import BLOCK, CHANNEL, MXFP8, NVFP4, WeightStorage
 from te_models.model import recipe_fit
 from te_models.model.decoder import Decoder
 from te_models.serving.formats import FORMATS
@@ -104,7 +104,7 @@ def test_inputs_are_quantized_per_group_and_with_static_scales() -> None:
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("scheme", [CHANNEL, MXFP8, NVFP4, BLOCK], ids=lambda s: s.activations)
-def test_a_product_is_rounded_once(scheme: Scheme, biased: bool) -> None:
+def test_a_product_is_rounded_once(scheme: WeightStorage, biased: bool) -> None:
     """In FP64: of BF16 inputs, after their quantization, and with the bias inside."""
     weight, bias = torch.randn(64, 128), torch.randn(64) * 30 if biased else None
     static, x = torch.tensor(1.0), torch.randn(40, 128).bfloat16()
@@ -120,7 +120,7 @@ def test_a_product_is_rounded_once(scheme: Scheme, biased: bool) -> None:
 @pytest.mark.parametrize(
     "scheme", [CHANNEL, MXFP8, NVFP4, BLOCK], ids=lambda scheme: scheme.activations
 )
-def test_an_expert_without_tokens_adds_no_row(scheme: Scheme) -> None:
+def test_an_expert_without_tokens_adds_no_row(scheme: WeightStorage) -> None:
     """As most have in a model of many experts."""
     linears = [ServedLinear(torch.randn(32, 64), None, scheme, torch.tensor(1.0)) for _ in range(3)]
     x = torch.randn(5, 64)

@@ -127,7 +127,7 @@ class autocast:
         self._enabled = enabled
         self._recipe = recipe
         self._amax_reduction_group = amax_reduction_group
-        self._saved: Fields | None = None
+        self._saved: AutocastFields | None = None
 
     def __enter__(self) -> autocast:
         again = "autocast context manager cannot be entered more than once concurrently"
@@ -165,10 +165,10 @@ class autocast:
                 state.scales.discard_amaxes()
 
 
-Fields = tuple[bool, Recipe | None, ProcessGroup | None, bool]
+AutocastFields = tuple[bool, Recipe | None, ProcessGroup | None, bool]
 
 
-def _autocast_fields(state: FP8GlobalState) -> Fields:
+def _autocast_fields(state: FP8GlobalState) -> AutocastFields:
     return (
         state.fp8_enabled,
         state.fp8_recipe,
@@ -177,7 +177,7 @@ def _autocast_fields(state: FP8GlobalState) -> Fields:
     )
 
 
-def _set_autocast_fields(state: FP8GlobalState, values: Fields) -> None:
+def _set_autocast_fields(state: FP8GlobalState, values: AutocastFields) -> None:
     state.fp8_enabled, state.fp8_recipe, state.fp8_distributed_group, state.is_first_fp8_module = (
         values
     )

@@ -27,15 +27,15 @@ from te_models.numerics.quantizers import (
 from te_models.numerics.tensors import (
     Float8TensorStorage,
     FP8Matrix,
+    MaybeQuantized,
     QuantizedTensorStorage,
-    Value,
     as_matrix,
 )
 
 _TINY = 2.0**-64  # of smaller amaxes scales may overflow
 
 
-def scale(x: Value, quantizer: Quantizer) -> np.float32 | None:
+def scale(x: MaybeQuantized, quantizer: Quantizer) -> np.float32 | None:
     """Return the scale with which `product` casts x [..., K]; None where quantizers.py and gemm.py have to serve."""
     if isinstance(x, QuantizedTensorStorage) or not on_host(x):
         return None

@@ -27,9 +27,9 @@ from te_models.engine.emulated.short_rows import are_short, full_rows, multiply
 from te_models.errors import require
 from te_models.numerics.quantizers import Quantizer
 from te_models.numerics.tensors import (
+    MaybeQuantized,
     QuantizedTensor,
     QuantizedTensorStorage,
-    Value,
     as_matrix,
     pad_to,
 )
@@ -101,7 +101,7 @@ class _Linear(torch.autograd.Function):
 
 def product(
     weight: Tensor, inp: Tensor, bias: Tensor | None, call: Call, wgrad: bool, dgrad: bool
-) -> tuple[Tensor, Value, Value]:
+) -> tuple[Tensor, MaybeQuantized, MaybeQuantized]:
     """Return this rank's product [T, O], and the input and the weight as they were multiplied."""
     parallel = call.parallel
     with no_autocast(inp):
@@ -162,7 +162,7 @@ def gradients(ctx: Context, call: Call, grad: Tensor) -> tuple[Tensor | None, ..
         return _plain_backward(ctx, call, grad)
 
 
-def _high_precision(value: Value, dtype: torch.dtype) -> Tensor:
+def _high_precision(value: MaybeQuantized, dtype: torch.dtype) -> Tensor:
     if isinstance(value, QuantizedTensorStorage):
         return value.dequantize(dtype=dtype)
     return value if value.dtype == dtype else value.to(dtype)
@@ -195,7 +195,13 @@ def fp8_weight(weight: Tensor, call: Call, how: Quantizers, dgrad: bool) -> Quan
 
 
 def save(
-    ctx: Context, inp: Tensor, x: Value, weight: Tensor, w: Value, wgrad: bool, dgrad: bool
+    ctx: Context,
+    inp: Tensor,
+    x: MaybeQuantized,
+    weight: Tensor,
+    w: MaybeQuantized,
+    wgrad: bool,
+    dgrad: bool,
 ) -> None:
     """Save the operands for backward: FP8 data and scales where they are quantized."""
     call: Call = ctx.call
@@ -221,7 +227,7 @@ def save(
     ctx.save_for_backward(*tensors)
 
 
-def _restore(ctx: Context) -> list[Value]:
+def _restore(ctx: Context) -> list[MaybeQuantized]:
     """Return the input and the weight that `_save` saved."""
     tensors = ctx.saved_tensors
     found = []

@@ -35,14 +35,14 @@ from te_models.numerics.tensors import (
     MX_BLOCK,
     Float8BlockwiseQTensorStorage,
     Float8TensorStorage,
+    MaybeQuantized,
     MXFP8TensorStorage,
     QuantizedTensorStorage,
-    Value,
     pad_to,
 )
 
 MODES = (None, "row", "column")
-T = TypeVar("T", bound=Value)
+T = TypeVar("T", bound=MaybeQuantized)
 _PER_TENSOR = (Float8Quantizer, Float8CurrentScalingQuantizer)
 
 
@@ -87,7 +87,7 @@ class Parallelism(NamedTuple):
             quantizer.set_usage(rowwise=not columnwise, columnwise=columnwise)
         return _gather(x, quantizer, self.group)
 
-    def gather_gradient(self, dy: Value, quantizer: Quantizer | None = None) -> Any:
+    def gather_gradient(self, dy: MaybeQuantized, quantizer: Quantizer | None = None) -> Any:
         """Return dy of all ranks [T, O], quantized if there is a quantizer."""
         if self.gathers_gradient:
             return _gather(dy, quantizer, self.group)
