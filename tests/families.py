@@ -768,6 +768,49 @@ FAMILY_CASES["lfm2_moe"] = {
         attention=dict(layer_types=[FULL] * 3),
     ),
 }
+LINEAR_LAYER = "linear_attention"
+_MAMBA: dict[str, Any] = dict(
+    mamba_n_heads=4,
+    mamba_d_head=24,
+    mamba_n_groups=2,
+    mamba_d_state=10,
+    mamba_expand=2,
+    layer_types=[LINEAR_LAYER, FULL, LINEAR_LAYER],
+)
+_GRANITE4: dict[str, Any] = dict(
+    **_MAMBA,
+    shared_intermediate_size=28,
+    embedding_multiplier=3.0,
+    residual_multiplier=0.4,
+    logits_scaling=3.0,
+    attention_multiplier=0.1,
+)
+FAMILY_CASES["granitemoehybrid"] = {
+    **_experts(
+        _GRANITE4,
+        "num_local_experts",
+        "one-key",
+        "untied",
+        odd=dict(
+            hidden_size=36,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            head_dim=12,
+            intermediate_size=28,
+            mamba_n_heads=6,
+            mamba_d_head="auto",
+            mamba_n_groups=3,
+            mamba_d_conv=3,
+        ),
+        rope=dict(position_embedding_type="rope", rope_parameters=LLAMA3),
+        biases=dict(mamba_proj_bias=True, mamba_conv_bias=False, attention_bias=True),
+        gelu=dict(hidden_act="gelu", tie_word_embeddings=True),
+        limits=dict(time_step_limit=(0.01, 0.3), mamba_n_groups=1),
+        attention=dict(layer_types=[FULL] * 3, position_embedding_type="rope"),
+        dense=dict(num_local_experts=0),
+        dense_attention=dict(num_local_experts=0, layer_types=[FULL] * 3),
+    ),
+}
 CASES = {
     f"{family}-{name}": (family, case)
     for family, cases in FAMILY_CASES.items()

@@ -109,6 +109,21 @@ KINDS = {
         dict(layer_types=("conv", "full_attention", "conv"), short_conv=dict(kernel_dim=5, bias=True), qk_norm=True,
              attention_gate="none")
     ),
+    "Mamba 2": Kind(
+        dict(
+            layer_types=("mamba2", "full_attention", "mamba2"), attention_gate="none",
+            mamba2=dict(num_heads=8, head_dim=16, state_dim=32, num_groups=4),
+        ),
+        rounds=2.0,
+    ),
+    "Mamba 2, biases": Kind(
+        dict(
+            layer_types=("mamba2", "mamba2", "full_attention"), attention_gate="none",
+            mamba2=dict(num_heads=8, head_dim=16, state_dim=24, num_groups=1, bias=True,
+                        time_step_min=0.01, time_step_max=0.5),
+        ),
+        rounds=2.0,
+    ),
     "short convolution": Kind(dict(layer_types=("short_conv", "full_attention", "short_conv")), registered),
     "no attention": Kind(dict(layer_types=("short_conv",) * 3), registered),
 }  # fmt: skip

@@ -13,6 +13,7 @@ from te_models.config.attention import HeadSizes
 from te_models.config.deltanet import DeltaNetConfig
 from te_models.config.kinds import MIXERS, MLPS
 from te_models.config.latent import LatentConfig
+from te_models.config.mamba2 import Mamba2Config
 from te_models.config.moe import MoEConfig
 from te_models.config.rope import Rope, Scaling, frozen
 from te_models.config.settings import Settings, count, positive, setting
@@ -59,8 +60,8 @@ class ModelFields(Settings):
     )
     layer_types: tuple[str, ...] | None = setting(
         None,
-        'One entry per layer, "full_attention", "sliding_attention", "linear_attention", "latent_attention" or '
-        '"conv"; None: the window applies to all, or all are latent.',
+        'One entry per layer, "full_attention", "sliding_attention", "linear_attention", "latent_attention", '
+        '"conv" or "mamba2"; None: the window applies to all, or all are latent.',
         choices=MIXERS,
     )
     linear_attention: DeltaNetConfig | None = setting(
@@ -69,6 +70,9 @@ class ModelFields(Settings):
     latent_attention: LatentConfig | None = setting(
         None,
         "Sizes of multi-head latent attention, whose keys and values come from a latent (DeepSeek-V3).",
+    )
+    mamba2: Mamba2Config | None = setting(
+        None, "Sizes of the mamba2 layers, state spaces (Nemotron-H, Granite 4, Falcon-H1)."
     )
     short_conv: ShortConvConfig | None = setting(
         None, "Sizes of the conv layers, gated short convolutions (LFM2)."

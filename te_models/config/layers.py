@@ -14,6 +14,7 @@ from te_models.config.fields import ModelFields
 from te_models.config.kinds import MIXERS, MLPS
 from te_models.config.latent import LatentAttentionSpec
 from te_models.config.layer import LayerSpec
+from te_models.config.mamba2 import Mamba2Spec
 from te_models.config.mlp import MLPSpec
 from te_models.config.moe import MoESpec
 from te_models.config.short_conv import ShortConvSpec
@@ -119,6 +120,12 @@ def short_convolution(config: ModelFields, layer: int) -> ShortConvSpec:
     )
 
 
+def mamba2(config: ModelFields, layer: int) -> Mamba2Spec:
+    """Return the state space of this layer."""
+    assert config.mamba2 is not None
+    return Mamba2Spec(hidden_size=config.hidden_size, sizes=config.mamba2)
+
+
 def dense(config: ModelFields, layer: int) -> MLPSpec:
     """Return the MLP of this layer."""
     return MLPSpec(
@@ -146,6 +153,7 @@ MIXERS.update(
     linear_attention=linear_attention,
     latent_attention=latent_attention,
     conv=short_convolution,
+    mamba2=mamba2,
 )
 MLPS.update(
     dense=dense,

@@ -226,7 +226,7 @@ def _layer_mistakes(config: ModelConfig) -> Iterator[str]:
     for name in PER_LAYER:
         if values[name] is not None and len(values[name]) != layers:
             yield f"{name} has {len(values[name])} entries for num_hidden_layers={layers}"
-    needs = {kind: kind for kind in ("linear_attention", "latent_attention")} | {
+    needs = {kind: kind for kind in ("linear_attention", "latent_attention", "mamba2")} | {
         "sliding_attention": "sliding_window",
         "conv": "short_conv",
     }

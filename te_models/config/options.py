@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 from te_models.config.attention import HeadSizes
 from te_models.config.deltanet import DeltaNetConfig
 from te_models.config.latent import LatentConfig
+from te_models.config.mamba2 import Mamba2Config
 from te_models.config.moe import MoEConfig
 from te_models.config.rope import Scaling
 from te_models.config.short_conv import ShortConvConfig
@@ -69,6 +70,7 @@ class ConfigOptions(TypedDict, total=False):
     sliding_window: int | None
     layer_types: tuple[str, ...] | None
     linear_attention: DeltaNetConfig | None
+    mamba2: Mamba2Config | Mapping[str, int | float | str | bool | None] | None
     short_conv: ShortConvConfig | Mapping[str, int | bool] | None
     latent_attention: LatentConfig | Mapping[str, float | None] | None
     sliding_heads: HeadSizes | Mapping[str, int] | None

@@ -163,6 +163,19 @@ def _lfm2(
     return _shape(hidden, intermediate, layers, hidden // 64, 8, **own, **fields)
 
 
+def _granite4(hidden: int, intermediate: int, heads: int, kv_heads: int, **fields: Any) -> Shape:
+    """Return the shape of a hybrid Granite 4: Mamba 2, and attention without RoPE in four of 40 layers."""
+    kinds = ("full_attention" if layer % 10 == 5 else "mamba2" for layer in range(40))
+    own = dict(
+        layer_types=tuple(kinds), no_rope_layers=(0,) * 40, vocab_size=100352, max_position_embeddings=131072,
+        mamba2=dict(num_heads=hidden // 32, head_dim=64, state_dim=128, num_groups=1),
+        attention_gate="none", attention_multiplier=1 / (hidden // heads), embedding_multiplier=12.0,
+        residual_multiplier=0.22, tie_word_embeddings=True, bos_token_id=100257, eos_token_id=100257,
+        pad_token_id=100256,
+    )  # fmt: skip
+    return _shape(hidden, intermediate, 40, heads, kv_heads, **own, **fields)
+
+
 _LFM2_ATTENTION = (2, 5, 8, 10, 12, 14)
 
 # QwQZh/gated_attention; the elementwise model pays for its gate with a narrower MLP.
@@ -317,6 +330,17 @@ PRESETS: dict[str, PresetFields] = {
         2048, 7168, 24, (2, 6, 10, 14, 18, 21), mlp_layer_types=("dense",) * 2 + ("sparse",) * 22,
         moe=dict(num_experts=32, num_experts_per_tok=4, moe_intermediate_size=1792, router_scores="sigmoid",
                  expert_bias=True, norm_topk_eps=1e-6, router_aux_loss_coef=0.0),
+    ),
+    "granite-4.0-h-micro": _granite4(2048, 8192, 32, 8, logits_scaling=8.0),
+    "granite-4.0-h-tiny": _granite4(
+        1536, 512, 12, 4, logits_scaling=6.0,
+        moe=dict(num_experts=64, num_experts_per_tok=6, moe_intermediate_size=512,
+                 shared_expert_intermediate_size=1024, router_aux_loss_coef=0.0),
+    ),
+    "granite-4.0-h-small": _granite4(
+        4096, 768, 32, 8, logits_scaling=16.0,
+        moe=dict(num_experts=72, num_experts_per_tok=10, moe_intermediate_size=768,
+                 shared_expert_intermediate_size=1536, router_aux_loss_coef=0.0),
     ),
     "qwen-gated-1b-elementwise": dict(**_QWEN_GATED, intermediate_size=5504, attention_gate="elementwise"),
     "qwen-gated-1b-headwise": dict(**_QWEN_GATED, intermediate_size=6144, attention_gate="headwise"),

@@ -304,9 +304,11 @@ class HuggingFaceFolder(Opened):
                     if data in self.stored.data and self.stored.storage is not None:
                         values = dequantize(self.stored.storage, values, self.stored.scales[name])
                     yield file, name, values
-                elif self.family.stacked and first_expert(data) in names:
+                    continue
+                stack = self.family.as_stack(data)
+                if self.family.stacked and first_expert(stack) in names:
                     for expert, values in experts_of(
-                        data, file.read(data), self.read, self.family.stacked
+                        stack, file.read(data), self.read, self.family.stacked
                     ):
                         yield file, expert, values
 
@@ -348,7 +350,8 @@ def open_hugging_face(folder: Path, documents: Document) -> Iterator[HuggingFace
         told = describe(folder, documents, found)
         scheme = read_storage(folder, documents["config"])
         if told.family.stacked:
-            found = _alone(folder, found, told.family.stacked)
+            stacks = {told.family.as_stack(name): tensor for name, tensor in found.items()}
+            found = _alone(folder, stacks, told.family.stacked)
         if scheme is MXFP4:
             log.warning(
                 "%s: its experts are MXFP4, and are read as BF16 of the same values", folder

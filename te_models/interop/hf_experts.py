@@ -251,6 +251,33 @@ NEXT_EXPERTS = experts(
 QWEN3_5_EXPERTS = experts(
     ALL_SPARSE, {**_CHOSEN, **_LOSS, **_SIZE, **_SHARED}, shared_expert_gate=True
 )
+_GRANITE_HYBRID = experts(
+    ALL_SPARSE,
+    {
+        **_CHOSEN,
+        **_LOSS,
+        **_SAME_SIZE,
+        "shared_expert_intermediate_size": "shared_intermediate_size",
+    },
+    number="num_local_experts",
+    without={"num_local_experts": 0},
+)
+
+
+def _read_granite_hybrid(theirs: Values) -> Fields:
+    """Read the experts of Granite 4; without any, the shared expert is the MLP."""
+    found = _GRANITE_HYBRID.read(theirs)
+    return found or {"intermediate_size": theirs["shared_intermediate_size"]}
+
+
+def _write_granite_hybrid(config: ModelConfig) -> Fields:
+    shared = {} if config.moe else {"shared_intermediate_size": config.intermediate_size}
+    return {**_GRANITE_HYBRID.write(config), **shared}
+
+
+GRANITE_HYBRID_EXPERTS = ConfigKeys(
+    _GRANITE_HYBRID.keys, _read_granite_hybrid, _write_granite_hybrid
+)
 LFM2_EXPERTS = experts(
     first_dense("num_dense_layers"),
     {

@@ -25,14 +25,12 @@ from te_models.interop.hf_family import (
 )
 from te_models.interop.hf_hybrid_parts import (
     HYBRID,
-    LFM2_LAYERS,
-    LFM2_TIED,
-    LFM2_WIDTH,
     MROPE,
     WHOLE_MROPE,
 )
 from te_models.interop.hf_obstacles import obstacle, text_type
 from te_models.interop.hf_parts import Fields, Values
+from te_models.interop.hf_recurrent_families import RECURRENT_FAMILIES
 
 
 def _internlm(config: ModelConfig) -> bool:
@@ -156,14 +154,6 @@ _GEMMA4_UNIFIED: Fields = {
                  "hidden_size_per_layer_input": 0},
 }  # fmt: skip
 _GATED_NEXT = {"attention_gate": "elementwise", "qk_norm": True, "zero_centered_norm": True}
-LFM2: Fields = dict(
-    constants={**UNGATED, "qk_norm": True}, copied={"rms_norm_eps": "norm_eps"}, norm="embedding_norm",
-)  # fmt: skip
-LFM2_SIZES: Fields = {
-    "max_position_embeddings": 128000, "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1000000.0,
-    "conv_L_cache": 3, "conv_bias": False, "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2,
-}  # fmt: skip
 _QWEN3_5: Fields = dict(
     layer=places.QWEN3_5_LAYER, parts=(MROPE, HYBRID, ACT), constants=_GATED_NEXT,
     defaults={**LENGTHS, "num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
@@ -266,23 +256,6 @@ FAMILIES = (
         only={**NO_DROPOUT, **_NO_BIAS}, ignored=experts.IGNORED,
         note="the gate after the queries of each head, RoPE on a part of each head, norms that store gamma - 1, "
              "Gated DeltaNet in some layers; experts",
-    ),
-    Family(
-        model_type="lfm2", architecture="Lfm2ForCausalLM", models="LFM2", layer=places.LFM2_LAYER, **LFM2,
-        parts=(ropes.ROPE, LFM2_LAYERS, LFM2_TIED, LFM2_WIDTH),
-        defaults={**LFM2_SIZES, "intermediate_size": 12288, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
-                  "block_auto_adjust_ff_dim": True},
-        note="gated short convolutions in most layers",
-    ),
-    Family(
-        model_type="lfm2_moe", architecture="Lfm2MoeForCausalLM", models="LFM2 with experts, such as 8B-A1B",
-        layer={**places.LFM2_LAYER, **places.LFM2_EXPERTS}, **LFM2,
-        parts=(ropes.ROPE, LFM2_LAYERS, LFM2_TIED, experts.LFM2_EXPERTS),
-        defaults={**LFM2_SIZES, "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_dense_layers": 2,
-                  "num_experts_per_tok": 4, "num_experts": 32, "use_expert_bias": True, "routed_scaling_factor": 1.0,
-                  "norm_topk_prob": True},
-        ignored=experts.IGNORED, mlp="feed_forward",
-        note="as LFM2, with experts: sigmoid scores with a bias for the choice; the first layers are dense",
     ),
     Family(
         model_type="ministral", architecture="MinistralForCausalLM", models="Ministral", layer=places.LAYER,
@@ -503,6 +476,7 @@ FAMILIES = (
         ignored=experts.IGNORED,
         note="a projection for the gate, which is a softplus; one RoPE for each kind of layer",
     ),
+    *RECURRENT_FAMILIES,
     *EXPERT_FAMILIES,
     Family(
         model_type="te_models_decoder", architecture="TEModelsDecoderForCausalLM", models="te-models' own",

@@ -38,6 +38,7 @@ class Family:
         later: prefixes of tensors that predict later tokens, which are written back where a folder has them.
         stacked: where its experts are one tensor per projection, the order of their dimensions, INPUTS_FIRST or
             OUTPUTS_FIRST of te_models.interop.stacked_experts; "": each expert has tensors of its own.
+        stacks: ends of their names of such tensors that lack "experts" -> the same with it.
         inputs_first: whether experts in a model of transformers have inputs before outputs.
         code: whether its folders come with te-models' own code for transformers (te_models.interop.remote_code).
         scaled_vectors: whether its embedding in transformers multiplies, and `inputs_embeds` come multiplied.
@@ -70,6 +71,7 @@ class Family:
     aside: tuple[str, ...] = ()
     later: tuple[str, ...] = ()
     stacked: str = ""
+    stacks: Mapping[str, str] = field(default_factory=dict)
     inputs_first: bool = False
     code: bool = False
     scaled_vectors: bool = False
@@ -194,12 +196,12 @@ class Family:
 
     def has_places(self, config: ModelConfig) -> bool:
         """Return whether every te.Linear of the model has a place in this architecture."""
-        modules = {rows.module for rows in self.layer.values()}
+        modules = {module for rows in self.layer.values() for module in rows.modules}
         return all(layer.linears.keys() <= modules for layer in config.layers)
 
     def lacks(self, config: ModelConfig) -> list[str]:
         """Return what this architecture cannot express of a model: te.Linears, and fields with their values."""
-        modules = {rows.module for rows in self.layer.values()}
+        modules = {module for rows in self.layer.values() for module in rows.modules}
         linears = {name for layer in config.layers for name in layer.linears} - modules
         try:
             read = self.read(self.write(config)).to_dict()
@@ -224,6 +226,20 @@ class Family:
     def module_root(self) -> str:
         """The prefix of the names of layers in a model of transformers, and in adapters for it."""
         return "model.language_model." if self.inner else "model."
+
+    def as_stack(self, name: str) -> str:
+        """Return the name of a tensor in a folder with "experts" in it, if it is a stack of experts."""
+        for stored, stack in self.stacks.items():
+            if name.endswith(stored):
+                return name.removesuffix(stored) + stack
+        return name
+
+    def as_stored(self, name: str) -> str:
+        """Return the name that a stack has in a folder, the inverse of `as_stack`."""
+        for stored, stack in self.stacks.items():
+            if name.endswith(stack):
+                return name.removesuffix(stack) + stored
+        return name
 
     def in_transformers(self, name: str) -> str:
         """Return the name of a tensor in a model of transformers, from that in a folder."""

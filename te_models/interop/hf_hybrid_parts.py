@@ -8,7 +8,6 @@ import dataclasses
 from te_models.config.deltanet import DeltaNetConfig
 from te_models.config.latent import LatentConfig
 from te_models.config.model import ModelConfig
-from te_models.config.short_conv import ShortConvConfig
 from te_models.errors import ConfigError
 from te_models.interop.hf_parts import ConfigKeys, Fields, Values
 from te_models.interop.hf_rope_parts import PARTIAL_ROPE, ROPE, read_rope, rope_parameters
@@ -93,64 +92,6 @@ def _write_latent(config: ModelConfig) -> Fields:
     return {**found, "rope_interleave": config.rope_interleaved}
 
 
-def _read_convolutions(theirs: Values) -> Fields:
-    """Read the kinds of layers, by default attention in those of `full_attn_idxs`, and the size of convolutions."""
-    every = range(theirs["num_hidden_layers"])
-    attention = theirs.get("full_attn_idxs")
-    types = theirs.get("layer_types") or [
-        "full_attention" if attention is None or layer in attention else "conv" for layer in every
-    ]
-    for kind in types:
-        if kind not in ("conv", "full_attention"):
-            raise ConfigError(
-                f"layer_types holds {kind!r}, which is not supported: te-models reads conv and full_attention"
-            )
-    if "conv" not in types:
-        return {}
-    sizes = {"kernel_dim": theirs["conv_L_cache"], "bias": theirs["conv_bias"]}
-    return {"layer_types": types, "short_conv": sizes}
-
-
-def _write_convolutions(config: ModelConfig) -> Fields:
-    sizes = config.short_conv or ShortConvConfig()
-    types = list(config.layer_types or ["full_attention"] * config.num_hidden_layers)
-    return {"layer_types": types, "conv_L_cache": sizes.kernel_dim, "conv_bias": sizes.bias}
-
-
-def _read_adjusted_width(theirs: Values) -> Fields:
-    """Read the width of LFM2's MLPs: two thirds of what is given, times a factor, rounded up to a multiple."""
-    size = theirs.get("block_ff_dim", theirs["intermediate_size"])
-    factor, multiple = theirs.get("block_ffn_dim_multiplier"), theirs["block_multiple_of"]
-    if theirs["block_auto_adjust_ff_dim"]:
-        size = int(2 * size / 3)
-        if factor is not None:
-            size = multiple * -(-int(factor * size) // multiple)
-    return {"intermediate_size": size}
-
-
-LFM2_LAYERS = ConfigKeys(
-    ("layer_types", "full_attn_idxs", "conv_L_cache", "conv_bias"),
-    _read_convolutions,
-    _write_convolutions,
-)
-LFM2_WIDTH = ConfigKeys(
-    (
-        "block_auto_adjust_ff_dim",
-        "block_multiple_of",
-        "block_ffn_dim_multiplier",
-        "block_ff_dim",
-    ),
-    _read_adjusted_width,
-    lambda config: {"block_auto_adjust_ff_dim": False},
-)
-# An older key, which has priority in transformers.
-LFM2_TIED = ConfigKeys(
-    ("tie_embedding",),
-    lambda theirs: (
-        {"tie_word_embeddings": theirs["tie_embedding"]} if "tie_embedding" in theirs else {}
-    ),
-    lambda config: {},
-)
 LATENT = ConfigKeys((*LATENT_SIZES, "rope_interleave"), _read_latent, _write_latent)
 # Files that state the width of a head otherwise, or not: our field is that of its rotated channels.
 ROTATED_HEAD_DIM = ConfigKeys(

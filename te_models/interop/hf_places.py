@@ -1,6 +1,8 @@
 """The places of Hugging Face's tensors in ours, per layer, for the rows of hf_families. No torch."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +14,7 @@ class Rows:
     Several blocks alternate in their tensor, once per unit of `per` (a count in ModelConfig): for instance, the gate
     of each head after the queries of that head; "row" is one row of each block. With `experts`, `module` is a
     te.GroupedLinear, and {} in the name of their tensor the number of the expert. With `leading`, their tensor has a
-    dimension of 1 before those of ours.
+    dimension of 1 before those of ours. In layers without `module` the tensor is in `otherwise`.
     """
 
     module: str
@@ -25,6 +27,18 @@ class Rows:
     ) = None
     experts: bool = False
     leading: bool = False
+    otherwise: Rows | None = None
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that may hold the tensor."""
+        return (self.module,) if self.otherwise is None else (self.module, *self.otherwise.modules)
+
+    def among(self, modules: Collection[str]) -> Rows:
+        """Return the place in a layer that has these modules."""
+        if self.otherwise is None or self.module in modules:
+            return self
+        return self.otherwise.among(modules)
 
 
 def _alike(*names: str) -> dict[str, Rows]:
@@ -233,6 +247,29 @@ LFM2_LAYER = {
 LFM2_EXPERTS = {
     **_experts(("feed_forward.experts.{}", "w1", "w3", "w2"), "feed_forward.gate"),
     "feed_forward.expert_bias": Rows("mlp.expert_bias"),
+}
+# State spaces in some layers.
+MAMBA = {
+    "mamba.in_proj": Rows("mamba.zxbcdt_proj", ("z", "x", "b", "c", "dt")),
+    **_alike(
+        *(f"mamba.{name}" for name in ("conv1d", "A_log", "dt_bias", "D", "norm", "out_proj"))
+    ),
+}
+# The shared expert is the MLP of a model without experts.
+GRANITE_HYBRID_LAYER = {
+    **{name: rows for name, rows in LAYER.items() if "mlp" not in name},
+    **MAMBA,
+    "block_sparse_moe.router.layer": Rows("mlp.router"),
+    "block_sparse_moe.experts.{}.gate_up_proj": Rows(
+        "mlp.gate_up_proj", ("gate", "up"), experts=True
+    ),
+    "block_sparse_moe.experts.{}.down_proj": Rows("mlp.down_proj", experts=True),
+    "shared_mlp.input_linear": Rows(
+        "mlp.shared_gate_up_proj",
+        ("gate", "up"),
+        otherwise=Rows("mlp.gate_up_proj", ("gate", "up")),
+    ),
+    "shared_mlp.output_linear": Rows("mlp.shared_down_proj", otherwise=Rows("mlp.down_proj")),
 }
 # Outside the layers: their name -> ours, below the prefix of a family where it begins with "model.".
 TOP = {"model.embed_tokens": "embed_tokens", "model.norm": "norm", "lm_head": "lm_head"}

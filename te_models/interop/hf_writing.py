@@ -90,7 +90,8 @@ def write_hugging_face(
     else:
         tensors, config = quantize(places, parameters, config)
     if family.stacked:
-        tensors = stacked(tensors, order)
+        stacks = stacked(tensors, order)
+        tensors = {family.as_stored(name): tensor for name, tensor in stacks.items()}
     files = {
         "config.json": render_json(config, "config.json"),
         "generation_config.json": render_json(_generation(model, origin), "generation_config.json"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -80,6 +81,11 @@ def tensor_places(
                 shape = (1, *shape) if leading else shape
                 found[f"{theirs}{kind}"] = Place(ours, pieces, groups, shape, leading)
 
+    modules: dict[str, set[str]] = defaultdict(set)  # of each layer, those that have parameters
+    for name in shapes:
+        if name.startswith("layers."):
+            _, depth, *path = name.split(".")
+            modules[f"layers.{depth}"].add(".".join(path[:-1]))
     for theirs, module in TOP.items():
         if theirs != "lm_head":
             last = module == "norm"
@@ -88,7 +94,9 @@ def tensor_places(
             place(family.head, module, [], 1)
     for depth, layer in enumerate(config.layers):
         counts = layer.divided
-        for name, rows in family.layer.items():
+        own = modules[f"layers.{depth}"]
+        for name, either in family.layer.items():
+            rows = either.among(own)
             linear = layer.linears.get(rows.module)
             if rows.experts != bool(linear and linear.experts):
                 continue  # of a dense layer, or of one with experts

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_models.config.deltanet import CHUNK
+from te_models.kernels.chunks import chunked_decays
 from te_models.kernels.from_inputs import from_inputs
 
 log = logging.getLogger(__name__)
@@ -113,22 +114,7 @@ def chunked(
     g, beta = (
         F.pad(x.transpose(1, 2), (0, padding)).unflatten(2, (count, size)) for x in (g, beta)
     )
-    total = g.cumsum(-1)  # log of the decay since before the chunk [B, heads, chunks, C]
-
-    seen = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
-    of_before = 1.0
-    of_last = 1.0
-    passes = 1.0
-    if documents is not None:
-        own = F.pad(documents.double(), (0, padding), mode="replicate").unflatten(
-            1, (1, count, size)
-        )
-        seen = seen & (own[..., :, None] == own[..., None, :])  # [B, 1, chunks, C, C]
-        of_before, of_last, passes = _of_documents(own)
-    between = (total[..., :, None] - total[..., None, :]).masked_fill(~seen, float("-inf")).exp()
-    since = total.exp() * of_before
-    until = (total[..., -1:] - total).exp() * of_last
-    passed = total[..., -1].exp() * passes
+    between, since, until, passed = chunked_decays(g, documents, padding)
 
     system = (beta[..., None] * k) @ k.mT * between  # [B, heads, chunks, C, C]
     given = torch.cat((values, k * since[..., None]), dim=-1) * beta[..., None]
@@ -149,20 +135,6 @@ def chunked(
         state = state * decay + key.mT @ new  # [B, heads, d_k, d_v]
     out = torch.cat(outputs, dim=2)[:, :, :seq]  # [B, heads, S, d_v]
     return out.transpose(1, 2).to(v.dtype), state
-
-
-def _of_documents(own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which tokens see the state before their chunk and which write to the one after it, as factors 0 and 1.
-
-    And through which chunks a state passes, [B, 1, chunks]. own [B, 1, chunks, C] is the document of each token.
-    """
-    last = own[..., -1]
-    before = torch.cat((own[..., :1, 0], last[..., :-1]), dim=-1)
-    return (
-        (own == before[..., None]).float(),
-        (own == last[..., None]).float(),
-        (last == before).float(),
-    )
 
 
 def _prepared(

@@ -50,6 +50,8 @@ class Kernels:
     clamped_swiglu_backward: Callable[..., Tensor] = elementwise.clamped_swiglu_backward
     mixed_parts: Callable[..., tuple[Tensor, ...]] = from_inputs(elementwise.mixed_parts)
     gated_conv: Callable[..., Tensor] = from_inputs(elementwise.gated_conv)
+    time_steps: Callable[..., Tensor] = from_inputs(elementwise.time_steps)
+    gated_norm: Callable[..., Tensor] = from_inputs(elementwise.gated_norm)
     delta_gates: Callable[..., tuple[Tensor, Tensor]] = from_inputs(elementwise.delta_gates)
     silu_gate: Callable[[Tensor, Tensor], Tensor] = from_inputs(elementwise.silu_gate)
     expert_rows: expert_rows.RowKernels = expert_rows.PLAIN
@@ -107,6 +109,8 @@ def compiled_kernels(mode: str) -> Kernels:
         clamped_swiglu_backward=fused(elementwise.clamped_swiglu_backward),
         mixed_parts=from_inputs(elementwise.mixed_parts, fused),
         gated_conv=from_inputs(elementwise.gated_conv, fused),
+        time_steps=from_inputs(elementwise.time_steps, fused),
+        gated_norm=from_inputs(elementwise.gated_norm, fused),
         delta_gates=fused(elementwise.delta_gates),
         silu_gate=fused(elementwise.silu_gate),
     )

@@ -94,11 +94,19 @@ def clamped_swiglu_backward(dy: Tensor, gate_up: Tensor, limit: float, alpha: fl
 
 
 def causal_conv(
-    x: Tensor, tail: Tensor | None, taps: Tensor, documents: Tensor | None, activation: str = "silu"
+    x: Tensor,
+    tail: Tensor | None,
+    taps: Tensor,
+    documents: Tensor | None,
+    activation: str = "silu",
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Return act of `convolved`, in the shape and dtype of x."""
+    """Return act of `convolved`, to which a bias [C] may be added, in the shape and dtype of x."""
     forward, _ = ACTIVATIONS[activation]
-    return forward(convolved(x, tail, taps, documents)).to(x.dtype)
+    total = convolved(x, tail, taps, documents)
+    if bias is not None:
+        total = total + bias.float()
+    return forward(total).to(x.dtype)
 
 
 def convolved(x: Tensor, tail: Tensor | None, taps: Tensor, documents: Tensor | None) -> Tensor:
@@ -150,14 +158,14 @@ def mixed_parts(
     tail: Tensor | None,
     taps: Tensor,
     documents: Tensor | None,
+    bias: Tensor | None = None,
+    *,
     sizes: tuple[int, ...],
     activation: str,
 ) -> tuple[Tensor, ...]:
     """Return `causal_conv` in contiguous parts of these many channels, such as q, k and v."""
-    return tuple(
-        part.contiguous()
-        for part in causal_conv(x, tail, taps, documents, activation).split(sizes, dim=-1)
-    )
+    out = causal_conv(x, tail, taps, documents, activation, bias)
+    return tuple(part.contiguous() for part in out.split(sizes, dim=-1))
 
 
 def delta_gates(
@@ -172,6 +180,32 @@ def delta_gates(
     g = -a_log.float().exp() * F.softplus(a + dt_bias.float())
     beta = b.sigmoid()
     return (g, beta) if real is None else (g * real[..., None], beta * real[..., None])
+
+
+def time_steps(
+    logits: Tensor, dt_bias: Tensor, real: Tensor | None, *, low: float, high: float
+) -> Tensor:
+    """Return the time steps of Mamba 2, softplus(logits + dt_bias) between `low` and `high`, FP32 [B, S, heads].
+
+    logits [B, S, heads], dt_bias [heads]. Where `real`, bool [B, S], is False they are 0: the state stays as it is.
+    """
+    steps = F.softplus(logits.float() + dt_bias.float()).clamp(low, high)
+    return steps if real is None else steps * real[..., None]
+
+
+def gated_norm(
+    x: Tensor, z: Tensor, weight: Tensor, *, groups: int, eps: float, before_gate: bool
+) -> Tensor:
+    """Return RMSNorm per group of channels of x * silu(z) [T, C], or with `before_gate` of x, times silu(z).
+
+    x, z [T, C], weight [C]; computed in FP32, in the dtype of x.
+    """
+    opening = F.silu(z.float())
+    values = x.float() if before_gate else x.float() * opening
+    parts = values.unflatten(-1, (groups, -1))  # [T, groups, C / groups]
+    parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)
+    out = parts.flatten(-2) * weight.float()
+    return (out * opening if before_gate else out).to(x.dtype)
 
 
 def silu_gate(x: Tensor, z: Tensor) -> Tensor:

@@ -4,12 +4,14 @@ from te_models.config.attention import AttentionSpec
 from te_models.config.deltanet import DeltaNetSpec
 from te_models.config.latent import LatentAttentionSpec
 from te_models.config.layer import FeedforwardSpec, MixerSpec
+from te_models.config.mamba2 import Mamba2Spec
 from te_models.config.mlp import MLPSpec
 from te_models.config.moe import MoESpec
 from te_models.config.short_conv import ShortConvSpec
 from te_models.model.attention import GatedAttention
 from te_models.model.deltanet import GatedDeltaNet
 from te_models.model.latent import LatentAttention
+from te_models.model.mamba2 import Mamba2
 from te_models.model.mlp import MLP
 from te_models.model.moe import Experts
 from te_models.model.part import Feedforward, Mixer
@@ -20,5 +22,6 @@ MIXERS: dict[type[MixerSpec], type[Mixer]] = {
     DeltaNetSpec: GatedDeltaNet,
     LatentAttentionSpec: LatentAttention,
     ShortConvSpec: ShortConv,
+    Mamba2Spec: Mamba2,
 }
 MLPS: dict[type[FeedforwardSpec], type[Feedforward]] = {MLPSpec: MLP, MoESpec: Experts}

@@ -23,7 +23,7 @@ ROUTED = [
     "gpt_oss-odd", "gpt_oss-all-keys", "gpt_oss-untied", "gpt_oss-untruncated", "gpt_oss-window", "gpt_oss-plain",
     "mellum-one-key", "mellum-ropes", "mellum-mixed", "minimax_m2-odd", "minimax_m2-half", "minimax_m2-all",
     "flex_olmo-one-key", "flex_olmo-normed", "ernie4_5_moe-odd", "ernie4_5_moe-interval", "ernie4_5_moe-none",
-    "laguna-all-sparse", "qwen3_next-mixed", "qwen3_next-plain", "qwen3_5_moe_text-one-key",
+    "granitemoehybrid-one-key", "laguna-all-sparse", "qwen3_next-mixed", "qwen3_next-plain", "qwen3_5_moe_text-one-key",
 ]  # fmt: skip
 OTHERS = [
     "glm4_moe-groups",
@@ -56,8 +56,20 @@ LATENT = [f"deepseek_v3-{name}" for name in FAMILY_CASES["deepseek_v3"]]
 LATENT += [f"deepseek_v2-{name}" for name in ("plain", "groups", "direct", "mscale")]
 LATENT += ["glm4_moe_lite-plain", "glm4_moe_lite-width"]
 OTHERS += LATENT
-RECURRENT = [f"{family}-{name}" for family in ("lfm2", "lfm2_moe") for name in FAMILY_CASES[family]]
-FEW = ("hybrid-0", "hybrid-1", "hybrid-7", "hybrid-14", "lfm2-biases", "lfm2_moe-odd")
+RECURRENT = [
+    f"{family}-{name}"
+    for family in ("lfm2", "lfm2_moe", "granitemoehybrid")
+    for name in FAMILY_CASES[family]
+]
+FEW = (
+    "hybrid-0",
+    "hybrid-1",
+    "hybrid-7",
+    "hybrid-14",
+    "lfm2-biases",
+    "lfm2_moe-odd",
+    "granitemoehybrid-odd",
+)
 
 
 def pair(case: str, folder: Path, **changes: Any) -> tuple[Any, CausalLM]:
@@ -182,9 +194,9 @@ def gradients_of(judge: Any, folder: Path, family: Family) -> dict[str, Tensor]:
     return {
         own: part
         for name, t in tensors_of(folder).items()
-        for own, part in experts_of(name, t, torch.Tensor, family.stacked)
+        for own, part in experts_of(family.as_stack(name), t, torch.Tensor, family.stacked)
     }
 
 
 def test_cases_exist() -> None:
-    assert {*ROUTED, *OTHERS} <= CASES.keys() and {*FEW} <= {*HYBRIDS, *RECURRENT}
+    assert {*ROUTED, *OTHERS} <= CASES.keys() and {*FEW} <= HYBRIDS.keys() | CASES.keys()

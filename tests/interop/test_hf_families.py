@@ -127,7 +127,9 @@ ALL = [
 
 
 # In transformers the bias of a projection makes padding a token that the convolution after it reads.
-PADDING_READ = ("lfm2-biases", "lfm2_moe-biases")
+PADDING_READ = ("lfm2-biases", "lfm2_moe-biases", "granitemoehybrid-biases")
+# Its steps of one token leave out the bounds of Mamba's time steps.
+UNBOUNDED = ("granitemoehybrid-limits",)
 
 
 @pytest.mark.parametrize("case", ALL)
@@ -162,12 +164,11 @@ def test_a_model_is_that_of_transformers(
     lengths = (30, 1, 2, 2, 55) if hybrid else (9, 1, 3, 1, 1)
     ids = torch.randint(1, vocabulary, (2, sum(lengths)))
     cache, other = model.new_cache(2, sum(lengths)), transformers.DynamicCache(config=judge.config)
-    for part in ids.split(lengths, dim=1):
-        close(
-            model(part, cache=cache).logits,
-            judge(part, **{CACHE: other}, use_cache=True).logits,
-            tolerance,
-        )
+    whole = judge(ids).logits.split(lengths, dim=1)
+    for part, expected in zip(ids.split(lengths, dim=1), whole, strict=True):
+        if case not in UNBOUNDED:
+            expected = judge(part, **{CACHE: other}, use_cache=True).logits
+        close(model(part, cache=cache).logits, expected, tolerance)
 
     numbers = [
         buffer.numel()

@@ -3,6 +3,7 @@
 Except the taps and decays of linear attention, and attention's sinks, with which the mixer itself computes.
 """
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from te_models import CausalLM, get_preset, list_presets
 from te_models.kernels.elementwise import gate
 from te_models.model.convolution import Taps
 from te_models.model.deltanet import GatedDeltaNet
+from te_models.model.mamba2 import GroupNorm, Mamba2
 
 ENGINES = ["emulated", pytest.param("native", marks=pytest.mark.gpu)]
 SMALL: dict[str, Any] = dict(
@@ -36,6 +38,9 @@ def small(preset: str, engine: str, recipe: str = "bf16", **options: Any) -> Cau
         for name in ("no_rope_layers", "layer_types")
         if (value := getattr(config, name))
     }
+    if config.moe is not None:  # few enough that each has tokens
+        few = dict(num_experts=4, num_experts_per_tok=2)
+        options.setdefault("moe", dataclasses.replace(config.moe, **few))
     place = dict(device="cuda" if engine == "native" else "cpu", engine=engine, compile=False)
     torch.manual_seed(1)
     return CausalLM.from_preset(
@@ -50,6 +55,10 @@ def small(preset: str, engine: str, recipe: str = "bf16", **options: Any) -> Cau
     )
 
 
+# Modules of recurrent layers with taps, decays and a norm that is one operation with its gate.
+RECURRENT = (GatedDeltaNet, GroupNorm, Mamba2, Taps)
+
+
 def owners(model: CausalLM) -> dict[str, nn.Module]:
     """The modules that have parameters of their own, without linear attention's."""
     found = {
@@ -57,7 +66,7 @@ def owners(model: CausalLM) -> dict[str, nn.Module]:
         for name, m in model.named_modules()
         if next(m.parameters(recurse=False), None) is not None
     }
-    return {name: m for name, m in found.items() if not isinstance(m, (GatedDeltaNet, Taps))}
+    return {name: m for name, m in found.items() if not isinstance(m, RECURRENT)}
 
 
 def memory(tensor: Tensor) -> range:
@@ -178,7 +187,9 @@ def test_only_te_modules_compute_with_weights(preset: str) -> None:
     expected = set()
     for name, _ in model.named_parameters():
         owner = name.rpartition(".")[0]
-        if isinstance(model.get_submodule(owner), Taps):  # which the module around them reads
+        if isinstance(
+            model.get_submodule(owner), (GroupNorm, Taps)
+        ):  # which the module around them reads
             owner = owner.rpartition(".")[0]
         expected.add((name, owner))
     assert uses.found == expected | {(name, "lm_head") for name in table}

@@ -1,0 +1,187 @@
+"""Mamba 2 as data: a state space whose decay is one number per head and token (Dao and Gu 2024, arXiv 2405.21060).
+
+No torch.
+
+    zxbcdt_proj.weight   [z: H P | x: H P | b: G N | c: G N | dt: H, and rows of padding]
+    conv1d.weight    [H P + 2 G N, 1, taps], of x, b and c
+    out_proj.weight  [D, H P]
+
+H heads of P channels, G groups of heads that share b and c, N numbers of state per channel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
+
+from te_models.config.chunk_sizes import FP32
+from te_models.config.layer import FEATURE_ALIGNMENT, LinearSpec, MixerSpec, Section, Step, Tape
+from te_models.config.settings import Settings, count, positive, setting
+from te_models.errors import ConfigError
+
+CHUNK = 64  # tokens that te_models.kernels.state_space computes at once
+
+
+@dataclass(frozen=True)
+class Mamba2Config(Settings):
+    """The sizes of Mamba 2 layers.
+
+    Raises:
+        ConfigError: a size is no positive whole number, or the heads are no multiple of the groups.
+    """
+
+    prefix = "mamba2."
+    num_heads: int = count(128, "Heads.")
+    head_dim: int = count(64, "Channels per head.")
+    state_dim: int = count(128, "Numbers of state per channel.")
+    num_groups: int = count(8, "Groups of heads, each with its own input and output vectors.")
+    conv_kernel_dim: int = count(4, "Tokens that the causal convolution sees.")
+    conv_bias: bool = setting(True, "Bias on the convolution.")
+    bias: bool = setting(False, "Bias on both projections.")
+    activation: str = setting(
+        "silu",
+        "Activation of the convolution's output: silu, gelu, gelu_pytorch_tanh or relu2.",
+        choices=("silu", "gelu", "gelu_pytorch_tanh", "relu2"),
+    )
+    norm: str = setting(
+        "gated",
+        "RMSNorm per group of the gated output; of the output before its gate; or none (Falcon-H1).",
+        choices=("gated", "before_gate", "none"),
+    )
+    time_step_min: float | None = positive(None, "Lower bound of the time step.")
+    time_step_max: float | None = positive(None, "Upper bound of the time step.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_heads % self.num_groups:
+            raise ConfigError(
+                f"mamba2.num_heads={self.num_heads} is not a multiple of num_groups={self.num_groups}"
+            )
+
+    @property
+    def inner_size(self) -> int:
+        """Channels of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def group_size(self) -> int:
+        """Numbers in the input vectors, or the output vectors, of all groups."""
+        return self.num_groups * self.state_dim
+
+    @property
+    def mixed_size(self) -> int:
+        """Channels that the convolution mixes with those of earlier tokens: x, b and c."""
+        return self.inner_size + 2 * self.group_size
+
+    @property
+    def time_step_limits(self) -> tuple[float, float]:
+        """The bounds of the time step."""
+        low, high = self.time_step_min, self.time_step_max
+        return 0.0 if low is None else low, math.inf if high is None else high
+
+
+@dataclass(frozen=True)
+class Mamba2Spec(MixerSpec):
+    """out_proj(RMSNorm(y * silu(z))), y the output of a state space on act(conv(x, b, c)).
+
+    Attributes:
+        sizes: of the heads.
+    """
+
+    sizes: Mamba2Config
+
+    name: ClassVar[str] = "mamba"
+    title: ClassVar[str] = "Mamba 2"
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        sizes = self.sizes
+        inner, group = sizes.inner_size, sizes.group_size
+        used = 2 * inner + 2 * group + sizes.num_heads
+        into = (
+            Section("z", inner, inner),
+            Section("x", inner, inner),
+            Section("b", group, group),
+            Section("c", group, group),
+            Section("dt", sizes.num_heads, sizes.num_heads + -used % FEATURE_ALIGNMENT, "gate"),
+        )
+        out = (Section("out", self.hidden_size, self.hidden_size),)
+        return (
+            LinearSpec("zxbcdt_proj", self.hidden_size, into, bias=sizes.bias),
+            LinearSpec("out_proj", inner, out, bias=sizes.bias, residual=True),
+        )
+
+    @property
+    def vectors(self) -> Mapping[str, int]:
+        """The convolution's taps and bias, the decay and the bias of the time step, the skip, and the norm."""
+        sizes, heads = self.sizes, self.sizes.num_heads
+        taps = sizes.mixed_size * (sizes.conv_kernel_dim + sizes.conv_bias)
+        found = {"conv1d": taps, "A_log": heads, "dt_bias": heads, "D": heads}
+        if sizes.norm != "none":
+            found["norm"] = sizes.inner_size
+        return MappingProxyType(found)
+
+    @property
+    def features(self) -> Mapping[str, int]:
+        return {"hidden_size": self.hidden_size, "num_heads * head_dim": self.sizes.inner_size}
+
+    def parallel_obstacle(self, sequence: bool) -> str:
+        return "tensor parallelism does not divide Mamba 2: use FSDP2 (--parallel fsdp)"
+
+    def flops(self, tokens: int, length: int) -> float:
+        """Return those of the te.Linears, of the convolution, and of the state space in chunks.
+
+        Per token a chunk of C tokens has the products c b^T of each group, their product with the inputs of each head,
+        and the input to and the output from the state: C (G N + H P) / 2 + 2 H P N multiplications.
+        """
+        sizes = self.sizes
+        chunk = min(CHUNK, length)
+        conv = sizes.mixed_size * sizes.conv_kernel_dim
+        scan = chunk * (sizes.group_size + sizes.inner_size) / 2
+        scan += 2 * sizes.inner_size * sizes.state_dim
+        return super().flops(tokens, length) + 2.0 * tokens * (conv + scan)
+
+    def state_bytes(self, batch: int, slots: int, element: int) -> int:
+        """Return the bytes of the convolution's last inputs, and of the FP32 state; the length changes nothing."""
+        sizes = self.sizes
+        tail = (sizes.conv_kernel_dim - 1) * sizes.mixed_size * element
+        return batch * (tail + sizes.inner_size * sizes.state_dim * FP32)
+
+    # The memory of a training step. T tokens, N rows.
+
+    def steps(self, tape: Tape) -> list[Step]:
+        """Return zxbcdt_proj, the convolution, the time steps, the state space, the gated norm and out_proj."""
+        into, out = self.linears
+        sizes, heads = self.sizes, self.sizes.num_heads
+        whole = tape.rows * into.outputs * tape.element
+        mixed, inner = (
+            tape.tokens * size * tape.element for size in (sizes.mixed_size, sizes.inner_size)
+        )
+        steps = tape.tokens * heads * FP32
+        rates = 2 * heads * FP32  # exp(A_log), and its negative
+        weights = {name: size * tape.element for name, size in self.vectors.items()}
+        return [
+            tape.linear(into),
+            Step("split of z, x, b, c, dt", consumes=mixed + inner, produces=whole),
+            Step("convolution", whole, consumes=mixed, produces=mixed, weights=weights["conv1d"]),
+            Step("time steps", consumes=steps, weights=2 * weights["dt_bias"]),
+            Step(
+                "state space",
+                mixed + steps + rates,
+                consumes=inner,
+                produces=mixed + steps,
+                scratch=8 * inner * FP32 // tape.element,
+                weights=weights["D"],
+            ),
+            Step(
+                "gated norm",
+                inner,
+                consumes=inner,
+                produces=2 * inner,
+                weights=weights.get("norm", 0),
+            ),
+            tape.linear(out),
+        ]

@@ -1,0 +1,64 @@
+"""Hugging Face's families with convolutions and state spaces, rows of hf_families.FAMILIES. No torch."""
+
+from te_models.config.model import ModelConfig
+from te_models.interop import hf_experts as experts
+from te_models.interop import hf_parts as parts
+from te_models.interop import hf_places as places
+from te_models.interop import hf_recurrent_parts as recurrent
+from te_models.interop import hf_rope_parts as ropes
+from te_models.interop.hf_family import UNGATED, Family
+from te_models.interop.hf_parts import Fields
+
+ACT = parts.activation()
+_LFM2: Fields = dict(
+    constants={**UNGATED, "qk_norm": True}, copied={"rms_norm_eps": "norm_eps"}, norm="embedding_norm",
+)  # fmt: skip
+_LFM2_SIZES: Fields = {
+    "max_position_embeddings": 128000, "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1000000.0,
+    "conv_L_cache": 3, "conv_bias": False, "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+
+
+def _granite4(config: ModelConfig) -> bool:
+    """Return whether a model with experts has one for all tokens, which this family always has."""
+    return config.moe is None or config.moe.shared_expert_intermediate_size > 0
+
+
+RECURRENT_FAMILIES = (
+    Family(
+        model_type="lfm2", architecture="Lfm2ForCausalLM", models="LFM2", layer=places.LFM2_LAYER, **_LFM2,
+        parts=(ropes.ROPE, recurrent.LFM2_LAYERS, recurrent.LFM2_TIED, recurrent.LFM2_WIDTH),
+        defaults={**_LFM2_SIZES, "intermediate_size": 12288, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
+                  "block_auto_adjust_ff_dim": True},
+        note="gated short convolutions in most layers",
+    ),
+    Family(
+        model_type="lfm2_moe", architecture="Lfm2MoeForCausalLM", models="LFM2 with experts, such as 8B-A1B",
+        layer={**places.LFM2_LAYER, **places.LFM2_EXPERTS}, **_LFM2,
+        parts=(ropes.ROPE, recurrent.LFM2_LAYERS, recurrent.LFM2_TIED, experts.LFM2_EXPERTS),
+        defaults={**_LFM2_SIZES, "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_dense_layers": 2,
+                  "num_experts_per_tok": 4, "num_experts": 32, "use_expert_bias": True, "routed_scaling_factor": 1.0,
+                  "norm_topk_prob": True},
+        ignored=experts.IGNORED, mlp="feed_forward",
+        note="as LFM2, with experts: sigmoid scores with a bias for the choice; the first layers are dense",
+    ),
+    Family(
+        model_type="granitemoehybrid", architecture="GraniteMoeHybridForCausalLM", models="Granite 4, hybrid or not",
+        layer=places.GRANITE_HYBRID_LAYER, stacked="outputs first", constants=UNGATED, mlp="block_sparse_moe",
+        accepts=_granite4,
+        stacks={"block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+                "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj"},
+        renamed={".router.layer.": ".router."},
+        parts=(ropes.ROPE, recurrent.GRANITE_LAYERS, ACT, parts.biases(), parts.ATTENTION_MULTIPLIER,
+               parts.same("embedding_multiplier", "residual_multiplier", "logits_scaling"),
+               experts.GRANITE_HYBRID_EXPERTS),
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "bos_token_id": 1, "eos_token_id": 2,
+                  "hidden_act": "silu", "attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2,
+                  "router_aux_loss_coef": 0.001, "shared_intermediate_size": 1024, "intermediate_size": 11008,
+                  "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto",
+                  "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False},
+        ignored=experts.IGNORED | {"attention_dropout"},
+        note="Mamba 2 in most layers, attention without RoPE in the others; experts beside one for all tokens",
+    ),
+)  # fmt: skip

@@ -1,0 +1,166 @@
+"""Keys of config.json of convolutions and state spaces, for the rows of hf_recurrent_families. No torch.
+
+Facts: the configuration and modeling files of transformers 5.24.
+"""
+
+import math
+
+from te_models.config.mamba2 import Mamba2Config
+from te_models.config.model import ModelConfig
+from te_models.config.short_conv import ShortConvConfig
+from te_models.errors import ConfigError
+from te_models.interop.hf_parts import ALIASES, ConfigKeys, Fields, Values
+
+
+def _read_convolutions(theirs: Values) -> Fields:
+    """Read the kinds of layers, by default attention in those of `full_attn_idxs`, and the size of convolutions."""
+    every = range(theirs["num_hidden_layers"])
+    attention = theirs.get("full_attn_idxs")
+    types = theirs.get("layer_types") or [
+        "full_attention" if attention is None or layer in attention else "conv" for layer in every
+    ]
+    for kind in types:
+        if kind not in ("conv", "full_attention"):
+            raise ConfigError(
+                f"layer_types holds {kind!r}, which is not supported: te-models reads conv and full_attention"
+            )
+    if "conv" not in types:
+        return {}
+    sizes = {"kernel_dim": theirs["conv_L_cache"], "bias": theirs["conv_bias"]}
+    return {"layer_types": types, "short_conv": sizes}
+
+
+def _write_convolutions(config: ModelConfig) -> Fields:
+    sizes = config.short_conv or ShortConvConfig()
+    types = list(config.layer_types or ["full_attention"] * config.num_hidden_layers)
+    return {"layer_types": types, "conv_L_cache": sizes.kernel_dim, "conv_bias": sizes.bias}
+
+
+def _read_adjusted_width(theirs: Values) -> Fields:
+    """Read the width of LFM2's MLPs: two thirds of what is given, times a factor, rounded up to a multiple."""
+    size = theirs.get("block_ff_dim", theirs["intermediate_size"])
+    factor, multiple = theirs.get("block_ffn_dim_multiplier"), theirs["block_multiple_of"]
+    if theirs["block_auto_adjust_ff_dim"]:
+        size = int(2 * size / 3)
+        if factor is not None:
+            size = multiple * -(-int(factor * size) // multiple)
+    return {"intermediate_size": size}
+
+
+LFM2_LAYERS = ConfigKeys(
+    ("layer_types", "full_attn_idxs", "conv_L_cache", "conv_bias"),
+    _read_convolutions,
+    _write_convolutions,
+)
+LFM2_WIDTH = ConfigKeys(
+    (
+        "block_auto_adjust_ff_dim",
+        "block_multiple_of",
+        "block_ffn_dim_multiplier",
+        "block_ff_dim",
+    ),
+    _read_adjusted_width,
+    lambda config: {"block_auto_adjust_ff_dim": False},
+)
+# An older key, which has priority in transformers.
+LFM2_TIED = ConfigKeys(
+    ("tie_embedding",),
+    lambda theirs: (
+        {"tie_word_embeddings": theirs["tie_embedding"]} if "tie_embedding" in theirs else {}
+    ),
+    lambda config: {},
+)
+# Sizes of Mamba 2 -> the keys of families that begin with "mamba_".
+_MAMBA = {
+    "num_heads": "mamba_n_heads",
+    "head_dim": "mamba_d_head",
+    "state_dim": "mamba_d_state",
+    "num_groups": "mamba_n_groups",
+    "conv_kernel_dim": "mamba_d_conv",
+    "conv_bias": "mamba_conv_bias",
+    "bias": "mamba_proj_bias",
+}
+_LEGACY_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+_INFINITE = {"__float__": "Infinity"}  # as transformers writes infinity in JSON
+
+
+def _time_steps(theirs: Values) -> Fields:
+    """Read the bounds of time steps, of which 0 and infinity are none."""
+    low, high = theirs.get("time_step_limit") or (0.0, math.inf)
+    none = high in (_INFINITE, math.inf, "inf", "Infinity")
+    return {"time_step_min": low or None, "time_step_max": None if none else high}
+
+
+def _mamba_types(theirs: Values) -> list[str]:
+    """Return the kinds of layers, by default all Mamba 2, under our names."""
+    given = theirs.get("layer_types") or theirs.get("layers_block_type")
+    types = given or ["linear_attention"] * theirs["num_hidden_layers"]
+    found = [_LEGACY_TYPES.get(kind, kind) for kind in types]
+    for kind in found:
+        if kind not in ("linear_attention", "full_attention"):
+            raise ConfigError(
+                f"layer_types holds {kind!r}, which is not supported: te-models reads linear_attention (Mamba 2) and "
+                "full_attention"
+            )
+    return ["mamba2" if kind == "linear_attention" else kind for kind in found]
+
+
+def read_mamba(theirs: Values, inner: int) -> Fields:
+    """Read the sizes of Mamba 2 layers with `inner` channels in all heads."""
+    sizes = {ours: theirs[key] for ours, key in _MAMBA.items() if key in theirs}
+    if sizes["head_dim"] == "auto":
+        sizes["head_dim"] = inner // sizes["num_heads"]
+    activation = theirs["hidden_act"]
+    return {**sizes, **_time_steps(theirs), "activation": ALIASES.get(activation, activation)}
+
+
+def write_mamba(sizes: Mamba2Config) -> Fields:
+    """Return the keys of those sizes."""
+    values = vars(sizes)
+    found = {key: values[ours] for ours, key in _MAMBA.items()}
+    if sizes.time_step_min is not None or sizes.time_step_max is not None:
+        low, high = sizes.time_step_min or 0.0, sizes.time_step_max or _INFINITE
+        found["time_step_limit"] = [low, high]
+    return found
+
+
+def _read_granite_layers(theirs: Values) -> Fields:
+    types = _mamba_types(theirs)
+    found: Fields = {}
+    if "mamba2" in types:
+        inner = theirs["mamba_expand"] * theirs["hidden_size"]
+        found |= {"layer_types": types, "mamba2": read_mamba(theirs, inner)}
+    if theirs.get("position_embedding_type") != "rope":
+        found["no_rope_layers"] = [0] * len(types)
+    return found
+
+
+def _write_granite_layers(config: ModelConfig) -> Fields:
+    types = config.layer_types or ("full_attention",) * config.num_hidden_layers
+    theirs = {"mamba2": "linear_attention"}
+    found: Fields = {"layer_types": [theirs.get(kind, kind) for kind in types]}
+    found["position_embedding_type"] = "rope" if config.no_rope_layers is None else None
+    sizes = config.mamba2
+    if sizes is None:
+        return {**found, "mamba_n_heads": 1, "mamba_d_head": "auto", "mamba_expand": 1}
+    expand, rest = divmod(sizes.inner_size, config.hidden_size)
+    if rest or sizes.activation != config.hidden_act:
+        raise ConfigError("this family has Mamba 2 of a multiple of the width, and one activation")
+    return {**found, **write_mamba(sizes), "mamba_expand": expand}
+
+
+GRANITE_LAYERS = ConfigKeys(
+    (
+        "layer_types",
+        "layers_block_type",
+        "position_embedding_type",
+        "mamba_expand",
+        "mamba_chunk_size",
+        "time_step_limit",
+        *_MAMBA.values(),
+    ),
+    _read_granite_layers,
+    _write_granite_layers,
+)

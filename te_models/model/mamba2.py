@@ -1,0 +1,155 @@
+"""Mamba 2, built from te.Linear. Shapes: te_models/model/block.py, te_models/config/mamba2.py.
+
+C = H P + 2 G N channels of x, b and c.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from te_models.config.mamba2 import Mamba2Spec
+from te_models.kernels.state_space import state_space, state_space_kernel
+from te_models.model.convolution import Taps, newest, without_padding
+from te_models.model.forward_context import ForwardContext
+from te_models.model.kv_cache import RecurrentState
+from te_models.model.part import Mixer
+from te_models.model.te_modules import Factory, pad_rows
+
+SLOWEST = 1e-3
+FASTEST = 0.1  # range of softplus(dt_bias) in a new model, as in the paper's code
+
+
+class GroupNorm(nn.Module):
+    """The weight [H P] of an RMSNorm per group of channels, which is one operation with the gate beside it."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+class Mamba2(Mixer[Mamba2Spec]):
+    """out_proj(RMSNorm(y * silu(z))), y the output of a state space (Dao and Gu 2024, arXiv 2405.21060).
+
+    A causal convolution mixes x, b and c; a head's state decays by exp(-exp(A_log) dt), where dt is softplus of one
+    logit per head and token. Time steps and state are FP32.
+    """
+
+    entry = "zxbcdt_proj"
+
+    def __init__(self, spec: Mamba2Spec, layer: int, factory: Factory) -> None:
+        super().__init__(spec, layer, factory)
+        sizes = spec.sizes
+        into, out = spec.linears
+        self.zxbcdt_proj = factory.linear(into)
+        bias = factory.vector(sizes.mixed_size) if sizes.conv_bias else None
+        self.conv1d = Taps(factory.vector(sizes.mixed_size, 1, sizes.conv_kernel_dim), bias)
+        self.A_log = factory.vector(sizes.num_heads)
+        self.dt_bias = factory.vector(sizes.num_heads)
+        self.D = factory.vector(sizes.num_heads)
+        self.eps = factory.eps
+        self.norm = None if sizes.norm == "none" else GroupNorm(factory.vector(sizes.inner_size))
+        self.out_proj = factory.linear(out)
+
+    def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
+        """As in the base class; decays cover a range of lengths, as in the paper's code."""
+        owner, _, kind = name.partition(".")
+        if owner == "conv1d":
+            self.conv1d.initialize(kind, values)
+        elif name == "A_log":
+            values.uniform_(1.0, 16.0).log_()
+        elif name == "dt_bias":
+            rate = values.uniform_(math.log(SLOWEST), math.log(FASTEST)).exp_()
+            values.copy_(rate + torch.log(-torch.expm1(-rate)))  # softplus of which is the rate
+        elif name in ("D", "norm.weight"):
+            values.fill_(1.0)
+        else:
+            super().initialize(name, values, std, residual_std)
+
+    def remark(self, device: torch.device, dtype: torch.dtype) -> str:
+        return f"Mamba 2: {state_space_kernel(device, dtype)}"
+
+    def new_state(
+        self, batch: int, slots: int, device: torch.device, dtype: torch.dtype
+    ) -> RecurrentState:
+        """Return the state of `batch` rows without tokens; `slots` changes nothing.
+
+        `tail` has the inputs of the convolution at the newest tokens, oldest first, [B, taps - 1, C], and `matrix` the
+        state after the newest token, FP32 [B, H, P, N].
+        """
+        s = self.spec.sizes
+        tail = torch.zeros(batch, s.conv_kernel_dim - 1, s.mixed_size, device=device, dtype=dtype)
+        shape = (batch, s.num_heads, s.head_dim, s.state_dim)
+        matrix = torch.zeros(shape, device=device, dtype=torch.float32)
+        return RecurrentState(tail=tail, matrix=matrix)
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return Mamba 2 of x [N, D]: [N, D]."""
+        sizes = self.spec.sizes
+        count = context.batch * context.seq
+        projected = context.linear(self.zxbcdt_proj, x)[:count]  # [B*S, H P + C + H, and padding]
+        used = [sizes.inner_size, sizes.mixed_size, sizes.num_heads]
+        z, mixed, steps = projected[:, : sum(used)].split(used, dim=-1)
+        mixed, steps = (t.unflatten(0, (context.batch, context.seq)) for t in (mixed, steps))
+
+        def mix(mixed: Tensor, steps: Tensor, counts: Tensor | None) -> Tensor:
+            return self._mix(mixed, steps, counts, context)
+
+        out = without_padding(mix, context, mixed, steps)  # [B, S, H, P], zeros at padding
+        out = self._gated(out.flatten(2).flatten(0, 1), z, context)  # [B*S, H P]
+        out = context.linear(self.out_proj, pad_rows(out, x.shape[0]))
+        return context.without_padding(out) if sizes.bias else out
+
+    def _gated(self, y: Tensor, z: Tensor, context: ForwardContext) -> Tensor:
+        """Return the output y [T, H P] with its gate and its norm."""
+        sizes = self.spec.sizes
+        if self.norm is None:
+            return context.kernels.silu_gate(y, z)
+        return context.kernels.gated_norm(
+            y,
+            z,
+            self.norm.weight,
+            groups=sizes.num_groups,
+            eps=self.eps,
+            before_gate=sizes.norm == "before_gate",
+        )
+
+    def _mix(
+        self, mixed: Tensor, steps: Tensor, counts: Tensor | None, context: ForwardContext
+    ) -> Tensor:
+        """Return the outputs of the state space [B, S, H, P] from mixed [B, S, C] and the logits of steps [B, S, H].
+
+        `counts` [B] is the number of tokens of each row, the first; None: all are tokens.
+        """
+        sizes = self.spec.sizes
+        kernels = context.kernels
+        seq = context.seq
+        state = None
+        if context.cache is not None:
+            state = context.cache.recurrent(
+                self.layer, lambda: self.new_state(context.batch, 0, mixed.device, mixed.dtype)
+            )
+        stored = {} if state is None else state.read()
+        tail = stored.get("tail")
+        before = stored.get("matrix")
+        x, b, c = kernels.mixed_parts(
+            mixed,
+            tail,
+            self.conv1d.weight,
+            context.documents,
+            self.conv1d.bias,
+            sizes=(sizes.inner_size, sizes.group_size, sizes.group_size),
+            activation=sizes.activation,
+        )
+        real = None if counts is None else torch.arange(seq, device=counts.device) < counts[:, None]
+        low, high = sizes.time_step_limits
+        dt = kernels.time_steps(steps, self.dt_bias, real, low=low, high=high)  # [B, S, H]
+        rates = -self.A_log.float().exp()  # [H]
+        x = x.unflatten(-1, (-1, sizes.head_dim))
+        b, c = (t.unflatten(-1, (-1, sizes.state_dim)) for t in (b, c))
+        out, matrix = state_space(x, dt, rates, b, c, self.D, before, context.documents)
+        if state is not None and tail is not None and matrix is not None:
+            state.write(tail=newest(tail, mixed, counts), matrix=matrix)
+        return out
