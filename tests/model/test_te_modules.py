@@ -22,6 +22,7 @@ from te_models.kernels.elementwise import gate
 from te_models.model.convolution import Taps
 from te_models.model.deltanet import GatedDeltaNet
 from te_models.model.mamba2 import GroupNorm, Mamba2
+from te_models.model.moe import Experts
 
 ENGINES = ["emulated", pytest.param("native", marks=pytest.mark.gpu)]
 SMALL: dict[str, Any] = dict(
@@ -55,8 +56,9 @@ def small(preset: str, engine: str, recipe: str = "bf16", **options: Any) -> Cau
     )
 
 
-# Modules of recurrent layers with taps, decays and a norm that is one operation with its gate.
-RECURRENT = (GatedDeltaNet, GroupNorm, Mamba2, Taps)
+# Modules of recurrent layers with taps, decays and a norm that is one operation with its gate; and experts with
+# numbers for their choice.
+BESIDE = (Experts, GatedDeltaNet, GroupNorm, Mamba2, Taps)
 
 
 def owners(model: CausalLM) -> dict[str, nn.Module]:
@@ -66,7 +68,7 @@ def owners(model: CausalLM) -> dict[str, nn.Module]:
         for name, m in model.named_modules()
         if next(m.parameters(recurse=False), None) is not None
     }
-    return {name: m for name, m in found.items() if not isinstance(m, RECURRENT)}
+    return {name: m for name, m in found.items() if not isinstance(m, BESIDE)}
 
 
 def memory(tensor: Tensor) -> range:
