@@ -163,7 +163,9 @@ def _lfm2(
     return _shape(hidden, intermediate, layers, hidden // 64, 8, **own, **fields)
 
 
-def _granite4(hidden: int, intermediate: int, heads: int, kv_heads: int, **fields: Any) -> Shape:
+def _granite4(
+    hidden: int, intermediate: int, heads: int, kv_heads: int, **fields: Any
+) -> PresetFields:
     """Return the shape of a hybrid Granite 4: Mamba 2, and attention without RoPE in four of 40 layers."""
     kinds = ("full_attention" if layer % 10 == 5 else "mamba2" for layer in range(40))
     own = dict(
