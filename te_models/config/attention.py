@@ -287,9 +287,8 @@ class AttentionSpec(SoftmaxAttentionSpec):
         if self.value_norm:
             saved = kv + tape.tokens * heads.key * FP32
             split.append(Step("v_norm", saved, consumes=kv, produces=kv))
-        if (
-            self.rope is not None
-        ):  # linear in its input: saves only the tables, which all layers share
+        # RoPE is linear in its input: it saves only the tables, which all layers share.
+        if self.rope is not None:
             split.append(Step("rope", consumes=q + kv, produces=q + kv))
         own = 0
         if self.rope is not None or self.qk_norm != "none":

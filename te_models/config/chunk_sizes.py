@@ -1,12 +1,10 @@
 """Sizes of the chunks in which temporaries are allocated, shared by the allocating code and the memory plan."""
 
 FP32 = 4  # bytes
-UPDATE_CHUNK = (
-    2**28
-)  # parameters that te_models.optim.master updates at a time, with FP32 gradients
-EXCHANGE_CHUNK = (
-    2**27
-)  # bytes that a rank sends, and that it receives, at a time in te_models.optim.parameter_owners
+# Parameters that te_models.optim.master updates at a time, with FP32 gradients.
+UPDATE_CHUNK = 2**28
+# Bytes that a rank sends, and that it receives, at a time in te_models.optim.parameter_owners.
+EXCHANGE_CHUNK = 2**27
 HEAD_CHUNK = {True: 2**31, False: 2**28}  # cuda -> bytes of logits per chunk, counted in FP32
 
 

@@ -78,7 +78,6 @@ def _unknown_pattern(pattern: str, linears: dict[str, LinearSpec]) -> Exception:
         if leaf in parts and leaf != linear.name and fnmatchcase(name, fused):
             advice = f"its rows are part of {linear.name}, one GEMM: write {fused!r}"
             return unknown("te.Linear of precision", pattern, (), advice=advice)
-    kinds = dict.fromkeys(
-        f"*.{name.split('.', 2)[2]}" for name in linears
-    )  # such as "*.self_attn.o_proj"
+    # Patterns such as "*.self_attn.o_proj".
+    kinds = dict.fromkeys(f"*.{name.split('.', 2)[2]}" for name in linears)
     return unknown("te.Linear of precision", pattern, [*kinds, HEAD])

@@ -77,9 +77,8 @@ class Scheme:
     `layout` says how many bytes a quantized operand takes, for the memory plan.
     """
 
-    fields: Mapping[str, object] = field(
-        default_factory=dict
-    )  # name -> Transformer Engine's default
+    # Name -> Transformer Engine's default.
+    fields: Mapping[str, object] = field(default_factory=dict)
     rows: int = 16
     features: int = 16
     scattered_rows: int = (

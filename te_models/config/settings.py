@@ -228,9 +228,8 @@ class Settings(NamedFields):
 
     heading: ClassVar[str] = EVERYDAY
     prefix: ClassVar[str] = ""
-    __dataclass_fields__: ClassVar[
-        dict[str, dataclasses.Field[object]]
-    ]  # every subclass is a dataclass
+    # Every subclass is a dataclass.
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[object]]]
 
     def __post_init__(self) -> None:
         take_settings(self, type(self))

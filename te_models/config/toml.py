@@ -16,9 +16,8 @@ else:
 
 MAX_BYTES = 2**20
 _PART = r"""(?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*\.[ \t]*"""
-_DEEP_KEY = re.compile(
-    rf"(?<![\w-])(?:{_PART}){{50}}"
-)  # which tomllib reads in quadratic time and memory
+# tomllib reads such keys in quadratic time and memory.
+_DEEP_KEY = re.compile(rf"(?<![\w-])(?:{_PART}){{50}}")
 
 
 def read_toml(path: Path) -> dict[str, Any]:

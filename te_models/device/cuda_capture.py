@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-_CUDA = (
-    threading.RLock()
-)  # locked during a capture, and by background threads whenever they use CUDA
+# Held during a capture, and by background threads whenever they use CUDA.
+_CUDA = threading.RLock()
 
 
 @contextmanager

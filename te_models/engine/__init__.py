@@ -67,9 +67,8 @@ def get_engine(
 def engine_module(name: str) -> ModuleType:
     """Return the namespace of "native" or "emulated", imported on first use: Transformer Engine is slow to import."""
     full = f"te_models.engine.{name}"
-    return sys.modules.get(full) or importlib.import_module(
-        full
-    )  # which torch.compile can trace once it is there
+    # torch.compile can trace the table, but no import.
+    return sys.modules.get(full) or importlib.import_module(full)
 
 
 def check_support(te: ModuleType, engine: str, recipe: Recipe) -> None:

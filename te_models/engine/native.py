@@ -126,9 +126,8 @@ def row_padding(model: torch.nn.Module, tokens: Tensor, multiple: int) -> Iterat
     yield multiple
 
 
-PerTensorQuantizer = (
-    Float8Quantizer | Float8CurrentScalingQuantizer
-)  # those of one scale per tensor, for which FP8 is handed over
+# The quantizers with one scale per tensor, for which one module hands FP8 to the next.
+PerTensorQuantizer = Float8Quantizer | Float8CurrentScalingQuantizer
 _LOCK = threading.RLock()  # Transformer Engine's FP8 state belongs to the process
 
 
@@ -225,9 +224,8 @@ def _quantizer(
     """
     if not (isinstance(linear, Linear) and FP8GlobalStateManager.is_fp8_enabled()):
         return None
-    linear.init_fp8_metadata(
-        num_gemms=1
-    )  # else there is no quantizer before the module's first forward
+    # Without it there is no quantizer before the module's first forward.
+    linear.init_fp8_metadata(num_gemms=1)
     own = linear.quantizers[direction][operand]
     if not isinstance(own, (Float8Quantizer, Float8CurrentScalingQuantizer)):
         return None
@@ -398,18 +396,15 @@ def _linear(module: Linear, x: Tensor, **options: bool | None) -> Tensor:
         cache = module._fp8_workspaces
         module._fp8_workspaces = {"weight": weight}
         try:
-            y = module(
-                x, **options | {"is_first_microbatch": False}
-            )  # takes the weight from the cache
+            # It takes the weight from the cache.
+            y = module(x, **options | {"is_first_microbatch": False})
         finally:
             module._fp8_workspaces = cache
-        weight.update_usage(
-            rowwise_usage=False, columnwise_usage=True
-        )  # backward reads only the transposed copy
+        # Backward reads only the transposed copy.
+        weight.update_usage(rowwise_usage=False, columnwise_usage=True)
     if isinstance(x, QuantizedTensor) and module.weight.requires_grad:
-        x.update_usage(
-            rowwise_usage=False, columnwise_usage=True
-        )  # as te.Linear does with what it quantized itself
+        # te.Linear does so with an input that it quantized itself.
+        x.update_usage(rowwise_usage=False, columnwise_usage=True)
     return y
 
 

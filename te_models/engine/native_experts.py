@@ -105,9 +105,8 @@ def _joint_casts(te_recipe: recipe.Recipe) -> Casts | None:
     wide = get_fp8_te_dtype(te_recipe, fprop_tensor=False) == DType.kFloat8E5M2
     gradient = torch.float8_e5m2 if wide else torch.float8_e4m3fn
     if isinstance(te_recipe, recipe.DelayedScaling):
-        return Casts(
-            gradient, output=False, input_gradient=True, weight_gradient=True
-        )  # section 7.6
+        # Section 7.6.
+        return Casts(gradient, output=False, input_gradient=True, weight_gradient=True)
     plans = (
         te_recipe.fp8_quant_fwd_inp,
         te_recipe.fp8_quant_fwd_weight,
@@ -137,9 +136,8 @@ def _with_scales(module: GroupedLinear, casts: Casts, x: Tensor) -> Casts:
     return casts._replace(of_x=own[0], of_weights=own[1], of_dy=own[2], after=after)
 
 
-_LOCATIONS: WeakKeyDictionary[Module, Locations] = (
-    WeakKeyDictionary()
-)  # graphs read them where they are
+# Graphs read them where they are.
+_LOCATIONS: WeakKeyDictionary[Module, Locations] = WeakKeyDictionary()
 
 
 def _expert_weights(module: GroupedLinear) -> Weights | None:
@@ -232,9 +230,8 @@ def _cached(
     `cast` makes them, transposed too if its argument is True, which is worth the memory where they are kept.
     """
     cache = module._fp8_workspaces
-    kept = (
-        is_first_microbatch is not None and not module.is_fsdp2
-    )  # FSDP2 gathers and casts again in backward
+    # FSDP2 gathers and casts again in backward.
+    kept = is_first_microbatch is not None and not module.is_fsdp2
     own = cache.get("experts") if kept and not is_first_microbatch else None
     if own is None:
         own = cast(kept)

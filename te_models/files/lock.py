@@ -43,9 +43,8 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            os.unlink(
-                path
-            )  # while the lock is held: whoever opened this file meanwhile opens it again
+            # While the lock is held: whoever opened this file meanwhile opens it again.
+            os.unlink(path)
         os.close(descriptor)
 
 

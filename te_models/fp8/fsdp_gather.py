@@ -50,9 +50,8 @@ class FP8Shard(torch.Tensor):
         kwargs: Keywords | None = None,
     ) -> object:
         aten = torch.ops.aten
-        if (
-            func is aten.as_strided.default
-        ):  # FSDP2's last step, which reshapes the gathered tensor to its own shape
+        # FSDP2's last step gives the gathered tensor its own shape.
+        if func is aten.as_strided.default:
             return args[0].fp8
         if func in (aten.detach.default, aten.alias.default):
             return cls(args[0].fp8, args[0].shape)

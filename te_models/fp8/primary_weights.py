@@ -89,9 +89,8 @@ def plain(tensor: Tensor) -> Tensor:
 def clear_states(model: nn.Module) -> None:
     """Reset scales to 1 and histories to 0 in modules with FP8 weights, which were built from uninitialized memory."""
     for _, module, _, _ in _owners(model):
-        if delayed_states(
-            module
-        ):  # Transformer Engine's own reset fails under other recipes (2.20)
+        # Transformer Engine's own reset fails under other recipes (2.20).
+        if delayed_states(module):
             module.reset_fp8_meta_tensors()
 
 
@@ -298,9 +297,8 @@ def make_shards(
         quantizer.set_usage(rowwise=True, columnwise=False)
         fp8 = quantizer.make_empty(own.shape, dtype=own.dtype, device=own.device)
         reduce_amax_over(fp8._quantizer, group)
-        weight._local_tensor = FP8Shard(
-            cast(Float8Tensor, fp8)
-        )  # FSDP2 looks for it before the first forward
+        # FSDP2 looks for it before the first forward.
+        weight._local_tensor = FP8Shard(cast(Float8Tensor, fp8))
 
 
 def _weight_quantizer(module: Any, gemm: int, built: EngineRecipe | None) -> Quantizer:

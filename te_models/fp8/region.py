@@ -73,9 +73,8 @@ def forward_pass(
         if not recipe.stateful or not records_amax():
             yield
         elif not (model.training and torch.is_grad_enabled()):
-            with frozen_fp8_state(
-                model, ("scaling_fwd",)
-            ):  # another thread's backward may change the others
+            # Another thread's backward may change the others.
+            with frozen_fp8_state(model, ("scaling_fwd",)):
                 yield
         else:
             with _discarding_amaxes_of_a_failure(model):

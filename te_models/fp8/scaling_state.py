@@ -52,9 +52,8 @@ def delayed_states(
         meta = vars(module).get("fp8_meta", {})  # only the te modules of either engine have one
         for direction in directions:
             state = meta.get(direction)
-            if (
-                getattr(state, "amax_history", None) is not None
-            ):  # Transformer Engine's other states lack it
+            # Transformer Engine's other states have no history.
+            if getattr(state, "amax_history", None) is not None:
                 found[f"{name}.{direction}"] = state
     return found
 

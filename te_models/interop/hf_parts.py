@@ -13,9 +13,8 @@ from te_models.errors import ConfigError, check_known
 
 Values = Mapping[str, Any]  # an object in a config.json, or fields of ModelConfig
 Fields = dict[str, Any]  # the same, to be changed
-SeesAll = Callable[
-    [Values, int], bool
-]  # of a config.json and the number of a layer: whether it sees all keys
+# (config.json, number of a layer) -> whether the layer sees all keys.
+SeesAll = Callable[[Values, int], bool]
 
 
 @dataclass(frozen=True)
@@ -132,9 +131,8 @@ def _write_laguna(config: ModelConfig) -> Fields:
     }
 
 
-GEMMA_ACT = activation(
-    aliases={**ALIASES, "gelu": "gelu_pytorch_tanh"}
-)  # which Gemma 1 calls "gelu"
+# Gemma 1 calls gelu_pytorch_tanh "gelu".
+GEMMA_ACT = activation(aliases={**ALIASES, "gelu": "gelu_pytorch_tanh"})
 GATE = ConfigKeys((*GATE_FLAGS.values(), "use_qk_norm"), _read_gate, _write_gate)
 MUP = ConfigKeys(
     ("mup_enabled",),

@@ -77,9 +77,8 @@ def unread_rope_fields(theirs: Values) -> list[str]:
         for name, values in {key: given, **by_type}.items():
             kind = values.get("rope_type", values.get("type", "default"))
             known = _ROPE_FIELDS | scaling_fields(str(kind)) | by_type.keys()
-            if (
-                "llama_4_scaling_beta" in values
-            ):  # the scale of queries relates to it under any RoPE
+            # The scale of queries relates to it under any RoPE.
+            if "llama_4_scaling_beta" in values:
                 known |= {"original_max_position_embeddings"}
             place = key if values is given else f"{key}.{name}"
             unread = [own for own in values if own not in known and not own.startswith("mrope_")]
@@ -351,9 +350,8 @@ def _read_layer_thetas(theirs: Values) -> Fields:
             raise ConfigError(f"layer_rope_theta with different bases of {kind} is not supported")
     if "full_attention" in own:
         ours["rope_theta"] = own["full_attention"]
-    elif (
-        "sliding_attention" in own
-    ):  # the base that a layer without a window would have means nothing
+    elif "sliding_attention" in own:
+        # The base that a layer without a window would have means nothing.
         ours["rope_theta"] = own["sliding_attention"]
     if own.get("sliding_attention", ours["rope_theta"]) != ours["rope_theta"]:
         ours["sliding_rope"] = {

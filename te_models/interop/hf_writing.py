@@ -21,9 +21,8 @@ from te_models.interop.stacked_experts import stacked
 from te_models.interop.tensor_places import Place, tensor_places
 from te_models.model.decoder import Decoder
 
-CODE = (
-    Path(__file__).parent / "remote_code"
-)  # code for transformers, for models of which it has no architecture
+# Code for transformers, for models of which it has no architecture.
+CODE = Path(__file__).parent / "remote_code"
 MAX_SHARD_BYTES = 5 * 10**9  # as in transformers
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",

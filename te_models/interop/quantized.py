@@ -78,9 +78,10 @@ TENSOR = WeightStorage((0, 0), "static", scales=BOTH)
 CHANNEL = WeightStorage((1, 0), "token")
 MXFP8 = WeightStorage((1, 32), "mxfp8", scale_dtypes=(torch.uint8,))
 NVFP4 = WeightStorage((1, 16), "nvfp4", data="weight_packed", scale_dtypes=(E4M3,))
+# The parameters of stacked experts.
 MXFP4 = WeightStorage(
     (1, 32), "none", data="blocks", scales=("scales",), scale_dtypes=(torch.uint8,)
-)  # of stacked experts
+)
 GLOBAL_SCALE, INPUT_GLOBAL_SCALE = "weight_global_scale", "input_global_scale"
 INPUT_SCALES = ("input_scale", "activation_scale")
 UNREAD = (

@@ -173,9 +173,8 @@ def _check_archive(opened: BinaryIO, size: int) -> None:
     if any(length > MAX_PICKLE_BYTES for length in pickles):
         raise ValueError("it describes too many tensors")
     whole = [_checksum_fits(archive, record) for record in records]
-    if any(whole) and not all(
-        whole
-    ):  # torch.serialization.set_crc32_options(False) leaves all of them wrong
+    # All are wrong after torch.serialization.set_crc32_options(False).
+    if any(whole) and not all(whole):
         raise ValueError("a checksum in it does not fit")
 
 

@@ -111,9 +111,8 @@ class _ComposedAttention(torch.autograd.Function):
             _, capped, weights, share = _attend(*own, _of_row(ctx.mask, row), how)
             slope = _row(dy, row, heads).flatten(1, 2)  # [K, N/K*S, H]
             dv[row] = weights.flatten(1, 2).mT @ slope
-            change = (slope @ own[2].mT).unflatten(
-                1, weights.shape[1:3]
-            )  # of the weights, [K, N/K, S, M]
+            # The gradient of the weights, [K, N/K, S, M].
+            change = (slope @ own[2].mT).unflatten(1, weights.shape[1:3])
             mean = (change * weights).sum(-1, keepdim=True)
             if share is not None:
                 dsinks -= (share * mean).sum((2, 3)).flatten()  # the value of a sink is zero
@@ -150,9 +149,8 @@ def composed_attention(
     if torch.compiler.is_compiling():  # a graph has no loop over a batch of any size
         own = q
         k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-    elif (
-        q.shape[2] == 1
-    ):  # the heads that share a key are queries of one head, so that no key is copied
+    elif q.shape[2] == 1:
+        # The heads that share a key are queries of one head, so that no key is copied.
         own = q.reshape(len(q), -1, group, q.shape[3])
         mask = q.new_zeros(1, 1) if mask is None else mask
     else:

@@ -159,9 +159,8 @@ def gradients(
     dq, dk = (x.new_empty(batch, seq, heads, d_k) for x in (q, k))
     dw = torch.empty_like(w)
     dg = g.new_empty(blocks, *g.shape)
-    ends = g.new_empty(
-        blocks * parts, batch, chunks, heads
-    )  # what the gates of a chunk's last token get besides
+    # The further gradient of the gates of a chunk's last token.
+    ends = g.new_empty(blocks * parts, batch, chunks, heads)
     _gradients_kernel[(chunks * blocks * parts, batch * heads)](
         *(x.contiguous() for x in (q, k, v, g, h, do, dh, dv)), dq, dk, dw, dg, ends,
         scale, seq, chunks, batch, key_heads, heads, d_k, d_v, chunk_size, rows, block_k, block_v,

@@ -66,9 +66,8 @@ def saved_input(ctx: Context) -> Tensor:
 def discarding(y: Tensor) -> Iterator[None]:
     """Inside, operations do not save y, the output of one that called `save_input`: backward recomputes it."""
     node: Any = y.grad_fn
-    if (
-        getattr(node, "source", None) is None
-    ):  # y was not computed from an input that was saved early
+    # y was not computed from an input that was saved early.
+    if getattr(node, "source", None) is None:
         yield
         return
     compute = node.recompute()
@@ -80,9 +79,8 @@ def discarding(y: Tensor) -> Iterator[None]:
     def unpack(saved: tuple[Tensor, int] | None) -> Tensor:
         if saved is not None:
             return unchanged(*saved)
-        if (
-            node.source.read is None
-        ):  # torch's checkpoint gives a recomputed tensor to one reader; SwiGLU is the next
+        # Torch's checkpoint gives a recomputed tensor to one reader; SwiGLU is the next.
+        if node.source.read is None:
             node.source.read = node.source.saved_tensors[0]
         with torch.no_grad():
             return compute(node.source.read)

@@ -117,14 +117,12 @@ def convolved(x: Tensor, tail: Tensor | None, taps: Tensor, documents: Tensor | 
     """
     size = taps.shape[-1]
     seq = x.shape[1]
-    whole = (
-        F.pad(x, (0, 0, size - 1, 0)) if tail is None else torch.cat((tail, x), dim=1)
-    )  # [B, K - 1 + S, C]
+    # [B, K - 1 + S, C]
+    whole = F.pad(x, (0, 0, size - 1, 0)) if tail is None else torch.cat((tail, x), dim=1)
     total = torch.zeros((), device=x.device)
     for back in range(size):
-        earlier = whole[:, size - 1 - back :][
-            :, :seq
-        ].float()  # the token `back` places before, [B, S, C]
+        # The token `back` places before, [B, S, C].
+        earlier = whole[:, size - 1 - back :][:, :seq].float()
         if documents is not None and back:
             same = F.pad(
                 documents[:, back:] == documents[:, :-back], (min(back, seq), 0), value=False

@@ -109,9 +109,8 @@ class FP8Operations(NamedTuple):
     new: Callable[[int, int, torch.device], FP8Data]
     gate: Callable[..., None]  # (out, cast_scale, first, x, logits or None, softplus)
     rotate: Callable[..., None]  # (out, cast_scale, first, x, rotation, inverse)
-    norm_backward: Callable[
-        ..., Tensor
-    ]  # (out, cast_scale, first, dy, x, norm, rotation): for the weight
+    # (out, cast_scale, first, dy, x, norm, rotation): for the weight
+    norm_backward: Callable[..., Tensor]
     gate_backward: Callable[..., Tensor]  # (out, cast_scale, first, dy, x, logits, softplus): for x
 
 

@@ -61,9 +61,8 @@ def _sums(dy: Tensor, x: Tensor, rows: list[int] | Groups) -> Tensor:
         return torch.stack([a.t() @ b for a, b in zip(dy.split(rows), x.split(rows), strict=True)])
     ends = _ends(rows, x.device)
     sums = F.grouped_mm(dy.t(), x, offs=ends)
-    idle = (
-        ends.diff(prepend=ends.new_zeros(1)) == 0
-    )  # a sum over no rows need not have been written
+    # A sum over no rows need not have been written.
+    idle = ends.diff(prepend=ends.new_zeros(1)) == 0
     return sums.masked_fill_(idle[:, None, None], 0)
 
 

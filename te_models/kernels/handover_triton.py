@@ -305,9 +305,8 @@ def _norm_kernel(
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * ROWS
     i = first + tl.arange(0, ROWS)
-    squares = tl.zeros(
-        (ROWS, COLUMNS), tl.float32
-    )  # summed at the end, since a sum synchronizes the threads
+    # Summed at the end, since a sum synchronizes the threads.
+    squares = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, columns, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
         inside = (i < rows)[:, None] & (j < columns)[None, :]

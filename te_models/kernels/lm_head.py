@@ -87,9 +87,8 @@ def loss_and_gradient(
     loss = -(logs.gather(1, index)[:, 0] * counted).sum() / count
     if not gradient:
         return loss, None
-    hit = (
-        torch.arange(logits.shape[1], device=logits.device) == index
-    )  # a comparison fuses, a scatter does not
+    # A comparison fuses, a scatter does not.
+    hit = torch.arange(logits.shape[1], device=logits.device) == index
     return loss, ((logs.exp() - hit.float()) * (counted / count)[:, None]).to(logits.dtype)
 
 

@@ -11,9 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 VECTOR = tl.constexpr(8)  # BF16 logits that a thread reads at once: 16 bytes
-LOWEST = tl.constexpr(
-    -3.4028234663852886e38
-)  # the lowest finite FP32, from which minus infinity can be subtracted
+# The lowest finite FP32, from which minus infinity can be subtracted.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -47,9 +46,8 @@ def _cross_entropy_kernel(
         largest = larger
     top = tl.max(largest, 0)
     total = tl.sum(total * tl.exp(largest - top), 0)
-    tl.store(
-        losses + row, tl.log(total) - (chosen - top)
-    )  # in this order: large logits cancel before they round
+    # In this order: large logits cancel before they round.
+    tl.store(losses + row, tl.log(total) - (chosen - top))
     if GRADIENT:
         scale = 1 / tl.load(count).to(tl.float32)
         inverse = 1 / total

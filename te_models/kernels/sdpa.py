@@ -100,9 +100,8 @@ def attention_mask(
     which only the same position sees, so that no row is empty; with `documents` int [B, S] each position sees only its
     own document.
     """
-    covers = window is None or (
-        not torch.compiler.is_compiling() and window >= seq
-    )  # a traced graph serves any seq
+    # A traced graph serves any seq.
+    covers = window is None or not torch.compiler.is_compiling() and window >= seq
     if real is None and documents is None and covers:
         return None
     slot = torch.arange(seq, device=device)

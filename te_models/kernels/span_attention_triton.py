@@ -122,9 +122,8 @@ def _forward_kernel(
         keyed = _rows(k, key, k_seq, channel, seq, dim)
         score, _ = _scores(rows, keyed, start, query, key, factor, cap)
         highest = tl.maximum(top, tl.max(score, 1))
-        offset = tl.where(
-            highest == float("-inf"), 0.0, highest
-        )  # a query that has seen no key yet
+        # A query that has seen no key yet.
+        offset = tl.where(highest == float("-inf"), 0.0, highest)
         weight = tl.exp2(score - offset[:, None])
         shrink = tl.exp2(top - offset)
         value = _rows(v, key, v_seq, channel, seq, dim)

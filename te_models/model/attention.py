@@ -133,9 +133,8 @@ class GatedAttention(Mixer[AttentionSpec]):
             v = unit_norm(v, self.eps)
         if not spec.norm_after_rope:
             q, k = self._normed_heads(q, k)
-        if (
-            spec.rope is not None and spec.query_scale is not None
-        ):  # which copies q: k would keep the memory of both
+        # The scale copies q, and k alone would keep the memory of both.
+        if spec.rope is not None and spec.query_scale is not None:
             q = context.rotated(q, spec.rope)
             k = context.rotated(k, spec.rope)
         elif spec.rope is not None:

@@ -151,9 +151,8 @@ class Decoder(nn.Module):
         compile = True if compile is None else compile
         fp8_params, activation_offload = bool(fp8_params), bool(activation_offload)
         self.config = config
-        self.router_losses = (
-            config.moe
-        )  # the factors of the routers' losses in training; a run may have others
+        # The factors of the routers' losses in training; a run may have others.
+        self.router_losses = config.moe
         self.router_group: ProcessGroup | None = (
             None  # the processes over whose tokens a run balances experts
         )
@@ -194,9 +193,8 @@ class Decoder(nn.Module):
             config.vocab_size, config.hidden_size, device=factory.device, dtype=factory.dtype
         )
         self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
-        self.embedding_multiplier = (
-            config.embedding_multiplier
-        )  # 1.0 where the embedding is a ScaledEmbedding
+        # 1.0 where the embedding is a ScaledEmbedding.
+        self.embedding_multiplier = config.embedding_multiplier
         self.layers = nn.ModuleList()
         for layer, spec in enumerate(self.specs):
             self.layers.append(Block(spec, layer, factory, config.residual_multiplier))
@@ -470,9 +468,8 @@ class Decoder(nn.Module):
         targets, invalid = next_token_targets(
             request.labels, request.attention_mask, size, request.document_ids
         )
-        plain = self.precision.head.recipe is None and isinstance(
-            self.lm_head, self.te.Linear
-        )  # neither FP8 nor adapted
+        # The head is neither in FP8 nor adapted.
+        plain = self.precision.head.recipe is None and isinstance(self.lm_head, self.te.Linear)
         if not request.return_logits and plain:
             return Output(nan_if(self._fused_loss(h, targets), invalid), None)
         logits = self._logits(h, (batch, seq), context)[: batch * seq]

@@ -80,9 +80,8 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         mixed, z = qkvz[:count].split(
             [self.spec.sizes.mixed_size, self.spec.sizes.value_size], dim=-1
         )
-        mixed, ba = (
-            t[:count].unflatten(0, (context.batch, context.seq)) for t in (mixed, ba)
-        )  # [B, S, C or 2n]
+        # [B, S, C or 2n]
+        mixed, ba = (t[:count].unflatten(0, (context.batch, context.seq)) for t in (mixed, ba))
 
         def mix(mixed: Tensor, ba: Tensor, counts: Tensor | None) -> Tensor:
             return self._mix(mixed, ba, counts, context)
@@ -112,9 +111,8 @@ class GatedDeltaNet(Mixer[DeltaNetSpec]):
         before = stored.get("matrix")
         parts = (sizes.key_size, sizes.key_size, sizes.value_size)
         how = dict(sizes=parts, activation=self.spec.activation)
-        q, k, v = kernels.mixed_parts(
-            mixed, tail, self.conv1d.weight, context.documents, **how
-        )  # [B, S, Kd or Vd]
+        # [B, S, Kd or Vd]
+        q, k, v = kernels.mixed_parts(mixed, tail, self.conv1d.weight, context.documents, **how)
         real = None if counts is None else torch.arange(seq, device=counts.device) < counts[:, None]
         g, beta = kernels.delta_gates(ba, self.A_log, self.dt_bias, real)
         q, k = (t.unflatten(-1, (-1, sizes.key_head_dim)) for t in (q, k))

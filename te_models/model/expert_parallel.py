@@ -165,9 +165,8 @@ class ExpertParallel(MeshRanks):
         The host waits once, for the numbers of rows. Return `sent` without the rows behind those of the last expert,
         and the way.
         """
-        given = all_to_all(
-            sent.counts, self.group
-        )  # of each rank, then of each expert of this rank
+        # By rank, then by expert of this rank.
+        given = all_to_all(sent.counts, self.group)
         own, theirs = torch.stack((sent.counts, given)).tolist()
         held = self._held
         to_each = [sum(own[first : first + held]) for first in range(0, len(own), held)]

@@ -34,24 +34,18 @@ class ForwardContext(NamedTuple):
     batch: int
     seq: int
     positions: Tensor  # int64 [S] or [B, S]: tokens of the same row, or document, before each token
-    rotary: dict[
-        Rope, tuple[Tensor, Tensor]
-    ]  # cos and sin [S, R] or [B, S, R], R channels rotated, in the dtype of
-    # the activations
-    query_scales: dict[
-        tuple[float, int], Tensor
-    ]  # SoftmaxAttentionSpec.query_scale -> factors [S] or [B, S]
+    # cos and sin [S, R] or [B, S, R], R channels rotated, in the dtype of the activations
+    rotary: dict[Rope, tuple[Tensor, Tensor]]
+    # SoftmaxAttentionSpec.query_scale -> factors [S] or [B, S]
+    query_scales: dict[tuple[float, int], Tensor]
     cache: Cache | None
     masks: dict[int | None, Visible]  # sliding window -> which keys are seen
-    real: (
-        Tensor | None
-    )  # bool [B*S, 1], False at padding inside the batch; None where there is none
-    routed: (
-        Tensor | None
-    )  # bool [B*S, 1], False at padding of either kind, which no expert gets; None: all are tokens
-    documents: (
-        Tensor | None
-    )  # int [B, S], the document of each token, below 0 at padding; None: each row is one
+    # bool [B*S, 1], False at padding inside the batch; None where there is none
+    real: Tensor | None
+    # bool [B*S, 1], False at padding of either kind, which no expert gets; None: all are tokens
+    routed: Tensor | None
+    # int [B, S], the document of each token, below 0 at padding; None: each row is one
+    documents: Tensor | None
     recompute: Recompute  # which activations backward recomputes
     kernels: Kernels
     fp8_layers: range  # the blocks that belong inside the model's autocast

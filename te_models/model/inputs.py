@@ -82,9 +82,8 @@ def checked_tokens(
         mistake = (
             f"{name} has shape {list(tokens.shape)}: give at least one row of at least one token"
         )
-    elif (
-        embedded or tokens.device.type != "cpu" or torch.compiler.is_compiling()
-    ):  # a trace has no values
+    elif embedded or tokens.device.type != "cpu" or torch.compiler.is_compiling():
+        # A trace has no values.
         mistake = ""
     else:
         mistake = invalid_token(torch.stack(tokens.aminmax()), config.vocab_size) or ""
@@ -137,9 +136,8 @@ def _misplaced(name: str, tensor: Tensor, device: torch.device) -> str:
     """Return why a tensor is of no use to a model on `device`, "" if it is: sparse, or on a device of another kind."""
     if tensor.layout != torch.strided:
         return f"{name} has the layout {tensor.layout}: give a dense tensor"
-    if (
-        tensor.device.type != device.type != "meta"
-    ):  # accelerate's hooks fetch parameters from disk later
+    # Accelerate's hooks fetch parameters from disk later.
+    if tensor.device.type != device.type != "meta":
         return f"{name} is on {tensor.device}, and the model on {device}: move one of them"
     return ""
 

@@ -24,9 +24,8 @@ class Cache(Protocol):
     """The part of a cache that a forward pass uses: DecodingCache, or a view of one of transformers."""
 
     length: int
-    documents: (
-        Tensor | None
-    )  # int [B, S], the document of each token, where a pass without past tokens has several
+    # int [B, S], the document of each token, where a pass without past tokens has several
+    documents: Tensor | None
 
     def extend(self, seq: int, real: Tensor | None) -> Tensor | None: ...
     def visible(self, window: int | None) -> Tensor | None: ...

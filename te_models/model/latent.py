@@ -95,9 +95,8 @@ class LatentAttention(Mixer[LatentAttentionSpec]):
         shape = (context.batch, kv.shape[2])
         both = context.linear(self.kv_b_proj, pad_rows(rows, padded), shape)[:count]
         both = both.unflatten(-1, (self.spec.heads.query, -1)).unflatten(0, (context.batch, -1))
-        k, v = both.split(
-            (sizes.qk_nope_head_dim, sizes.v_head_dim), dim=-1
-        )  # [B, M', A, M], [B, M', A, V]
+        # [B, M', A, M], [B, M', A, V]
+        k, v = both.split((sizes.qk_nope_head_dim, sizes.v_head_dim), dim=-1)
         return torch.cat((k, k_rope.transpose(1, 2).expand(-1, -1, k.shape[2], -1)), dim=-1), v
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:

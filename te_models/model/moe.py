@@ -50,9 +50,8 @@ class Experts(Feedforward[MoESpec]):
         super().__init__(spec, layer, factory)
         for linear in spec.linears:
             self.add_module(linear.name, factory.linear(linear))
-        if (
-            spec.experts.expert_bias
-        ):  # in FP32, as in transformers: differences between experts are small
+        # In FP32, as in transformers: differences between experts are small.
+        if spec.experts.expert_bias:
             bias = torch.zeros(spec.experts.num_experts, device=factory.device)
             self.expert_bias = nn.Parameter(bias, requires_grad=False)
         self.router_logits = nn.Identity()  # where hooks see them
@@ -92,9 +91,8 @@ class Experts(Feedforward[MoESpec]):
             return chosen, *self.ep.exchange(sent, context.alignment, kernels)
 
         (chosen, where, exchange), first = context.recompute.decided_once(self.layer, route)
-        routing = describe(
-            logits, where.counts, context.routed, moe
-        )  # a recompute has to save what the first pass did
+        # A recompute has to save what the first pass did.
+        routing = describe(logits, where.counts, context.routed, moe)
         if first:
             context.routing.layers.append(routing)
         own = exchange.places if exchange else where

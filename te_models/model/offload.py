@@ -217,9 +217,8 @@ class _Block:
         missing = [storage for storage in self._alive() if storage.content is None]
         if not missing:
             return
-        for storage in (
-            missing
-        ):  # allocated on the computation's stream, so free for copies once that stream gets here
+        # Allocated on the computation's stream, so free for copies once that stream gets here.
+        for storage in missing:
             storage.content = torch.empty(storage.size, dtype=torch.uint8, device=self.device)
         with self.memory.copying():
             for storage in missing:
@@ -274,9 +273,8 @@ def _addresses(module: nn.Module, shared: object) -> set[int]:
     tensors: list[Any] = [*module.parameters(), *module.buffers()]
     tensors += [leaf for leaf in tree_leaves(shared) if isinstance(leaf, Tensor)]
     for child in module.modules():
-        tensors += getattr(
-            child, "_fp8_workspaces", {}
-        ).values()  # the te layers of either engine have some
+        # The te layers of either engine have such attributes.
+        tensors += getattr(child, "_fp8_workspaces", {}).values()
     parts = [
         part
         for t in tensors

@@ -37,9 +37,8 @@ DRAW_NOTHING = ("torch.", "transformer_engine.", "te_models.", "peft.tuners._buf
 
 
 T = TypeVar("T")
-Caches = list[
-    tuple[dict[str, Any], dict[str, object]]
-]  # the attributes of a te module, and the weights it caches
+# The attributes of a te module, and the weights it caches.
+Caches = list[tuple[dict[str, Any], dict[str, object]]]
 
 
 class Recompute:

@@ -102,9 +102,8 @@ def choose(
     `logits` are FP32 [T, E], `bias` [E] is added to the scores for the choice.
     """
     scores = logits.detach()
-    if (
-        bias is not None or moe.n_group > 1
-    ):  # otherwise the logits have the order of the scores, without their rounding
+    # Otherwise the logits have the order of the scores, without their rounding.
+    if bias is not None or moe.n_group > 1:
         scores = _scores(scores, moe)
         scores = scores if bias is None else scores + bias.detach()
     if moe.n_group > 1:
@@ -190,18 +189,16 @@ def places(
     if on_device and kernels.places is not None:
         made = kernels.places(chosen, experts, alignment, _most(tokens * k, experts, alignment))
         return Places(*made)
-    order = (
-        chosen.flatten().to(torch.int16).argsort(stable=True)
-    )  # by expert, then by token; padding last
+    # Sorted by expert, then by token; padding is last.
+    order = chosen.flatten().to(torch.int16).argsort(stable=True)
     expert = chosen.flatten()[order]
     counts = torch.searchsorted(expert, torch.arange(experts + 1, device=expert.device)).diff()
     padded = (counts + alignment - 1) // alignment * alignment
     host = [] if on_device else padded.tolist()
     most = _most(tokens * k, experts, alignment) if on_device else sum(host)
     rows = Groups(F.pad(padded.cumsum(0), (1, 0)), most) if on_device else host
-    before = F.pad(
-        (padded - counts).cumsum(0), (1, 0)
-    )  # rows of padding before each expert's first row
+    # Rows of padding before each expert's first row.
+    before = F.pad((padded - counts).cumsum(0), (1, 0))
     row = torch.arange(len(order), device=order.device) + before[expert]
     row = torch.where(expert < experts, row, most)
     token = (

@@ -6,9 +6,8 @@ from torch import Tensor
 
 from te_models.errors import UsageError
 
-IGNORED = (
-    -100
-)  # label of tokens that the loss does not count: Hugging Face's and PyTorch's convention
+# The label of tokens that the loss does not count, in Hugging Face and PyTorch.
+IGNORED = -100
 PAD_DOCUMENT = -1  # document id of padding, as is any below 0
 
 

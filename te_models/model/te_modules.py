@@ -61,14 +61,12 @@ class Factory:
         recipe = self.fp8_weights.get(self.prefix + spec.name) if fp8_weight else None
         if recipe is None:
             return self._linear(spec)
-        quantized = self.te.quantized_model_init(
-            recipe=recipe
-        )  # whoever gives values keeps them for a master
+        # Whoever writes the values keeps them for a master.
+        quantized = self.te.quantized_model_init(recipe=recipe)
         with torch.enable_grad(), quantized:  # both copies, also under no_grad
             module = self._linear(spec)
-        drop_transposed(
-            module
-        )  # at once: dropped from the whole model, they leave half of its memory in holes
+        # At once: if they are dropped from the finished model, they leave half of its memory in holes.
+        drop_transposed(module)
         return module
 
     def _linear(self, spec: LinearSpec) -> nn.Module:

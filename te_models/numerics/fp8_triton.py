@@ -24,9 +24,8 @@ def encode_fp8(v, E5M2: tl.constexpr):
     Adding a power of two whose last bit is the format's step rounds to nearest, ties to even.
     """
     mantissa: tl.constexpr = 2 if E5M2 else 3
-    first: tl.constexpr = (
-        (127 - 14) if E5M2 else (127 - 6)
-    )  # the exponent field of the smallest normal number
+    # The exponent field of the format's smallest normal number.
+    first: tl.constexpr = (127 - 14) if E5M2 else (127 - 6)
     largest: tl.constexpr = 0x47600000 if E5M2 else 0x43E00000  # 57344 and 448
     bits = v.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF

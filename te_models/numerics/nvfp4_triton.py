@@ -13,9 +13,8 @@ GROUPS = tl.constexpr(8)  # blocks of 16 along a tile
 def _block_scale(bits, amax):
     """Return the E4M3 byte of a block's scale and the block's multiplier, from the bits of its largest magnitude."""
     one = tl.zeros_like(amax) + 1.0
-    whole = tl.div_rn(
-        tl.zeros_like(amax) + 2688.0, amax
-    )  # 448 * 6; as nvfp4._global_scale, NaN stays
+    # 448 * 6; as nvfp4._global_scale, NaN stays
+    whole = tl.div_rn(tl.zeros_like(amax) + 2688.0, amax)
     whole = tl.where(
         whole > 3.4028234663852886e38, 3.4028234663852886e38, tl.where(whole == 0, 1.0, whole)
     )
@@ -154,7 +153,8 @@ def _decode_tile(tile, data, scale, out, rows, cols, step, COL: tl.constexpr):
         bits = byte >> ((j % 2).to(tl.int32) * 4)[None, :]
         factor = tl.load(scale + i[:, None] * step + (j // 16)[None, :], mask=mask, other=0)
     # As nvfp4._decode: the bits where FP32 has its exponent's end and its mantissa's start.
+    # 2^126
     value = (((bits & 7) << 22) | ((bits & 8) << 28)).to(
         tl.float32, bitcast=True
-    ) * 8.507059173023462e37  # 2^126
+    ) * 8.507059173023462e37
     tl.store(out + at, (value * decode_fp8(factor, False)).to(tl.bfloat16), mask=mask)

@@ -48,9 +48,8 @@ from te_models.files.tensors import (
 )
 
 FORMAT_VERSION = 1
-TensorGroups = Mapping[
-    str, Mapping[str, Tensor]
-]  # file name without its suffix -> tensor name -> tensor
+# File name without its suffix -> tensor name -> tensor.
+TensorGroups = Mapping[str, Mapping[str, Tensor]]
 MAX_SHARD_BYTES = 5 * 2**30
 MANIFEST = "manifest.json"
 INDEX = ".safetensors.index.json"
@@ -63,9 +62,8 @@ class Folder:
     """A checked folder."""
 
     path: Path
-    tensors: dict[
-        str, dict[str, Tensor]
-    ]  # group -> tensor name -> CPU tensor, which may be written to
+    # group -> tensor name -> CPU tensor, which may be written to
+    tensors: dict[str, dict[str, Tensor]]
     documents: Fields  # document name -> parsed JSON
 
 

@@ -97,9 +97,8 @@ class OwnFolder(Opened):
         if taken < count:
             lost = f"{count - taken} of its {count}" if taken else "its"
             same = model.recipe.name == self.recipe.name
-            what = (
-                "with other linears in BF16 the model" if same else "another recipe"
-            )  # unnamed: once for several
+            # It has no name, so that several linears give one warning.
+            what = "with other linears in BF16 the model" if same else "another recipe"
             warnings.warn(
                 f"{self.path} was saved under recipe {self.recipe.name!r}; {what} has no use for {lost} scales and "
                 "amax histories, which are left out",

@@ -45,9 +45,8 @@ from te_models.saving.run_folder import MAX_FAILED_SAVES, Checkpoints
 
 _OPTIMIZER = re.compile(r"optimizer\.(masters|state)\.(\d+)")
 T = TypeVar("T")
-FilePlan = dict[
-    str, dict[str, int]
-]  # group -> tensor name -> number of the file; process `number % world` writes it
+# Group -> tensor name -> number of the file, which process `number % world` writes.
+FilePlan = dict[str, dict[str, int]]
 
 
 class ShardedCheckpoints(Checkpoints):
@@ -180,9 +179,8 @@ class ShardedCheckpoints(Checkpoints):
                 n: {} for n in files.values() if n % self.ranks.world == self.ranks.rank
             }
             for name, number in files.items():
-                full = self._whole(
-                    name, tensors[group][name].detach()
-                )  # a collective: on all processes
+                # A collective: on all processes.
+                full = self._whole(name, tensors[group][name].detach())
                 totals[group] = totals.get(group, 0) + full.numel() * full.itemsize
                 if number in mine:
                     mine[number][name] = full.cpu()

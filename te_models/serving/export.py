@@ -180,9 +180,8 @@ class _Writer:
 
     def _plain(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor of our parameter `name`, which is not quantized, in the dtype to write."""
-        exact = self.format.storage is not None or name.endswith(
-            ".expert_bias"
-        )  # rounded, it chooses other experts
+        # A rounded bias chooses other experts.
+        exact = self.format.storage is not None or name.endswith(".expert_bias")
         return tensor if exact else tensor.to(torch.bfloat16)
 
     def _config(self, config: Document) -> Fields:
@@ -251,9 +250,8 @@ class _Writer:
                 "weight": self.fp8_weights[f"{ours}.data"].view(E4M3),
                 "weight_scale": scale.reshape(()),
             }
-        whole = torch.zeros_like(
-            parameter
-        )  # without the rows that pad a headwise gate, which nothing reads
+        # Without the rows that pad a headwise gate: nothing reads them.
+        whole = torch.zeros_like(parameter)
         for name in names:
             places[name].load(whole, places[name].save(parameter))
         return self.format.encode(whole, self._options(ours))

@@ -163,9 +163,8 @@ def _row(
 
 
 def _folder(name: str) -> Path:
-    folder = (
-        local_folder(name) if "/" in name and not Path(name).exists() else Path(name)
-    )  # of the hub, or here
+    # A model of the hub, or one on this machine.
+    folder = local_folder(name) if "/" in name and not Path(name).exists() else Path(name)
     if not folder.is_dir():
         raise UsageError(f"export {name} is neither a format ({', '.join(FORMATS)}) nor a folder")
     return folder

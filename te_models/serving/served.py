@@ -147,9 +147,8 @@ def _replace_linears(model: Decoder, opened: HuggingFaceFolder, scheme: WeightSt
     values = opened.parameters(torch.empty(0))
     weights = {name: weight.float() for name, weight in values if name in owners}
     served: dict[str, list[nn.Module]] = {}
-    for name in [
-        name for name, _ in model.named_parameters() if name in weights
-    ]:  # files have expert 10 before 2
+    # Files have expert 10 before 2.
+    for name in [name for name, _ in model.named_parameters() if name in weights]:
         weight = weights[name]
         # A server takes the largest static scale of the weights that it fuses.
         static = [

@@ -91,9 +91,8 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     inputs, weights, biases = [], [], []
-    for (expert, count), dy in zip(
-        experts, as_matrix(grad).split(ctx.rows), strict=True
-    ):  # dy [rows, O]
+    # dy is [rows, O].
+    for (expert, count), dy in zip(experts, as_matrix(grad).split(ctx.rows), strict=True):
         expert.saved_tensors = tensors[:count]
         tensors = tensors[count:]
         call = expert.call
@@ -112,9 +111,8 @@ def _backward(
     updates = experts[0][0].call.updates
     if updates is not None:
         FP8GlobalStateManager.update_backward(updates)
-    dx = (
-        torch.cat(inputs).view(ctx.shape) if experts[0][0].needs_input_grad[1] else None
-    )  # [..., I]
+    # [..., I]
+    dx = torch.cat(inputs).view(ctx.shape) if experts[0][0].needs_input_grad[1] else None
     return dx, None, None, *weights, *(biases if experts[0][0].bias else [])
 
 

@@ -117,9 +117,8 @@ def product(
                 return out, inp, w
             x, w = _fp8_operands(inp, weight, call, call.fp8, wgrad, dgrad)
             total = parallel.gather_input(x, call.fp8.input)
-            rows = (
-                inp.shape[:-1].numel() if short else None
-            )  # without those that `_fp8_operands` adds
+            # Without the rows that `_fp8_operands` adds.
+            rows = inp.shape[:-1].numel() if short else None
             return gemm(total, w, (False, False), bias, call.dtype, call.splits[0], rows), x, w
         x = _high_precision(inp, call.dtype)
         w = _high_precision(weight, call.dtype)

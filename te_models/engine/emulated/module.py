@@ -137,9 +137,8 @@ class TransformerEngineBaseModule(EmptyExtraState):
         TransformerEngineBaseModule._made += 1
         self.name = name or f"Layer_{TransformerEngineBaseModule._made}"
         self._fp8_workspaces: dict[str, QuantizedTensorStorage] = {}
-        self._packed: dict[
-            str, tuple[int, Tensor]
-        ] = {}  # weights with their versions, by `packed_weight`
+        # Name -> version and packed form of a weight (`packed_weight`).
+        self._packed: dict[str, tuple[int, Tensor]] = {}
         self.activation_dtype: torch.dtype | None = None
         self._is_fsdp2 = False  # set by whoever shards the parameters; Transformer Engine looks for FSDP2 by itself
         state = FP8GlobalStateManager.quantization_state
@@ -455,9 +454,8 @@ class TransformerEngineBaseModule(EmptyExtraState):
 
     def _check_weight_recipe(self) -> None:
         """Check that a quantized weight suits the recipe; without FP8 it is dequantized, with a warning."""
-        weight: Tensor | None = self._parameters.get(
-            self.weight_names[0]
-        )  # None: it is computed, in high precision
+        # None: the weight is computed, in high precision.
+        weight: Tensor | None = self._parameters.get(self.weight_names[0])
         if not isinstance(weight, QuantizedTensor):
             return
         if not FP8GlobalStateManager.is_fp8_enabled():

@@ -193,9 +193,8 @@ class DelayedScaling(Recipe):
             self.amax_history_len >= 1,
             f"amax_history_len must be at least 1, not {self.amax_history_len}",
         )
-        check_known(
-            "amax_compute_algo", self.amax_compute_algo, ("max", "most_recent")
-        )  # nor is a function emulated
+        # A function of the user's is not emulated.
+        check_known("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
         require(
             self.scaling_factor_compute_algo is None,
             "scaling_factor_compute_algo is not emulated: leave it out",

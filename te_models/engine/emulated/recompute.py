@@ -22,9 +22,8 @@ from te_models.engine.emulated.recipe import refuse_options
 from te_models.engine.emulated.rmsnorm import RMSNorm
 
 T = TypeVar("T")
-Contexts = tuple[
-    AbstractContextManager[object], AbstractContextManager[object]
-]  # of a first pass, of its recompute
+# The contexts of a first pass and of its recompute.
+Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 
 
 class Frame:
@@ -106,7 +105,6 @@ def checkpoint(
     frame = Frame(function, context_fn(), use_reentrant)
     if use_reentrant:
         return torch_checkpoint(lambda *inputs: frame(*inputs, **kwargs), *args, use_reentrant=True)
-    with set_checkpoint_early_stop(
-        False
-    ):  # the recompute must leave its autocasts as a whole pass does
+    # The recompute must leave its autocasts as a whole pass does.
+    with set_checkpoint_early_stop(False):
         return torch_checkpoint(frame, *args, **how, **kwargs)

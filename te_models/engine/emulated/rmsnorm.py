@@ -60,9 +60,8 @@ def _normalized(
     x: Tensor, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
     """Return `gamma * r * x` of x `[T, H]` and weight `[H]`, of one dtype, and r FP32 `[T, 1]`."""
-    wide = x.to(
-        torch.float32, copy=True, memory_format=torch.contiguous_format
-    )  # which a traced graph can view
+    # Contiguous, since a traced graph can view only that.
+    wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     r = reciprocal_rms(x, wide, eps)
     gamma = weight.float() + 1 if zero_centered else weight.float()
     return wide.mul_(r).mul_(gamma).to(x.dtype), r

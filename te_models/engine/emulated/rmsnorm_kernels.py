@@ -99,9 +99,8 @@ class Kernel(NamedTuple):
             return _tree(lanes)[:, 0, 0]
         warps = _halving_tree(lanes)[..., 0]
         blocks = _sequence(warps.unbind(1))
-        return _tree(
-            pad(blocks, (0, -blocks.shape[-1] % LANES))
-        )  # one warp adds those of the blocks
+        # One warp adds the sums of the blocks.
+        return _tree(pad(blocks, (0, -blocks.shape[-1] % LANES)))
 
     def grid_rows(self, rows: int, device: torch.device) -> int:
         """Return the number of rows that the whole grid of the backward kernel works on at a time."""
@@ -145,9 +144,8 @@ def reciprocal_rms(x: Tensor, wide: Tensor, eps: float) -> Tensor:
         )
     per_warp = cols // kernel.warps
     by_warp = (x.shape[0], kernel.warps, LANES)
-    mean = _tree(_sequence(kernel.spread(wide)).view(by_warp)) * _reciprocal(
-        per_warp, x
-    )  # [T, warps, 1]
+    # [T, warps, 1]
+    mean = _tree(_sequence(kernel.spread(wide)).view(by_warp)) * _reciprocal(per_warp, x)
     columns = (
         x.shape[0],
         cols // (kernel.lanes * kernel.width),
@@ -177,9 +175,8 @@ def weight_gradient(dy: Tensor, x: Tensor, y_hat: Tensor) -> Tensor:
     kernel = Kernel.of("backward", x)
     rows, cols = x.shape
     grid = kernel.grid_rows(rows, x.device)
-    sums = dy.new_zeros(
-        min(grid, rows + -rows % kernel.rows), cols
-    )  # a block without rows adds zero
+    # A block without rows adds zero.
+    sums = dy.new_zeros(min(grid, rows + -rows % kernel.rows), cols)
     for start in range(0, rows, max(1, grid)):
         part = slice(start, start + grid)
         _add_product(sums[: min(grid, rows - start)], dy[part], y_hat[part])

@@ -123,9 +123,8 @@ def full_rows(rows: int) -> int:
 
 def multiply(x: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `matmul`; inside `short_rows` the bits are those that the rows have among many."""
-    if (
-        torch.compiler.is_compiling() or not are_short() or not len(x)
-    ):  # no compiler traces the variable
+    # No compiler traces the variable.
+    if torch.compiler.is_compiling() or not are_short() or not len(x):
         return matmul(x, right, bias)
     rows = len(x)
     inputs, outputs = right.shape
@@ -133,6 +132,5 @@ def multiply(x: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     enough = enough_rows(rows, inputs, outputs, *how) or max(rows, _MOST)
     if enough == rows:
         return matmul(x, right, bias)
-    return matmul(torch.cat((x,) * -(-enough // rows))[:enough], right, bias)[
-        :rows
-    ]  # faster than zeros
+    # Repeating the rows is faster than appending zeros.
+    return matmul(torch.cat((x,) * -(-enough // rows))[:enough], right, bias)[:rows]

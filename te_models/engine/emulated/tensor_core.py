@@ -33,9 +33,8 @@ Array: TypeAlias = np.ndarray  # of any shape and dtype
 INSTRUCTION_K = 32  # products that Hopper adds at a time: one wgmma of 8-bit operands
 PROMOTION_K = 128  # elements of K between additions to the FP32 accumulator, and of a tile
 FRACTION_BITS = 13
-_CUT = ~(
-    (1 << (23 - FRACTION_BITS)) - 1
-)  # clears the fraction bits of an FP32 number beyond the 13th
+# Clears the fraction bits of an FP32 number beyond the 13th.
+_CUT = ~((1 << (23 - FRACTION_BITS)) - 1)
 _OUTPUTS = 1 << 14  # elements of the result that are computed at a time, at least one row
 _PRODUCTS = 1 << 19  # products that are made at a time, at least one instruction
 # Exponents are integers at the place where FP32 has its own, so that no shift is needed.
