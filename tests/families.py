@@ -690,9 +690,29 @@ FAMILY_CASES["gemma4_text"] = {
         ),
     ).items()
 }
+GEMMA4_DENSE = dict(FAMILY_CASES["gemma4_text"])
+FAMILY_CASES["gemma4_text"] |= {
+    f"experts-{name}": {
+        **GEMMA4_DENSE[name],
+        **dict(enable_moe_block=True, num_experts=5, top_k_experts=2, moe_intermediate_size=20),
+        **case,
+    }
+    for name, case in dict(
+        plain=dict(intermediate_size=28),
+        one=dict(top_k_experts=1),
+        shared=dict(top_k_experts=5),
+        untied=dict(num_experts=7, top_k_experts=5),
+        single={},
+        ropes=dict(num_experts=3),
+        share=dict(num_experts=1, top_k_experts=1),
+        wide=dict(num_attention_heads=6, num_key_value_heads=2),
+        full=dict(moe_intermediate_size=4),
+        same={},
+    ).items()
+}
 FAMILY_CASES["gemma4_unified_text"] = {
     name: {key: value for key, value in case.items() if key != "hidden_size_per_layer_input"}
-    for name, case in FAMILY_CASES["gemma4_text"].items()
+    for name, case in GEMMA4_DENSE.items()
 }
 FAMILY_CASES["hunyuan_v1_dense"] = {
     **_shapes(*EIGHT),

@@ -24,6 +24,8 @@ from te_models.errors import ConfigError, refuse
 
 MISSING = dataclasses.MISSING
 FP32, INT64 = 4, 8
+# te.RMSNorms with `separate_norms`, of the input and of the sum of the chosen experts, and of the shared one's output.
+SEPARATE_NORMS = ("expert_input_norm", "expert_output_norm", "shared_output_norm")
 MANY_RANKS = 8  # whose experts are not all listed
 
 
@@ -74,6 +76,10 @@ class MoEConfig(Settings):
         "Clamped SwiGLU (up + 1) * gate * sigmoid(alpha * gate): the bound of gate and of |up| (gpt-oss).",
     )
     swiglu_alpha: float = positive(1.702, "The alpha of clamped SwiGLU.")
+    separate_norms: bool = setting(
+        False,
+        "Experts and the shared one have norms of their own, and a normed router a scale per expert (Gemma 4).",
+    )
     expert_bias: bool = setting(
         False, "A number per expert, added to its score for the choice (DeepSeek-V3)."
     )
@@ -99,6 +105,8 @@ class MoEConfig(Settings):
             yield f"moe.num_experts_per_tok={self.num_experts_per_tok} is more than the {choice} experts to choose from"
         if self.shared_expert_gate and not self.shared_expert_intermediate_size:
             yield "moe.shared_expert_gate needs a shared expert: give shared_expert_intermediate_size"
+        if self.separate_norms and not self.shared_expert_intermediate_size:
+            yield "moe.separate_norms needs a shared expert: give shared_expert_intermediate_size"
 
 
 @dataclass(frozen=True)
@@ -131,8 +139,13 @@ class MoESpec(FeedforwardSpec):
 
     @property
     def vectors(self) -> Mapping[str, int]:
-        """The experts' numbers for the choice."""
-        return {"expert_bias": self.experts.num_experts} if self.experts.expert_bias else {}
+        """The experts' numbers for the choice and factors of their weights, and the norms."""
+        e, width = self.experts, self.hidden_size
+        found = {"expert_bias": e.num_experts} if e.expert_bias else {}
+        if e.separate_norms:
+            found |= {"router_scale": width, "expert_scale": e.num_experts}
+            found |= dict.fromkeys(SEPARATE_NORMS, width)
+        return found
 
     @property
     def obstacles(self) -> tuple[str, ...]:
@@ -223,6 +236,11 @@ class MoESpec(FeedforwardSpec):
             into.name if gathered else "dispatch",
             *(linear.name for linear in shared[::2]),
         ][:-1]
+        if (
+            e.separate_norms
+        ):  # the router's input is normed, and multiplied by its scale and by a number
+            normed = Step("router norm", 3 * stream + tape.rows * FP32, produces=stream)
+            first = [self._norm(tape, "expert_input_norm"), normed, *first]
         first = [
             step._replace(consumes=step.consumes + stream * (step.name in added)) for step in first
         ]
@@ -235,7 +253,17 @@ class MoESpec(FeedforwardSpec):
         if e.shared_expert_gate:
             both = stream + tape.rows * element
             second.append(Step("shared gate", both, consumes=stream, produces=both))
+        if e.separate_norms:
+            second += [self._norm(tape, name) for name in SEPARATE_NORMS[1:]]
         return first, second
+
+    def _norm(self, tape: Tape, name: str) -> Step:
+        """Return a te.RMSNorm of the tokens, which saves its input and one FP32 per row."""
+        stream = tape.rows * self.hidden_size * tape.element
+        weights = self.hidden_size * tape.element
+        return Step(
+            name, stream + tape.rows * FP32, consumes=stream, produces=stream, weights=weights
+        )
 
     @staticmethod
     def _swiglu(tape: Tape, rows: int, size: int) -> Step:

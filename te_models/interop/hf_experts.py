@@ -311,6 +311,32 @@ _ERNIE = experts(
     router_fp32=True,
     expert_bias=True,
 )
+_GEMMA4 = experts(
+    ALL_SPARSE,
+    {"num_experts_per_tok": "top_k_experts", **_SIZE},
+    without={"enable_moe_block": False},
+    separate_norms=True,
+    router_aux_loss_coef=0.0,
+)
+
+
+def _read_gemma4(theirs: Values) -> Fields:
+    """Read experts beside an MLP, which is one for all tokens to us."""
+    if not theirs.get("enable_moe_block"):
+        return {}
+    moe = _GEMMA4.read(theirs)["moe"]
+    return {"moe": {**moe, "shared_expert_intermediate_size": theirs["intermediate_size"]}}
+
+
+def _write_gemma4(config: ModelConfig) -> Fields:
+    found = _GEMMA4.write(config)
+    if config.moe is None:
+        return found
+    width = config.moe.shared_expert_intermediate_size
+    return {**found, "enable_moe_block": True, "intermediate_size": width}
+
+
+GEMMA4_EXPERTS = Part((*_GEMMA4.keys, "enable_moe_block"), _read_gemma4, _write_gemma4)
 _HUNYUAN = experts(
     ALL_SPARSE,
     {"num_experts_per_tok": "moe_topk", **_SAME_SIZE},

@@ -143,15 +143,32 @@ _GEMMA4: Fields = dict(
                   "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25,
                                      "rope_theta": 1000000.0},
                   "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
-    only={**NO_DROPOUT, "use_bidirectional_attention": (None, "vision"), "enable_moe_block": (False, None),
-          "num_kv_shared_layers": (0, None), "hidden_size_per_layer_input": (0, None)},
+    only={**NO_DROPOUT, "use_bidirectional_attention": (None, "vision"), "num_kv_shared_layers": (0, None),
+          "hidden_size_per_layer_input": (0, None)},
+    when={"enable_moe_block": (False, None)},
     ignored=frozenset(("hidden_act", "vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts",
-                       "top_k_experts", "moe_intermediate_size")),
+                       "num_local_experts", "top_k_experts", "moe_intermediate_size", "enable_moe_block")),
+)  # fmt: skip
+_GEMMA4_MOE: Fields = {
+    **_GEMMA4,
+    "layer": {**{name: rows for name, rows in places.GEMMA4_LAYER.items() if "mlp" not in name},
+              **places.GEMMA4_EXPERTS},
+    "parts": (*_GEMMA4["parts"], experts.GEMMA4_EXPERTS),
+    "when": {"enable_moe_block": (True,)},
+    "stacked": "outputs first",
+    "ignored": frozenset(("hidden_act", "vocab_size_per_layer_input", "use_double_wide_mlp")),
+}  # fmt: skip
+_GEMMA4_IMAGES: Fields = dict(
+    inner="text_config", root="model.language_model.",
+    aside=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
+    accepts=lambda config: False,
+    note="the text model of a folder whose other tensors are kept aside and written back",
 )  # fmt: skip
 _GEMMA4_UNIFIED: Fields = {
     **_GEMMA4,
     "defaults": {**_GEMMA4["defaults"], "max_position_embeddings": 262144, "sliding_window": 1024,
                  "hidden_size_per_layer_input": 0},
+    "when": {},
 }  # fmt: skip
 _GATED_NEXT = {"attention_gate": "elementwise", "qk_norm": True, "zero_centered_norm": True}
 _QWEN3_5: Fields = dict(
@@ -432,11 +449,17 @@ FAMILIES = (
              "a stored factor per layer",
     ),
     Family(
-        model_type="gemma4", architecture="Gemma4ForConditionalGeneration", models="Gemma 4 31B",
-        **_GEMMA4, inner="text_config", root="model.language_model.",
-        aside=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
-        accepts=lambda config: False,
-        note="the text model of a folder whose other tensors are kept aside and written back",
+        model_type="gemma4", architecture="Gemma4ForConditionalGeneration", models="Gemma 4 31B", **_GEMMA4,
+        **_GEMMA4_IMAGES,
+    ),
+    Family(
+        model_type="gemma4_text", architecture="Gemma4ForCausalLM", models="Gemma 4 with experts (text)",
+        **_GEMMA4_MOE, sign="with `enable_moe_block`",
+        note="experts beside the MLP, with norms of their own, and a scale per expert",
+    ),
+    Family(
+        model_type="gemma4", architecture="Gemma4ForConditionalGeneration", models="Gemma 4 26B-A4B", **_GEMMA4_MOE,
+        **_GEMMA4_IMAGES, sign="with `enable_moe_block`",
     ),
     Family(
         model_type="gemma4_unified_text", architecture="Gemma4UnifiedForCausalLM", models="Gemma 4 12B (text)",
@@ -515,6 +538,7 @@ def family_of(config: Values) -> Family:
         if not f.marks
         and f.model_type == kind
         and (not f.text_type or text_type(config) in ("", f.text_type))
+        and f.suits(config)
     ]
     for family in (*marked, *plain):
         return family

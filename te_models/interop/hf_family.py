@@ -25,6 +25,8 @@ class Family:
         defaults: the values that transformers uses for absent keys.
         only: their keys -> the values that te-models supports; any other is refused.
         ignored: their keys that change nothing in a model that is accepted.
+        when: keys of the text model -> their values in the family, where others of its model_type have other tensors;
+            None among the values: absent.
         marks: keys that distinguish the family from others of its model_type.
         written: False if only models read as this family are written as it, since transformers has no code for it.
         accepts: whether transformers accepts a config that the keys can express, for models not read as this family.
@@ -58,6 +60,7 @@ class Family:
     defaults: Values = field(default_factory=dict)
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
+    when: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     marks: tuple[str, ...] = ()
     written: bool = True
     accepts: Callable[[ModelConfig], bool] = lambda config: True
@@ -114,6 +117,13 @@ class Family:
         except ValueError as error:
             problems.append(str(error))
         raise ConfigError("; ".join(problems))
+
+    def suits(self, config: Values) -> bool:
+        """Return whether a config.json of this model_type has the values of `when`."""
+        if not self.when:
+            return True
+        text = self.text(config)
+        return all(text.get(key) in values for key, values in self.when.items())
 
     def text(self, config: Values) -> Values:
         """Return the part of a config.json that describes the text model."""

@@ -166,6 +166,20 @@ MISTRAL4_EXPERTS = {
     **_FUSED_EXPERTS,
 }
 STACKED_EXPERTS = {"mlp.gate": Rows("mlp.router"), **_FUSED_EXPERTS}
+# Beside the MLP, which is the shared expert to us.
+GEMMA4_EXPERTS = {
+    "router.proj": Rows("mlp.router"),
+    "router.scale": Rows("mlp.router_scale"),
+    "router.per_expert_scale": Rows("mlp.expert_scale"),
+    "experts.{}.gate_up_proj": Rows("mlp.gate_up_proj", ("gate", "up"), experts=True),
+    "experts.{}.down_proj": Rows("mlp.down_proj", experts=True),
+    "mlp.gate_proj": Rows("mlp.shared_gate_up_proj", ("gate",)),
+    "mlp.up_proj": Rows("mlp.shared_gate_up_proj", ("up",)),
+    "mlp.down_proj": Rows("mlp.shared_down_proj"),
+    "pre_feedforward_layernorm_2": Rows("mlp.expert_input_norm"),
+    "post_feedforward_layernorm_1": Rows("mlp.shared_output_norm"),
+    "post_feedforward_layernorm_2": Rows("mlp.expert_output_norm"),
+}
 HUNYUAN_EXPERTS = _experts(_ONE_EXPERT, "mlp.gate.wg", shared="mlp.shared_mlp")
 ERNIE_EXPERTS = {
     **DEEPSEEK_V2_EXPERTS,

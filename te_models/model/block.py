@@ -105,7 +105,7 @@ class Block(nn.Module):
         """Return what the second half of the MLP needs [N, F], and x + delta [N, D]."""
         mlp = self.feedforward
         h, x = self._normed(self.post_attention_layernorm, x, delta, mlp, context)
-        return mlp.hidden(h, context), x
+        return mlp.hidden_with_residual(h, x, context), x
 
     def _delta(self, norm: nn.Module | None, out: Tensor) -> Tensor:
         """Return what the output of a part adds to the residual stream."""

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_models.config.moe import MoESpec
+from te_models.config.moe import SEPARATE_NORMS, MoESpec
 from te_models.kernels import handover
 from te_models.kernels.expert_rows import Route, combine, dispatch
+from te_models.kernels.unit_norm import unit_norm
 from te_models.model.expert_parallel import Exchange
 from te_models.model.forward_context import ForwardContext
 from te_models.model.part import Feedforward
@@ -54,27 +55,53 @@ class Experts(Feedforward[MoESpec]):
         if spec.experts.expert_bias:
             bias = torch.zeros(spec.experts.num_experts, device=factory.device)
             self.expert_bias = nn.Parameter(bias, requires_grad=False)
+        self.eps = factory.eps
+        if spec.experts.separate_norms:
+            for name in SEPARATE_NORMS:
+                self.add_module(name, factory.norm(spec.hidden_size))
+            self.router_scale = factory.vector(spec.hidden_size)
+            self.expert_scale = factory.vector(spec.experts.num_experts)
         self.router_logits = nn.Identity()  # where hooks see them
         self.ep = factory.ep
         self.jitters = spec.experts.router_jitter_noise > 0
 
     def initialize(self, name: str, values: Tensor, std: float, residual_std: float) -> None:
-        """Set the initial values; biases of the choice are zeros."""
+        """Set the initial values; biases of the choice are zeros, and scales are ones."""
         if name == "expert_bias":
             values.zero_()
+        elif name in ("router_scale", "expert_scale"):
+            values.fill_(1.0)
         else:
             super().initialize(name, values, std, residual_std)
 
     def hidden(self, x: Tensor, context: ForwardContext) -> Routed:
         """Return the input of down_proj, of the rows of all experts, from x [N, D]."""
+        return self.hidden_with_residual(x, x, context)
+
+    def hidden_with_residual(self, x: Tensor, residual: Tensor, context: ForwardContext) -> Routed:
+        """Return the same; with `separate_norms` x is the shared expert's, and the others read `residual` [N, D]."""
+        shared = x
+        x, routed = self._inputs(x, residual)
+        return self._hidden(x, routed, shared, context)
+
+    def _inputs(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inputs [N, D] of the chosen experts and of the router."""
+        if not self.spec.experts.separate_norms:
+            return x, x
+        routed = unit_norm(residual, self.eps) * self.router_scale
+        return self.get_submodule("expert_input_norm")(residual), routed * x.shape[1] ** -0.5
+
+    def _hidden(self, x: Tensor, routed: Tensor, shared: Tensor, context: ForwardContext) -> Routed:
+        """Return the input of down_proj from those of experts, router and shared expert, each [N, D]."""
         moe = self.spec.experts
         count = context.batch * context.seq
         if self.jitters and self.training:
             x = x * torch.empty_like(x).uniform_(
                 1 - moe.router_jitter_noise, 1 + moe.router_jitter_noise
             )
+            routed = shared = x
         tokens = x[:count]
-        logits = self.router_logits(self._logits(x, context)[:count])  # FP32 [T, E]
+        logits = self.router_logits(self._logits(routed, context)[:count])  # FP32 [T, E]
 
         kernels = context.kernels.expert_rows
         gate_up = self.get_submodule("gate_up_proj")
@@ -105,12 +132,19 @@ class Experts(Feedforward[MoESpec]):
         return Routed(
             rows,
             joint,
-            weights_of(logits, chosen, moe),
+            self._weights(logits, chosen),
             where,
             exchange,
             len(x),
-            *self._shared(x, context),
+            *self._shared(shared, context),
         )
+
+    def _weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
+        """Return the weights of the chosen experts, FP32 [T, k]; those of padding mean nothing."""
+        weights = weights_of(logits, chosen, self.spec.experts)
+        if not self.spec.experts.separate_norms:
+            return weights
+        return weights * self.expert_scale.float()[chosen.clamp(max=logits.shape[1] - 1)]
 
     def _separate(
         self,
@@ -158,10 +192,13 @@ class Experts(Feedforward[MoESpec]):
         if exchange is not None or not joint:
             out = combine(out, weights, *route)
         out = pad_rows(out, count)
-        if shared is None:
-            return out
-        own = context.linear(self.get_submodule("shared_down_proj"), shared)
-        return out + (own if gate is None else own * gate)
+        if shared is not None:
+            own = context.linear(self.get_submodule("shared_down_proj"), shared)
+            if self.spec.experts.separate_norms:
+                out = self.get_submodule("expert_output_norm")(out)
+                own = self.get_submodule("shared_output_norm")(own)
+            out = out + (own if gate is None else own * gate)
+        return out
 
     def _projected(self, hidden: Tensor, own: Places, context: ForwardContext) -> Tensor:
         """Return the rows of the experts [R, D], where down_proj is an operation of its own."""

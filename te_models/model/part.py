@@ -73,6 +73,10 @@ class Mixer(BlockPart[Spec]):
 class Feedforward(BlockPart[Spec]):
     """The part of a block that treats each token by itself; recompute may discard what is between its two halves."""
 
+    def hidden_with_residual(self, x: Tensor, residual: Tensor, context: ForwardContext) -> Any:
+        """Return the same as `hidden`; `residual` [N, D] is x before the block's norm."""
+        return self.hidden(x, context)
+
     @abstractmethod
     def hidden(self, x: Tensor, context: ForwardContext) -> Any:
         """Return what `output` needs, such as the input of the last projection [N, F], from x [N, D]."""

@@ -35,6 +35,8 @@ OTHERS = [
     "gemma4_text-shared",
     "gemma4_text-wide",
     "gemma4_text-share",
+    "gemma4_text-experts-untied",
+    "gemma4_text-experts-share",
     "hunyuan_v1_dense-alpha",
     "hunyuan_v1_moe-biases",
     "hunyuan_v1_moe-list",

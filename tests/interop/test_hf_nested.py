@@ -95,6 +95,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {key: value for key, value in FAMILY_CASES["gemma4_text"]["one"].items() if key[:3] != "tie"},
         dict(tie_word_embeddings=True, audio_config=None),
     ),
+    "gemma4-experts": (
+        "Gemma4",
+        dict(FAMILY_CASES["gemma4_text"]["experts-plain"]),
+        dict(tie_word_embeddings=True, audio_config=None),
+    ),
     "gemma4_unified": (
         "Gemma4Unified",
         dict(FAMILY_CASES["gemma4_unified_text"]["plain"]),

@@ -39,6 +39,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     "kimi_k2": LATENT,
     "deepseek_v2": LATENT,
     "sarvam_mla": LATENT,
+    "dots1": dict(
+        n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=96
+    ),
     "mistral4": LATENT,
     "youtu": RANKS,
     "gemma4_text": dict(hidden_size_per_layer_input=0),
