@@ -336,7 +336,7 @@ def _write_gemma4(config: ModelConfig) -> Fields:
     return {**found, "enable_moe_block": True, "intermediate_size": width}
 
 
-GEMMA4_EXPERTS = Part((*_GEMMA4.keys, "enable_moe_block"), _read_gemma4, _write_gemma4)
+GEMMA4_EXPERTS = ConfigKeys((*_GEMMA4.keys, "enable_moe_block"), _read_gemma4, _write_gemma4)
 _HUNYUAN = experts(
     ALL_SPARSE,
     {"num_experts_per_tok": "moe_topk", **_SAME_SIZE},

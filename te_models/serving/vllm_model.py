@@ -97,6 +97,10 @@ class Builder:
         return kind(*sizes, bias=bias, quant_config=self.quantization, prefix=prefix)
 
 
+# Of AttentionSpec.obstacles those that this plugin computes all the same.
+COMPUTED = ("query_scale_beta", "head_dim")
+
+
 class GatedAttention(nn.Module):
     """Attention with its gate."""
 
@@ -107,6 +111,11 @@ class GatedAttention(nn.Module):
         if spec.sinks:
             raise UsageError(
                 "attention_sinks are served only in the families of Hugging Face that have them: gpt_oss"
+            )
+        unknown = [name for name in spec.obstacles if name not in COMPUTED]
+        if unknown:
+            raise UsageError(
+                f"{unknown[0]} is served only in the families of Hugging Face that have it, such as gemma4"
             )
         if bool(reason):
             raise UsageError(f"--tensor-parallel-size {build.ranks}: {reason}")
@@ -207,6 +216,10 @@ class Layer(nn.Module):
         if not isinstance(spec.mixer, AttentionSpec) or not isinstance(spec.mlp, MLPSpec):
             raise UsageError(
                 "te-models' plugin serves attention with dense MLPs: vLLM's own models have the others"
+            )
+        if spec.scaled:
+            raise UsageError(
+                "layer_scale is served only in the families of Hugging Face that have it: gemma4"
             )
         width, self.multiplier = spec.mixer.hidden_size, build.config.residual_multiplier
         before, after = spec.norm_position != "post", spec.norm_position != "pre"
