@@ -92,7 +92,7 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True)
 class SoftmaxAttentionSpec(MixerSpec):
-    """A mixer with queries, keys and values, of whatever origin. Fields are those of ModelConfig for one layer."""
+    """A mixer with queries, keys and values, of whatever origin. ModelConfig documents the fields."""
 
     heads: Heads  # on which attention runs
     bias: bool = False
@@ -195,7 +195,7 @@ class AttentionSpec(SoftmaxAttentionSpec):
         return ""
 
     def flops(self, tokens: int, length: int) -> float:
-        """Return those of the te.Linears, of the products of queries and keys, and of the weighted sums of values.
+        """Return the FLOPs of the te.Linears, of the products of queries and keys, and of the sums of values.
 
         Each query sees half of the keys on average, also under a window.
         """

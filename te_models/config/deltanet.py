@@ -4,7 +4,7 @@
     ba_proj.weight    [b: value heads | a: value heads]
     conv1d.weight     [2 Kd + Vd, 1, taps]
 
-Kd is the channels of all key heads, Vd those of all value heads. Each key head serves
+Kd is the channels of all key heads, Vd the channels of all value heads. Each key head serves
 the same number of consecutive value heads.
 """
 
@@ -59,7 +59,7 @@ class DeltaNetConfig(Settings):
 
     @property
     def mixed_size(self) -> int:
-        """Channels that the convolution mixes with those of earlier tokens: q, k and v."""
+        """Channels that the convolution mixes with earlier tokens: q, k and v."""
         return 2 * self.key_size + self.value_size
 
 
@@ -128,7 +128,7 @@ class DeltaNetSpec(MixerSpec):
         return MappingProxyType({"conv1d.weight": mixed, "A_log": heads, "dt_bias": heads})
 
     def flops(self, tokens: int, length: int) -> float:
-        """Return those of the te.Linears, of the convolution, and of the delta rule in chunks.
+        """Return the FLOPs of the te.Linears, of the convolution, and of the delta rule in chunks.
 
         Per token and value head a chunk of C tokens has the products k k^T and q k^T, the triangular solve of v and k,
         its product with the values, and three products with the state: C (2 dk + (dk + dv) / 2 + dv) + 3 dk dv

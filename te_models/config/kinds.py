@@ -1,6 +1,6 @@
 """The kinds of layers by name. No torch.
 
-te_models.config.layers adds those of this project.
+te_models.config.layers adds the kinds of this project.
 """
 
 from __future__ import annotations

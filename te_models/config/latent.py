@@ -111,7 +111,7 @@ class LatentAttentionSpec(SoftmaxAttentionSpec):
         return "tensor parallelism does not divide latent attention: use FSDP2 (--parallel fsdp)"
 
     def flops(self, tokens: int, length: int) -> float:
-        """Return those of the te.Linears and of attention, in which a query sees half of the keys on average."""
+        """Return the FLOPs of the te.Linears and of attention, in which a query sees half of the keys on average."""
         channels = self.heads.query * (self.sizes.qk_head_dim + self.sizes.v_head_dim)
         return super().flops(tokens, length) + 1.0 * tokens * length * channels
 

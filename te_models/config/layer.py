@@ -238,7 +238,7 @@ class PartSpec(ABC):
     # Costs.
 
     def rows_of(self, linear: LinearSpec, tokens: int) -> int:
-        """Return the rows that one of its te.Linears has for `tokens` tokens, those of all experts together."""
+        """Return the rows that one of its te.Linears has for `tokens` tokens, all experts together."""
         return tokens
 
     def linear_flops(self, tokens: int) -> float:

@@ -75,7 +75,7 @@ def latent_attention(config: ModelFields, layer: int) -> LatentAttentionSpec:
     assert sizes is not None
     multiplier = config.attention_multiplier
     if multiplier is None:
-        # YaRN makes attention over more keys as sharp as before: the factor of queries times that of keys.
+        # YaRN makes attention over more keys as sharp as before: the factor of queries times the factor of keys.
         scaling = config.rope.scaling or {}
         stretch = max(scaling.get("factor", 1), 1)
         sharpness = 1 + 0.1 * scaling.get("mscale_all_dim", 0) * math.log(stretch)

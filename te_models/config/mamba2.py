@@ -73,7 +73,7 @@ class Mamba2Config(Settings):
 
     @property
     def mixed_size(self) -> int:
-        """Channels that the convolution mixes with those of earlier tokens: x, b and c."""
+        """Channels that the convolution mixes with earlier tokens: x, b and c."""
         return self.inner_size + 2 * self.group_size
 
     @property
@@ -132,7 +132,7 @@ class Mamba2Spec(MixerSpec):
         return "tensor parallelism does not divide Mamba 2: use FSDP2 (--parallel fsdp)"
 
     def flops(self, tokens: int, length: int) -> float:
-        """Return those of the te.Linears, of the convolution, and of the state space in chunks.
+        """Return the FLOPs of the te.Linears, of the convolution, and of the state space in chunks.
 
         Per token a chunk of C tokens has the products c b^T of each group, their product with the inputs of each head,
         and the input to and the output from the state: C (G N + H P) / 2 + 2 H P N multiplications.

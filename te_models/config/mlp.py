@@ -18,7 +18,7 @@ HANDED_OVER = ("silu", "gelu_pytorch_tanh", "relu2")
 
 @dataclass(frozen=True)
 class MLPSpec(FeedforwardSpec):
-    """down_proj(act(gate) * up), or down_proj(act(up)). Fields are those of ModelConfig, which documents them."""
+    """down_proj(act(gate) * up), or down_proj(act(up)). ModelConfig documents the fields."""
 
     intermediate_size: int
     activation: str = "silu"

@@ -45,9 +45,9 @@ class ModelConfig(ModelFields):
     """Shape of a gated-attention decoder. Sizes are counts of elements. te_models.config.fields lists the fields.
 
     `num_key_value_heads` defaults to `num_attention_heads` and `head_dim` to `hidden_size / num_attention_heads`. The
-    gate of attention is that of Qiu et al. 2025, arXiv 2505.06708: "elementwise" has one sigmoid gate per channel of
-    the attention output, "headwise" one per head, "none" none (Llama, Qwen3, Mistral). `rope_scaling` is None or a row
-    of ROPE_SCALINGS, such as {"rope_type": "linear", "factor": 2.0}; `sliding_rope` is that of the layers with a
+    gate of attention follows Qiu et al. 2025, arXiv 2505.06708: "elementwise" has one sigmoid gate per channel of the
+    attention output, "headwise" one per head, "none" none (Llama, Qwen3, Mistral). `rope_scaling` is None or a row of
+    ROPE_SCALINGS, such as {"rope_type": "linear", "factor": 2.0}; `sliding_rope` is the RoPE of the layers with a
     window, {"rope_theta": 10000.0}, where needed with "partial_rotary_factor" and the fields of a row of ROPE_SCALINGS.
 
     A block with `norm_position` "pre" computes x + f(norm(x)), with "post" x + norm(f(x)), and with "both"
@@ -58,7 +58,7 @@ class ModelConfig(ModelFields):
     """
 
     def __post_init__(self) -> None:
-        take_settings(self, ModelConfig)  # those of a subclass are its own to check
+        take_settings(self, ModelConfig)  # a subclass checks its own fields
         refuse(_layer_mistakes(self), ConfigError)
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
@@ -153,7 +153,7 @@ class ModelConfig(ModelFields):
 
     @property
     def num_parameters(self) -> int:
-        """Parameters that the outputs depend on: those of a published model, without rows of padding."""
+        """Parameters that the outputs depend on, as a published model counts them: without rows of padding."""
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         blocks = sum(count * layer.num_parameters for layer, count in Counter(self.layers).items())
         return tables + blocks + self.hidden_size
@@ -204,7 +204,7 @@ class ModelConfig(ModelFields):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """Return the config with these fields, or those of `document`; an unknown or missing one is a ConfigError."""
+        """Return the config with these fields, or with a `document`'s; an unknown or missing one is a ConfigError."""
         values = dict(values)
         if "rope_parameters" in values:
             scaling = dict(values.pop("rope_parameters"))
@@ -286,7 +286,7 @@ def _mistakes(config: ModelConfig) -> Iterator[str]:
 def _sliding_head_mistakes(config: ModelConfig, sizes: HeadSizes) -> Iterator[str]:
     """Yield lines about heads of layers with a window that do not fit."""
     if config.sliding_window is None:
-        yield "sliding_heads are those of layers with a window: give sliding_window"
+        yield "sliding_heads are the heads of layers with a window: give sliding_window"
     if sizes.num_attention_heads % sizes.num_key_value_heads:
         yield (
             f"sliding_heads.num_attention_heads={sizes.num_attention_heads} is not a multiple of "

@@ -34,7 +34,7 @@ class MoEConfig(Settings):
     """The experts of a model, of which a router chooses `num_experts_per_tok` for each token.
 
     The router's scores are the softmax, or the sigmoid, of its logits. The experts with the highest scores are chosen,
-    of equal ones that of the lowest number; with `n_group` groups only from the `topk_group` groups with the highest
+    of equal ones the lowest number; with `n_group` groups only from the `topk_group` groups with the highest
     sums of their best `group_scores` scores. With `expert_bias` each expert has a number that is added to its score for
     the choice alone.
 
@@ -122,7 +122,7 @@ class MoESpec(FeedforwardSpec):
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
-        """The router, the experts' projections, and those of the shared expert."""
+        """The router, the experts' projections, and the shared expert's."""
         e, d = self.experts, self.hidden_size
         logits = (Section("experts", e.num_experts, e.num_experts, "gate"),)
         found = [LinearSpec("router", d, logits, bias=e.bias, fp8=False)]
@@ -301,7 +301,7 @@ def with_local_experts(layers: tuple[LayerSpec, ...], ranks: int) -> tuple[Layer
 
 
 def places_of_experts(layers: tuple[LayerSpec, ...], ranks: int) -> str:
-    """Return which of `ranks` ranks have which experts, in a few words; errors are those of `with_local_experts`."""
+    """Return which of `ranks` ranks have which experts, in a few words; errors are as in `with_local_experts`."""
     local = with_local_experts(layers, ranks)
     each = (
         next(layer.mlp.experts.num_experts for layer in local if isinstance(layer.mlp, MoESpec))

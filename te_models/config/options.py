@@ -18,7 +18,7 @@ from te_models.config.short_conv import ShortConvConfig
 
 
 class RecipeOptions(TypedDict, total=False):
-    """Fields of a recipe; each recipe accepts those of its scheme (te_models.config.recipe.SCHEMES)."""
+    """Fields of a recipe; each recipe accepts the fields of its scheme (te_models.config.recipe.SCHEMES)."""
 
     # All recipes: what stays out of FP8, or runs under another recipe.
     num_layers_at_start_in_bf16: int

@@ -50,7 +50,7 @@ RECIPE_FIELDS: dict[str, Setting] = dict((
     _field("reduce_amax", bool, "Reduce amaxes over all processes."),
     _field("use_power_2_scales", bool, "Round scales down to powers of two."),
     _field("backward_override", str,
-           "Operands of the backward GEMMs: those of the recipe (none), high_precision or dequantized.",
+           "Operands of the backward GEMMs: as the recipe says (none), high_precision or dequantized.",
            choices=("none", "high_precision", "dequantized")),
     _field("use_f32_scales", bool, "FP32 scales instead of powers of two."),
     _field("x_block_scaling_dim", int, "Blocks of activations: 1 x 128 (1) or 128 x 128 (2).", **_DIMENSIONS),
@@ -364,7 +364,7 @@ def get_recipe(recipe: RecipeLike, **overrides: Any) -> Recipe:
 
 
 def unknown_option(kind: str, given: str, choices: Iterable[str], listed: str = "") -> UsageError:
-    """Return the error for a field of a recipe or a keyword that does not exist; arguments are those of `unknown`.
+    """Return the error for a field of a recipe or a keyword that does not exist; arguments are as in `unknown`.
 
     It says which recipes have a field that this one lacks.
     """

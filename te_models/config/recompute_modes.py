@@ -11,7 +11,7 @@ from te_models.errors import unknown
 
 MODES = ("none", "selective", "full")
 # Under "selective", one block in this many stores the output of gate_up_proj, since recomputing it costs a GEMM. The
-# numbers keep activations within 0.70 of those of "none" (tests/model/test_selective_recompute.py). More blocks may
+# numbers keep activations within 0.70 of the bytes of "none" (tests/model/test_selective_recompute.py). More blocks may
 # store it where no block stores SwiGLU's output, which is cheap to recompute.
 KEPT_IN_BF16, KEPT_IN_FP8, KEPT_WITH_FP8_WEIGHTS = 2, 5, 4
 

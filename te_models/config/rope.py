@@ -87,7 +87,7 @@ class Rope:
     def longest_sequence(self) -> int:
         """Positions per row: max_position_embeddings, or the stretched context where that is longer.
 
-        The factor of dynamic NTK is relative to max_position_embeddings, that of YaRN and LongRoPE to the original
+        The factor of dynamic NTK is relative to max_position_embeddings, in YaRN and LongRoPE to the original
         context.
         """
         scaling = self.scaling or {}

@@ -31,7 +31,7 @@ class Setting:
     Attributes:
         name: its name in run.toml, and in kebab case on the command line.
         field: its name in the dataclass.
-        kinds: the types of its values besides None, the first one that of the command line.
+        kinds: the types of its values besides None; the command line takes the first.
         members: the type of the entries, where one of `kinds` is a tuple.
         default: the value if it is not given.
         help: one line for the help and the reference.
@@ -190,7 +190,7 @@ def kinds_of(hint: Any) -> tuple[tuple[type, ...], type]:
 
 
 def from_table(owner: type[Made], values: Mapping[str, Any], title: str) -> Made:
-    """Return the settings of `owner` in a table, such as that of a file; `title` names it in errors."""
+    """Return the settings of `owner` in a table, such as a file's; `title` names it in errors."""
     lacking = [
         one.name
         for one in dataclasses.fields(owner)

@@ -85,7 +85,7 @@ class ShortConvSpec(MixerSpec):
         return ""
 
     def flops(self, tokens: int, length: int) -> float:
-        """Return those of the te.Linears and of the convolution."""
+        """Return the FLOPs of the te.Linears and of the convolution."""
         return super().flops(tokens, length) + 2.0 * tokens * self.channels * self.sizes.kernel_dim
 
     def state_bytes(self, batch: int, slots: int, element: int) -> int:

@@ -1,7 +1,7 @@
 """Transformer Engine itself, under the names that the layers use. Only this file and native_experts.py import it.
 
 Beyond its public names this file adds the operations that write FP8 for a te.Linear (te_models.kernels.handover) and
-`reset_fp8_state`, so that the recipe of a live model can change. Sections are those of
+`reset_fp8_state`, so that the recipe of a live model can change. Sections are in
 docs/internals/transformer_engine.md.
 """
 

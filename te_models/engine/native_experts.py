@@ -1,6 +1,6 @@
 """Transformer Engine's te.GroupedLinear through kernels that compute all experts at once.
 
-A part of te_models.engine.native, for its `handover`. Sections are those of docs/internals/transformer_engine.md.
+A part of te_models.engine.native, for its `handover`. Sections are in docs/internals/transformer_engine.md.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def counts_on_device(module: Module, te_recipe: recipe.Recipe | None) -> bool:
     if adapted:
         module = module.get_submodule("base_layer")
     if not isinstance(module, GroupedLinear) or not only_fsdp_hooks(module):
-        return False  # such as those of calibration, which note amaxes
+        return False  # such as the hooks of calibration, which note amaxes
     if isinstance(module, FSDPModule) and adapted:
         return False
     if adapted and (module.in_features % 8 or module.out_features % 8):

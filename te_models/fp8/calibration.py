@@ -49,7 +49,7 @@ class Probe:
         ]
 
     def note(self, operand: int, tensors: Iterable[Tensor]) -> None:
-        """Raise an amax of each GEMM to that of its tensor."""
+        """Raise an amax of each GEMM to its tensor's."""
         for amaxes, tensor in zip(self.amaxes, tensors, strict=True):
             if tensor.numel():
                 amaxes[operand].clamp_(min=torch.linalg.vector_norm(tensor.detach(), torch.inf))

@@ -6,7 +6,7 @@ tensors of either engine, which have the same attributes. Transformer Engine's o
 engines behave the same, also under recompute.
 
 All rows share one scale, which must be equal on all ranks: the module's under DelayedScaling, and under current scaling
-that of the amax over the ranks that share the weight (te_models.fp8.primary_weights.make_shards).
+the scale of the amax over the ranks that share the weight (te_models.fp8.primary_weights.make_shards).
 """
 
 from __future__ import annotations

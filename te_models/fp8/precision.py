@@ -93,7 +93,7 @@ def model_precision(
     layers: tuple[LayerSpec, ...],
     divided: Callable[[str], bool] = lambda name: False,
 ) -> ModelPrecision:
-    """Return the precision of a model of these layers; errors are those of te_models.config.precision.
+    """Return the precision of a model of these layers; errors are as in te_models.config.precision.
 
     `divided(name)`: whether other processes than the model's share the amaxes of a te.Linear.
     """

@@ -80,7 +80,7 @@ class Description:
 def describe(
     folder: Path, documents: Document, tensors: Mapping[str, Tensor] | None = None
 ) -> Description:
-    """Return what the documents of a folder describe; sizes beyond those of `tensors` are refused first.
+    """Return what the documents of a folder describe; sizes beyond the shapes of `tensors` are refused first.
 
     Raises:
         CheckpointError: they are damaged, or describe a model that te-models does not compute; the message says why.
@@ -367,7 +367,7 @@ def open_hugging_face(folder: Path, documents: Document) -> Iterator[HuggingFace
 
 
 def _alone(folder: Path, found: Mapping[str, Tensor], order: str) -> dict[str, Tensor]:
-    """Return tensors on the meta device with those of single experts in place of stacks."""
+    """Return tensors on the meta device, with single experts in place of stacks."""
 
     def scales(name: str) -> Tensor:
         if name not in found:

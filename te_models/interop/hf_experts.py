@@ -108,7 +108,7 @@ def experts(
     Args:
         layout: which layers are dense.
         keys: field of MoEConfig -> their key, of those that differ between models.
-        number: their key for the number of experts; transformers reads those of COUNTS as the same.
+        number: their key for the number of experts; transformers reads the keys of COUNTS as the same.
         shared: their key for the number of experts that all tokens go through, each as wide as another; "": none.
         without: what is written for a model without experts beside the layout; None: the family has none.
         constants: fields of MoEConfig that all models of the family share.

@@ -31,7 +31,7 @@ class Family:
         written: False if only models read as this family are written as it, since transformers has no code for it.
         accepts: whether transformers accepts a config that the keys can express, for models not read as this family.
         inner: the key of config.json below which the text model is described; "": it is not nested.
-        flat: keys of other models in a config.json that has those of the text model beside them and not below `inner`,
+        flat: keys of other models in a config.json that has the text model's beside them and not below `inner`,
             as earlier versions of transformers wrote it; (): there are no such files.
         text_type: the model_type below that key, where families of one outer model_type differ in it.
         root: the prefix of their names of embedding, layers and last norm.
@@ -158,7 +158,7 @@ class Family:
         )
 
     def name_aside(self, name: str, stored: "Family") -> str:
-        """Return the name, with the prefixes of this family, of a tensor aside in a folder with those of `stored`."""
+        """Return the name with this family's prefixes of a tensor aside, in a folder with the prefixes of `stored`."""
         layers = f"{stored.root}layers."
         if name.startswith(layers):
             return f"{self.root}layers.{name.removeprefix(layers)}"
@@ -171,7 +171,7 @@ class Family:
     def prefixes_aside(self, config: Values) -> tuple[str, ...]:
         """Return the prefixes of tensors in a folder with this config.json that are not of the text model.
 
-        They are those of other models, and of the layers after the last that predict later tokens.
+        They belong to other models, and to the layers after the last that predict later tokens.
         """
         text = self.text(config)
         given, last = text.get("num_nextn_predict_layers"), text["num_hidden_layers"]
@@ -310,7 +310,7 @@ def _all_full(types: object) -> bool:
     return types is None or set(types) == {"full_attention"}  # type: ignore[arg-type]  # a list in a config.json
 
 
-# Keys that transformers' caches and masks read for every family -> whether a value is that of a family without it.
+# Keys that transformers' caches and masks read for every family -> whether a value is the one of a family without it.
 SHARED: Mapping[str, Callable[[object], bool]] = {
     "layer_types": _all_full,
     "sliding_window": lambda size: size is None,

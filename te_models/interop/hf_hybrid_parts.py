@@ -93,7 +93,7 @@ def _write_latent(config: ModelConfig) -> Fields:
 
 
 LATENT = ConfigKeys((*LATENT_SIZES, "rope_interleave"), _read_latent, _write_latent)
-# Files that state the width of a head otherwise, or not: our field is that of its rotated channels.
+# Files that state the width of a head otherwise, or not: our field counts its rotated channels.
 ROTATED_HEAD_DIM = ConfigKeys(
     ("head_dim",),
     lambda theirs: {"head_dim": theirs["qk_rope_head_dim"]},

@@ -14,7 +14,7 @@ class Rows:
     Several blocks alternate in their tensor, once per unit of `per` (a count in ModelConfig): for instance, the gate
     of each head after the queries of that head; "row" is one row of each block. With `experts`, `module` is a
     te.GroupedLinear, and {} in the name of their tensor the number of the expert. With `leading`, their tensor has a
-    dimension of 1 before those of ours. In layers without `module` the tensor is in `otherwise`.
+    dimension of 1 before ours. In layers without `module` the tensor is in `otherwise`.
     """
 
     module: str
@@ -221,7 +221,7 @@ GATED_BY_HEAD = {
 _DELTANET = _alike(
     *(f"linear_attn.{name}" for name in ("conv1d", "A_log", "dt_bias", "norm", "out_proj"))
 )
-# Gated DeltaNet in some layers, with a projection for each part, or with those of each key head together.
+# Gated DeltaNet in some layers, with a projection for each part, or with one for the parts of each key head.
 QWEN3_5_LAYER = {
     **GATED_BY_HEAD,
     **_DELTANET,

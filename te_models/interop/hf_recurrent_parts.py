@@ -13,7 +13,7 @@ from te_models.interop.hf_parts import ALIASES, ConfigKeys, Fields, Values
 
 
 def _read_convolutions(theirs: Values) -> Fields:
-    """Read the kinds of layers, by default attention in those of `full_attn_idxs`, and the size of convolutions."""
+    """Read the kinds of layers, by default attention in `full_attn_idxs`, and the size of convolutions."""
     every = range(theirs["num_hidden_layers"])
     attention = theirs.get("full_attn_idxs")
     types = theirs.get("layer_types") or [

@@ -292,7 +292,7 @@ def rope_by_type(
 ) -> ConfigKeys:
     """Return the part of families whose layers with a window have their own RoPE.
 
-    `rope_parameters` has one entry for each kind of layer. In older files `rope_theta` and `rope_scaling` are those of
+    `rope_parameters` has one entry for each kind of layer. In older files `rope_theta` and `rope_scaling` belong to
     the layers without a window, and the default `rope_local_base_freq` is the base of the others. YaRN's `truncate` has
     no effect: transformers 5.23 looks for it outside of these entries. With `last` the last layer sees all keys.
     """

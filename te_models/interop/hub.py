@@ -49,7 +49,7 @@ REFUSED = {
     "subfolder": "give the path of the folder itself",
     "variant": "weights are model.safetensors or its shards; give revision= for another version of the repository",
     "gguf_file": "GGUF is not read: give a folder with safetensors",
-    "config": "a model's shape is that of its config.json: give fields of ModelConfig as keywords",
+    "config": "a model has the shape of its config.json: give fields of ModelConfig as keywords",
     "state_dict": "build the model with from_preset, then load_state_dict",
     "ignore_mismatched_sizes": "every tensor must fit; convert the folder with transformers first",
     "output_loading_info": "there is none: tensors that are missing or not expected are an error",
@@ -95,7 +95,7 @@ def local_folder(name: str | Path, **hub: Any) -> Path:
     owner, _, own = str(name).partition("/")
     if not (owner and own) or "/" in own or owner[0] in ".~" or own[0] in ".~":
         raise UsageError(
-            f"{name}: no such folder, and no model that ships with te-models ({', '.join(list_shipped())}); those of "
+            f"{name}: no such folder, and no model that ships with te-models ({', '.join(list_shipped())}); models of "
             "the Hugging Face hub are named owner/model"
         )
     with needs(
@@ -148,7 +148,7 @@ def push_folder(folder: Path, repo_id: str, options: Document) -> str:
 
 
 def split_options(options: Document) -> tuple[Fields, Fields]:
-    """Return the keywords of `from_pretrained` for the hub and those for the model, translating those of transformers.
+    """Return the keywords of `from_pretrained` for the hub and for the model, translating transformers' own.
 
     Raises:
         UsageError: an unknown keyword (the nearest one is named), or one without an equivalent in

@@ -75,8 +75,8 @@ def model_card(
 ) -> bytes | None:
     """Return the card of a model that came from `origin`; None without the package huggingface_hub.
 
-    `config` is the config.json that is written with it, `name` that of the folder or repository, and `code` whether the
-    folder holds code that transformers needs.
+    `config` is the config.json that is written with it, `name` the name of the folder or repository, and `code` whether
+    the folder holds code that transformers needs.
     """
     if importlib.util.find_spec("huggingface_hub") is None:
         return None

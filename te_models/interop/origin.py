@@ -90,7 +90,7 @@ class Opened(ABC):
     Attributes:
         path: the folder.
         config: the shape of the model.
-        dtype: that of its weights.
+        dtype: the dtype of its weights.
         origin: what a save of the model writes back.
         recipe: the recipe that it was saved under; None for a model of Hugging Face.
         in_fp8: whether its weights are FP8 primary weights.
@@ -105,7 +105,7 @@ class Opened(ABC):
 
     @abstractmethod
     def fit(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Raise a CheckpointError unless the tensors are those of a model whose parameters have these shapes."""
+        """Raise a CheckpointError unless the tensors fit a model whose parameters have these shapes."""
 
     @abstractmethod
     def parameters(self, like: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -134,7 +134,7 @@ def as_facts(document: object, folder: Path) -> Document | None:
 def read_own_config(
     path: Path, document: object, tensors: Mapping[str, Tensor] | None = None
 ) -> tuple[ModelConfig, torch.dtype]:
-    """Return the config and the dtype in a config.json of ours, `path`; sizes beyond those of `tensors` are refused."""
+    """Return the config and the dtype in a config.json of ours, `path`; sizes beyond `tensors` are refused."""
     if tensors is not None:
         check_sizes(path, document, tensors)
     try:

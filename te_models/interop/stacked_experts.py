@@ -95,7 +95,7 @@ def _dequantized(name: str, blocks: Tensor, scales: Tensor) -> Iterator[Tensor]:
 
 
 def stacked(tensors: Mapping[str, Tensor], order: str = INPUTS_FIRST) -> dict[str, Tensor]:
-    """Return tensors by name with those of single experts stacked, in the order of the first of each stack.
+    """Return tensors by name, single experts stacked, in the order of the first of each stack.
 
     `order` as in `experts_of`.
 

@@ -1,8 +1,8 @@
 """FP8 weights of a folder as FP8 primary weights of a model, with the folder's own data and scales.
 
 That is possible where both have the same blocks: one scale per fused weight (DelayedScaling, Float8CurrentScaling), or
-one per 128 x 128 elements (Float8BlockScaling). Where scales differ inside a block of ours, such as those of q and k
-under one scale per weight, the weight stays as the loader made it: quantized from the dequantized values.
+one per 128 x 128 elements (Float8BlockScaling). Where scales differ inside a block of ours, such as the scales of q and
+k under one scale per weight, the weight stays as the loader made it: quantized from the dequantized values.
 """
 
 from __future__ import annotations

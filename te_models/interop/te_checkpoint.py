@@ -84,7 +84,7 @@ def te_files(folder: Path) -> list[Path]:
 def read_te_checkpoint(
     path: str | Path, rename: Callable[[str], str] | None = None
 ) -> TECheckpoint:
-    """Read a .pt, .pth or .safetensors file, or all those of a folder.
+    """Read a .pt, .pth or .safetensors file, or all such files of a folder.
 
     Args:
         path: the file or folder. A state_dict under the key "model" or "state_dict" of a larger dictionary is found.

@@ -84,7 +84,7 @@ def read_extra_state(payload: Tensor | bytes) -> Fields:
     """Read the `_extra_state` of one Transformer Engine module.
 
     Args:
-        payload: uint8 [bytes], or the bytes. The form of `te.Linear`, the nested one of `te.ops`, and that of
+        payload: uint8 [bytes], or the bytes. The form of `te.Linear`, the nested one of `te.ops`, and the one of
             Transformer Engine 1.x, which has no recipe, are read.
 
     Returns:

@@ -57,7 +57,7 @@ class Place:
 def tensor_places(
     family: Family, config: ModelConfig, shapes: Mapping[str, torch.Size]
 ) -> dict[str, Place]:
-    """Return their tensor's name -> its place in ours, in their order; `shapes` are those of our parameters."""
+    """Return their tensor's name -> its place in ours, in their order; `shapes` are our parameters'."""
     found: dict[str, Place] = {}
 
     def place(
@@ -136,7 +136,7 @@ def expert_places(
 ) -> dict[str, Place]:
     """Return the experts' parameters of transformers, which have the same names in every family.
 
-    `shapes` are those of our parameters, and `mlp` is the family's name of the module around experts. The rows are in
+    `shapes` are our parameters', and `mlp` is the family's name of the module around experts. The rows are in
     the order of ours, or of one of `places` that fills all of an expert's weight.
     """
     entire = {

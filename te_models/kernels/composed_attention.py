@@ -36,7 +36,7 @@ def _attend(
 def _weights(
     scores: Tensor, mask: Tensor | None, how: Softmax, heads: tuple[int, ...]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return products of queries and keys [..., S, M] divided by the cap, their probabilities, and those of the sinks.
+    """Return products of queries and keys [..., S, M] divided by the cap, their probabilities, and the sinks'.
 
     The first overwrites `scores`, and is after tanh. `heads` is a shape for the sinks that broadcasts against it.
     """

@@ -36,11 +36,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
-    """Return the gradient of swiglu's input [..., 2F] from that of its output `dy` [..., F]."""
+    """Return the gradient of swiglu's input [..., 2F] from the gradient `dy` [..., F] of its output."""
     return mlp_activation_backward(dy, gate_up, "silu", True)
 
 
-# Activation -> itself, and the gradient of x from that of its output (dy, x).
+# Activation -> itself, and (gradient of its output, x) -> gradient of x.
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "silu": (F.silu, torch.ops.aten.silu_backward),
     "gelu": (F.gelu, torch.ops.aten.gelu_backward),
@@ -62,7 +62,7 @@ def mlp_activation(gate_up: Tensor, activation: str, gated: bool) -> Tensor:
 
 
 def mlp_activation_backward(dy: Tensor, gate_up: Tensor, activation: str, gated: bool) -> Tensor:
-    """Return the gradient of mlp_activation's input from that of its output `dy` [..., F]."""
+    """Return the gradient of mlp_activation's input from the gradient `dy` [..., F] of its output."""
     forward, backward = ACTIVATIONS[activation]
     if not gated:
         return backward(dy, gate_up)
@@ -82,7 +82,7 @@ def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
 
 
 def clamped_swiglu_backward(dy: Tensor, gate_up: Tensor, limit: float, alpha: float) -> Tensor:
-    """Return the gradient of clamped_swiglu's input [..., 2F] from that of its output `dy` [..., F]."""
+    """Return the gradient of clamped_swiglu's input [..., 2F] from the gradient `dy` [..., F] of its output."""
     gate_half, up = gate_up.float().chunk(2, dim=-1)
     inside = gate_half <= limit, up.abs() <= limit
     gate_half = gate_half.clamp(max=limit)
@@ -141,7 +141,7 @@ def gated_conv(
 ) -> Tensor:
     """Return c * conv(b * x) [B, S, C] of parts [B, S, 3C] = [b | c | x]: the short convolution of LFM2.
 
-    The arguments after it, and the numbers, are those of `convolved`; `bias` is [C]. What the convolution reads is
+    The arguments after it, and the numbers, are as in `convolved`; `bias` is [C]. What the convolution reads is
     rounded to the dtype of parts, as `tail` is.
     """
     b, c, x = parts.chunk(3, dim=-1)
@@ -225,7 +225,7 @@ def scaled_logits(logits: Tensor, divisor: float, cap: float | None) -> Tensor:
 
 
 class ScaledEmbedding(nn.Embedding):
-    """An embedding that multiplies its rows itself, as that of Gemma in transformers."""
+    """An embedding that multiplies its rows itself, as Gemma's in transformers does."""
 
     factor: float
 

@@ -37,7 +37,7 @@ def _sum_kernel(dy, order, ids, dw, rows, columns, ROWS: tl.constexpr, COLUMNS: 
 
 
 def gradient(dy: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
-    """Return the gradient [V, D] of an embedding's weight from that of its output `dy` [T, D], for ids int64 [T]."""
+    """Return the gradient [V, D] of an embedding's weight from its output's, `dy` [T, D], for ids int64 [T]."""
     dy = dy.contiguous()
     ids, order = ids.sort()
     dw = torch.zeros(vocabulary, dy.shape[1], dtype=dy.dtype, device=dy.device)

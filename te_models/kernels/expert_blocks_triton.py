@@ -2,8 +2,8 @@
 
 Rows have a scale per 1 x 128 elements along the contraction, so that each copy has its own: the straight one along the
 columns, the transposed one along the rows of its expert, from its first row on. Weights have one per 128 x 128
-elements, which both copies share. Scales are powers of two, and everything is E4M3; the bits are those of Transformer
-Engine. Each expert has a multiple of 4 rows.
+elements, which both copies share. Scales are powers of two, and everything is E4M3; the bits are Transformer
+Engine's. Each expert has a multiple of 4 rows.
 """
 
 from typing import Any, NamedTuple
@@ -246,7 +246,7 @@ def _rows_kernel(
     a, b, a_inv, b_inv, first, tiles, bias, out, width, depth, count, most, step_n, step_k, blocks,
     EXPERTS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
-    """As grouped_gemm_triton's; a scale of b is step_n and step_k apart, those of an expert `blocks`."""
+    """As grouped_gemm_triton's; scales of b are step_n and step_k apart, experts `blocks`."""
     e, begin, rows, m, n = own_tile(first, tiles, width, count, EXPERTS, HIGH, WIDE, ABREAST)
     if e >= count:
         return
@@ -447,7 +447,7 @@ def block_rows_times(
 def block_weights_from(
     a: Blocks, b: Blocks, groups: Groups, dtype: torch.dtype, tiles: Tiles | None = None
 ) -> Tensor:
-    """Return each expert's rows of a [R, height], transposed, times those of b [R, width]: [E, height, width]."""
+    """Return each expert's rows of a [R, height], transposed, times its rows of b [R, width]: [E, height, width]."""
     assert a.transposed is not None and b.transposed is not None
     tiles = tiles or TILES
     height, width = len(a.transposed), len(b.transposed)

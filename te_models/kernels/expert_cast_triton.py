@@ -1,8 +1,8 @@
 """FP8 of many matrices below each other, each with a scale of its own, in few launches instead of three per matrix.
 
-The matrices are rows [R, K] of experts, or their weights. A scale is that of its matrix' largest magnitude (current
-scaling), or is known before (delayed scaling), which saves a pass over the matrices; the bits are those of Transformer
-Engine's casts, one matrix at a time. Each has a multiple of 4 rows. A program finds its matrix by the number of tiles
+The matrices are rows [R, K] of experts, or their weights. A scale follows from its matrix' largest magnitude
+(current scaling), or is known before (delayed scaling), which saves a pass over the matrices; the bits are Transformer
+Engine's, one matrix at a time. Each has a multiple of 4 rows. A program finds its matrix by the number of tiles
 of those before it.
 """
 
@@ -115,7 +115,7 @@ def _row_amax_kernel(x, out, columns, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _group_amax_kernel(of_rows, data, source, factor, given, first, amax, ROWS: tl.constexpr):
-    """Raise the amax of an expert to that of its rows of `data`, from the amaxes of the rows that they are copies of.
+    """Raise an expert's amax to the amax of its rows of `data`, from the amaxes of the rows that these copy.
 
     The largest of rounded products is the product of the largest, rounded.
     """
@@ -298,9 +298,9 @@ def room_for_sums(groups: Groups, columns: int, device: torch.device) -> Tensor:
 
 
 def total_sums(sums: Tensor, groups: Groups, dtype: torch.dtype, height: int = ROWS) -> Tensor:
-    """Return the sums of each expert's rows, in FP32 and rounded once, from those of a cast's tiles: [E, columns].
+    """Return the sums of each expert's rows, in FP32 and rounded once, from the sums of a cast's tiles: [E, columns].
 
-    `height` is that of a tile.
+    `height` is the height of a tile.
     """
     columns = sums.shape[1]
     out = torch.empty(groups.experts, columns, dtype=dtype, device=sums.device)

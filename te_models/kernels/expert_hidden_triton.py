@@ -1,7 +1,7 @@
 """The activation between the projections of experts, written as the FP8 that they multiply, forward and backward.
 
 Values are rounded to the dtype of their input before they are cast, as if they were stored in between, so that the bits
-are those of the operations one by one. Shapes: R rows of all experts, F their width; `gate_up` [R, 2F] = [gate | up].
+equal the operations' one by one. Shapes: R rows of all experts, F their width; `gate_up` [R, 2F] = [gate | up].
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from te_models.kernels.handover_triton import raise_amax, sigmoid, store_fp8
 
 
 class Activation(NamedTuple):
-    """silu(gate) * up, or with `limit` that of elementwise.clamped_swiglu.
+    """silu(gate) * up, or with `limit` elementwise.clamped_swiglu.
 
     With `token`, int64 [R], rows whose token is not below `tokens` are padding, which a bias made nonzero: they give 0.
     """
@@ -253,7 +253,7 @@ def hidden(
 class HiddenGradients(NamedTuple):
     """The operands of backward's products: FP8 of the gradient of gate_up, and the activation again, transposed.
 
-    `hidden` uint8 is as FP8Matrices.transposed, or None; `sums` [E, 2F] are those of each
+    `hidden` uint8 is as FP8Matrices.transposed, or None; `sums` [E, 2F] are the sums of each
     expert's rows, or None.
     """
 

@@ -32,7 +32,7 @@ def gather(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the row of x [T, D] of each `token`, by FP32 `factor` [R] if there is one: [R, D], zeros for padding.
 
-    And with `other` [R, D] the product of its rows with those of x, FP32 [R].
+    With `other` [R, D] also the product of each of its rows with the row of x, FP32 [R].
     """
     rows = _with_zeros(x).index_select(0, token)
     dots = None if other is None else (other.float() * rows.float()).sum(1)

@@ -40,7 +40,7 @@ def gradients(
     grads: tuple[Tensor, ...],
     **options: object,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of those `inputs` of the function that are `needed`, from those of its outputs."""
+    """Return the gradients of the `inputs` of the function that are `needed`, from the gradients of its outputs."""
 
     def of(*leaves: Tensor) -> Result:
         given = iter(leaves)

@@ -264,7 +264,9 @@ class _AttentionCore(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of qkvg, made in one buffer, of the norms' weights and of the sinks."""
-        dy = grads[0].contiguous()  # that of a sum, for example, is one number with strides of 0
+        dy = grads[
+            0
+        ].contiguous()  # the gradient of a sum, for example, is one number with strides of 0
         setting: AttentionSetting = ctx.setting
         heads = setting.heads
         qkvg, q_weight, k_weight, sinks, out, *tensors = ctx.saved_tensors
@@ -296,7 +298,7 @@ class _AttentionCore(torch.autograd.Function):
 
 
 def _targets(qkvg: Tensor, q_weight: Tensor | None, setting: AttentionSetting) -> CastTargets:
-    """Return those of the setting's targets that the kernels can write.
+    """Return the targets of the setting that the kernels can write.
 
     FP8 is written for all rows and columns. The gradients of a headwise gate and of a norm of all heads would need sums
     that several programs of a kernel share.
@@ -337,7 +339,7 @@ class _PlainGradient:
         self.places = split_heads(setting.heads, self.grad[: setting.rows], setting.batch)
 
     def gate(self, dy: Tensor, mixed: Tensor, logits: Tensor) -> Tensor:
-        """Write the gradient of the gate's logits; return that of attention's output."""
+        """Write the gradient of the gate's logits; return the gradient of attention's output."""
         place = self.places[3]
         assert place is not None
         return self.ops.gate_backward(dy, mixed, logits, place, self.softplus)
@@ -345,7 +347,7 @@ class _PlainGradient:
     def heads(
         self, section: int, slope: Tensor, x: Tensor, norm: Norm | None, rotation: Rotation | None
     ) -> Tensor | None:
-        """Write the gradient of q, k or v before norm and RoPE, given that of attention; return the norm weight's."""
+        """Write the gradient of q, k or v before norm and RoPE, given attention's; return the norm weight's."""
         place = self.places[section]
         assert place is not None
         if norm is not None:

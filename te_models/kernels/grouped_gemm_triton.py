@@ -298,7 +298,7 @@ def weights_from(
     a: ExpertMatrices, b: ExpertMatrices, groups: Groups, height: int, width: int, *,
     precise: bool, dtype: torch.dtype, source: Tensor | None = None, tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return each expert's rows of a [R, height], transposed, times those of b [R, width]: [E, height, width].
+    """Return each expert's rows of a [R, height], transposed, times its rows of b [R, width]: [E, height, width].
 
     In FP8 `data` holds the transposed matrices (FP8Matrices.transposed). With `source`, int64 [R], b is [T, width], and
     row r of it is row source[r], zeros for T.

@@ -1,6 +1,6 @@
 """The linears of all experts as one autograd function, with one launch per product, cast and sum of magnitudes.
 
-The numbers are those of te.GroupedLinear, which takes a launch per expert for each of them, and needs to know each
+The numbers equal te.GroupedLinear's, which takes a launch per expert for each of them, and needs to know each
 expert's rows on the host.
 """
 

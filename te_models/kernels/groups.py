@@ -14,7 +14,7 @@ LINE = 128  # bytes that a GPU reads at once
 
 @dataclass(eq=False)
 class Groups:
-    """Where the rows of each of E experts are: those of expert e are rows first[e] to first[e + 1].
+    """Where the rows of each of E experts are: expert e has rows first[e] to first[e + 1].
 
     `first` is int64 [E + 1] on the device. Rows from first[E] to `most` belong to no expert.
     """
@@ -40,7 +40,7 @@ class Groups:
 
     @cached_property
     def apart(self) -> Groups:
-        """The same rows, with those of each expert from a multiple of LINE on."""
+        """The same rows, each expert's from a multiple of LINE on."""
         most = self.most + self.experts * (LINE - 1)
         return Groups(_ends(-(-self.first.diff() // LINE) * LINE), -(-most // LINE) * LINE)
 

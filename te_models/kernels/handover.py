@@ -95,7 +95,7 @@ def activate(
 ) -> Tensor:
     """Return act(gate) * up of gate_up [N, 2F] = [gate | up], or act of [N, F] if not `gated`: [N, F].
 
-    `activation` is one of elementwise.ACTIVATIONS; a twin knows those of te_models.config.mlp.HANDED_OVER.
+    `activation` is one of elementwise.ACTIVATIONS; a twin knows the ones in te_models.config.mlp.HANDED_OVER.
     """
     return swiglu(
         gate_up,

@@ -2,7 +2,7 @@
 
 On Hopper a GEMM needs the contracted dimension last in both operands, so the forward reads the data as it is and the
 weight's gradient reads it transposed. A separate cast costs a BF16 round trip, and a separate transpose another pass.
-Each function uses a delayed scale (FP32 [1]) and raises `amax` (FP32 [1]) to that of its FP32 result; FP8 data is
+Each function uses a delayed scale (FP32 [1]) and raises `amax` (FP32 [1]) to the amax of its FP32 result; FP8 data is
 uint8. N is a multiple of 4: the bytes of four rows are one word, so that words are transposed, not bytes.
 
 Tested on a CPU through Triton's interpreter (TRITON_INTERPRET=1), which has no instruction for the conversion and uses
@@ -122,7 +122,7 @@ def store_fp8(
     """Quantize FP32 tiles, the first to fourth rows of groups of four, of columns j, into both copies or only one
     of them. Return the largest magnitude of each group and column, for `raise_amax`.
 
-    The rows of `data` are `stride` apart, those of `transposed` `apart`, or as many as there are rows.
+    The rows of `data` are `stride` apart, the rows of `transposed` `apart`, or as many as there are rows.
 
     `group` are consecutive numbers: from 4 * group the compiler could not tell that the words are contiguous, and would
     write them one by one.

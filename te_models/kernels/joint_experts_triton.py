@@ -1,8 +1,8 @@
 """A whole MLP of experts in FP8 as two autograd functions that know each other, from tokens to tokens.
 
 Nothing is stored in high precision that is cast afterwards: the activation and its backward write FP8, and so does the
-way of the output's gradient to its rows, whose magnitudes are known from those of tokens. The numbers are those of the
-operations one by one (grouped_linear_triton.py): values are rounded to BF16 where they would be stored in between.
+way of the output's gradient to its rows, whose magnitudes are known from the tokens'. The numbers equal the
+operations' one by one (grouped_linear_triton.py): values are rounded to BF16 where they would be stored in between.
 """
 
 from __future__ import annotations

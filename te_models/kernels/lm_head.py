@@ -57,7 +57,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Multiply both gradients by that of the loss, an FP32 scalar: the weight of the micro-batch in the step."""
+        """Multiply both gradients by the loss's gradient, an FP32 scalar: the weight of the micro-batch in the step."""
         (grad,) = grads
         saved = ctx.saved_tensors
         slopes = [slope for slope in saved if slope is not None]

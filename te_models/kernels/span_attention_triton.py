@@ -1,9 +1,9 @@
 """Attention in which each query sees one span of keys, in Triton: documents in one row, sliding windows, or both.
 
 Query i sees the keys `first[i]` to i. As `first` never decreases along a row, a block of queries reads the key blocks
-from its first query's `first` to its own end and no others, so that the work is that of the documents, not of the row,
-and no mask of [S, S] exists. With sinks, the softmax of a head begins with a logit of its own. The online softmax and
-its backward are those of FlashAttention-2 (Dao 2023, arXiv 2307.08691), without atomic additions: the gradients are the
+from its first query's `first` to its own end and no others, so that the work grows with the documents, not with the
+row, and no mask of [S, S] exists. With sinks, the softmax of a head begins with a logit of its own. The online softmax
+and its backward are FlashAttention-2's (Dao 2023, arXiv 2307.08691), without atomic additions: the gradients are the
 same in every run. Tested through Triton's interpreter on a CPU (TRITON_INTERPRET=1).
 """
 
@@ -80,7 +80,7 @@ def _place(blocks, heads):
 def _scores(q, k, start, query, key, factor, cap):
     """Return the scores [queries, keys] times log2(e), -inf at keys that a query does not see, and their tanh.
 
-    With a cap c, times log2(e), a score s becomes c * tanh(s / c), and `factor` is that of s / c; else the second
+    With a cap c, times log2(e), a score s becomes c * tanh(s / c), and `factor` belongs to s / c; else the second
     value means nothing.
     """
     seen = (key[None, :] <= query[:, None]) & (key[None, :] >= start[:, None])
@@ -290,7 +290,7 @@ class Spans(NamedTuple):
         sinks: Tensor | None = None,
         cap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the gradients of q, k, v and sinks, given that of `out`, [B, N, S, H], and what `forward` returned."""
+        """Return the gradients of q, k, v and sinks from the one of `out` [B, N, S, H] and what `forward` returned."""
         if self._suits_flash(q, sinks, cap):
             return *self._flash_backward(dy, q, k, v, out, kept, scale), None
         (log_sum,) = kept

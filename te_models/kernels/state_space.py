@@ -52,7 +52,7 @@ def state_space(
     Args:
         x, dt, a, b, c, d: see above.
         state: before the first token, FP32 [B, H, P, N]; None: zeros, and no state is returned.
-        documents: int [B, S]; the state is zero wherever a token's document is not that of the token before it.
+        documents: int [B, S]; the state is zero wherever a token and the one before it are of different documents.
     """
     kernels = _kernels(x, b)
     if kernels is not None:

@@ -20,7 +20,7 @@ class GatedAttention(Mixer[AttentionSpec]):
     """o_proj(sigmoid(g) * attention(rope(q), rope(k), v)) with q, k, v and the gate g from one GEMM.
 
     Qiu et al. 2025, arXiv 2505.06708 (their best position, after attention and before the output projection). The rows
-    of `qkvg_proj.weight` are those of te_models.config.attention, for this rank's heads under tensor parallelism.
+    of `qkvg_proj.weight` are described in te_models.config.attention, for this rank's heads under tensor parallelism.
     """
 
     entry = "qkvg_proj"

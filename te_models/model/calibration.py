@@ -23,7 +23,7 @@ def calibrate(
     weights: Sequence[Tensor | float] | None = None,
     router_weights: Sequence[Tensor | float] | None = None,
 ) -> None:
-    """Give every te.Linear in FP8 that has no scales yet those of a step on `batches`.
+    """Give every te.Linear in FP8 without scales the scales of a step on `batches`.
 
     See te_models.causal_lm.CausalLM.calibrate.
     """
@@ -38,7 +38,9 @@ def calibrate(
     if not modules:
         return
     if not batches:
-        raise UsageError("calibration has no batches: give those of the first step, with labels")
+        raise UsageError(
+            "calibration has no batches: give the batches of the first step, with labels"
+        )
     if not all(training):
         if any(training):
             raise UsageError("some batches to calibrate on have labels: give all labels, or none")
@@ -66,7 +68,7 @@ def _calibrate_inference(
     modules: Sequence[nn.Module],
     delayed: Mapping[nn.Module, ModuleScaling],
 ) -> None:
-    """Measure the scales of inputs and weights alone; those of gradients stay at 1, which inference does not use."""
+    """Measure the scales of inputs and weights alone; inference uses no scales of gradients, which stay at 1."""
     found = Measurement(modules, model.device)
     with _in_bf16(model), found.running(), torch.no_grad():
         for batch in batches:

@@ -236,7 +236,7 @@ class Decoder(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; raise a UsageError for more or fewer blocks, as peft's layer_replication would have them.
 
-        Wrappers around each block, such as those of PyTorch's checkpointing, are taken.
+        Wrappers around each block, such as PyTorch's for checkpointing, are taken.
         """
         if name == "layers" and "layers" in self._modules and len(value) != len(self.layers):
             raise UsageError(
@@ -296,18 +296,18 @@ class Decoder(nn.Module):
 
     @property
     def generation_values(self) -> Mapping[str, Any]:
-        """The values of generation_config.json, which come before those of the config; none in a Decoder."""
+        """The values of generation_config.json, which come before the config's; none in a Decoder."""
         return {}
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Token ids that end a text: those of generation_config.json, else of the config."""
+        """Token ids that end a text, from generation_config.json, else from the config."""
         ids = self.generation_values.get("eos_token_id", self.config.eos_token_id)
         return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
 
     @property
     def pad_token_id(self) -> int | None:
-        """The token id of padding: that of generation_config.json, else of the config; None if there is none."""
+        """The token id of padding, from generation_config.json, else from the config; None if there is none."""
         return self.generation_values.get("pad_token_id", self.config.pad_token_id)
 
     def forward(
@@ -546,7 +546,7 @@ class Decoder(nn.Module):
     def copied_fp8_state(self) -> dict[str, Tensor]:
         """Return a copy of every scale and amax history, as `fp8_state` names them; every save takes them from here.
 
-        Forward passes change the live tensors, evaluations for a moment too: those of other threads wait. Ranks that
+        Forward passes change the live tensors, evaluations for a moment too: passes of other threads wait. Ranks that
         share experts call it together.
         """
         with self.te.region_lock(self, self.recipe.quantized):

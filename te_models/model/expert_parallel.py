@@ -113,7 +113,7 @@ class ExpertParallel(MeshRanks):
     def every(
         self, named: Iterable[tuple[str, T]], stand_in: Callable[[T], T]
     ) -> Iterator[tuple[str, T]]:
-        """Yield (name, value) of the whole model, in its order, from those of this rank.
+        """Yield (name, value) of the whole model, in its order, from the parameters of this rank.
 
         Another rank's expert gets stand_in(value of the expert in the same place on this rank).
         """
@@ -128,7 +128,7 @@ class ExpertParallel(MeshRanks):
                     )
 
     def own(self, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-        """Yield those of (name, value) of the whole model that this rank has, under this rank's names."""
+        """Yield the (name, value) of the whole model that this rank has, under this rank's names."""
         for name, value in named:
             if self.owner(name) in (None, self.rank):
                 yield self._renamed(name, -self.rank * self._held), value
@@ -162,7 +162,7 @@ class ExpertParallel(MeshRanks):
     ) -> tuple[Places, Exchange]:
         """Agree with the other ranks on the way of rows whose places, without padding, are `sent`; a collective.
 
-        The host waits once, for the numbers of rows. Return `sent` without the rows behind those of the last expert,
+        The host waits once, for the numbers of rows. Return `sent` without the rows behind the last expert's,
         and the way.
         """
         # By rank, then by expert of this rank.
@@ -195,7 +195,7 @@ class ExpertParallel(MeshRanks):
 
 
 def arrivals(counts: Tensor, known: list[int], alignment: int) -> Places:
-    """Return the places of rows that arrive in the order of ranks and then of experts among those of all experts.
+    """Return the places of rows that arrive in the order of ranks and then of experts among the rows of all experts.
 
     `counts` int64 [ranks, E] are their numbers, and `known` the same on the host. An expert's rows are in the order of
     ranks, and padded to a multiple of `alignment`.
@@ -235,7 +235,7 @@ class Exchange(NamedTuple):
 
     sent: list[int]  # rows to each rank
     received: list[int]  # rows from each rank
-    places: Places  # of the received rows among those of this rank's experts, padding included
+    places: Places  # of the received rows among all rows of this rank's experts, padding included
     group: dist.ProcessGroup | None
     fp8: bool  # whether rows travel to experts in FP8; outputs and gradients never do
     kernels: RowKernels
@@ -245,7 +245,7 @@ class Exchange(NamedTuple):
         return Mapped.apply(rows, lambda x: self.forth(x, self.fp8), self.back)
 
     def from_experts(self, rows: Tensor) -> Tensor:
-        """Return the rows of this rank's tokens [S, D] from those of the experts [R, D]."""
+        """Return the rows of this rank's tokens [S, D] from the rows of the experts [R, D]."""
         return Mapped.apply(rows, self.back, self.forth)
 
     def forth(self, rows: Tensor, fp8: bool = False) -> Tensor:

@@ -24,7 +24,7 @@ from te_models.model.te_modules import pad_rows
 if TYPE_CHECKING:
     from te_models.kernels.span_attention_triton import Spans
 
-# Which keys are seen: those of kernels.sdpa.attention_mask, of a span, or all before the query.
+# Which keys are seen: a mask of kernels.sdpa.attention_mask, a span, or all before the query.
 Visible: TypeAlias = "Tensor | Spans | None"
 
 
@@ -86,7 +86,7 @@ class ForwardContext(NamedTuple):
     def linear(self, module: nn.Module, x: Tensor, shape: tuple[int, int] | None = None) -> Tensor:
         """Return a te.Linear of x [N, I], [N, O]; it reuses its quantized weight where this pass allows it.
 
-        The first rows of x are B sequences of S tokens; `shape` is (B, S), None: those of the pass.
+        The first rows of x are B sequences of S tokens; `shape` is (B, S), None: as in the pass.
         """
         if module not in self.autocasts.others:
             return self.run_linear(module, x, shape)

@@ -88,7 +88,7 @@ class KVState:
     def append(self, k: Tensor, v: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
         """Store k, v [B, K, S, its channels] in `slots` (None: the first S); return the keys and values to attend to.
 
-        In the first forward those are their own, afterwards those of all slots.
+        In the first forward those are k and v, afterwards the contents of all slots.
         """
         if slots is None:
             self.keys[:, :, : k.shape[2]] = k
@@ -133,7 +133,7 @@ class RecurrentState:
             self.tensors[name].copy_(tensor)
 
     def take_rows(self, rows: Tensor) -> None:
-        """Replace the rows of the batch by those of these numbers, int64 [B']; the tensors are new ones then."""
+        """Replace the rows of the batch by the rows with these numbers, int64 [B']; the tensors are new ones then."""
         for name, tensor in self.tensors.items():
             self.tensors[name] = tensor.index_select(0, rows.to(tensor.device))
 

@@ -1,7 +1,7 @@
 """Multi-head latent attention, built only from te.Linear and te.RMSNorm. Shapes: te_models/config/latent.py, block.py.
 
 While decoding, a token is its latent and the rotated part of its key; kv_b_proj makes keys and values of all of them
-anew in each step, so that they are those of a pass without a cache under any recipe.
+anew in each step, so that they equal the ones of a pass without a cache under any recipe.
 """
 
 import torch

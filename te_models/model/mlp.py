@@ -14,7 +14,7 @@ from te_models.model.te_modules import Factory
 class MLP(Feedforward[MLPSpec]):
     """down_proj(act(gate) * up) with gate and up from one GEMM (Shazeer 2020, arXiv 2002.05202), or down_proj(act(up)).
 
-    The rows of `gate_up_proj.weight` are those of te_models.config.mlp.
+    te_models.config.mlp has the rows of `gate_up_proj.weight`.
     """
 
     entry = "gate_up_proj"

@@ -75,9 +75,9 @@ class PushOptions(TypedDict, total=False):
 
 
 class LoadOptions(ModelOptions, HubOptions, total=False):
-    """Every keyword of CausalLM.from_pretrained: those of a new model, of the hub, and some of transformers.
+    """Every keyword of CausalLM.from_pretrained: for a new model, for the hub, and some of transformers.
 
-    dtype: also a name, or "auto" for that of the checkpoint; torch_dtype is the same.
+    dtype: also a name, or "auto" for the checkpoint's; torch_dtype is the same.
     device_map: the one device, by name, number or in a dict, or "auto", which is device=None.
     attn_implementation: only "sdpa".
     merge_adapters: add the adapters in the folder, if any, to the weights.

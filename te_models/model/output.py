@@ -23,7 +23,7 @@ class OutputRequest(NamedTuple):
 class Output(NamedTuple):
     """loss: FP32 scalar, None without labels; logits [B, S, V] in the model's dtype, None if not asked for.
 
-    In training, the loss of a model with experts includes those of its routers, which `routing` has.
+    In training, the loss of a model with experts includes the losses of its routers, which `routing` has.
     """
 
     loss: Tensor | None
@@ -74,7 +74,7 @@ def step_loss(
 
     Args:
         output: of a pass in training, with labels.
-        weight: the factor of its mean cross-entropy: its targets over those of the step.
+        weight: the factor of its mean cross-entropy: its share of the targets of the step.
         router_weight: the factor of the losses of its routers, which count every token, not only targets.
         moe: the factors of those losses; None: the model has no experts.
     """

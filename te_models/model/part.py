@@ -46,7 +46,7 @@ class BlockPart(nn.Module, ABC, Generic[Spec]):
             name: such as "o_proj.weight".
             values: the whole parameter, also under tensor parallelism.
             std: the standard deviation of a projection's weight.
-            residual_std: that of a projection into the residual stream.
+            residual_std: the standard deviation of a projection into the residual stream.
         """
         module, _, kind = name.rpartition(".")
         linear = {linear.name: linear for linear in self.spec.linears}.get(module)

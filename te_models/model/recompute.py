@@ -1,9 +1,9 @@
 """Activation checkpointing: which activations backward recomputes, under any recipe.
 
 A mode (te_models/config/recompute_modes.py) is a property of a forward pass, never a wrapper module, so parameter names
-and state_dict keys do not change. Under "selective", backward recomputes the output of an RMSNorm and, from it, that of
-gate_up_proj. The activation's backward needs nothing else, and reads it where kernels.activate saved it before it
-computed anything (te_models/kernels/early_save.py).
+and state_dict keys do not change. Under "selective", backward recomputes the output of an RMSNorm and, from it, the
+output of gate_up_proj. The activation's backward needs nothing else, and reads it where kernels.activate saved it
+before it computed anything (te_models/kernels/early_save.py).
 
 The recompute is PyTorch's: torch.utils.checkpoint without reentrance restores random numbers, works with
 torch.autograd.grad, and checks that the second pass saves what the first one did. This file adds what Transformer

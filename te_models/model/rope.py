@@ -2,8 +2,8 @@
 
 Each way is a row of SCALINGS, which gives the angular frequencies and a factor on cos and sin, FP32. Two of them depend
 on the length of the text; they read it on the device, so that nothing synchronizes and a captured graph stays correct
-as the text grows. Of packed documents each has its own length. As in transformers, the rows of a batch have that of the
-longest, and keys in a cache keep the angles with which they were written.
+as the text grows. Of packed documents each has its own length. As in transformers, the rows of a batch have the length
+of the longest, and keys in a cache keep the angles with which they were written.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Shapes: T tokens, E experts, k experts per token, R rows of all experts together, padding included, D hidden_size.
 Every function gives the same result for the same logits: of equal scores the expert of the lowest number is chosen, and
-sums have a fixed order, that of Transformer Engine's permutation kernels (from the last expert to the first, in FP32).
+sums have the order of Transformer Engine's permutation kernels (from the last expert to the first, in FP32).
 """
 
 from typing import NamedTuple
@@ -37,7 +37,7 @@ class RoutingReport(NamedTuple):
 
     balance_loss: Tensor
     z_loss: Tensor
-    shares: Tensor  # FP32 [layers, E]: of each layer's assignments, those of each expert
+    shares: Tensor  # FP32 [layers, E]: the share of each expert in a layer's assignments
     prediction_loss: Tensor | None = (
         None  # FP32 []: in training, the loss of the pass without these two
     )
@@ -67,8 +67,8 @@ class Routing:
         What recomputes a block for backward keeps the context, and with it this object: with tensors of the graph in
         it, a graph that no backward runs through would keep itself alive.
 
-        With `group`, the processes that train together, a collective of them. Shares are then those of all their
-        tokens, and the losses this process's part of those of one process with all tokens: the parts add up.
+        With `group`, the processes that train together, a collective of them. Shares then count all their tokens,
+        and the losses are parts that add up to the losses of one process with all tokens.
         """
         layers = self.layers
         self.layers = []
@@ -126,7 +126,7 @@ def choose(
 
 
 def weights_of(logits: Tensor, chosen: Tensor, moe: MoEConfig) -> Tensor:
-    """Return the weights of the chosen experts, FP32 [T, k]; those of padding mean nothing."""
+    """Return the weights of the chosen experts, FP32 [T, k]; at padding they mean nothing."""
     scores = _scores(logits, moe).gather(1, chosen.clamp(max=logits.shape[1] - 1))
     if moe.norm_topk_prob:
         total = scores.sum(1, keepdim=True)
@@ -183,7 +183,7 @@ def places(
     """Return the places of tokens whose experts are `chosen` [T, k]; each expert's rows are a multiple of `alignment`.
 
     The host waits for the device to learn the numbers of rows, or with `on_device` never does: R is then the most that
-    there can be, and the rows behind those of the last expert are padding too.
+    there can be, and the rows behind the last expert's are padding too.
     """
     tokens, k = chosen.shape
     if on_device and kernels.places is not None:

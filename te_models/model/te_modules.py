@@ -56,7 +56,7 @@ class Factory:
         """Return the te.Linear of this rank's share `spec`, without values: `initialize`, or a loader, gives them.
 
         With `fp8_weight` False its weight is not stored in FP8, whatever its precision. A description of several
-        experts is a te.GroupedLinear, whose GEMMs are those of a te.Linear each.
+        experts is a te.GroupedLinear, each of whose GEMMs is a te.Linear's.
         """
         recipe = self.fp8_weights.get(self.prefix + spec.name) if fp8_weight else None
         if recipe is None:

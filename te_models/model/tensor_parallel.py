@@ -124,7 +124,7 @@ class TensorParallel(MeshRanks):
                 )
 
     def rows(self, count: int, alignment: int) -> int:
-        """Return the rows that `count` tokens are padded to; those of each rank are a multiple of `alignment`."""
+        """Return the rows that `count` tokens are padded to; each rank's share is a multiple of `alignment`."""
         step = alignment * (self.size if self.scatters else 1)
         return -(-count // step) * step
 
@@ -204,7 +204,7 @@ class TensorParallel(MeshRanks):
 
 
 def whole_shape(linear: LinearSpec, local: torch.Size, size: int) -> tuple[int, ...]:
-    """Return the shape of the whole parameter of a divided linear, given that of a rank's part."""
+    """Return the shape of the whole parameter of a divided linear, given the shape of a rank's part."""
     return (local[0], local[1] * size) if linear.split == "row" else (linear.outputs, *local[1:])
 
 

@@ -185,7 +185,7 @@ def decode_kernel(
     A_DOWN: tl.constexpr, A_ALONG: tl.constexpr, A_E5M2: tl.constexpr,
     B_DOWN: tl.constexpr, B_ALONG: tl.constexpr, B_E5M2: tl.constexpr,
 ):  # fmt: skip
-    """Write both matrices of a product as BF16: the first programs decode the tiles of a, the others those of b."""
+    """Write both matrices of a product as BF16: the first programs decode the tiles of a, the others the tiles of b."""
     tile = tl.program_id(0)
     of_a = tl.cdiv(a_rows, TILE) * tl.cdiv(a_cols, TILE)
     if tile < of_a:

@@ -128,7 +128,7 @@ def amax(x: Tensor, y: Tensor | None = None, nan: bool = False) -> Tensor:
 
 
 def cast_delayed(x: Tensor, scale: Tensor, amax: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
-    """Return FP8 data (uint8, shape of contiguous x) and inverse scale `[1]`; raise `amax` `[1]` to that of x."""
+    """Return FP8 data (uint8, shape of contiguous x) and inverse scale `[1]`; raise `amax` `[1]` to the amax of x."""
     data = _empty_data(x)
     scale_inv = x.new_empty(1, dtype=torch.float32)
     n = x.numel()

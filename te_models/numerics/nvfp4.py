@@ -1,6 +1,6 @@
 """NVFP4: E2M1 data, an E4M3 scale per 16 elements and an FP32 scale per tensor.
 
-The rules are those of Transformer Engine's own Python reference (`custom_recipes/reference_nvfp4.py`, 2.20), since no
+The rules follow Transformer Engine's own Python reference (`custom_recipes/reference_nvfp4.py`, 2.20), since no
 Hopper GPU runs the kernels. The reference differs from torchao 0.18: it multiplies and inverts the two levels of scales
 in another order, so that values within an FP32 step of a rounding boundary may differ by one step of E2M1, and a block
 whose scale underflows has scale 0 where torchao has E4M3's smallest normal number. A NaN makes the whole tensor NaN.
@@ -64,7 +64,7 @@ def encode_e2m1(
     """Round FP32 values within [-6, 6], which are overwritten, to E2M1 (uint8, 0 to 15); NaN becomes zero."""
     sign = (x.view(torch.int32) < 0).view(torch.uint8).bitwise_left_shift_(3)
     size = x.nan_to_num_(nan=0.0).abs_()
-    # E2M1 numbers in [2^e, 2^(e+1)) are 2^(e-1) apart, those below 1 like those of [1, 2). Adding 2^(e+22) rounds to a
+    # E2M1 numbers in [2^e, 2^(e+1)) are 2^(e-1) apart, numbers below 1 as in [1, 2). Adding 2^(e+22) rounds to a
     # multiple of that, ties to even, and leaves the multiple in the last bits of the sum; the byte is 2e more. The
     # exponent field holds e + 127: twice that is 2e + 254, and with the 2 added below, 2e modulo 256.
     octave = (size.view(torch.int32) & 0x7F800000).clamp_(min=0x3F800000)

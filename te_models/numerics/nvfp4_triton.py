@@ -51,8 +51,8 @@ def nvfp4_kernel(
 ):  # fmt: skip
     """Cast blocks of 16 along the rows of x and the columns of t, which is x unless TRANSFORMED; TWO_D: 16x16 elements.
 
-    The largest of the first n_parts of `parts` is the amax of x, that of the next n_parts the transformed one's. The
-    random words of the columns start at `col_noise`.
+    The largest of the first n_parts of `parts` is the amax of x, the largest of the next n_parts the transformed one's.
+    The random words of the columns start at `col_noise`.
     """
     p = tl.program_id(0)
     q = tl.program_id(1)
@@ -137,7 +137,7 @@ def nvfp4_decode_kernel(
 
 @triton.jit
 def _decode_tile(tile, data, scale, out, rows, cols, step, COL: tl.constexpr):
-    """Decode one tile; `step` is the stride of the scales, those of a row (COL: a column) follow each other."""
+    """Decode one tile; `step` is the stride of the scales; the scales of a row (COL: a column) follow each other."""
     across = tl.cdiv(cols, TILE)
     i, j, at, mask = _tile(tile // across, tile % across, rows, cols)
     if COL:

@@ -19,7 +19,7 @@ def scale_from_amax(
     """Return the FP32 multiplier that brings `amax` to `fp8_max`: 1 for 0 and infinity, `infinite` on overflow.
 
     `power_of_2` rounds down to a power of two. `epsilon` is a lower bound of the amax. A finite quotient may be larger
-    than `infinite`, as those of small FP16 blocks are.
+    than `infinite`, as in small FP16 blocks.
     """
     if epsilon > 0:
         amax = amax.clamp(min=epsilon)

@@ -93,7 +93,7 @@ class BlockScaled(NamedTuple):
 class QuantizedTensorStorage:
     """Base of the storages. `_tensors` names the attributes that hold data; each of them may be None.
 
-    `_copies` has those of the rowwise and those of the columnwise copy, the FP8 data first; `_facts` names others that
+    `_copies` names them for the rowwise and for the columnwise copy, the FP8 data first; `_facts` names others that
     a constructor takes, without the underscore.
     """
 
@@ -407,7 +407,7 @@ def pad_to(scale: Tensor, *multiples: int) -> Tensor:
 
 
 class StraightThrough(torch.autograd.Function):
-    """Quantize or dequantize with a function; the gradient is that of the identity."""
+    """Quantize or dequantize with a function; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Context, tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ from te_models.errors import CheckpointError
 from te_models.files.formats import read_json
 from te_models.saving.run_folder import LATEST, Checkpoints
 
-BEST = "best"  # the folder in that of a run with the checkpoint of the lowest evaluation loss
+BEST = "best"  # the folder in a run's with the checkpoint of the lowest evaluation loss
 
 
 class Losses(NamedTuple):

@@ -195,7 +195,7 @@ def load_folder(
 
 
 def read_listed(path: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Return the content of those of the small files `names` that a folder has: file name -> bytes.
+    """Return the content of the small files `names` that a folder has: file name -> bytes.
 
     Where the folder has a manifest, a file that it lists must have the size and the hash that were saved.
 
@@ -400,7 +400,7 @@ def _read_groups(source: _Source, groups: Iterable[str]) -> dict[str, dict[str, 
 def _joined(
     source: _Source, group: str, shards: TensorGroups, weight_map: Mapping[str, str] | None
 ) -> dict[str, Tensor]:
-    """Return the tensors of a group from those of its files, which must agree with its index; ties included."""
+    """Return the tensors of a group from its files, which must agree with its index; ties included."""
     tensors = {name: tensor for members in shards.values() for name, tensor in members.items()}
     places = {name: file for file, members in shards.items() for name in members}
     if weight_map is not None and places != weight_map:

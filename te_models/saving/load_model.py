@@ -191,7 +191,7 @@ def load_weights(
     tensors: Iterable[tuple[str, Tensor]],
     quantized: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Copy the values of whole parameters, by name, into those of the model, in their dtype.
+    """Copy the values of whole parameters, by name, into the model's, in their dtype.
 
     FP8 weights get their data and scales from `quantized`; those that are not in it are quantized.
     """
@@ -233,7 +233,7 @@ def load_te_checkpoint(
 ) -> None:
     """Load the weights, scales and amax histories of a checkpoint of Transformer Engine's modules into `model`.
 
-    `source` and `rename` are those of `read_te_checkpoint`. Scales that the model's recipe does not use are ignored
+    `source` and `rename` are as in `read_te_checkpoint`. Scales that the model's recipe does not use are ignored
     with a warning.
 
     Raises:

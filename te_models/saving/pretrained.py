@@ -369,7 +369,7 @@ def read_shape(name: str | Path, overrides: Document | None = None) -> SavedShap
     """Return the shape of the model that `from_pretrained(name)` loads; `overrides` are fields of the config.
 
     Raises:
-        ValueError: there is no such model, or its config is damaged; the error is that of loading it.
+        ValueError: there is no such model, or its config is damaged; loading it raises the same error.
     """
     folder = saved_folder(local_folder(name))
     documents = hugging_face_documents(folder)

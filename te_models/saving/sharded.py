@@ -215,7 +215,7 @@ def cut_optimizer_state(
 ) -> Fields:
     """Return a saved optimizer state with this rank's shard of every tensor that belongs to a sharded master.
 
-    `names` are those of the whole model's parameters, of which this rank may have only some.
+    `names` are all parameters of the whole model, of which this rank may have only some.
 
     Raises:
         CheckpointError: it is of other parameters.
@@ -254,7 +254,7 @@ def cut_optimizer_state(
 def whole_optimizer_state(state: Fields, model: Decoder, names: Sequence[str]) -> Fields:
     """Return an optimizer's state with an entry per parameter of the whole model: the inverse of `cut_optimizer_state`.
 
-    `names` are those of this rank's parameters; the entries of other ranks' are stand-ins, for `ShardedCheckpoints`.
+    `names` are this rank's parameters; the entries of other ranks' are stand-ins, for `ShardedCheckpoints`.
     """
 
     def every(values: Sequence[T], other: Callable[[T], T]) -> list[T]:

@@ -1,7 +1,7 @@
 """Transformer Engine's PyTorch API in plain PyTorch, with its numbers, on any device.
 
 `import te_models.engine.emulated as te` stands in for `import transformer_engine.pytorch as te`; `te.recipe` stands in
-for `transformer_engine.common.recipe`. Names, signatures, state machine and casts are those of Transformer Engine 2.20.
+for `transformer_engine.common.recipe`. Names, signatures, state machine and casts follow Transformer Engine 2.20.
 FP8 data, scales and amax histories are bit-identical to Transformer Engine's. So are GEMM results up to the size that
 `exact_gemm` sets; larger ones differ only in the order of accumulation. The FP8 state belongs to the thread.
 

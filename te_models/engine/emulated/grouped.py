@@ -1,7 +1,7 @@
 """te.GroupedLinear: one linear layer per group of consecutive rows, such as the experts of a mixture.
 
 It is te.Linear expert by expert, with quantizers for each, in one module with one FP8 state: slots 3i, 3i+1 and 3i+2
-forward and 2i, 2i+1 backward are those of expert i. An expert without rows records no amax of its input, so delayed
+forward and 2i, 2i+1 backward belong to expert i. An expert without rows records no amax of its input, so delayed
 scaling keeps its scale; its weight is quantized like all others, and its gradients are zeros, not None.
 """
 

@@ -123,7 +123,7 @@ def product(
         x = _high_precision(inp, call.dtype)
         w = _high_precision(weight, call.dtype)
         x = as_matrix(x)  # [T, I]
-        total = parallel.gather_input(x)  # those of all ranks under sequence parallelism
+        total = parallel.gather_input(x)  # the rows of all ranks under sequence parallelism
         if w is weight and bias is None and not call.grad and total.shape[0] <= PACKED_ROWS:
             kept = call.module.packed_weight(call.weight_name, w, call.first_microbatch)
             if kept is not None:
@@ -154,7 +154,7 @@ def _backward(ctx: Context, call: Call, grad: Tensor) -> tuple[Tensor | None, ..
 
 
 def gradients(ctx: Context, call: Call, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of weight, input [T, I] and bias from that of the output, as `ctx` asks for them."""
+    """Return the gradients of weight, input [T, I] and bias from the output's, as `ctx` asks for them."""
     with no_autocast(grad):
         if call.fp8 is not None and call.override is None:
             return _fp8_backward(ctx, call, call.fp8, grad)
@@ -404,7 +404,7 @@ class Linear(TransformerEngineBaseModule):
         return out if bias is None or fused else out + bias.to(self.activation_dtype)
 
     def _step(self, inp: Tensor) -> Tensor | None:
-        """Return the output of a step of generation in which weight and recipe are those of the pass before it.
+        """Return the output of a step of generation whose weight and recipe are the same as in the pass before it.
 
         To prepare one anew takes longer than a small product. None: something may have changed.
         """

@@ -299,7 +299,7 @@ def _halving_tree(lanes: Tensor) -> Tensor:
 
 
 def _merge(mean: Tensor, squares: Tensor, count: int) -> tuple[Tensor, Tensor, int]:
-    """Merge means and centered squares of the lower half of the warps with those of the upper half (Chan's update).
+    """Merge means and centered squares of the lower half of the warps with the upper half's (Chan's update).
 
     The counts are powers of two, so that scaling by them does not round.
     """

@@ -15,7 +15,7 @@ from te_models.device.cpu_threads import TOO_SMALL_TO_SHARE, one_thread, untrack
 from te_models.device.measured import once
 from te_models.numerics.quantizers import no_amax_recorded
 
-_MANY = 128  # rows whose products `enough_rows` compares with those of fewer
+_MANY = 128  # rows whose products `enough_rows` compares with products of fewer
 _MOST = 16  # rows from which on products are taken to have the bits of more
 _DRAWN = 1024  # outputs with weights of their own; further ones have the same again
 _COMPARED = 2**16  # numbers that it compares, since not every sum in another order differs

@@ -42,9 +42,9 @@ _ONE = 1 << 23
 _EXPONENT_BITS = 255 * _ONE
 _BIAS = 127 * _ONE
 _NONE = -120 * _ONE  # the exponent of zero: with any other below _LOWEST
-_NOTHING = -60  # the same as a small integer: with any other below that of every product
+_NOTHING = -60  # the same as a small integer: with any other below the exponent of every product
 _LOWEST = -100 * _ONE  # of a largest term; nothing that counts is smaller
-_INFINITE = 63 * _ONE  # that of infinity and NaN, of which two can still be added
+_INFINITE = 63 * _ONE  # the exponent of infinity and NaN, of which two can still be added
 
 
 class TensorCore(NamedTuple):

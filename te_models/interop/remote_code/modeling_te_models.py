@@ -34,7 +34,7 @@ CACHES = (
     "cache",
     "past_key_values",
 )  # of a cache among arguments: since transformers 5.24, and before
-CACHE = fields(BaseModelOutputWithPast)[1].name  # that of the installed version
+CACHE = fields(BaseModelOutputWithPast)[1].name  # the name in the installed version
 Result = TypeVar("Result")
 
 
@@ -229,7 +229,7 @@ class Masks:
         past: the position of the first.
         window: keys that a query sees in layers with a window, itself included and padding left out.
         given: [B, M or fewer], 0 at keys that no query sees; or [B, 1, S, M], bool or added to the scores; None: none.
-        cached: whether the keys are those of a cache.
+        cached: whether the keys come from a cache.
         device: of the masks.
     """
 
