@@ -59,6 +59,11 @@ class LoraLinear(peft_layer.Linear):
         variant = super().resolve_lora_variant(config=config, **options)
         return _Dora() if isinstance(variant, DoraLinearVariant) else variant
 
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        """Return the sizes of the base layer, whatever the sharding of its weight; peft calls it."""
+        base: Any = module
+        return base.in_features, base.out_features
+
     @property
     def low_rank(self) -> bool:
         """Whether the active adapters are plain LoRA or DoRA, for all rows alike."""

@@ -18,14 +18,10 @@ from torch import Tensor, nn
 from te_models.adapters.low_rank import Part, add_updates
 from te_models.adapters.merged import forget_merges
 from te_models.adapters.parameters import Alias, write_rows
-from te_models.config.recipe import SCHEMES
 from te_models.engine import engine_module
+from te_models.engine.torch_linear import padded_product
 from te_models.fp8.primary_weights import plain
 from te_models.interop.tensor_places import Place
-from te_models.model.te_modules import pad_rows
-
-# FP8 products take multiples of this many rows under every recipe.
-ROWS = max(scheme.rows for scheme in SCHEMES.values())
 
 
 class NamedRows(nn.Linear):
@@ -179,21 +175,6 @@ class AdaptedRows(nn.Module):
         return self.base_layer
 
 
-def padded_product(
-    linear: Callable[..., Tensor], x: Tensor, fp8: bool, **options: object
-) -> Tensor:
-    """Return linear(x) of x [..., in]; with `fp8` on rows of zeros up to the multiple that every recipe takes."""
-    if x.dim() == 2:
-        return linear(x, **options)
-    count = x.shape[:-1].numel()
-    rows = x.reshape(count, x.shape[-1])
-    if fp8 and count % ROWS:
-        rows = pad_rows(rows, -(-count // ROWS) * ROWS)
-    out = linear(rows, **options)
-    # Of a slice, since the output of an autograd.Function that is a view itself cannot be changed in place.
-    return out[:count].unflatten(0, x.shape[:-1])
-
-
 def base_of(layer: nn.Module) -> nn.Module:
     """Return the module that a layer of peft, or several around each other, has inside."""
     while True:
@@ -205,7 +186,7 @@ def base_of(layer: nn.Module) -> nn.Module:
 
 def fp8_enabled(kind: type[nn.Module]) -> Callable[[], bool]:
     """Return the function that says whether an autocast is open of the engine that a class is from."""
-    native = kind.__module__.startswith("transformer_engine.")
+    native = not kind.__module__.startswith("te_models.engine.emulated.")
     te = engine_module("native" if native else "emulated")
     return te.FP8GlobalStateManager.is_fp8_enabled
 

@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformer_engine.pytorch as _te
@@ -50,6 +50,7 @@ import te_models.kernels.handover_triton as handover_triton
 from te_models.device.autograd import Context
 from te_models.engine import native_experts
 from te_models.engine.native_observers import observe_quantizer, set_observers
+from te_models.engine.torch_linear import TorchLinear, padded_product
 from te_models.kernels.early_save import save_early, save_input, saved_input
 from te_models.kernels.handover import CastScale
 from te_models.kernels.handover_triton import FP8Data
@@ -58,6 +59,17 @@ __version__ = version("transformer-engine")
 autocast = _te.autocast
 fp8_autocast = _te.fp8_autocast
 quantized_model_init = _te.quantized_model_init
+
+
+class LinearOfTorch(Linear, TorchLinear):
+    """A te.Linear that is a torch.nn.Linear too, and takes sequences [B, S, in] under FP8."""
+
+    def forward(self, inp: Tensor, *args: Any, **options: Any) -> Tensor:
+        """Return the output [..., out] for inp [..., in]; options are those of te.Linear."""
+        enabled = FP8GlobalStateManager.is_fp8_enabled()
+        return padded_product(super().forward, inp, enabled, *args, **options)
+
+
 # The layers that quantize: each has `fp8_meta` and quantizers.
 LINEARS = (Linear, GroupedLinear)
 # The emulated engine refuses recomputes whose caller does not restore its state.
@@ -72,6 +84,7 @@ __all__ = [
     "GroupedLinear",
     "LINEARS",
     "Linear",
+    "LinearOfTorch",
     "MXFP8Quantizer",
     "RMSNorm",
     "RotaryPositionEmbedding",

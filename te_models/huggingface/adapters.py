@@ -1,23 +1,24 @@
 """The linears of transformers inside a TEModelsForCausalLM, so that peft finds q_proj where it looks for it.
 
 peft puts a layer of its own around each nn.Linear that an adapter targets, and names the adapter's tensors after it.
-Here q, k, v and the gate are rows of one te.Linear, as are gate and up. Rows of a te.Linear are therefore an nn.Linear
-without parameters beside it (`NamedRows`), and a te.Linear that is one linear of transformers is an nn.Linear by its
-class. Nothing runs through them until peft has adapted one. Layers of peft get sequences [B, S, in], as in
-transformers.
+Here q, k, v and the gate are rows of one te.Linear, as are gate and up. NamedRows of a te.Linear are therefore an nn.Linear
+without parameters beside it (`NamedRows`), and a te.Linear that is one linear of transformers is an nn.Linear too.
+Nothing runs through them until peft has adapted one. Layers of peft get sequences [B, S, in], as in transformers.
 """
+
+from __future__ import annotations
 
 import functools
 import re
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from te_models.adapters.parameters import AdaptedWeight, Shown, Stack
-from te_models.adapters.rows import AdaptedRows, NamedRows, base_of, fp8_enabled, padded_product
+from te_models.adapters.rows import AdaptedRows, NamedRows, base_of, without_layers
 from te_models.causal_lm import CausalLM
 from te_models.errors import ConfigError, UsageError
 from te_models.files.formats import Document, list_some
@@ -29,96 +30,36 @@ from te_models.kernels.elementwise import ScaledEmbedding
 LINEARS_OF_MLP = re.compile(r"(gate|up|down)_proj|\bw[123]\b")  # as files of transformers name them
 
 
-def _blank(
-    dressed: Callable[[type[nn.Module]], type[nn.Module]], kind: type[nn.Module]
-) -> nn.Module:
-    """Return a module of the class that `dressed` makes of an engine's, for a pickle or a copy to fill."""
-    made = dressed(kind)
-    return cast(nn.Module, object.__new__(made))
+class GroupedNames:
+    """Names of te.GroupedLinears among the modules of a TEModelsForCausalLM: "mlp.te_grouped_1" for "mlp.down_proj".
 
-
-def _dressed(
-    kind: type[nn.Module],
-    base: type[nn.Module],
-    how: Callable[..., type[nn.Module]],
-    **more: object,
-) -> type:
-    """Return an engine's class as a subclass of `base` too, whose modules can be pickled: no name leads to it."""
-
-    def reduce(module: nn.Module, protocol: object) -> tuple[object, ...]:
-        return _blank, (how, kind), object.__reduce_ex__(module, 2)[2]
-
-    about = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__reduce_ex__": reduce}
-    return type(kind.__name__, (kind, base), about | more)
-
-
-@functools.cache
-def _grouped(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return an engine's te.GroupedLinear as a module that peft adapts, though no linear that "all-linear" names.
-
-    peft takes the target "down_proj" of an expert of all tokens for the te.GroupedLinear of that name too, and refuses
-    modules that it does not know. `OwnExperts` drops the layer that it makes for an embedding of one element.
-    Where peft adds and takes away its layers it reads a module's weight for its device, and assigns it to itself.
-    Transformer Engine's forward takes a `weight` for those of all experts, so there is none while it runs.
+    Args:
+        names: their names in the model.
     """
 
-    def weight(experts: Any) -> Tensor | None:
-        return None if experts.in_forward else experts.get_parameter("weight0").detach()
+    def __init__(self, names: Sequence[str]) -> None:
+        self.leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+        self.pattern = re.compile(rf"\b({'|'.join(map(re.escape, names))})(?=\.|$)")
 
-    def set_weight(experts: nn.Module, value: object) -> None:
-        pass
+    @classmethod
+    def of(cls, model: CausalLM) -> GroupedNames:
+        """Return the names for a model."""
+        return cls([name for name, linear in model.config.linears.items() if linear.experts])
 
-    def forward(experts: Any, *args: object, **options: object) -> Tensor:
-        experts.in_forward = True
-        try:
-            return kind.forward(experts, *args, **options)
-        finally:
-            experts.in_forward = False
+    def renamed(self, name: str) -> str:
+        """Return the name of a module here."""
 
-    about: dict[str, Any] = dict(
-        num_embeddings=1, embedding_dim=1, in_forward=False, forward=forward
-    )
-    return _dressed(kind, nn.Embedding, _grouped, **about, weight=property(weight, set_weight))
+        def new(found: re.Match[str]) -> str:
+            parent, _, leaf = found[0].rpartition(".")
+            return f"{parent}.te_grouped_{self.leaves.index(leaf)}"
 
+        return self.pattern.sub(new, name, 1) if self.leaves else name
 
-class OwnExperts(nn.Module):
-    """A module whose te.GroupedLinears no layer of peft replaces, whichever adapter names them."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute, unless it is peft's layer around what `_grouped` returns."""
-        grouped = isinstance(getattr(value, "base_layer", None), nn.Embedding)
-        if not (grouped and type(value).__module__.startswith("peft.")):
-            super().__setattr__(name, cast(nn.Module, value))
-
-
-@functools.cache
-def _own_experts(kind: type[nn.Module]) -> type[nn.Module]:
-    return _dressed(kind, OwnExperts, _own_experts)
-
-
-@functools.cache
-def _linear(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return an engine's te.Linear as a subclass of nn.Linear too, whose missing bias is None as there.
-
-    It is an empty tensor in Transformer Engine, which peft would subtract from the output under DoRA. Sequences
-    [B, S, in], which peft's layers pass on, are padded here.
-    """
-
-    enabled = fp8_enabled(kind)
-
-    def bias(linear: nn.Module) -> Tensor | None:
-        return linear._parameters.get("bias")
-
-    def set_bias(linear: nn.Module, value: Tensor | None) -> None:
-        if value is not None:
-            linear.register_parameter(
-                "bias", nn.Parameter(value, requires_grad=value.requires_grad)
-            )
-
-    def forward(linear: nn.Module, inp: Tensor, **options: Any) -> Tensor:
-        return padded_product(functools.partial(kind.forward, linear), inp, enabled(), **options)
-
-    return _dressed(kind, nn.Linear, _linear, bias=property(bias, set_bias), forward=forward)
+    def original(self, name: str) -> str:
+        """Return the name that `renamed` had changed."""
+        if not self.leaves:
+            return name
+        return re.sub(r"\bte_grouped_(\d+)", lambda found: self.leaves[int(found[1])], name)
 
 
 class StandIn(NamedTuple):
@@ -152,7 +93,7 @@ def show_linears(model: CausalLM) -> Placed:
             continue  # an expert, or no linear in transformers
         linear, parent = model.get_submodule(ours), ours.rpartition(".")[0]
         if name == ours:
-            _show_whole(model, linear)
+            _show_whole(model, ours)
             order.setdefault(parent, []).append(ours.rpartition(".")[2])
             continue
         # Below our module, or beside it in the block where theirs has another name.
@@ -164,7 +105,7 @@ def show_linears(model: CausalLM) -> Placed:
         _add(model.get_submodule(holder), below, functools.partial(NamedRows, linear, place))
     for parent, names in order.items():
         _sort(model.get_submodule(parent), names)
-    _show_whole(model, model.lm_head)
+    _show_whole(model, "lm_head")
     placed: Placed = {
         ours: StandIn(functools.partial(AdaptedRows, names=names), holders[ours])
         for ours, names in found.items()
@@ -176,15 +117,17 @@ def show_embedding(model: CausalLM) -> None:
     """Let a model's embedding scale its rows where transformers' does: vectors in their place are scaled too then."""
     family, embedding = _places(model)[1], model.embed_tokens
     if family is not None and family.scaled_vectors and type(embedding) is nn.Embedding:
-        object.__setattr__(embedding, "__class__", ScaledEmbedding)
-        assert isinstance(embedding, ScaledEmbedding)
-        embedding.factor, model.embedding_multiplier = model.config.embedding_multiplier, 1.0
+        factor = model.config.embedding_multiplier
+        model.embed_tokens = ScaledEmbedding.of(embedding, factor)
+        model.embedding_multiplier = 1.0
 
 
-def _show_whole(model: CausalLM, linear: nn.Module) -> None:
-    """Make an nn.Linear of a te.Linear that is one linear of transformers, unless it is one already."""
+def _show_whole(model: CausalLM, name: str) -> None:
+    """Put an nn.Linear in the place of a te.Linear that is one linear of transformers, unless there is one already."""
+    linear = model.get_submodule(name)
     if type(linear) is model.te.Linear:
-        object.__setattr__(linear, "__class__", _linear(type(linear)))
+        parent, _, leaf = name.rpartition(".")
+        model.get_submodule(parent)._modules[leaf] = model.te.LinearOfTorch.of(linear)
 
 
 def _sort(part: nn.Module, names: list[str]) -> None:
@@ -230,39 +173,21 @@ def _show_parameters(model: CausalLM, places: Mapping[str, Place], family: Famil
     owners: dict[str, str] = {}
     for ours, (holder, name, stack) in shown.items():
         inside = ours.rpartition(".")[0]
-        part = model.get_submodule(inside)
         owners[ours] = inside.rpartition(".")[0] if beside else inside
         owner = model.get_submodule(owners[ours])
         _add(owner, holder, Shown)
-        if type(stack.owner) is model.te.GroupedLinear:
-            object.__setattr__(stack.owner, "__class__", _grouped(type(stack.owner)))
-        if stack.experts and not isinstance(part, OwnExperts):
-            object.__setattr__(part, "__class__", _own_experts(type(part)))
         module = owner.get_submodule(holder)
         if isinstance(module, Shown):  # not one that peft has adapted
             module.show(name, stack)
     return {
-        ours: StandIn(
-            functools.partial(
-                _adapted_experts if stack.experts else AdaptedWeight, holder=holder, name=name
-            ),
-            owners[ours],
-        )
-        for ours, (holder, name, stack) in shown.items()
+        ours: StandIn(functools.partial(AdaptedWeight, holder=holder, name=name), owners[ours])
+        for ours, (holder, name, _) in shown.items()
     }
-
-
-def _adapted_experts(base_layer: nn.Module, part: nn.Module, holder: str, name: str) -> nn.Module:
-    """Return an AdaptedWeight of experts, which peft may meet as it meets their te.GroupedLinear."""
-    return _grouped(AdaptedWeight)(base_layer, part, holder, name)
 
 
 def _shapes(model: CausalLM) -> dict[str, torch.Size]:
     """Return the shapes of the parameters by their names without adapters."""
-    names = (
-        (name.replace(".base_layer.", "."), parameter)
-        for name, parameter in model.named_parameters()
-    )
+    names = ((without_layers(name), parameter) for name, parameter in model.named_parameters())
     return {name.replace(".original_module.", "."): parameter.shape for name, parameter in names}
 
 
@@ -359,6 +284,14 @@ def mark_adapters(model: CausalLM) -> None:
             continue
         if isinstance(base_of(module), nn.Linear):
             module.by_sequence = True  # type: ignore[bad-assignment]
+
+
+def take_away(model: CausalLM) -> None:
+    """Put the te modules back in the place of what adapts experts and routers, once peft has unloaded its layers."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, AdaptedWeight):
+            parent, _, leaf = name.rpartition(".")
+            model.get_submodule(parent)._modules[leaf] = module.base_layer
 
 
 def _warn_of_experts_left_out(model: CausalLM, configs: Document, adapted: list[str]) -> None:

@@ -26,6 +26,7 @@ from te_models.files.formats import Fields, parse_size
 from te_models.fp8.region import saving
 from te_models.generation.decode_loop import te_linears
 from te_models.huggingface.adapters import (
+    GroupedNames,
     is_adapted,
     is_multimodal,
     mark_adapters,
@@ -33,6 +34,7 @@ from te_models.huggingface.adapters import (
     place_adapters,
     show_embedding,
     show_linears,
+    take_away,
 )
 from te_models.huggingface.backbone import Backbone, hidden_states, refuse_unknown
 from te_models.huggingface.cache import CacheView, seen_before
@@ -83,6 +85,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_sdpa = True
     supports_gradient_checkpointing = True
     _multimodal = False
+    _grouped = GroupedNames([])
     accepts_loss_kwargs = (
         True  # Trainer then divides by the tokens of all micro-batches (num_items_in_batch)
     )
@@ -97,6 +100,7 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
             given = {name: value for name, value in {**own, **options}.items() if value is not None}
             model = CausalLM(config.model_config(), **given)
         self.model = model
+        self._grouped = GroupedNames.of(model)
         self._rows = show_linears(model)
         self._adapters: tuple[str, ...] = ()
         show_embedding(model)
@@ -131,6 +135,12 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         super().__setattr__(name, value)
         if name == "peft_config":
             place_adapters(self.model, self._rows, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute; `peft_config` is deleted by peft, once it has unloaded its layers."""
+        super().__delattr__(name)
+        if name == "peft_config":
+            take_away(self.model)
 
     def _mark_new_adapters(self) -> None:
         """Mark the layers of adapters that were added after the first, of which peft says nothing."""
@@ -485,13 +495,22 @@ class TEModelsForCausalLM(PreTrainedModel, GenerationMixin):
         """Yield all modules by the names of transformers, after which peft names adapters.
 
         A head that peft has adapted has the name that it has in files; those of a multimodal folder are below
-        "model.language_model", where CausalLM.language_model leads.
+        "model.language_model", where CausalLM.language_model leads. te.GroupedLinears, which are no modules in
+        transformers, have names that end like no target of peft: it would take "down_proj" for one of them too.
         """
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
             own = name.removeprefix(prefix).removeprefix(".")
             if own.startswith(HEAD) and is_adapted(self.lm_head):
                 name = f"{prefix}.{own.removeprefix(WRAPPED)}".removeprefix(".")
+            name = self._grouped.renamed(name)
             yield inside(name, prefix) if self._multimodal else name, module
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield all parameters by their names in a state_dict."""
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield self._grouped.original(name), parameter
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed_tokens

@@ -229,6 +229,14 @@ class ScaledEmbedding(nn.Embedding):
 
     factor: float
 
+    @classmethod
+    def of(cls, embedding: nn.Embedding, factor: float) -> "ScaledEmbedding":
+        """Return an embedding that scales the rows of `embedding`, whose table it shares."""
+        made = cls(embedding.num_embeddings, embedding.embedding_dim, device="meta")
+        made.weight = embedding.weight
+        made.factor = factor
+        return made
+
     @property
     def embed_scale(self) -> Tensor:
         """The factor, a scalar; peft looks for it and multiplies what an adapter adds."""

@@ -512,6 +512,35 @@ def test_the_head_stays_the_head(pair: Callable[..., Any]) -> None:
     assert not any("head." in name for name in ours.state_dict() if "lm_head" not in name)
 
 
+@pytest.mark.parametrize("preset", ["gated-moe-nano", "gated-nano"])
+def test_a_wrapped_model_shows_linears_and_no_other_layers(preset: str) -> None:
+    """Live modules keep their class; parameters have the names of the state_dict; no module is an embedding but one."""
+    model = CausalLM.from_preset(preset, recipe="bf16", device="cpu", engine="emulated")
+    before = {name: (module, type(module)) for name, module in model.named_modules()}
+    wrapped = TEModelsForCausalLM.wrap(model)
+    for module, kind in before.values():
+        assert type(module) is kind
+    names = {name for name, _ in wrapped.named_parameters()}
+    assert names == {name for name in wrapped.state_dict() if "_extra_state" not in name} | {
+        name for name in names if name.endswith("lm_head.weight")
+    }
+    kinds = {name: type(module) for name, module in wrapped.named_modules()}
+    assert sum(issubclass(kind, torch.nn.Embedding) for kind in kinds.values()) == 1
+    linears = {
+        name.rpartition(".")[2] for name, kind in kinds.items() if issubclass(kind, torch.nn.Linear)
+    }
+    shown = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}
+    experts = preset == "gated-moe-nano"
+    assert linears == shown | {"shared_expert_gate" if experts else "g_proj"}
+    grouped = [name for name in kinds if name.endswith(("mlp.down_proj", "mlp.gate_up_proj"))]
+    assert not experts or not grouped
+    adapted = peft.get_peft_model(wrapped, peft.LoraConfig(target_modules="all-linear"))
+    assert adapted.get_nb_trainable_parameters()[1] == sum(p.numel() for p in adapted.parameters())
+    assert (
+        adapted.unload().state_dict().keys() == TEModelsForCausalLM.wrap(model).state_dict().keys()
+    )
+
+
 def test_experts_of_a_wrapped_model_have_no_weight_while_they_compute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

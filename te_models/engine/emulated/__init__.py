@@ -31,7 +31,7 @@ from te_models.engine.emulated.autocast import (
 )
 from te_models.engine.emulated.gemm import exact_gemm
 from te_models.engine.emulated.grouped import GroupedLinear
-from te_models.engine.emulated.linear import Linear
+from te_models.engine.emulated.linear import Linear, LinearOfTorch
 from te_models.engine.emulated.module import (
     drop_cached_weights,
     observe_quantizer,
@@ -69,6 +69,7 @@ __all__ = [
     "GroupedLinear",
     "LINEARS",
     "Linear",
+    "LinearOfTorch",
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "NVFP4Quantizer",

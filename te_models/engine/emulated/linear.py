@@ -24,6 +24,7 @@ from te_models.engine.emulated.module import SLOTS, TransformerEngineBaseModule
 from te_models.engine.emulated.parallel import MODES, Parallelism
 from te_models.engine.emulated.recipe import Recipe, refuse_options
 from te_models.engine.emulated.short_rows import are_short, full_rows, multiply
+from te_models.engine.torch_linear import TorchLinear, padded_product
 from te_models.errors import require
 from te_models.numerics.quantizers import Quantizer
 from te_models.numerics.tensors import (
@@ -521,3 +522,12 @@ def registry_to_update() -> ScaleRegistry | None:
     if state.recompute_phase:
         state.is_first_fp8_module = before
     return state.scales if first else None
+
+
+class LinearOfTorch(Linear, TorchLinear):
+    """A te.Linear that is a torch.nn.Linear too, and takes sequences [B, S, in] under FP8."""
+
+    def forward(self, inp: Tensor, *args: Any, **options: Any) -> Tensor:
+        """Return the output [..., out] for inp [..., in]; options are those of te.Linear."""
+        enabled = FP8GlobalStateManager.is_fp8_enabled()
+        return padded_product(super().forward, inp, enabled, *args, **options)
