@@ -1,9 +1,9 @@
 """The linears of transformers inside a TEModelsForCausalLM, so that peft finds q_proj where it looks for it.
 
 peft puts a layer of its own around each nn.Linear that an adapter targets, and names the adapter's tensors after it.
-Here q, k, v and the gate are rows of one te.Linear, as are gate and up. NamedRows of a te.Linear are therefore an nn.Linear
-without parameters beside it (`NamedRows`), and a te.Linear that is one linear of transformers is an nn.Linear too.
-Nothing runs through them until peft has adapted one. Layers of peft get sequences [B, S, in], as in transformers.
+Here q, k, v and the gate are rows of one te.Linear, as are gate and up. Such rows are therefore an nn.Linear without
+parameters beside it (`NamedRows`), and a te.Linear that is one linear of transformers is an nn.Linear too. Nothing runs
+through them until peft has adapted one. Layers of peft get sequences [B, S, in], as in transformers.
 """
 
 from __future__ import annotations

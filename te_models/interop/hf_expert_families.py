@@ -282,6 +282,14 @@ _CONVERTED = (
     "qwen3_moe",
     "deepseek_v2",
     "deepseek_v3",
+    "dots1",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "flex_olmo",
+    "hunyuan_v1_moe",
+    "mellum",
+    "sarvam_mla",
+    "solar_open",
 )
 _TAKEN = ("gate_proj", "up_proj", "down_proj")
 
