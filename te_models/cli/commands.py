@@ -25,6 +25,7 @@ from te_models.cli.generate import generate
 from te_models.cli.list import list_command
 from te_models.cli.parity import parity
 from te_models.cli.plan import plan
+from te_models.cli.replay import capture, replay
 from te_models.cli.serve import serve
 from te_models.cli.training import finetune, pretrain
 from te_models.cli.verify import verify
@@ -135,6 +136,8 @@ COMMANDS = (
     convert,
     export,
     parity,
+    capture,
+    replay,
 )
 for _command in COMMANDS:
     cli.add_command(_command)

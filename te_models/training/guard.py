@@ -105,6 +105,11 @@ class Guard:
         rows = read_metrics(path)[-self.trainer.config.spike_window :]
         return [[row["loss"], row["grad_norm"]] for row in rows if "grad_norm" in row]
 
+    def use_recorder(self, recorder: Recorder) -> None:
+        """Open the record of a run that began without one."""
+        if self.record_log is not None:
+            self.record_log.use(recorder)
+
     def record(self, recorded: RecordedStep) -> None:
         """Write the entry of a recorded step."""
         if self.record_log is not None:
@@ -146,9 +151,12 @@ class Guard:
         later = None if drawn is None or drawn.begun is begun else drawn
         trainer.pending = None
         trainer.begun = begun
+        self._keep_entry(bad, finished=later is not None)
         if self.policy == "stop":
-            self._stop(bad)
+            trainer.captures.save_batch(bad.step, bad.queued.micro_batches)
+            raise self.stopped(bad) from None
         self._forget(begun)
+        trainer.captures.save_bad_step(bad.step, bad.queued.micro_batches)
         tensor, reproduced = self._search(bad)
         self._forget(begun)
         self.in_a_row += 1
@@ -193,8 +201,14 @@ class Guard:
         place = self._place(bad, tensor)
         return Diverged(line.replace(f". {KEPT}", f"{place}. {KEPT}", 1))
 
-    def _stop(self, bad: BadStep) -> None:
-        raise self.stopped(bad) from None
+    def _keep_entry(self, bad: BadStep, finished: bool) -> None:
+        """Write what the recorder saw of a bad step; `finished`: the next step has begun since."""
+        recorder = self.trainer.recorder
+        entry = bad.queued.recorded
+        if recorder is not None and recorder.recording and not finished and entry is None:
+            entry = recorder.end(bad.step)
+        if entry is not None and self.policy != "rewind":  # which takes the step again
+            self.record(entry)
 
     def _forget(self, begun: StepStart) -> None:
         """Give the model the scales from before a step, and drop its gradients."""

@@ -71,6 +71,11 @@ class Recorder:
         """The recorded tensors, in the order of the model."""
         return self.table.tensors
 
+    @property
+    def recording(self) -> bool:
+        """Whether the step in progress is recorded."""
+        return self.table.recording
+
     def is_due(self, step: int) -> bool:
         """Return whether a step is one of those to record."""
         return self.every > 0 and step % self.every == 0
@@ -143,10 +148,18 @@ class RecordLog:
     """
 
     def __init__(self, recorder: Recorder | None, out: Path | None, after_step: int) -> None:
-        self.recorder = recorder
+        self.recorder: Recorder | None = None
         self.writer: RecordWriter | None = None
-        if recorder is not None and out is not None:
-            self.writer = RecordWriter(out, recorder.tensors, after_step)
+        self.out = out
+        self.after_step = after_step
+        if recorder is not None:
+            self.use(recorder)
+
+    def use(self, recorder: Recorder) -> None:
+        """Open the record for what a recorder counts."""
+        self.recorder = recorder
+        if self.out is not None:
+            self.writer = RecordWriter(self.out, recorder.tensors, self.after_step)
 
     def __enter__(self) -> RecordLog:
         return self

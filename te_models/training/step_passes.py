@@ -92,6 +92,11 @@ class StepPasses:
                     self.routed.append(routed)
         return total
 
+    def use_recorder(self, recorder: Recorder) -> None:
+        """Let a recorder count from the next step on, also in the graph of it, which is captured anew."""
+        self.recorder = recorder
+        self.close()
+
     def close(self) -> None:
         """Free the CUDA graph, before which no process group can be destroyed."""
         if self.graph is not None:

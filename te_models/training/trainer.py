@@ -49,6 +49,7 @@ from te_models.saving.pretrained import model_content
 from te_models.saving.run_folder import Checkpoints
 from te_models.saving.sharded import ShardedCheckpoints, cut_optimizer_state, shared_amaxes
 from te_models.training.callback import Callback
+from te_models.training.captures import Captures
 from te_models.training.check_state import (
     check_patience,
     check_structure,
@@ -180,8 +181,8 @@ class Trainer(NamedFields):
         # Read the loss of a step once the next one is queued: only if the device itself can skip a bad step's update.
         self.ahead = self.device.type == "cuda" and self.optimizer.can_skip
         self.speeds: deque[float] = deque(maxlen=RECENT)  # tokens per second of each step
-        self.checkpoints = self._checkpoints(self.out / "checkpoints", config.keep_last)
-        self.best = self._checkpoints(self.out / "best" / "checkpoints", keep_last=1)
+        self.checkpoints = self.new_checkpoints(self.out / "checkpoints", config.keep_last)
+        self.best = self.new_checkpoints(self.out / "best" / "checkpoints", keep_last=1)
         # Serializing a tokenizer takes about a second: do it once.
         self.documents = {
             name: document if isinstance(document, bytes) else render_json(document, name)
@@ -191,8 +192,10 @@ class Trainer(NamedFields):
         self.begun: StepStart | None = None  # of the step that has begun and has changed no weight
         self.drawn: Drawn | None = None  # the newest step
         self.guard = Guard(self)
+        self.captures = Captures(self)
         self.updating = False  # whether the optimizer is changing the weights
         self.pending: QueuedStep | None = None  # the newest step, until its metrics are read
+        self.saved_step: int | None = None  # of the newest checkpoint of this process
         self.save_due = False  # as of the last step that was read, where save_every is not given
         self.saved_at = time.monotonic()
         self.stop_requested: Callable[[], int] = lambda: 0  # of this process: the signal's number
@@ -283,6 +286,7 @@ class Trainer(NamedFields):
                 torch.cuda.reset_peak_memory_stats(self.device)
             self.saved_at = time.monotonic()
             self.guard.begin(metrics, record)
+            self.captures.begin()
             try:
                 for row in self.steps(batches):
                     metrics.write(row)
@@ -331,7 +335,7 @@ class Trainer(NamedFields):
 
     def _save_best(self, step: int) -> None:
         """Save the model in the background, as the one of the lowest evaluation loss so far."""
-        tensors, documents = self._model_content()
+        tensors, documents = self.saved_model()
         # A tensor that became NaN since the evaluation ends the run in the next step, with a better explanation.
         if broken_tensor(tensors, self.parallel.ranks) is None:
             documents = {**documents, "run": run_choices(self.model), **self.documents}
@@ -402,9 +406,7 @@ class Trainer(NamedFields):
         start = timestamp(self.device) if before is None else before.end
         drawn = self._draw(batches)
         self.schedule.follow(step)
-        recorder = (
-            self.recorder if self.recorder is not None and self.recorder.is_due(step) else None
-        )
+        recorder = self.captures.recorder_of(step, drawn.micro_batches)
         if recorder is not None:
             recorder.begin()
         loss = self._forward_backward(drawn.micro_batches)
@@ -511,7 +513,7 @@ class Trainer(NamedFields):
     def _evaluate(self) -> float:
         return evaluate(self.model, self.evaluation, self.parallel.sum)
 
-    def _checkpoints(self, folder: Path, keep_last: int) -> Checkpoints:
+    def new_checkpoints(self, folder: Path, keep_last: int) -> Checkpoints:
         """Return a writer of checkpoints of this run in `folder`."""
         ranks = self.parallel.ranks
         if ranks.world == 1:
@@ -548,12 +550,13 @@ class Trainer(NamedFields):
                 copy_later=not blocking,
             )
         self.save_due = False
+        self.saved_step = self.result.step
         self.saved_at = time.monotonic()
         self.result.checkpoint = str(folder)
         for callback in self.callbacks:
             callback.on_save(self, folder)
 
-    def _model_content(self) -> tuple[dict[str, dict[str, Tensor]], Fields]:
+    def saved_model(self) -> tuple[dict[str, dict[str, Tensor]], Fields]:
         """Return the part of a checkpoint that is a saved model."""
         reshard(self.model)
         shared_amaxes(self.model)
@@ -569,7 +572,7 @@ class Trainer(NamedFields):
 
     def _content(self) -> tuple[dict[str, dict[str, Tensor]], Fields]:
         """Return the tensors and documents of a checkpoint."""
-        tensors, documents = self._model_content()
+        tensors, documents = self.saved_model()
         start = self.begun
         ranks = self.parallel.ranks
         if start is None:

@@ -17,6 +17,7 @@ from te_models.files.tensors import all_finite
 from te_models.numerics.quantizers import Quantizer
 from te_models.saving.folder import load_folder
 from te_models.saving.run_folder import Checkpoints
+from te_models.training.captures import captured_steps
 from te_models.training.metrics import read_events
 from te_models.training.spikes import FEWEST, SpikeBounds, robust_bound
 from te_models.training.trainer import Trainer
@@ -129,6 +130,7 @@ def test_skip_names_the_tensor_and_leaves_the_run_as_without_the_data(
     assert name in caplog.text and f"step {BAD}" in caplog.text
     assert all(map(math.isfinite, losses(tmp_path)))
     assert str(BAD) not in "".join(finite_checkpoints(tmp_path))
+    assert captured_steps(tmp_path) == [BAD]
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])

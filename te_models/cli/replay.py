@@ -1,0 +1,103 @@
+"""`te-models capture`, which marks steps of a run, and `te-models replay`, which runs such a step again."""
+
+from pathlib import Path
+
+import click
+
+from te_models.cli.options import Command, json_option, option, setting_option, show, show_line
+from te_models.errors import UsageError
+
+
+@click.command(cls=Command)
+@click.argument("run", metavar="RUN")
+@option("--step", "steps", type=int, multiple=True, metavar="N", help="Step to keep; repeatable.")
+@option("--every", type=int, default=0, metavar="N", help="Keep each N-th step; 0: none but those.")
+def capture(run: str, steps: tuple[int, ...], every: int) -> None:
+    """Mark steps of a run whose state and batch it is to keep.
+
+    A run in one process sees the marks before its next step; several processes see them when the run starts or
+    resumes. A kept step takes the size of the model on the disk.
+    """
+    from te_models.training.captures import Marks, read_marks, write_marks  # noqa: PLC0415
+
+    folder = Path(run)
+    if not steps and not every:
+        raise UsageError("give --step N or --every N")
+    if any(step < 1 for step in steps) or every < 0:
+        raise UsageError("steps are counted from 1")
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{run} is not a folder")
+    before = read_marks(folder)
+    marks = Marks(tuple(sorted({*before.steps, *steps})), every or before.every)
+    write_marks(folder, marks)
+    listed = ", ".join(map(str, marks.steps)) or "no single steps"
+    more = f", and each {marks.every}-th" if marks.every else ""
+    show_line(f"{run} keeps {listed}{more}: replay them with `te-models replay {run} --step N`")
+
+
+@click.command(cls=Command)
+@click.argument("run", metavar="RUN")
+@option("--step", type=int, required=True, metavar="N", help="The step to run again.")
+@setting_option(
+    "device", help="Device, such as cpu or cuda. Default: cpu, for the native engine cuda."
+)
+@option(
+    "--engine",
+    type=click.Choice(["emulated", "native"]),
+    default="emulated",
+    help="Transformer Engine's numbers anywhere, or itself on a GPU.",
+)
+@option("--once", is_flag=True, help="Run the step once instead of twice.")
+@option(
+    "--what-if",
+    "recipes",
+    multiple=True,
+    metavar="RECIPE",
+    help="Also run it under this recipe, or under each: all; repeatable.",
+)
+@option(
+    "--bf16",
+    multiple=True,
+    metavar="PATTERN",
+    help="Also with these te.Linears in BF16; repeatable.",
+)
+@option("--margin", "margins", type=int, multiple=True, help="Also with this margin; repeatable.")
+@option(
+    "--history",
+    "histories",
+    type=int,
+    multiple=True,
+    help="Also with this amax_history_len; repeatable.",
+)
+@json_option
+def replay(
+    run: str,
+    step: int,
+    device: str | None,
+    engine: str,
+    once: bool,
+    recipes: tuple[str, ...],
+    bf16: tuple[str, ...],
+    margins: tuple[int, ...],
+    histories: tuple[int, ...],
+    as_json: bool,
+) -> int:
+    """Run a kept step of a run again, on any machine.
+
+    Compares every FP8 tensor with the record, and says which other recipes would have been finite and how exact.
+    """
+    from te_models.inspect.replay import replay as run_again  # noqa: PLC0415  imports torch
+
+    found = run_again(
+        run,
+        step,
+        device=device,
+        engine=engine,
+        twice=not once,
+        recipes=recipes,
+        bf16=bf16,
+        margins=margins,
+        histories=histories,
+    )
+    show(found, as_json)
+    return 0

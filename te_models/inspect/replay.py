@@ -1,0 +1,563 @@
+"""A captured step of a run, run again: whether its tensors come out as recorded, and what other recipes make of it.
+
+The step runs twice. Two runs that differ speak for the hardware or for kernels without a fixed order; two equal ones
+that differ from the record on the same kind of device speak for a fault while the run went; equal ones all around for
+the software, which will do the same again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from te_models.causal_lm import CausalLM
+from te_models.config.recipe import SCHEMES, Recipe, get_recipe, list_recipes
+from te_models.config.training import TrainConfig
+from te_models.errors import CheckpointError, DataError, TeModelsError, UsageError
+from te_models.fp8.scaling_state import WIDTHS, delayed_states, fp8_max
+from te_models.planning.printable import Printable
+from te_models.recorder.layout import RecordedTensor
+from te_models.recorder.record import Record, has_record, read_record
+from te_models.training.captures import Capture, device_name, read_capture
+from te_models.training.metrics import read_events, read_metrics
+from te_models.training.parallel import Parallel
+from te_models.training.recipe_schedule import in_bf16
+from te_models.training.recording import Recorder
+from te_models.training.resume import saved_choices
+from te_models.training.routers import weigh_losses
+from te_models.training.step_passes import StepPasses
+
+# How far amax and scales may be from the record where GEMMs add in another order: a sixteenth, one bit more than E4M3
+# keeps. Shares may differ by 1 %, the SQNR by 1 dB.
+BOUND, SHARE_BOUND, SQNR_BOUND = 1 / 16, 0.01, 1.0
+WORST = 12  # tensors that the table lists
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The statistics of one tensor in one run of a step; NaN where something was not counted."""
+
+    amax: float
+    scale: float
+    saturated: float
+    flushed: float
+    nonfinite: float
+    sqnr: float
+    codes: int
+
+
+@dataclass(frozen=True)
+class TensorComparison:
+    """One tensor as it was recorded, and as the replay has it.
+
+    Attributes:
+        tensor: its name.
+        recorded, replayed: its statistics.
+        equal: whether all quantized data are the same, by their hash.
+        within: whether amax, scale, shares and SQNR are within the stated bounds.
+    """
+
+    tensor: RecordedTensor
+    recorded: Numbers
+    replayed: Numbers
+    equal: bool
+    within: bool
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The step under another recipe.
+
+    Attributes:
+        name: what was changed.
+        finite: whether loss, gradient norm and every tensor were finite; None: it could not run.
+        loss: of the step.
+        grad_norm: before clipping.
+        bad_tensors: those with a NaN or an infinity.
+        layers: layer -> the lowest SQNR of its tensors in dB; no entry for layers in BF16.
+        sqnr: the mean SQNR over all tensors in dB; NaN in BF16.
+        reason: why it could not run.
+    """
+
+    name: str
+    finite: bool | None = None
+    loss: float = math.nan
+    grad_norm: float = math.nan
+    bad_tensors: tuple[str, ...] = ()
+    layers: dict[int, float] = dataclasses.field(default_factory=dict)
+    sqnr: float = math.nan
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """One run of the step: its loss, the norm of its gradient, and the record of its tensors."""
+
+    loss: float
+    grad_norm: float
+    record: Record
+
+
+@dataclass(frozen=True)
+class Replay(Printable):
+    """A replayed step. Print it for tables; `to_dict` returns plain JSON values.
+
+    Attributes:
+        run: the folder of the run.
+        step: the step.
+        device, engine: of the replay.
+        recorded_on: device and engine of the run.
+        recorded_loss: of the run's metrics; None for a step that has none there.
+        first, second: the two runs here; `second` None: it was left out.
+        tensors: comparisons with the record; empty without one of this step.
+        variants: the same step under other recipes.
+    """
+
+    width: ClassVar[int] = 130
+    run: str
+    step: int
+    device: str
+    engine: str
+    recorded_on: str
+    recorded_loss: float | None
+    first: StepRun
+    second: StepRun | None
+    tensors: list[TensorComparison]
+    variants: list[Variant]
+
+    @property
+    def repeatable(self) -> bool | None:
+        """Whether both runs here are equal in every bit; None without a second one."""
+        if self.second is None:
+            return None
+        return same_run(self.first, self.second)
+
+    @property
+    def verdict(self) -> str:
+        """What the comparison says, in a sentence."""
+        if self.repeatable is False:
+            return (
+                "two runs of the step on this device differ: its hardware is faulty, or a kernel adds in no fixed "
+                "order (try --deterministic)"
+            )
+        if not self.tensors:
+            return "the run has no record of this step to compare with"
+        different = [one for one in self.tensors if not one.equal]
+        outside = [one for one in different if not one.within]
+        if not different:
+            return "every tensor has the recorded bits: the step does the same again, so its cause is in the software"
+        same_kind = self.recorded_on == f"{self.device}, {self.engine}"
+        if same_kind and self.repeatable:
+            return (
+                f"two runs of the step here are equal, and {len(different)} of {len(self.tensors)} tensors differ from "
+                f"the record of the same kind of device, from {different[0].tensor.name} on: a fault of the hardware "
+                "while the run went, or another version of the software"
+            )
+        if outside:
+            return (
+                f"{len(outside)} of {len(self.tensors)} tensors are outside the bounds, from "
+                f"{outside[0].tensor.name} on"
+            )
+        return (
+            f"{len(self.tensors) - len(different)} of {len(self.tensors)} tensors have the recorded bits, and the "
+            "others are within the bounds for sums in another order"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as plain JSON values; numbers that JSON lacks are None."""
+        runs = [self.first] if self.second is None else [self.first, self.second]
+        return plain(
+            {
+                "run": self.run,
+                "step": self.step,
+                "device": self.device,
+                "engine": self.engine,
+                "recorded_on": self.recorded_on,
+                "recorded_loss": self.recorded_loss,
+                "runs": [{"loss": one.loss, "grad_norm": one.grad_norm} for one in runs],
+                "repeatable": self.repeatable,
+                "verdict": self.verdict,
+                "bounds": {"amax": BOUND, "scale": BOUND, "share": SHARE_BOUND, "sqnr": SQNR_BOUND},
+                "tensors": [
+                    {
+                        **one.tensor.to_dict(),
+                        "equal": one.equal,
+                        "within": one.within,
+                        "recorded": dataclasses.asdict(one.recorded),
+                        "replayed": dataclasses.asdict(one.replayed),
+                    }
+                    for one in self.tensors
+                ],
+                "what_if": [dataclasses.asdict(one) for one in self.variants],
+            }
+        )
+
+    def __rich__(self) -> Group:
+        """Return the tables."""
+        parts: list[Any] = [
+            Text(f"step {self.step} of {self.run}, on {self.device}, {self.engine}")
+        ]
+        recorded = "" if self.recorded_loss is None else f" (recorded {self.recorded_loss:.6g})"
+        parts.append(
+            Text(f"loss {self.first.loss:.6g}{recorded}, gradient norm {self.first.grad_norm:.4g}")
+        )
+        if self.tensors:
+            parts += [self._layers(), *self._worst()]
+        if self.variants:
+            parts.append(self._what_if())
+        parts.append(Text(self.verdict))
+        return Group(*parts)
+
+    def _layers(self) -> Table:
+        """Return a row per layer: tensors with the recorded bits, the largest difference, and the lowest SQNR."""
+        table = Table(title="layers, as recorded and replayed", title_justify="left", box=None)
+        for column in ("layer", "equal bits", "within", "amax differs", "lowest SQNR", "recorded"):
+            table.add_column(column, justify="left" if column == "layer" else "right")
+        for layer, members in by_layer(self.tensors):
+            equal = sum(one.equal for one in members)
+            within = sum(one.within for one in members)
+            largest = max(relative(one.recorded.amax, one.replayed.amax) for one in members)
+            lowest = lowest_of(one.replayed.sqnr for one in members)
+            recorded = lowest_of(one.recorded.sqnr for one in members)
+            table.add_row(
+                "head" if layer is None else str(layer),
+                f"{equal} of {len(members)}",
+                f"{within} of {len(members)}",
+                f"{100 * largest:.3g} %",
+                f"{lowest:.1f} dB",
+                f"{recorded:.1f} dB",
+            )
+        return table
+
+    def _worst(self) -> Iterator[Table]:
+        outside = [one for one in self.tensors if not one.within]
+        if not outside:
+            return
+        table = Table(title="tensors outside the bounds", title_justify="left", box=None)
+        for column in ("tensor", "amax", "recorded", "scale", "recorded", "saturated", "recorded"):
+            table.add_column(column, justify="left" if column == "tensor" else "right")
+        for one in outside[:WORST]:
+            table.add_row(
+                one.tensor.name,
+                f"{one.replayed.amax:.4g}",
+                f"{one.recorded.amax:.4g}",
+                f"{one.replayed.scale:.4g}",
+                f"{one.recorded.scale:.4g}",
+                f"{100 * one.replayed.saturated:.3g} %",
+                f"{100 * one.recorded.saturated:.3g} %",
+            )
+        yield table
+
+    def _what_if(self) -> Table:
+        table = Table(title="what if", title_justify="left", box=None)
+        for column in ("the step under", "finite", "loss", "gradient norm", "SQNR", "lowest in"):
+            table.add_column(column, justify="left" if column == "the step under" else "right")
+        for one in self.variants:
+            if one.finite is None:
+                table.add_row(one.name, one.reason)
+                continue
+            lowest = ""
+            if one.layers:
+                layer = min(one.layers, key=lambda number: one.layers[number])
+                lowest = f"layer {layer}, {one.layers[layer]:.1f} dB"
+            table.add_row(
+                one.name,
+                "yes" if one.finite else "no",
+                f"{one.loss:.6g}",
+                f"{one.grad_norm:.4g}",
+                "" if math.isnan(one.sqnr) else f"{one.sqnr:.1f} dB",
+                lowest if one.finite else ", ".join(one.bad_tensors[:2]),
+            )
+        return table
+
+
+def replay(
+    run: str | Path,
+    step: int,
+    *,
+    device: str | None = None,
+    engine: str = "emulated",
+    twice: bool = True,
+    recipes: Sequence[str] = (),
+    bf16: Sequence[str] = (),
+    margins: Sequence[int] = (),
+    histories: Sequence[int] = (),
+) -> Replay:
+    """Run a captured step of a run again, compare it with the record, and try changes.
+
+    Args:
+        run: the folder of the run.
+        step: the step; `te-models capture` marks steps in advance, and with a record so does every checkpoint.
+        device: where to run it; None: the CPU for the emulated engine, else the first GPU.
+        engine: "emulated", or "native" on a GPU.
+        twice: run it twice, to tell faults of the hardware from those of the software.
+        recipes: names of recipes to try; "all": every one.
+        bf16: patterns of te.Linears to try in BF16, such as "layers.3.*", beside the run's own.
+        margins: of DelayedScaling, to try.
+        histories: amax_history_len of DelayedScaling, to try.
+
+    Raises:
+        CheckpointError: the step was not captured.
+    """
+    folder = Path(run)
+    if not folder.is_dir():
+        raise CheckpointError(f"{run} is no folder of a run")
+    capture = read_capture(folder, step)
+    if device is None:
+        device = "cpu" if engine == "emulated" else "cuda"
+    own = saved_choices(capture.state)["recipe"]
+    place: dict[str, Any] = {"device": device, "engine": engine}
+    first = run_step(capture, own, place)
+    second = run_step(capture, own, place) if twice else None
+    variants = [
+        _variant(name, capture, recipe, place)
+        for name, recipe in _changes(own, recipes, bf16, margins, histories)
+    ]
+    name = device_name(torch.device(device))
+    return Replay(
+        run=str(run),
+        step=step,
+        device=name,
+        engine=engine,
+        recorded_on=f"{capture.about['device']}, {capture.about['engine']}",
+        recorded_loss=_recorded_loss(folder, step),
+        first=first,
+        second=second,
+        tensors=_compared(folder, step, first.record),
+        variants=variants,
+    )
+
+
+def run_step(capture: Capture, recipe: Recipe, place: dict[str, Any]) -> StepRun:
+    """Run a captured step under a recipe, on a model that is loaded anew, without an update."""
+    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    fields = {name: value for name, value in capture.about["config"].items() if name in known}
+    choices = saved_choices(capture.state)
+    saved: Recipe = choices["recipe"]
+    same = saved.to_dict() == recipe.to_dict()
+    fields |= dict(parallel="none", cuda_graph=False, calibrate=not same, recipe_schedule="")
+    fields |= dict(tensor_parallel_size=0, expert_parallel_size=0, fp8_dispatch=False)
+    config = TrainConfig(**fields | {"sequence_parallel": False})
+    torch.manual_seed(config.seed)
+    model = CausalLM.from_pretrained(
+        capture.state, recipe=recipe, fp8_params=bool(choices["fp8_params"]) and same, **place
+    )
+    if not same:
+        _scales_of(model)
+    weigh_losses(model, config)
+    parallel = Parallel()
+    count = len(capture.micro_batches)
+    gradients = parallel.gradients(model, count)
+    recorder = Recorder(model, parallel, every=0, micro_batches=count)
+    passes = StepPasses(model, gradients, parallel, config, recorder)
+    recorder.begin()
+    loss = passes.run(capture.micro_batches, eager=True)
+    entry = recorder.end(capture.step)
+    entry.wait()
+    recorder.detach()
+    trained = [p for p in model.parameters() if gradients.of(p) is not None]
+    norm = parallel.norm(trained, [gradients.of(p) for p in trained])  # type: ignore[misc]
+    record = Record(
+        tensors=recorder.tensors,
+        steps=[capture.step],
+        values=entry.values.numpy()[None],
+        codes=entry.codes.numpy().view(np.uint64)[None],
+    )
+    return StepRun(loss=float(loss), grad_norm=float(norm), record=record)
+
+
+@torch.no_grad()
+def _scales_of(model: CausalLM) -> None:
+    """Make delayed scales anew from the histories that the model has, by the rules of its own recipe."""
+    for name, state in delayed_states(model).items():
+        owner, _, direction = name.rpartition(".")
+        recipe = model.precision.recipe_of(owner)
+        if recipe is None or not SCHEMES[recipe.scheme].stateful or len(state.amax_history) < 2:
+            continue
+        history = state.amax_history[1:]
+        newest = recipe.fields["amax_compute_algo"] == "most_recent"
+        used = history[-1] if newest else history.amax(0)
+        largest = fp8_max(recipe, direction) * 2.0 ** -recipe.fields["margin"]
+        usable = (used > 0) & used.isfinite()
+        state.scale.copy_(torch.where(usable, largest / used, state.scale))
+        assert len(state.scale) % WIDTHS[direction] == 0
+
+
+def _changes(
+    own: Recipe,
+    recipes: Sequence[str],
+    bf16: Sequence[str],
+    margins: Sequence[int],
+    histories: Sequence[int],
+) -> Iterator[tuple[str, Recipe | TeModelsError]]:
+    """Yield the recipes to try, each with what it changes; an error in place of one that there is not."""
+    names: list[str] = []
+    for name in recipes:
+        names += list_recipes() if name == "all" else [name]
+    for name in dict.fromkeys(names):
+        yield f"recipe {name}", _tried(lambda name=name: _with_edges(get_recipe(name), own))
+    for pattern in bf16:
+        yield f"{pattern} in BF16", _tried(lambda pattern=pattern: in_bf16(own, [pattern]))
+    for margin in margins:
+        yield f"margin {margin}", _tried(lambda margin=margin: own.replace(margin=margin))
+    for length in histories:
+        yield (
+            f"amax_history_len {length}",
+            _tried(lambda length=length: own.replace(amax_history_len=length)),
+        )
+
+
+def _with_edges(recipe: Recipe, own: Recipe) -> Recipe:
+    """Return a recipe with the BF16 layers of the run's own."""
+    return recipe if not recipe.quantized else own.followed_by(recipe.name)
+
+
+def _tried(make: Callable[[], Recipe]) -> Recipe | TeModelsError:
+    try:
+        return make()
+    except (UsageError, DataError) as error:
+        return error
+
+
+def _variant(
+    name: str, capture: Capture, recipe: Recipe | TeModelsError, place: dict[str, Any]
+) -> Variant:
+    """Run the step under another recipe."""
+    if not isinstance(recipe, Recipe):
+        return Variant(name, reason=str(recipe))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = run_step(capture, recipe, place)
+    except (TeModelsError, ValueError) as error:
+        return Variant(name, reason=str(error))
+    record = result.record
+    bad = np.nan_to_num(record.field("nonfinite")[0]) > 0
+    tensors = [tensor.name for tensor, one in zip(record.tensors, bad, strict=True) if one]
+    exact = record.sqnr()[0]
+    layers: dict[int, float] = {}
+    for tensor, value in zip(record.tensors, exact, strict=True):
+        if tensor.layer is not None and math.isfinite(value):
+            layers[tensor.layer] = min(layers.get(tensor.layer, math.inf), float(value))
+    measured = exact[np.isfinite(exact)]
+    return Variant(
+        name=name,
+        finite=math.isfinite(result.loss) and math.isfinite(result.grad_norm) and not tensors,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        bad_tensors=tuple(tensors),
+        layers=layers,
+        sqnr=float(measured.mean()) if len(measured) else math.nan,
+    )
+
+
+def _compared(run: Path, step: int, replayed: Record) -> list[TensorComparison]:
+    """Compare each tensor that both the record and the replay have."""
+    if not has_record(run):
+        return []
+    record = read_record(run)
+    if step not in record.steps:
+        return []
+    recorded = numbers(record, record.at(step))
+    own = numbers(replayed, 0)
+    found = []
+    for tensor, then in recorded.items():
+        now = own.get(tensor)
+        if now is not None:
+            equal = then.codes == now.codes
+            found.append(TensorComparison(tensor, then, now, equal, equal or within(then, now)))
+    return found
+
+
+def numbers(record: Record, place: int) -> dict[RecordedTensor, Numbers]:
+    """Return the statistics of every tensor that was quantized in a step of a record."""
+    columns = [
+        record.field("amax"),
+        record.field("scale_min"),
+        record.share("saturated"),
+        record.share("flushed"),
+        record.field("nonfinite"),
+        record.sqnr(),
+    ]
+    found = {}
+    for row, tensor in enumerate(record.tensors):
+        if record.counted[place, row]:
+            values = [float(column[place, row]) for column in columns]
+            found[tensor] = Numbers(*values, codes=int(record.codes[place, row]))
+    return found
+
+
+def within(then: Numbers, now: Numbers) -> bool:
+    """Return whether two statistics of a tensor are as close as sums in another order leave them."""
+    close = relative(then.amax, now.amax) <= BOUND and relative(then.scale, now.scale) <= BOUND
+    shares = zip((then.saturated, then.flushed), (now.saturated, now.flushed), strict=True)
+    for one, other in shares:
+        close = close and not abs(one - other) > SHARE_BOUND
+    exact = math.isnan(then.sqnr) or math.isnan(now.sqnr) or then.sqnr == now.sqnr
+    return close and (exact or abs(then.sqnr - now.sqnr) <= SQNR_BOUND)
+
+
+def relative(then: float, now: float) -> float:
+    """Return the difference of two numbers over the larger one; 0 for two equal ones."""
+    if then == now or (math.isnan(then) and math.isnan(now)):
+        return 0.0
+    size = max(abs(then), abs(now))
+    return abs(then - now) / size if math.isfinite(size) else math.inf
+
+
+def same_run(one: StepRun, other: StepRun) -> bool:
+    """Return whether two runs of a step are equal in loss, norm, and the bits of every tensor."""
+    losses = np.array_equal(
+        [one.loss, one.grad_norm], [other.loss, other.grad_norm], equal_nan=True
+    )
+    return losses and np.array_equal(one.record.codes, other.record.codes)
+
+
+def by_layer(
+    tensors: Sequence[TensorComparison],
+) -> Iterator[tuple[int | None, list[TensorComparison]]]:
+    """Yield each layer with the comparisons of its tensors, in the order of the model."""
+    layers: dict[int | None, list[TensorComparison]] = {}
+    for one in tensors:
+        layers.setdefault(one.tensor.layer, []).append(one)
+    yield from layers.items()
+
+
+def lowest_of(values: Iterator[float]) -> float:
+    """Return the smallest number; NaN without any."""
+    return min((value for value in values if not math.isnan(value)), default=math.nan)
+
+
+def _recorded_loss(run: Path, step: int) -> float | None:
+    """Return the loss that the run's metrics have for a step; None if it was bad or is not there."""
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        return None
+    for row in (*read_metrics(path), *read_events(path)):
+        if row["step"] == step:
+            return row.get("loss")
+    return None
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it: NaN and infinities as None."""
+    if isinstance(value, dict):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return (
+        replace(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+    )

@@ -1,0 +1,260 @@
+"""Captured steps: the state before a step and its batch, from which `te-models replay` runs the step again.
+
+A capture is a folder `captures/step-<N>` of the run with the tensors of a saved model (without the optimizer's), the
+group "batch" and the document "capture". One after a checkpoint has no model of its own: its state is that checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from te_models.errors import CheckpointError, ConfigError, DataError
+from te_models.files.atomic import replace_text
+from te_models.files.formats import Fields, read_json
+from te_models.fp8.region import saving
+from te_models.saving.folder import load_folder, save_folder
+from te_models.saving.run_folder import Checkpoints
+from te_models.training.evaluation import Batch
+from te_models.training.recording import Recorder
+from te_models.training.resume import run_choices
+
+if TYPE_CHECKING:
+    from te_models.training.trainer import Trainer
+
+FOLDER = "captures"
+MARKS = "capture.json"  # in the folder of a run: the steps to capture
+KEPT = 1_000_000  # captures are deleted by hand
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The steps that a run is to capture: those listed, and each `every`-th (0: no others)."""
+
+    steps: tuple[int, ...] = ()
+    every: int = 0
+
+    def has(self, step: int) -> bool:
+        """Return whether a step is to be captured."""
+        return step in self.steps or (self.every > 0 and step % self.every == 0)
+
+
+def read_marks(run: Path) -> Marks:
+    """Return the marks of a run; none without a file of them.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    path = run / MARKS
+    if not path.exists():
+        return Marks()
+    found = read_json(path)
+    try:
+        assert isinstance(found, dict)
+        return Marks(tuple(int(step) for step in found["steps"]), int(found["every"]))
+    except (AssertionError, KeyError, TypeError, ValueError):
+        raise DataError(f"{path} does not list steps: write it with te-models capture") from None
+
+
+def write_marks(run: Path, marks: Marks) -> None:
+    """Mark steps of a run, which reads them when it starts; one process reads them before each step."""
+    run.mkdir(parents=True, exist_ok=True)
+    replace_text(run / MARKS, json.dumps({"steps": list(marks.steps), "every": marks.every}) + "\n")
+
+
+class Captures:
+    """Writes the captures of a run."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.marks = Marks()
+        self._read_at: int | None = None  # the time of change of the file that was read
+        self.kept_bad_step = False
+
+    def begin(self) -> None:
+        """Read the marks when a run starts; several processes agree on those of the first."""
+        trainer = self.trainer
+        found = trainer.parallel.ranks.from_first(lambda: asdict(read_marks(trainer.out)))
+        self.marks = Marks(tuple(found["steps"]), found["every"])
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a step is marked; one process looks for new marks."""
+        if self.trainer.parallel.ranks.world == 1:
+            self._read_again()
+        return self.marks.has(step)
+
+    def _read_again(self) -> None:
+        try:
+            changed = os.stat(self.trainer.out / MARKS).st_mtime_ns
+        except OSError:
+            return
+        if changed != self._read_at:
+            self._read_at = changed
+            self.marks = read_marks(self.trainer.out)
+
+    def recorder_of(self, step: int, micro_batches: list[Batch]) -> Recorder | None:
+        """Return the recorder if a step, which has begun, is to be recorded; capture the step if it is marked."""
+        trainer = self.trainer
+        captured = self.is_due(step)
+        if captured:
+            self.save(step, micro_batches)
+            if trainer.recorder is None:
+                self._record_from_now_on()
+        elif trainer.recorder is not None and trainer.saved_step == step - 1:
+            self.save_batch(step, micro_batches)
+        recorder = trainer.recorder
+        return recorder if recorder is not None and (captured or recorder.is_due(step)) else None
+
+    def _record_from_now_on(self) -> None:
+        """Make a recorder for captured steps. A graph that was captured without one counts nothing, so it goes."""
+        trainer = self.trainer
+        micro_batches = trainer.config.gradient_accumulation
+        trainer.recorder = Recorder(
+            trainer.model, trainer.parallel, every=0, micro_batches=micro_batches
+        )
+        trainer.passes.use_recorder(trainer.recorder)
+        trainer.guard.use_recorder(trainer.recorder)
+
+    def save(self, step: int, micro_batches: list[Batch]) -> None:
+        """Write the state before a step, which has begun, and its batch. All processes call this together."""
+        trainer = self.trainer
+        batch = self._whole_batch(micro_batches)
+        with saving(trainer.model):
+            tensors, documents = trainer.saved_model()
+            tensors = {**tensors, "batch": batch}
+            documents = {
+                **documents,
+                "run": run_choices(trainer.model),
+                "capture": self._document(step, len(micro_batches)),
+            }
+            folder = trainer.new_checkpoints(trainer.out / FOLDER, keep_last=KEPT)
+            folder.save(step, tensors, documents)
+
+    def save_batch(self, step: int, micro_batches: list[Batch]) -> None:
+        """Write the batch of the step after a checkpoint, whose state the checkpoint has."""
+        batch = self._whole_batch(micro_batches)
+        if not self.trainer.parallel.ranks.first:
+            return
+        root = self.trainer.out / FOLDER
+        self._drop_stale(root)
+        path = capture_folder(self.trainer.out, step)
+        save_folder(path, {"batch": batch}, {"capture": self._document(step, len(micro_batches))})
+
+    def save_bad_step(self, step: int, micro_batches: list[Batch]) -> None:
+        """Write the capture of the first bad step of a run that goes on; further ones would fill the disk."""
+        if not self.kept_bad_step:
+            self.kept_bad_step = True
+            self.save(step, micro_batches)
+
+    def _drop_stale(self, root: Path) -> None:
+        """Delete batches whose checkpoint is gone."""
+        states = {path.name for path in self.trainer.checkpoints.all()}
+        for path in Checkpoints(root).all():
+            before = f"step-{int(path.name.removeprefix('step-')) - 1:08d}"
+            if not (path / "config.json").exists() and before not in states:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _document(self, step: int, micro_batches: int) -> Fields:
+        trainer = self.trainer
+        config = {
+            name: value if isinstance(value, str | int | float | None) else dict(value)
+            for name, value in asdict(trainer.config).items()
+        }
+        return {
+            "step": step,
+            "micro_batches": micro_batches,
+            "engine": trainer.model.engine,
+            "device": device_name(trainer.device),
+            "processes": trainer.parallel.ranks.world,
+            "config": config,
+        }
+
+    def _whole_batch(self, micro_batches: list[Batch]) -> dict[str, Tensor]:
+        """Return the micro-batches of all shares of the data, "<number>.<name>" -> [B, S]."""
+        parallel = self.trainer.parallel
+        own: list[Any] = [parallel.data_rank]
+        for batch in micro_batches:
+            own.append({name: tensor.tolist() for name, tensor in batch.items()})
+        shares = {found[0]: found[1:] for found in parallel.ranks.gather(own)}
+        whole = {}
+        for number, batch in enumerate(micro_batches):
+            for name, tensor in batch.items():
+                rows: list[Any] = []
+                for share in sorted(shares):
+                    rows += shares[share][number][name]
+                whole[f"{number}.{name}"] = torch.tensor(rows, dtype=tensor.dtype)
+        return whole
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A captured step.
+
+    Attributes:
+        step: its number.
+        state: the folder of the model before it.
+        micro_batches: its micro-batches, of all processes together.
+        about: the document "capture".
+    """
+
+    step: int
+    state: Path
+    micro_batches: list[Batch]
+    about: Fields
+
+
+def capture_folder(run: Path, step: int) -> Path:
+    """Return the folder of a captured step."""
+    return run / FOLDER / f"step-{step:08d}"
+
+
+def captured_steps(run: Path) -> list[int]:
+    """Return the steps that can be replayed: those with a batch, and the state before them."""
+    found = []
+    for path in Checkpoints(run / FOLDER).all():
+        step = int(path.name.removeprefix("step-"))
+        if _state_of(run, step).is_dir():
+            found.append(step)
+    return found
+
+
+def _state_of(run: Path, step: int) -> Path:
+    own = capture_folder(run, step)
+    own_model = (own / "config.json").exists() or (own / "adapter_config.json").exists()
+    return own if own_model else run / "checkpoints" / f"step-{step - 1:08d}"
+
+
+def read_capture(run: Path, step: int) -> Capture:
+    """Return a captured step of a run.
+
+    Raises:
+        CheckpointError: the step was not captured; the message lists those that were.
+        ConfigError: it was captured by another version, whose settings this one does not know.
+    """
+    if step not in captured_steps(run):
+        steps = ", ".join(map(str, captured_steps(run))) or "none"
+        raise CheckpointError(
+            f"{run} has not kept state and batch of step {step} (but of: {steps}): mark steps in advance with "
+            f"`te-models capture {run} --step {step}`, and run or --resume it"
+        )
+    found = load_folder(capture_folder(run, step), ["batch", "capture"])
+    about = found.documents["capture"]
+    if not isinstance(about, dict) or not isinstance(about.get("config"), dict):
+        raise ConfigError(f"{capture_folder(run, step)} is no capture of this version")
+    micro_batches: list[Batch] = [{} for _ in range(int(about["micro_batches"]))]
+    for name, tensor in found.tensors["batch"].items():
+        number, _, part = name.partition(".")
+        micro_batches[int(number)][part] = tensor
+    return Capture(step, _state_of(run, step), micro_batches, about)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device, by which two of a kind are recognized."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

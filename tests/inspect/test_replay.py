@@ -1,0 +1,176 @@
+"""Captured steps: kept in advance, by checkpoints and for bad steps; run again bit for bit, and under other recipes."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_runs import losses, tiny_model, tiny_trainer
+
+from te_models.cli.commands import main
+from te_models.errors import CheckpointError, Diverged
+from te_models.inspect.replay import replay
+from te_models.recorder.record import FOLDER, STEPS, RecordWriter, read_record
+from te_models.training.captures import Marks, captured_steps, read_marks, write_marks
+from te_models.training.metrics import read_metrics
+from te_models.training.trainer import Trainer
+
+MARKED = 4
+
+
+def trainer(out: Path, recipe: str, build: dict[str, Any] | None = None, **fields: Any) -> Trainer:
+    usual = dict(steps=MARKED + 2, batch_size=2, seq_len=32, eval_every=0, keep_best=False)
+    return tiny_trainer(tiny_model(recipe, **(build or {})), out, **{**usual, **fields})
+
+
+def captured(out: Path, recipe: str = "delayed", **fields: Any) -> Path:
+    write_marks(out, Marks((MARKED,)))
+    trainer(out, recipe, **fields).run()
+    return out
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "delayed": {},
+    "current": {},
+    "blockwise": {},
+    "mxfp8": {},
+    "accumulation": dict(recipe="delayed", gradient_accumulation=2),
+    "recompute": dict(recipe="delayed", build=dict(activation_checkpointing="full")),
+    "fp8-weights": dict(recipe="current", build=dict(fp8_params=True)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_comes_out_bit_for_bit(case: str, tmp_path: Path) -> None:
+    fields = {"recipe": case, **CASES[case]}
+    run = captured(tmp_path, **fields)
+    found = replay(run, MARKED)
+    row = read_metrics(run / "metrics.jsonl")[MARKED - 1]
+    assert found.first.loss == row["loss"]
+    # Its squares are summed in the order of the optimizer's groups, which a replay does not have.
+    assert found.first.grad_norm == pytest.approx(row["grad_norm"], rel=1e-6)
+    assert found.recorded_loss == row["loss"] and found.repeatable is True
+    assert found.tensors and all(one.equal for one in found.tensors)
+    assert found.verdict.endswith("its cause is in the software")
+    for one in found.tensors:
+        assert np.array_equal(
+            [one.recorded.amax, one.recorded.scale, one.recorded.sqnr],
+            [one.replayed.amax, one.replayed.scale, one.replayed.sqnr],
+            equal_nan=True,
+        )
+
+
+def test_a_capture_changes_no_bit_of_the_run(tmp_path: Path) -> None:
+    run = captured(tmp_path / "captured")
+    trainer(tmp_path / "plain", "delayed").run()
+    assert losses(run) == losses(tmp_path / "plain") and read_record(run).steps == [MARKED]
+
+
+def test_with_a_record_the_step_after_a_checkpoint_can_be_replayed(tmp_path: Path) -> None:
+    trainer(tmp_path, "current", save_every=2, record=1, keep_last=1).run()
+    assert captured_steps(tmp_path) == []  # the checkpoints before have made room for the last
+    trainer(tmp_path / "more", "current", save_every=2, record=1, keep_last=3).run()
+    assert captured_steps(tmp_path / "more") == [3, 5]
+    found = replay(tmp_path / "more", 5, twice=False)
+    assert all(one.equal for one in found.tensors) and found.repeatable is None
+
+
+def test_a_state_with_a_nan_is_not_kept(tmp_path: Path) -> None:
+    run = trainer(tmp_path, "delayed", record=1)
+
+    def poison(row: dict[str, Any]) -> None:
+        if row["step"] == MARKED - 1:
+            run.model.layers[1].mlp.down_proj.weight.data[0, 0] = math.nan
+
+    run.on_step = poison
+    with pytest.raises(Diverged):
+        run.run()
+    assert captured_steps(tmp_path) == []
+
+
+def test_a_difference_from_the_record_is_named(tmp_path: Path) -> None:
+    """As after a fault of the hardware: one tensor's codes, then its amax too."""
+    run = captured(tmp_path)
+    record = read_record(run)
+    row = next(r for r, t in enumerate(record.tensors) if record.counted[0, r])
+    codes = record.codes.view(np.int64).copy()
+    codes[0, row] += 1
+    for amax, outside in ((1.0, 0), (2.0, 1)):
+        values = record.values.copy()
+        values[0, row, 0] *= amax
+        (run / FOLDER / STEPS).unlink()
+        writer = RecordWriter(run, record.tensors)
+        writer.write(MARKED, values[0], codes[0])
+        writer.close()
+        found = replay(run, MARKED)
+        assert [one.tensor for one in found.tensors if not one.equal] == [record.tensors[row]]
+        assert sum(not one.within for one in found.tensors) == outside
+        assert "fault of the hardware" in found.verdict
+        assert record.tensors[row].name in found.verdict
+
+
+def test_other_recipes_say_whether_they_would_have_been_finite_and_how_exact(
+    tmp_path: Path,
+) -> None:
+    run = captured(tmp_path, build=dict(num_hidden_layers=4))
+    found = replay(
+        run, MARKED, recipes=["all"], bf16=["layers.1.*"], margins=[0, 3], histories=[1, 8], twice=False
+    )  # fmt: skip
+    by_name = {one.name: one for one in found.variants}
+    same = by_name["margin 0"]
+    assert (same.loss, same.grad_norm) == (found.first.loss, found.first.grad_norm)
+    assert all(one.finite for one in found.variants), [one.reason for one in found.variants]
+    assert math.isnan(by_name["recipe bf16"].sqnr) and by_name["recipe bf16"].layers == {}
+    assert by_name["recipe nvfp4"].sqnr < by_name["recipe current"].sqnr - 5
+    assert set(by_name["layers.1.* in BF16"].layers) == {2} and set(same.layers) == {1, 2}
+    # Three bits of range less: the share of small numbers grows, and no value is nearer to the top.
+    assert by_name["margin 3"].sqnr <= same.sqnr + 0.5 and by_name["margin 3"].loss != same.loss
+
+
+def test_a_history_of_one_step_takes_the_newest_amax(tmp_path: Path) -> None:
+    """The scale under another history is the one that its rule makes of the amaxes that the run has kept."""
+    build = dict(amax_compute_algo="max", amax_history_len=8, num_hidden_layers=3)
+    write_marks(tmp_path, Marks((MARKED,)))
+    run = trainer(tmp_path, "delayed", build=build)
+    module = run.model.layers[1].mlp.down_proj
+
+    def shrink(row: dict[str, Any]) -> None:
+        if row["step"] == 2:
+            module.weight.data.mul_(1 / 4)
+
+    run.on_step = shrink
+    run.run()
+    short = replay(tmp_path, MARKED, histories=[2, 8], twice=False).variants
+    assert short[0].finite and short[0].layers != short[1].layers
+
+
+def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(tmp_path / "run")
+    assert main(["capture", run, "--step", f"{MARKED}", "--step", "2"]) == 0
+    assert main(["capture", run, "--every", "3"]) == 0
+    assert read_marks(Path(run)) == Marks((2, MARKED), 3)
+    trainer(Path(run), "current").run()
+    assert captured_steps(Path(run)) == [2, 3, MARKED, 6]
+    capsys.readouterr()
+    assert main(["replay", run, "--step", "2", "--what-if", "bf16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] == 2 and found["repeatable"] and all(t["equal"] for t in found["tensors"])
+    assert found["what_if"][0]["finite"] and found["what_if"][0]["sqnr"] is None
+    assert main(["replay", run, "--step", "2", "--once"]) == 0
+    text = capsys.readouterr().out
+    assert "layers, as recorded and replayed" in text and "software" in text
+    assert main(["replay", run, "--step", "5"]) == 2
+    assert "has not kept state and batch of step 5 (but of: 2, 3, 4, 6)" in capsys.readouterr().err
+    assert main(["replay", str(tmp_path / "none"), "--step", "5"]) == 2
+    assert main(["capture", run]) == 2
+
+
+def test_marks_are_seen_while_a_run_goes_on(tmp_path: Path) -> None:
+    run = trainer(tmp_path, "current")
+    run.on_step = lambda row: write_marks(tmp_path, Marks((5,))) if row["step"] == 2 else None
+    run.run()
+    assert captured_steps(tmp_path) == [5]
+    with pytest.raises(CheckpointError, match="te-models capture"):
+        replay(tmp_path, 3)
