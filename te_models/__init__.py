@@ -27,7 +27,9 @@ if _TYPE_CHECKING:
     from te_models.generation.text import stream_text
     from te_models.huggingface.config import TEModelsConfig
     from te_models.huggingface.modeling import TEModelsForCausalLM
+    from te_models.inspect.replay import replay
     from te_models.model.user_modules import checkpoint, fp8_state, load_fp8_state
+    from te_models.recorder.record import read_record
     from te_models.saving.load_model import load_te_checkpoint
     from te_models.serving.parity import parity
     from te_models.training.callback import Callback
@@ -51,7 +53,9 @@ _NAMES = {  # module below te_models -> its public names
     "generation.text": "stream_text",
     "huggingface.config": "TEModelsConfig",
     "huggingface.modeling": "TEModelsForCausalLM",
+    "inspect.replay": "replay",
     "model.user_modules": "checkpoint fp8_state load_fp8_state",
+    "recorder.record": "read_record",
     "saving.load_model": "load_te_checkpoint",
     "serving.parity": "parity",
     "training.cuda_graph": "GraphedStep",
@@ -89,6 +93,8 @@ __all__ = [
     "parallel",
     "parity",
     "plan",
+    "read_record",
+    "replay",
     "save_lora",
     "stream_text",
 ]

@@ -45,7 +45,7 @@ WORST = 12  # tensors that the table lists
 
 
 @dataclass(frozen=True)
-class Numbers:
+class TensorNumbers:
     """The statistics of one tensor in one run of a step; NaN where something was not counted."""
 
     amax: float
@@ -69,8 +69,8 @@ class TensorComparison:
     """
 
     tensor: RecordedTensor
-    recorded: Numbers
-    replayed: Numbers
+    recorded: TensorNumbers
+    replayed: TensorNumbers
     equal: bool
     within: bool
 
@@ -480,7 +480,7 @@ def _compared(run: Path, step: int, replayed: Record) -> list[TensorComparison]:
     return found
 
 
-def numbers(record: Record, place: int) -> dict[RecordedTensor, Numbers]:
+def numbers(record: Record, place: int) -> dict[RecordedTensor, TensorNumbers]:
     """Return the statistics of every tensor that was quantized in a step of a record."""
     columns = [
         record.field("amax"),
@@ -494,11 +494,11 @@ def numbers(record: Record, place: int) -> dict[RecordedTensor, Numbers]:
     for row, tensor in enumerate(record.tensors):
         if record.counted[place, row]:
             values = [float(column[place, row]) for column in columns]
-            found[tensor] = Numbers(*values, codes=int(record.codes[place, row]))
+            found[tensor] = TensorNumbers(*values, codes=int(record.codes[place, row]))
     return found
 
 
-def within(then: Numbers, now: Numbers) -> bool:
+def within(then: TensorNumbers, now: TensorNumbers) -> bool:
     """Return whether two statistics of a tensor are as close as sums in another order leave them."""
     close = relative(then.amax, now.amax) <= BOUND and relative(then.scale, now.scale) <= BOUND
     shares = zip((then.saturated, then.flushed), (now.saturated, now.flushed), strict=True)
