@@ -267,6 +267,7 @@ UNSEEN = (
     "reshard_after_forward",
     "prefetch_blocks",
     "save_every",
+    "record",
 )  # what changes no number of one process
 _by_one: dict[str, dict[str, Any]] = {}
 

@@ -66,12 +66,12 @@ RUNS |= {
     "fsdp-full": dict(parallel="fsdp", recipe="current", mode="full", gradient_accumulation=2),
     "fsdp-selective": dict(parallel="fsdp", recipe="mxfp8", mode="selective", tied=False),
     "fsdp-folder": dict(parallel="fsdp", recipe="current", folder=True),
-    "ddp-accumulating": dict(parallel="ddp", recipe="delayed", mode="full", gradient_accumulation=2),
+    "ddp-accumulating": dict(parallel="ddp", recipe="delayed", mode="full", gradient_accumulation=2, record=2),
     "fsdp-accumulating": dict(
         parallel="fsdp", recipe="delayed", gradient_accumulation=2, reshard_after_forward=False, prefetch_blocks=0
     ),
     "tp-bf16": dict(parallel="tp", recipe="bf16", save_every=2, tied=False),
-    "tp-delayed": dict(parallel="tp", recipe="delayed", sequence_parallel=True, save_every=3),
+    "tp-delayed": dict(parallel="tp", recipe="delayed", sequence_parallel=True, save_every=3, record=2),
     # Every micro-batch of every process counts another number of tokens.
     "ddp-answers": dict(parallel="ddp", recipe="bf16", answers=True, gradient_accumulation=3),
     "fsdp-answers": dict(parallel="fsdp", recipe="bf16", answers=True, gradient_accumulation=3),
@@ -81,7 +81,7 @@ EXPERTS = dict(parallel="fsdp+ep", experts=True, balance_loss=0.9)
 BIASED = dict(moe=MOE | dict(bias=True, swiglu_limit=0.5), attention_sinks=True)
 RUNS |= {
     "experts-bf16": dict(EXPERTS, recipe="bf16", clip_grad_norm=0.5, save_every=2, shape=BIASED),
-    "experts-delayed": dict(EXPERTS, recipe="delayed", save_every=2),
+    "experts-delayed": dict(EXPERTS, recipe="delayed", save_every=2, record=2),
     # One process has micro-batches of fewer tokens here, over which experts are balanced.
     "experts-current": dict(EXPERTS, recipe="current", mode="selective", balance_loss=0.0),
     "experts-folder": dict(EXPERTS, recipe="bf16", folder=True),
