@@ -335,6 +335,8 @@ class CausalLM(Decoder):
         folder: str | Path,
         format: str = "fp8-block",
         calibration: Tensor | Iterable[Tensor] | None = None,
+        rounding: str = "nearest",
+        base: CausalLM | str | Path | None = None,
     ) -> Export:
         """Write the model into `folder`, atomically, as a quantized Hugging Face checkpoint for a server.
 
@@ -349,6 +351,9 @@ class CausalLM(Decoder):
             calibration: token ids, int64 [B, S], or several such batches, on which to measure the linears' inputs. Only
                 fp8-tensor and nvfp4 need it: without it they use the scales that recipe "delayed" has learned, or those
                 of the folder that the model was read from, and nvfp4 those of random tokens otherwise.
+            rounding: "nearest", or "stochastic", which loses no small change of a weight on average.
+            base: the model before it was tuned, or its folder; the result's `survival` says how much of the change of
+                the weights is left. None: it says nothing.
 
         Returns:
             the names of the quantized modules and of the others, and notes on limits of the format.
@@ -358,7 +363,9 @@ class CausalLM(Decoder):
                 finite, or an architecture that Hugging Face does not have.
             SaveError: writing failed; the previous content is intact.
         """
-        return export(self, self.origin, folder, format, calibration)
+        if isinstance(base, (str, Path)):
+            base = CausalLM.from_pretrained(base, device="cpu", recipe="bf16", dtype=self.dtype)
+        return export(self, self.origin, folder, format, calibration, rounding, base)
 
     @classmethod
     def from_preset(

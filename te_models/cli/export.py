@@ -2,6 +2,7 @@
 
 import click
 
+from te_models.cli.before_tuning import base_model, base_option, rounding_option
 from te_models.cli.options import (
     Command,
     build_trained_model,
@@ -27,6 +28,8 @@ from te_models.errors import check_known
 @option("--batches", default=8, help="Sequences of --data to measure on.")
 @option("--seq-len", default=512, help="Tokens per sequence of --data.")
 @setting_option("columns", group=EVERYDAY)
+@rounding_option
+@base_option
 @model_options
 @setting_option("tokenizer")
 def export(
@@ -38,6 +41,8 @@ def export(
     batches: int,
     seq_len: int,
     columns: str,
+    rounding: str,
+    base: str | None,
     tokenizer: str | None,
     **options: object,
 ) -> None:
@@ -54,9 +59,15 @@ def export(
     if data is not None:
         read = read_batches(built, data, tokenizer or model, batches, seq_len, columns)
         calibration = [batch["input_ids"] for batch in read]
-    result = built.export(out, format=format, calibration=calibration)
+    before = base_model(built, model, base)
+    result = built.export(
+        out, format=format, calibration=calibration, rounding=rounding, base=before
+    )
     show_line(
         f"{out}: {format}, {len(result.quantized)} linears quantized, {len(result.ignored)} not"
     )
+    if result.survival is not None:
+        for line in result.survival.lines(rounding):
+            show_line(line)
     for note in result.notes:
         show_line(f"note: {note}")

@@ -2,6 +2,7 @@
 
 import click
 
+from te_models.cli.before_tuning import base_model, base_option, rounding_option
 from te_models.cli.options import (
     Command,
     build_trained_model,
@@ -27,6 +28,8 @@ from te_models.config.settings import EVERYDAY
 @option("--batches", default=8, help="Sequences of --data.")
 @option("--seq-len", default=512, help="Tokens per sequence.")
 @setting_option("columns", group=EVERYDAY)
+@rounding_option
+@base_option
 @json_option
 @model_options
 @setting_option("tokenizer")
@@ -38,6 +41,8 @@ def parity(
     batches: int,
     seq_len: int,
     columns: str,
+    rounding: str,
+    base: str | None,
     as_json: bool,
     tokenizer: str | None,
     **options: object,
@@ -51,4 +56,5 @@ def parity(
 
     built = build_trained_model(preset, model, options)
     read = read_batches(built, data, tokenizer or model, batches, seq_len, columns)
-    show(run(built, built.origin, exports, read), as_json)
+    before = base_model(built, model, base)
+    show(run(built, built.origin, exports, read, rounding, before), as_json)

@@ -27,7 +27,7 @@ from te_models.interop.hf import HuggingFaceFolder
 from te_models.interop.hf_families import family_for, family_of
 from te_models.interop.hf_writing import write_hugging_face
 from te_models.interop.origin import Origin
-from te_models.interop.quantized import BLOCK, E4M3
+from te_models.interop.quantized import BLOCK, E4M3, WeightStorage, dequantize
 from te_models.interop.stored_weights import collapse, spread
 from te_models.interop.tensor_places import Place
 from te_models.model.decoder import Decoder
@@ -44,6 +44,8 @@ from te_models.serving.formats import (
     static_scale,
 )
 from te_models.serving.kept import kept_parts, source_in, stored_inputs
+from te_models.serving.rounding import ROUNDINGS, SEED, round_stochastically, scales_of
+from te_models.serving.survival import Change, Survival, change_of
 
 # E4M3 with the largest power of two for a scale rounds this to 2^128, which is infinite in FP32.
 TOO_LARGE = 31 * 2.0**123
@@ -61,6 +63,7 @@ class Export:
         quantized: Hugging Face's names of the quantized modules.
         ignored: those of the linears that are not quantized.
         notes: what a reader of the folder should know, one line each.
+        survival: what is left of the tuning; None where the base model is not known, and for weights in BF16.
     """
 
     folder: Path
@@ -68,6 +71,7 @@ class Export:
     quantized: tuple[str, ...]
     ignored: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    survival: Survival | None = None
 
 
 def export(
@@ -76,9 +80,15 @@ def export(
     folder: str | Path,
     format: str,
     calibration: Tensor | Iterable[Tensor] | None = None,
+    rounding: str = "nearest",
+    base: Decoder | None = None,
 ) -> Export:
-    """Write `model` into `folder`, atomically; see te_models.causal_lm.CausalLM.export for arguments and errors."""
+    """Write `model` into `folder`, atomically; see te_models.causal_lm.CausalLM.export for arguments and errors.
+
+    `base` is the model before it was tuned, on any device, of which the export says how much of the tuning is left.
+    """
     check_known("format", format, FORMATS)
+    check_known("rounding", rounding, ROUNDINGS)
     sharded = any(local(p) is not p for p in model.parameters())
     sources = [os.path.realpath(path) for path in (origin.folder, origin.adapters) if path]
     own = os.path.realpath(folder) in sources
@@ -90,7 +100,7 @@ def export(
         )
     refuse_adapters(model)
     with saving(model), source_in(FORMATS[format], origin) as source:
-        writer = _Writer(model, format, calibration, source)
+        writer = _Writer(model, format, calibration, source, rounding, base)
         parameters = model.ep.gather(
             gather_state(weights(model), model.config, model.tp), model.device
         )
@@ -100,7 +110,8 @@ def export(
             )
         model.tp.wait()
     notes = (*writer.notes, *_notes(format, writer.shapes))
-    return Export(Path(folder), format, tuple(writer.quantized), tuple(writer.ignored), notes)
+    quantized, ignored = tuple(writer.quantized), tuple(writer.ignored)
+    return Export(Path(folder), format, quantized, ignored, notes, writer.survival())
 
 
 def default_format(model: Decoder, origin: Origin) -> str:
@@ -137,8 +148,14 @@ class _Writer:
         format: str,
         calibration: Tensor | Iterable[Tensor] | None,
         source: HuggingFaceFolder | None,
+        rounding: str,
+        base: Decoder | None,
     ) -> None:
         self.model, self.name, self.format, self.source = model, format, FORMATS[format], source
+        self.rounding = rounding
+        self.generator = torch.Generator().manual_seed(SEED)
+        self.base = None if base is None or self.format.storage is None else weights(base)
+        self.changes: list[Change] = []
         self.modules = quantized_modules(model) if self.format.storage else {}
         self.weights: dict[str, str] = {}  # name of a weight to quantize -> name of its module
         for name in self.modules:
@@ -222,29 +239,90 @@ class _Writer:
             )
         ours = places[names[0]].name
         static = {self.format.static: self.inputs[self.weights[ours]]} if self.format.static else {}
-        shared = self._shared_parts(ours, names, places, parameter)
         values = {name: places[name].save(parameter) for name in names}
-        made = [
-            self._block_parts(ours, places[name], weight)
-            if shared is None
-            else _rows(shared, places[name])
-            for name, weight in values.items()
-        ]
+        made = self._parts(names, places, parameter, own=True)
+        if self.base is not None:
+            base = self.base.get(ours)
+            if base is None or base.shape != parameter.shape:
+                raise UsageError(
+                    f"the base model has no {ours} {list(parameter.shape)}: give the model that was tuned"
+                )
+            self._compare(names, places, values, made, base)
         found = {}
-        for name, parts in zip(names, kept_parts(self.source, values, made), strict=True):
+        for name, parts in zip(names, made, strict=True):
             module = name.removesuffix(".weight")
             found |= {f"{module}.{part}": tensor for part, tensor in {**parts, **static}.items()}
             self.quantized.append(module)
             self.shapes[module] = places[name].shape
         return found
 
+    def _parts(
+        self, names: list[str], places: Mapping[str, Place], parameter: Tensor, own: bool
+    ) -> list[Parts]:
+        """Return the stored tensors of the weights `names`, which together are one of our parameters.
+
+        `own` is False for the base's, whose weights are no FP8 ones and which are rounded to the nearest.
+        """
+        ours = places[names[0]].name
+        shared = self._shared_parts(ours, names, places, parameter, own)
+        values = {name: places[name].save(parameter) for name in names}
+        made = []
+        for name, weight in values.items():
+            if shared is None:
+                made.append(self._block_parts(ours, places[name], weight, own))
+            else:
+                made.append(_rows(shared, places[name]))
+        stored = kept_parts(self.source, values, made)
+        kept = stored[0] is not made[0]
+        if kept or self.rounding == "nearest" or not own:
+            return stored
+        storage = self.format.storage
+        assert storage is not None
+        return [
+            round_stochastically(storage, weight, parts, self.generator)
+            for weight, parts in zip(values.values(), made, strict=True)
+        ]
+
+    def _compare(
+        self,
+        names: list[str],
+        places: Mapping[str, Place],
+        values: Mapping[str, Tensor],
+        made: list[Parts],
+        base: Tensor,
+    ) -> None:
+        """Note what is left of the change of the weights `names` since `base`."""
+        storage = self.format.storage
+        assert storage is not None
+        base = base.to(next(iter(values.values())).device)
+        base_made = self._parts(names, places, base, own=False)
+        for name, parts, base_parts in zip(names, made, base_made, strict=True):
+            change = change_of(
+                name.removesuffix(".weight"),
+                base=places[name].save(base),
+                tuned=values[name],
+                base_left=_values(storage, base_parts),
+                left=_values(storage, parts),
+            )
+            if change is not None:
+                self.changes.append(change)
+
+    def survival(self) -> Survival | None:
+        """Return what is left of the tuning; None if no base is known."""
+        return None if self.base is None else Survival(tuple(self.changes))
+
     def _shared_parts(
-        self, ours: str, names: list[str], places: Mapping[str, Place], parameter: Tensor
+        self,
+        ours: str,
+        names: list[str],
+        places: Mapping[str, Place],
+        parameter: Tensor,
+        own: bool,
     ) -> Parts | None:
         """Return one of our weights quantized as a whole; None for a format with blocks of several rows."""
         if self.format.encode is None:
             return None
-        if self.name == "fp8-tensor" and f"{ours}.data" in self.fp8_weights:
+        if own and self.name == "fp8-tensor" and f"{ours}.data" in self.fp8_weights:
             scale = self.fp8_weights[f"{ours}.scale_inv"]
             return {
                 "weight": self.fp8_weights[f"{ours}.data"].view(E4M3),
@@ -256,11 +334,11 @@ class _Writer:
             places[name].load(whole, places[name].save(parameter))
         return self.format.encode(whole, self._options(ours))
 
-    def _block_parts(self, ours: str, place: Place, values: Tensor) -> Parts:
+    def _block_parts(self, ours: str, place: Place, values: Tensor, own: bool) -> Parts:
         """Return one of their weights in 128 x 128 blocks: those of an FP8 primary weight where they coincide."""
         rows, columns = values.shape
         aligned = not (rows % BLOCK.block[0] or columns % BLOCK.block[1])
-        scale_inv = self.fp8_weights.get(f"{ours}.rowwise_scale_inv")
+        scale_inv = self.fp8_weights.get(f"{ours}.rowwise_scale_inv") if own else None
         if aligned and scale_inv is not None and scale_inv.is_floating_point():
             data = self.fp8_weights[f"{ours}.rowwise_data"]
             by_row = spread(
@@ -290,6 +368,13 @@ class _Writer:
         }
         power_of_2 = blockwise and not fields["use_f32_scales"]
         return WeightOptions(recipe.scheme, power_of_2, square.get(recipe.scheme, False))
+
+
+def _values(storage: WeightStorage, parts: Parts) -> Tensor:
+    """Return the FP32 values of a quantized weight [out, in]."""
+    data = parts[storage.data]
+    shape = (data.shape[0], data.shape[1] * (2 if storage.packed else 1))
+    return dequantize(storage, data, scales_of(storage, parts).reshape(storage.grid(shape)))
 
 
 def _rows(parts: Parts, place: Place) -> Parts:

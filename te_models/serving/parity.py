@@ -45,6 +45,8 @@ class Difference:
         agreement: share of tokens whose likeliest next token is the same.
         trained_loss: mean cross-entropy of the trained model, nats per token.
         served_loss: that of the served model.
+        survives: the share of the tuning's change of the weights that is left; None where the base is not known.
+        least: the weight of which least is left, and its share.
         reason: why there are no numbers, or "".
     """
 
@@ -55,6 +57,8 @@ class Difference:
     agreement: float = 0.0
     trained_loss: float = 0.0
     served_loss: float = 0.0
+    survives: float | None = None
+    least: tuple[str, float] | None = None
     reason: str = ""
 
 
@@ -78,31 +82,35 @@ class Parity(Printable):
     def __rich__(self) -> Group:
         """Return the table, and a line for each export without numbers."""
         table = Table(title=self.title, title_justify="left", box=None)
-        for column in (
-            "served as",
-            "KL (nats/token)",
-            "largest\nKL",
-            "largest\nlog-prob",
-            "same top-1",
-            "loss",
-            "served",
-        ):
+        tuned = any(row.survives is not None for row in self.rows)
+        columns = ["served as", "KL (nats/token)", "largest\nKL", "largest\nlog-prob", "same top-1"]
+        columns += ["loss", "served"]
+        if tuned:
+            columns.append("tuning\nleft")
+        for column in columns:
             table.add_column(column, justify="left" if column == "served as" else "right")
         for row in self.rows:
             if row.reason:
                 continue
-            values = (
+            values = [
                 f"{row.kl:.2e}",
                 f"{row.largest_kl:.2e}",
                 f"{row.largest:.3f}",
                 f"{100 * row.agreement:.2f} %",
                 f"{row.trained_loss:.4f}",
                 f"{row.served_loss:.4f}",
-            )
+            ]
+            if tuned:
+                values.append("" if row.survives is None else f"{row.survives:.1%}")
             table.add_row(row.export, *values)
-        return Group(
-            table, *(Text(f"{row.export}: {row.reason}") for row in self.rows if row.reason)
-        )
+        lines = []
+        for row in self.rows:
+            if row.reason:
+                lines.append(f"{row.export}: {row.reason}")
+            elif row.least is not None:
+                name, share = row.least
+                lines.append(f"{row.export}: least of the tuning is left in {name}, {share:.1%}")
+        return Group(table, *map(Text, lines))
 
 
 def parity(
@@ -110,6 +118,8 @@ def parity(
     origin: Origin,
     exports: str | Path | Iterable[str | Path],
     batches: list[dict[str, Tensor]],
+    rounding: str = "nearest",
+    base: Decoder | None = None,
 ) -> Parity:
     """Compare `model` with its exports.
 
@@ -120,6 +130,8 @@ def parity(
             where the recipe has no scales, and folders of quantized checkpoints. Empty: every format, with the reason
             for those that the model's sizes do not allow.
         batches: {"input_ids", "labels"}, int64 [B, S] each; targets whose label is -100 are not compared.
+        rounding: of the weights, as in CausalLM.export.
+        base: the model before it was tuned; rows of formats then say how much of the tuning is left.
 
     Returns:
         a row per export, in nats and nats per token; print it for a table.
@@ -130,14 +142,22 @@ def parity(
     """
     given = [exports] if isinstance(exports, (str, Path)) else exports
     names = [str(name) for name in given]
-    rows = [_row(model, origin, name, batches, required=bool(names)) for name in names or FORMATS]
+    rows = [
+        _row(model, origin, name, batches, bool(names), rounding, base) for name in names or FORMATS
+    ]
     tokens = sum(int(_counted(batch).sum()) for batch in batches)
     title = f"recipe {model.recipe.name}, engine {model.engine}, trained against served, on {plural(tokens, 'token')}"
     return Parity(title, tokens, tuple(rows))
 
 
 def _row(
-    model: Decoder, origin: Origin, name: str, batches: list[dict[str, Tensor]], required: bool
+    model: Decoder,
+    origin: Origin,
+    name: str,
+    batches: list[dict[str, Tensor]],
+    required: bool,
+    rounding: str,
+    base: Decoder | None,
 ) -> Difference:
     """Return the difference of one export."""
     if name not in FORMATS:
@@ -152,14 +172,18 @@ def _row(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # of who can load the folder
-                export(model, origin, folder, name, calibration)
+                written = export(model, origin, folder, name, calibration, rounding, base)
         except UsageError as error:
             if required:
                 raise
             return Difference(name, reason=str(error))
-        return dataclasses.replace(
-            compare(model, read_served(folder, model.device), batches), export=name
-        )
+        survival = written.survival
+        share, least = None, None
+        if survival is not None and survival.worst is not None:
+            share = survival.share
+            least = (survival.worst.name, survival.worst.share)
+        difference = compare(model, read_served(folder, model.device), batches)
+        return dataclasses.replace(difference, export=name, survives=share, least=least)
 
 
 def _folder(name: str) -> Path:

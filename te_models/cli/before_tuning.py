@@ -1,0 +1,63 @@
+"""The options of `te-models export` and `parity` on what is left of a tuning, and the model before it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from te_models.cli.options import option, show_line
+from te_models.errors import TeModelsError
+from te_models.training.settings import RUN_FILE, read_run_file
+
+if TYPE_CHECKING:
+    from te_models.causal_lm import CausalLM
+
+NONE = "none"
+rounding_option = option(
+    "--rounding",
+    default="nearest",
+    metavar="[nearest|stochastic]",
+    help="Rounding of the weights; stochastic loses no small change on average.",
+)
+base_option = option(
+    "--base",
+    metavar="DIR",
+    help="The model before it was tuned, to tell how much of the tuning is left; default: that of the run or of the "
+    "adapters; none: do not tell.",
+)
+
+
+def base_model(model: CausalLM, folder: str | None, given: str | None) -> CausalLM | None:
+    """Return the model that `model`, read from `folder`, was tuned from, on the CPU; None if it is not known.
+
+    Args:
+        model: the tuned model.
+        folder: where it was read from; None for a preset.
+        given: the value of --base.
+    """
+    from te_models.causal_lm import CausalLM  # noqa: PLC0415  imports torch
+
+    if given == NONE:
+        return None
+    path = given or _known(model, folder)
+    if path is None:
+        return None
+    try:
+        return CausalLM.from_pretrained(path, device="cpu", recipe="bf16", dtype=model.dtype)
+    except (TeModelsError, OSError) as error:
+        if given is not None:
+            raise
+        show_line(
+            f"the base model cannot be read ({error}): nothing is said about the tuning", err=True
+        )
+        return None
+
+
+def _known(model: CausalLM, folder: str | None) -> str | Path | None:
+    """Return the folder or name of the base of adapters, or of a run that tuned all weights; None if there is none."""
+    if folder is None:
+        return None
+    if model.origin.adapters is not None:
+        return model.origin.folder
+    file = Path(folder) / RUN_FILE
+    return read_run_file(file).get("model") if file.is_file() else None
