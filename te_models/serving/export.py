@@ -45,7 +45,7 @@ from te_models.serving.formats import (
 )
 from te_models.serving.kept import kept_parts, source_in, stored_inputs
 from te_models.serving.rounding import ROUNDINGS, SEED, round_stochastically, scales_of
-from te_models.serving.survival import Change, Survival, change_of
+from te_models.serving.survival import Survival, WeightChange, change_of
 
 # E4M3 with the largest power of two for a scale rounds this to 2^128, which is infinite in FP32.
 TOO_LARGE = 31 * 2.0**123
@@ -155,7 +155,7 @@ class _Writer:
         self.rounding = rounding
         self.generator = torch.Generator().manual_seed(SEED)
         self.base = None if base is None or self.format.storage is None else weights(base)
-        self.changes: list[Change] = []
+        self.changes: list[WeightChange] = []
         self.modules = quantized_modules(model) if self.format.storage else {}
         self.weights: dict[str, str] = {}  # name of a weight to quantize -> name of its module
         for name in self.modules:

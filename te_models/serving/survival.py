@@ -19,7 +19,7 @@ LITTLE = 0.9  # a share below this is worth a word of advice
 
 
 @dataclass(frozen=True)
-class Change:
+class WeightChange:
     """The change of one weight.
 
     Attributes:
@@ -41,7 +41,7 @@ class Change:
 class Survival:
     """The changes of all quantized weights that differ from the base's."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[WeightChange, ...]
 
     @property
     def share(self) -> float:
@@ -50,7 +50,7 @@ class Survival:
         return sum(change.along for change in self.changes) / size if size else 1.0
 
     @property
-    def worst(self) -> Change | None:
+    def worst(self) -> WeightChange | None:
         """The change of which least survives."""
         return min(self.changes, key=lambda change: change.share, default=None)
 
@@ -78,7 +78,7 @@ class Survival:
 
 def change_of(
     name: str, base: Tensor, tuned: Tensor, base_left: Tensor, left: Tensor
-) -> Change | None:
+) -> WeightChange | None:
     """Return the change of one weight; None if it did not change.
 
     Args:
@@ -95,4 +95,4 @@ def change_of(
     survives = left.double() - base_left.double()
     along = (survives * change).sum().item()
     error = (survives - change).square().sum().sqrt().item()
-    return Change(name, along / size, error / size**0.5, along, size)
+    return WeightChange(name, along / size, error / size**0.5, along, size)
